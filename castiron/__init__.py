@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from castiron.vmfb.program import SessionError as SessionError
     from castiron.vmfb.session import Session as Session
 
-    # Type checkers take an assignment as an export under another name.
+    # An assignment, because type checkers don't accept an import under another name as an export.
     compile, open = compile_bundle, open_bundle
 
 # Names by module. They are loaded on demand, because loading the runtime takes a quarter of a second

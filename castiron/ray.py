@@ -1,4 +1,4 @@
-"""castiron on Ray: `Generate` for Ray Data, `deployment` for Ray Serve (docs/cluster.md)."""
+"""Run castiron on Ray: `Generate` for Ray Data, `deployment` for Ray Serve (docs/cluster.md)."""
 
 from __future__ import annotations
 

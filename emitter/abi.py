@@ -26,14 +26,13 @@ from math import prod
 # exact: activations stay f32. canonical: also f32, and every sum has one fixed order, so that the bits do not depend on the
 # machine or on the number of tokens in a call. fast: activations are rounded in calls of several tokens.
 NUMERICS = ("exact", "canonical", "fast")
-# Storage of states: the format's name, and the element type of the buffers. emitter/kv_cache.py has
-# the row formats.
+# Element type of a state's buffer by storage; emitter/kv_cache.py has the row formats.
 STORAGE: dict[str, str] = {"f32": "f32", "f16": "f16", "q8_0": "i8"}
 ELEMENT_BYTES = {"f32": 4, "f16": 2, "i8": 1, "i32": 4}
 # How dimension 1 of a state relates to positions; dimension 0 is its layers.
-#   positional  [layers, context, ...]: row p is position p, written once
-#   window      [layers, rows, ...]: a ring, position p in row p mod rows, of at least `ring_rows`
-#   recurrent   [layers, ...]: replaced at every token, zero before the first
+#   positional  [layers, context, ...]: row p belongs to position p and is written once
+#   window      [layers, rows, ...]: a ring buffer of at least `ring_rows` rows; position p is in row p mod rows
+#   recurrent   [layers, ...]: every token replaces the data; zeros before the first token
 KINDS = ("positional", "window", "recurrent")
 
 
@@ -69,12 +68,11 @@ class State:
 
     @property
     def dtype(self) -> str:
-        """Return the element type of the buffer."""
         return STORAGE[self.storage]
 
     @property
     def nbytes(self) -> int:
-        """Return the size in bytes of the buffer of one sequence."""
+        """Return the size in bytes for one sequence."""
         return prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
     def of(self, sequences: int) -> Tensor:
@@ -102,17 +100,11 @@ def ring_rows(window: int, tokens: int) -> int:
     return window + tokens
 
 
-def cache_storage(states: Iterable[State]) -> str:
-    """Return the storage of the KV caches, as in `compile --cache`; f32 if there are none."""
-    return next((state.storage for state in states if state.kind != "recurrent"), "f32")
-
-
 @dataclass(frozen=True)
 class Role:
     """A kind of function: its name pattern, and its operands and results without the states.
 
-    In shapes, "T" stands for the tokens of a call, "V" for the vocabulary size, and "H" for the
-    features of a hidden state or embedding.
+    In shapes, "T" is the tokens of a call, "V" the vocabulary size, "H" the features of a vector.
     """
 
     name: str
@@ -159,11 +151,7 @@ class Function:
         return self.width if self.role == "batch" else 1
 
     def signature(self, states: Iterable[State], vocab: int, hidden: int = 0) -> Signature:
-        """Return the types of the operands and results.
-
-        vocab: size of the vocabulary. hidden: features of the vectors that `embed` and `encode`
-        return.
-        """
+        """Return the types of operands and results; `hidden` is the H of `embed` and `encode`."""
         extents, carried = {"T": self.width, "V": vocab, "H": hidden}, tuple(s.of(self.sequences) for s in states)
 
         def tensors(shapes: Mapping[str, tuple[str, ...]], dtype: str | None = None) -> tuple[Tensor, ...]:
@@ -175,5 +163,5 @@ class Function:
 
 
 def functions(widths: Mapping[str, Iterable[int]]) -> tuple[Function, ...]:
-    """Return functions in the order of export; `widths` maps a role to the tokens per call."""
+    """Return a function for each role and token count in `widths`, in the order of export."""
     return tuple(Function(role, width) for role in ROLES for width in widths.get(role, ()))

@@ -1,8 +1,7 @@
 """Weight codecs: the formats in which checkpoints store a row of weights, such as f32 and q4_k.
 
-A codec is an entry of the table `CODECS`. A quantised row is a sequence of blocks. `Codec.split`
-separates blocks into codes, scales and minima, from which values are computed and kernels' weights
-are packed:
+A quantised row is a sequence of blocks, and a block has one or more groups of elements with a
+scale each. `Codec.split` returns the codes, scales and minima of blocks, such that
 
     value = scale[group] * code + minimum[group]
 
@@ -16,7 +15,7 @@ import numpy as np
 
 from castiron.emitter.types import DTYPES, to_f32
 
-_ROWS_AT_ONCE_BYTES = 1 << 22  # bounds the temporaries of a dequantisation, not its result
+_ROWS_AT_ONCE_BYTES = 1 << 22  # limit for temporary arrays, without the result
 
 
 def rows_at_once(bytes_of_a_row: int) -> int:
@@ -26,12 +25,11 @@ def rows_at_once(bytes_of_a_row: int) -> int:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of n quantised blocks: signed codes, scales and minima.
+    """The unpacked parts of n quantised blocks: codes [n, block] i8, scales and minima.
 
-    codes: [n, block] i8. d: the scale of each block, [n] f16, or [n] u8 exponents if the codec has
-    `exponents`. m: the minimum of each block, [n] f16. scales, minima: [n, groups] u8 or i8; a
-    group's scale is its factor in `scales` times d, and its minimum the factor in `minima` times m.
-    None stands for factors of 1.
+    d, m: scale and minimum of each block, [n] f16; d is [n] u8 if the codec has `exponents`, and m
+    is None if it has no minima. scales, minima: for each group, the factors by which d and m are
+    multiplied, [n, groups] u8 or i8; None means 1.
     """
 
     codes: np.ndarray
@@ -43,13 +41,13 @@ class Parts:
 
 @dataclass(frozen=True)
 class Codec:
-    """A format of rows: blocks of `block` elements, in which `group` elements share a scale.
+    """A storage format of rows: blocks of `block` elements; `group` elements share a scale.
 
-    block_bytes: size of a block. splitter: implements `split`; None if the format is not quantised.
-    A code has `bits` bits. It is stored as the unsigned number `code + offset`, or as an index into
-    `table` if there is one; codes of 8 bits are stored signed. minimum: the sign with which a
-    group's minimum is added, 0 if there is no minimum. exponents: whether a block's scale is stored
-    as the exponent d of 2^(d - 128), as in OCP's MX formats.
+    splitter: implements `split`, or None if the format is not quantised. bits: size of a stored
+    code. A stored code is the unsigned number `code + offset`, or an index into `table` if there is
+    one, or the signed code itself if it has 8 bits. minimum: +1 or -1, the sign with which a
+    group's minimum is added, or 0 if there are no minima. exponents: whether a block's scale is
+    stored as the exponent d of 2^(d - 128), as in OCP's MX formats.
     """
 
     name: str
@@ -74,11 +72,11 @@ class Codec:
 
     @property
     def summed(self) -> bool:
-        """Return whether a matmul needs the sums of x's groups, for the offset or minima."""
+        """Return whether matmuls need the sum of x over each group, to apply offset or minima."""
         return bool(self.offset or self.minimum)
 
     def split(self, blocks: np.ndarray) -> Parts:
-        """Split blocks [n, block_bytes] u8 into their parts; for quantised codecs only."""
+        """Return the parts of blocks [n, block_bytes] u8; the codec must be quantised."""
         assert self.splitter is not None, f"{self.name} has no blocks"
         return self.splitter(blocks)
 
@@ -88,18 +86,15 @@ def _f16(columns: np.ndarray) -> np.ndarray:
 
 
 def _nibbles(columns: np.ndarray, run: int) -> np.ndarray:
-    """Unpack bytes [n, b] to 4-bit codes [n, 2b].
-
-    Each run of `run` bytes gives the low nibbles of all its bytes, then the high nibbles.
-    """
+    """Unpack bytes [n, b] to codes [n, 2b]: low nibbles of each `run` bytes, then high nibbles."""
     runs = columns.reshape(len(columns), -1, 1, run)
     return np.concatenate([runs & 15, runs >> 4], axis=2).reshape(len(columns), -1)
 
 
 def _bit_plane(columns: np.ndarray, run: int, bits: int) -> np.ndarray:
-    """Unpack bytes [n, b] to fields of `bits` bits, [n, 8b / bits].
+    """Unpack bytes [n, b] to fields of `bits` bits, [n, b * 8 / bits].
 
-    Each run of `run` bytes gives the lowest field of all its bytes, then the next field, and so on.
+    For each `run` bytes, the lowest field of every byte comes first, then the next field of each.
     """
     shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(1, 1, -1, 1)
     fields = columns.reshape(len(columns), -1, 1, run) >> shifts & (1 << bits) - 1
@@ -111,10 +106,9 @@ def _signed(codes: np.ndarray, offset: int) -> np.ndarray:
 
 
 def _split_32(bits: int, offset: int) -> Callable[[np.ndarray], Parts]:
-    """Return the function that splits blocks of 32 codes, which have `bits` bits.
+    """Return the splitter of q4_0, q4_1, q5_0 or q5_1.
 
-    A block has d, m if `offset` is 0, the fifth bits of the codes if `bits` is 5, and the low 4
-    bits of the codes.
+    A block has d, then m if `offset` is 0, the fifth bits of 5-bit codes, and the low four bits.
     """
 
     def split(b: np.ndarray) -> Parts:
@@ -185,9 +179,9 @@ def _split_mxfp4(b: np.ndarray) -> Parts:
 
 
 def _ternary(columns: np.ndarray, digits: int) -> np.ndarray:
-    """Unpack bytes [n, b] of `digits` base-3 digits each to -1, 0 or 1, [n, b * digits].
+    """Unpack bytes [n, b] to numbers -1, 0 and 1, [n, b * digits].
 
-    A byte is the fraction 0.d1d2d3... in base 3, times 256, rounded up.
+    A byte is 256 times the base-3 fraction 0.d1d2..., and digit d stands for d - 1.
     """
     powers = (3 ** np.arange(digits)).astype(np.uint8)
     found = (columns[:, None, :] * powers[:, None]).astype(np.uint16) * 3 >> 8
@@ -203,7 +197,7 @@ def _split_tq2_0(b: np.ndarray) -> Parts:
     return Parts(_signed(_bit_plane(b[:, :64], 32, 2), 1), _f16(b[:, 64:]))
 
 
-# Values of the 16 codes of 4 bits: ggml's kvalues_iq4nl, and twice the numbers of OCP's E2M1.
+# Values of the 16 codes of 4 bits: ggml's kvalues_iq4nl, and the values of OCP's E2M1 times 2.
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
@@ -243,7 +237,7 @@ def codec_of(name: str) -> Codec:
 
 
 def row_bytes(codec_name: str, in_features: int) -> int:
-    """Return the size in bytes of a row; raise ValueError if its last block would be partial."""
+    """Return the bytes of a row of `in_features` elements; ValueError for a partial last block."""
     codec = codec_of(codec_name)
     blocks, rest = divmod(in_features, codec.block)
     if rest:
@@ -252,10 +246,7 @@ def row_bytes(codec_name: str, in_features: int) -> int:
 
 
 def in_features_of(codec: Codec, raw: np.ndarray) -> int:
-    """Return how many elements each row of `raw`, u8 [..., row_bytes], has.
-
-    Raise ValueError if the last block of a row is partial.
-    """
+    """Return the elements of a row of `raw` [..., row_bytes]; ValueError for a partial block."""
     blocks, rest = divmod(raw.shape[-1], codec.block_bytes)
     if rest:
         raise ValueError(f"a {codec.name} row has {raw.shape[-1]} bytes; use a multiple of {codec.block_bytes}")
@@ -290,21 +281,18 @@ def values(codec: Codec, parts: Parts) -> np.ndarray:
     return result.reshape(len(parts.codes), -1)
 
 
-# Infinities and NaN have all these exponent bits set; _HALVES: byte offsets of the f16 numbers in a block.
+# _EXPONENTS: the exponent bits, all set in infinities and NaN. _HALVES: byte offsets of the f16 numbers in a block.
 _EXPONENTS = {"f32": ("<u4", 0x7F800000), "f16": ("<u2", 0x7C00), "bf16": ("<u2", 0x7F80)}
 _HALVES = {
     "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,),
     "q2_k": (80, 82), "q3_k": (108,), "iq4_nl": (0,), "iq4_xs": (0,), "tq1_0": (52,), "tq2_0": (64,), "mxfp4": (),
 }  # fmt: skip
-# Above this exponent, E2M1's largest code, 12, times the power of two exceeds f32.
+# With a larger exponent, the largest value of E2M1's table, 12, times the power of two overflows f32.
 _LARGEST_EXPONENT = 252
 
 
 def are_finite(codec_name: str, raw: np.ndarray) -> bool:
-    """Return whether all weights in the rows `raw`, u8 [..., row_bytes], are finite.
-
-    In quantised blocks, only the scales and minima can be infinite or NaN, so only these are read.
-    """
+    """Return whether all weights in `raw`, u8 [..., row_bytes], are finite."""
     codec = codec_of(codec_name)
     rows = raw.reshape(-1, raw.shape[-1])
     step = rows_at_once(raw.shape[-1])
@@ -323,7 +311,7 @@ def _are_finite(codec: Codec, rows: np.ndarray) -> bool:
 
 
 def dequantise(codec_name: str, raw: np.ndarray) -> np.ndarray:
-    """Convert `raw`, u8 [..., row_bytes], to f32 [..., in], as `gguf.quants.dequantize` does."""
+    """Return rows `raw`, u8 [..., row_bytes], as f32 [..., in], like `gguf.quants.dequantize`."""
     codec = codec_of(codec_name)
     result = np.empty((*raw.shape[:-1], in_features_of(codec, raw)), np.float32)
     if result.size:

@@ -6,18 +6,17 @@ import numpy as np
 
 GROUP = 32  # elements that share a scale
 MAX_BYTE = 127  # largest magnitude of a quantised byte
-MIN_SCALED = np.float32(1e-30)  # a group below it counts as 0, for its inverse would be infinite
+MIN_SCALED = np.float32(1e-30)  # a group whose max is smaller counts as 0, because 127 / max could be infinite
 
 
 def as_bytes(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Quantise groups f32 [..., n]: return integers f64 [..., n] and a scale per group, f32 [...].
 
-    The integers are from -127 to 127, rounded to nearest even; integer * scale is close to the
-    input.
+    The integers are from -127 to 127, rounded to nearest even.
     """
     peak = np.abs(groups).max(axis=-1)
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.where(peak < MIN_SCALED, np.float32(0), np.float32(MAX_BYTE) / peak).astype(np.float32)
-    # Rounded once, as an fma rounds.
+    # The product is exact in f64, so that rounding to the integer is the only one, as with an fma.
     numbers = np.rint(groups.astype(np.float64) * inverse[..., None])
     return numbers, (peak / np.float32(MAX_BYTE)).astype(np.float32)

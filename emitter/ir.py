@@ -59,7 +59,7 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Param:
-    """A weight or table of the module: one entry of the packed weights."""
+    """A weight or table that the module reads: one entry of the weights file."""
 
     name: str
     type: TensorType
@@ -162,7 +162,6 @@ def _top() -> _Building:
 
 
 def current_function() -> Graph:
-    """Return the function that is being built."""
     return _top().function
 
 
@@ -202,10 +201,7 @@ def append(
 
 
 def parameter(param: Param) -> Value:
-    """Return the value of a module's parameter in the function that is being built.
-
-    The first call in a function appends the operation that reads the parameter.
-    """
+    """Return the value of a parameter; a function's first call appends the operation to read it."""
     top = _top()
     top.module.add_param(param)
     if param.name not in top.params:

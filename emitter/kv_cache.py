@@ -5,14 +5,14 @@ A row stores the key or value of one kv head at one position:
     f32, f16   [head_dim]
     q8_0       [groups, 4 + G]: per group, a scale d (f32) and G signed bytes; an element is d * byte
 
-G is 32 as in ggml's q8_0; for heads that 32 does not divide, the largest power of two that does.
-ggml stores d as f16, which takes 6 % less memory, but then each scale costs a conversion: a fifth
-of decode's time, measured.
+G is 32 as in ggml's q8_0. If 32 does not divide head_dim, G is the largest power of two that does.
+ggml stores d as f16, which takes 6 % less memory. Here d is f32, because the conversion of f16
+scales took a fifth of the decode time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -23,7 +23,7 @@ from castiron.emitter.int8 import GROUP, as_bytes
 from castiron.emitter.types import DTYPES, I8, DType, EmitError, TensorType
 
 SCALE_BYTES = 4  # little-endian
-MIN_GROUP = 8  # with fewer elements per scale, f16 takes no more memory
+MIN_GROUP = 8  # with fewer elements per scale, q8_0 would take at least as much memory as f16
 
 
 @dataclass(frozen=True)
@@ -35,25 +35,21 @@ class Cache:
 
     @property
     def grouped(self) -> bool:
-        """Return whether elements are bytes with a scale for each group."""
+        """Return whether elements are bytes, with a scale for each group."""
         return self.dtype is I8
 
     def group(self, head_dim: int) -> int:
-        """Return how many elements share a scale, or 1 if the format has no scales.
-
-        Raise EmitError if the format has scales and `MIN_GROUP` does not divide head_dim.
-        """
+        """Return how many elements share a scale, or 1 if the format has no scales."""
         if not self.grouped:
             return 1
         if head_dim % MIN_GROUP:
-            raise EmitError(f"cache type {self.name} needs a head_dim that {MIN_GROUP} divides: {head_dim}; use f16 or f32")
+            raise EmitError(
+                f"cache type {self.name} does not support head_dim {head_dim}, not a multiple of {MIN_GROUP}; use f16 or f32"
+            )
         return np.gcd(head_dim, GROUP).item()
 
     def cuts(self, head_dim: int, size: int) -> bool:
-        """Return whether parts of `size` elements divide heads at the borders of groups.
-
-        A part is then a number of complete groups, or lies inside one group.
-        """
+        """Return whether parts of `size` elements are complete groups, or each inside one group."""
         group = self.group(head_dim)
         return size % group == 0 or group % size == 0
 
@@ -91,30 +87,23 @@ EXACT = CACHES["f32"]
 
 
 def kv_cache(layers: int, context: int, kv_heads: int, head_dim: int) -> tuple[State, State]:
-    """Return the states of keys and of values, each f32 [layers, context, kv_heads, head_dim]."""
+    """Return the states of keys and values, each f32 [layers, context, kv_heads, head_dim]."""
     return State("k", shape := (layers, context, kv_heads, head_dim)), State("v", shape)
 
 
-def layer_caches(windows: Sequence[int | None], context: int, kv_heads: int, head_dim: int) -> tuple[State, ...]:
+def layer_caches(windows: Mapping[int, int | None], context: int, kv_heads: int, head_dim: int) -> tuple[State, ...]:
     """Return caches for layers with full attention, and ring buffers for layers with a window.
 
     The caches are called `k` and `v`, the ring buffers `k_sliding` and `v_sliding`. windows: the
-    sliding window of each layer in positions, None for full attention; all windows are equal.
+    sliding window by layer, None for full attention; all windows are equal.
     """
     found: list[State] = []
-    for window in sorted(set(windows), key=bool):
-        layers = tuple(layer for layer, own in enumerate(windows) if own == window)
-        for state in kv_cache(len(layers), context, kv_heads, head_dim):
-            found.append(replace(state, layers=layers) if window is None else ring(state, window, layers))
+    for window in sorted(set(windows.values()), key=bool):
+        layers = tuple(layer for layer, own in windows.items() if own == window)
+        suffix, kind = ("_sliding", "window") if window else ("", "positional")
+        shape = len(layers), context, kv_heads, head_dim
+        found += [State(f"{name}{suffix}", shape, kind, window or 0, layers=layers) for name in "kv"]
     return tuple(found)
-
-
-def ring(state: State, window: int, layers: tuple[int, ...] = ()) -> State:
-    """Return the ring buffer that replaces the cache `state` in layers with a sliding window.
-
-    layers: the indices of these layers in the model.
-    """
-    return replace(state, name=f"{state.name}_sliding", kind="window", window=window, layers=layers)
 
 
 def cut_to_rings(states: Sequence[State], tokens: int) -> tuple[State, ...]:

@@ -1,6 +1,6 @@
-"""The table of layer operations, such as `linear` and `attention`.
+"""The table of layer operations, such as `linear` and `attention`: their checks and MLIR text.
 
-Lowering replaces them by StableHLO operations or calls of kernels.
+Lowering replaces layer operations by StableHLO operations or calls of kernels.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _norm(weights: int, *ranks: int) -> Callable[[Op], str | None]:
 
 
 def _placed(op: Op, tokens: int) -> bool:
-    """Return whether the operand `start` is a scalar, or one position per sequence in a batch."""
+    """Return whether the operand `start` is a scalar or, in a batch, one position per sequence."""
     start = next(v for v in op.operands[3:] if v.dtype is I32)
     return start.shape == ((tokens,) if op.attrs["mode"] == "batch" else ())
 
@@ -185,7 +185,7 @@ def _text(op: Op, args: list[str]) -> str:
 
 
 def _attribute(value: Any) -> str:
-    """Return an attribute's text; for a weight, its name and codec."""
+    """Return the MLIR text of an attribute; for a weight, the text has its name and codec."""
     if isinstance(value, Weight):
         return f"{{name = {quoted(value.name)}, codec = {quoted(value.codec)}}}"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The layer operations of which model families are made, such as `linear` and `attention`.
+"""The functions that model families call to build a graph, such as `linear` and `attention`.
 
 These functions append operations to the graph; `castiron.emitter.lowering` replaces them by
 StableHLO or kernels. Scopes give the module path and the names of weights: inside
@@ -37,11 +37,7 @@ class ClampedSwiGLU:
 
 
 def embedding(step: Step, name: str, vocab: int, hidden: int, scale: float = 1.0, ids: Value | None = None) -> Value:
-    """Return the embeddings [T, hidden] of tokens, times `scale`.
-
-    ids: i32 [T]; default: the step's tokens. The table is the checkpoint tensor `<name>.weight`
-    [vocab, hidden].
-    """
+    """Return the embeddings [T, hidden] of ids i32 [T] (default: the tokens), times `scale`."""
     with scope(name):
         weight = step.weight("weight", (vocab, hidden))
         rows = TensorType((step.tokens.shape[0], hidden), F32)
@@ -49,7 +45,10 @@ def embedding(step: Step, name: str, vocab: int, hidden: int, scale: float = 1.0
 
 
 def positions(step: Step) -> Value:
-    """Return the positions i32 [T] of the step's tokens, clamped to 0 or to the last position."""
+    """Return the positions i32 [T] of the step's tokens, clamped to 0 <= position < context.
+
+    Only idle sequences of a batch (negative positions) and padding are outside this range.
+    """
     shape = step.tokens.shape
     if step.mode == "batch":
         return ops.maximum(step.start, ops.constant(0, I32, shape))
@@ -73,11 +72,10 @@ def linear(step: Step, x: Value, name: str, out_features: int, bias: bool = Fals
 def linear_parts(
     step: Step, x: Value, name: str, parts: Mapping[str, int], bias: bool = False, groups: int = 1
 ) -> tuple[Value, ...]:
-    """Apply a fused `torch.nn.Linear` called `name`, such as one for q, k and v, part by part.
+    """Apply a fused `torch.nn.Linear`, such as one for q, k and v; return [T, rows] for each part.
 
-    Returns a value [T, rows] for each part. x: [T, in]. parts: maps the name of each part to its
-    number of output rows, in the order of the fused weight. groups: the fused weight has this many
-    groups of rows, each with an equal share of every part.
+    parts: the number of output rows of each part, in the order of the fused weight. groups: the
+    fused weight has this many groups of rows, each with an equal share of every part.
     """
     path, total = current_path(), sum(parts.values())
 
@@ -98,7 +96,7 @@ def linear_parts(
 
 
 def values(step: Step, name: str, shape: tuple[int, ...]) -> Value:
-    """Return the values of the tensor `name` as f32, for operations of `castiron.emitter.ops`."""
+    """Return the tensor `name` in f32, as an operand for functions of `castiron.emitter.ops`."""
     weight = step.weight(name, shape)
     return build(LAYERS, "values", (weight,), (weight.type,))[0]
 
@@ -106,9 +104,8 @@ def values(step: Step, name: str, shape: tuple[int, ...]) -> Value:
 def rms_norm(step: Step, x: Value, name: str | None, eps: float, transform=None, groups: int = 1) -> Value:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467).
 
-    name: None if there is no weight. transform: a function that is applied to the weight when it is
-    packed. groups: x is [T, features]; each row is cut into this many equal parts, which are
-    normalised separately.
+    name: None if there is no weight. transform: a function applied to the weight at compile time.
+    groups: the number of equal parts of a row [features] that are normalised separately.
     """
     if name is None:
         ones = step.table(f"ones.{x.shape[-1]}", x.shape[-1:], lambda: np.ones(x.shape[-1:], np.float32))
@@ -145,7 +142,7 @@ def head_norms(step: Step, x: Value, name: str, eps: float) -> Value:
 def rotary_tables(
     step: Step, rotary: Rotary, name: str = "rotary", growth: Callable[[np.ndarray], np.ndarray] | None = None
 ) -> tuple[Value, Value]:
-    """Return cos and sin for `rope`, [context, rotary_dim / 2]: tables `<name>.cos`, `<name>.sin`.
+    """Return cos and sin for `rope`, [context, rotary_dim / 2].
 
     growth: maps positions [context] to factors f32 [context], by which both tables are multiplied.
     """
@@ -179,10 +176,7 @@ def split_heads(x: Value, heads: int) -> Value:
 
 
 def qkv_heads(step: Step, x: Value, heads: int, kv_heads: int, head_dim: int, bias: bool = False) -> tuple[Value, Value, Value]:
-    """Project x [T, in] to q [T, heads, head_dim], and to k and v [T, kv_heads, head_dim].
-
-    The weights are `q_proj`, `k_proj` and `v_proj`.
-    """
+    """Project x with `q_proj`, `k_proj` and `v_proj`; return q, k, v [T, (kv_)heads, head_dim]."""
     counts = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
     q, k, v = (split_heads(linear(step, x, name, n * head_dim, bias), n) for name, n in counts.items())
     return q, k, v
@@ -197,7 +191,6 @@ def attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    cache: tuple[str, str] | None = None,
     sinks: Value | None = None,
     bidirectional: bool = False,
 ) -> Value:
@@ -206,18 +199,15 @@ def attention(
     q is [T, heads, head_dim]; the result is [T, heads * head_dim]. Keys and values are rounded to
     the cache's storage format before any query reads them; everything else is f32.
 
-    layer: index of the layer in the model, or in the states `cache` if these are given.
-    window: a query at position p sees positions j with p - window < j <= p.
+    layer: index of the layer in the model. If no state lists it in `State.layers`, it is the index
+    in the states `k` and `v`.
+    window: a query at position p attends to positions j with p - window < j <= p.
     softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2, arXiv:2408.00118).
-    cache: names of the states of keys and of values; default: the states with this layer.
     sinks: [heads], an extra score in the softmax of each head (gpt-oss, arXiv:2508.10925).
-    bidirectional: a query sees all j with |p - j| < window; only in functions that take a complete
-    text (role encode). Their states have space for one layer, which every layer overwrites.
+    bidirectional: a query attends to all j with |p - j| < window; only in functions that take a
+    complete text (role encode). Their states have space for one layer; every layer overwrites it.
     """
-    if bidirectional:
-        cache, layer = ("k", "v"), 0
-    if cache is None:
-        cache, layer = step.cache_of(layer)
+    cache, layer = (("k", "v"), 0) if bidirectional else step.cache_of(layer)
     k_cache, v_cache = (step.states[name] for name in cache)
     record = step.records[cache[0]]
     if bidirectional and step.role != "encode":
@@ -319,10 +309,7 @@ def last_row(step: Step, x: Value) -> Value:
 
 
 def wanted_rows(step: Step, x: Value) -> Value:
-    """Return the rows of x [T, hidden] that need logits, which depends on the step's role.
-
-    These are the rows of all tokens, or only the row [1, hidden] of the last token.
-    """
+    """Return the rows of x [T, hidden] that need logits: all, or [1, hidden] of the last token."""
     every = ROLES[step.role].every_token or x.shape[0] == 1
     return x if every else last_row(step, x)
 
@@ -330,8 +317,7 @@ def wanted_rows(step: Step, x: Value) -> Value:
 def lm_head(step: Step, x: Value, vocab: int, tied: bool, embedding: str = "model.embed_tokens") -> Value:
     """Return logits [rows, vocab] of x [rows, hidden]; `tied` uses the embedding's weight.
 
-    Sets `step.hidden` to x: functions that return hidden states or embeddings use x and drop all
-    operations after it.
+    Sets `step.hidden` to x, for functions that return hidden states or embeddings.
     """
     step.hidden = x
     if tied:

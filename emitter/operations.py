@@ -15,11 +15,8 @@ import numpy as np
 from castiron.emitter.ir import Op, Value, append, current_path, fail
 from castiron.emitter.types import BF16, F32, I1, I32, DType, TensorType, to_f32
 
-FLOAT_UNARY = (
-    *("negate", "exponential", "log", "log_plus_one", "sqrt", "rsqrt", "tanh", "logistic", "cosine", "sine", "abs"),
-    "round_nearest_even",
-)
-ARITHMETIC = ("add", "subtract", "multiply", "divide", "maximum", "minimum", "power")
+FLOAT_UNARY = "negate", "exponential", "log_plus_one", "sqrt", "rsqrt", "tanh", "logistic", "abs", "round_nearest_even"
+ARITHMETIC = ("add", "subtract", "multiply", "divide", "maximum", "minimum")
 BITWISE = ("and", "or")
 COMPARISONS = ("EQ", "NE", "LT", "LE", "GT", "GE")
 
@@ -28,9 +25,9 @@ COMPARISONS = ("EQ", "NE", "LT", "LE", "GT", "GE")
 class Operation:
     """A kind of operation: its check and its MLIR text.
 
-    operands, results: their numbers, None if the number varies. problem: returns an error message
-    for an invalid operation, None for a valid one. text: returns the MLIR text of an operation,
-    given the names of its operands.
+    operands, results: how many an operation has, None if the number varies. problem: returns an
+    error message for an invalid operation, None for a valid one. text: returns the MLIR text of an
+    operation, given the names of its operands.
     """
 
     operands: int | None
@@ -233,7 +230,7 @@ def types_of(op: Op) -> str:
 
 
 def number(value, dtype: DType) -> str:
-    """Return the text of one element, which MLIR reads back to the same bits."""
+    """Return the MLIR text of one element of an array; MLIR parses it to the same bits."""
     if dtype.kind == "bool":
         return "true" if value else "false"
     if dtype.kind != "float":
@@ -267,7 +264,7 @@ def _typed_text(op: Op, args: list[str]) -> str:
 
 
 def _compare_text(op: Op, args: list[str]) -> str:
-    sort = {"float": "FLOAT", "int": "SIGNED", "uint": "UNSIGNED", "bool": "UNSIGNED"}[op.operands[0].dtype.kind]
+    sort = {"float": "FLOAT", "int": "SIGNED", "bool": "UNSIGNED"}[op.operands[0].dtype.kind]
     return f"stablehlo.compare {op.attrs['direction']}, {', '.join(args)}, {sort} : {types_of(op)}"
 
 
@@ -306,8 +303,7 @@ def _reduce_text(op: Op, args: list[str]) -> str:
 def _argmax_text(op: Op, args: list[str]) -> str:
     f32, i32, i1 = TensorType((), F32), TensorType((), I32), "tensor<i1>"
     pair = f"({f32}, {f32}) -> {i1}", f"({i32}, {i32}) -> {i1}"
-    # Names in a region begin with an underscore, because a region sees outer names and inputs never
-    # begin so.
+    # Names in the region begin with an underscore, so that they differ from all names outside.
     return (
         f'"stablehlo.reduce"({", ".join(args)}) <{{dimensions = array<i64: 0>}}> ({{\n'
         f"    ^bb0(%_xv: {f32}, %_xi: {i32}, %_yv: {f32}, %_yi: {i32}):\n"

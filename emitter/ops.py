@@ -42,10 +42,8 @@ def _elementwise(kind: str) -> Callable[..., Value]:
     return elementwise
 
 
-negate, exponential, log, log_plus_one, sqrt, rsqrt, tanh, logistic, cosine, sine, abs_, round_nearest_even = map(
-    _elementwise, FLOAT_UNARY
-)
-add, subtract, multiply, divide, maximum, minimum, power = map(_elementwise, ARITHMETIC)
+negate, exponential, log_plus_one, sqrt, rsqrt, tanh, logistic, abs_, round_nearest_even = map(_elementwise, FLOAT_UNARY)
+add, subtract, multiply, divide, maximum, minimum = map(_elementwise, ARITHMETIC)
 and_, or_ = map(_elementwise, BITWISE)
 
 
@@ -75,9 +73,9 @@ def bitcast_convert(x: Value, dtype: DType) -> Value:
 
 
 def broadcast_in_dim(x: Value, shape: Sequence[int], dims: Sequence[int]) -> Value:
-    """Broadcast: dimension i of `x` becomes `dims[i]`, in rising order; extents of 1 are repeated.
+    """Broadcast `x` to `shape`: its dimension i becomes dimension `dims[i]`; extents of 1 repeat.
 
-    StableHLO allows any order, but IREE miscompiles some falling ones into a wrong transpose.
+    `dims` must ascend. StableHLO allows any order, but IREE miscompiles some descending ones.
     """
     return _one("broadcast_in_dim", (x,), TensorType(tuple(shape), x.dtype), dims=tuple(dims))
 
@@ -110,10 +108,7 @@ def slice_(x: Value, starts: Sequence[int], limits: Sequence[int]) -> Value:
 
 
 def dynamic_slice(x: Value, starts: Sequence[Value], sizes: Sequence[int]) -> Value:
-    """Slice `sizes` elements from run-time start indices.
-
-    The start indices are clamped so that the slice is inside `x`.
-    """
+    """Slice `sizes` elements from run-time starts, clamped so that the slice fits in x."""
     if not x.shape and not starts and not sizes:
         # IREE's compiler crashes on a slice without dimensions.
         return x
@@ -121,10 +116,7 @@ def dynamic_slice(x: Value, starts: Sequence[Value], sizes: Sequence[int]) -> Va
 
 
 def dynamic_update_slice(x: Value, update: Value, starts: Sequence[Value]) -> Value:
-    """Return `x` with a part replaced by `update`, from run-time start indices.
-
-    The start indices are clamped so that the part is inside `x`.
-    """
+    """Replace the part of x from run-time starts, clamped so that it fits, by `update`."""
     return _one("dynamic_update_slice", (x, update, *starts), x.type)
 
 
@@ -145,10 +137,8 @@ def dot_general(
 def reduce(kind: str, x: Value, dims: Sequence[int], exact: bool = False) -> Value:
     """Compute the sum (kind `add`) or the maximum (`maximum`) over `dims`.
 
-    exact: whether the sum has no rounding errors in any order of the additions.
+    exact: whether the sum is free of rounding errors in every order of the additions.
     """
-    if x.dtype.kind != "float":
-        raise fail("reduce", "the operand must be of a float type", (x,))
     init = constant(0.0 if kind == "add" else -np.inf, x.dtype, ())
     shape = tuple(n for i, n in enumerate(x.shape) if i not in dims)
     return _one("reduce", (x, init), TensorType(shape, x.dtype), reducer=kind, dims=tuple(dims), exact=exact)
@@ -166,9 +156,9 @@ def gather_rows(table: Value, ids: Value) -> Value:
 
 
 def kernel_call(kernel: Kernel, /, **operands: Value | int) -> dict[str, Value]:
-    """Call a kernel with operands by name; return results by name.
+    """Append the call of a kernel; return its results by name.
 
-    Operands of the type "index" are integers, the others values.
+    operands: a Value for each tensor, an integer for each operand of type "index".
     """
     tensors = {name: v for name, v in operands.items() if isinstance(v, Value)}
     if {name: tensors[name].type if name in tensors else INDEX for name in operands} != kernel.operands:

@@ -14,7 +14,7 @@ from castiron.emitter.recurrences import carry, recurrent
 from castiron.emitter.step import Step
 from castiron.emitter.types import F32, EmitError
 
-# The state of a text that takes several calls: the sum of its hidden states so far.
+# The name of the state with the sum of a text's hidden states so far, if the text takes several calls.
 SUM = "sum"
 # torch.nn.functional.normalize never divides by less than this.
 MIN_LENGTH = 1e-12
@@ -31,8 +31,8 @@ ACTIVATIONS = tuple(_ACTIVATIONS)
 class Dense:
     """A linear layer after pooling, with `activation` and optionally a LayerNorm.
 
-    The weight is `<name>.linear.weight` [features, in]; with `bias` there is `<name>.linear.bias`.
-    activation: one of `ACTIVATIONS`. norm: (eps, bias) of the LayerNorm `<name>.norm`, or None.
+    The weight is `<name>.linear.weight` [features, in]. activation: one of `ACTIVATIONS`. norm:
+    (eps, bias) of the LayerNorm `<name>.norm`, or None.
     """
 
     name: str
@@ -70,10 +70,9 @@ MODES: dict[str, Callable[[Step, Value, bool], Value]] = {"mean": _mean, "last":
 
 @dataclass(frozen=True)
 class Pooling:
-    """The pooling of a text's hidden states to an embedding.
+    """The pooling of a text's hidden states to an embedding, scaled to length 1 if `normalised`.
 
-    mode: a key of `MODES`. dense: linear layers after the pooling. normalised: whether to scale the
-    embedding to length 1.
+    mode: a key of `MODES`. dense: linear layers after the pooling.
     """
 
     mode: str
@@ -81,14 +80,13 @@ class Pooling:
     normalised: bool = True
 
     def states(self, hidden: int) -> list[State]:
-        """Return the states of a text of several calls: for `mean`, a sum of hidden states."""
+        """Return the states that a text of several calls needs: a sum for `mean`, else none."""
         return [State(SUM, (1, hidden), "recurrent")] if self.mode == "mean" else []
 
     def pool(self, step: Step, x: Value, chunks: bool) -> Value:
         """Return the embedding f32 [features] of hidden states x [T, hidden].
 
-        chunks: whether a text may take several calls, of which x is the latest; otherwise x is a
-        complete text.
+        chunks: whether a text may take several calls, so that sums continue those of earlier calls.
         """
         y = MODES[self.mode](step, x, chunks)
         for dense in self.dense:

@@ -1,8 +1,8 @@
-"""Print the graph as MLIR text; equal graphs print equal bytes on every machine.
+"""Print a module as MLIR text; equal modules give equal bytes on every machine.
 
 With `weights="arguments"` the text is pure StableHLO, and each parameter is a further argument of
-the function. `weights="parameters"` is for IREE: parameters are globals read from the parameter
-scope "model", outputs in `Graph.storage` have `iree.abi.output`, and kernels are dispatched.
+the function. `weights="parameters"` is for IREE: parameters are globals in the parameter scope
+"model", `iree.abi.output` marks inputs that an output overwrites, and kernels are dispatched.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _function(module: Module, function: Graph, weights: str, table: Table = LOWE
 def argument_name(param: str, taken: Collection[str] = ()) -> str:
     """Return the name of a parameter as a valid SSA name that is not in `taken`."""
     name = re.sub(r"[^\w.$-]", "_", param, flags=re.ASCII)
-    # Names that begin with a digit belong to results, with an underscore to regions, with index_ to kernel operands.
+    # Other names begin with a digit (results), an underscore (values in regions) or index_ (operands of kernels).
     if not name[:1].isalpha() or name.startswith("index_"):
         name = f"weight.{name}"
     unlike, count = name, 1

@@ -1,16 +1,19 @@
 """Quantisation of weights to blocks, such as q4_k: search scales and codes, then pack the blocks.
 
-A group of numbers x shares a scale. For each group, with a weight for each squared error, the
-search tries grids (evenly spaced values) of different widths. The codes of x on a grid determine
-the best scale and minimum in closed form, and the best grid wins. In K-quants, scales are then
-rounded to integer factors of the block's scale, and minima are fitted again. Last, codes are
-rounded with the stored scales and minima.
+The elements x of a group share a scale. The search minimises their weighted squared error:
 
-The search is ggml's `make_qx_quants` and `make_qkx2_quants` (ggml-quants.c) with another error:
-without importance, ggml weighs errors of larger elements more; here all weigh the same, which
-minimises the mean square error.
+1. It rounds x to several grids (evenly spaced values) of different widths, which gives codes.
+2. For the codes of each grid, the best scale and minimum have a closed form. The best grid wins.
+3. In K-quants, scales are rounded to integer factors of the block's scale, and minima are fitted
+   again.
+4. Codes are rounded again, with the scales and minima as they are stored.
 
-Inside the search a group is a column: arrays are [group, n], so that every step runs along memory.
+The search is ggml's `make_qx_quants` and `make_qkx2_quants` (ggml-quants.c) with another error.
+Without an importance matrix, ggml gives larger elements a larger weight. Here all elements have the
+same weight, which minimises the mean square error.
+
+Inside the search, arrays are [group, n]: a column for each of n groups, so that every step reads
+contiguous memory.
 """
 
 from __future__ import annotations
@@ -27,17 +30,17 @@ from castiron.emitter.types import DTYPES, from_f32
 
 _ELEMENTS_AT_ONCE = 1 << 16  # elements converted at a time: temporaries stay in a core's caches
 _MAX_THREADS = 16
-# If codes hardly differ, a grid cannot determine a scale: below this share of spread, differences are rounding.
+# The minimum of variance / mean square of a group's codes; below it, rounding errors dominate the fitted scale.
 _MIN_SPREAD = 1e-5
 _SIX_BITS = 63
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """The parameters of quantisation to a codec.
+    """The quantiser of a codec: its range of codes, its grids, and the packing of its blocks.
 
-    low, high: range of codes. steps: the grids to try; for a step s, the numbers of a group are
-    spread over s more codes than the range has. join: converts parts to blocks [n, block_bytes] u8.
+    low, high: smallest and largest code. steps: the grids to try; the grid of step s spreads a
+    group over s more codes than the range has. join: packs n blocks to u8 [n, block_bytes].
     """
 
     low: int
@@ -49,8 +52,8 @@ class Encoder:
 def convert(source: str, raw: np.ndarray, target: str, importance: np.ndarray | None = None) -> np.ndarray:
     """Convert rows, u8 [..., row_bytes], from codec `source` to codec `target`, on several threads.
 
-    importance: f32 [in], positive; the weight of squared errors in each column. Raises ValueError
-    for rows with a partial block, and for numbers that the target codec cannot store.
+    importance: positive f32 [in], the weight of the squared errors of each column; None: all 1.
+    Raises ValueError for numbers that the target codec cannot store.
     """
     features = in_features_of(codec_of(source), raw)
     rows = raw.reshape(-1, raw.shape[-1])
@@ -69,10 +72,7 @@ def convert(source: str, raw: np.ndarray, target: str, importance: np.ndarray | 
 
 
 def encode(codec_name: str, values: np.ndarray, importance: np.ndarray | None = None) -> np.ndarray:
-    """Quantise values f32 [rows, in] to rows u8 [rows, row_bytes], on the calling thread.
-
-    importance: as in `convert`.
-    """
+    """Quantise values f32 [rows, in] to rows u8 [rows, row_bytes]; `importance` as in `convert`."""
     codec, (rows, features) = codec_of(codec_name), values.shape
     if not codec.quantised:
         stored = np.ascontiguousarray(from_f32(values, DTYPES[codec_name]))
@@ -90,7 +90,7 @@ def encode(codec_name: str, values: np.ndarray, importance: np.ndarray | None = 
 
 
 def _columns(codec: Codec, values: np.ndarray) -> np.ndarray:
-    """Return values [rows, in] as f32 [group, n]: a column for each group, in storage order."""
+    """Return values [rows, in] as f32 [group, n]: a column for each of the n groups, in order."""
     return np.ascontiguousarray(values.reshape(-1, codec.group).T, np.float32)
 
 
@@ -100,7 +100,7 @@ def _quotient(a, b: np.ndarray) -> np.ndarray:
 
 
 def _dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the sums [n] of a * b over each group."""
+    """Return the sum of a * b, both [group, n], over each group, as [n]."""
     return np.einsum("gn,gn->n", a, b)
 
 
@@ -111,7 +111,7 @@ def _codes(encoder: Encoder, x: np.ndarray, inverse: np.ndarray, out: np.ndarray
 
 
 def _scales(encoder: Encoder, x: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-    """Return the scales [n] for which `scale * code` is nearest to x [group, n]."""
+    """Return the scales [n] with the least error of `scale * code` for x [group, n]."""
     largest = np.take_along_axis(x, np.abs(x).argmax(axis=0)[None], axis=0)[0]
     weighted = x if weights is None else weights * x
     best, scale = np.zeros(x.shape[1], np.float32), np.zeros(x.shape[1], np.float32)
@@ -130,14 +130,14 @@ def _scales(encoder: Encoder, x: np.ndarray, weights: np.ndarray | None) -> np.n
 def _scales_and_minima(
     encoder: Encoder, x: np.ndarray, weights: np.ndarray | None, negative: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return scales and minima [n] for which `scale * code + minimum` is nearest to x [group, n].
+    """Return the scales and minima [n] with the least error of `scale * code + minimum`.
 
-    negative: whether minima must be 0 or negative.
+    negative: whether minima are limited to numbers <= 0, as K-quants store them.
     """
     low, high = x.min(axis=0), x.max(axis=0)
     if negative:
         np.minimum(low, 0, out=low)
-    x, reach = x - low, high - low  # sums of numbers near the minimum would lose precision
+    x, reach = x - low, high - low  # far from 0, the sums below would lose precision
     weighted = x if weights is None else weights * x
     w, wx = (np.float32(len(x)) if weights is None else weights.sum(axis=0)), weighted.sum(axis=0)
     best = np.full(x.shape[1], -np.inf, np.float32)
@@ -160,11 +160,11 @@ def _scales_and_minima(
 
 
 def _as_factors(values: np.ndarray, groups: int, high: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Round values [n] to integer multiples of one scale d per block.
+    """Round values [n], one for each group, to integer multiples of one scale d per block.
 
-    Returns d [blocks] f16, the factors [blocks, groups], and the rounded values [n] f32. In each
-    block, the value of largest magnitude gets the factor `high`, and factors are between 0 and
-    `high`, or if `high` is negative, between `high` and `-high - 1`.
+    Returns d [blocks] f16, the integer factors [blocks, groups], and d * factor [n] f32. The value
+    of largest magnitude in a block gets the factor `high`. Factors are signed if `high` is
+    negative, and 0 to `high` otherwise.
     """
     by_block = values.reshape(-1, groups)
     largest = np.take_along_axis(by_block, np.abs(by_block).argmax(axis=1)[:, None], axis=1)
@@ -175,7 +175,7 @@ def _as_factors(values: np.ndarray, groups: int, high: int) -> tuple[np.ndarray,
 
 
 def _rounded(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return values rounded to f16, and the rounded values as f32."""
+    """Return values rounded to f16, as f16 and as f32."""
     stored = values.astype(np.float16)
     return stored, stored.astype(np.float32)
 
@@ -197,14 +197,13 @@ def _without_minima(codec: Codec, encoder: Encoder, x: np.ndarray, weights: np.n
 
 
 def _with_minima(codec: Codec, encoder: Encoder, x: np.ndarray, weights: np.ndarray | None) -> Parts:
-    single_group = codec.block == codec.group
-    scale, minimum = _scales_and_minima(encoder, x, weights, negative=not single_group)
+    groups = codec.block // codec.group
+    scale, minimum = _scales_and_minima(encoder, x, weights, negative=groups > 1)
     scales = minima = None
     codes = np.empty_like(x)
-    if single_group:
+    if groups == 1:
         (d, scale), (m, minimum) = _rounded(scale), _rounded(minimum)
     else:
-        groups = codec.block // codec.group
         d, scales, scale = _as_factors(scale, groups, _SIX_BITS)
         inverse = _quotient(np.float32(1), scale)
         rest = x - scale * _codes(encoder, x - minimum, inverse, codes)
@@ -222,7 +221,10 @@ def _halves(*numbers: np.ndarray) -> list[np.ndarray]:
 
 
 def _planes(codes: np.ndarray, run: int, bits: int) -> np.ndarray:
-    """Pack codes [n, k] of `bits` bits to bytes [n, k * bits / 8]; inverts `codecs._bit_plane`."""
+    """Return codes [n, k] of `bits` bits packed in bytes [n, k * bits / 8].
+
+    This is the inverse of `codecs._bit_plane`.
+    """
     fields = codes.reshape(len(codes), -1, 8 // bits, run)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return np.bitwise_or.reduce(fields << shifts, axis=2).reshape(len(codes), -1)
@@ -233,13 +235,16 @@ def _unsigned(codes: np.ndarray, offset: int) -> np.ndarray:
 
 
 def _six_bits(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
-    """Pack scales and minima [n, 8] u8, below 64, to bytes [n, 12]; inverts `_six_bit_scales`."""
+    """Return scales and minima [n, 8] u8, all below 64, packed in bytes [n, 12].
+
+    This is the inverse of `codecs._six_bit_scales`.
+    """
     (s, s_top), (m, m_top) = ((part[:, :4], part[:, 4:]) for part in (scales, minima))
     return np.concatenate([s | s_top >> 4 << 6, m | m_top >> 4 << 6, s_top & 15 | m_top << 4], axis=1)
 
 
 def _join_32(offset: int, bits: int) -> Callable[[Parts], np.ndarray]:
-    """Return the function that packs parts to blocks of 32 codes; inverts `codecs._split_32`."""
+    """Return the packer of q4_0, q4_1, q5_0 or q5_1, the inverse of `codecs._split_32`."""
 
     def join(parts: Parts) -> np.ndarray:
         codes = _unsigned(parts.codes, offset)
@@ -272,7 +277,7 @@ def _join_q6_k(parts: Parts) -> np.ndarray:
     return np.concatenate([_planes(codes & 15, 64, 4), _planes(codes >> 4, 32, 2), scales, *_halves(parts.d)], axis=1)
 
 
-# Wider grids, and more of them, reduce the mean square error by under 1 %.
+# Steps of the grids (`Encoder.steps`). Wider or more grids reduce the mean square error by less than 1 %.
 _STEPS = np.linspace(-2, 1, 13, dtype=np.float32)
 _STEPS_OF_8_BITS = np.linspace(-0.5, 0.5, 3, dtype=np.float32)
 _STEPS_OF_6_BITS = np.linspace(-4, 1, 13, dtype=np.float32)

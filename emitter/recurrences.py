@@ -20,47 +20,47 @@ from castiron.emitter.step import Step
 from castiron.emitter.types import I32
 
 
-def causal_conv(step: Step, layer: int, x: Value, name: str, bias: bool, state: str = "conv") -> Value:
+def causal_conv(step: Step, layer: int, x: Value, name: str, bias: bool) -> Value:
     """Apply the depthwise causal `torch.nn.Conv1d` called `name` to x [T, features].
 
     y_t = bias + sum over i of w_i x_(t - n + 1 + i), for filters of n positions, `<name>.weight`
-    [features, 1, n]. state: name of the state [layers, n - 1, features], the latest n - 1 rows of
-    x, oldest first.
+    [features, 1, n]. The state `conv` [layers, n - 1, features] is the latest n - 1 rows of x,
+    oldest first.
     """
-    positions = step.states[state].shape[1] + 1
+    positions = step.states["conv"].shape[1] + 1
     with scope(name):
         weights = [step.vector("weight", (x.shape[1], 1, positions))]
         weights += [step.vector("bias", (x.shape[1],))] if bias else []
-        return _recur(step, "causal_conv", (x, *weights), layer, state, x)
+        return _recur(step, "causal_conv", (x, *weights), layer, "conv", x)
 
 
-def gated_delta(step: Step, layer: int, q: Value, k: Value, v: Value, a: Value, b: Value, state: str = "delta") -> Value:
+def gated_delta(step: Step, layer: int, q: Value, k: Value, v: Value, a: Value, b: Value) -> Value:
     """Apply the gated delta rule (arXiv:2412.06464), HF's `torch_chunk_gated_delta_rule`.
 
         S_t = exp(g_t) S_(t-1) + k_t (beta_t (v_t - exp(g_t) k_t S_(t-1))),  out_t = q_t S_t / sqrt(k_dim)
 
-    q and k [T, k_heads, k_dim] are first divided by their length (epsilon 1e-6 under the root), and
-    serve v_heads / k_heads heads of v [T, v_heads, v_dim] each. g = -exp(A_log) softplus(a +
-    dt_bias) and beta = sigmoid(b), of a and b [T, v_heads] and the vectors `A_log` and `dt_bias`.
-    state: S, [layers, v_heads, k_dim, v_dim]. Returns [T, v_heads, v_dim].
+    q, k: [T, k_heads, k_dim], first divided by their L2 norm (epsilon 1e-6 under the root). Each
+    head serves v_heads / k_heads heads of v [T, v_heads, v_dim].
+    a, b: [T, v_heads]. g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b), with the
+    weights `A_log` and `dt_bias` [v_heads].
+    S is the state `delta` [layers, v_heads, k_dim, v_dim]. The result is [T, v_heads, v_dim].
     """
     rates = _rate(step, v.shape[1]), step.vector("dt_bias", (v.shape[1],))
-    return _recur(step, "gated_delta", (q, k, v, a, b, *rates), layer, state, v)
+    return _recur(step, "gated_delta", (q, k, v, a, b, *rates), layer, "delta", v)
 
 
-def selective_scan(step: Step, layer: int, x: Value, dt: Value, b: Value, c: Value, state: str = "scan") -> Value:
+def selective_scan(step: Step, layer: int, x: Value, dt: Value, b: Value, c: Value) -> Value:
     """Apply the scan of Mamba 2 (arXiv:2405.21060), HF's `mamba2_chunk_scan`: [T, heads, head_dim].
 
         S_t = exp(A d_t) S_(t-1) + d_t x_t B_t,  y_t = S_t C_t + D x_t
 
-    for x [T, heads, head_dim], d = softplus(dt + dt_bias) of dt [T, heads], A = -exp(A_log), and B
-    and C [T, groups, n], which serve heads / groups heads each; `A_log`, `D` and `dt_bias` are
-    vectors [heads].
-    state: S, [layers, heads, head_dim, n].
+    x is [T, heads, head_dim] and dt [T, heads]; d = softplus(dt + dt_bias) and A = -exp(A_log). B
+    and C are [T, groups, n]; each group serves heads / groups heads. The weights `A_log`, `D` and
+    `dt_bias` are [heads]. S is the state `scan` [layers, heads, head_dim, n].
     """
     heads = x.shape[1]
     vectors = _rate(step, heads), step.vector("dt_bias", (heads,)), step.vector("D", (heads,))
-    return _recur(step, "selective_scan", (x, dt, b, c, *vectors), layer, state, x)
+    return _recur(step, "selective_scan", (x, dt, b, c, *vectors), layer, "scan", x)
 
 
 def _rate(step: Step, heads: int) -> Value:
@@ -91,10 +91,10 @@ def recurrent(step: Step, name: str, layer: int) -> Value:
 
 
 def carry(step: Step, name: str, layer: int, after: Value) -> None:
-    """Set a layer's state `name` to its value after the step's last token that is not padding.
+    """Set a layer's state `name` to its value after the last token that is not padding.
 
-    after: the state after each of the step's tokens, [T, ...]. In a batch, every active sequence
-    gets the state after its token.
+    after: the state after each of the step's tokens, [T, ...]. In a batch, row i is the new state
+    of sequence i, and the states of idle sequences do not change.
     """
     state, before = step.states[name], recurrent(step, name, layer)
     if after.shape != (step.tokens.shape[0], *state.shape[1:]):
@@ -122,9 +122,6 @@ def with_layer(state: Value, layer: int, after: Value) -> Value:
 
 
 def where_active(positions: Value, after: Value, before: Value) -> Value:
-    """Return `after` [sequences, ...] for active sequences, `before` for idle ones.
-
-    A sequence is idle if its position is negative.
-    """
+    """Return `after` [sequences, ...], and `before` where a sequence's position is negative."""
     runs = ops.compare("GE", positions, ops.constant(0, I32, positions.shape))
     return ops.select(ops.broadcast_in_dim(runs, after.shape, (0,)), after, before)

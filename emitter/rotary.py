@@ -45,8 +45,8 @@ def check_entry(entry: Mapping) -> None:
         elif key in _LAYERS:
             raise EmitError(f"{key!r} in a rope scaling is {shorten(value)}; it must be an object")
         elif key in _VALUES and value is not None:
-            holds, words = _VALUES[key]
-            if not holds(value):
+            is_valid, words = _VALUES[key]
+            if not is_valid(value):
                 raise EmitError(f"{key!r} in a rope scaling is {shorten(value)}; it must be {words}")
 
 
@@ -54,42 +54,31 @@ def _is_length(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 2 <= value < 1 << 31
 
 
-_POSITIVE = is_positive, "a number above 0"
-_NUMBER = is_number, "a number"
-_FACTORS = lambda value: isinstance(value, list | tuple) and all(map(is_positive, value)), "a list of numbers above 0"
-_STRING = lambda value: isinstance(value, str), "a string"
+def _are_factors(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(map(is_positive, value))
+
+
+_POSITIVE_KEYS = """
+    rope_theta partial_rotary_factor factor alpha low_freq_factor high_freq_factor attention_factor beta_fast beta_slow
+""".split()
 _LONGEST = 1 << 16
-# Kinds of layers that have an entry of their own.
+# Types of layers for which `rope_parameters` may have a nested entry.
 _LAYERS = ("full_attention", "sliding_attention")
 # For each key: the condition on its values, and its description in words.
 _VALUES: dict[str, tuple[Callable[[object], bool], str]] = {
-    "rope_type": _STRING,
-    "type": _STRING,
-    "rope_theta": _POSITIVE,
-    "partial_rotary_factor": _POSITIVE,
-    "factor": _POSITIVE,
-    "alpha": _POSITIVE,
-    "low_freq_factor": _POSITIVE,
-    "high_freq_factor": _POSITIVE,
-    "attention_factor": _POSITIVE,
-    "beta_fast": _POSITIVE,
-    "beta_slow": _POSITIVE,
-    "mscale": _NUMBER,
-    "mscale_all_dim": _NUMBER,
-    "llama_4_scaling_beta": _NUMBER,
-    "short_factor": _FACTORS,
-    "long_factor": _FACTORS,
+    **dict.fromkeys(("rope_type", "type"), (lambda value: isinstance(value, str), "a string")),
+    **dict.fromkeys(_POSITIVE_KEYS, (is_positive, "a number above 0")),
+    **dict.fromkeys(("mscale", "mscale_all_dim", "llama_4_scaling_beta"), (is_number, "a number")),
+    **dict.fromkeys(("short_factor", "long_factor"), (_are_factors, "a list of numbers above 0")),
     "truncate": (lambda value: isinstance(value, bool), "true or false"),
     "original_max_position_embeddings": (_is_length, "an integer of at least 2"),
 }
 
 
 def _wavelengths(theta: float, dim: int) -> np.ndarray:
-    """Return theta ** (2i / dim), f32 [ceil(dim / 2)].
-
-    The power is computed in f64, so that it is equal on every machine.
-    """
+    """Return theta ** (2i / dim), f32 [ceil(dim / 2)]."""
     exponent = np.arange(0, dim, 2, dtype=np.int64).astype(np.float32) / np.float32(dim)
+    # In f64, so that every machine rounds to the same f32.
     return np.power(np.float64(np.float32(theta)), exponent.astype(np.float64)).astype(np.float32)
 
 
@@ -106,18 +95,14 @@ def _linear(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
 
 
 def _llama3(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
-    """Scale frequencies as Llama 3.1 does.
-
-    Frequencies of long wavelengths are divided by `factor`, those of short wavelengths do not
-    change, and those between are interpolated.
-    """
+    """Divide low frequencies by `factor` and interpolate medium ones, as Llama 3.1 does."""
     inv_freq = _base(theta, dim)
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     original = scaling["original_max_position_embeddings"]
     if low >= high:
         raise EmitError(f"low_freq_factor of rope scaling 'llama3' is {low}; it must be below high_freq_factor {high}")
     one = np.float32(1.0)
-    # A number over a tensor is, in torch, the tensor's reciprocal times the number.
+    # torch computes number / tensor as the tensor's reciprocal times the number.
     wavelength = one / inv_freq * np.float32(2 * math.pi)
     slowed = np.where(wavelength > original / low, inv_freq / np.float32(factor), inv_freq)
     smooth = (one / wavelength * np.float32(original) - np.float32(low)) / np.float32(high - low)
@@ -171,14 +156,14 @@ def _longrope(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotar
     if attention_factor is None:
         factor = positions / original if factor is None else factor
         attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    holds = positions if np.array_equal(short, long) else min(positions, original)
-    return Rotary(np.float32(1.0) / (short * wavelengths), holds, attention_factor)
+    max_positions = positions if np.array_equal(short, long) else min(positions, original)
+    return Rotary(np.float32(1.0) / (short * wavelengths), max_positions, attention_factor)
 
 
 def proportional(theta: float, dim: int, share: float, factor: float, positions: int) -> Rotary:
-    """Return Gemma 4's frequencies: the first `share` of a head's default frequencies, then zeros.
+    """Return Gemma 4's frequencies: the default ones / `factor`, with zeros for all but a share.
 
-    factor: divides all frequencies.
+    share: the part of the frequencies, from the first, that are not zero; 0 to 1.
     """
     _check_base(theta, dim)
     inv_freq = np.where(np.arange(dim // 2) < int(share * dim // 2), _base(theta, dim), np.float32(0))
@@ -192,7 +177,7 @@ _KINDS: dict[str, tuple[Callable[..., Rotary], frozenset[str], frozenset[str]]] 
     for kind, build, needed, optional in (
         ("default", _default, "", ""),
         ("linear", _linear, "factor", ""),
-        # This kind changes frequencies only beyond the length that a config allows.
+        # HF changes frequencies only beyond `max_position_embeddings`, which is the limit here.
         ("dynamic", _default, "factor", ""),
         ("llama3", _llama3, f"factor low_freq_factor high_freq_factor {_ORIGINAL}", ""),
         ("yarn", _yarn, f"factor {_ORIGINAL}", "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate"),
@@ -205,10 +190,10 @@ WITH_ORIGINAL_LENGTH = frozenset(kind for kind, (_, needed, _) in _KINDS.items()
 
 
 def rotary(theta: float, rotary_dim: int, scaling: Mapping | None, max_positions: int) -> Rotary:
-    """Return the frequencies for a `rope_scaling` or `rope_parameters` entry of a config.
+    """Return the frequencies for the config entry `rope_scaling` or `rope_parameters`, if any.
 
-    scaling: the entry; None for frequencies without scaling. max_positions: the config's
-    `max_position_embeddings`, which is also the default original length.
+    max_positions: the config's `max_position_embeddings`, which is also the default of
+    `original_max_position_embeddings`.
     """
     check_entry(scaling or {})
     _check_base(theta, rotary_dim)

@@ -18,17 +18,14 @@ from castiron.emitter.types import DTYPES, F32, EmitError, TensorType
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A tensor that the model reads.
+    """A tensor that the model reads: a tensor of the checkpoint, or one made of several.
 
-    name, shape: of the checkpoint's tensor, or a new name for a weight made of other tensors.
     codec: how the bundle stores it (a key of `castiron.emitter.codecs.CODECS`).
     transform: a function applied to the f32 values before they are stored; then the codec is f32.
     values: a function that computes a table that is not in the checkpoint.
-    parts: the checkpoint tensors (name, shape) whose rows are stacked; by default the tensor
-    `name`.
+    parts: the checkpoint tensors (name, shape) whose rows are stacked; default: the tensor `name`.
     groups, rows: the stacked rows are cut into `groups` equal groups; the weight has the rows from
-    rows[0] to rows[1] of each group, such as q in a fused projection. A vector has one number per
-    row.
+    rows[0] to rows[1] of each group, such as q in a fused projection.
     apart: (heads, n); the first n rows of each head are interleaved pairs in the checkpoint, and
     are stored as two halves.
     """
@@ -51,10 +48,7 @@ class Weight:
         return self.parts or ((self.name, self.shape),)
 
     def raw(self, *tensors: np.ndarray) -> np.ndarray:
-        """Return the weight's bytes, u8 [*shape[:-1], row_bytes].
-
-        tensors: the bytes of each tensor of `self.tensors`.
-        """
+        """Return the weight's bytes, u8 [*shape[:-1], row_bytes], from those of `self.tensors`."""
         if self.rows is None and self.apart is None and len(tensors) == 1:
             return tensors[0]
         counts = (prod(shape[:-1]) if len(shape) > 1 else shape[0] for _, shape in self.tensors)
@@ -74,10 +68,7 @@ class Weight:
 
 
 def source(weights: Sequence[Weight], pack: Callable[..., np.ndarray]) -> Source:
-    """Return the source of a parameter made of `weights`.
-
-    pack: gets the bytes of each weight, and returns the array to store.
-    """
+    """Return the source of a parameter; `pack` maps the bytes of `weights` to the stored array."""
 
     def pack_tensors(*tensors: np.ndarray) -> np.ndarray:
         left = iter(tensors)
@@ -100,10 +91,7 @@ class ModelModule(Module):
 
     @contextmanager
     def step(self, entry: Function, states: Sequence[State], context: int) -> Iterator[Step]:
-        """Build the function `entry` in the `with` block; yield its `Step`.
-
-        states: the states that the function updates. context: the max number of positions.
-        """
+        """Build the function `entry` with `states` in the `with` block; yield its `Step`."""
         for state in states:
             if problem := state.problem():
                 raise EmitError(f"state {state.name!r}: {problem}")
@@ -131,12 +119,14 @@ class ModelModule(Module):
 class Step:
     """A call of a model's function: its tokens [T], their positions and the states.
 
-    role: a key of `abi.ROLES`. start: the first token's position, i32; in a batch the positions i32
-    [T] of T sequences, negative for an idle sequence. length: how many tokens are not padding, i32;
-    None if there is no padding. states: the states' values by name, which layer operations replace;
-    in a batch, a value has the layers of one sequence after another. records: the `State` of each
-    value in `states`, by name. context: the max number of positions. hidden: the operand of
-    `layers.lm_head`.
+    role: a key of `abi.ROLES`.
+    start: the first token's position, i32; in a batch the positions i32 [T] of T sequences,
+    negative for an idle sequence.
+    length: how many tokens are not padding, i32; None if there is no padding.
+    states: the current value of each state by name. Layer operations replace it. In a batch,
+    dimension 0 has the layers of the first sequence, then those of the second, and so on.
+    records: the `State` of each value in `states`, by name.
+    context: the max number of positions. hidden: the hidden states that `layers.lm_head` got.
     """
 
     module: ModelModule
@@ -160,7 +150,7 @@ class Step:
         return self.tokens.shape[0] if self.mode == "batch" else 1
 
     def cache_of(self, layer: int) -> tuple[tuple[str, str], int]:
-        """Return the names of the states with a layer's keys and values, and its index in these."""
+        """Return the names of the states with a layer's keys and values, and its index in both."""
         holding = [state for state in self.records.values() if layer in state.layers]
         if not holding:
             return ("k", "v"), layer
@@ -168,10 +158,7 @@ class Step:
         return (keys.name, values.name), keys.layers.index(layer)
 
     def weight(self, name: str, shape: Sequence[int], codec: str | None = None, transform=None) -> Value:
-        """Return the checkpoint tensor `<module path>.<name>`.
-
-        codec: how to store it; default: as `ModelModule.codecs` returns.
-        """
+        """Read the checkpoint tensor `<module path>.<name>`; `module.codecs` has default codecs."""
         full = ".".join(filter(None, (current_path(), name)))
         return self.module.weight(Weight(full, tuple(shape), codec or self.module.codecs(full), transform))
 
@@ -182,8 +169,8 @@ class Step:
     def stack(self, name: str, parts: Sequence[str], shape: Sequence[int]) -> Value:
         """Stack checkpoint tensors `<module path>.<part>` of one shape to a weight called `name`.
 
-        Tensors [out, in] are stacked to [len(parts) * out, in], vectors [n] to [len(parts), n].
-        Vectors and tensors of different codecs are stored in f32.
+        Tensors [out, in] become [len(parts) * out, in], vectors [n] become [len(parts), n]. Vectors
+        and tensors of different codecs are stored in f32.
         """
         path = current_path()
         names = [f"{path}.{part}" for part in parts]

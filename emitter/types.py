@@ -9,7 +9,7 @@ import numpy as np
 
 
 class EmitError(Exception):
-    """An invalid graph or config; the message is one line."""
+    """An error for an invalid graph or config; the message is one line."""
 
 
 # The largest f32 and the smallest normal f32.
@@ -35,7 +35,7 @@ class DType:
 
     name: str
     bits: int
-    kind: str  # "float", "int", "uint" or "bool"
+    kind: str  # "float", "int" or "bool"
     numpy: np.dtype
 
     def __repr__(self) -> str:
@@ -47,12 +47,9 @@ F16 = DType("f16", 16, "float", np.dtype("float16"))
 BF16 = DType("bf16", 16, "float", np.dtype("uint16"))
 I1 = DType("i1", 1, "bool", np.dtype("bool"))
 I8 = DType("i8", 8, "int", np.dtype("int8"))
-UI8 = DType("ui8", 8, "uint", np.dtype("uint8"))
 I32 = DType("i32", 32, "int", np.dtype("int32"))
-UI32 = DType("ui32", 32, "uint", np.dtype("uint32"))
-I64 = DType("i64", 64, "int", np.dtype("int64"))
 
-DTYPES: dict[str, DType] = {d.name: d for d in (F32, F16, BF16, I1, I8, UI8, I32, UI32, I64)}
+DTYPES: dict[str, DType] = {d.name: d for d in (F32, F16, BF16, I1, I8, I32)}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The verifier of a finished graph: definitions, uses, types, names, and every operation.
+"""The verifier of a finished module: it checks definitions, uses, types, names and operations.
 
 The table of operations is `layer_operations.LAYERS` before lowering, `operations.LOWERED` after.
 """
@@ -38,7 +38,7 @@ def _check_function(module: Module, function: Graph, table: Table, read: set[str
     def define(value, op) -> None:
         if value in defined:
             raise wrong(op, "a value is defined twice")
-        # bool(value.dtype) would accept an unknown type, so it is looked up: f64 has no entry.
+        # Looked up in the table, so that an unknown type such as f64 is an error.
         if not isinstance(value.type, TensorType) or DTYPES.get(value.type.dtype.name) is not value.type.dtype:
             raise wrong(op, f"{value.type} has an unknown element type")
         defined.add(value)

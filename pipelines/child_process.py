@@ -1,5 +1,4 @@
-"""Run functions of libraries that may crash or never return, in a child process with limits of time
-and memory."""
+"""Run functions that may crash or never return in a child process with time and memory limits."""
 
 from __future__ import annotations
 
@@ -12,39 +11,34 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from castiron.pipelines.errors import PipelineError
 
-# Stack of the thread that runs a function: libraries recurse deeply. `run_on_large_stack` has twice as much,
-# so that what succeeded in a child process doesn't overflow the stack here.
+# Stack sizes of the threads that run a function in the child process and in `run_on_large_stack`.
+# Libraries recurse deeply; a function that succeeded in the child doesn't overflow the larger stack.
 CHILD_STACK_BYTES, STACK_BYTES = 32 << 20, 64 << 20
-# Wall-clock time for each second of processor time, and for starting the process, on a busy machine.
+# Limits for a busy machine: wall-clock seconds per second of processor time, seconds to start a process.
 PATIENCE, START_SECONDS = 10, 20
-# Lower priority than the threads that run the model.
+# Added to the nice value, so that functions have a lower priority than the threads of the model.
 NICENESS = 10
-# The child imports from where this process does.
+# The child gets this process's `sys.path`, so that it imports the same modules.
 _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from castiron.pipelines.child_process import main; main()"
 
 
 class LimitExceeded(Exception):
-    """An error: a function in a child process exceeded a limit, crashed, or raised an unexpected
-    exception."""
+    """A function in a child process exceeded a limit, crashed or raised an unexpected exception."""
 
 
 class ChildProcess:
-    """A child process that runs one function at a time.
-
-    It starts at the first call, and again at the next call after it was killed or has ended.
-    """
+    """A child process that runs one function at a time; `call` starts it if it is not running."""
 
     def __init__(self, seconds: float, max_bytes: int, initialise: Callable[..., Any] = bool, *arguments: Any):
-        """Set the limits; the process starts at the first call.
+        """Set the limits; `initialise(*arguments)` runs in each new process before the first call.
 
-        seconds: limit of processor time per call, where the platform can set one; wall-clock time
-        is limited to `PATIENCE` times as much. max_bytes: memory of the process, where the platform
-        can limit it.
-        `initialise(*arguments)` runs in each new process before the first call.
+        seconds: limit of a call's processor time; the limit of its wall-clock time is `PATIENCE`
+        times as much. max_bytes: limit of the process's memory, if the system has such limits.
         """
         self.seconds, self.max_bytes, self._initialise = seconds, max_bytes, (name_of(initialise), arguments)
         self._process: subprocess.Popen | None = None
@@ -54,8 +48,8 @@ class ChildProcess:
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return `function(*arguments)`, run in the child process.
 
-        `function` is defined at module level; arguments and result are JSON values. Raises
-        PipelineError if the function raises it, and LimitExceeded for any other failure.
+        `function` is defined at module level; arguments and result are JSON values. Raises the
+        PipelineError of the function, or LimitExceeded for any other failure.
         """
         with self._lock:
             try:
@@ -72,7 +66,7 @@ class ChildProcess:
         return answer["value"]
 
     def stop(self) -> None:
-        """Kill the process, and with it a call in progress."""
+        """Kill the process; a call in progress raises LimitExceeded."""
         if (process := self._process) is not None and self._pid == os.getpid():
             process.kill()
             process.wait()
@@ -122,9 +116,8 @@ class ChildProcess:
 
 
 def run_on_large_stack(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return `function(*arguments)`, run in a low-priority thread with a stack of `STACK_BYTES`."""
-    result: list[Any] = []
-    error: list[BaseException] = []
+    """Return `function(*arguments)`, run in a low-priority thread with `STACK_BYTES` of stack."""
+    future: Future[Any] = Future()
 
     def run() -> None:
         if sys.platform == "linux":
@@ -132,14 +125,12 @@ def run_on_large_stack(function: Callable[..., Any], *arguments: Any) -> Any:
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
-            result.append(function(*arguments))
-        except BaseException as raised:
-            error.append(raised)
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
 
-    _start(run, STACK_BYTES).join()
-    if error:
-        raise error[0]
-    return result[0]
+    _start(run, STACK_BYTES)
+    return future.result()
 
 
 _stack_size = threading.Lock()
@@ -161,9 +152,9 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def main() -> None:
-    """Run the functions named by lines of JSON on stdin, and write each result to stdout as a line
-    of JSON, until stdin ends."""
-    # Ctrl-C is for the parent. Stdout carries answers only, so what libraries print goes to the null device.
+    """Run the functions named by lines of JSON on stdin; write their results to stdout."""
+    # The parent handles Ctrl-C. What libraries print goes to the null device, so that the pipe to
+    # the parent has answers only.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -215,7 +206,6 @@ def _limit_memory(max_bytes: int) -> None:
 
 
 def _limit_time(seconds: float) -> None:
-    """Let the system kill this process after `seconds` more of processor time; 0 removes the
-    limit."""
+    """Let the system kill this process after `seconds` of processor time; 0 removes the limit."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)

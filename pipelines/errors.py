@@ -18,8 +18,8 @@ class CheckpointError(Exception):
     """A checkpoint that cannot be used; its text is one line for the user."""
 
 
-# Module and class. A class is looked up only in modules that are already imported, so that the command line does not
-# import torch or the compiler to learn that neither failed.
+# Module and class of each error. A class is looked up only in modules that are already imported: a module that isn't
+# cannot have failed, and importing torch or the compiler is slow.
 USER_ERRORS = (
     ("castiron.pipelines.errors", "PipelineError"),
     ("castiron.pipelines.errors", "CheckpointError"),
@@ -45,14 +45,13 @@ EXTRAS = {
 
 
 def user_errors() -> tuple[type[Exception], ...]:
-    """Return the classes of USER_ERRORS whose modules are already imported; users see their text."""
+    """Return the classes of USER_ERRORS whose modules are already imported."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in USER_ERRORS)
     return tuple(error for error in found if error is not None)
 
 
 def error_message(error: Exception) -> str | None:
-    """Return the text to show for an error that the user or the machine caused; None for a bug of
-    castiron."""
+    """Return the message for an error of the user or the machine; None for castiron's bugs."""
     from castiron.vmfb.disk import reason
 
     if isinstance(error, user_errors()):
@@ -60,7 +59,7 @@ def error_message(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.strerror:
         path = error.filename
         if path is None and error.errno == errno.ENOSPC:
-            # Every other file that castiron writes is named in its error.
+            # Only writes to stdout raise this error without a file name.
             path = "stdout"
         return f"{path}: {reason(error)}" if path is not None else reason(error)
     if isinstance(error, MemoryError):
@@ -71,8 +70,7 @@ def error_message(error: Exception) -> str | None:
 
 
 def install_command(module: str | None) -> str | None:
-    """Return the command that installs a third-party module; None if no extra of castiron provides
-    it."""
+    """Return the command that installs a module; None if no extra of castiron provides it."""
     names = {module, (module or "").partition(".")[0]}
     for extra, (target, modules) in EXTRAS.items():
         if names.isdisjoint(modules.split()):
@@ -85,15 +83,13 @@ def install_command(module: str | None) -> str | None:
 
 
 def clone() -> Path | None:
-    """Return the root of the git clone that this castiron runs from; None if it was installed from
-    a wheel."""
+    """Return the root of the git clone that this castiron runs from; None for a wheel."""
     root = Path(castiron.__file__).parents[1]
     return root if (root / "pyproject.toml").is_file() and (root / "Makefile").is_file() else None
 
 
 def requirements(extra: str) -> list[str]:
-    """Return the packages that an extra of castiron requires, from the installed package's
-    metadata."""
+    """Return the packages that an extra of castiron requires, from the package's metadata."""
     import importlib.metadata
 
     marker = f'extra == "{extra}"'

@@ -1,4 +1,4 @@
-"""Reading small files in bounded memory, and checking free disk space.
+"""Read small files in bounded memory, and check free disk space.
 
 A path that a user or a checkpoint names may be a pipe, a device or a file as large as the disk.
 """
@@ -15,16 +15,16 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.terminal import megabytes
 from castiron.vmfb.staging import remove_abandoned
 
-# Tokenizers of 260,000 tokens take 35 MB, an index of 100,000 tensors 10 MB.
+# Max size of a file. A tokenizer of 260,000 tokens takes 35 MB, an index of 100,000 tensors 10 MB.
 MAX_BYTES = 100_000_000
-# Values of JSON, counted by their separators; the tokenizer of 260,000 tokens has 1.8 million.
+# Max JSON values in a file, counted by separators; a tokenizer of 260,000 tokens has 1.8 million.
 MAX_VALUES = 4_000_000
 
 
 def read_regular(path: Path) -> bytes:
     """Return the content of a regular file of at most `MAX_BYTES`; OSError for anything else."""
     try:
-        # Opening a pipe waits for a writer, and a device has no end.
+        # Without O_NONBLOCK, opening a pipe waits for a writer.
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except ValueError:  # a NUL in the name
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
@@ -38,18 +38,19 @@ def read_regular(path: Path) -> bytes:
 
 
 def has_too_many_values(text: str | bytes, limit: int = MAX_VALUES) -> bool:
-    """Return whether JSON text may have more than `limit` values; parsed values take up to thirty
-    times the memory of their text."""
+    """Return whether JSON text may have more than `limit` values.
+
+    Parsed values take up to 30 times the memory of their text.
+    """
     marks = ",[{" if isinstance(text, str) else (b",", b"[", b"{")
     return sum(map(text.count, marks)) > limit
 
 
 def require_free_space(path: Path | str, needed: int, what: str) -> None:
-    """Raise PipelineError unless the disk of `path`, which may not exist yet, has `needed` bytes
-    free.
+    """Raise PipelineError unless the disk of `path`, which need not exist, has `needed` bytes free.
 
-    what: the work that needs the space, for the error. Temporary files that killed processes left
-    beside `path` are removed first.
+    First removes temporary files that killed processes left beside `path`. what: the work that
+    needs the space, for the error message.
     """
     path = Path(path).absolute()
     remove_abandoned(path.parent)

@@ -1,5 +1,4 @@
-"""Recognise what a user's path or model name means: a bundle, a checkpoint, a name on the hub, or a
-frequent mistake."""
+"""Classify a path or model name from a user: a bundle, a checkpoint, a hub name or a mistake."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ _NAME = re.compile(
 class HubName(NamedTuple):
     """A model name on Hugging Face's hub: `[hf.co/]ORG/NAME[@REVISION][:WANTED]`.
 
-    revision: a branch, tag or commit. wanted: a GGUF file of the repository, by its path or, as in
-    llama.cpp and Ollama, by the end of its name before .gguf, such as Q4_K_M.
+    revision: a branch, tag or commit. wanted: a GGUF file, by its path or, as in llama.cpp, by the
+    end of its name before .gguf, such as Q4_K_M.
     """
 
     repository: str
@@ -40,10 +39,7 @@ class HubName(NamedTuple):
 
     @staticmethod
     def read(text: str) -> HubName | None:
-        """Parse a hub name; return None for text that is not one.
-
-        A path into an existing folder, and a path that ends in .gguf, are not hub names.
-        """
+        """Parse a hub name; return None for other text, such as a path into an existing folder."""
         found = _NAME.fullmatch(text)
         if found is None or (not found["wanted"] and found["repository"].endswith(".gguf")):
             return None
@@ -66,10 +62,7 @@ class HubName(NamedTuple):
 
 
 def with_options(model: str | None, file: str | None, revision: str | None) -> str | None:
-    """Return `model` as one hub name that includes the values of --file and --revision.
-
-    PipelineError if either option is given and `model` is not a hub name.
-    """
+    """Return a hub name with the values of --file and --revision; PipelineError for a path."""
     if file is None and revision is None:
         return model
     name = None if model is None or Path(model).exists() else HubName.read(model)
@@ -95,10 +88,9 @@ def folder_of(repository: str) -> Path:
 
 
 def source_of(path: Path) -> dict[str, str] | None:
-    """Return the `repository`, `revision` (a commit) and `file` of a path in the hub's cache; None
-    for a path elsewhere.
+    """Return the origin of a path in the hub's cache; None for a path elsewhere.
 
-    A path to a snapshot folder has no `file`.
+    The keys are `repository`, `revision` (a commit) and, except for a snapshot folder, `file`.
     """
     path = Path(os.path.abspath(path))
     for snapshot in (path, *path.parents):
@@ -121,23 +113,16 @@ def is_bundle(path: Path) -> bool:
 
 
 def is_archive(path: Path) -> bool:
-    """Return whether a file begins like a zip file, as a packed bundle does."""
+    """Return whether a file starts like a zip file, which is the format of packed bundles."""
     return _head(path) == b"PK\3\4"
 
 
-def is_gguf(path: Path) -> bool:
-    """Return whether a file begins with the magic bytes of GGUF."""
-    return _head(path) == b"GGUF"
-
-
 def checkpoint_path(path: Path) -> Path:
-    """Return the path of the checkpoint: `path`, or the snapshot in `path` if that is a model's
-    folder in the hub's cache.
+    """Return `path`, or its snapshot if it is a model's folder in the hub's cache.
 
-    Raises CheckpointError for a bundle, an adapter, one file of a checkpoint, or a folder of
-    several models.
+    Raises CheckpointError for a bundle, an adapter, a file of a checkpoint or a folder of models.
     """
-    if path.is_file() and path.name.endswith(PARTS) and not is_gguf(path):
+    if path.is_file() and path.name.endswith(PARTS) and _head(path) != b"GGUF":
         raise CheckpointError(f"{path} is one file of a checkpoint; give its directory, {path.absolute().parent}")
     if is_bundle(path):
         raise CheckpointError(f"{path} is a bundle; give the checkpoint that it was compiled from")
@@ -153,8 +138,10 @@ def checkpoint_path(path: Path) -> Path:
 
 
 def model_name(path: Path) -> str:
-    """Return a model's name: the last part of `path` without .gguf, or the name of the repository
-    if `path` is in the hub's cache."""
+    """Return the name of the model at `path`.
+
+    In the hub's cache it is the repository's name, elsewhere the last part of `path` without .gguf.
+    """
     path = Path(os.path.abspath(path))
     repository = next((part for part in (path, *path.parents[:2]) if part.name.startswith(FOLDER)), None)
     if repository is None:
@@ -198,11 +185,10 @@ def _adapter_error(path: Path) -> CheckpointError:
 
 
 def _snapshot(path: Path) -> Path:
-    """Return the snapshot that the file refs/main names in the cache folder `models--org--name`, or
-    else the only snapshot."""
+    """Return the snapshot that refs/main names in a cache folder, or else the only snapshot."""
     try:
         named = read_regular(path / "refs" / "main").decode(errors="replace").strip()
-        # A folder's name only: a path could lead anywhere.
+        # Accept a plain folder name only: a path in refs/main could lead out of the cache.
         if named and Path(named).name == named != ".." and (found := path / "snapshots" / named).is_dir():
             return _model_in(found)
     except OSError:

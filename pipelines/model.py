@@ -1,4 +1,4 @@
-"""The Python API: a model is loaded by path or name and takes text, messages or token ids."""
+"""The Python API: load a model by path or name, and generate from text, messages or token ids."""
 
 # The function `overload` below is not typing's, so ruff takes overloads for redefinitions.
 # ruff: noqa: F811
@@ -19,6 +19,7 @@ from castiron.pipelines.engine.prefix_store import PrefixStore
 from castiron.pipelines.engine.request import Request
 from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.evaluate.perplexity import own_accuracy
 from castiron.pipelines.text.embedder import NO_RERANKER, Embedder, cut_to
 from castiron.pipelines.text.generation import (
     Prompt,
@@ -40,13 +41,15 @@ from castiron.vmfb.session import Session
 if TYPE_CHECKING:
     from typing import overload
 else:
-    # typing.overload stores each method in a registry, and with it the devices, which the runtime
-    # then reports as leaked.
+    # typing.overload stores each method in a registry until exit. This keeps the IREE devices
+    # alive, and the runtime then reports them as leaked.
     def overload(method):
         return method
 
 
 Message = Mapping[str, Any]
+# A `Prompt` in types that a type checker can distinguish from an iterable of prompts.
+OnePrompt = str | Sequence[int] | Sequence[Message]
 Pooling = Literal["mean", "last"]
 POOLINGS = get_args(Pooling)
 
@@ -93,9 +96,9 @@ class Model:
             `compact_json` writes JSON without spaces.
         sampling, or the fields of `Sampling` by name: greedy by default.
 
-    The model reads a common prefix of prompts only once, and only the new messages of a
-    conversation. Several threads may use one model: their requests run in one batch, and each
-    generates the same tokens as if it ran alone. A request that cannot run raises PipelineError.
+    A common prefix of prompts is prefilled only once. Several threads may use one model: their
+    requests run in one batch, and each generates the same tokens as if it ran alone. A request that
+    cannot run raises PipelineError.
     """
 
     def __init__(
@@ -124,8 +127,7 @@ class Model:
             proposing = open_draft(draft, self.bundle, threads) if draft else None
             self._engine = Engine(self.bundle, threads, store=store, draft=proposing)
             self.threads = self._engine.threads
-        # The session of embeddings by a generating model, made at the first of them: the states of
-        # requests stay in the engine's sessions.
+        # The session with which a generating model embeds texts; the first `embed` opens it.
         self._reader: Session | None = None
 
     @property
@@ -153,11 +155,7 @@ class Model:
         return f"<castiron.Model {self.name}: {self.family}, context {self.context}, {threads}, functions {functions}>"
 
     @overload
-    def generate(self, prompts: str, **asking: Unpack[Asking]) -> Result: ...  # type: ignore[overload-overlap]
-    @overload
-    def generate(self, prompts: Sequence[int], **asking: Unpack[Asking]) -> Result: ...
-    @overload
-    def generate(self, prompts: Sequence[Message], **asking: Unpack[Asking]) -> Result: ...
+    def generate(self, prompts: OnePrompt, **asking: Unpack[Asking]) -> Result: ...  # type: ignore[overload-overlap]
     @overload
     def generate(self, prompts: Iterable[Prompt], **asking: Unpack[Asking]) -> list[Result]: ...
     def generate(self, prompts: Prompt | Iterable[Prompt], **asking: Unpack[Asking]) -> Result | list[Result]:
@@ -185,9 +183,9 @@ class Model:
         return self.generate([{"role": "user", "content": messages}] if isinstance(messages, str) else messages, **asking)
 
     def stream(self, prompt: Prompt, **asking: Unpack[Asking]) -> Stream:
-        """Return the text that follows a prompt as an iterator over final pieces.
+        """Return an iterator over pieces of the text that follows a prompt.
 
-        The model runs only while the caller waits for a piece; closing the stream ends the request.
+        The model runs only while the caller waits for a piece. Closing it ends the request.
         """
         engine, make_request = self._open_engine(), self._requests(asking)
         if self.tokenizer is None:
@@ -195,17 +193,14 @@ class Model:
         return Stream(engine, make_request(prompt))
 
     @overload
-    def score(self, texts: str, *, top: int = 0) -> Scored: ...  # type: ignore[overload-overlap]
-    @overload
-    def score(self, texts: Sequence[int], *, top: int = 0) -> Scored: ...
-    @overload
-    def score(self, texts: Sequence[Message], *, top: int = 0) -> Scored: ...
+    def score(self, texts: OnePrompt, *, top: int = 0) -> Scored: ...  # type: ignore[overload-overlap]
     @overload
     def score(self, texts: Iterable[Prompt], *, top: int = 0) -> list[Scored]: ...
     def score(self, texts: Prompt | Iterable[Prompt], *, top: int = 0) -> Scored | list[Scored]:
-        """Return the log-probabilities of a text, token ids or messages; for several a list.
+        """Return the log-probability of each token of a text or messages; a list for several texts.
 
         Args:
+            texts: a text, token ids or messages, or several of these.
             top: how many of the most probable tokens to report at each position.
 
         Raises:
@@ -219,28 +214,36 @@ class Model:
         def scored(prompt: Prompt) -> Request:
             return Request(self._encode(prompt), engine.context, max_tokens=0, prompt_logprobs=top)
 
-        found = list(score_many(engine, [cast(Prompt, texts)] if one else cast(Iterable[Prompt], texts), scored))
+        found = score_many(engine, [cast(Prompt, texts)] if one else cast(Iterable[Prompt], texts), scored)
         return found[0] if one else found
 
     def embed(
         self, texts: str | Sequence[int] | Iterable[str | Sequence[int]], *, prompt_name: str | None = None,
         prompt: str | None = None, dimensions: int | None = None, pooling: Pooling | None = None, normalise: bool | None = None,
     ) -> np.ndarray:  # fmt: skip
-        """Return the embedding of a text or of token ids, f32 `[dimensions]`.
+        """Return the embedding of a text, f32 [dimensions], or of n texts, f32 [n, dimensions].
 
-        Several texts give f32 `[texts, dimensions]`. An embedding model returns the vectors of
-        sentence-transformers: the prompt called `prompt_name`, or the text `prompt`, comes before
-        each text, and a text that is too long is cut. A generating model, compiled with `embed`,
-        returns the mean of the tokens' hidden states after the last norm, or with `pooling="last"`
-        the last token's hidden state, scaled to length 1 unless `normalise` is False. `dimensions`:
-        return only the first numbers of a vector.
+        An embedding model computes the vectors of sentence-transformers and cuts a text that is too
+        long. A generating model, compiled with `embed`, pools hidden states after its last norm.
+
+        Args:
+            texts: a text or token ids, or several of these.
+            prompt_name, prompt: name or text of a prompt that is put before each text.
+            dimensions: how many numbers of a vector to return, from the first; by default all.
+            pooling: "mean" over the tokens, the default of a generating model, or the "last" token.
+            normalise: scale vectors to length 1, the default of a generating model.
 
         Raises:
             PipelineError: the model has no such prompt, pooling or dimensions, or a text has no
                 tokens or, for a generating model, more than the context.
         """
-        if self.bundle.manifest.encoder:
-            return self._encoded(texts, prompt_name, prompt, dimensions, pooling, normalise)
+        one = is_prompt(texts)
+        embed = self._encoded if self.bundle.manifest.encoder else self._pooled
+        rows = embed([texts] if one else texts, prompt_name, prompt, dimensions, pooling, normalise)
+        return rows[0] if one else rows
+
+    def _pooled(self, texts, prompt_name, prompt, dimensions, pooling, normalise) -> np.ndarray:
+        """Return the pooled hidden states of a generating model."""
         if prompt_name is not None:
             raise PipelineError(f"{self.name} has no prompts for embeddings; put a prefix before the texts yourself")
         pooling, normalise = pooling or "mean", normalise is not False
@@ -251,44 +254,40 @@ class Model:
         hidden = self.bundle.manifest.hidden
         if dimensions is not None and not 1 <= dimensions <= hidden:
             raise PipelineError(f"dimensions is {dimensions}; {self.name} has 1 to {hidden}")
-        given = [cast(Prompt, texts)] if (one := is_prompt(texts)) else [cast(Prompt, text) for text in texts]
-        words = [prompt + text if prompt and isinstance(text, str) else text for text in given]
-        rows = [cut_to(self._embedding(text, max(known), pooling, normalise), dimensions, normalise) for text in words]
-        return rows[0] if one else np.stack(rows) if rows else np.empty((0, dimensions or hidden), np.float32)
+        engine, rows, max_tokens = self._open_engine(), [], self.context // max(known) * max(known)
+        for text in texts:
+            ids = list(self._encode(prompt + text if prompt and isinstance(text, str) else text))
+            if not 1 <= len(ids) <= max_tokens:
+                raise PipelineError(f"the text has {len(ids)} tokens; give 1 to {max_tokens} to embed it")
+            with engine.exclusive() as scheduler:
+                self._reader = self._reader or Session(scheduler.batch.slots[0].program)
+                move_to(self._reader, 0)
+                states = self._reader.embed(ids)
+            pooled = states.mean(axis=0, dtype=np.float32) if pooling == "mean" else states[-1]
+            rows.append(cut_to(pooled / np.linalg.norm(pooled) if normalise else pooled, dimensions, normalise))
+        return np.stack(rows) if rows else np.empty((0, dimensions or hidden), np.float32)
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[tuple[int, float]]:
         """Return (index, relevance) of the documents, the most relevant first.
 
-        The relevance is the score of a reranking model, or the cosine of an embedding model's
-        vectors. Raises PipelineError for a model that generates text.
+        The relevance is the score of a reranking model, or the cosine of embeddings. Raises
+        PipelineError for a model that generates text.
         """
         if self._embedder is None:
             raise PipelineError(f"{self.name} {'is closed; load it again' if self.bundle.manifest.encoder else NO_RERANKER}")
         return self._embedder.rerank(query, documents)
 
     def _encoded(self, texts, prompt_name, prompt, dimensions, pooling, normalise) -> np.ndarray:
+        """Return the vectors of an embedding model."""
         embedder = self._embedder
         if embedder is None:
             raise PipelineError("this model is closed; load it again")
         facts = embedder.facts
         if pooling not in (None, facts.pooling) or normalise not in (None, facts.normalised):
             length = "of length 1" if facts.normalised else "not of length 1"
-            raise PipelineError(f"{self.name} was made to pool by {facts.pooling}, with vectors {length}: leave both out")
-        one = is_prompt(texts)
-        found = embedder.embed([texts] if one else texts, prompt_name, prompt, dimensions)
-        return found[0] if one else found
-
-    def _embedding(self, text: Prompt, width: int, pooling: Pooling, normalise: bool) -> np.ndarray:
-        engine, ids = self._open_engine(), list(self._encode(text))
-        max_tokens = self.context // width * width
-        if not 1 <= len(ids) <= max_tokens:
-            raise PipelineError(f"the text has {len(ids)} tokens; give 1 to {max_tokens} to embed it")
-        with engine.exclusive() as scheduler:
-            self._reader = self._reader or Session(scheduler.batch.slots[0].program)
-            move_to(self._reader, 0)
-            states = self._reader.embed(ids)
-        pooled = states.mean(axis=0, dtype=np.float32) if pooling == "mean" else states[-1]
-        return pooled / np.linalg.norm(pooled) if normalise else pooled
+            fixed = f"always pools by {facts.pooling} and returns vectors {length}"
+            raise PipelineError(f"{self.name} {fixed}; leave pooling and normalise out")
+        return embedder.embed(texts, prompt_name, prompt, dimensions)
 
     def close(self) -> None:
         """Release the weights and caches; requests that are running end with an error."""
@@ -310,7 +309,7 @@ class Model:
         return self._engine
 
     def _requests(self, asking: Asking) -> Callable[[Prompt], Request]:
-        """Return a function that makes a request from a prompt; PipelineError for invalid options."""
+        """Return a function that makes a prompt's request; PipelineError for invalid options."""
         engine, options = self._open_engine(), dict[str, Any](asking)
         limit = options.pop("max_tokens", DEFAULT_MAX_TOKENS)
         stops = options.pop("stop_strings", ())
@@ -318,7 +317,7 @@ class Model:
         stop_tokens, template_args = options.pop("stop_tokens", None), options.pop("template_args", {})
         structure = {name: value for name in STRUCTURES & options.keys() if (value := options.pop(name)) is not None}
         if structure and self.tokenizer is None:
-            raise PipelineError(f"{self.name} has no tokenizer, which {'_'.join(structure)} needs; leave it out")
+            raise PipelineError(f"{self.name} has no tokenizer, which {', '.join(structure)} needs; leave it out")
         compact = options.pop("compact_json", False)
         grammar = self.tokenizer.grammar(**structure, compact_json=compact) if structure and self.tokenizer else None
         sampling = replace(options.pop("sampling", Sampling()), **options)
@@ -351,13 +350,13 @@ def load(
 ) -> Model:
     """Load a bundle, or compile a GGUF file, an HF directory, a catalogue name or org/name first.
 
-    A compiled bundle is stored in castiron's cache and found there the next time.
+    Compiled bundles are stored in castiron's cache.
 
     Args:
         threads: CPU threads, by default one per physical core.
         context: positions for a prompt and its answer, up to the model's limit; by default the
             bundle's, at most 8192.
-        progress: called with (stage, share done) while compiling; by default a progress bar.
+        progress: called with (name of the stage, share done) while compiling; by default a bar.
         prefix_cache: a folder that stores the states of long prefixes, for other processes too.
         draft: a smaller model with the same vocabulary that proposes tokens, by path or name.
         parse_special: whether special tokens in messages, such as <|im_end|>, become tokens instead
@@ -366,10 +365,10 @@ def load(
 
     Raises:
         BundleError, CheckpointError, EmitError, CompileError, PipelineError: the model cannot be
-        found, compiled or loaded; each message is one line.
+        found, compiled or loaded.
     """
     chosen = None if is_bundle(model) and not options else options_of(**{"threads": threads, **options})
-    bundle = open_or_compile(model, chosen, progress, evaluate=_own_accuracy)
+    bundle = open_or_compile(model, chosen, progress, evaluate=own_accuracy)
     if context is not None:
         bundle = bundle.with_context(context)
     draft_bundle = None if draft is None else open_or_compile(draft, None, progress)
@@ -383,15 +382,8 @@ def compile_bundle(
 
     `options` are the fields of `castiron.pipelines.compile.options.Options`: context, weights,
     adapter, calibrate, numerics, cache, lowering, target, batch, speculate, embed, threads, tuned.
-    An up-to-date bundle is left as it is. Raises the errors of `compile_model`; then nothing is
-    written.
+    An up-to-date bundle is left as it is. If an error is raised, nothing is written.
     """
-    path = compile_to(Path(model).expanduser(), Path(out).expanduser(), options_of(**options), progress, _own_accuracy)
+    path = compile_to(Path(model).expanduser(), Path(out).expanduser(), options_of(**options), progress, own_accuracy)
     # The bundle may be for another machine.
     return open_bundle(path, run=False)
-
-
-def _own_accuracy(bundle: Bundle, progress: Callable[[int, int], None]) -> Any:
-    from castiron.pipelines.evaluate.perplexity import own_accuracy
-
-    return own_accuracy(bundle, progress)

@@ -1,5 +1,4 @@
-"""Print messages and progress bars on stderr; format sizes and counts; escape control
-characters."""
+"""Print messages and progress bars on stderr; format sizes and counts; sanitise text."""
 
 import contextlib
 import os
@@ -9,25 +8,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-# Seconds of work before its bar is drawn.
+# Seconds that a stage runs before its bar is drawn.
 PATIENCE = 0.4
 # Seconds between two drawings of the bar.
 INTERVAL = 0.2
 WIDTH = 24
 # Seconds before the remaining time is shown: early estimates are bad.
 ESTIMATE_AFTER = 2.0
-# C0 except tab and line feed, DEL and C1; embeddings, overrides and isolates of UAX 9.
+# Control characters except tab and line feed, and Unicode's marks of text direction (UAX 9).
 _CONTROLS = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def sanitised(text: str) -> str:
-    """Escape the control characters of `text` that a terminal would obey, except tab and line
-    feed."""
+    """Return text with escaped control characters, except tab and line feed."""
     return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text.replace("\r\n", "\n"))
 
 
 def print_message(line: str) -> None:
-    """Print one line on stderr."""
+    """Print one line on stderr, after the prefix `castiron: `."""
     print(f"castiron: {sanitised(line)}", file=sys.stderr, flush=True)
 
 
@@ -44,20 +42,16 @@ def counted(number: int, noun: str) -> str:
 class Progress:
     """A progress bar on stderr for the current stage of long work, if stderr is a terminal.
 
-    Call it with the name of the stage and the share of it that is done, from 0 to 1:
-
-        with Progress() as progress:
-            compile_model(..., progress=progress)
-
-    A stage ends when its share reaches 1 or the next stage begins; its bar is then erased. A stage
-    whose share stays at 0 shows the seconds it has taken; others also estimate the seconds left.
+    Use it in a `with` statement, and call it with the name of the stage and the share of the stage
+    that is done, 0 to 1. A stage ends when its share reaches 1 or the next stage begins; its bar is
+    then erased. The bar shows the seconds since the stage began, and estimates the seconds left.
     """
 
     def __init__(self, quiet: bool = False):
         self.shown = not quiet and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self.stage: str | None = None
         self.note = ""
-        # `done` now, and when the stage began, at `start_time`.
+        # Share of the stage that is done now and was done at its start, and the time of the start.
         self.done = self.start_done = self.start_time = 0.0
         self._drawn = False
         self._lock, self._over = threading.Lock(), threading.Event()
@@ -130,11 +124,10 @@ def _columns() -> int:
 
 @contextlib.contextmanager
 def clock(report: Callable[[float], None], expected: Callable[[], float]) -> Iterator[None]:
-    """Call `report` with an estimated share done while the block runs work that does not report its
-    progress.
+    """Call `report` repeatedly with the estimated share of the `with` body that is done, 0 to 1.
 
-    expected: returns the seconds that the work usually takes. The estimate is 90 % after this time,
-    and approaches 100 % ever more slowly.
+    expected: returns the seconds that the body usually takes. The estimate is 0.9 after this time,
+    and then approaches 1.
     """
     over = threading.Event()
 
@@ -153,5 +146,5 @@ def clock(report: Callable[[float], None], expected: Callable[[], float]) -> Ite
 
 
 def share_of(time_share: float) -> float:
-    """Return the share of the work to display after `time_share` of the expected time has passed."""
+    """Return the share of the work to display after `time_share` times the expected time."""
     return time_share * 0.9 if time_share <= 1 else 1 - 0.1 / time_share

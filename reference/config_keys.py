@@ -23,7 +23,7 @@ from castiron.emitter import models
 PATH = Path(models.__file__).with_name("hf_keys.json")
 # Modules of transformers that read every family's config.
 SHARED_MODULES = ("modeling_rope_utils", "masking_utils", "cache_utils")
-# HF reads these while it loads weights, and changes the weights by them.
+# Keys that HF reads when it loads weights; the weights depend on them.
 OF_LOADING = {"quantization_config"}
 
 
@@ -41,10 +41,7 @@ def source() -> str:
 
 
 def _defined(model_type: str) -> set[str]:
-    """Return a config class's fields and aliases, and the keys that its modules read.
-
-    The modules are `configuration_...` and `modeling_...` of the model type.
-    """
+    """Return a config class's fields and aliases, and the keys that its two modules read."""
     class_ = CONFIG_MAPPING[model_type]
     name = class_.__module__
     modules = [importlib.import_module(name), importlib.import_module(name.replace(".configuration_", ".modeling_"))]
@@ -54,11 +51,7 @@ def _defined(model_type: str) -> set[str]:
 
 
 def _reads(module: ModuleType) -> Iterator[str]:
-    """Yield the config keys that a module reads.
-
-    It finds attributes of `config`, `getattr` and `hasattr` on it, and `kwargs.pop` or
-    `kwargs.get`.
-    """
+    """Yield the keys that a module reads by attribute, getattr, hasattr, or kwargs.pop and .get."""
     for node in ast.walk(ast.parse(inspect.getsource(module))):
         match node:
             case ast.Attribute(value=value, attr=name) if _is_config(value):

@@ -29,9 +29,7 @@ class Greedy:
 def load(path: str | Path, threads: int | None = None, adapter: str | Path | None = None) -> PreTrainedModel:
     """Load the model of a GGUF file or HF directory in f32, with eager attention, in eval mode.
 
-    adapter: the directory of a PEFT adapter, which is merged into the weights. threads: number of
-    torch's threads, set for the complete process. Raises OSError or ValueError, as transformers
-    does.
+    threads: number of threads of torch in this process. adapter: folder of a PEFT adapter to merge.
     """
     if threads:
         torch.set_num_threads(threads)
@@ -47,7 +45,7 @@ def load(path: str | Path, threads: int | None = None, adapter: str | Path | Non
 
         model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     if model._can_set_experts_implementation():
-        # The grouped form adds experts in another order than the loop, which is HF's reference.
+        # HF's grouped matmul sums the experts in another order than its loop, which is the reference here.
         model.set_experts_implementation("eager")
     return model.eval()
 
@@ -74,10 +72,7 @@ def logits(model: PreTrainedModel, tokens: Sequence[int]) -> np.ndarray:
 
 
 def activations(model: PreTrainedModel, tokens: Sequence[int], names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return the outputs of the submodules `names` for `tokens`, by name.
-
-    Most outputs are f32 [len(tokens), features].
-    """
+    """Return each named submodule's output by name, usually f32 [len(tokens), features]."""
     with capture(model, names) as found:
         logits(model, tokens)
     return found

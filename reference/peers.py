@@ -22,7 +22,7 @@ class LlamaCpp:
         from llama_cpp import Llama, llama_cpp
 
         if not self.extra_buffers:
-            # No argument of Llama: it starts from the library's default parameters.
+            # Llama has no argument for this option, but it starts from the library's default parameters.
             defaults = llama_cpp.llama_model_default_params
 
             def without_extra_buffers():
@@ -44,7 +44,7 @@ class LlamaCpp:
     fill = prefill
 
     def decode(self, depth: int, tokens: Sequence[int]) -> float:
-        # eval drops from the cache what is past n_tokens.
+        # `eval` removes cache entries at positions from n_tokens on.
         self.llama.n_tokens = depth
         start = time.perf_counter()
         for token in tokens:

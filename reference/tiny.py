@@ -172,8 +172,7 @@ FAMILIES: dict[str, dict] = {
 def tiny_model(model_type: str, directory: str | Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **config) -> Path:
     """Write a random model (config.json, safetensors) to `directory`, and return `directory`.
 
-    config: overrides keys of the HF config. dtype: type of the stored weights. The same arguments
-    give the same weights. Raises ValueError for a type that is not in FAMILIES.
+    config: overrides keys of the HF config. The same arguments give the same weights.
     """
     if model_type not in FAMILIES:
         raise ValueError(f"no tiny model of type {model_type!r}; use one of {', '.join(FAMILIES)}")
@@ -187,7 +186,7 @@ def tiny_model(model_type: str, directory: str | Path, *, seed: int = 0, dtype: 
 
 
 def _spread(model: torch.nn.Module, seed: int) -> None:
-    """Set random weights for which greedy tokens vary.
+    """Set random weights for which greedy tokens vary from position to position.
 
     Matrices preserve the scale of x, except those that write to the residual stream. These are
     larger; otherwise the last token's embedding would outweigh them, and a model with a tied head
@@ -233,6 +232,6 @@ def _spread(model: torch.nn.Module, seed: int) -> None:
             buffer.copy_(0.4 * buffer + spread * torch.randn(buffer.shape, generator=generator))
 
 
-# Tensors that HF leaves uninitialised, or draws from the shortest time steps.
+# Tensors that HF leaves uninitialised, or initialises for the shortest time steps.
 _UNSET = ("sinks", "router.bias", "mixer.dt_bias")
 _WRITERS = ("o_proj", "attn.out_proj", "mamba.out_proj", "mixer.out_proj", "down_proj", "c_proj", "w2", "output_linear")

@@ -11,13 +11,11 @@ from functools import lru_cache
 import ml_dtypes
 import numpy as np
 
+from castiron.emitter.types import DTYPES
+
 
 def run_stablehlo(text: str, function: str, args: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Run `function` of the module `text` on stored arrays (`DType.numpy`); i8 may be uint8.
-
-    Raises ValueError if XLA rejects the text, if the module lacks the function, or if an argument
-    does not fit.
-    """
+    """Run `function` of the module `text` on stored arrays (`DType.numpy`); i8 may be uint8."""
     return compile_stablehlo(text, function)(args)
 
 
@@ -37,19 +35,14 @@ def compile_stablehlo(text: str, function: str) -> Callable[[Sequence[np.ndarray
     def call(args: Sequence[np.ndarray]) -> list[np.ndarray]:
         if len(args) != len(types):
             raise ValueError(f"function {function} takes {len(types)} arguments, got {len(args)}")
-        # Without x64, JAX would narrow 64-bit integers on the way in.
-        with jax.enable_x64(True):
-            arrays = [jax.device_put(_given(np.asarray(a), *t), device) for a, t in zip(args, types)]
+        arrays = [jax.device_put(_given(np.asarray(a), *t), device) for a, t in zip(args, types)]
         return [_stored(np.asarray(result)) for result in executable.execute(arrays)]
 
     return call
 
 
 def _entry(text: str, function: str) -> tuple[str, list[tuple[tuple[int, ...], np.dtype]]]:
-    """Return the text of the module with only `function`, and its argument types.
-
-    The function is renamed to `main` for XLA.
-    """
+    """Return the module's text with only `function`, renamed to `main`, and its argument types."""
     from jax.extend.mlir import ir
     from jax.interpreters.mlir import make_ir_context
 
@@ -72,10 +65,7 @@ def _entry(text: str, function: str) -> tuple[str, list[tuple[tuple[int, ...], n
 
 
 def _given(array: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return `array` as `dtype`; bf16 bits in uint16 and i8 in uint8 are reinterpreted.
-
-    Raise ValueError if the shape or the type does not fit.
-    """
+    """Return `array` as `dtype`; bf16 bits in uint16 and i8 in uint8 are reinterpreted."""
     if (array.dtype, dtype) in _SAME_BITS:
         array = array.view(dtype)
     if array.shape != shape or array.dtype != dtype:
@@ -89,14 +79,4 @@ def _stored(array: np.ndarray) -> np.ndarray:
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 _SAME_BITS = {(np.dtype(np.uint16), _BF16), (np.dtype(np.uint8), np.dtype(np.int8))}
-_NUMPY = {
-    "f32": np.dtype(np.float32),
-    "f16": np.dtype(np.float16),
-    "bf16": _BF16,
-    "i1": np.dtype(np.bool_),
-    "i8": np.dtype(np.int8),
-    "ui8": np.dtype(np.uint8),
-    "i32": np.dtype(np.int32),
-    "ui32": np.dtype(np.uint32),
-    "i64": np.dtype(np.int64),
-}
+_NUMPY = {name: dtype.numpy for name, dtype in DTYPES.items()} | {"bf16": _BF16}

@@ -19,7 +19,7 @@ from pathlib import Path
 import iree.runtime as rt
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from iree.runtime import HalElementType
 
 from castiron.emitter.types import DTYPES, TensorType
@@ -27,7 +27,7 @@ from castiron.vmfb.compiler import compile_mlir
 from castiron.vmfb.device import device
 from castiron.vmfb.targets import TARGETS
 from tests import curl
-from tests.tiers import is_full
+from tests.tiers import MODELS, is_full, is_in
 
 pytest_plugins = ["tests.support.fixtures"]
 
@@ -40,7 +40,10 @@ ROOT = Path(__file__).parent.parent
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--tier", choices=("quick", "full", "all"), default="all", help="quick: all but tests/tiers.py; full: only those"
+        "--tier",
+        choices=("quick", "full", "all", "models"),
+        default="all",
+        help="quick: all but tests/tiers.py; full: only those; models: only tests/models, which all leaves out",
     )
 
 
@@ -52,20 +55,22 @@ def pytest_configure():
 
 
 def pytest_ignore_collect(collection_path, config):
-    is_left_out = config.getoption("--tier") == "quick" and is_full(collection_path.relative_to(ROOT).as_posix())
+    tier, path = config.getoption("--tier"), collection_path.relative_to(ROOT).as_posix()
+    is_left_out = tier == "quick" and is_full(path) or tier != "models" and path.startswith(MODELS)
     return True if is_left_out else None
 
 
 def pytest_collection_modifyitems(config, items):
-    tier = config.getoption("--tier")
-    left_out = [item for item in items if tier != "all" and is_full(item.nodeid) != (tier == "full")]
+    left_out = {item for item in items if not is_in(item.nodeid, config.getoption("--tier"))}
     if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 settings.register_profile("castiron", derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-settings.load_profile("castiron")
+# A mutant is caught by any failing example: do not look for a smaller one.
+settings.register_profile("mutants", parent=settings.get_profile("castiron"), phases=(Phase.explicit, Phase.generate))
+settings.load_profile(os.environ.get("CASTIRON_HYPOTHESIS", "castiron"))
 
 _ELEMENT_TYPES = {
     "f32": HalElementType.FLOAT_32,

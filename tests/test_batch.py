@@ -97,19 +97,6 @@ def test_resting_slots_are_unchanged(bundle):
     np.testing.assert_allclose(batch.slots[3].logits(), single.logits(), atol=2e-5 * np.ptp(single.logits()))
 
 
-def test_verify_gives_the_token_after_each_position(bundle):
-    session, single = Session(bundle, 1), Session(bundle, 1)
-    session.prefill(prompt(10))
-    single.prefill(prompt(10))
-    tokens = prompt(4, seed=5)
-    assert session.verify(tokens) == [single.step(token) for token in tokens]
-    session.rewind(11)
-    single.rewind(11)
-    assert session.step(9) == single.step(9)
-    with pytest.raises(SessionError, match="5 tokens cannot be verified"):
-        session.verify(prompt(5))
-
-
 def test_nan_logits_fail_a_single_slot(bundle):
     """NaN logits of a slot do not affect other slots, and verify calls report them too."""
     tokens = prompt(6)

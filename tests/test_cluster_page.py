@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -193,7 +192,7 @@ def served(bundle, cluster):
     from castiron.pipelines.cluster import deployment as deployments
     from tests import cluster_parts
 
-    url, key = f"http://127.0.0.1:{free_port()}", "secret"
+    url, key = f"http://127.0.0.1:{serving.free_port()}", "secret"
     words = {"replicas=(1, 8)": "replicas=2", "cpus=4": f"cpus=0.5, slots={SLOTS}"}
     script = SERVE_SCRIPT
     for old, new in words.items():
@@ -328,9 +327,3 @@ def test_errors_of_lost_replicas_have_the_apis_form(path, monkeypatch):
             assert (error["type"], error["error"]["type"]) == ("error", "api_error") and name == "event: error\n"
         else:
             assert error["error"]["type"] == "server_error" and name == ""
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]

@@ -49,9 +49,9 @@ def test_a_wrong_rotation_is_found_in_the_first_attention(checkpoint_dir, monkey
 
 
 def test_a_forgotten_residual_is_found_in_its_block(checkpoint_dir, monkeypatch):
-    from castiron.emitter.models import llama
+    from castiron.emitter.models import decoder
 
-    monkeypatch.setattr(llama, "add", lambda x, y: y)
+    monkeypatch.setattr(decoder, "add", lambda x, y: y)
     found = compare(open_checkpoint(checkpoint_dir), TOKENS, 1e-3)
     assert found.modules[found.first].module == "model.layers.0.post_attention_layernorm"
 

@@ -50,11 +50,6 @@ def test_every_guarantee_and_every_boundary_names_its_test():
     assert len(boundaries) > 9 and [text.splitlines()[0] for text in boundaries if not named(text)] == []
 
 
-def test_links_of_the_page_lead_somewhere():
-    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", SECURITY)
-    assert links and all((ROOT / link).exists() for link in links)
-
-
 def test_nothing_of_castirons_runs_what_a_file_holds():
     paths = [
         path for package in ("emitter", "vmfb", "pipelines", "reference", "castiron") for path in (ROOT / package).rglob("*.py")

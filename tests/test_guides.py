@@ -284,6 +284,6 @@ def test_options_in_the_pages_exist():
 
 
 def test_links_between_pages_work():
-    for page in DOCS.glob("*.md"):
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+    for page in (*DOCS.glob("*.md"), *ROOT.glob("*.md")):
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"

@@ -182,21 +182,16 @@ def test_the_import_contracts_find_an_import_that_is_only_for_types(tree):
     assert done.returncode == 1 and "gguf_file -> castiron.pipelines.engine.request" in printed, printed + done.stderr
 
 
-def test_the_emitter_imports_only_numpy_and_the_standard_library():
-    allowed = set(sys.stdlib_module_names) | {"numpy", "emitter"}
-    for path in sources("emitter"):
-        assert {name for name, _ in imports(path)} <= allowed, path
-
-
 LAZY = {
-    "grammar.py": {("llguidance", False)},
-    "grammar_compiler.py": {("llguidance", False)},
+    "grammar_compiler.py": {("llguidance", True)},
     "main.py": {("shtab", False)},
     "chat.py": {("prompt_toolkit", False)},
 }
 
 
-def test_running_a_bundle_imports_no_packages_of_extras():
+def test_the_emitter_and_running_a_bundle_import_no_packages_of_extras():
+    for path in sources("emitter"):
+        assert {name for name, _ in imports(path)} <= {*sys.stdlib_module_names, "numpy", "emitter"}, path
     own = {"emitter", "vmfb", "pipelines", "castiron"}
     allowed = set(sys.stdlib_module_names) | own | {"numpy", "iree", "tokenizers", "jinja2"}
     files = [
@@ -320,6 +315,10 @@ def test_make_installs_a_lock_when_it_changes(installed_tree):
     assert calls(installed_tree) == [[*PYTEST, "--tier", "quick"]]
     assert run_in(installed_tree, "make", "test-all", "PYTEST_ARGS=-k a").returncode == 0
     assert calls(installed_tree)[-2:] == [["python", *PIP_INSTALL, ALL], [*PYTEST, "-k", "a"]]
+    assert run_in(installed_tree, "make", "test-models").returncode == 0
+    assert calls(installed_tree) == [
+        ["python", "-m", "pytest", "-v", "-o", "tmp_path_retention_policy=none", "--tier", "models", "tests/models"]
+    ]
     with open(installed_tree / BASE, "a") as file:
         file.write("# changed\n")
     for _ in range(2):
@@ -388,6 +387,16 @@ def test_every_line_of_the_full_tier_names_an_existing_test():
         file, _, test = line.partition("::")
         name = re.match(r"\w*", test)[0]
         assert any(f"def {name}" in path.read_text() for path in ROOT.glob(file) if path.is_file()), line
+
+
+def test_real_checkpoints_are_tested_by_their_tier_only():
+    real, full, quick = (
+        "tests/models/test_real_templates.py::test_a",
+        "tests/evaluate/test_bench.py::test_a",
+        "tests/x.py::test_a",
+    )
+    tiers_of = lambda test: [tier for tier in ("quick", "full", "all", "models") if tiers.is_in(test, tier)]
+    assert (tiers_of(real), tiers_of(full), tiers_of(quick)) == (["models"], ["full", "all"], ["quick", "all"])
 
 
 def test_ci_runs_every_test_and_returns_the_status(installed_tree):

@@ -5,7 +5,6 @@ Without systemd or nginx the tests check the server as those programs would run 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -46,21 +45,6 @@ def packed(bundle, tmp_path_factory) -> Path:
     return out
 
 
-@contextlib.contextmanager
-def started(command: list[str | Path], log: Path, environment: dict[str, str]):
-    """Run a server process; yield it and the address that it prints."""
-    with open(log, "wb") as file:
-        process = subprocess.Popen(command, cwd="/", env=environment, stdout=subprocess.DEVNULL, stderr=file)
-    try:
-        while not (found := re.search(r"http://\S+", log.read_text())):
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.05)
-        yield process, found[0].replace("0.0.0.0", "127.0.0.1")
-    finally:
-        process.kill()
-        process.wait()
-
-
 def ask(url: str, path: str, body: bytes | None = None, key: str | None = None) -> tuple[int, bytes]:
     """Return status and body, for any status and certificate."""
     request = urllib.request.Request(url + path, body, {"Content-Type": "application/json"})
@@ -97,11 +81,11 @@ def test_the_unit_starts_a_server_that_its_stop_ends(packed, tmp_path):
     assert cache == f"/var/cache/{entries['CacheDirectory']}"
     (key_line,) = re.findall(rf"`{entries['EnvironmentFile']}` holds `(\w+)=\.\.\.`", PAGE)
     environment = {"PATH": os.environ["PATH"], name: str(tmp_path / "cache"), key_line: "secret"}
-    with started(on_a_free_port(shlex.split(entries["ExecStart"])), tmp_path / "log", environment) as (process, url):
-        assert ask(url, "/health")[0] == 200
-        assert ask(url, "/v1/models")[0] == 401 and ask(url, "/v1/models", key="secret")[0] == 200
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(float(entries["TimeoutStopSec"])) == 0
+    with serving.running(on_a_free_port(shlex.split(entries["ExecStart"])), tmp_path / "log", environment) as server:
+        assert ask(server.url, "/health")[0] == 200
+        assert ask(server.url, "/v1/models")[0] == 401 and ask(server.url, "/v1/models", key="secret")[0] == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(float(entries["TimeoutStopSec"])) == 0
 
 
 @pytest.mark.slow
@@ -119,7 +103,7 @@ def test_the_proxy_stands_before_a_server(bundle, tmp_path):
         )  # fmt: skip
         text = block("nginx").replace("http://127.0.0.1:8000", running.url)
         text = re.sub(r"/etc/ssl/llm\.example\.org\.(pem|key)", rf"{tmp_path}/\1", text)
-        port = free_port()
+        port = serving.free_port()
         text = text.replace("listen 443 ssl", f"listen 127.0.0.1:{port} ssl")
         paths = "".join(f"{n}_temp_path {tmp_path}/{n};\n" for n in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
         head = f"pid {tmp_path}/pid;\nerror_log {tmp_path}/errors;\ndaemon off;\nevents {{}}\n"
@@ -142,14 +126,6 @@ def test_the_proxy_stands_before_a_server(bundle, tmp_path):
                 assert comes_in_pieces(url)
             finally:
                 proxy.terminate()
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def comes_in_pieces(url: str) -> bool:
@@ -217,14 +193,14 @@ def test_the_image_is_built_and_answers(packed, tmp_path):
     assert not {"torch", "transformers", "iree-base-compiler"} & {row["name"] for row in json.loads(installed.stdout)}
     environment = {name: environment[name] for name in ("PATH", "CASTIRON_CACHE")}
     run = on_a_free_port([image / "venv/bin" / command[0], *command[1:]])
-    with started([*read_only(image), *run], tmp_path / "log", environment) as (process, url):
-        healthy = [image / "venv/bin" / check[0], *(word.replace("http://127.0.0.1:8000", url) for word in check[1:])]
+    with serving.running([*read_only(image), *run], tmp_path / "log", environment) as server:
+        healthy = [image / "venv/bin" / check[0], *(word.replace("http://127.0.0.1:8000", server.url) for word in check[1:])]
         assert subprocess.run(healthy, env=environment, capture_output=True).returncode == 0
         body = json.dumps({"messages": serving.MESSAGES, "max_tokens": 3}).encode()
-        status, answer = ask(url, "/v1/chat/completions", body)
+        status, answer = ask(server.url, "/v1/chat/completions", body)
         assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 3
-        process.kill()
-        process.wait()
+        server.process.kill()
+        server.process.wait()
         assert subprocess.run(healthy, env=environment, capture_output=True).returncode != 0
 
 

@@ -58,6 +58,8 @@ def test_logits_of_every_verified_token(compiled, expected):
         agrees(session, expected)
         session.step(TOKENS[start + 4])
         agrees(session, expected)
+    with pytest.raises(SessionError, match="5 tokens cannot be verified"):
+        session.verify(TOKENS[:5])
 
 
 def test_rewinding_needs_a_retained_position(compiled, expected):

@@ -1,4 +1,5 @@
-"""Tests that `make test` leaves to `make test-all`: they take long, or need more packages.
+"""Tests that `make test` leaves to `make test-all`: they take long, or need more packages. The real
+checkpoints of `tests/models` are left to `make test-models`.
 
 A line is the beginning of pytest's node ids, where `*` stands for anything. A complete file that is
 listed here is not even imported by the quick tests.
@@ -13,14 +14,13 @@ PACKAGES = """
 tests/emitter/test_ops.py::test_xla_agrees
 tests/emitter/test_printer.py::test_every_16_bit
 tests/emitter/test_printer.py::test_floats_come_back
-tests/emitter/test_printer.py::test_three_ways
 tests/emitter/test_verifier.py::test_any_other_name
 tests/batch/test_batch_parquet.py
 tests/cluster/test_bundle_source.py
 tests/api/test_langchain.py
 tests/api/test_messages.py
 tests/server/test_openapi.py
-tests/reference/test_interpreter.py::test_what_is_left_open
+tests/reference/test_interpreter.py::test_undefined_results
 tests/reference/test_xla.py
 tests/test_cluster_page.py
 tests/test_end_to_end.py::test_portable_text
@@ -47,7 +47,6 @@ tests/emitter/test_experts.py::*[host-gemv
 tests/emitter/test_experts.py::test_a_pair*gemv
 tests/emitter/test_bf16_split.py::*aarch64
 tests/emitter/test_bf16_split.py::*x86-64-v4
-tests/compile/test_matrix_bundle.py
 tests/test_canonical.py::test_every_way
 """
 # Families in a second and third shape; what every key of a config changes.
@@ -110,9 +109,17 @@ tests/test_serving_page.py::test_the_image
 """
 FULL = [line for table in (PACKAGES, TARGETS, SHAPES, SLOW) for line in table.split("\n") if line]
 
+MODELS = "tests/models/"
 _FULL_IDS = re.compile("|".join(re.escape(line).replace(r"\*", ".*") for line in FULL))
 
 
 def is_full(node_id: str) -> bool:
     """Whether only the full suite runs this test, or this file."""
     return _FULL_IDS.match(node_id) is not None
+
+
+def is_in(node_id: str, tier: str) -> bool:
+    """Whether a tier runs this test: quick, full, all (quick and full) or models."""
+    if tier == "models" or node_id.startswith(MODELS):
+        return tier == "models" and node_id.startswith(MODELS)
+    return tier == "all" or is_full(node_id) == (tier == "full")

@@ -27,8 +27,7 @@ from castiron.vmfb.record import short
 from castiron.vmfb.staging import replace_file
 
 MANIFEST = "manifest.json"
-# Alignment in bytes of entries: one page, so that they can be mapped. IREE itself needs only 64
-# bytes.
+# Alignment in bytes of entries: one page, so that they can be mapped. IREE itself needs 64.
 ALIGNMENT = 4096
 _LOCAL = struct.Struct("<4s22xHH")
 _ZIP64_EXTRA = 20
@@ -43,10 +42,9 @@ _MAX_DIRECTORY = 1_000_000
 
 @dataclass(frozen=True)
 class Part:
-    """A range of an open file: `size` bytes from `offset`.
+    """A range of an open file, which stays readable if another file replaces `path`.
 
-    The bytes stay readable if another file replaces `path`. lock: guards the position of `file`,
-    which the parts of one archive share.
+    lock: guards the position of `file`, which the parts of one archive share.
     """
 
     path: Path
@@ -109,15 +107,12 @@ class _Reader(io.BufferedReader):
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > _MAX_DIRECTORY:
-            raise zipfile.BadZipFile(f"its directory is {size} bytes, the limit is {_MAX_DIRECTORY}")
+            raise zipfile.BadZipFile(f"its zip directory is {size} bytes; the limit is {_MAX_DIRECTORY}")
         return super().read(size)
 
 
 def open_archive(path: Path) -> dict[str, Part]:
-    """Return the files of the packed bundle at `path` by name.
-
-    Raise BundleError if the archive is invalid.
-    """
+    """Return the files of the packed bundle at `path` by name."""
 
     def invalid(why: object) -> BundleError:
         return BundleError(f"not a packed bundle: {path} ({why}); make one with castiron compile and castiron pack")
@@ -135,7 +130,7 @@ def open_archive(path: Path) -> dict[str, Part]:
                 offset, size = entry.header_offset + _LOCAL.size + name + extra, entry.file_size
                 stored = entry.compress_type == zipfile.ZIP_STORED and entry.compress_size == size
                 if magic != b"PK\3\4" or not stored or offset % ALIGNMENT or offset + size > archive_file.size:
-                    raise invalid(f"{entry.filename} is compressed or does not start on a page")
+                    raise invalid(f"{entry.filename} is compressed, cut off or not aligned to {ALIGNMENT} bytes")
                 found[entry.filename] = Part(path, archive_file.file, offset, size, archive_file.lock)
     except (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError) as error:
         raise invalid(error) from None
@@ -145,11 +140,10 @@ def open_archive(path: Path) -> dict[str, Part]:
 
 
 def unpack(part: Part, name: str, file: File) -> Path:
-    """Copy a part of an archive to the cache, and return the path of the copy.
+    """Return the path of a copy of `part` in the cache; make the copy if it does not exist.
 
-    name: file name of the copy. A copy that is already in the cache is used. Copies that were not
-    used for `CACHED_DAYS` are removed. Raise BundleError if the part's sha256 differs from
-    `file.sha256`.
+    Remove copies that were not used for `CACHED_DAYS`. Raise BundleError if the part's sha256
+    differs from `file.sha256`.
     """
     path = cache_folder("unpacked") / file.sha256[:16] / name
     with contextlib.suppress(OSError):
@@ -171,11 +165,8 @@ def write_archive(
 ) -> None:
     """Write `parts`, by name, as one archive; the same parts give the same bytes.
 
-    Args:
-        hashes: expected sha256 of each part, by name.
-        progress: called with (bytes written, total bytes).
-    Raises:
-        BundleError: a part's sha256 differs, or `out` cannot be written. No file is left.
+    Raise BundleError, and leave no file, if a part's sha256 differs from that in `hashes` (by name)
+    or `out` cannot be written. progress: called with (bytes written, total bytes).
     """
     if out.is_dir():
         raise BundleError(f"output is a directory: {out}; give the name of a file")
@@ -202,10 +193,7 @@ def write_archive(
 
 
 def _entry(name: str, offset: int, size: int) -> zipfile.ZipInfo:
-    """Return a zip entry with padding, so that its data begins on a page.
-
-    offset: where the entry's header will be.
-    """
+    """Return a zip entry, with its header at `offset`, padded so that its data starts on a page."""
     entry = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
     entry.external_attr, entry.file_size = 0o644 << 16, size
     padding = -(offset + _LOCAL.size + len(name.encode()) + _ZIP64_EXTRA + _PADDING.size) % ALIGNMENT

@@ -11,7 +11,7 @@ from castiron.vmfb.manifest import Manifest
 from castiron.vmfb.program import Buffer, Call, NanLogitsError, Program, SessionError, exclusive
 from castiron.vmfb.session import Row, Session
 
-# FLOP that a CPU core computes in the time of reading one byte: 100 GFLOP/s at 10 GB/s.
+# FLOP that a CPU core computes in the time that it takes to read one byte: 100 GFLOP/s at 10 GB/s.
 FLOPS_PER_BYTE = 10
 
 # A call: (first slot, number of slots). A call of one slot is a `decode_step`.
@@ -21,15 +21,12 @@ Span = tuple[int, int]
 class Cover:
     """A planner that finds the cheapest batch calls for the slots (sequences) that have a token.
 
-    Of equally cheap plans it takes the one with fewer calls, then the one with narrower calls.
+    Of equally cheap plans it takes the one with fewer calls, then the one with narrower calls. A
+    call begins at a multiple of its width, which is its number of slots.
     """
 
     def __init__(self, size: int, costs: Mapping[int, float]):
-        """Plan for `size` slots.
-
-        costs: maps the width of a call, which is its number of slots, to its relative time; width 1
-        is required. A call begins at a multiple of its width.
-        """
+        """Plan for `size` slots; `costs` are the relative times of calls by width, 1 included."""
         self.spans = {(first, w): costs[w] for w in costs for first in range(0, size - w + 1, w)}
         self.widths = sorted(costs)
         self.of = lru_cache(4096)(self._of)
@@ -52,8 +49,8 @@ class Cover:
 def costs_of(manifest: Manifest) -> dict[int, float]:
     """Return the relative time of a decode call by its width; 0 if the kernels' work is unknown.
 
-    The time of a kernel is the longer of its compute time and its read time at position 0. Work
-    that grows with the position is left out, because it is the same in every plan.
+    A kernel takes the longer of its compute time and its read time at position 0. Work that grows
+    with the position is the same in every plan.
     """
     functions = [manifest.function("decode"), *(manifest.function("batch", width) for width in manifest.widths("batch"))]
     work = manifest.compile.get("work", {})
@@ -66,17 +63,13 @@ def costs_of(manifest: Manifest) -> dict[int, float]:
 class Batch:
     """Sessions that decode together, in as many slots as the widest batch function takes.
 
-    For each state there is one buffer, which holds the state of every slot along dimension 0, so
-    that any B adjacent slots are the states of `decode_batch_B`. That function skips slots with a
-    negative position but takes as long as for all slots, so distant slots may be faster in several
-    calls.
+    Each state has one buffer with the states of all slots along dimension 0, so that any B adjacent
+    slots are the states of `decode_batch_B`. That function skips slots with a negative position but
+    takes as long as for all slots, so distant slots may be faster in several calls.
     """
 
     def __init__(self, bundle: Bundle | Path | str, threads: int | None = None):
-        """Load a bundle; one without batch functions gets one slot.
-
-        threads: default: the number of physical cores.
-        """
+        """Load a bundle; one without batch functions gets one slot."""
         self.program = program = Program(bundle, threads)
         states, sizes = program.manifest.states, program.manifest.widths("batch")
         self.size = max(sizes, default=1)
@@ -97,11 +90,10 @@ class Batch:
                 self._calls[first, width] = call, tokens.words, positions.words
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, int]:
-        """Append a token to each of the given slots, and return the argmax of the logits by slot.
+        """Append a token to each of the given slots; return the argmax by slot, -1 for NaN logits.
 
-        The argmax is the lowest of equally probable ids, and -1 if the slot's logits are NaN. Raise
-        SessionError, before any work, for a slot that does not exist, an id outside the vocabulary
-        or a full context.
+        Raise SessionError, before any work, for a slot that does not exist, an id outside the
+        vocabulary or a full context.
         """
         for slot, token in tokens.items():
             if not 0 <= slot < self.size:
@@ -122,10 +114,7 @@ class Batch:
 
     @exclusive
     def _step_together(self, span: Span, tokens: Mapping[int, int]) -> dict[int, int]:
-        """Run one batch call for the slots in `span` that have a token.
-
-        Return the argmax of the logits by slot, -1 if the logits are NaN.
-        """
+        """Run one batch call for the slots in `span` that have a token; return argmax by slot."""
         (call, words, positions), (first, width) = self._calls[span], span
         taken = [slot for slot in range(first, first + width) if slot in tokens]
         self._save_logits(call, taken)
@@ -136,7 +125,7 @@ class Batch:
         found = call.argmaxes(width)
         for slot in taken:
             session = self.slots[slot]
-            session._position += 1
+            session.position += 1
             session._last = Row(call, slot - first)
         return {slot: found[slot - first] for slot in taken}
 

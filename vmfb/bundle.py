@@ -52,15 +52,14 @@ class Bundle:
         return self.parts[name] if self.parts else Part.of(self.path / name)
 
     def file(self, name: str) -> Path:
-        """Return a path of the file `name`, for tools that need one.
-
-        If the bundle is packed, this is the path of a copy in the cache.
-        """
+        """Return a path of the file `name`: of a copy in the cache if the bundle is packed."""
         return unpack(self.part(name), name, self.manifest.files[name]) if self.packed else self.path / name
 
     def with_context(self, context: int) -> Bundle:
-        """Return this bundle with `context` positions for each sequence; raise BundleError if its
-        functions have fewer."""
+        """Return this bundle with `context` positions per sequence.
+
+        Raise BundleError if `context` is less than 1 or exceeds the manifest's `max_context`.
+        """
         if not 1 <= context <= self.manifest.max_context:
             limit = self.manifest.max_context
             raise BundleError(
@@ -75,10 +74,7 @@ class Bundle:
 
     @property
     def chat_template(self) -> str | None:
-        """Return the Jinja source of the chat template, or None if there is no template.
-
-        Raise BundleError if the file is not UTF-8.
-        """
+        """Return the Jinja source of the chat template, None if there is none."""
         if TEMPLATE not in self.manifest.files:
             return None
         try:
@@ -88,17 +84,12 @@ class Bundle:
 
 
 def open_bundle(source: Path | str | Bundle, *, full_check: bool = False, run: bool = True) -> Bundle:
-    """Open the bundle at a path, a directory or an archive, and check it.
+    """Open the bundle at a path, a directory or an archive; raise BundleError if it is invalid.
 
-    The first opening hashes every file and writes a stamp to the cache: each file's size, inode and
-    times of change. Later openings compare the stamp only.
-
-    Args:
-        source: a path, or a Bundle, which is returned unchanged unless `full_check` is set.
-        full_check: hash all files again.
-        run: also check the CPU and the version of the runtime.
-    Raises:
-        BundleError: a file, the CPU or the runtime does not match the manifest.
+    The first opening, or one with `full_check`, hashes every file and writes a stamp to the cache:
+    each file's size, inode and times of change. Later openings compare the stamp only. `run` also
+    checks the CPU and the version of the runtime. A Bundle is returned unchanged unless
+    `full_check` is set.
     """
     if isinstance(source, Bundle):
         if not full_check:
@@ -142,7 +133,7 @@ def pack_bundle(bundle: Bundle, out: Path | str, progress: Callable[[int, int], 
 
 
 def _open_directory(path: Path) -> dict[str, Part]:
-    """Open the readable files of a bundle's directory, under a lock against writers."""
+    """Open the files of a bundle's directory, under a lock against writers."""
     real = Path(os.path.realpath(path))
     if not os.path.isdir(path):
         remove_abandoned(real.parent)
@@ -155,7 +146,11 @@ def _open_files(path: Path) -> dict[str, Part]:
         problem = "not a directory" if os.path.lexists(path) else "no such file or directory"
         raise BundleError(f"{path}: {problem}; make a bundle with castiron compile")
     parts, problem = dict[str, Part](), "has no manifest.json"
-    for name in sorted(_bundle_files(path)):
+    try:
+        names = sorted(filter(_is_file, os.listdir(path)))
+    except OSError as error:
+        raise BundleError(f"cannot read {path}: {reason(error)}") from None
+    for name in names:
         try:
             parts[name] = Part.of(path / name)
         except FileNotFoundError:
@@ -170,17 +165,6 @@ def _open_files(path: Path) -> dict[str, Part]:
 
 def _is_file(name: str) -> bool:
     return name == MANIFEST or is_bundle_file(name)
-
-
-def _bundle_files(path: Path) -> list[str]:
-    """Return the names of the bundle's files in a directory.
-
-    If the directory cannot be listed, return only manifest.json.
-    """
-    try:
-        return [name for name in os.listdir(path) if _is_file(name)]
-    except OSError:
-        return [MANIFEST]
 
 
 def _check_machine(path: Path, manifest: Manifest) -> None:
@@ -252,8 +236,7 @@ class BundleWriter:
             sha256 = write_irpa(writer.path("weights.irpa"), entries)
             writer.commit(manifest, {"weights.irpa": sha256})
 
-    A bundle or an empty directory at the target is replaced. If the target is anything else,
-    BundleError is raised.
+    Only a bundle or an empty directory at the target is replaced.
     """
 
     directory: Path
@@ -313,7 +296,7 @@ class BundleWriter:
     def commit(self, manifest: Manifest, hashes: Mapping[str, str] | None = None) -> Bundle:
         """Write `manifest` with all files, and rename the bundle to its target.
 
-        hashes: sha256 of files whose hash is already known.
+        hashes: the sha256 by file name of files whose sha256 is known already.
         """
         files = self._files(hashes or {})
         if absent := [name for name, required in FILES.items() if required and name not in files]:

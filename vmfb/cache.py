@@ -136,9 +136,8 @@ def _usage_of(kind: str, stats: Sequence[os.stat_result]) -> Usage:
 def clear(kinds: Sequence[str] = tuple(KINDS), older_than_days: float = 0.0) -> tuple[Usage, ...]:
     """Remove cached files that were not used for `older_than_days` days; return what was removed.
 
-    The result has a `Usage` for each kind. Temporary files of killed processes are removed too.
-    Files that a process is writing, and entries of the cache that are not in `KINDS`, are not
-    removed. Raise OSError if a file cannot be removed.
+    Temporary files of killed processes are removed too. Files that a process is writing, and
+    entries of the cache that are not in `KINDS`, are not removed.
     """
     now, removed = time.time(), []
     for kind in kinds:

@@ -14,11 +14,10 @@ _GUARD = ("/bin/sh", "-c", "read end; kill -9 0")
 
 @contextlib.contextmanager
 def own_group() -> Iterator[int | None]:
-    """Yield a process group (for Popen's `process_group`) that is killed when the block ends.
+    """Yield a process group (for Popen's `process_group`) that ends with the block or this process.
 
-    It is also killed when this process ends: a guard process waits at a pipe and kills the group
-    when the pipe is closed. PR_SET_PDEATHSIG would have to run Python code in the forked child,
-    which is not safe while other threads run. Yield None on systems without /bin/sh.
+    A guard process kills the group when a pipe is closed. PR_SET_PDEATHSIG would have to run Python
+    code in the forked child, which is not safe while other threads run. Yield None without /bin/sh.
     """
     try:
         guard = subprocess.Popen(

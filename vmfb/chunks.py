@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# The fixed cost of a call, in units of one token's cost: every call reads and dequantises all
-# weights.
+# The cost of reading and dequantising all weights in a call, in units of one token's cost.
 CALL_ROWS = 4.0
 
 
 def chunks(total: int, start: int, context: int, widths: Sequence[int], padding: float) -> list[tuple[int, int]]:
     """Return calls (width, tokens) that append `total` tokens from position `start`.
 
-    Args:
-        context: max number of positions.
-        widths: widths of the prefill functions. Width 1, a decode step, always exists.
-        padding: cost of a padding token relative to other tokens, 0 if the kernels skip it, 1 if
-            they compute it.
-
     Full calls of the maximum width come first, then the cheapest calls for the rest. Only the last
     call may have padding. No call ends past `context`, padding included.
+
+    widths: those of the prefill functions; a decode step of width 1 always exists. padding: cost of
+    a padding token relative to others: 0 if the kernels skip it, 1 if they compute it.
     """
     widths = sorted({1, *widths})
     widest = widths[-1]

@@ -36,8 +36,6 @@ MAX_CACHE_BYTES, MAX_FAILURES = 512 * 2**20, 20
 MAX_RECORDS, SECONDS_PER_BYTE = 8, 20e-6
 # Smaller texts do not show the speed, because starting the compiler takes most of their time.
 MIN_BYTES = 50_000
-
-
 # Interval in seconds at which a waiting thread checks whether the compiler has ended.
 POLL_SECONDS = 0.02
 
@@ -52,10 +50,9 @@ class CompileError(Exception):
 
 @dataclass(frozen=True)
 class CompileResult:
-    """The result of `compile_modules`.
+    """The result of `compile_modules`; `cached`: whether all modules came from the cache.
 
-    seconds: the time of all runs of iree-compile; for cached results, of the runs that filled the
-    cache. cached: whether all results came from the cache. log: path of the log, beside the output.
+    seconds: the time of all runs of iree-compile, including those that filled the cache.
     """
 
     seconds: float
@@ -73,11 +70,8 @@ def compiler_version() -> str:
 
 
 def compiler_path() -> Path:
-    """Return the path of the executable iree-compile.
-
-    The Python wrapper of the same name is not used: an interrupt would end the wrapper and leave
-    the compiler running.
-    """
+    """Return the path of the executable iree-compile."""
+    # Not the path of its Python wrapper: an interrupt would end the wrapper, but not the compiler.
     version = compiler_version()
     spec = importlib.util.find_spec("iree.compiler")
     for package in (spec.submodule_search_locations or ()) if spec else ():
@@ -103,10 +97,8 @@ def compile_modules(
 
     As many processes run at a time as the machine has cores, because iree-compile itself hardly
     runs in parallel. Results are cached in `cache_dir` (default: `compile` in the cache) by text,
-    flags, compiler and target; a cached result whose sha256 differs is compiled again. An
-    interrupted compilation removes its temporary files; those of a killed one are removed by the
-    next compilation. Raise CompileError with the first errors and the path of the log, or if
-    `cancelled` is set.
+    flags, compiler and target; a cached result whose sha256 differs is compiled again. Raise
+    CompileError with the first errors and the path of the log, or if `cancelled` is set.
     """
     cancelled = cancelled or threading.Event()
     flags = compile_flags(target, extra_flags)
@@ -209,10 +201,7 @@ def _compile(text: str, flags: tuple[str, ...], store: Path, key: str, cancelled
 
 
 def _run(command: list[str], directory: Path, cancelled: threading.Event) -> tuple[int, str]:
-    """Run a command and return its exit status and output.
-
-    If `cancelled` is set, kill the command and raise CompileError; an interrupt kills it too.
-    """
+    """Run a command, return its exit status and output; raise CompileError if it is `cancelled`."""
     # The compiler's linker writes temporary files, which are removed with the directory.
     environment = {**os.environ, "TMPDIR": str(directory.absolute())}
     with open(directory / "output", "w+b") as output, own_group() as group:
@@ -261,11 +250,7 @@ def _failure(status: int, output: str, log: str, source: Path, folder: Path) -> 
 
 
 def _prune(store: Path) -> None:
-    """Remove old cache entries.
-
-    These are the least recently used results over `MAX_CACHE_BYTES` in total, and all but the
-    newest `MAX_FAILURES` logs of failed compilations.
-    """
+    """Remove the least recently used results over `MAX_CACHE_BYTES`, and old logs of failures."""
     with contextlib.suppress(OSError):
         total = 0
         for path in _newest_first(store.glob("*.vmfb")):

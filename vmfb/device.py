@@ -27,9 +27,8 @@ _devices: dict[int, rt.HalDevice] = {}
 def lower_priority() -> None:
     """Give a device's workers priority over the calling thread (Linux: SCHED_BATCH).
 
-    A caller that wakes up while workers run would take a worker's core for several milliseconds,
-    until the scheduler's next tick. Threads that the caller starts inherit its policy; workers of a
-    device do not.
+    A caller that wakes up while workers run would otherwise take a worker's core until the
+    scheduler's next tick, for several milliseconds.
     """
     if not getattr(_this_thread, "is_lowered", False):
         _this_thread.is_lowered = True
@@ -66,10 +65,7 @@ def release_devices() -> None:
 
 
 def _forked() -> None:
-    """Forget the devices in a forked child, in which their worker threads do not exist.
-
-    The devices are never freed, because freeing one would wait for its workers.
-    """
+    """Forget the devices in a forked child, without freeing them: that would wait for workers."""
     global _lock
     _lock = threading.Lock()
     for inherited in _devices.values():
@@ -101,9 +97,8 @@ def _create(threads: int) -> rt.HalDevice:
 def _pinned_cpus(threads: int) -> list[int]:
     """Return the CPU to which each worker is pinned; empty if workers are not pinned.
 
-    The scheduler sometimes runs two workers on one CPU for the time of several tokens, so workers
-    are pinned if there is one for every CPU of this process. Fewer workers are not pinned, because
-    other processes may use those CPUs.
+    Workers for all CPUs are pinned, because the scheduler sometimes runs two on one CPU for several
+    tokens. Fewer are not, because other processes may use the same CPUs.
     """
     cpus = _cpus()
     return cpus if threads == len(cpus) else []
@@ -126,10 +121,9 @@ def _workers() -> set[int]:
 
 
 def _started_workers(before: set[int], threads: int) -> list[int]:
-    """Wait until `threads` new workers have started; return their thread ids.
+    """Return the thread ids of `threads` workers that are not in `before`.
 
-    before: thread ids of earlier workers. The result has fewer ids after `START_SECONDS`. A worker
-    is found by its name, which it gets when it starts.
+    A worker gets its name when it starts. After `START_SECONDS` the result may be incomplete.
     """
     until = time.monotonic() + START_SECONDS
     while len(new := sorted(_workers() - before)) < threads and time.monotonic() < until and _cpus():

@@ -16,15 +16,11 @@ class Encoder:
     """The encode functions of an embedding model; one thread runs them at a time."""
 
     def __init__(self, source: Bundle | Path | str | Program, threads: int | None = None):
-        """Load an embedding model; raise SessionError for a model that generates text.
-
-        source: a bundle, its path, or a loaded program. threads: for a bundle or path; default: the
-        number of physical cores.
-        """
+        """Load an embedding model; raise SessionError for a model that generates text."""
         self.program = program = source if isinstance(source, Program) else Program(source, threads)
         self.manifest = manifest = program.manifest
         if manifest.encoder is None:
-            raise SessionError(f"{manifest.name} generates text and cannot encode it; use `castiron run`")
+            raise SessionError(f"{manifest.name} generates text and is not an embedding model; use `castiron run`")
         self.facts, self.threads = manifest.encoder, program.threads
         states = [program.zeros(state.shape, state.dtype) for state in manifest.states]
         self._states = [
@@ -39,7 +35,7 @@ class Encoder:
 
     @exclusive
     def encode(self, tokens: Sequence[int]) -> np.ndarray:
-        """Return the vector of a text, f32 `[hidden]`; raise SessionError for invalid tokens."""
+        """Return the embedding f32 `[hidden]` of a text; raise SessionError for invalid tokens."""
         ids, max_tokens, vocab = np.asarray(tokens), self.facts.max_tokens, self.manifest.vocab
         if ids.ndim != 1 or not 1 <= ids.size <= max_tokens:
             raise SessionError(f"text has {ids.size} tokens; the model accepts 1 to {max_tokens}")

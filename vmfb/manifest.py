@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from castiron.emitter.abi import ROLES, Function, Signature, State, cache_storage, functions, ring_rows
+from castiron.emitter.abi import ROLES, Function, Signature, State, functions, ring_rows
 from castiron.vmfb.record import Json, RecordError, from_json, short, to_json
 from castiron.vmfb.targets import Target
 
@@ -18,7 +18,7 @@ MODEL, WEIGHTS, TOKENIZER, VOCABULARY, TEMPLATE, LOG, TEXT = (
 )  # fmt: skip
 # The files that a bundle may have besides the manifest and more modules, and whether they are required.
 FILES = dict.fromkeys((MODEL, WEIGHTS), True) | dict.fromkeys((TOKENIZER, VOCABULARY, TEMPLATE, LOG, TEXT), False)
-# A module of the functions of one width, which share kernels: `tokens_32.vmfb`.
+# The module with all functions of one width, which share kernels: `tokens_32.vmfb` for 32 tokens.
 _MODULE = re.compile(r"tokens_[0-9]+\.vmfb")
 # Maximum size in bytes of files that are read into memory.
 _MAX_BYTES = dict.fromkeys((TOKENIZER, VOCABULARY, TEMPLATE), 100_000_000)
@@ -62,12 +62,10 @@ class Versions:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The difference between the logits of functions that round activations and a reference.
+    """The difference between logits with rounded activations and those of the reference `against`.
 
-    against: the reference. text, tokens, context: the logits were compared over `tokens` tokens of
-    `text`, in chunks of `context` tokens. kld_...: the Kullback-Leibler divergence, as mean with
-    standard error, 99th percentile and maximum. same_top_p: the share of positions with the same
-    argmax, with its standard error.
+    The logits were compared over `tokens` tokens of `text`, in chunks of `context` tokens. kld_...:
+    the Kullback-Leibler divergence. same_top_p: the share of positions with the same argmax.
     """
 
     against: str
@@ -95,17 +93,14 @@ class Encoder:
     Attributes:
         pooling: mean, last or cls.
         normalised: whether vectors have length 1.
-        single_call: whether one call must take the complete text, because attention is
-            bidirectional.
-        max_tokens: the maximum length of a text with its prompt and special tokens; longer texts
-            are cut.
+        single_call: whether one call must take the complete text (bidirectional attention).
+        max_tokens: the limit at which texts, with prompt and special tokens, are cut.
         dense: output features of each linear layer after the pooling.
         prompts: texts to put before an input, by name.
-        default_prompt: name of the prompt used by default.
         lower_case: whether texts are converted to lower case first.
         relevance: for a reranker, the function from its output to a score: sigmoid or identity.
         types: whether the ids of the second text of a pair are increased by the vocabulary's size,
-            which marks them as of the second token type.
+            which gives them the second token type.
     """
 
     pooling: str
@@ -133,15 +128,14 @@ class Manifest:
     """The contents of `manifest.json`.
 
     Attributes:
-        config, generation, source, speed, accuracy: information that vmfb does not use.
+        config, generation, source, speed, accuracy: facts that vmfb does not use.
         context: number of positions that a session uses, unless it is opened with another number.
-        max_context: number of positions that the states have addresses for.
+        max_context: number of positions that the compiled functions support; a limit for `context`.
         compile: how the bundle was compiled; batched decoding reads the kernels' `work` in it.
         numerics: a key of `emitter.abi.NUMERICS`.
         codecs: number of tensors by codec.
         files: size and hash of each file by name; BundleWriter sets it.
-        hidden: length of the vectors that functions return (hidden states, or with an `encoder` the
-            vectors of texts); 0 if no function returns vectors.
+        hidden: length of the vectors that functions return, 0 if none does.
         tool_format: name of the format in which the chat template writes tool calls.
     """
 
@@ -172,11 +166,11 @@ class Manifest:
 
     @property
     def cache(self) -> str:
-        """Return the storage of the KV cache, as in `castiron compile --cache`."""
-        return cache_storage(self.states)
+        """Return the storage of the KV caches, as in `compile --cache`; f32 if there are none."""
+        return next((state.storage for state in self.states if state.kind != "recurrent"), "f32")
 
     def widths(self, role: str) -> tuple[int, ...]:
-        """Return how many tokens a call of each function with this role takes, ascending."""
+        """Return the widths of the functions with this role, ascending."""
         return tuple(sorted(function.width for function in self.functions if function.role == role))
 
     def function(self, role: str, width: int = 1) -> Function:
@@ -200,14 +194,11 @@ class Manifest:
 
 @dataclass(frozen=True)
 class KernelWork:
-    """The work of a kernel in one call of a function.
+    """The work of a kernel in one call of a function, which runs it `calls` times.
 
-    Attributes:
-        calls: number of runs of the kernel.
-        flops, bytes: work of one run, as (at position 0, added per position, maximum).
-        weights: how many of the bytes are weights.
-        paths: paths of the modules that the kernel computes.
-        tokens: for a matmul, the number of tokens that it multiplies.
+    flops, bytes: of one run, as (at position 0, added per position, maximum). weights: how many of
+    the bytes are weights. paths: module paths of the layers it computes, as `model.layers.*.mlp`.
+    tokens: rows of x in a matmul.
     """
 
     calls: int
@@ -266,7 +257,9 @@ def _check_facts(name: str, facts: Mapping[str, Any]) -> None:
     for kernel, work in [pair for kernels in found.get("work", {}).values() for pair in kernels.items()]:
         amounts = (work.calls, work.weights, *work.flops, *work.bytes)
         if len(work.flops) != 3 or len(work.bytes) != 3 or min(amounts) < 0 or max(amounts) >= 2**63:
-            raise RecordError(f"{name}.work has invalid numbers for {short(kernel)}")
+            raise RecordError(
+                f"{name}.work of {short(kernel)} must be calls, weights, 3 flops and 3 bytes, each from 0 to 2**63 - 1"
+            )
 
 
 def dump(manifest: Manifest) -> bytes:
@@ -315,9 +308,9 @@ def check(manifest: Manifest) -> None:
     _check_functions(manifest)
     for name, file in manifest.files.items():
         if name not in FILES and name not in map(module_name, manifest.functions):
-            raise RecordError(f"files.{name} is not a file of a bundle")
+            raise RecordError(f"files has {name}, which is neither a file that bundles have nor the module of a function")
         if file.size < 0 or not re.fullmatch("[0-9a-f]{64}", file.sha256):
-            raise RecordError(f"files.{name} has an invalid size or sha256")
+            raise RecordError(f"files.{name} must have a size of at least 0 and a sha256 of 64 lower-case hex digits")
         if file.size > _MAX_BYTES.get(name, file.size):
             raise RecordError(f"files.{name} has {file.size} bytes; the limit is {_MAX_BYTES[name]}")
     if manifest.encoder:
@@ -333,13 +326,15 @@ def _check_functions(manifest: Manifest) -> None:
     widths = {role: [f.width for f in manifest.functions if f.role == role] for role in ROLES}
     multi = [w for role in ("prefill", "verify", "embed", "encode") for w in widths[role]]
     if bad := [w for w in multi if not 2 <= w <= manifest.context]:
-        raise RecordError(f"functions have the width {bad[0]}, outside 2 to the context of {manifest.context}")
+        raise RecordError(f"functions have the width {bad[0]}; it must be from 2 to the context, {manifest.context}")
     duplicate = any(len(set(w)) != len(w) or min(w, default=2) < 1 for w in widths.values())
     roles = {"encode"} if manifest.encoder else set(ROLES) - {"encode"}
     complete = bool(widths["encode"]) if manifest.encoder else widths["decode"] == [1]
     alien = any(found and role not in roles for role, found in widths.items())
     if manifest.functions != functions(widths) or duplicate or alien or not complete:
-        raise RecordError("functions are duplicate, incomplete, of invalid widths or of the wrong kind of model")
+        raise RecordError(
+            "functions must be distinct and in order: encode for an embedding model, else decode of width 1 and no encode"
+        )
 
 
 def _check_encoder(manifest: Manifest, encoder: Encoder) -> None:
@@ -347,7 +342,9 @@ def _check_encoder(manifest: Manifest, encoder: Encoder) -> None:
         raise RecordError(f"encoder.default_prompt is {encoder.default_prompt!r}, which is not in encoder.prompts")
     limit = max(manifest.widths("encode")) if encoder.single_call else manifest.context
     if not 1 <= encoder.max_tokens <= limit:
-        raise RecordError(f"encoder.max_tokens is {encoder.max_tokens}; its functions take 1 to {limit}")
+        raise RecordError(
+            f"encoder.max_tokens is {encoder.max_tokens}; it must be from 1 to {limit}, which the functions allow"
+        )
 
 
 def _check_states(manifest: Manifest) -> None:

@@ -25,8 +25,7 @@ WARM_SECONDS = 0.1
 class Dispatch:
     """A dispatched executable of a call: number of runs, their total seconds, workgroups per run.
 
-    A kernel of castiron is named `{kernel}_fn`; a dispatch that IREE generated is named
-    `{function}_dispatch_{n}_…`.
+    It is named `{kernel}_fn`, or `{function}_dispatch_{n}_…` if IREE generated it.
     """
 
     name: str
@@ -37,10 +36,7 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Profile:
-    """The times of a call of `function` at `position`.
-
-    seconds: time of the complete call, without the profiler. dispatches: longest first.
-    """
+    """The time of a call of `function` at `position`, and of its dispatches, longest first."""
 
     function: str
     position: int
@@ -52,8 +48,7 @@ class Profile:
 def profile(bundle: Bundle, function: Function, *, position: int = 0, threads: int | None = None, repeats: int = 20) -> Profile:
     """Measure the time of a function and of its dispatches at `position`, over `repeats` calls.
 
-    In a batch function, every sequence is at `position`. The states are zeros, which does not
-    change the time. Raise BundleError if the tools fail.
+    Every sequence of a batch is at `position`. The states are zeros, which does not change times.
     """
     files = bundle.file(bundle.manifest.module_of(function)), bundle.file(WEIGHTS)
     options = *files, bundle.manifest, function, position, threads or physical_cores(), repeats
@@ -77,10 +72,7 @@ def median_of(rounds: Sequence[Profile]) -> Profile:
 def dispatches(
     model: Path, weights: Path, manifest: Manifest, function: Function, position: int, threads: int, repeats: int
 ) -> tuple[Dispatch, ...]:
-    """Return the dispatches of a call of `function`, longest first.
-
-    The vmfb and the weights need not be in a bundle.
-    """
+    """Return the dispatches of a call, longest first; the files need not be in a bundle."""
     command = _command(model, weights, manifest, function, position, threads, repeats)
     with TemporaryDirectory(prefix="castiron-") as directory:
         trace = f"{directory}/trace.ireeprof"

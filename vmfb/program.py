@@ -15,7 +15,7 @@ import time
 import weakref
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from math import isnan, prod
 from pathlib import Path
@@ -28,7 +28,8 @@ from castiron.emitter.abi import Function
 from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.cpu import physical_cores
 from castiron.vmfb.device import device, lower_priority, release_devices
-from castiron.vmfb.manifest import WEIGHTS, BundleError
+from castiron.vmfb.manifest import WEIGHTS, BundleError, Manifest
+from castiron.vmfb.record import short
 from castiron.vmfb.weights import WeightsError, read_irpa
 
 # The scope of every weight: `#flow.parameter.named<"model"::"NAME">`.
@@ -45,8 +46,8 @@ _ELEMENTS: dict[str, tuple[np.dtype, rt.HalElementType]] = {
 _MEMORY = int(rt.MemoryType.DEVICE_LOCAL) | int(rt.MemoryType.HOST_VISIBLE)
 _USAGE = int(rt.BufferUsage.DEFAULT) | int(rt.BufferUsage.MAPPING)
 _I32, _F32 = np.dtype(np.int32), np.dtype(np.float32)
-# Address space of states may exceed the memory, because only the positions that are used get pages. Python names this flag of
-# Linux since 3.13.
+# The address space of states may exceed the memory, because only the positions that are used get pages. Python has a name
+# for this Linux flag only since version 3.13.
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
 # Exceptions that the runtime raises for an invalid file, one for each kind of status.
 RUNTIME_ERRORS = (RuntimeError, ValueError, IndexError, KeyError, NotImplementedError)
@@ -75,13 +76,13 @@ class Loaded:
         threads: int,
         check: Callable[[str, rt.VmModule], None] = lambda name, module: None,
     ):
-        """Load the bytes of a weights file and of modules (by file name).
+        """Load the bytes of a weights file, which are used in place, and of modules by file name.
 
-        The weights are used in place. `check` is called with each file name and module before any
-        code of the module runs. Raise one of `RUNTIME_ERRORS` if the runtime rejects a file.
+        `check` is called with each file name and module before any code of the module runs. Raise
+        one of `RUNTIME_ERRORS` if the runtime rejects a file.
         """
         self.threads, self.device = threads, device(threads)
-        # This reference keeps the memory alive; the runtime holds none.
+        # The runtime has no reference to the memory, so this attribute keeps it alive.
         self._mapped = weights
         instance, parameters = rt.VmInstance(), rt.ParameterIndex()
         parameters.load_from_file_handle(rt.FileHandle.wrap_memory(weights), "irpa")
@@ -104,7 +105,7 @@ class Loaded:
         _programs.add(self)
 
     def function(self, name: str) -> tuple[rt.VmFunction, Callable]:
-        """Return the function `name` and the `invoke` of its module's context; raise KeyError if absent."""
+        """Return the function `name` and `invoke` of its context; raise KeyError if absent."""
         for file, module in self.modules.items():
             if name in module.function_names:
                 return module.lookup_function(name), self.contexts[file].invoke
@@ -116,19 +117,12 @@ class Loaded:
 
 
 class Program(Loaded):
-    """The functions of a bundle on a device; the weights are mapped from the file.
-
-    Calls of a program must not overlap, so methods that make calls are decorated with `exclusive`.
-    """
+    """The functions of a bundle on a device; methods that call them must be `exclusive`."""
 
     def __init__(self, source: Bundle | Path | str, threads: int | None = None):
-        """Load a bundle or the bundle at a path.
+        """Load a bundle, or the bundle at a path; default threads: the number of physical cores.
 
-        Args:
-            threads: default: the number of physical cores.
-        Raises:
-            BundleError: the runtime rejects the bundle.
-            SessionError: `threads` is less than one.
+        Raise BundleError if the runtime rejects the bundle, SessionError for less than one thread.
         """
         if threads is not None and threads < 1:
             raise SessionError(f"threads is {threads}; it must be at least 1")
@@ -147,19 +141,27 @@ class Program(Loaded):
             raise BundleError(f"the IREE runtime rejects {bundle.path} ({_reason(error)}); compile the bundle again") from None
 
     def _check(self, name: str, module: rt.VmModule) -> None:
-        """Raise BundleError unless a module has the functions and signatures that the manifest lists."""
-        exported, path = set(module.function_names), self._path / name
-        for entry in self.manifest.functions:
-            if self.manifest.module_of(entry) != name:
-                continue
-            if entry.name not in exported:
-                raise BundleError(f"missing function in {path}: {entry.name}; compile the bundle again")
-            # As `sync func @f(%input0: tensor<8xi32>, ...) -> (%output0: ...)`.
-            declaration = module.lookup_function(entry.name).reflection.get("iree.abi.declaration", "")
-            signature = self.manifest.signature(entry)
-            for side, tensors in (("input", signature.operands), ("output", signature.results)):
-                if re.findall(rf"%{side}\d+: tensor<([^>]*)>", declaration) != list(map(str, tensors)):
-                    raise BundleError(f"{path}: {entry.name} does not match the manifest; compile the bundle again")
+        """Raise BundleError unless the module `name` has its functions of the manifest."""
+        functions = [entry for entry in self.manifest.functions if self.manifest.module_of(entry) == name]
+        check_functions(self._path / name, module, self.manifest, functions, "compile the bundle again")
+
+
+def check_functions(path: Path, module: rt.VmModule, manifest: Manifest, functions: Iterable[Function], remedy: str) -> None:
+    """Raise BundleError unless a module has `functions` with the types that the manifest lists."""
+    exported = set(module.function_names)
+    for function in functions:
+        if function.name not in exported:
+            raise BundleError(f"missing function in {path}: {function.name}; {remedy}")
+        # As `sync func @f(%input0: tensor<8xi32>, ...) -> (%output0: ...)`.
+        declaration = module.lookup_function(function.name).reflection.get("iree.abi.declaration", "")
+        signature = manifest.signature(function)
+        for side, tensors in (("input", signature.operands), ("output", signature.results)):
+            wanted, found = list(map(str, tensors)), re.findall(rf"%{side}\d+: tensor<([^>]*)>", declaration)
+            if found != wanted:
+                raise BundleError(
+                    f"{path}: {function.name} has {side}s ({short(', '.join(found))}), but the bundle's manifest has "
+                    f"({short(', '.join(wanted))}); {remedy}"
+                )
 
 
 def _checked(module: bytes) -> bytes:
@@ -277,15 +279,12 @@ class Call:
         self._run = counted
 
     def _result(self, index: int, dtype: np.dtype, shape: tuple[int, ...] | None = None) -> np.ndarray:
-        """Return a result in place; a known `shape` is passed, because asking for it costs time."""
+        """Return a result without a copy; pass `shape` if it is known, because that is faster."""
         view = self._results.get_as_object(index, rt.HalBufferView)
         return view.map().asarray(tuple(view.shape) if shape is None else shape, dtype)
 
     def argmax(self) -> int:
-        """Return the argmax (result 0) of a function with one row of logits.
-
-        Raise NanLogitsError if the logit there is NaN.
-        """
+        """Return the argmax (result 0) of one row of logits; raise NanLogitsError for NaN."""
         best = int(self._result(0, _I32, ()))
         # Checking one logit is enough: if one is NaN, nearly always all are.
         if isnan(self._result(1, _F32, (self._vocab,))[best]):
@@ -311,12 +310,12 @@ class Call:
 _calls: weakref.WeakSet[Call] = weakref.WeakSet()
 _buffers: weakref.WeakSet[Buffer] = weakref.WeakSet()
 _programs: weakref.WeakSet[Loaded] = weakref.WeakSet()
-# Other owners of runtime objects, and their attributes in the order to free.
+# Other owners of runtime objects, and their attributes in the order in which to free them.
 _others: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
 def release_at_exit(owner: Any, *attributes: str) -> None:
-    """Free these attributes of `owner` at exit, in this order; results must precede the device."""
+    """Free these attributes of `owner` at exit, in this order; name results before the device."""
     _others[owner] = attributes
 
 
@@ -329,7 +328,7 @@ def _refuse_fork(*_: Any) -> NoReturn:
 
 
 def _forked() -> None:
-    """Make calls in a forked child raise SessionError; they would wait forever for workers."""
+    """Make calls in a forked child raise an error instead of waiting forever for workers."""
     for call in _calls:
         if call._workers:
             call._run = _refuse_fork
@@ -341,10 +340,7 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def _release() -> None:
-    """Free the runtime's objects in order, even if a daemon thread still refers to their owners.
-
-    Freeing a result after its device crashes, and Python's exit frees objects in no fixed order.
-    """
+    """Free the runtime's objects in order: freeing a result after its device crashes."""
     for call in _calls:
         call._results = None
     for other, attributes in _others.items():

@@ -34,8 +34,7 @@ def to_json(value: Any) -> Json:
 def from_json(kind: Any, value: Json, path: str = "") -> Any:
     """Convert a JSON value to a `kind`; raise RecordError for the first field that does not fit.
 
-    kind: a dataclass, tuple[X, ...], dict[str, X], X | None, a scalar type or Any. path: name of
-    the value in error messages.
+    kind: a dataclass, tuple[X, ...], dict[str, X], X | None, a scalar type or Any.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:

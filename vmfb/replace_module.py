@@ -11,7 +11,7 @@ from pathlib import Path
 from castiron.vmfb.archive import Part
 from castiron.vmfb.bundle import Bundle, BundleWriter
 from castiron.vmfb.manifest import LOG, MODEL, TEXT, BundleError, Manifest, is_module
-from castiron.vmfb.program import Program
+from castiron.vmfb.program import Program, check_functions
 from castiron.vmfb.targets import missing_features
 
 # Manifest keys of the replaced module; without "key", `castiron compile` compiles again.
@@ -21,13 +21,13 @@ MODULE_KEYS = ("key", "flags", "text_sha256", "seconds", "iree_compile_seconds",
 def replace_module(bundle: Bundle, module: Path, out: Path) -> Bundle:
     """Write `bundle` with another module into the directory `out`, which may be its directory.
 
-    module: path of a .vmfb file. The bundle's other files are linked or copied. The manifest's
-    `compile.custom_module` records the module's path, sha256 and runtime; measurements of the old
-    module are dropped. Raise BundleError if this runtime cannot read the module, if the module
-    lacks a function of the manifest or has other types, or if it reads missing parameters (checked
-    only if this machine can run the bundle).
+    The bundle's other files are linked or copied. The manifest's `compile.custom_module` records
+    the module's path, sha256 and runtime; measurements of the old module are dropped. Raise
+    BundleError if this runtime cannot read the module, if it lacks a function of the manifest or
+    has other types, or if it reads missing parameters (checked only if this machine can run the
+    bundle).
     """
-    check_functions(module, bundle.manifest)
+    _check_module(module, bundle.manifest)
     old = bundle.manifest
     runtime = importlib.metadata.version("iree-base-runtime")
     custom = {"module": str(module.resolve()), "sha256": Part.of(module).sha256(), "runtime": runtime}
@@ -49,13 +49,14 @@ def replace_module(bundle: Bundle, module: Path, out: Path) -> Bundle:
             except BundleError as error:
                 reason = re.search(r"rejects \S+ \((.*)\);", str(error))
                 raise BundleError(
-                    f"module does not fit the bundle's weights: {module} ({reason[1] if reason else error})"
+                    f"module does not fit the bundle's weights: {module} ({reason[1] if reason else error}); "
+                    "compile the text that castiron compile --keep wrote for this bundle"
                 ) from None
         return writer.commit(manifest, hashes)
 
 
-def check_functions(module: Path, manifest: Manifest) -> None:
-    """Raise BundleError unless the module exports all functions of the manifest with their types."""
+def _check_module(module: Path, manifest: Manifest) -> None:
+    """Raise BundleError unless the module can be read and fits the manifest."""
     import iree.runtime as rt
 
     try:
@@ -65,16 +66,5 @@ def check_functions(module: Path, manifest: Manifest) -> None:
         raise BundleError(
             f"cannot read module: {module} ({reason}); compile it with the iree-compile of this IREE version"
         ) from None
-    exported = set(loaded.function_names)
-    for function in manifest.functions:
-        if function.name not in exported:
-            raise BundleError(f"module has no function {function.name}: {module}; the bundle's manifest lists it")
-        declaration = loaded.lookup_function(function.name).reflection.get("iree.abi.declaration", "")
-        expected = manifest.signature(function)
-        for side, tensors in (("input", expected.operands), ("output", expected.results)):
-            wanted, found = list(map(str, tensors)), re.findall(rf"%{side}\d+: tensor<([^>]*)>", declaration)
-            if found != wanted:
-                raise BundleError(
-                    f"{module}: {function.name} has {side}s ({', '.join(found)}), but the bundle's manifest has "
-                    f"({', '.join(wanted)}); compile the text that castiron compile --keep wrote, or a change of it"
-                )
+    remedy = "compile the text that castiron compile --keep wrote, or a change of it"
+    check_functions(module, loaded, manifest, manifest.functions, remedy)

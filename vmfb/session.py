@@ -14,17 +14,21 @@ from castiron.vmfb.chunks import chunks
 from castiron.vmfb.program import Buffer, Call, Program, SessionError, exclusive
 from castiron.vmfb.states import KINDS, Snapshot
 
-# Limits of the snapshots that a session retains for `rewind`: number and total bytes. The last
-# snapshot is retained even if it is larger.
+# Max number and total bytes of the snapshots for `rewind`; the last one may be larger.
 MAX_SNAPSHOTS, MAX_SNAPSHOT_BYTES = 4, 2**28
 
 
 class Session:
-    """The states of one sequence at `position`; forks of a session share its program.
+    """The states of one sequence; forks of a session share its program.
 
     Sessions of a program run one at a time: a call raises SessionError while another thread runs
     one, and in a forked child if the program has several threads. States use memory only as far as
     they are filled.
+
+    Attributes:
+        position: the number of tokens in the states, which is the position of the next token.
+        chunked_tokens: how many leading tokens came in full calls of the `widest` prefill function;
+            their states have the same bits in every session.
     """
 
     def __init__(
@@ -32,17 +36,15 @@ class Session:
     ):
         """Start an empty sequence; raise SessionError for an embedding model.
 
-        Args:
-            source: a bundle or its path, or a program that is loaded already.
-            threads: for a bundle or path; default: the number of physical cores.
-            states: buffers of zeros to use instead of new ones.
+        threads: the default is the number of physical cores. states: zeroed buffers for the states,
+        in the manifest's order; by default the session allocates them.
         """
         self.program = program = source if isinstance(source, Program) else Program(source, threads)
         self.manifest = manifest = program.manifest
         if manifest.encoder:
             raise SessionError(f"{manifest.name} is an embedding model and cannot generate text; use `castiron embed`")
         self.context, self.vocab, self.threads = manifest.context, manifest.vocab, program.threads
-        self._position = self._chunked_tokens = 0
+        self.position = self.chunked_tokens = 0
         self.widest = max(manifest.widths("prefill"), default=1)
         states = tuple(states or (program.zeros(state.shape, state.dtype) for state in manifest.states))
         self._states = [KINDS[s.kind](buffer.array, s.window) for s, buffer in zip(manifest.states, states, strict=True)]
@@ -63,30 +65,17 @@ class Session:
         self._padding = 0.0 if manifest.lowering == "kernels" else 1.0
         self._last: Call | Row | np.ndarray | None = None
 
-    @property
-    def position(self) -> int:
-        """Return the number of tokens in the states, which is the position of the next token."""
-        return self._position
-
-    @property
-    def chunked_tokens(self) -> int:
-        """Return how many leading tokens came in full calls of the `widest` prefill function.
-
-        The states of these tokens have the same bits in every session.
-        """
-        return self._chunked_tokens
-
     @exclusive
     def step(self, token: int) -> int:
         """Append one token; return the argmax of the logits, the lowest of equally probable ids."""
-        position = self._position
+        position = self.position
         if position >= self.context or not 0 <= token < self.vocab:
             self._checked((token,))
         self._token_word[0] = token
         self._position_word[0] = position
         call = self._decode
         call.invoke()
-        self._position = position + 1
+        self.position = position + 1
         self._last = call
         return call.argmax()
 
@@ -100,21 +89,20 @@ class Session:
     def prefill(self, tokens: Sequence[int], progress: Callable[[int, int], None] | None = None) -> int:
         """Append `tokens` in chunks, and return the argmax of the logits after them.
 
-        progress: called with (tokens done, total) after every chunk. Raise SessionError, before any
-        work, if there are no tokens, an id is outside the vocabulary or the end is past the
-        context.
+        Raise SessionError, before any work, if there are no tokens, an id is outside the vocabulary
+        or the end is past the context. progress: called with (tokens done, total) after each chunk.
         """
         ids = self._checked(tokens)
         done, total = 0, int(ids.size)
         best = 0
-        for width, count in chunks(total, self._position, self.context, self.manifest.widths("prefill"), self._padding):
-            full_chunk = self._chunked_tokens == self._position and width == count == self.widest
+        for width, count in chunks(total, self.position, self.context, self.manifest.widths("prefill"), self._padding):
+            full_chunk = self.chunked_tokens == self.position and width == count == self.widest
             if width == 1:
                 best = self.step(int(ids[done]))
             else:
                 self._last = call = self._append(self._prefill[width], ids[done : done + count])
                 best = call.argmax()
-            self._chunked_tokens += full_chunk * count
+            self.chunked_tokens += full_chunk * count
             done += count
             if progress:
                 progress(done, total)
@@ -123,30 +111,23 @@ class Session:
     def _append(self, prepared: tuple[Call, Buffer], ids: np.ndarray) -> Call:
         """Append `ids` with a prepared call, which takes at least as many, and return the call."""
         call, tokens = prepared
-        tokens.array[: ids.size] = ids
-        tokens.array[ids.size :] = 0
-        self._position_word[0], self._length_word[0] = self._position, ids.size
+        tokens.array[: ids.size], tokens.array[ids.size :] = ids, 0
+        self._position_word[0], self._length_word[0] = self.position, ids.size
         call.invoke()
-        self._position += int(ids.size)
+        self.position += int(ids.size)
         self._last = None
         return call
 
     @exclusive
     def verify(self, tokens: Sequence[int]) -> list[int]:
-        """Append `tokens` in one verify call; return the argmax of the logits after each.
+        """Append `tokens` in one verify call; return the argmax after each, -1 for NaN logits.
 
-        The argmax is -1 if the logits are NaN. Raise SessionError if no verify function takes so
-        many tokens, an id is outside the vocabulary or the end is past the context.
+        Raise SessionError as `prefill` does, and if no verify function takes so many tokens.
         """
         if len(tokens) not in self._verify:
             widths = ", ".join(map(str, self._verify)) or "none; compile the bundle with --speculate"
             raise SessionError(f"{len(tokens)} tokens cannot be verified: the bundle's widths are {widths}")
-        self._checked(tokens)
-        call, buffer = self._verify[len(tokens)]
-        buffer.array[:] = tokens
-        self._position_word[0] = self._position
-        call.invoke()
-        self._position += len(tokens)
+        call = self._append(self._verify[len(tokens)], self._checked(tokens))
         self._last = Row(call, len(tokens) - 1)
         return call.argmaxes(len(tokens))
 
@@ -154,27 +135,23 @@ class Session:
     def verify_fewer(self, tokens: Sequence[int], width: int) -> bool:
         """Append fewer tokens than the `width` of a verify function, and undo the padding tokens.
 
-        Return False and do nothing if the padding exceeds the context or the states cannot undo it.
+        Return False and do nothing if the padding exceeds the context or cannot be undone.
         """
-        ids, call_end = self._checked(tokens), self._position + width
-        end = self._position + int(ids.size)
+        ids, call_end = self._checked(tokens), self.position + width
+        end = self.position + int(ids.size)
         if call_end > self.context or not all(state.can_return(call_end, end) for state in self._states):
             return False
-        call, buffer = self._verify[width]
-        buffer.array[: ids.size], buffer.array[ids.size :] = ids, 0
-        self._position_word[0] = self._position
-        call.invoke()
+        call = self._append(self._verify[width], ids)
         for state in self._states:
             state.go_back(call_end, end)
-        self._position, self._last = end, Row(call, int(ids.size) - 1)
+        self._last = Row(call, int(ids.size) - 1)
         return True
 
     @exclusive
     def embed(self, tokens: Sequence[int]) -> np.ndarray:
         """Append `tokens`; return hidden states after the last norm, f32 `[tokens, hidden]`.
 
-        Afterwards the session has no logits. Raise SessionError as `prefill` does, and if a call
-        with its padding would end past the context.
+        Raise SessionError as `prefill` does, and if padding would end past the context.
         """
         if not self._embed:
             raise SessionError("this bundle has no embed function for hidden states; compile it with --embed 128")
@@ -182,44 +159,39 @@ class Session:
         widest = max(self._embed)
         parts = [ids[start : start + widest] for start in range(0, ids.size, widest)]
         widths = [min(width for width in self._embed if width >= part.size) for part in parts]
-        if self._position + sum(widths) > self.context:
-            raise SessionError(f"{ids.size} tokens in calls of {widest} would end past the context of {self.context}")
+        if self.position + sum(widths) > self.context:
+            raise SessionError(
+                f"{ids.size} tokens, padded to complete calls of up to {widest}, would end past the context of {self.context}; "
+                "give fewer tokens"
+            )
         return np.concatenate(
             [self._append(self._embed[w], part).floats(0)[: part.size] for w, part in zip(widths, parts, strict=True)]
         )
 
     @exclusive
     def verified_logits(self, token: int | None = None) -> np.ndarray:
-        """Copy the logits of the last `verify`: f32 `[tokens, vocab]`, or `[vocab]` of one token.
-
-        token: index of the token in that call. Raise SessionError if the last call was not
-        `verify`.
-        """
+        """Copy the logits of the last `verify`: f32 `[tokens, vocab]`, or of one token."""
         return np.stack(list(self.verified_rows())) if token is None else self._verified().call.logits(token)
 
     def verified_rows(self) -> Iterator[np.ndarray]:
         """Return an iterator over the logits of the last `verify`, f32 `[vocab]` for each token.
 
-        Use the iterator before the next call, which overwrites the logits. Raise SessionError if
-        the last call was not `verify`.
+        The next call overwrites these logits.
         """
         last = self._verified()
         return (last.call.logits(row) for row in range(last.row + 1))
 
     def _verified(self) -> Row:
-        """Return the row of the last token of the last `verify`.
-
-        Raise SessionError if the last call was not `verify`.
-        """
+        """Return the last row of `verify`; raise SessionError if that was not the last call."""
         if not isinstance(self._last, Row):
             raise SessionError("no logits of a verify call; call verify first")
         return self._last
 
     def reachable(self, position: int) -> int:
         """Return the largest position, up to `position`, to which `rewind` can return."""
-        if not 0 <= position <= self._position:
-            raise SessionError(f"a session at position {self._position} cannot be rewound to {position}")
-        if all(state.can_return(self._position, position) for state in self._states):
+        if not 0 <= position <= self.position:
+            raise SessionError(f"a session at position {self.position} cannot be rewound to {position}")
+        if all(state.can_return(self.position, position) for state in self._states):
             return position
         return max((snapshot.position for snapshot in self._retained if snapshot.position <= position), default=0)
 
@@ -229,62 +201,56 @@ class Session:
         found = self.reachable(position)
         if found != position:
             raise SessionError(f"the state at position {position} is overwritten; the session can return to {found}")
-        if position == self._position:
+        if position == self.position:
             return
-        if all(state.can_return(self._position, position) for state in self._states):
+        if all(state.can_return(self.position, position) for state in self._states):
             for state in self._states:
-                state.go_back(self._position, position)
+                state.go_back(self.position, position)
             self._move_to(position)
         else:
             self.restore(self._retained_at(position))
 
     @exclusive
     def snapshot(self, ahead: int | None = None) -> Snapshot:
-        """Save what `restore` needs to return to this position.
+        """Return what `restore` needs to return to this position after up to `ahead` more tokens.
 
-        ahead: how many tokens may be appended before that; default: any number.
+        ahead: by default, as many as the context allows.
         """
-        ahead = self.context - self._position if ahead is None else ahead
-        taken = Snapshot(self._position, tuple(state.save(self._position, ahead) for state in self._states))
+        ahead = self.context - self.position if ahead is None else ahead
+        taken = Snapshot(self.position, tuple(state.save(self.position, ahead) for state in self._states))
         self._snapshots.add(taken)
         return taken
 
     @exclusive
     def restore(self, snapshot: Snapshot) -> None:
-        """Return to a snapshot's position.
-
-        Raise SessionError if the session was rewound past that position after the snapshot.
-        """
+        """Return to a snapshot's position; raise SessionError if the snapshot is stale."""
         if snapshot not in self._snapshots or snapshot.stale:
             raise SessionError(f"the snapshot of position {snapshot.position} is stale or of another session; take a new one")
         for state, saved in zip(self._states, snapshot.saved, strict=True):
-            state.restore(self._position, snapshot.position, saved)
+            state.restore(self.position, snapshot.position, saved)
         self._move_to(snapshot.position)
 
     @exclusive
     def keep(self) -> None:
         """Retain a snapshot for `rewind` if a state needs one; the oldest snapshots are dropped."""
-        everywhere = all(state.can_return(self.context, self._position) for state in self._states)
-        if not everywhere and all(snapshot.position != self._position for snapshot in self._retained):
+        everywhere = all(state.can_return(self.context, self.position) for state in self._states)
+        if not everywhere and all(snapshot.position != self.position for snapshot in self._retained):
             self._retained.append(self.snapshot())
             while len(self._retained) > 1 and sum(snapshot.nbytes for snapshot in self._retained) > MAX_SNAPSHOT_BYTES:
                 self._retained.popleft()
 
     @exclusive
     def copy_from(self, other: Session, position: int) -> None:
-        """Copy the states that another session of this program had at `position`.
-
-        Raise SessionError if the other session cannot reach that position.
-        """
+        """Copy the states that another session of this program had at a `reachable` position."""
         if other.program is not self.program or other.reachable(position) != position:
             raise SessionError(f"position {position} cannot be copied from a session at {other.position}")
         direct = all(state.can_return(other.position, position) for state in other._states)
         saved = (None,) * len(self._states) if direct else other._retained_at(position).saved
         self._move_to(0)
         for mine, theirs, rows in zip(self._states, other._states, saved, strict=True):
-            mine.copy(theirs, other._position, position, rows)
-        self._position = position
-        self._chunked_tokens = self._chunked_before(position, other._chunked_tokens)
+            mine.copy(theirs, other.position, position, rows)
+        self.position = position
+        self.chunked_tokens = self._chunked_before(position, other.chunked_tokens)
 
     def rows(self, position: int) -> list[np.ndarray]:
         """Return, for each state, a view of its rows for the first `position` tokens."""
@@ -297,20 +263,20 @@ class Session:
     @property
     def settled(self) -> bool:
         """Return whether no state has rows of tokens after the position, left by a rewind."""
-        return all(state.settled(self._position) for state in self._states)
+        return all(state.settled(self.position) for state in self._states)
 
     @exclusive
     def take(self, rows: Sequence[np.ndarray], position: int, chunked_tokens: int = 0) -> None:
-        """Load `rows` that a session of this bundle had at `position`.
+        """Set the states to `rows`, which another session of this bundle had at `position`.
 
         The rows may be of a later position `p` if `begins(p, position)` is true. chunked_tokens:
-        the value of `chunked_tokens` in that session.
+        that of the other session.
         """
         self._move_to(0)
         for state, array in zip(self._states, rows, strict=True):
             state.take(array, position)
-        self._position = position
-        self._chunked_tokens = self._chunked_before(position, chunked_tokens)
+        self.position = position
+        self.chunked_tokens = self._chunked_before(position, chunked_tokens)
 
     def _chunked_before(self, position: int, chunked_tokens: int) -> int:
         """Return the value that `chunked_tokens` has after a rewind to `position`."""
@@ -321,18 +287,15 @@ class Session:
 
     def _move_to(self, position: int) -> None:
         """Set the position to an earlier one or the same; snapshots after it become stale."""
-        self._position, self._last = position, None
-        self._chunked_tokens = self._chunked_before(position, self._chunked_tokens)
+        self.position, self._last = position, None
+        self.chunked_tokens = self._chunked_before(position, self.chunked_tokens)
         for snapshot in self._snapshots:
             snapshot.stale |= snapshot.position > position
         self._retained = deque((snapshot for snapshot in self._retained if not snapshot.stale), MAX_SNAPSHOTS)
 
     @exclusive
     def logits(self) -> np.ndarray:
-        """Copy the logits after the last token, f32 `[vocab]`.
-
-        Raise SessionError if there are none.
-        """
+        """Copy the logits after the last token, f32 `[vocab]`; raise SessionError if none exist."""
         if self._last is None:
             raise SessionError("no logits yet; call prefill or step first")
         return self._last.copy() if isinstance(self._last, np.ndarray) else self._last.logits()
@@ -341,7 +304,7 @@ class Session:
     def fork(self) -> Session:
         """Return a new session at this position, with a copy of the states."""
         other = Session(self.program)
-        other.copy_from(self, self._position)
+        other.copy_from(self, self.position)
         other._last = None if self._last is None else self.logits()
         return other
 
@@ -355,9 +318,9 @@ class Session:
         if ids.min() < 0 or ids.max() >= self.vocab:
             outside = next(int(t) for t in ids if not 0 <= t < self.vocab)
             raise SessionError(f"token {outside} is outside the vocabulary of {self.vocab}")
-        if self._position + ids.size > self.context:
+        if self.position + ids.size > self.context:
             raise SessionError(
-                f"{ids.size} token{'s' * (ids.size > 1)} from position {self._position} would end past the context of "
+                f"{ids.size} token{'s' * (ids.size > 1)} from position {self.position} would end past the context of "
                 f"{self.context}; shorten the prompt or give a larger --context"
             )
         return ids

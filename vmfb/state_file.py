@@ -37,8 +37,7 @@ class StateError(Exception):
 class StateFile:
     """The head of the state file at `path`.
 
-    bundle: the `identity` of the bundle. tokens: the tokens whose states are in the file, i32
-    `[n]`.
+    bundle: the `identity` of the bundle. tokens: i32 `[n]`, after which the states were saved.
     """
 
     path: Path
@@ -53,10 +52,7 @@ def identity(manifest: Manifest) -> str:
 
 
 def write_state(path: Path, bundle: str, tokens: np.ndarray, rows: Sequence[np.ndarray]) -> int:
-    """Write a state file; return its size in bytes.
-
-    bundle: the `identity` of the bundle. rows: the `Session.rows` after `tokens`.
-    """
+    """Write the `Session.rows` after `tokens`, with a bundle's `identity`; return the file size."""
     head = json.dumps({"bundle": bundle, "tokens": len(tokens)}).encode()
     parts: list[bytes | memoryview] = [head.ljust(_HEAD - _HASHED - 1) + b"\n"]
     for array in (np.asarray(tokens, "<i4"), *rows):
@@ -76,10 +72,7 @@ def file_bytes(tokens: np.ndarray, rows: Sequence[np.ndarray]) -> int:
 
 
 def read_head(path: Path) -> StateFile:
-    """Read the bundle and tokens of a state file; raise StateError if it is invalid.
-
-    The hash is not checked; `read_rows` does that.
-    """
+    """Read bundle and tokens of a state file; only `read_rows` checks the file's sha256."""
     file = Part.of(path)
     head = file.read(0, _HEAD)
     try:
@@ -95,10 +88,7 @@ def read_head(path: Path) -> StateFile:
 
 
 def read_rows(state: StateFile, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Map the rows of each state from the file; raise StateError if the file is damaged.
-
-    like: an array for each state with the shape and type of its rows.
-    """
+    """Map the rows of each state, of shapes and types as in `like`; raise StateError if damaged."""
     data = Part.of(state.path).map()
     digest = bytes(data[len(FORMAT) : len(FORMAT) + _DIGEST])
     if len(data) != file_bytes(state.tokens, like) or hashlib.sha256(data[_HASHED:]).hexdigest().encode() != digest:

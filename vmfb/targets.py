@@ -29,13 +29,10 @@ class TargetError(Exception):
 
 @dataclass(frozen=True)
 class Target:
-    """A CPU, or a level of CPU features, for which castiron compiles.
+    """A CPU, or a level of CPU features, for which castiron compiles with `flags`.
 
-    Attributes:
-        isa: a key of the kernels' ISAS, such as `avx2`; empty if castiron has no kernels for it.
-        cpu: LLVM's name of the CPU; for the target `host`, the name that the CPU reports.
-        features: LLVM's names of the features that a machine must have, sorted.
-        flags: flags for iree-compile.
+    isa: a key of the kernels' ISAS; empty if castiron has no kernels for it. cpu: LLVM's name; for
+    `host`, the name that the CPU reports. features: LLVM's names of the CPU features it needs.
     """
 
     name: str
@@ -76,10 +73,8 @@ def _x86(level: str, features: Collection[str], *more: str, name: str = "") -> T
 
 
 def _arm(*more: str, name: str = "aarch64") -> Target:
-    """Return the target for Armv8.2-A with dot products, plus the features `more`.
-
-    Its triple is Linux on every system, because IREE links ELF everywhere.
-    """
+    """Return the target for Armv8.2-A with dot products, plus the features `more`."""
+    # The triple names Linux on every system, because IREE links ELF files everywhere.
     flags = ["--iree-llvmcpu-target-triple=aarch64-unknown-linux-gnu", "--iree-llvmcpu-target-cpu=generic"]
     on = ("v8.2a", "neon", "fullfp16", "dotprod", *more)
     flags.append("--iree-llvmcpu-target-cpu-features=" + ",".join(f"+{feature}" for feature in on))
@@ -124,10 +119,7 @@ def resolve(name: str) -> Target:
 
 
 def missing_features(target: Target) -> tuple[str, ...]:
-    """Return the features that `target` needs and this machine lacks, sorted.
-
-    Return the target's architecture if the machine has another one.
-    """
+    """Return the features, or the architecture, that `target` needs and this machine lacks."""
     if target.arch != host_arch():
         return (target.arch,)
     return tuple(sorted(set(target.features) - host_features()))

@@ -39,12 +39,10 @@ def write_irpa(
 ) -> str:
     """Write `entries` (name, data, (shape, dtype)) in order; return the file's sha256 in hex.
 
-    Args:
-        entries: data is an array, or a function that makes it and is called when needed. It must have
-            the given shape and item size; the file has no types, so that bf16 may come as uint16.
-        progress: called with (bytes written, total) after every tensor.
-    Raises:
-        WeightsError: a duplicate name, or data of another shape. No file is left.
+    data: an array, or a function that returns it and is called when the tensor is written. It must
+    have the given shape and item size; bf16 may be uint16, because the file has no types. Raise
+    WeightsError, and leave no file, for a duplicate name or data of another shape. progress: called
+    with (bytes written, total) after every tensor.
     """
     plan = [(name, data, tuple(shape), np.dtype(dtype)) for name, data, (shape, dtype) in entries]
     sizes = [prod(shape) * dtype.itemsize for _, _, shape, dtype in plan]
@@ -83,7 +81,7 @@ def write_irpa(
 
 
 def read_irpa(data: memoryview) -> dict[str, int]:
-    """Return each size in bytes by tensor name; raise WeightsError if the file is invalid."""
+    """Return the size in bytes of each tensor by name; raise WeightsError if a file is invalid."""
     try:
         fields = _HEADER.unpack_from(data)
         count, table, text = fields[6], fields[7], fields[9]
@@ -102,7 +100,7 @@ def read_irpa(data: memoryview) -> dict[str, int]:
 
 
 def _head(names: list[bytes], sizes: list[int]) -> tuple[bytes, list[int], int]:
-    """Return the bytes before the data, the tensors' offsets in the data, and its start."""
+    """Return the bytes before the data, the tensors' offsets in the data, and the data's start."""
     table = _HEADER.size + -_HEADER.size % 16
     text = table + len(names) * _ENTRY_SIZE
     start = text + sum(map(len, names))

@@ -31,8 +31,7 @@ def argmax(vocab: int, *, isa: Isa, rows: int | None = None) -> Kernel:
     """Return the kernel: logits [vocab] -> index i32, or [rows, vocab] -> [rows].
 
     Among equal logits, the kernel chooses the lowest index, as HF does. It never chooses NaN, and
-    returns 0 if no logit is above -inf. It searches for the index only in the first block that
-    contains the largest logit.
+    returns 0 if no logit is above -inf.
     """
     shape = (vocab,) if rows is None else (rows, vocab)
     full = vocab // BLOCK * BLOCK
@@ -57,7 +56,7 @@ def argmax(vocab: int, *, isa: Isa, rows: int | None = None) -> Kernel:
             better = b.compare("ogt", top, best)
             best, first = b.select(better, top, best), b.select(better, b.index(full), first)
         last = b.min(b.add(first, BLOCK), vocab)
-        # Backwards, so that the lowest index is written last.
+        # The loop runs backwards, so that it writes the lowest index last.
         with b.loop(0, b.sub(last, first), carry=[first]) as loop:
             at = b.sub(b.sub(last, 1), loop.index)
             equal = b.compare("oeq", b.load(logits, *lead, at), best)

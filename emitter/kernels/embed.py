@@ -28,11 +28,10 @@ MAX_WORKGROUPS = 64
 
 @cache
 def embed(codec_name: str, vocab: int, hidden: int, T: int, *, isa: Isa) -> Kernel:
-    """Return the kernel y = weight[ids], for ids i32 [T]; y is f32 [T, hidden].
+    """Return the kernel ids i32 [T], weight i8 (`packed_shape`) -> y f32 [T, hidden].
 
-    weight: i8 (`packed_shape`). Ids outside the vocabulary are clamped. For each id, the kernel
-    decodes all 16 rows of a row block, which is cheaper than a second copy of the weight. Raises
-    ValueError for an unknown codec, or if `hidden` is not a multiple of the codec block.
+    Ids outside the vocabulary are clamped. For each id, the kernel decodes all 16 rows of a row
+    block, which is cheaper than a second copy of the weight.
     """
     codec = codec_of(codec_name)
     shape = packed_shape(codec_name, vocab, hidden)

@@ -19,13 +19,11 @@ Work = int | Callable[[int], int]
 class Kernel:
     """An IREE `stream.executable` with operand types, a NumPy reference and a cost.
 
-    name: symbol; kernels with different text have different names. operands: types by name, in the
-    order of the dispatch; "index" is a scalar operand of the dispatch, such as a layer number.
-    text: MLIR of `stream.executable private @{name}`, which exports `@{name}_fn`. reference: NumPy
-    function from operands by name to results by name. flops, bytes: cost of one call, as a number
-    or as a function of the sequence position. in_place: by name of a result, the name of the
-    operand whose storage it overwrites. matmul: the specification, if a search may choose other
-    tiles for it.
+    name: symbol; kernels with different text have different names. operands: types in the order of
+    the dispatch; "index" is a scalar, such as a layer number. text: MLIR of the executable, which
+    exports `@{name}_fn`. reference: from operands by name to results by name. flops, bytes: cost of
+    a call, a number or a function of the sequence position. in_place: for a result that overwrites
+    an operand, the name of the operand. matmul: the specification, if tiles can be tuned for it.
     """
 
     name: str
@@ -68,11 +66,11 @@ def write_kernel(
     matmul: Matmul | None = None,
     fenced: bool = False,
 ) -> Kernel:
-    """Return the kernel whose MLIR body `write(body, **arguments)` writes.
+    """Return the kernel whose MLIR body the callback `write(body, **arguments)` emits.
+
 
     The arguments are memrefs and index values by name: all operands, and the results that are not
-    `in_place`. workgroups: number of workgroups of a dispatch. fenced: whether to keep compilers
-    from fusing `mulf` with an addition (`Body`).
+    `in_place`. fenced: whether to prevent fused multiply-adds, as in `Body`.
     """
     in_place = in_place or {}
     tensors = {name: t for name, t in operands.items() if isinstance(t, TensorType)}
@@ -85,7 +83,7 @@ def write_kernel(
         zero = body.index(0)
         body.do(f"{memref} = stream.binding.subspan %b{i}[{zero}] : !stream.binding -> {memref.type}")
         arguments[given] = memref
-    scalars = {given: Ssa(f"%i{i}", Type("index")) for i, given in enumerate(indices)}
+    scalars = {given: Ssa(f"%i{i}", Type(INDEX)) for i, given in enumerate(indices)}
     write(body, **arguments, **scalars)
     signature = ", ".join([f"%b{i}: !stream.binding" for i in range(len(tensors))] + [f"{s}: index" for s in scalars.values()])
     pipeline = "#iree_codegen.translation_info<pipeline = #iree_cpu.pipeline<Default>>"

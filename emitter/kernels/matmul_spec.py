@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from castiron.emitter.codecs import Codec, codec_of
+from castiron.emitter.codecs import Codec, codec_of, row_bytes
 from castiron.emitter.kernels.epilogue import Epilogue
 from castiron.emitter.kernels.mlir.body import number
 from castiron.emitter.kernels.mlir.vector_math import rms_normed
@@ -36,9 +36,7 @@ class Matmul:
     experts: number of experts, whose weights are concatenated, or 0. With experts, `tokens` is the
     number of (token, expert) pairs, and each row of x has `per_row` consecutive pairs.
 
-    Raises ValueError for an unknown codec, activation or numerics, if `in_features` is not a
-    multiple of the codec block, if `tokens` is not a multiple of `per_row`, and if no kernel
-    supports the combination.
+    Raises ValueError for an unknown codec, or if its block does not divide `in_features`.
     """
 
     codec: str
@@ -55,26 +53,7 @@ class Matmul:
     numerics: str = "exact"
 
     def __post_init__(self) -> None:
-        if self.numerics not in NUMERICS:
-            raise ValueError(f"unknown numerics: {self.numerics!r}; use one of {', '.join(NUMERICS)}")
-        if self.tokens % self.per_row:
-            raise ValueError(f"{self.tokens} pairs are not a multiple of {self.per_row} pairs for each row of x")
-        packed_shape(self.codec, self.epilogue.weight_rows(self.out_features), self.in_features)
-        single = self.tokens == 1 and not self.experts
-        quantised = self.format.quantised
-        taken = {"int8": quantised, "bf16_pairs": self.codec == "bf16", "canonical": quantised or self.experts > 0}
-        of_experts = self.numerics in ("int8", "canonical")
-        if self.numerics != "exact" and (single or not taken.get(self.numerics, True) or (self.experts and not of_experts)):
-            what = f"{self.tokens} tokens, {self.experts} experts and {self.codec}"
-            raise ValueError(f"no kernel computes {self.numerics} for {what}")
-        for option, there, fits in (
-            ("rms_eps", self.rms_eps is not None, single),
-            ("length", self.length, not single),
-            ("bias", self.bias, not self.experts),
-            ("residual", self.residual, not self.experts),
-        ):
-            if there and not fits:
-                raise ValueError(f"no kernel fuses {option} with {self.tokens} tokens and {self.experts} experts")
+        row_bytes(self.codec, self.in_features)
 
     @property
     def name(self) -> str:
@@ -104,25 +83,21 @@ class Matmul:
         return packed_shape(self.codec, self.weight_rows, self.in_features)
 
     def operands(self) -> dict[str, TensorType]:
-        """Return the types of the operands by name, in the order of the kernel's operands.
+        """Return the types of the kernel's operands by name, in order.
 
-        x, (x_scales, x_sums), (norm), weight, (chosen), (bias), (residual), (length)
-
-        Operands in parentheses depend on the fields. x, x_scales and x_sums are results of
-        `round_x`, `split_x` or `prepared_x.group_sums`; norm [in] is the weight of the RMS norm;
-        chosen i32 [tokens] is the expert of each (token, expert) pair; length i32 is the number of
-        real rows of x.
+        x, x_scales and x_sums are results of `round_x`, `split_x` or `prepared_x.group_sums`; norm
+        is the weight of the RMS norm; chosen is the expert of each (token, expert) pair; length is
+        the number of real rows of x.
         """
         row_blocks, *record = self.weight_shape
-        y, scalar = self.results()["y"], TensorType((), I32)
         every = {
             **{name: (True, type_) for name, type_ in self._x_operands().items()},
             "norm": (self.rms_eps is not None, TensorType((self.in_features,), F32)),
             "weight": (True, TensorType((max(1, self.experts) * row_blocks, *record), I8)),
             "chosen": (self.experts > 0, TensorType((self.tokens,), I32)),
             "bias": (self.bias, TensorType((self.out_features,), F32)),
-            "residual": (self.residual, y),
-            "length": (self.length, scalar),
+            "residual": (self.residual, self.results()["y"]),
+            "length": (self.length, TensorType((), I32)),
         }
         return {name: type_ for name, (there, type_) in every.items() if there}
 
@@ -139,10 +114,7 @@ class Matmul:
 
     @property
     def summed_groups(self) -> int:
-        """Return how many elements of x each element of `x_sums` adds, or 0 without `x_sums`.
-
-        For numerics "int8", for which `round_x` computes `x_sums`, the result is 0 too.
-        """
+        """Return how many elements of x each f32 of `x_sums` adds, or 0 if there is no `x_sums`."""
         if self.numerics == "canonical" and not self.experts:
             return self.format.group if self.format.summed else 0
         return self.format.group if self.numerics == "bf16_split" and self.format.minimum else 0
@@ -168,10 +140,7 @@ class Matmul:
         return {"y": y}
 
     def x_of(self, x: np.ndarray, scales: np.ndarray | None = None) -> np.ndarray:
-        """Return the operand x, which may be quantised or split, as f64 [rows, in].
-
-        scales: the operand `x_scales`, if x is int8.
-        """
+        """Return the operand x, which may be split, or int8 with `scales`, as f64 [rows, in]."""
         if self.numerics == "int8" and scales is not None:
             return of_bytes(x, scales)
         if self.numerics in PIECES:
@@ -188,11 +157,7 @@ class Matmul:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of operands and result.
-
-        With experts, the weight of one expert counts for each pair, up to the weights of all
-        experts.
-        """
+        """Return the bytes of operands and result, with the weights of at most one expert a pair."""
         types = self.operands() | self.results()
         weight = types.pop("weight").nbytes
         if self.experts:

@@ -28,15 +28,10 @@ ROWS = 4  # rows that a workgroup takes
 
 @cache
 def norm(kind: str, T: int, hidden: int, eps: float, *, isa: Isa, length: bool = False, bias: bool = False) -> Kernel:
-    """Return the kernel that normalises rows, for `kind` "rms_norm" or "layer_norm".
+    """Return the kernel of "rms_norm" (HF `LlamaRMSNorm`) or "layer_norm" (torch `LayerNorm`).
 
-    rms_norm: x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019; HF `LlamaRMSNorm`).
-    layer_norm: (x - mean(x)) / sqrt(var(x) + eps) * weight + bias (Ba et al. 2016; torch
-    `LayerNorm`), where var is the mean of (x - mean(x))^2.
-
-    x [T, hidden], weight [hidden], (bias [hidden]), (length i32) -> y [T, hidden]
-
-    length, bias: whether the kernel has these operands. Rows of y from `length` on are zero.
+    x [T, hidden], weight [hidden], (bias [hidden]), (length i32) -> y [T, hidden]; rows of y from
+    `length` on are zero.
     """
     centred = kind == "layer_norm"
     rows, row = TensorType((T, hidden), F32), TensorType((hidden,), F32)

@@ -16,7 +16,7 @@ from functools import cache
 from castiron.emitter.codecs import Codec
 from castiron.emitter.int8 import GROUP
 from castiron.emitter.kernels.kernel import Kernel, write_kernel
-from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, Type, batches, vector_type
+from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, batches
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import as_bytes, lane_sums, low_bytes, numbers_of, tree
 from castiron.emitter.kernels.x_formats import EVEN_ODD, rounded, rounded_types
@@ -27,10 +27,7 @@ ROWS = 4  # rows that a workgroup takes
 
 @cache
 def round_x(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
-    """Return the kernel x [rows, in] -> y, scales, sums (`rounded_types`).
-
-    codec: the codec of the weights. `in_features` is a multiple of GROUP.
-    """
+    """Return the kernel x [rows, in] -> y, scales, sums (`rounded_types`); codec: of the weights."""
     lanes = isa.lanes
 
     def write(b: Body, x: Ssa, y: Ssa, scales: Ssa, sums: Ssa) -> None:
@@ -44,7 +41,7 @@ def round_x(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
             summed = batches(numbers, codec.group // lanes)
             for i, group in enumerate(summed):
                 total = b.extract(lane_sums(b, [tree(b.addf, group)]), 0)
-                value = b.mulf(total, scale) if codec.minimum else b.let(f"arith.fptosi {total} : f32 to i32", Type("i32"))
+                value = b.mulf(total, scale) if codec.minimum else b.convert("fptosi", total, "i32")
                 b.store(value, sums, t.index, b.add(b.mul(g.index, len(summed)), i))
             _store_bytes(b, shifted, y, t.index, b.div(start, 4))
 
@@ -62,10 +59,7 @@ def round_x(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
 
 
 def _store_bytes(b: Body, shifted: list[Ssa], y: Ssa, row: Index, start: Index) -> None:
-    """Store the low byte of every lane in y[row, start:], each eight bytes in the order EVEN_ODD.
-
-    shifted: vectors from `vector_math.as_bytes`.
-    """
+    """Store bytes of `vector_math.as_bytes` in y[row, start:], in the order EVEN_ODD."""
     while len(shifted) > 1 and shifted[0].width < 8:
         pairs = zip(shifted[::2], shifted[1::2], strict=True)
         shifted = [b.shuffle(low, high, range(2 * low.width)) for low, high in pairs]
@@ -73,5 +67,5 @@ def _store_bytes(b: Body, shifted: list[Ssa], y: Ssa, row: Index, start: Index) 
     order = [start + k for start in range(0, width, 8) for k in EVEN_ODD]
     for i, lanes in enumerate(shifted):
         low = low_bytes(b, lanes)
-        ordered, quads = b.shuffle(low, low, order), vector_type(width // 4, "i32")
-        b.vstore(b.let(f"vector.bitcast {ordered} : {ordered.type} to {quads}", quads), y, row, b.add(start, i * width // 4))
+        quads = b.bitcast(b.shuffle(low, low, order), width // 4, "i32")
+        b.vstore(quads, y, row, b.add(start, i * width // 4))

@@ -25,10 +25,9 @@ from castiron.emitter.types import F32, TensorType
 
 @cache
 def split_x(rows: int, in_features: int, count: int, group: int = 0, *, isa: Isa) -> Kernel:
-    """Return the kernel x [rows, in] -> y (`split_type`), (sums f32 [rows, in / group]).
+    """Return the kernel x [rows, in] -> y (`split_type`), and sums [rows, in / group] if `group`.
 
-    count: number of bf16 for each element; 1 rounds x, 3 is exact. group: number of elements of x
-    in each of the sums, or 0 to omit the sums.
+    count: number of bf16 for each element; 1 rounds x, 3 is exact.
     """
     tile, full = tile_rows(rows), in_features // DEPTH * DEPTH
     results = {"y": split_type(rows, in_features, count)}

@@ -26,11 +26,7 @@ HALF = DEPTH // 2
 
 
 def rounded_types(rows: int, in_features: int, codec: Codec) -> dict[str, TensorType]:
-    """Return the types of the results of `round_x` for x [rows, in]: y, scales and sums.
-
-    Each i32 of y contains four bytes. codec: the codec of the weight, which has the groups of the
-    sums.
-    """
+    """Return the types of the results of `round_x` for x [rows, in] and weights of a codec."""
     return {
         "y": TensorType((rows, in_features // 4), I32),
         "scales": TensorType((rows, in_features // GROUP), F32),
@@ -61,10 +57,7 @@ def tile_rows(rows: int) -> int:
 
 
 def split_type(rows: int, in_features: int, count: int) -> TensorType:
-    """Return the type of the result of `split_x`, for x [rows, in] and `count` bf16 per element.
-
-    i32 [count, tiles of rows, steps of 32 k, rows of a tile, 16 pairs of k]
-    """
+    """Return the type [count, tiles, steps of 32 k, rows of a tile, 16 pairs of k] of `split_x`."""
     tile = tile_rows(rows)
     return TensorType((count, -(-rows // tile), -(-in_features // DEPTH), tile, HALF), I32)
 
@@ -80,10 +73,7 @@ def nearest(x: np.ndarray) -> np.ndarray:
 
 
 def split(x: np.ndarray, count: int) -> np.ndarray:
-    """Split x [rows, in] into `count` bf16 in NumPy: the reference of the kernel `split_x`.
-
-    The result has the shape of `split_type`. With `count` 1, x is rounded to the nearest bf16.
-    """
+    """Split x [rows, in] into `count` bf16 in NumPy: the reference of the kernel `split_x`."""
     parts, rest = [], x.astype(np.float32)
     for _ in range(count):
         parts.append(_cut(rest) if count > 1 else nearest(rest))

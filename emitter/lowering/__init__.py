@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from castiron.emitter.abi import NUMERICS
-from castiron.emitter.ir import Graph, Module
+from castiron.emitter.ir import Module
 from castiron.emitter.kernels.matmul.selection import kernel_of
 from castiron.emitter.kernels.matmul.tiles import Tiles
 from castiron.emitter.kernels.matmul_spec import Matmul
-from castiron.emitter.kernels.mlir.isa import ISAS, Isa
+from castiron.emitter.kernels.mlir.isa import ISAS
 from castiron.emitter.layer_operations import LAYERS
 from castiron.emitter.lowering import kernels, portable
 from castiron.emitter.lowering.canonical import canonical
 from castiron.emitter.lowering.fusion import fuse
 from castiron.emitter.lowering.projection import NORM_LIMIT, Projector
-from castiron.emitter.lowering.rewrite import Rule, rewrite
+from castiron.emitter.lowering.rewrite import rewrite
 from castiron.emitter.operations import LOWERED
 from castiron.emitter.step import ModelModule
 from castiron.emitter.types import EmitError
 from castiron.emitter.verifier import check
 
-
-def _portable(function: Graph, isa: Isa, threads: int, project: Projector) -> tuple[Graph, Mapping[str, Rule]]:
-    return function, portable.RULES
-
-
-def _kernels(function: Graph, isa: Isa, threads: int, project: Projector) -> tuple[Graph, Mapping[str, Rule]]:
-    return fuse(function, NORM_LIMIT), kernels.Context(isa, threads, project).rules()
-
-
-# For each lowering, a function that prepares a graph and returns it with a rule for each kind of operation.
-LOWERINGS: dict[str, Callable[[Graph, Isa, int, Projector], tuple[Graph, Mapping[str, Rule]]]] = {
-    "kernels": _kernels,
-    "portable": _portable,
-}
+LOWERINGS = ("kernels", "portable")
 
 
 def lower(
@@ -47,11 +34,12 @@ def lower(
 ) -> Module:
     """Lower the layer operations of a module, and verify the result.
 
-    isa: a key of ISAS. threads: expected number of CPU threads. tiles: returns tiles for a matmul,
-    or None for the default. isa, threads and tiles change results by rounding only. numerics:
-    "exact" leaves x f32; "canonical" also fixes the order of additions, so that results have the
-    same bits for every isa, threads, tiles and number of tokens in a call; "fast" quantises x for
-    several tokens and quantised weights. Raises EmitError for unknown values.
+    isa: name of the CPU's vector unit. threads: number of threads for which tiles are chosen.
+    tiles(matmul): tile sizes of a matmul kernel, or None for the default. These three change
+    results by rounding only. numerics: "exact" keeps activations f32; "canonical" also fixes the
+    order of additions, so that results have the same bits for every isa, threads, tiles and number
+    of tokens in a call; "fast" rounds activations to int8 or bf16 where that is faster.
+    Raises EmitError for unknown values.
     """
     for what, value, known in (
         ("lowering", lowering, LOWERINGS),
@@ -67,7 +55,10 @@ def lower(
     project = Projector(lambda matmul: kernel_of(matmul, unit, threads, tiles(matmul)), unit, numerics == "fast")
     lowered = Module(module.name)
     for function in module.functions.values():
-        rewrite(*LOWERINGS[lowering](function, unit, threads, project), lowered)
+        if lowering == "portable":
+            rewrite(function, portable.RULES, lowered)
+        else:
+            rewrite(fuse(function, NORM_LIMIT), kernels.Context(unit, threads, project).rules(), lowered)
     if numerics == "canonical":
         lowered = canonical(lowered)
     check(lowered, LOWERED)

@@ -1,10 +1,9 @@
 """Rewrite operations between kernels so that every compiler gives the same bits.
 
-This is a part of canonical numerics.
-
-A compiler may fuse a multiplication with a sum into an fma, and add the elements of a row in any
-order. To prevent this, a minimum and a maximum, which do not change finite numbers, are inserted
-after each multiplication, and each sum becomes additions of halves of the row.
+This is the part of `--numerics canonical` outside kernels. A compiler may fuse a multiplication and
+an addition into an fma, and may add the elements of a row in any order. To prevent both, the rules
+insert a minimum and a maximum, which do not change finite numbers, after each multiplication, and
+replace each sum by repeated additions of the two halves of the row.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ def multiply(op: Op, a: Value, b: Value) -> Value:
 
 
 def reduce(op: Op, x: Value, init: Value) -> Value:
-    """Replace a sum by additions of halves, over one dimension after another.
-
-    Maxima, and sums whose result is exact in every order, do not change.
-    """
+    """Replace a sum by additions of halves; keep maxima, and sums that are exact in any order."""
     if op.attrs["reducer"] != "add" or op.attrs["exact"]:
         return ops.reduce(op.attrs["reducer"], x, op.attrs["dims"], op.attrs["exact"])
     for dim in sorted(op.attrs["dims"], reverse=True):
@@ -43,7 +39,7 @@ def reduce(op: Op, x: Value, init: Value) -> Value:
 
 
 def _folded(x: Value, dim: int) -> Value:
-    """Return the sum over `dim`, without this dimension."""
+    """Return the sum of x over `dim`, without this dimension, by repeated additions of halves."""
     size = 1 << (x.shape[dim] - 1).bit_length()
     if size > x.shape[dim]:
         zeros = (*x.shape[:dim], size - x.shape[dim], *x.shape[dim + 1 :])
@@ -70,10 +66,7 @@ RULES: Mapping[str, Rule] = {"multiply": multiply, "reduce": reduce, "dot_genera
 
 
 def canonical(module: Module) -> Module:
-    """Return the lowered module in canonical form.
-
-    Raises EmitError if there is a matmul that is not in a kernel.
-    """
+    """Return a lowered module in canonical form; EmitError if a matmul is outside kernels."""
     found = Module(module.name)
     found.params = module.params
     for function in module.functions.values():

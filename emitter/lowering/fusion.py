@@ -1,27 +1,27 @@
 """Fuse layer operations of a function so that each operation is one kernel.
 
-Operations that match no pattern do not change, so every model family stays correct.
+Operations that match no pattern stay as they are, so fusion works for every model family.
 
-Patterns, T tokens:
+Patterns, for T tokens:
 - heads: attention of q and k after an optional norm (over a head or over the row) and rotary embedding. Reordering the
   rows of the q and k weights turns an interleaved embedding into one of halves; q . k does not change.
-- siblings: linear layers of one input and codec, whose weights are stacked (q, k, v, and layers in no other pattern).
+- siblings: linear layers with the same input and codec become one matmul of stacked weights.
 - GLU: act(linear(x)) * linear(x).
 - residual: y + linear(x).
 - norm: an RMS norm whose result only linear layers use, if T is 1.
 - convolution: act(causal_conv(x)).
 - gated norm: rms_norm(gated_delta(...)) * silu(z), the norm over a head.
 
-The result has two more operations, and two with more attributes:
+The result may have two new kinds of operations, and two kinds get more operands or attributes:
 
     matmul(x, (norm weight), weights ..., biases ..., (residual)) -> [T, out]
-      weights, biases: their numbers; eps: of the RMS norm of x, or None; residual: whether there is one; glu: the
-      activation of a GLU of two weights, or None
+      weights, biases: numbers of these operands; eps: epsilon of the RMS norm of x, or None; residual: whether there is
+      a residual; glu: the activation of a GLU of two weights, or None
     fused_attention(q, k and v rows, in one value or several, prepared ..., k_cache, v_cache, start, (length), (sinks))
-      rows: the number of values; layout: the `HeadLayout` of a row; prepared: the names of its operands; other
-      attributes as of attention
-    causal_conv(...) with activation: of the result, if there is one
-    gated_delta(..., (norm weight, z), state, ...) with norm_eps: of the gated norm, if there is one
+      rows: the number of values with q, k and v rows; layout: the `HeadLayout` of a row; prepared: the names of the
+      operands in `HeadLayout.operands`; the other attributes are those of attention
+    causal_conv(...) with activation: name of the activation of the result, if there is one
+    gated_delta(..., (norm weight, z), state, ...) with norm_eps: epsilon of the gated norm, if there is one
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from castiron.emitter.types import F32, TensorType
 
 @dataclass
 class _Matmul:
-    """A fused matmul: linear operations of one input and codec, a residual and a GLU's activation."""
+    """A fused matmul: linear operations with one input and codec, a residual, a GLU's activation."""
 
     linears: list[Op]
     residual: Value | None = None
@@ -50,10 +50,10 @@ class _Matmul:
 class _Heads:
     """The inputs of fused attention and its preparation of q and k.
 
-    sources: q, k and v rows in order, each a value, or linear operations that become one matmul.
-    reordered: operations of weights with reordered rows. prepared: values of the operands of
-    `HeadLayout.operands`, by name. eps: of the norm of q and k, or None. norm_row: whether the norm
-    is over complete rows.
+    sources: where the q, k and v rows come from, in order: values, or lists of linear operations
+    that become one matmul. reordered: new weight operations, with rows reordered for rotary
+    embedding. prepared: the operands in `HeadLayout.operands`, by name. rotary_dim, eps, norm_row:
+    `rotary_dim`, `qk_norm` and `qk_norm_row` of `HeadLayout`.
     """
 
     sources: list[Value | list[Op]]
@@ -72,11 +72,11 @@ class _Uses:
         for op in function.ops:
             for value in op.operands:
                 self.readers.setdefault(value, []).append(op)
-        # Fusions by the operation whose result they replace; `absorbed`: operations that are part of a fusion.
+        # Fusions, by the operation or value that they replace; `absorbed`: the other operations of a fusion, to be dropped.
         self.matmuls = {op: _Matmul([op]) for op in function.ops if op.kind == "linear"}
         self.attentions: dict[Op, _Heads] = {}
         self.norms: dict[Value, Op] = {}
-        # Replacements of operations, and linear operations that become one matmul, by the first of them.
+        # Replacements of single operations; and sibling linear operations, by the first of them.
         self.replaced: dict[Op, Op] = {}
         self.stacks: dict[Op, list[Op]] = {}
         self.absorbed: set[Op] = set()
@@ -88,7 +88,10 @@ class _Uses:
 
 
 def fuse(function: Graph, norm_limit: int) -> Graph:
-    """Return the function after all fusions; norm_limit: the widest RMS norm to fuse into a matmul."""
+    """Return a copy of the function with all fusions applied.
+
+    norm_limit: the widest RMS norm, in elements of a row, that is fused into a matmul.
+    """
     graph = _Uses(function)
     for op in function.ops:
         if op.kind == "attention":
@@ -141,10 +144,7 @@ def _matmul_op(graph: _Uses, matmul: _Matmul, result: Value, path: str) -> Op:
 
 
 def _fused_attention(graph: _Uses, op: Op, heads: _Heads) -> list[Op]:
-    """Return the operations that replace an attention operation.
-
-    These are matmuls for the q, k and v rows, and `fused_attention`.
-    """
+    """Return matmuls for the q, k and v rows, and `fused_attention`, in place of attention."""
     made, rows = list(heads.reordered), []
     (tokens, count, head_dim), kv_heads = op.operands[0].shape, op.operands[1].shape[1]
     for source in heads.sources:
@@ -194,10 +194,7 @@ def _heads(graph: _Uses, op: Op) -> _Heads:
 
 
 def _apart(graph: _Uses, linear: Op, order: tuple[int, int]) -> list[Op]:
-    """Reorder rows of the weight and bias of a linear operation by `Weight.apart`.
-
-    Return the operations of the new weights.
-    """
+    """Reorder the rows of weight and bias by `Weight.apart`; return the new weight operations."""
     made = []
     for value in linear.operands[1:]:
         weight = graph.producer[value]
@@ -211,9 +208,9 @@ def _apart(graph: _Uses, linear: Op, order: tuple[int, int]) -> list[Op]:
 
 
 def _chain(graph: _Uses, value: Value) -> list[Op]:
-    """Return the operations that compute q or k, last first.
+    """Return the operations that prepare q or k, from `value` back to its linear layer.
 
-    These are [rope] [norm of a head] reshape [norm of the row].
+    Their order is rope, norm over a head, reshape, norm over the row. Each may be missing.
     """
     chain: list[Op] = []
     for kind in ("rope", "rms_norm", "reshape", "rms_norm"):
@@ -225,17 +222,14 @@ def _chain(graph: _Uses, value: Value) -> list[Op]:
 
 
 def _alike(q: Op, k: Op) -> bool:
-    """Return whether operations q and k have the same kind and can be fused as one.
-
-    Both must have the same rotary tables, or norms of the same epsilon.
-    """
+    """Return whether q and k have the same kind, with the same rotary tables or norm epsilon."""
     if q.kind != k.kind:
         return False
     return q.operands[1:] == k.operands[1:] if q.kind == "rope" else q.attrs.get("eps") == k.attrs.get("eps")
 
 
 def _stacks(graph: _Uses, values: list[Value]) -> list[Value | list[Op]]:
-    """Combine consecutive linear operations that can be stacked in lists; keep other values."""
+    """Replace each run of values from linear layers that can be stacked by a list of the layers."""
     sources: list[Value | list[Op]] = []
     for value in values:
         linear = graph.only(value, "linear")
@@ -331,7 +325,7 @@ def _common(paths: list[str]) -> str:
 
 
 def _stack(graph: _Uses, linears: list[Op]) -> list[Op]:
-    """Return one matmul of linear operations, and slices with the columns of each."""
+    """Return one matmul for these linear operations, and a slice with the columns of each."""
     tokens, path = linears[0].results[0].shape[0], _common([op.path for op in linears])
     ends = np.cumsum([op.results[0].shape[1] for op in linears]).tolist()
     row = Value(TensorType((tokens, ends[-1]), F32))

@@ -1,4 +1,4 @@
-"""Rules that replace each layer operation, or each that `lowering.fusion` made, by kernel calls."""
+"""Rules that replace layer operations, and operations of `lowering.fusion`, by kernel calls."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from castiron.emitter.types import F32, I32, TensorType
 
 @dataclass
 class Context:
-    """What the lowering rules of one function share.
+    """The state that the lowering rules share.
 
-    counters: the counters of attention kernels, which are zero between calls, by type.
+    counters: the current value of the counters of attention kernels, by tensor type.
     """
 
     isa: Isa
@@ -54,9 +54,9 @@ class Context:
 
 
 def _length(rows: int) -> Value | None:
-    """Return the number of real rows of x; None for one row.
+    """Return the number of rows that are not padding, or None if there is only one row.
 
-    A constant where every row is real, so that functions of one width share kernels.
+    It is a constant if there is no padding, so that all functions with as many rows share kernels.
     """
     length = current_function().length
     return None if rows == 1 else ops.constant(rows, I32, ()) if length is None else length
@@ -126,7 +126,7 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
     ring = cache_rows if op.attrs["cache"] == "window" else None
     qkv = rows[0] if count == 1 else ops.concatenate(rows, 1)
     given = {name: stored.value() for name, stored in zip(names, prepared, strict=True)}
-    # A ring has fewer rows than positions.
+    # A ring buffer has fewer rows than there are positions, so the rotary tables give the context.
     context = given["cos"].shape[0] if ring and "cos" in given else cache_rows
     caches = {"k_cache": k_cache, "v_cache": v_cache, "layer": op.attrs["layer"]}
 
@@ -136,7 +136,7 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
         kernel = attention_decode(layers, context, own, scores, kind, isa=c.isa, cache=cache, ring=ring)
         outs = []
         for part in range(parts):
-            # Every layer leaves zeros in the counters. Every part appends the same keys and values.
+            # All layers can share the counters, which are zero after each call. Every part appends the same keys and values.
             type_ = kernel.tensors["counters"]
             counters = c.counters.get(type_) or ops.constant(0, I32, type_.shape)
             heads = {"qkv": _part_of_queries(qkv, layout, parts, part)}
@@ -163,11 +163,7 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
 
 
 def _part_of_heads(x: Value, layout: HeadLayout, parts: int, part: int) -> Value:
-    """Return the columns of x [..., heads * n] that belong to one part of the query heads.
-
-    The query heads of every kv head are divided into `parts` equal parts, of which `part` is the
-    index.
-    """
+    """Return the columns of x [..., heads * n] for one part of the query heads of each kv head."""
     if parts == 1:
         return x
     *rows, last = x.shape
@@ -178,7 +174,7 @@ def _part_of_heads(x: Value, layout: HeadLayout, parts: int, part: int) -> Value
 
 
 def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> Value:
-    """Return qkv [T, row] with only those queries that belong to part `part` of the heads."""
+    """Return qkv [T, row] with only part `part` of the query heads of each kv head."""
     if parts == 1:
         return qkv
     tokens = qkv.shape[0]
@@ -187,7 +183,7 @@ def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> V
 
 
 def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple[Tokens, dict[str, Value]]:
-    """Return the tokens of a recurrence, and the operand with their positions or number."""
+    """Return the tokens of a recurrent layer, and its operand with their positions or number."""
     if op.attrs["mode"] == "batch":
         return Tokens(count, state.shape[0], batch=True), {"positions": numbers[0]}
     length = numbers[1:] if count > 1 else ()
@@ -195,9 +191,9 @@ def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple
 
 
 def _columns(x: Value) -> tuple[Value, Columns]:
-    """Return a value [T, width] that contains x [T, ...], and the columns of x in it.
+    """Return a value [T, width] and its columns that contain x [T, ...].
 
-    If x is a slice of a value, that value is returned, so that a kernel reads it without a copy.
+    If x is a slice, the value is the sliced operand, so that no copy is needed.
     """
     tokens, first, made = x.shape[0], 0, current_function().ops
     rows = x
@@ -258,19 +254,8 @@ def gated_delta(c: Context, op: Op, q: Value, k: Value, v: Value, a: Value, b: V
     return _recurrent(make, op, state, rest[-numbers:], rows, **given)
 
 
-def selective_scan(
-    c: Context,
-    op: Op,
-    x: Value,
-    dt: Value,
-    b: Value,
-    c_: Value,
-    rate: Stored,
-    bias: Stored,
-    skip: Stored,
-    state: Value,
-    *numbers,
-) -> tuple[Value, Value]:
+def selective_scan(c: Context, op: Op, x: Value, dt: Value, b: Value, c_: Value, *rest: Any) -> tuple[Value, Value]:
+    rate, bias, skip, state, *numbers = rest
     given = {"rate": rate.value(), "bias": bias.value(), "skip": skip.value()}
     shape = (b.shape[1], x.shape[1], x.shape[2], b.shape[2])
     make = lambda tokens, columns: scan_kernel(tokens, shape, columns, isa=c.isa)

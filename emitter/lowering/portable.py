@@ -24,7 +24,7 @@ _FLOATS: dict[str, DType] = {"f32": F32, "f16": F16, "bf16": BF16}
 
 
 class Stored:
-    """A weight as its stored parts, which are dequantised when an operation needs the value."""
+    """A weight whose stored parts are dequantised where an operation uses its value."""
 
     def __init__(self, weight: Weight) -> None:
         self.weight = weight
@@ -47,7 +47,7 @@ class Stored:
             return lambda raw: getattr(codec.split(raw.reshape(-1, codec.block_bytes)), name)
 
         def factor(name: str, sub: str) -> Value:
-            """Return f32 [rows, groups]: the factor of the block, times the factor of the group if there is one."""
+            """Return f32 [rows, groups]: part `name` of blocks, times the groups' factors `sub` if any."""
             if codec.exponents:
                 # As powers of two, because f16 cannot represent 2^-128.
                 value = pick(self._part("." + name, F32, blocks, lambda raw: powers_of_two(split(name)(raw))))
@@ -85,14 +85,6 @@ def float_param(weight: Weight, dtype: DType) -> Param:
 
 def _numbers(value: Value | Stored) -> Value:
     return value.value() if isinstance(value, Stored) else value
-
-
-def _weight(op: Op) -> Stored:
-    return Stored(op.attrs["weight"])
-
-
-def _values(op: Op, weight: Stored) -> Value:
-    return weight.value()
 
 
 def embedding(op: Op, tokens: Value, weight: Stored) -> Value:
@@ -166,10 +158,6 @@ def rope(op: Op, x: Value, cos: Stored, sin: Stored, start: Value) -> Value:
     return ops.concatenate(parts, 2) if len(parts) > 1 else parts[0]
 
 
-def activation(op: Op, x: Value) -> Value:
-    return activated(x, op.attrs["function"])
-
-
 def activated(x: Value, kind: str) -> Value:
     if kind == "silu":
         return ops.multiply(x, ops.logistic(x))
@@ -208,10 +196,7 @@ def _erf(x: Value) -> Value:
 
 
 def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Value, Value]:
-    """Choose the most likely experts of each token, and return their indices and weights.
-
-    The rank of an expert is the number of more likely experts and of equally likely earlier ones.
-    """
+    """Choose the most likely experts of each token, and return their indices and weights."""
     tokens, experts = logits.shape
     if op.attrs["scores"] == "sigmoid":
         likely = ops.logistic(logits)
@@ -235,10 +220,7 @@ def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Valu
 
 
 def _ranks(rated: Value) -> Value:
-    """Return the rank of each rating [rows, n] in its row, as f32.
-
-    It is the number of larger ratings, and of equal ratings at lower indices.
-    """
+    """Return the rank of each rating in its row, f32 from 0 for the largest; ties by index."""
     rows, n = rated.shape
     pairs = (rows, n, n)
     own, other = (ops.broadcast_in_dim(rated, pairs, dims) for dims in ((0, 1), (0, 2)))
@@ -248,9 +230,9 @@ def _ranks(rated: Value) -> Value:
 
 
 def _of_best_groups(rated: Value, groups: int, chosen_groups: int) -> Value:
-    """Return ratings [T, experts], with minus infinity for experts outside the best groups.
+    """Return ratings [T, experts] with -inf for experts outside the `chosen_groups` best groups.
 
-    A group is rated by the sum of its two highest ratings.
+    The rating of a group is the sum of its two largest ratings.
     """
     (tokens, experts), each = rated.shape, rated.shape[1] // groups
     apart = ops.reshape(rated, (tokens * groups, each))
@@ -263,7 +245,7 @@ def _of_best_groups(rated: Value, groups: int, chosen_groups: int) -> Value:
 
 
 def gated(gate: Value, up: Value, function: str | ClampedSwiGLU) -> Value:
-    """Return the input of an expert's down projection, from gate and up."""
+    """Return function(gate) * up, or ClampedSwiGLU of both: the input of the down projection."""
     if isinstance(function, str):
         return ops.multiply(activated(gate, function), up)
     limit = ops.constant(function.limit, F32, gate.shape)
@@ -278,7 +260,7 @@ def into_down(projected: Sequence[Value], function: str | ClampedSwiGLU) -> Valu
     return gated(gate, up[0], function) if up else activated(gate, str(function))
 
 
-# The stacked weights of gate, up or down, the rows of one expert, and the bias [experts, rows] or None.
+# Weights of gate, up or down, stacked for all experts; the rows of one expert; the bias [experts, rows] or None.
 _Stacked = tuple[Stored, int, Stored | None]
 
 
@@ -313,7 +295,7 @@ def _experts_of_token(x: Value, chosen: Value, weights: Value, function: str | C
 
 
 def _experts_of_pairs(x: Value, chosen: Value, weights: Value, function: str | ClampedSwiGLU, parts: list[_Stacked]) -> Value:
-    """Compute all pairs of a token and an expert at once, because a loop would compile one program each."""
+    """Compute all (token, expert) pairs at once; a loop would compile a program for each."""
     (tokens, hidden), per_token = x.shape, chosen.shape[1]
     pairs = tokens * per_token
     expert = ops.reshape(chosen, (pairs,))
@@ -343,8 +325,8 @@ def argmax_rows(op: Op, logits: Value) -> Value:
 
 
 RULES: dict[str, Rule] = {
-    "weight": _weight,
-    "values": _values,
+    "weight": lambda op: Stored(op.attrs["weight"]),
+    "values": lambda op, weight: weight.value(),
     "embedding": embedding,
     "linear": linear,
     "rms_norm": rms_norm,
@@ -352,7 +334,7 @@ RULES: dict[str, Rule] = {
     "head_norms": layer_norm,
     "rope": rope,
     "attention": attention,
-    "activation": activation,
+    "activation": lambda op, x: activated(x, op.attrs["function"]),
     "argmax_rows": argmax_rows,
     "route": route,
     "experts": experts,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,16 +15,31 @@ from castiron.emitter.kv_cache import CACHES, SCALE_BYTES, Cache
 from castiron.emitter.types import F32, I8, I32
 
 
+@dataclass(frozen=True)
+class _Attention:
+    """Attention of the tokens of one sequence from position `start` on, over `layer` of its caches.
+
+    sinks: [heads]. length: number of real tokens in a prefill; in a batch, 1 if the sequence is
+    active and 0 if it is idle.
+    """
+
+    op: Op
+    sinks: Value | None
+    layer: int
+    start: Value
+    length: Value | None
+
+
 def attention(
     op: Op, q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value, start: Value, *rest: Any
 ) -> tuple[Value, ...]:
     """Return the result and the caches of attention; rest: (length of a prefill), (sinks)."""
     *given, stored = rest if op.attrs["sinks"] else (*rest, None)
     sinks = stored.value() if stored is not None else None
-    over: Callable[..., tuple[Value, Value, Value]] = _over_ring if op.attrs["cache"] == "window" else _over_positions
-    attend = partial(over, op, sinks)
+    attend: Callable[..., tuple[Value, Value, Value]] = _over_ring if op.attrs["cache"] == "window" else _over_positions
     if op.attrs["mode"] != "batch":
-        return attend(op.attrs["layer"], q, k, v, k_cache, v_cache, start, given[0] if given else None)
+        own = _Attention(op, sinks, op.attrs["layer"], start, given[0] if given else None)
+        return attend(own, q, k, v, k_cache, v_cache)
     sequences = q.shape[0]
     layers, outs = k_cache.shape[0] // sequences, []
     for i in range(sequences):
@@ -34,7 +49,8 @@ def attention(
         runs = ops.compare("GE", position, ops.constant(0, I32, ()))
         one = ops.select(runs, ops.constant(1, I32, ()), ops.constant(0, I32, ()))
         position = ops.maximum(position, ops.constant(0, I32, ()))
-        out, k_cache, v_cache = attend(i * layers + op.attrs["layer"], *rows, k_cache, v_cache, position, one)
+        own = _Attention(op, sinks, i * layers + op.attrs["layer"], position, one)
+        out, k_cache, v_cache = attend(own, *rows, k_cache, v_cache)
         outs.append(out)
     return ops.concatenate(outs, 0), k_cache, v_cache
 
@@ -51,22 +67,9 @@ def _with_layer(cache: Value, layer: int, rows: Value, first: Value) -> Value:
     return ops.dynamic_update_slice(cache, ops.reshape(rows, (1, *rows.shape)), at)
 
 
-def _over_positions(
-    op: Op,
-    sinks: Value | None,
-    layer: int,
-    q: Value,
-    k: Value,
-    v: Value,
-    k_cache: Value,
-    v_cache: Value,
-    start: Value,
-    length: Value | None,
-) -> tuple[Value, Value, Value]:
-    """Compute attention of one sequence over a cache with a row for every position.
-
-    Rows of padding are never read.
-    """
+def _over_positions(a: _Attention, q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value) -> tuple[Value, Value, Value]:
+    """Compute attention over caches of every position; rows of padding are never read."""
+    op, layer, start, length = a.op, a.layer, a.start, a.length
     tokens, context, stored = q.shape[0], k_cache.shape[1], CACHES[op.attrs["storage"]]
     k, v = _rounded(k, stored), _rounded(v, stored)
     if op.attrs["mode"] == "batch" and length is not None:
@@ -78,7 +81,7 @@ def _over_positions(
     else:
         seen = _seen(_positions(start, shape), ops.iota(shape, 1), op.attrs["window"])
     cached_k, cached_v = (_widened(_of_layer(cache, layer), stored) for cache in (k_cache, v_cache))
-    return _attend(op, sinks, q, cached_k, cached_v, seen), k_cache, v_cache
+    return _attend(op, a.sinks, q, cached_k, cached_v, seen), k_cache, v_cache
 
 
 def _rounded(x: Value, stored: Cache) -> Value:
@@ -116,19 +119,9 @@ def _stored_or_new(new: Value, cache: Value, layer: int, start: Value, length: V
     return ops.select(runs, new, ops.reshape(old, new.shape))
 
 
-def _over_ring(
-    op: Op,
-    sinks: Value | None,
-    layer: int,
-    q: Value,
-    k: Value,
-    v: Value,
-    k_cache: Value,
-    v_cache: Value,
-    start: Value,
-    length: Value | None,
-) -> tuple[Value, Value, Value]:
-    """Append the real tokens of one sequence to a ring buffer, and compute attention over it."""
+def _over_ring(a: _Attention, q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value) -> tuple[Value, Value, Value]:
+    """Append the real tokens to ring buffers, and compute attention over them."""
+    op, layer, start, length = a.op, a.layer, a.start, a.length
     tokens, rows, stored = q.shape[0], k_cache.shape[1], CACHES[op.attrs["storage"]]
     every = ops.constant(tokens, I32, ())
     # Each row gets its last real position, if that position is new.
@@ -143,38 +136,31 @@ def _over_ring(
         return ops.select(ops.broadcast_in_dim(fresh, old.shape, (0,)), ops.reshape(taken, old.shape), old)
 
     cached_k, cached_v = turned(k_cache, k), turned(v_cache, v)
-    # As if every token were real: real tokens do not attend to rows of padding.
+    # Padding may be included, because real tokens come before it and do not attend to it.
     position = ops.broadcast_in_dim(_ring_positions(ops.add(start, every), rows), (tokens, rows), (1,))
     taken = ops.compare("GE", position, ops.constant(0, I32, position.shape))
     seen = ops.and_(taken, _seen(_positions(start, position.shape), position, op.attrs["window"]))
-    out = _attend(op, sinks, q, _widened(cached_k, stored), _widened(cached_v, stored), seen)
+    out = _attend(op, a.sinks, q, _widened(cached_k, stored), _widened(cached_v, stored), seen)
     zero = ops.constant(0, I32, ())
     return out, _with_layer(k_cache, layer, cached_k, zero), _with_layer(v_cache, layer, cached_v, zero)
 
 
 def _ring_positions(end: Value, rows: int) -> Value:
-    """Return i32 [rows]: the last position below `end` that each row of a ring stores.
-
-    It is negative if the row is unused.
-    """
+    """Return i32 [rows]: the last position below `end` of each ring row, or a negative one."""
     row = ops.iota((rows,), 0)
-    # Add one turn, because division rounds towards zero.
+    # Add `rows` first, so that the dividend is not negative: division rounds towards zero.
     turn = ops.constant(rows, I32, (rows,))
     ahead = ops.add(ops.subtract(ops.broadcast_in_dim(ops.subtract(end, ops.constant(1, I32, ())), (rows,), ()), row), turn)
     return ops.add(row, ops.multiply(ops.subtract(ops.divide(ahead, turn), ops.constant(1, I32, (rows,))), turn))
 
 
 def _positions(start: Value, shape: tuple[int, ...]) -> Value:
-    """Return the position of each token as i32 [T, n]."""
+    """Return the position of token t, start + t, in each element of row t, as i32 [T, n]."""
     return ops.add(ops.iota(shape, 0), ops.broadcast_in_dim(start, shape, ()))
 
 
 def _seen(position: Value, other: Value, window: int | None) -> Value:
-    """Return i1 [T, n]: whether a token at `position` attends to position `other`.
-
-    Both are i32 [T, n]. window: number of positions that a token attends to, or None for all up to
-    its own.
-    """
+    """Return i1 [T, n]: whether tokens at `position` attend to `other`, both i32 [T, n]."""
     seen = ops.compare("LE", other, position)
     if window is None or window >= other.shape[1]:
         return seen
@@ -183,10 +169,7 @@ def _seen(position: Value, other: Value, window: int | None) -> Value:
 
 
 def _seen_both_ways(start: Value, length: Value, shape: tuple[int, ...], window: int | None) -> Value:
-    """Return i1 [T, n]: whether position n is real and in the window of each token.
-
-    Rows of padding are like that of the last real token.
-    """
+    """Return i1 [T, n]: whether position n is real and in the window of each token."""
     last = ops.subtract(ops.add(start, length), ops.constant(1, I32, ()))
     position, other = ops.minimum(_positions(start, shape), ops.broadcast_in_dim(last, shape, ())), ops.iota(shape, 1)
     seen = ops.compare("LE", other, ops.broadcast_in_dim(last, shape, ()))
@@ -199,10 +182,7 @@ def _seen_both_ways(start: Value, length: Value, shape: tuple[int, ...], window:
 
 
 def _attend(op: Op, sinks: Value | None, q: Value, k: Value, v: Value, seen: Value) -> Value:
-    """Compute softmax attention of q [T, heads, head_dim] over k and v [n, kv_heads, head_dim].
-
-    seen: mask i1 [T, n]. sinks: [heads] or None.
-    """
+    """Compute attention of q [T, heads, head_dim] over k, v [n, kv_heads, head_dim]."""
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     # [T, kv_heads, group, head_dim] . [n, kv_heads, head_dim] -> [kv_heads, T, group, n]

@@ -1,7 +1,7 @@
 """Lower recurrent layers to StableHLO, for one token of each sequence or a chunk of tokens.
 
-A chunk is computed by a few matmuls, with sums of logarithms of decays between each two tokens.
-Padding does not change the state.
+A chunk is computed by a few matmuls. They need the decay between each two tokens, the exponential
+of a sum of logarithms of decays. Padding does not change the state.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ CHUNK = 64
 
 @dataclass
 class _Tokens:
-    """The tokens of one operation.
+    """The tokens of one operation: one token of each sequence, or a chunk of one sequence.
 
-    single: whether there is one token of each sequence, or a chunk of one sequence. length: real
-    tokens of a chunk, or None for all. before: the layer's state [sequences, ...].
+    single: whether there is one token of each sequence. before: the layer's state before these
+    tokens, [sequences, ...]. length: number of real tokens in a chunk, or None if all are real.
     """
 
-    op: Op
     single: bool
     before: Value
     length: Value | None
@@ -42,7 +41,7 @@ class _Tokens:
 
 
 def _recurrence(rule: Callable[..., tuple[Value, Value]]) -> Rule:
-    """Return a lowering rule from `rule(tokens, *operands)` -> result, state of the layer after."""
+    """Return the lowering rule that calls `rule(tokens, *operands)` -> result, new layer state."""
 
     def lowered(op: Op, *operands) -> tuple[Value, Value]:
         mode, layer = op.attrs["mode"], op.attrs["layer"]
@@ -51,7 +50,7 @@ def _recurrence(rule: Callable[..., tuple[Value, Value]]) -> Rule:
         start, *length = operands[-numbers:]
         sequences = start.shape[0] if mode == "batch" else 1
         before = recurrences.of_layer(state, layer, sequences)
-        tokens = _Tokens(op, mode in ("decode", "batch"), before, length[0] if length else None)
+        tokens = _Tokens(mode in ("decode", "batch"), before, length[0] if length else None)
         result, after = rule(tokens, *own)
         if mode == "batch":
             after = recurrences.where_active(start, after, before)
@@ -130,8 +129,8 @@ class _Decays:
 def _decays(log: Value) -> _Decays:
     """Compute the decays from log [heads, C], the logarithm of each token's decay, at most 0.
 
-    Each sum between two tokens is computed directly. HF's delta rule takes the difference of two
-    sums since the chunk's start, which loses precision after strong decay.
+    Each sum between two tokens is computed directly; the difference of two sums since the chunk's
+    start, as in HF's delta rule, loses precision after strong decay.
     """
     heads, count = log.shape
     shape = (heads, count, count + 1)
@@ -161,10 +160,7 @@ def _times(x: Value, y: Value) -> Value:
 
 
 def _chunks(tokens: _Tokens, rows: list[Value], one: Callable[..., tuple[Value, Value]]) -> tuple[Value, Value]:
-    """Call one(rows, state) -> result, state for each chunk; return all results and the last state.
-
-    rows: values [T, heads, ...]; `one` gets them as [heads, C, ...] for C up to CHUNK tokens.
-    """
+    """Call one(*rows [heads, C, ...], state) for chunks of C tokens; return results and state."""
     results, count, state = [], rows[0].shape[0], ops.reshape(tokens.before, tokens.before.shape[1:])
     for start in range(0, count, CHUNK):
         stop = min(start + CHUNK, count)
@@ -195,10 +191,7 @@ def _inverse(lower: Value) -> Value:
 
 
 def gated_delta(tokens: _Tokens, q: Value, k: Value, v: Value, a: Value, b: Value, rate, bias) -> tuple[Value, Value]:
-    """Return result and state of the gated delta rule.
-
-    Single tokens are computed by HF's recurrent form, chunks of tokens by HF's chunk form.
-    """
+    """Return result and state of the gated delta rule, by HF's recurrent form or its chunk form."""
     heads = v.shape[1]
     log = ops.multiply(softplus(ops.add(a, _along(bias.value(), a, 1))), _along(rate.value(), a, 1))
     beta = ops.reshape(tokens.real(ops.logistic(b)), (*b.shape, 1))
@@ -210,7 +203,7 @@ def gated_delta(tokens: _Tokens, q: Value, k: Value, v: Value, a: Value, b: Valu
 
 
 def _unit(x: Value) -> Value:
-    """Return x [T, heads, n] divided by its length."""
+    """Return the vectors x [T, heads, n] scaled to unit length over n."""
     total = ops.reduce("add", ops.multiply(x, x), (2,))
     length = ops.rsqrt(ops.add(total, ops.constant(1e-6, F32, total.shape)))
     return ops.multiply(x, ops.broadcast_in_dim(length, x.shape, (0, 1)))
@@ -228,17 +221,17 @@ def _delta_of_token(q: Value, k: Value, v: Value, decay: Value, beta: Value, sta
 
 
 def _read(x: Value, state: Value, dim: int) -> Value:
-    """Contract x [sequences, heads, n] with dimension `dim` of a state [sequences, heads, ., .]."""
+    """Contract x [sequences, heads, n] with dimension `dim` of a state of these sequences."""
     return ops.dot_general(x, state, ((2,), (dim,)), ((0, 1), (0, 1)))
 
 
 def _delta_of_chunk(q: Value, k: Value, v: Value, log: Value, beta: Value, state: Value) -> tuple[Value, Value]:
     """Return result and state after a chunk.
 
-    q, k, v [heads, C, .], log: logarithms of decays [heads, C], beta [heads, C, 1], state [heads,
-    k_dim, v_dim]. The update of the state by a token depends on the updates by earlier tokens,
-    which is a triangular system. It is solved once, for v minus what the state before the chunk
-    returns for k. HF solves it for v and for k, and subtracts the part of the state afterwards.
+    q, k, v [heads, C, .], log [heads, C] of the decays, beta [heads, C, 1], state [heads, k_dim,
+    v_dim]. The update by a token depends on the updates by earlier tokens, so all updates are the
+    solution of a triangular system. Its right side is beta * (v - decay * k @ S), where S is the
+    state before the chunk.
     """
     decays, written = _decays(log), _times(k, beta)
     system = ops.multiply(_dot(written, k, 2, 2), decays.between)
@@ -250,10 +243,7 @@ def _delta_of_chunk(q: Value, k: Value, v: Value, log: Value, beta: Value, state
 
 
 def selective_scan(tokens: _Tokens, x: Value, dt: Value, b: Value, c: Value, rate, bias, skip) -> tuple[Value, Value]:
-    """Return result and state of the scan of Mamba 2.
-
-    Single tokens are computed by HF's recurrent form, chunks of tokens by HF's chunk form.
-    """
+    """Return result and state of the scan of Mamba 2, by HF's recurrent form or its chunk form."""
     heads, state = x.shape[1], tokens.before
     step = tokens.real(softplus(ops.add(dt, _along(bias.value(), dt, 1))))
     log, written = ops.multiply(step, _along(rate.value(), dt, 1)), ops.multiply(x, _along(step, x, 0, 1))
@@ -268,11 +258,7 @@ def selective_scan(tokens: _Tokens, x: Value, dt: Value, b: Value, c: Value, rat
 
 
 def _scan_of_chunk(written: Value, b: Value, c: Value, log: Value, state: Value) -> tuple[Value, Value]:
-    """Return result and state after a chunk.
-
-    written [heads, C, head_dim], B and C [heads, C, n], log: logarithms of decays [heads, C], state
-    [heads, head_dim, n].
-    """
+    """Return result and state [heads, head_dim, n] after a chunk; log: logarithms of decays."""
     decays = _decays(log)
     inside = _dot(ops.multiply(_dot(c, b, 2, 2), decays.between), written, 2, 1)
     out = ops.add(inside, _dot(_times(c, decays.since_start), state, 2, 2))

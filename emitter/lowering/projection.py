@@ -28,8 +28,8 @@ NORM_LIMIT = 8192
 class Projector:
     """An emitter of calls of matmul kernels.
 
-    kernel_of: returns the kernel of a matmul. fast: whether to round x if a kernel supports it.
-    rounded: results of kernels that prepare x, by x and name of the kernel.
+    kernel_of: chooses the kernel of a matmul. fast: whether to round x where a kernel supports it.
+    rounded: cached results of kernels that prepare x, by x and kernel name.
     """
 
     kernel_of: Callable[[Matmul], Kernel]
@@ -106,10 +106,9 @@ class Projector:
 
 
 def packed_param(weights: Sequence[Weight], interleaved: bool = False, experts: int = 1) -> Param:
-    """Return one parameter for stacked weights [out_i, in] of one codec, packed for kernels.
+    """Return one parameter for stacked weights [experts * out_i, in], packed for kernels.
 
-    interleaved: whether row blocks alternate between the two weights of a GLU. experts: number of
-    experts in each weight, which are packed one after another.
+    interleaved: whether blocks of 16 rows alternate between the two weights of a GLU.
     """
     codec, inner = weights[0].codec, weights[0].shape[1]
     own = [w.shape[0] // experts for w in weights]

@@ -1,4 +1,4 @@
-"""Rewrite a function operation by operation."""
+"""Copy a function into another module, replacing operations by rules."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from castiron.emitter.ir import Graph, Module, Value, append, building, scope
 
-# A rule: from an operation and its new operands to the values that replace its results, one or a tuple.
+# rule(operation, *new operands) -> the value, or tuple of values, that replaces the results of the operation.
 Rule = Callable[..., Any]
 
 
 def rewrite(function: Graph, rules: Mapping[str, Rule], into: Module) -> None:
-    """Copy `function` into module `into`, without unused operations.
+    """Add a copy of `function` to the module `into`, without unused operations.
 
-    rules: by kind of operation, the rule that replaces it; other operations are copied.
+    rules: by kind of operation; operations of other kinds are copied unchanged.
     """
     inputs = [Value(v.type, v.name) for v in function.inputs]
     mapped: dict[Value, Any] = dict(zip(function.inputs, inputs))

@@ -1,10 +1,10 @@
-"""Model families: one file each, which reads like its paper, in HF's names.
+"""The model families: one file for each, written like its paper with the names of HF.
 
 A family is a module with `Config`, `read(c: ConfigReader) -> Config` and `forward(step, config)`.
 `forward` returns logits [rows, vocab] of `wanted_rows`; an encoder's `forward` returns hidden
 states [T, hidden]. A family needs `states(config, context)` unless every layer has a KV cache and
-no other state. A config may have `windows`, the sliding window of each layer, so that these layers
-get rings. To add a family, add its file and its name here.
+no other state. Layers with a sliding window (`ModelConfig.windows`) get ring buffers. To add a
+family, add its file, and its name to `FAMILIES` or `ENCODERS`.
 """
 
 from __future__ import annotations
@@ -76,12 +76,9 @@ def build(
 
     config: the model's config.json. codecs: maps a tensor's name to its stored codec. context: the
     max number of positions. widths, verify, batches, embeds: token counts T of the functions
-    prefill_T, verify_T, decode_batch_T and embed_T. cache: how states that are not recurrent are
-    stored, a key of `abi.STORAGE`. pooling: makes an encoder, which has only the functions encode_T
+    prefill_T, verify_T, decode_batch_T and embed_T. cache: the storage of KV caches, a key of
+    `abi.STORAGE`. pooling: if given, the module is an encoder, whose only functions are encode_T
     for each T of `embeds`.
-
-    Raises EmitError for an unknown config or cache, a context over the model's limit, and a
-    bidirectional model without `pooling`.
     """
     model, c = family(config), read_config(config)
     if not 1 <= context <= c.max_positions:
@@ -123,9 +120,9 @@ def _states(model: ModuleType, c: Any, context: int, max_width: int, pooling: Po
     of_pooling = pooling.states(c.hidden) if pooling else ()
     if hasattr(model, "states"):
         return [*model.states(c, context), *of_pooling]
-    # Layers whose rings would have all positions are like the others.
-    windows = [w if w and ring_rows(w, max_width) < context else None for w in getattr(c, "windows", ())]
-    return [*layer_caches(windows or [None] * c.layers, context, c.kv_heads, c.head_dim), *of_pooling]
+    # A ring buffer with a row for every position saves no memory, so such a layer gets a positional cache.
+    windows = {i: w if w and ring_rows(w, max_width) < context else None for i, w in enumerate(c.windows)}
+    return [*layer_caches(windows, context, c.kv_heads, c.head_dim), *of_pooling]
 
 
 def _results(step: Step, logits: Value, pooling: Pooling | None, is_bidirectional: bool) -> dict[str, Value]:
@@ -139,7 +136,7 @@ def _results(step: Step, logits: Value, pooling: Pooling | None, is_bidirectiona
 
 
 def _hidden(step: Step) -> Value:
-    """Return the operand of the head, and remove the operations after that operand."""
+    """Return the hidden states that enter the head, and remove the head's operations."""
     hidden, made = step.hidden, current_function().ops
     if hidden is None:
         raise EmitError("this family has no hidden states; end its `forward` in layers.lm_head")

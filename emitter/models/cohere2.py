@@ -1,20 +1,10 @@
 """Command R7B and Command A (arXiv:2504.00698) as in HF `Cohere2ForCausalLM`.
 
-One norm feeds attention and MLP in parallel; every fourth layer has full attention and no rotary
-embedding.
+One norm feeds attention and MLP in parallel; every fourth layer has full attention without rope.
 """
 
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import (
-    attention,
-    gated_mlp,
-    layer_norm,
-    linear,
-    qkv_heads,
-    rope,
-    rotary_tables,
-    scaled,
-)
+from castiron.emitter.layers import attention, gated_mlp, layer_norm, linear, qkv_heads, rope, scaled
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder
 from castiron.emitter.ops import add
@@ -23,7 +13,6 @@ from castiron.emitter.step import Step
 
 class Config(DecoderConfig):
     attention_bias: bool = False
-    windows: list[int | None]
     logit_scale: float = 0.0625
 
 
@@ -63,4 +52,4 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    return scaled(decoder(step, c, block, rotary_tables(step, c.rotary), norm), c.logit_scale)
+    return scaled(decoder(step, c, block, norm), c.logit_scale)

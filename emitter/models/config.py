@@ -38,9 +38,9 @@ HF_KEYS: dict[str, list[str]] = json.loads(Path(__file__).with_name("hf_keys.jso
 _MAX_KEYS_IN_ERROR = 3
 # Sizes and positions are counted in i32.
 _MAX_INT = (1 << 31) - 1
-# The last number of these lists may be infinite.
+# Lists that their families check, because the last number may be infinite.
 _CHECKED_BY_FAMILIES = frozenset({"time_step_limit"})
-# Numbers that are divisors, or whose root or logarithm is computed.
+# Keys whose number must be above 0, because it is a divisor, or its root or logarithm is computed.
 POSITIVE = frozenset(
     """
     rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon rope_theta rope_local_base_freq
@@ -79,11 +79,9 @@ class ConfigReader:
     def take(self, key: str, default: Any = ..., kinds: type | tuple[type, ...] = (int,), minimum: int = 1) -> Any:
         """Return the value of `key`, or `default` if it is absent or null.
 
-        Raise EmitError if there is neither, or if the value is invalid.
-
-        kinds: the allowed types. minimum: the smallest allowed integer. Floats must fit f32, and be
-        above zero for keys in `POSITIVE`; lists contain strings or numbers; rope entries pass
-        `check_entry`.
+        Raise EmitError if there is neither, if the value has none of the types `kinds`, or if it is
+        invalid: an integer below `minimum`, a float outside f32 or not above zero for keys in
+        `POSITIVE`, a list of other things than strings or numbers, or an invalid rope entry.
         """
         self._taken.add(key)
         value = self.config.get(key)
@@ -154,9 +152,9 @@ class ConfigReader:
         self._taken.update(keys)
 
     def windows(self, layers: int, window: int | None, slides: Callable[[int], bool]) -> list[int | None]:
-        """Return each layer's window, or None for full attention.
+        """Return each layer's window in tokens, None for full attention.
 
-        The key `layer_types` selects the layers with a window; by default `slides(layer)` does.
+        `layer_types` in the config determines which layers have a window; default: `slides(layer)`.
         """
         types = self.layer_types(layers, (FULL, SLIDING), [SLIDING if slides(layer) else FULL for layer in range(layers)])
         if SLIDING in types and window is None:
@@ -175,7 +173,8 @@ class ConfigReader:
         groups, best = self.take("n_group", 1), self.take("topk_group", 1)
         if groups > 1 and (experts % groups or experts < 2 * groups or best > groups or best * experts // groups < per_token):
             raise EmitError(
-                f"the {self.model_type} config cannot choose {per_token} of {experts} experts from {best} of {groups} groups"
+                f"the {self.model_type} config has 'n_group' {groups} and 'topk_group' {best}, which do not fit "
+                f"{per_token} of {experts} experts per token"
             )
         return groups, best
 
@@ -194,11 +193,10 @@ class ConfigReader:
         return self.frequencies(entry, int(head_dim * share), max_positions, self.number("rope_theta", theta))
 
     def rotaries(self, head_dim: int, max_positions: int, full: float, sliding: float) -> tuple[Rotary, Rotary]:
-        """Read the frequencies of layers with full attention and of layers with a sliding window.
+        """Read the frequencies of layers with full attention, and of those with a sliding window.
 
-        The key `rope_parameters` has an entry for each of the two types; before transformers 5,
-        `rope_scaling` applied to layers with full attention. full, sliding: the defaults of
-        `rope_theta` in the two entries.
+        `rope_parameters` has an entry for each; before transformers 5, `rope_scaling` applied to
+        full attention. full, sliding: the defaults of `rope_theta` in the two entries.
         """
         nested = self.take("rope_parameters", {}, dict)
         entries = [nested.get(kind) or {} for kind in (FULL, SLIDING)]
@@ -214,8 +212,7 @@ class ConfigReader:
     def frequencies(self, entry: Mapping, rotary_dim: int, max_positions: int, theta: float) -> Rotary:
         """Return the frequencies of one rope entry; `theta` is the default of its `rope_theta`.
 
-        The config's `original_max_position_embeddings` overrides the entry's value, as in HF. An
-        entry of the kind 'proportional' gives the share of a head's frequencies that are not zero.
+        The config's `original_max_position_embeddings` overrides the entry's value, as in HF.
         """
         original = self.take("original_max_position_embeddings", None)
         kind = entry.get("rope_type") or entry.get("type")
@@ -233,19 +230,20 @@ class ConfigReader:
     ) -> C:
         """Return an instance of the family's dataclass `config`.
 
-        A field gets its value from `own`, otherwise from the table below, otherwise from the
-        config's key with the field's name, with the field's default. positions, theta, partial:
-        HF's defaults of `max_position_embeddings` (required if omitted), `rope_theta` and
+        A field gets its value from `own`, else from `readers` below, else from the config key with
+        the field's name; the field's default is the key's. positions, theta, partial: HF's defaults
+        of `max_position_embeddings` (`...`: the key is required), `rope_theta` and
         `partial_rotary_factor`.
         """
         hidden = own.get("hidden") or self.take("hidden_size")
+        layers = own.get("layers") or self.take("num_hidden_layers")
         heads = own.get("heads") or self.take("num_attention_heads")
         head_dim = own.get("head_dim") or self.take("head_dim", hidden // heads)
         readers: dict[str, Callable[[], Any]] = {
             "vocab": lambda: self.take("vocab_size"),
             "hidden": lambda: hidden,
             "intermediate": lambda: self.take("intermediate_size"),
-            "layers": lambda: self.take("num_hidden_layers"),
+            "layers": lambda: layers,
             "heads": lambda: heads,
             "kv_heads": lambda: self.take("num_key_value_heads"),
             "head_dim": lambda: head_dim,
@@ -253,6 +251,7 @@ class ConfigReader:
             "hidden_act": lambda: self.choice("hidden_act", ACTIVATION_NAMES, "silu"),
             "tied": lambda: self.flag("tie_word_embeddings", False),
             "rotary": lambda: self.rotary(head_dim, self.take("max_position_embeddings", positions), theta, partial),
+            "windows": lambda: [None] * layers,
             "bidirectional": lambda: False,
         }
         kinds: dict[type, Callable[[str, Any], Any]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from castiron.emitter.abi import State
@@ -22,7 +21,7 @@ from castiron.emitter.layers import (
     split_heads,
 )
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import HybridConfig
+from castiron.emitter.models.decoder import Block, HybridConfig, Mlp, decoder, hybrid_block
 from castiron.emitter.ops import add, broadcast_in_dim, logistic, multiply, reshape, slice_
 from castiron.emitter.recurrences import causal_conv, gated_delta
 from castiron.emitter.step import Step
@@ -40,12 +39,12 @@ class DeltaConfig(HybridConfig):
 
     @property
     def keys(self) -> int:
-        """Return the number of features of q, which k has too, over all heads."""
+        """Return the number of features of q, or of k, over all heads."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """Return the number of features of v, which its gate has too, over all heads."""
+        """Return the number of features of v, or of its gate, over all heads."""
         return self.value_heads * self.value_dim
 
 
@@ -66,30 +65,14 @@ def delta_fields(c: ConfigReader) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Experts:
-    """The sizes of routed experts, and of a shared expert that every token uses through a gate."""
+class MoeConfig(DeltaConfig):
+    """The config with routed experts, and a shared expert that every token uses through a gate."""
 
-    count: int
-    per_token: int
-    intermediate: int
-    shared_intermediate: int
-    normalised: bool
-
-    @classmethod
-    def read(cls, c: ConfigReader, count: int, per_token: int, normalised: bool) -> Experts:
-        """Read the keys of experts from the config.
-
-        count, per_token: HF's defaults of the number of experts and of those that a token uses.
-        normalised: whether the weights of the chosen experts are divided by their sum.
-        """
-        return cls(
-            c.take("num_experts", c.take("num_local_experts", count)),
-            c.take("num_experts_per_tok", per_token),
-            c.take("moe_intermediate_size", 512),
-            c.take("shared_expert_intermediate_size", 512),
-            normalised,
-        )
+    experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int = 512
+    shared_expert_intermediate_size: int = 512
+    norm_topk_prob: bool = True
 
 
 def states(c: DeltaConfig, context: int) -> tuple[State, ...]:
@@ -125,11 +108,17 @@ def delta_net(step: Step, c: DeltaConfig, layer: int, qkv: Value, z: Value, a: V
     return linear(step, reshape(out, (tokens, c.values)), "out_proj", c.hidden)
 
 
-def sparse_mlp(step: Step, c: DeltaConfig, e: Experts, x: Value) -> Value:
-    routing = route(linear(step, x, "gate", e.count), e.per_token, e.normalised)
+def delta_decoder(step: Step, c: DeltaConfig, linear_attn: Block[Any], mlp: Mlp[Any]) -> Value:
+    """Return the logits of a decoder whose mixers are `linear_attn` and gated attention."""
+    mixers = {FULL: ("self_attn", self_attention), LINEAR: ("linear_attn", linear_attn)}
+    return decoder(step, c, hybrid_block(mixers, mlp, rms_norm_plus_one), rms_norm_plus_one)
+
+
+def sparse_mlp(step: Step, c: MoeConfig, layer: int, x: Value) -> Value:
+    routing = route(linear(step, x, "gate", c.experts), c.num_experts_per_tok, c.norm_topk_prob)
     with scope("experts"):
-        y = experts(step, x, routing, e.count, e.intermediate, c.hidden_act)
+        y = experts(step, x, routing, c.experts, c.moe_intermediate_size, c.hidden_act)
     with scope("shared_expert"):
-        shared = gated_mlp(step, x, e.shared_intermediate, c.hidden_act)
+        shared = gated_mlp(step, x, c.shared_expert_intermediate_size, c.hidden_act)
     gate = logistic(linear(step, x, "shared_expert_gate", 1))
     return add(y, multiply(broadcast_in_dim(gate, x.shape, (0, 1)), shared))

@@ -1,10 +1,9 @@
 """ERNIE 4.5 (dense) as in HF `Ernie4_5ForCausalLM`: Llama with interleaved rotary pairs."""
 
-from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import attention, gated_mlp, linear, qkv_heads, rms_norm, rope, rotary_tables
+from castiron.emitter.ir import Value
+from castiron.emitter.layers import attention, gated_mlp, linear, qkv_heads, rope
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig, decoder
-from castiron.emitter.ops import add
+from castiron.emitter.models.decoder import DecoderConfig, decoder, pre_norm_block
 from castiron.emitter.step import Step
 
 
@@ -31,14 +30,9 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
     return linear(step, out, "o_proj", c.hidden, c.use_bias)
 
 
-def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    h = rms_norm(step, x, "input_layernorm", c.eps)
-    with scope("self_attn"):
-        x = add(x, self_attention(step, c, layer, h, tables))
-    h = rms_norm(step, x, "post_attention_layernorm", c.eps)
-    with scope("mlp"):
-        return add(x, gated_mlp(step, h, c.intermediate, c.hidden_act, c.use_bias))
+def mlp(step: Step, c: Config, layer: int, x: Value) -> Value:
+    return gated_mlp(step, x, c.intermediate, c.hidden_act, c.use_bias)
 
 
 def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, block, rotary_tables(step, c.rotary))
+    return decoder(step, c, pre_norm_block(self_attention, mlp))

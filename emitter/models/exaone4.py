@@ -3,21 +3,16 @@
 In the hybrid models, most layers have a sliding window, and only those have a rotary embedding.
 """
 
-from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import attention, gated_mlp, linear, qkv_heads, rms_norm, rope, rotary_tables
+from castiron.emitter.ir import Value
+from castiron.emitter.layers import attention, linear, qkv_heads, rms_norm, rope
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig, decoder
-from castiron.emitter.ops import add
+from castiron.emitter.models.decoder import DecoderConfig, decoder, mlp, post_norm_block
 from castiron.emitter.step import Step
 
 
 class Config(DecoderConfig):
-    """The config. hybrid: whether only some layers have a sliding window.
+    """The config. hybrid: whether only layers with a sliding window have a rotary embedding."""
 
-    In a hybrid model, only these layers have a rotary embedding.
-    """
-
-    windows: list[int | None]
     hybrid: bool
 
 
@@ -45,14 +40,5 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
     return linear(step, out, "o_proj", c.hidden)
 
 
-def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    with scope("self_attn"):
-        h = self_attention(step, c, layer, x, tables)
-    x = add(x, rms_norm(step, h, "post_attention_layernorm", c.eps))
-    with scope("mlp"):
-        h = gated_mlp(step, x, c.intermediate, c.hidden_act)
-    return add(x, rms_norm(step, h, "post_feedforward_layernorm", c.eps))
-
-
 def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, block, rotary_tables(step, c.rotary))
+    return decoder(step, c, post_norm_block(self_attention, mlp))

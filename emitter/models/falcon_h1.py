@@ -6,17 +6,7 @@ Each layer has attention and Mamba 2 in parallel, with multipliers (muP, arXiv:2
 from castiron.emitter.abi import State
 from castiron.emitter.ir import Value, scope
 from castiron.emitter.kv_cache import kv_cache
-from castiron.emitter.layers import (
-    activation,
-    attention,
-    linear,
-    linear_parts,
-    qkv_heads,
-    rms_norm,
-    rope,
-    rotary_tables,
-    scaled,
-)
+from castiron.emitter.layers import activation, attention, linear, linear_parts, qkv_heads, rms_norm, rope, scaled
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder
 from castiron.emitter.models.mamba2 import Mamba, scan
@@ -103,6 +93,5 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    tables = rotary_tables(step, c.rotary)
-    logits = decoder(step, c, block, tables, embedding_multiplier=c.embedding_multiplier, last_norm="final_layernorm")
+    logits = decoder(step, c, block, embedding_multiplier=c.embedding_multiplier, last_norm="final_layernorm")
     return scaled(logits, c.lm_head_multiplier)

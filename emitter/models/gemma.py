@@ -1,10 +1,9 @@
 """Gemma (arXiv:2403.08295) as in HF `GemmaForCausalLM`: Llama with `1 + w` norms and GELU."""
 
-from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import attention, gated_mlp, linear, qkv_heads, rms_norm_plus_one, rope, rotary_tables
+from castiron.emitter.ir import Value
+from castiron.emitter.layers import attention, linear, qkv_heads, rms_norm_plus_one, rope
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig, decoder
-from castiron.emitter.ops import add
+from castiron.emitter.models.decoder import DecoderConfig, decoder, mlp, pre_norm_block
 from castiron.emitter.step import Step
 
 
@@ -33,14 +32,6 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
     return linear(step, out, "o_proj", c.hidden, c.attention_bias)
 
 
-def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    h = rms_norm_plus_one(step, x, "input_layernorm", c.eps)
-    with scope("self_attn"):
-        x = add(x, self_attention(step, c, layer, h, tables))
-    h = rms_norm_plus_one(step, x, "post_attention_layernorm", c.eps)
-    with scope("mlp"):
-        return add(x, gated_mlp(step, h, c.intermediate, c.hidden_act))
-
-
 def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, block, rotary_tables(step, c.rotary), rms_norm_plus_one, embedding_scale=c.hidden**0.5)
+    block = pre_norm_block(self_attention, mlp, rms_norm_plus_one)
+    return decoder(step, c, block, rms_norm_plus_one, embedding_scale=c.hidden**0.5)

@@ -1,30 +1,18 @@
 """Gemma 2 (arXiv:2408.00118) as in HF `Gemma2ForCausalLM`.
 
-It is Gemma with soft caps, with norms before and after attention and MLP, and with a sliding window
-in every other layer.
+It is Gemma with soft caps, four norms in a block, and a sliding window in every other layer.
 """
 
-from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import (
-    attention,
-    gated_mlp,
-    linear,
-    qkv_heads,
-    rms_norm_plus_one,
-    rope,
-    rotary_tables,
-    softcapped,
-)
+from castiron.emitter.ir import Value
+from castiron.emitter.layers import attention, linear, qkv_heads, rms_norm_plus_one, rope, softcapped
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig, decoder
-from castiron.emitter.ops import add
+from castiron.emitter.models.decoder import DecoderConfig, decoder, mlp, sandwich_norm_block
 from castiron.emitter.step import Step
 
 
 class Config(DecoderConfig):
     attention_bias: bool = False
     query_pre_attn_scalar: float = 256.0
-    windows: list[int | None]
     attn_logit_softcapping: float | None
     final_logit_softcapping: float | None
 
@@ -53,17 +41,7 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
     return linear(step, out, "o_proj", c.hidden, c.attention_bias)
 
 
-def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    h = rms_norm_plus_one(step, x, "input_layernorm", c.eps)
-    with scope("self_attn"):
-        h = self_attention(step, c, layer, h, tables)
-    x = add(x, rms_norm_plus_one(step, h, "post_attention_layernorm", c.eps))
-    h = rms_norm_plus_one(step, x, "pre_feedforward_layernorm", c.eps)
-    with scope("mlp"):
-        h = gated_mlp(step, h, c.intermediate, c.hidden_act)
-    return add(x, rms_norm_plus_one(step, h, "post_feedforward_layernorm", c.eps))
-
-
 def forward(step: Step, c: Config) -> Value:
-    logits = decoder(step, c, block, rotary_tables(step, c.rotary), rms_norm_plus_one, embedding_scale=c.hidden**0.5)
+    block = sandwich_norm_block(self_attention, mlp, rms_norm_plus_one)
+    logits = decoder(step, c, block, rms_norm_plus_one, embedding_scale=c.hidden**0.5)
     return softcapped(logits, c.final_logit_softcapping)

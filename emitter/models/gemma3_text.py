@@ -3,35 +3,17 @@
 EmbeddingGemma (arXiv:2509.20354) is the same with bidirectional attention.
 """
 
-from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import (
-    attention,
-    gated_mlp,
-    linear,
-    qkv_heads,
-    rms_norm_plus_one,
-    rope,
-    rotary_tables,
-    softcapped,
-)
+from castiron.emitter.ir import Value
+from castiron.emitter.layers import attention, linear, qkv_heads, rms_norm_plus_one, rope, softcapped
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig, decoder
-from castiron.emitter.ops import add
-from castiron.emitter.rotary import Rotary
+from castiron.emitter.models.decoder import SlidingConfig, decoder, mlp, sandwich_norm_block
 from castiron.emitter.step import Step
 
 
-class Config(DecoderConfig):
-    """The config. rotary: frequencies of layers with full attention.
-
-    sliding_rotary: frequencies of layers with a sliding window.
-    """
-
+class Config(SlidingConfig):
     attention_bias: bool = False
     query_pre_attn_scalar: float = 256.0
-    windows: list[int | None]
     final_logit_softcapping: float | None
-    sliding_rotary: Rotary
 
 
 def read(c: ConfigReader) -> Config:
@@ -42,8 +24,7 @@ def read(c: ConfigReader) -> Config:
     thetas = c.number("rope_theta", 1000000.0), c.number("rope_local_base_freq", 10000.0)
     bidirectional, window = c.flag("use_bidirectional_attention", False), c.nullable("sliding_window", 4096)
     if bidirectional and window is not None:
-        # HF's config counts earlier and later tokens; a window counts one side and the token
-        # itself.
+        # HF's window counts earlier and later tokens; castiron's counts one side and the token itself.
         window = window // 2 + 1
     full, sliding = c.rotaries(head_dim, c.take("max_position_embeddings", 131072), *thetas)
     return c.read(
@@ -68,20 +49,7 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
     return linear(step, out, "o_proj", c.hidden, c.attention_bias)
 
 
-def block(step: Step, c: Config, layer: int, x: Value, tables: list[tuple[Value, Value]]) -> Value:
-    h = rms_norm_plus_one(step, x, "input_layernorm", c.eps)
-    with scope("self_attn"):
-        h = self_attention(step, c, layer, h, tables[layer])
-    x = add(x, rms_norm_plus_one(step, h, "post_attention_layernorm", c.eps))
-    h = rms_norm_plus_one(step, x, "pre_feedforward_layernorm", c.eps)
-    with scope("mlp"):
-        h = gated_mlp(step, h, c.intermediate, c.hidden_act)
-    return add(x, rms_norm_plus_one(step, h, "post_feedforward_layernorm", c.eps))
-
-
 def forward(step: Step, c: Config) -> Value:
-    full = rotary_tables(step, c.rotary, "rotary.full")
-    sliding = rotary_tables(step, c.sliding_rotary, "rotary.sliding")
-    tables = [sliding if window else full for window in c.windows]
-    logits = decoder(step, c, block, tables, rms_norm_plus_one, embedding_scale=c.hidden**0.5)
+    block = sandwich_norm_block(self_attention, mlp, rms_norm_plus_one)
+    logits = decoder(step, c, block, rms_norm_plus_one, embedding_scale=c.hidden**0.5)
     return softcapped(logits, c.final_logit_softcapping)

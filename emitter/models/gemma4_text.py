@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from castiron.emitter.abi import State
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.kv_cache import kv_cache, ring
+from castiron.emitter.kv_cache import layer_caches
 from castiron.emitter.layers import (
     activation,
     attention,
@@ -20,7 +20,6 @@ from castiron.emitter.layers import (
     lm_head,
     rms_norm,
     rope,
-    rotary_tables,
     route,
     scaled,
     softcapped,
@@ -29,7 +28,7 @@ from castiron.emitter.layers import (
     wanted_rows,
 )
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig
+from castiron.emitter.models.decoder import SlidingConfig
 from castiron.emitter.ops import add, broadcast_in_dim, gather_rows, multiply, reshape, slice_
 from castiron.emitter.rotary import Rotary
 from castiron.emitter.step import Step
@@ -43,16 +42,14 @@ class Experts:
     intermediate: int
 
 
-class Config(DecoderConfig):
+class Config(SlidingConfig):
     """The config. rotary, kv_heads, head_dim: of layers with full attention.
 
-    The fields `sliding_...` belong to layers with a sliding window. own: the number of first layers
-    that compute keys and values; later layers use those of earlier ones. per_layer: features of a
-    layer's token embedding, 0 if there are none.
+    The fields `sliding_...` belong to layers with a sliding window. own: the first `own` layers
+    compute keys and values; the layers after them use those of `source(layer)`. per_layer: features
+    of each layer's token embedding, 0 if there are none.
     """
 
-    windows: list[int | None]
-    sliding_rotary: Rotary
     sliding_kv_heads: int
     sliding_head_dim: int
     own: int
@@ -69,22 +66,12 @@ class Config(DecoderConfig):
         return (self.sliding_kv_heads, self.sliding_head_dim) if self.windows[layer] else (self.kv_heads, self.head_dim)
 
     def source(self, layer: int) -> int:
-        """Return the layer whose KV cache `layer` uses.
+        """Return the layer whose keys and values `layer` uses.
 
-        This is the layer itself, or, if it has no cache, the last layer of the same attention type
-        that has one.
+        It is the layer itself, or the last layer of its attention type that has a KV cache.
         """
         kind = self.windows[layer] is None
         return layer if layer < self.own else max(i for i in range(self.own) if (self.windows[i] is None) == kind)
-
-    def slot(self, layer: int) -> tuple[int, str]:
-        """Return the index of a layer's keys and values in their states.
-
-        Also return the suffix of these states' names: `_sliding` for rings, else empty.
-        """
-        source = self.source(layer)
-        kind = self.windows[source] is None
-        return sum((w is None) == kind for w in self.windows[:source]), "" if kind else "_sliding"
 
 
 def read(c: ConfigReader) -> Config:
@@ -127,7 +114,7 @@ def read_experts(c: ConfigReader) -> Experts | None:
 
 
 def full_heads(c: ConfigReader, windows: list[int | None], keys_are_values: bool) -> dict[str, int]:
-    """Return `head_dim` and `num_key_value_heads` of layers with full attention, where given."""
+    """Return `head_dim` and `num_key_value_heads` of full attention, if the config has them."""
     kv_heads, head_dim = c.take("num_global_key_value_heads", None), c.take("global_head_dim", 512)
     if "per_layer_config" not in c.config:
         return {"head_dim": head_dim, **({"num_key_value_heads": kv_heads} if keys_are_values and kv_heads else {})}
@@ -162,52 +149,37 @@ def rotaries(c: ConfigReader, full: int, sliding: int) -> tuple[Rotary, Rotary]:
 
 def states(c: Config, context: int) -> tuple[State, ...]:
     """Return the KV caches of layers with full attention, and the rings of those with a window."""
-    sliding = sum(window is not None for window in c.windows[: c.own])
-    full = kv_cache(c.own - sliding, context, c.kv_heads, c.head_dim)
-    if not sliding:
-        return full
-    window = next(window for window in c.windows if window)
-    rows = kv_cache(sliding, context, c.sliding_kv_heads, c.sliding_head_dim)
-    return *full, *(ring(state, window) for state in rows)
+    windows = dict(enumerate(c.windows[: c.own]))
+    full = layer_caches(windows, context, c.kv_heads, c.head_dim)
+    sliding = layer_caches(windows, context, c.sliding_kv_heads, c.sliding_head_dim)
+    return *(s for s in full if s.kind == "positional"), *(s for s in sliding if s.kind == "window")
 
 
-def unscaled_norm(step: Step, x: Value, eps: float) -> Value:
-    """Apply an RMS norm without a weight."""
-    return rms_norm(step, x, None, eps)
+# The keys and values of each layer that computes them.
+Shared = dict[int, tuple[Value, Value]]
 
 
-class Tables:
-    """Values that blocks share: cos and sin for each type of layer, keys and values by layer."""
-
-    def __init__(self, step: Step, c: Config) -> None:
-        self.full = rotary_tables(step, c.rotary, "rotary.full")
-        self.sliding = rotary_tables(step, c.sliding_rotary, "rotary.sliding")
-        self.keys: dict[int, tuple[Value, Value]] = {}
-
-
-def self_attention(step: Step, c: Config, layer: int, x: Value, tables: Tables) -> Value:
+def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value], shared: Shared) -> Value:
     kv_heads, d = c.heads_of(layer)
-    turn = tables.sliding if c.windows[layer] else tables.full
     q = split_heads(linear(step, x, "q_proj", c.heads * d, c.attention_bias), c.heads)
-    q = rope(step, rms_norm(step, q, "q_norm", c.eps), turn)
+    q = rope(step, rms_norm(step, q, "q_norm", c.eps), tables)
     source = c.source(layer)
     if source == layer:
         k = v = split_heads(linear(step, x, "k_proj", kv_heads * d, c.attention_bias), kv_heads)
         if not c.keys_are_values or c.windows[layer]:
             v = split_heads(linear(step, x, "v_proj", kv_heads * d, c.attention_bias), kv_heads)
-        k = rope(step, rms_norm(step, k, "k_norm", c.eps), turn)
-        tables.keys[layer] = k, unscaled_norm(step, v, c.eps)
+        k = rope(step, rms_norm(step, k, "k_norm", c.eps), tables)
+        shared[layer] = k, rms_norm(step, v, None, c.eps)
     # A layer without keys and values writes those of `source` again, into the same rows.
-    k, v = tables.keys[source]
-    slot, ending = c.slot(layer)
-    out = attention(step, slot, q, k, v, 1.0, c.windows[layer], cache=(f"k{ending}", f"v{ending}"))
+    k, v = shared[source]
+    out = attention(step, source, q, k, v, 1.0, c.windows[layer])
     return linear(step, out, "o_proj", c.hidden, c.attention_bias)
 
 
 def mixed(step: Step, c: Config, e: Experts, x: Value, dense: Value) -> Value:
     """Return the sum of the MLP's result `dense` and the experts' result, after a norm on each."""
     with scope("router"):
-        h = multiply(unscaled_norm(step, x, c.eps), along_rows(values(step, "scale", (c.hidden,)), x))
+        h = multiply(rms_norm(step, x, None, c.eps), broadcast_in_dim(values(step, "scale", (c.hidden,)), x.shape, (1,)))
         chosen, weights = route(linear(step, scaled(h, c.hidden**-0.5), "proj", e.count), e.per_token, normalised=True)
         scales = gather_rows(
             reshape(values(step, "per_expert_scale", (e.count,)), (e.count, 1)), reshape(chosen, (chosen.type.elements,))
@@ -220,14 +192,10 @@ def mixed(step: Step, c: Config, e: Experts, x: Value, dense: Value) -> Value:
     return add(rms_norm(step, dense, "post_feedforward_layernorm_1", c.eps), h)
 
 
-def along_rows(vector: Value, x: Value) -> Value:
-    return broadcast_in_dim(vector, x.shape, (1,))
-
-
-def block(step: Step, c: Config, layer: int, x: Value, tables: Tables, own: Value | None) -> Value:
+def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value], shared: Shared, own: Value | None) -> Value:
     h = rms_norm(step, x, "input_layernorm", c.eps)
     with scope("self_attn"):
-        h = self_attention(step, c, layer, h, tables)
+        h = self_attention(step, c, layer, h, tables, shared)
     x = add(x, rms_norm(step, h, "post_attention_layernorm", c.eps))
     h = rms_norm(step, x, "pre_feedforward_layernorm", c.eps)
     with scope("mlp"):
@@ -258,11 +226,12 @@ def layer_embeddings(step: Step, c: Config, x: Value) -> list[Value | None]:
 
 
 def forward(step: Step, c: Config) -> Value:
-    tables = Tables(step, c)
+    shared: Shared = {}
+    tables = c.tables(step)
     with scope("model"):
         x = embedding(step, "embed_tokens", c.vocab, c.hidden, c.hidden**0.5)
         for layer, own in enumerate(layer_embeddings(step, c, x)):
             with scope(f"layers.{layer}"):
-                x = block(step, c, layer, x, tables, own)
+                x = block(step, c, layer, x, tables[layer], shared, own)
         x = rms_norm(step, wanted_rows(step, x), "norm", c.eps)
     return softcapped(lm_head(step, x, c.vocab, c.tied), c.final_logit_softcapping)

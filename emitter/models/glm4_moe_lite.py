@@ -8,21 +8,9 @@ latent space, uses c as key and value, and multiplies the result by V.
 import math
 
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import (
-    attention,
-    experts,
-    gated_mlp,
-    linear,
-    rms_norm,
-    rope,
-    rotary_tables,
-    route,
-    scaled,
-    split_heads,
-    values,
-)
+from castiron.emitter.layers import attention, experts, gated_mlp, linear, rms_norm, rope, route, scaled, split_heads, values
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig, decoder
+from castiron.emitter.models.decoder import DecoderConfig, decoder, pre_norm_block
 from castiron.emitter.ops import add, concatenate, dot_general, reshape, slice_, transpose
 from castiron.emitter.step import Step
 from castiron.emitter.types import EmitError
@@ -57,7 +45,7 @@ class Config(DecoderConfig):
 
 
 def read(c: ConfigReader) -> Config:
-    # HF computes the first from its parts, and reads the second nowhere.
+    # HF computes `qk_head_dim` from its parts, and never reads `pretraining_tp`.
     c.unused("qk_head_dim", "pretraining_tp")
     heads, layers = c.take("num_attention_heads"), c.take("num_hidden_layers")
     if c.take("num_key_value_heads", 20) != heads:
@@ -132,7 +120,9 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
     return linear(step, reshape(out, (tokens, c.heads * c.v_head_dim)), "o_proj", c.hidden, c.attention_bias)
 
 
-def moe(step: Step, c: Config, x: Value) -> Value:
+def mlp(step: Step, c: Config, layer: int, x: Value) -> Value:
+    if not c.sparse[layer]:
+        return gated_mlp(step, x, c.intermediate, c.hidden_act)
     logits = linear(step, x, "gate", c.experts)
     with scope("gate"):
         correction = step.vector("e_score_correction_bias", (c.experts,))
@@ -144,14 +134,5 @@ def moe(step: Step, c: Config, x: Value) -> Value:
         return add(routed, gated_mlp(step, x, c.moe_intermediate_size * c.n_shared_experts, c.hidden_act))
 
 
-def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    h = rms_norm(step, x, "input_layernorm", c.eps)
-    with scope("self_attn"):
-        x = add(x, self_attention(step, c, layer, h, tables))
-    h = rms_norm(step, x, "post_attention_layernorm", c.eps)
-    with scope("mlp"):
-        return add(x, moe(step, c, h) if c.sparse[layer] else gated_mlp(step, h, c.intermediate, c.hidden_act))
-
-
 def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, block, rotary_tables(step, c.rotary))
+    return decoder(step, c, pre_norm_block(self_attention, mlp))

@@ -1,28 +1,16 @@
 """gpt-oss (arXiv:2508.10925) as in HF `GptOssForCausalLM`: experts with a clamped SwiGLU.
 
-Every other layer has a sliding window. Each head has a sink: an extra score in the softmax that has
-no value.
+Every other layer has a sliding window. Each head has a sink: an extra score without a value.
 """
 
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import (
-    ClampedSwiGLU,
-    attention,
-    experts,
-    linear,
-    qkv_heads,
-    rms_norm,
-    rope,
-    rotary_tables,
-    route,
-)
+from castiron.emitter.layers import ClampedSwiGLU, attention, experts, linear, qkv_heads, rope, route
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig, decoder
-from castiron.emitter.ops import add
+from castiron.emitter.models.decoder import DecoderConfig, decoder, pre_norm_block
 from castiron.emitter.step import Step
 from castiron.emitter.types import EmitError
 
-# The default of HF.
+# HF's default for `rope_parameters`.
 _ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -37,7 +25,6 @@ class Config(DecoderConfig):
     """The config. intermediate: width of an expert's hidden layer."""
 
     attention_bias: bool = True
-    windows: list[int | None]
     experts: int
     num_experts_per_tok: int = 4
     glu: ClampedSwiGLU
@@ -73,22 +60,12 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
     return linear(step, out, "o_proj", c.hidden, c.attention_bias)
 
 
-def mlp(step: Step, c: Config, x: Value) -> Value:
-    # HF's softmax over the chosen logits equals a softmax over all, divided by the sum of the
-    # chosen.
+def mlp(step: Step, c: Config, layer: int, x: Value) -> Value:
+    # HF's softmax over the chosen logits equals a softmax over all logits, divided by its sum over the chosen ones.
     routing = route(linear(step, x, "router", c.experts, bias=True), c.num_experts_per_tok, normalised=True)
     with scope("experts"):
         return experts(step, x, routing, c.experts, c.intermediate, c.glu, bias=True)
 
 
-def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    h = rms_norm(step, x, "input_layernorm", c.eps)
-    with scope("self_attn"):
-        x = add(x, self_attention(step, c, layer, h, tables))
-    h = rms_norm(step, x, "post_attention_layernorm", c.eps)
-    with scope("mlp"):
-        return add(x, mlp(step, c, h))
-
-
 def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, block, rotary_tables(step, c.rotary))
+    return decoder(step, c, pre_norm_block(self_attention, mlp))

@@ -1,32 +1,20 @@
 """Granite 3 MoE as in HF `GraniteMoeForCausalLM`: Granite with experts instead of an MLP."""
 
+from typing import Any
+
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import (
-    attention,
-    experts,
-    linear,
-    qkv_heads,
-    rms_norm,
-    rope,
-    rotary_tables,
-    route,
-    scaled,
-)
+from castiron.emitter.layers import experts, linear, route, scaled
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig, decoder
-from castiron.emitter.ops import add, constant, divide
+from castiron.emitter.models.decoder import decoder, pre_norm_block
+from castiron.emitter.models.granite import GraniteConfig, self_attention
+from castiron.emitter.ops import constant, divide
 from castiron.emitter.step import Step
 from castiron.emitter.types import F32
 
 
-class Config(DecoderConfig):
+class Config(GraniteConfig):
     """The config. intermediate: width of an expert's hidden layer."""
 
-    attention_bias: bool = False
-    embedding_multiplier: float = 1.0
-    attention_multiplier: float = 1.0
-    residual_multiplier: float = 1.0
-    logits_scaling: float = 1.0
     experts: int
     num_experts_per_tok: int = 2
 
@@ -40,32 +28,21 @@ def read(c: ConfigReader) -> Config:
     )
 
 
-def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    q, k, v = qkv_heads(step, x, c.heads, c.kv_heads, c.head_dim, c.attention_bias)
-    q, k = rope(step, q, tables), rope(step, k, tables)
-    out = attention(step, layer, q, k, v, scale=c.attention_multiplier)
-    return linear(step, out, "o_proj", c.hidden, c.attention_bias)
-
-
-def block_sparse_moe(step: Step, c: Config, x: Value) -> Value:
+def sparse_mlp(step: Step, c: Any, x: Value) -> Value:
+    """Apply the routed experts of Granite 3 or 4."""
     with scope("router"):
         logits = linear(step, x, "layer", c.experts)
-    # HF's softmax over the chosen logits equals a softmax over all, divided by the sum of the
-    # chosen.
+    # HF's softmax over the chosen logits equals a softmax over all logits, divided by its sum over the chosen ones.
     routing = route(logits, c.num_experts_per_tok, normalised=True)
     with scope("experts"):
         return experts(step, x, routing, c.experts, c.intermediate, c.hidden_act)
 
 
-def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    h = rms_norm(step, x, "input_layernorm", c.eps)
-    with scope("self_attn"):
-        x = add(x, scaled(self_attention(step, c, layer, h, tables), c.residual_multiplier))
-    h = rms_norm(step, x, "post_attention_layernorm", c.eps)
-    with scope("block_sparse_moe"):
-        return add(x, scaled(block_sparse_moe(step, c, h), c.residual_multiplier))
+def block_sparse_moe(step: Step, c: Config, layer: int, x: Value) -> Value:
+    return scaled(sparse_mlp(step, c, x), c.residual_multiplier)
 
 
 def forward(step: Step, c: Config) -> Value:
-    logits = decoder(step, c, block, rotary_tables(step, c.rotary), embedding_multiplier=c.embedding_multiplier)
+    block = pre_norm_block(self_attention, block_sparse_moe, mlp_name="block_sparse_moe")
+    logits = decoder(step, c, block, embedding_multiplier=c.embedding_multiplier)
     return divide(logits, constant(c.logits_scaling, F32, logits.shape))

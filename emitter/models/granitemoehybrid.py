@@ -3,25 +3,17 @@
 The other layers have attention without rotary embedding. Every token also uses a shared expert.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 from castiron.emitter.abi import State
 from castiron.emitter.ir import Value, scope
 from castiron.emitter.kv_cache import kv_cache
-from castiron.emitter.layers import (
-    activation,
-    attention,
-    experts,
-    linear,
-    linear_parts,
-    qkv_heads,
-    rms_norm,
-    rope,
-    rotary_tables,
-    route,
-    scaled,
-)
+from castiron.emitter.layers import activation, attention, linear, linear_parts, qkv_heads, rms_norm, rope, scaled
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import HybridConfig, decoder
-from castiron.emitter.models.mamba2 import Mamba, scan
+from castiron.emitter.models.granitemoe import sparse_mlp
+from castiron.emitter.models.mamba2 import Mamba, gated_scan
 from castiron.emitter.ops import add, constant, divide, multiply
 from castiron.emitter.step import Step
 from castiron.emitter.types import F32
@@ -30,10 +22,7 @@ MAMBA, FULL = "linear_attention", "full_attention"
 
 
 class Config(HybridConfig):
-    """The config. intermediate: width of a routed expert's hidden layer.
-
-    experts: the number of routed experts.
-    """
+    """The config. intermediate: hidden width of a routed expert. rotates: whether rope is used."""
 
     attention_bias: bool = False
     rotates: bool
@@ -45,6 +34,9 @@ class Config(HybridConfig):
     num_experts_per_tok: int = 2
     shared_intermediate_size: int = 1024
     mamba: Mamba
+
+    def tables(self, step: Step) -> Sequence[Any]:
+        return super().tables(step) if self.rotates else [None] * self.layers
 
 
 def read(c: ConfigReader) -> Config:
@@ -74,21 +66,8 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
 
 
 def mamba(step: Step, c: Config, layer: int, x: Value) -> Value:
-    m = c.mamba
-    sizes = {"gate": m.features, "conv_in": m.features + 2 * m.shared, "dt": m.heads}
-    gate, rows, dt = linear_parts(step, x, "in_proj", sizes, m.proj_bias)
-    out = multiply(scan(step, m, c.slot(layer), rows, dt, c.hidden_act), activation(gate, "silu"))
-    return linear(step, rms_norm(step, out, "norm", c.eps, groups=m.groups), "out_proj", c.hidden, m.proj_bias)
-
-
-def block_sparse_moe(step: Step, c: Config, x: Value) -> Value:
-    with scope("router"):
-        logits = linear(step, x, "layer", c.experts)
-    # HF's softmax over the chosen logits equals a softmax over all, divided by the sum of the
-    # chosen.
-    routing = route(logits, c.num_experts_per_tok, normalised=True)
-    with scope("experts"):
-        return experts(step, x, routing, c.experts, c.intermediate, c.hidden_act)
+    out = gated_scan(step, c.mamba, c.slot(layer), x, c.hidden_act, c.eps)
+    return linear(step, out, "out_proj", c.hidden, c.mamba.proj_bias)
 
 
 def shared_mlp(step: Step, c: Config, x: Value) -> Value:
@@ -110,11 +89,10 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
         y = shared_mlp(step, c, h)
     if c.experts:
         with scope("block_sparse_moe"):
-            y = add(block_sparse_moe(step, c, h), y)
+            y = add(sparse_mlp(step, c, h), y)
     return add(x, scaled(y, c.residual_multiplier))
 
 
 def forward(step: Step, c: Config) -> Value:
-    tables = rotary_tables(step, c.rotary) if c.rotates else None
-    logits = decoder(step, c, block, tables, embedding_multiplier=c.embedding_multiplier)
+    logits = decoder(step, c, block, embedding_multiplier=c.embedding_multiplier)
     return divide(logits, constant(c.logits_scaling, F32, logits.shape))

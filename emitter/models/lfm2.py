@@ -1,12 +1,12 @@
 """LFM2 (arXiv:2511.23404) as in HF `Lfm2ForCausalLM`: mostly short convolutions with gates."""
 
 from castiron.emitter.abi import State
-from castiron.emitter.ir import Value, scope
+from castiron.emitter.ir import Value
 from castiron.emitter.kv_cache import kv_cache
-from castiron.emitter.layers import activation, attention, linear, qkv_heads, rms_norm, rope, rotary_tables
+from castiron.emitter.layers import activation, attention, linear, qkv_heads, rms_norm, rope
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import HybridConfig, decoder
-from castiron.emitter.ops import add, multiply, slice_
+from castiron.emitter.models.decoder import HybridConfig, decoder, hybrid_block
+from castiron.emitter.ops import multiply, slice_
 from castiron.emitter.recurrences import causal_conv
 from castiron.emitter.step import Step
 
@@ -35,11 +35,7 @@ def read(c: ConfigReader) -> Config:
 
 
 def feed_forward_size(c: ConfigReader) -> int:
-    """Return the MLP's width: 2/3 of the config's width, times a factor, rounded up.
-
-    The result is a multiple of `block_multiple_of`. If `block_auto_adjust_ff_dim` is false, the
-    config's width is returned unchanged.
-    """
+    """Return the MLP's width: the config's, or 2/3 of it times a factor, rounded up."""
     stated = c.take("intermediate_size", None)
     size = c.take("block_ff_dim", stated) or c.take("intermediate_size")
     multiple, factor = c.take("block_multiple_of", 256), c.number("block_ffn_dim_multiplier", 1.0)
@@ -61,30 +57,21 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
     return linear(step, out, "out_proj", c.hidden)
 
 
-def short_conv(step: Step, c: Config, layer: int, x: Value) -> Value:
+def short_conv(step: Step, c: Config, layer: int, x: Value, tables: object) -> Value:
     rows = linear(step, x, "in_proj", 3 * c.hidden, c.conv_bias)
     before, after, x = (slice_(rows, (0, i * c.hidden), (x.shape[0], (i + 1) * c.hidden)) for i in range(3))
     y = causal_conv(step, c.slot(layer), multiply(before, x), "conv", c.conv_bias)
     return linear(step, multiply(after, y), "out_proj", c.hidden, c.conv_bias)
 
 
-def feed_forward(step: Step, c: Config, x: Value) -> Value:
+def feed_forward(step: Step, c: Config, layer: int, x: Value) -> Value:
     gate = activation(linear(step, x, "w1", c.intermediate), c.hidden_act)
     return linear(step, multiply(gate, linear(step, x, "w3", c.intermediate)), "w2", c.hidden)
 
 
-def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    h = rms_norm(step, x, "operator_norm", c.eps)
-    if c.layer_types[layer] == FULL:
-        with scope("self_attn"):
-            x = add(x, self_attention(step, c, layer, h, tables))
-    else:
-        with scope("conv"):
-            x = add(x, short_conv(step, c, layer, h))
-    h = rms_norm(step, x, "ffn_norm", c.eps)
-    with scope("feed_forward"):
-        return add(x, feed_forward(step, c, h))
+OPERATORS = {FULL: ("self_attn", self_attention), CONV: ("conv", short_conv)}
+NAMES = "operator_norm", "ffn_norm", "feed_forward"
 
 
 def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, block, rotary_tables(step, c.rotary), last_norm="embedding_norm")
+    return decoder(step, c, hybrid_block(OPERATORS, feed_forward, names=NAMES), last_norm="embedding_norm")

@@ -1,11 +1,11 @@
 """LFM2 MoE as in HF `Lfm2MoeForCausalLM`: LFM2 with experts in all but the first layers."""
 
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import experts, linear, rms_norm, rotary_tables, route, scaled
+from castiron.emitter.layers import experts, linear, route, scaled
 from castiron.emitter.models import lfm2
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import decoder
-from castiron.emitter.models.lfm2 import CONV, FULL, feed_forward, self_attention, short_conv
+from castiron.emitter.models.decoder import decoder, hybrid_block
+from castiron.emitter.models.lfm2 import CONV, FULL, NAMES, OPERATORS
 from castiron.emitter.models.lfm2 import states as states
 from castiron.emitter.ops import add, broadcast_in_dim, constant, divide, reduce
 from castiron.emitter.step import Step
@@ -43,7 +43,9 @@ def read(c: ConfigReader) -> Config:
     )
 
 
-def sparse_moe(step: Step, c: Config, x: Value) -> Value:
+def feed_forward(step: Step, c: Config, layer: int, x: Value) -> Value:
+    if layer < c.dense:
+        return lfm2.feed_forward(step, c, layer, x)
     logits = linear(step, x, "gate", c.experts)
     bias = step.vector("expert_bias", (c.experts,)) if c.use_expert_bias else None
     chosen, weights = route(logits, c.num_experts_per_tok, False, "sigmoid", bias)
@@ -56,18 +58,5 @@ def sparse_moe(step: Step, c: Config, x: Value) -> Value:
         return experts(step, x, routing, c.experts, c.moe_intermediate_size, c.hidden_act, ("w1", "w3", "w2"))
 
 
-def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    h = rms_norm(step, x, "operator_norm", c.eps)
-    if c.layer_types[layer] == FULL:
-        with scope("self_attn"):
-            x = add(x, self_attention(step, c, layer, h, tables))
-    else:
-        with scope("conv"):
-            x = add(x, short_conv(step, c, layer, h))
-    h = rms_norm(step, x, "ffn_norm", c.eps)
-    with scope("feed_forward"):
-        return add(x, feed_forward(step, c, h) if layer < c.dense else sparse_moe(step, c, h))
-
-
 def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, block, rotary_tables(step, c.rotary), last_norm="embedding_norm")
+    return decoder(step, c, hybrid_block(OPERATORS, feed_forward, names=NAMES), last_norm="embedding_norm")

@@ -6,14 +6,13 @@ sliding window in some layers.
 
 from castiron.emitter.abi import State
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.kv_cache import kv_cache, ring
-from castiron.emitter.layers import attention, linear, qkv_heads, rms_norm, rope, rotary_tables, split_heads
+from castiron.emitter.kv_cache import layer_caches
+from castiron.emitter.layers import attention, linear, qkv_heads, rms_norm, rope, split_heads
 from castiron.emitter.models import lfm2
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import decoder
+from castiron.emitter.models.decoder import SlidingConfig, decoder
 from castiron.emitter.models.lfm2 import CONV, FULL, feed_forward, short_conv
 from castiron.emitter.ops import add, broadcast_in_dim, logistic, multiply, reshape
-from castiron.emitter.rotary import Rotary
 from castiron.emitter.step import Step
 from castiron.emitter.types import EmitError
 
@@ -24,14 +23,7 @@ _ROPES = {
 }
 
 
-class Config(lfm2.Config):
-    """The config. rotary: frequencies of layers with full attention.
-
-    sliding_rotary: frequencies of layers with a sliding window.
-    """
-
-    sliding_rotary: Rotary
-    window: int | None
+class Config(SlidingConfig, lfm2.Config):
     attention_bias: bool = False
     use_attention_gate: bool = True
     use_sandwich_norm: bool = True
@@ -57,30 +49,23 @@ def read(c: ConfigReader) -> Config:
         rotary=of_full,
         layer_types=types,
         sliding_rotary=of_sliding,
-        window=window,
+        windows=[window if kind == SLIDING else None for kind in types],
         conv_positions=c.take("conv_L_cache", 7, minimum=2),
     )
 
 
 def states(c: Config, context: int) -> tuple[State, ...]:
     """Return the KV caches, the rings of sliding windows, and the convolution states."""
-    rows = kv_cache(c.count(SLIDING), context, c.kv_heads, c.head_dim)
-    sliding = (ring(state, c.window) for state in rows) if c.window else ()
+    windows = {layer: c.windows[layer] for layer, kind in enumerate(c.layer_types) if kind != CONV}
     conv = State("conv", (c.count(CONV), c.conv_positions - 1, c.hidden), kind="recurrent")
-    return (*kv_cache(c.count(FULL), context, c.kv_heads, c.head_dim), *sliding, conv)
+    return (*layer_caches(windows, context, c.kv_heads, c.head_dim), conv)
 
 
-# cos and sin by the type of layer.
-Tables = dict[str, tuple[Value, Value]]
-
-
-def self_attention(step: Step, c: Config, layer: int, x: Value, tables: Tables) -> Value:
+def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
     q, k, v = qkv_heads(step, x, c.heads, c.kv_heads, c.head_dim, c.attention_bias)
     q, k = rms_norm(step, q, "q_norm", c.eps), rms_norm(step, k, "k_norm", c.eps)
-    kind = c.layer_types[layer]
-    q, k = rope(step, q, tables[kind]), rope(step, k, tables[kind])
-    window, cache = (c.window, ("k_sliding", "v_sliding")) if kind == SLIDING else (None, ("k", "v"))
-    out = attention(step, c.slot(layer), q, k, v, c.head_dim**-0.5, window, cache=cache)
+    q, k = rope(step, q, tables), rope(step, k, tables)
+    out = attention(step, layer, q, k, v, c.head_dim**-0.5, c.windows[layer])
     if c.use_attention_gate:
         heads = split_heads(out, c.heads)
         gate = broadcast_in_dim(logistic(linear(step, x, "g_proj", c.heads)), heads.shape, (0, 1))
@@ -92,24 +77,20 @@ def after(step: Step, c: Config, x: Value, name: str) -> Value:
     return rms_norm(step, x, name, c.eps) if c.use_sandwich_norm else x
 
 
-def block(step: Step, c: Config, layer: int, x: Value, tables: Tables) -> Value:
+def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
     h = rms_norm(step, x, "operator_norm", c.eps)
     if c.layer_types[layer] == CONV:
         with scope("conv"):
-            h = short_conv(step, c, layer, h)
+            h = short_conv(step, c, layer, h, tables)
     else:
         with scope("self_attn"):
             h = self_attention(step, c, layer, h, tables)
     x = add(x, after(step, c, h, "post_operator_norm"))
     h = rms_norm(step, x, "ffn_norm", c.eps)
     with scope("feed_forward"):
-        h = feed_forward(step, c, h)
+        h = feed_forward(step, c, layer, h)
     return add(x, after(step, c, h, "post_ffn_norm"))
 
 
 def forward(step: Step, c: Config) -> Value:
-    tables = {
-        FULL: rotary_tables(step, c.rotary, "rotary.full"),
-        SLIDING: rotary_tables(step, c.sliding_rotary, "rotary.sliding"),
-    }
-    return decoder(step, c, block, tables, last_norm="embedding_norm")
+    return decoder(step, c, block, last_norm="embedding_norm")

@@ -1,10 +1,9 @@
 """Llama 2 to 3.2, SmolLM2, TinyLlama (arXiv:2307.09288, 2407.21783) as in HF `LlamaForCausalLM`."""
 
-from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import attention, gated_mlp, linear, qkv_heads, rms_norm, rope, rotary_tables
+from castiron.emitter.ir import Value
+from castiron.emitter.layers import attention, gated_mlp, linear, qkv_heads, rope
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig, decoder
-from castiron.emitter.ops import add
+from castiron.emitter.models.decoder import DecoderConfig, decoder, pre_norm_block
 from castiron.emitter.step import Step
 
 
@@ -26,14 +25,9 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
     return linear(step, out, "o_proj", c.hidden, c.attention_bias)
 
 
-def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    h = rms_norm(step, x, "input_layernorm", c.eps)
-    with scope("self_attn"):
-        x = add(x, self_attention(step, c, layer, h, tables))
-    h = rms_norm(step, x, "post_attention_layernorm", c.eps)
-    with scope("mlp"):
-        return add(x, gated_mlp(step, h, c.intermediate, c.hidden_act, c.mlp_bias))
+def mlp(step: Step, c: Config, layer: int, x: Value) -> Value:
+    return gated_mlp(step, x, c.intermediate, c.hidden_act, c.mlp_bias)
 
 
 def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, block, rotary_tables(step, c.rotary))
+    return decoder(step, c, pre_norm_block(self_attention, mlp))

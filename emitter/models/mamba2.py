@@ -10,9 +10,9 @@ import numpy as np
 
 from castiron.emitter.abi import State
 from castiron.emitter.ir import Value, append, current_path
-from castiron.emitter.layers import activation, split_heads
+from castiron.emitter.layers import activation, linear_parts, rms_norm, split_heads
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.ops import broadcast_in_dim, maximum, minimum, reshape, slice_
+from castiron.emitter.ops import broadcast_in_dim, maximum, minimum, multiply, reshape, slice_
 from castiron.emitter.recurrences import causal_conv, selective_scan
 from castiron.emitter.shorten import shorten
 from castiron.emitter.step import Step, Weight
@@ -42,11 +42,8 @@ class Mamba:
 
     @classmethod
     def read(cls, c: ConfigReader, features: int | None = None) -> Mamba:
-        """Read the keys `mamba_...`.
-
-        features: default: `mamba_expand` times the hidden size.
-        """
-        # Changes results by rounding only.
+        """Read the keys `mamba_...`; default for features: `mamba_expand` times the hidden size."""
+        # The chunk size changes results by rounding only.
         c.unused("mamba_chunk_size")
         heads, expanded = c.take("mamba_n_heads", 128), c.take("mamba_expand", 2) * c.take("hidden_size")
         features = features or expanded
@@ -54,7 +51,7 @@ class Mamba:
         head_dim = features // heads if stated == "auto" else stated
         if head_dim * heads != features:
             raise EmitError(
-                f"the {c.model_type} config has {heads} Mamba heads of {stated} elements; they must have {features} together"
+                f"the {c.model_type} config has {heads} Mamba heads of size {stated}; heads x size must be {features}"
             )
         return cls(
             heads,
@@ -69,12 +66,12 @@ class Mamba:
 
     @property
     def features(self) -> int:
-        """Return the number of features of x, which its gate has too."""
+        """Return the number of features of x, or of its gate, over all heads."""
         return self.heads * self.head_dim
 
     @property
     def shared(self) -> int:
-        """Return the number of features of B, which C has too."""
+        """Return the number of features of B, or of C, over all groups."""
         return self.groups * self.state
 
     def states(self, layers: int) -> tuple[State, State]:
@@ -83,20 +80,19 @@ class Mamba:
 
 
 def time_step_limit(c: ConfigReader) -> tuple[float, float]:
-    """Return the min and max time step."""
+    """Return the min and max time step in the config's `time_step_limit`."""
     stated = c.take("time_step_limit", (0.0, inf), (list, tuple))
-    # transformers writes infinity so, because JSON has no number for it.
+    # transformers writes infinity as this object, because JSON has no number for it.
     numbers = [inf if n == {"__float__": "Infinity"} else n for n in stated]
     if len(numbers) != 2 or not all((is_number(n) or n == inf) and n >= 0 for n in numbers) or numbers[0] > numbers[1]:
-        raise EmitError(f"'time_step_limit' in the {c.model_type} config is {shorten(stated)}, not the min and max time step")
+        raise EmitError(
+            f"'time_step_limit' in the {c.model_type} config is {shorten(stated)}; it must be [min, max] with 0 <= min <= max"
+        )
     return float(numbers[0]), float(numbers[1])
 
 
 def limited(step: Step, dt: Value, limit: tuple[float, float]) -> Value:
-    """Return dt [T, heads], clamped so that softplus(dt + dt_bias) is within the limit.
-
-    As in HF, dt is clamped in prompts only, not for single tokens.
-    """
+    """Clamp dt [T, heads] so that softplus(dt + dt_bias) is in `limit`: in prefill only, as HF."""
     for bound, nearer, free in ((limit[0], maximum, 0.0), (limit[1], minimum, inf)):
         if bound != free and step.mode == "prefill":
             at = bound + float(np.log(-np.expm1(-bound))) if bound else -inf
@@ -108,10 +104,9 @@ def limited(step: Step, dt: Value, limit: tuple[float, float]) -> Value:
 
 
 def scan(step: Step, m: Mamba, slot: int, rows: Value, dt: Value, function: str) -> Value:
-    """Convolve x, B and C, then scan them: [T, features].
+    """Apply the convolution, the activation `function` and the selective scan: [T, features].
 
-    rows: x, B and C, [T, features + 2 shared]. dt: [T, heads]. function: activation after the
-    convolution.
+    rows: x, B and C before the convolution, [T, features + 2 shared]. dt: [T, heads].
     """
     rows, tokens = activation(causal_conv(step, slot, rows, "conv1d", m.conv_bias), function), rows.shape[0]
     x = split_heads(slice_(rows, (0, 0), (tokens, m.features)), m.heads)
@@ -119,3 +114,11 @@ def scan(step: Step, m: Mamba, slot: int, rows: Value, dt: Value, function: str)
     b, c = (split_heads(slice_(rows, (0, first), (tokens, first + m.shared)), m.groups) for first in firsts)
     dt = limited(step, dt, m.limit)
     return reshape(selective_scan(step, slot, x, dt, b, c), (tokens, m.features))
+
+
+def gated_scan(step: Step, m: Mamba, slot: int, x: Value, function: str, eps: float) -> Value:
+    """Apply `in_proj`, the scan, its gate and a norm by group: [T, hidden] to [T, features]."""
+    sizes = {"gate": m.features, "conv_in": m.features + 2 * m.shared, "dt": m.heads}
+    gate, rows, dt = linear_parts(step, x, "in_proj", sizes, m.proj_bias)
+    out = multiply(scan(step, m, slot, rows, dt, function), activation(gate, "silu"))
+    return rms_norm(step, out, "norm", eps, groups=m.groups)

@@ -1,19 +1,18 @@
 """Ministral 3 (arXiv:2601.08584) as in HF `Ministral3ForCausalLM`: Mistral with scaled queries."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
-from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import attention, gated_mlp, linear, qkv_heads, rms_norm, rope, rotary_tables
+from castiron.emitter.ir import Value
+from castiron.emitter.layers import attention, linear, qkv_heads, rope, rotary_tables
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig, decoder
-from castiron.emitter.ops import add
+from castiron.emitter.models.decoder import DecoderConfig, decoder, mlp, pre_norm_block
 from castiron.emitter.step import Step
 from castiron.emitter.types import EmitError
 
-# cos and sin for queries, and for keys.
-Tables = tuple[tuple[Value, Value], tuple[Value, Value]]
-
-# The default of HF.
+# HF's default for `rope_parameters`.
 _ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1000000.0,
@@ -31,7 +30,6 @@ class Config(DecoderConfig):
     A query at position p is multiplied by 1 + beta * log(1 + p // original).
     """
 
-    windows: list[int | None]
     beta: float
     original: int
 
@@ -39,6 +37,14 @@ class Config(DecoderConfig):
         """Return the factors f32 by which queries at `positions` are multiplied."""
         growth = np.log(1.0 + positions // self.original).astype(np.float32)
         return np.float32(1) + np.float32(self.beta) * growth
+
+    def tables(self, step: Step) -> Sequence[Any]:
+        """Return two pairs of cos and sin for each layer: for queries, and for keys."""
+        of_keys = rotary_tables(step, self.rotary)
+        # If all factors are 1, one pair of tables for both lets a single kernel compute q, k and v.
+        grows = step.context > self.original
+        of_queries = rotary_tables(step, self.rotary, "rotary.queries", self.growth) if grows else of_keys
+        return [(of_queries, of_keys)] * self.layers
 
 
 def read(c: ConfigReader) -> Config:
@@ -61,24 +67,12 @@ def read(c: ConfigReader) -> Config:
     )
 
 
-def self_attention(step: Step, c: Config, layer: int, x: Value, tables: Tables) -> Value:
+def self_attention(step: Step, c: Config, layer: int, x: Value, tables: Sequence[tuple[Value, Value]]) -> Value:
     q, k, v = qkv_heads(step, x, c.heads, c.kv_heads, c.head_dim)
     q, k = rope(step, q, tables[0]), rope(step, k, tables[1])
     out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5, window=c.windows[layer])
     return linear(step, out, "o_proj", c.hidden)
 
 
-def block(step: Step, c: Config, layer: int, x: Value, tables: Tables) -> Value:
-    h = rms_norm(step, x, "input_layernorm", c.eps)
-    with scope("self_attn"):
-        x = add(x, self_attention(step, c, layer, h, tables))
-    h = rms_norm(step, x, "post_attention_layernorm", c.eps)
-    with scope("mlp"):
-        return add(x, gated_mlp(step, h, c.intermediate, c.hidden_act))
-
-
 def forward(step: Step, c: Config) -> Value:
-    of_keys = rotary_tables(step, c.rotary)
-    # A context that nothing grows in has one pair of tables, and q, k and v are one kernel.
-    of_queries = of_keys if step.context <= c.original else rotary_tables(step, c.rotary, "rotary.queries", c.growth)
-    return decoder(step, c, block, (of_queries, of_keys))
+    return decoder(step, c, pre_norm_block(self_attention, mlp))

@@ -1,39 +1,20 @@
 """ModernBERT (arXiv:2412.13663), an encoder, as in HF `ModernBertModel`.
 
-Most layers have a window that covers earlier and later tokens; the others have full bidirectional
-attention.
+Most layers have a window of earlier and later tokens; the others have full attention.
 """
 
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import (
-    activation,
-    attention,
-    embedding,
-    layer_norm,
-    linear,
-    linear_parts,
-    rope,
-    rotary_tables,
-    split_heads,
-)
+from castiron.emitter.layers import activation, attention, embedding, layer_norm, linear, linear_parts, rope, split_heads
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig
+from castiron.emitter.models.decoder import SlidingConfig
 from castiron.emitter.ops import add, multiply
-from castiron.emitter.rotary import Rotary
 from castiron.emitter.step import Step
 
 
-class Config(DecoderConfig):
-    """The config. rotary: frequencies of layers with full attention.
-
-    sliding_rotary: frequencies of layers with a sliding window.
-    """
-
+class Config(SlidingConfig):
     attention_bias: bool = False
     mlp_bias: bool = False
     norm_bias: bool = False
-    windows: list[int | None]
-    sliding_rotary: Rotary
 
 
 def read(c: ConfigReader) -> Config:
@@ -43,8 +24,7 @@ def read(c: ConfigReader) -> Config:
     c.unused("sparse_prediction", "sparse_pred_ignore_index", "tie_word_embeddings", "cls_token_id", "reference_compile")
     hidden, heads, layers = c.take("hidden_size"), c.take("num_attention_heads"), c.take("num_hidden_layers")
     every = c.take("global_attn_every_n_layers", 3)
-    # `local_attention` counts earlier and later tokens; a window counts one side and the token
-    # itself.
+    # HF's window counts earlier and later tokens; castiron's counts one side and the token itself.
     window = c.take("local_attention", 128) // 2 + 1
     thetas = c.number("global_rope_theta", 160000.0), c.number("local_rope_theta", 10000.0)
     full, sliding = c.rotaries(hidden // heads, c.take("max_position_embeddings", 8192), *thetas)
@@ -90,12 +70,11 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    full = rotary_tables(step, c.rotary, "rotary.full")
-    sliding = rotary_tables(step, c.sliding_rotary, "rotary.sliding")
+    tables = c.tables(step)
     with scope("embeddings"):
         x = norm(step, c, embedding(step, "tok_embeddings", c.vocab, c.hidden), "norm")
     for layer in range(c.layers):
         with scope(f"layers.{layer}"):
-            x = block(step, c, layer, x, sliding if c.windows[layer] else full)
+            x = block(step, c, layer, x, tables[layer])
     step.hidden = x = norm(step, c, x, "final_norm")
     return x

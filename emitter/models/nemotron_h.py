@@ -4,7 +4,6 @@ Each layer is one of four: Mamba 2, attention without rotary embedding, an MLP w
 experts without gates, with a shared expert that every token uses.
 """
 
-from dataclasses import dataclass
 from math import inf
 
 import numpy as np
@@ -18,7 +17,6 @@ from castiron.emitter.layers import (
     embedding,
     experts,
     linear,
-    linear_parts,
     lm_head,
     qkv_heads,
     rms_norm,
@@ -28,8 +26,8 @@ from castiron.emitter.layers import (
 )
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
 from castiron.emitter.models.decoder import HybridConfig
-from castiron.emitter.models.mamba2 import Mamba, scan
-from castiron.emitter.ops import add, multiply
+from castiron.emitter.models.mamba2 import Mamba, gated_scan
+from castiron.emitter.ops import add
 from castiron.emitter.rotary import Rotary
 from castiron.emitter.step import Step
 from castiron.emitter.types import EmitError
@@ -38,30 +36,21 @@ MAMBA, FULL, MLP, MOE = "linear_attention", "full_attention", "mlp", "moe"
 _LETTERS = {"M": MAMBA, "*": FULL, "-": MLP, "E": MOE}
 
 
-@dataclass(frozen=True)
-class Experts:
-    """The sizes of routed experts and of a shared expert, and how experts are chosen.
-
-    latent: features of the routed experts' input, None if it has all hidden features. groups: as in
-    `layers.route`.
-    """
-
-    count: int
-    per_token: int
-    intermediate: int
-    shared_intermediate: int
-    latent: int | None
-    normalised: bool
-    scale: float
-    groups: tuple[int, int]
-
-
 class Config(HybridConfig):
+    """The config. latent: features of the routed experts' input, None for all hidden features."""
+
     mamba: Mamba
     mamba_act: str
     out_bias: bool
     mlp_bias: bool = False
-    experts: Experts
+    experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int = 7688
+    moe_shared_expert_intermediate_size: int = 7688
+    latent: int | None
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    groups: tuple[int, int]
 
 
 def read(c: ConfigReader) -> Config:
@@ -70,13 +59,15 @@ def read(c: ConfigReader) -> Config:
     # HF never ties the head of this family, and its attention reads none of the other keys.
     c.require("tie_word_embeddings", False)
     c.unused("attention_bias", "sliding_window", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-    # Keys that configure training, caches, kernels, or a head for further tokens.
+    # Keys of training, caches, kernels or a head for further tokens, and keys that HF ignores.
     c.unused(
         *("num_logits_to_keep", "use_mamba_kernels", "expand", "mamba_expand", "chunk_size", "mamba_chunk_size"),
         *("time_step_max", "time_step_floor", "time_step_limit", "mamba_proj_bias", "mamba_ssm_cache_dtype"),
         *("mamba_dt_limit", "mamba_dt_max", "mamba_dt_init_floor", "residual_in_fp32", "rescale_prenorm_residual"),
         *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
+        *("n_shared_experts", "moe_shared_expert_overlap"),
     )
+    count, per_token = c.take("n_routed_experts", c.take("num_local_experts", 8)), c.take("num_experts_per_tok", 2)
     kinds, bias = layer_kinds(c), c.flag("use_bias", False)
     mamba = Mamba(
         c.take("mamba_num_heads", 128),
@@ -102,27 +93,15 @@ def read(c: ConfigReader) -> Config:
         mamba=mamba,
         mamba_act=c.choice("mamba_hidden_act", ACTIVATION_NAMES, "silu"),
         out_bias=bias,
-        experts=read_experts(c),
-    )
-
-
-def read_experts(c: ConfigReader) -> Experts:
-    c.unused("n_shared_experts", "moe_shared_expert_overlap")
-    count, per_token = c.take("n_routed_experts", c.take("num_local_experts", 8)), c.take("num_experts_per_tok", 2)
-    return Experts(
-        count,
-        per_token,
-        c.take("moe_intermediate_size", 7688),
-        c.take("moe_shared_expert_intermediate_size", 7688),
-        c.take("moe_latent_size", None),
-        c.flag("norm_topk_prob", True),
-        c.number("routed_scaling_factor", 1.0),
-        c.expert_groups(count, per_token),
+        experts=count,
+        num_experts_per_tok=per_token,
+        latent=c.take("moe_latent_size", None),
+        groups=c.expert_groups(count, per_token),
     )
 
 
 def layer_kinds(c: ConfigReader) -> tuple[str, ...]:
-    """Read the type of each layer, by name or letter: M Mamba, * attention, - MLP, E experts."""
+    """Return each layer's type. Letters in the config: M Mamba, * attention, - MLP, E experts."""
     pattern = c.take("hybrid_override_pattern", "", str)
     if unknown := ", ".join(sorted(set(pattern) - set(_LETTERS))):
         raise EmitError(f"'hybrid_override_pattern' in the nemotron_h config has {unknown}; use M, *, - or E")
@@ -141,11 +120,8 @@ def self_attention(step: Step, c: Config, layer: int, x: Value) -> Value:
 
 
 def mamba(step: Step, c: Config, layer: int, x: Value) -> Value:
-    m = c.mamba
-    sizes = {"gate": m.features, "conv_in": m.features + 2 * m.shared, "dt": m.heads}
-    gate, rows, dt = linear_parts(step, x, "in_proj", sizes, m.proj_bias)
-    out = multiply(scan(step, m, c.slot(layer), rows, dt, c.mamba_act), activation(gate, "silu"))
-    return linear(step, rms_norm(step, out, "norm", c.eps, groups=m.groups), "out_proj", c.hidden, c.out_bias)
+    out = gated_scan(step, c.mamba, c.slot(layer), x, c.mamba_act, c.eps)
+    return linear(step, out, "out_proj", c.hidden, c.out_bias)
 
 
 def mlp(step: Step, c: Config, x: Value, intermediate: int) -> Value:
@@ -154,18 +130,17 @@ def mlp(step: Step, c: Config, x: Value, intermediate: int) -> Value:
 
 
 def moe(step: Step, c: Config, x: Value) -> Value:
-    e = c.experts
-    logits = linear(step, x, "gate", e.count)
+    logits = linear(step, x, "gate", c.experts)
     with scope("gate"):
-        correction = step.vector("e_score_correction_bias", (e.count,))
-    chosen, weights = route(logits, e.per_token, e.normalised, "sigmoid", correction, e.groups)
-    h = x if e.latent is None else linear(step, x, "fc1_latent_proj", e.latent, c.mlp_bias)
+        correction = step.vector("e_score_correction_bias", (c.experts,))
+    chosen, weights = route(logits, c.num_experts_per_tok, c.norm_topk_prob, "sigmoid", correction, c.groups)
+    h = x if c.latent is None else linear(step, x, "fc1_latent_proj", c.latent, c.mlp_bias)
     with scope("experts"):
-        routing = chosen, scaled(weights, e.scale)
-        h = experts(step, h, routing, e.count, e.intermediate, c.hidden_act, ("up_proj", "down_proj"))
-    h = h if e.latent is None else linear(step, h, "fc2_latent_proj", c.hidden, c.mlp_bias)
+        routing = chosen, scaled(weights, c.routed_scaling_factor)
+        h = experts(step, h, routing, c.experts, c.moe_intermediate_size, c.hidden_act, ("up_proj", "down_proj"))
+    h = h if c.latent is None else linear(step, h, "fc2_latent_proj", c.hidden, c.mlp_bias)
     with scope("shared_experts"):
-        return add(h, mlp(step, c, x, e.shared_intermediate))
+        return add(h, mlp(step, c, x, c.moe_shared_expert_intermediate_size))
 
 
 def mixer(step: Step, c: Config, layer: int, x: Value) -> Value:

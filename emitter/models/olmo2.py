@@ -1,10 +1,9 @@
 """OLMo 2 (arXiv:2501.00656) as in HF `Olmo2ForCausalLM`: norms after attention, MLP, q and k."""
 
-from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import attention, gated_mlp, linear, rms_norm, rope, rotary_tables, split_heads
+from castiron.emitter.ir import Value
+from castiron.emitter.layers import attention, linear, rms_norm, rope, split_heads
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig, decoder
-from castiron.emitter.ops import add
+from castiron.emitter.models.decoder import DecoderConfig, decoder, mlp, post_norm_block
 from castiron.emitter.step import Step
 
 
@@ -27,18 +26,9 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
     q, k = split_heads(q, c.heads), split_heads(k, c.kv_heads)
     v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
     q, k = rope(step, q, tables), rope(step, k, tables)
-    out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5)
+    out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5, window=c.windows[layer])
     return linear(step, out, "o_proj", c.hidden, c.attention_bias)
 
 
-def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    with scope("self_attn"):
-        h = self_attention(step, c, layer, x, tables)
-    x = add(x, rms_norm(step, h, "post_attention_layernorm", c.eps))
-    with scope("mlp"):
-        h = gated_mlp(step, x, c.intermediate, c.hidden_act)
-    return add(x, rms_norm(step, h, "post_feedforward_layernorm", c.eps))
-
-
 def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, block, rotary_tables(step, c.rotary))
+    return decoder(step, c, post_norm_block(self_attention, mlp))

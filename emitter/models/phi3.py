@@ -1,24 +1,20 @@
 """Phi-3 to Phi-4-mini (arXiv:2404.14219) as in HF `Phi3ForCausalLM`: Llama, fused projections."""
 
-from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import activation, attention, linear, linear_parts, rms_norm, rope, rotary_tables, split_heads
+from castiron.emitter.ir import Value
+from castiron.emitter.layers import activation, attention, linear, linear_parts, rope, split_heads
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig, decoder
-from castiron.emitter.ops import add, multiply
+from castiron.emitter.models.decoder import DecoderConfig, decoder, pre_norm_block
+from castiron.emitter.ops import multiply
 from castiron.emitter.step import Step
 
 
-class Config(DecoderConfig):
-    windows: list[int | None]
-
-
-def read(c: ConfigReader) -> Config:
+def read(c: ConfigReader) -> DecoderConfig:
     c.require("attention_bias", False)
     c.require("mlp_bias", False)
     c.require("lm_head_bias", False)
     c.unused("full_attn_mod", "interpolate_factor")
     return c.read(
-        Config,
+        DecoderConfig,
         positions=4096,
         partial=1.0,
         kv_heads=c.take("num_key_value_heads", c.take("num_attention_heads")),
@@ -27,7 +23,7 @@ def read(c: ConfigReader) -> Config:
     )
 
 
-def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
+def self_attention(step: Step, c: DecoderConfig, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
     kv = c.kv_heads * c.head_dim
     q, k, v = linear_parts(step, x, "qkv_proj", {"q_proj": c.heads * c.head_dim, "k_proj": kv, "v_proj": kv})
     q, k, v = split_heads(q, c.heads), split_heads(k, c.kv_heads), split_heads(v, c.kv_heads)
@@ -36,19 +32,10 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
     return linear(step, out, "o_proj", c.hidden)
 
 
-def mlp(step: Step, c: Config, x: Value) -> Value:
+def mlp(step: Step, c: DecoderConfig, layer: int, x: Value) -> Value:
     gate, up = linear_parts(step, x, "gate_up_proj", {"gate_proj": c.intermediate, "up_proj": c.intermediate})
     return linear(step, multiply(activation(gate, c.hidden_act), up), "down_proj", c.hidden)
 
 
-def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    h = rms_norm(step, x, "input_layernorm", c.eps)
-    with scope("self_attn"):
-        x = add(x, self_attention(step, c, layer, h, tables))
-    h = rms_norm(step, x, "post_attention_layernorm", c.eps)
-    with scope("mlp"):
-        return add(x, mlp(step, c, h))
-
-
-def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, block, rotary_tables(step, c.rotary))
+def forward(step: Step, c: DecoderConfig) -> Value:
+    return decoder(step, c, pre_norm_block(self_attention, mlp))

@@ -1,29 +1,19 @@
 """Qwen3 (arXiv:2505.09388) as in HF `Qwen3ForCausalLM`: Llama with norms on heads of q and k."""
 
-from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import attention, gated_mlp, linear, qkv_heads, rms_norm, rope, rotary_tables
+from castiron.emitter.ir import Value
+from castiron.emitter.layers import attention, linear, qkv_heads, rms_norm, rope
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig, decoder
-from castiron.emitter.ops import add
+from castiron.emitter.models.decoder import DecoderConfig, decoder, mlp, pre_norm_block
+from castiron.emitter.models.qwen2 import windows
 from castiron.emitter.step import Step
 
 
 class Config(DecoderConfig):
     attention_bias: bool = False
-    windows: list[int | None]
 
 
 def read(c: ConfigReader) -> Config:
-    layers = c.take("num_hidden_layers")
-    window = c.nullable("sliding_window", 4096)
-    first = c.take("max_window_layers", 28, minimum=0)
-    slides = c.flag("use_sliding_window", False) and window is not None
-    return c.read(
-        Config,
-        positions=32768,
-        head_dim=c.take("head_dim", 128),
-        windows=c.windows(layers, window if slides else None, lambda layer: slides and layer >= first),
-    )
+    return c.read(Config, positions=32768, head_dim=c.take("head_dim", 128), windows=windows(c))
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
@@ -34,14 +24,5 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
     return linear(step, out, "o_proj", c.hidden, c.attention_bias)
 
 
-def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    h = rms_norm(step, x, "input_layernorm", c.eps)
-    with scope("self_attn"):
-        x = add(x, self_attention(step, c, layer, h, tables))
-    h = rms_norm(step, x, "post_attention_layernorm", c.eps)
-    with scope("mlp"):
-        return add(x, gated_mlp(step, h, c.intermediate, c.hidden_act))
-
-
 def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, block, rotary_tables(step, c.rotary))
+    return decoder(step, c, pre_norm_block(self_attention, mlp))

@@ -1,38 +1,25 @@
 """Qwen 3.5 MoE as in HF `Qwen3_5MoeForCausalLM`: Qwen 3.5 with routed and shared experts."""
 
-from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import rms_norm_plus_one, rotary_tables
+from castiron.emitter.ir import Value
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import decoder
-from castiron.emitter.models.delta_net import FULL, DeltaConfig, Experts, delta_fields, self_attention, sparse_mlp
+from castiron.emitter.models.delta_net import MoeConfig, delta_decoder, delta_fields, sparse_mlp
 from castiron.emitter.models.delta_net import states as states
 from castiron.emitter.models.qwen3_5_text import linear_attn
-from castiron.emitter.ops import add
 from castiron.emitter.step import Step
 
 
-class Config(DeltaConfig):
-    experts: Experts
-
-
-def read(c: ConfigReader) -> Config:
+def read(c: ConfigReader) -> MoeConfig:
     c.unused("intermediate_size", "mlp_only_layers", "decoder_sparse_step", "norm_topk_prob")
-    experts = Experts.read(c, 256, 8, normalised=True)
-    return c.read(Config, intermediate=experts.intermediate, experts=experts, **delta_fields(c))
+    return c.read(
+        MoeConfig,
+        # No layer has an MLP without experts.
+        intermediate=0,
+        experts=c.take("num_experts", c.take("num_local_experts", 256)),
+        num_experts_per_tok=c.take("num_experts_per_tok", 8),
+        norm_topk_prob=True,
+        **delta_fields(c),
+    )
 
 
-def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    h = rms_norm_plus_one(step, x, "input_layernorm", c.eps)
-    if c.layer_types[layer] == FULL:
-        with scope("self_attn"):
-            x = add(x, self_attention(step, c, layer, h, tables))
-    else:
-        with scope("linear_attn"):
-            x = add(x, linear_attn(step, c, layer, h))
-    h = rms_norm_plus_one(step, x, "post_attention_layernorm", c.eps)
-    with scope("mlp"):
-        return add(x, sparse_mlp(step, c, c.experts, h))
-
-
-def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, block, rotary_tables(step, c.rotary), rms_norm_plus_one)
+def forward(step: Step, c: MoeConfig) -> Value:
+    return delta_decoder(step, c, linear_attn, sparse_mlp)

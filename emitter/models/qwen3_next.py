@@ -1,38 +1,32 @@
 """Qwen3-Next as in HF `Qwen3NextForCausalLM`: gated delta nets, gated attention, experts."""
 
-from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import gated_mlp, linear_parts, rms_norm_plus_one, rotary_tables
+from castiron.emitter.ir import Value
+from castiron.emitter.layers import gated_mlp, linear_parts
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import decoder
-from castiron.emitter.models.delta_net import (
-    FULL,
-    DeltaConfig,
-    Experts,
-    delta_fields,
-    delta_net,
-    self_attention,
-    sparse_mlp,
-)
+from castiron.emitter.models.delta_net import MoeConfig, delta_decoder, delta_fields, delta_net, sparse_mlp
 from castiron.emitter.models.delta_net import states as states
 from castiron.emitter.models.qwen3_moe import sparse_layers
-from castiron.emitter.ops import add, concatenate
+from castiron.emitter.ops import concatenate
 from castiron.emitter.step import Step
 
 
-class Config(DeltaConfig):
+class Config(MoeConfig):
     sparse: list[bool]
-    experts: Experts
 
 
 def read(c: ConfigReader) -> Config:
-    experts = Experts.read(c, 512, 10, c.flag("norm_topk_prob", True))
-    sparse = sparse_layers(c, c.take("num_hidden_layers"))
-    intermediate = c.take("intermediate_size", 5632)
-    return c.read(Config, intermediate=intermediate, sparse=sparse, experts=experts, **delta_fields(c))
+    return c.read(
+        Config,
+        intermediate=c.take("intermediate_size", 5632),
+        sparse=sparse_layers(c, c.take("num_hidden_layers")),
+        experts=c.take("num_experts", c.take("num_local_experts", 512)),
+        num_experts_per_tok=c.take("num_experts_per_tok", 10),
+        **delta_fields(c),
+    )
 
 
-def linear_attn(step: Step, c: Config, layer: int, x: Value) -> Value:
-    """Apply a gated delta net whose projections are fused: q, k, v, z in one, b, a in the other.
+def linear_attn(step: Step, c: Config, layer: int, x: Value, tables: object) -> Value:
+    """Apply a gated delta net with two fused projections: one of q, k, v, z, and one of b, a.
 
     The rows of both fused weights are grouped by key head.
     """
@@ -42,20 +36,9 @@ def linear_attn(step: Step, c: Config, layer: int, x: Value) -> Value:
     return delta_net(step, c, layer, concatenate((q, k, v), 1), z, a, b)
 
 
-def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    h = rms_norm_plus_one(step, x, "input_layernorm", c.eps)
-    if c.layer_types[layer] == FULL:
-        with scope("self_attn"):
-            x = add(x, self_attention(step, c, layer, h, tables))
-    else:
-        with scope("linear_attn"):
-            x = add(x, linear_attn(step, c, layer, h))
-    h = rms_norm_plus_one(step, x, "post_attention_layernorm", c.eps)
-    with scope("mlp"):
-        if c.sparse[layer]:
-            return add(x, sparse_mlp(step, c, c.experts, h))
-        return add(x, gated_mlp(step, h, c.intermediate, c.hidden_act))
+def mlp(step: Step, c: Config, layer: int, x: Value) -> Value:
+    return sparse_mlp(step, c, layer, x) if c.sparse[layer] else gated_mlp(step, x, c.intermediate, c.hidden_act)
 
 
 def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, block, rotary_tables(step, c.rotary), rms_norm_plus_one)
+    return delta_decoder(step, c, linear_attn, mlp)

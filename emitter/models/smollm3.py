@@ -1,19 +1,16 @@
 """SmolLM3 as in HF `SmolLM3ForCausalLM`: Llama with some layers without rope (arXiv:2501.18795)."""
 
-from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import attention, gated_mlp, linear, qkv_heads, rms_norm, rope, rotary_tables
+from castiron.emitter.ir import Value
+from castiron.emitter.layers import attention, linear, qkv_heads, rope
+from castiron.emitter.models import llama
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig, decoder
-from castiron.emitter.ops import add
+from castiron.emitter.models.decoder import decoder, pre_norm_block
 from castiron.emitter.step import Step
 from castiron.emitter.types import EmitError
 
 
-class Config(DecoderConfig):
+class Config(llama.Config):
     turns: list[bool]
-    windows: list[int | None]
-    attention_bias: bool = False
-    mlp_bias: bool = False
 
 
 def read(c: ConfigReader) -> Config:
@@ -33,10 +30,7 @@ def read(c: ConfigReader) -> Config:
 
 
 def rotary_layers(c: ConfigReader, layers: int) -> list[bool]:
-    """Return for each layer whether it has a rotary embedding.
-
-    The key `no_rope_layers` has a 1 for layers with one, despite its name.
-    """
+    """Return for each layer whether it has a rotary embedding: a 1 in `no_rope_layers` (sic)."""
     interval = c.take("no_rope_layer_interval", 4)
     flags = c.take("no_rope_layers", [int((layer + 1) % interval != 0) for layer in range(layers)], list)
     if len(flags) < layers or any(flag not in (0, 1) for flag in flags):
@@ -52,14 +46,5 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
     return linear(step, out, "o_proj", c.hidden, c.attention_bias)
 
 
-def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    h = rms_norm(step, x, "input_layernorm", c.eps)
-    with scope("self_attn"):
-        x = add(x, self_attention(step, c, layer, h, tables))
-    h = rms_norm(step, x, "post_attention_layernorm", c.eps)
-    with scope("mlp"):
-        return add(x, gated_mlp(step, h, c.intermediate, c.hidden_act, c.mlp_bias))
-
-
 def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, block, rotary_tables(step, c.rotary))
+    return decoder(step, c, pre_norm_block(self_attention, llama.mlp))

@@ -1,16 +1,7 @@
 """StableLM 2 (arXiv:2402.17834) as in HF `StableLmForCausalLM`: LayerNorm, partial rotary heads."""
 
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import (
-    attention,
-    gated_mlp,
-    head_norms,
-    layer_norm,
-    linear,
-    qkv_heads,
-    rope,
-    rotary_tables,
-)
+from castiron.emitter.layers import attention, gated_mlp, head_norms, layer_norm, linear, qkv_heads, rope
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder
 from castiron.emitter.ops import add
@@ -54,4 +45,4 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, block, rotary_tables(step, c.rotary), norm=layer_norm)
+    return decoder(step, c, block, norm=layer_norm)

@@ -1,15 +1,13 @@
 """StarCoder2 (arXiv:2402.19173) as in HF `Starcoder2ForCausalLM`: LayerNorm, biases, no gate."""
 
-from castiron.emitter.ir import Value, scope
-from castiron.emitter.layers import activation, attention, layer_norm, linear, qkv_heads, rope, rotary_tables
+from castiron.emitter.ir import Value
+from castiron.emitter.layers import activation, attention, layer_norm, linear, qkv_heads, rope
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig, decoder
-from castiron.emitter.ops import add
+from castiron.emitter.models.decoder import DecoderConfig, decoder, pre_norm_block
 from castiron.emitter.step import Step
 
 
 class Config(DecoderConfig):
-    windows: list[int | None]
     use_bias: bool = True
 
 
@@ -35,19 +33,10 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
     return linear(step, out, "o_proj", c.hidden, c.use_bias)
 
 
-def mlp(step: Step, c: Config, x: Value) -> Value:
+def mlp(step: Step, c: Config, layer: int, x: Value) -> Value:
     h = activation(linear(step, x, "c_fc", c.intermediate, c.use_bias), c.hidden_act)
     return linear(step, h, "c_proj", c.hidden, c.use_bias)
 
 
-def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    h = layer_norm(step, x, "input_layernorm", c.eps)
-    with scope("self_attn"):
-        x = add(x, self_attention(step, c, layer, h, tables))
-    h = layer_norm(step, x, "post_attention_layernorm", c.eps)
-    with scope("mlp"):
-        return add(x, mlp(step, c, h))
-
-
 def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, block, rotary_tables(step, c.rotary), norm=layer_norm)
+    return decoder(step, c, pre_norm_block(self_attention, mlp, layer_norm), layer_norm)

@@ -6,16 +6,18 @@ from castiron.pipelines.api.async_engine import QueueFull, Stopping
 from castiron.pipelines.engine.scheduler import ModelFailed
 from castiron.pipelines.errors import PipelineError
 
-# OpenAI's error types, by status.
+# OpenAI's error types, by HTTP status; other statuses have the type invalid_request_error.
 TYPES = {
     401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 502: "server_error", 503: "server_error",
     504: "server_error",
 }  # fmt: skip
-# Anthropic's error types, by its status.
+# Anthropic's error types, by the HTTP status of an `ApiError`.
 ANTHROPIC_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-    429: "rate_limit_error", 500: "api_error", 502: "api_error", 504: "timeout_error", 529: "overloaded_error",
+    429: "rate_limit_error", 500: "api_error", 502: "api_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
+# OpenAI's status -> Anthropic's status, where they differ.
+ANTHROPIC_STATUSES = {503: 529}
 # Paths that clients add to their base URL.
 ENDPOINTS = ("/chat/completions", "/completions", "/responses", "/messages", "/embeddings", "/models")
 # Max characters of a message and of a field's name, because both may quote megabytes of a request.
@@ -28,9 +30,10 @@ def _shortened(text: str, limit: int) -> str:
 
 @dataclass
 class ApiError(Exception):
-    """An error response.
+    """An error that the server returns as the response to a request.
 
-    status: OpenAI's HTTP status. param: path of the invalid field. code: constant for programs.
+    status: HTTP status in OpenAI's API. param: path of the invalid field in the request body, such
+    as `messages.0.role`. code: machine-readable error code.
     """
 
     status: int
@@ -49,27 +52,23 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     @property
-    def anthropic_status(self) -> int:
-        return 529 if self.status == 503 else self.status
-
-    @property
     def anthropic_body(self) -> dict:
-        """The JSON body in Anthropic's shape: {"type": "error", "error": {type, message}}.
-
-        An error about threads has details, from which Anthropic's clients learn to send the
-        complete conversation.
-        """
-        kind = ANTHROPIC_TYPES.get(self.anthropic_status, "invalid_request_error")
+        """The JSON body in Anthropic's shape: {"type": "error", "error": {type, message}}."""
+        kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+        # With these details Anthropic's clients retry with the complete conversation instead of a thread.
         is_thread = self.code == "thread_unsupported_request"
         details = {"details": {"error_code": self.code, "unsupported": [self.param]}} if is_thread else {}
         return {"type": "error", "error": {"type": kind, "message": self.message, **details}}
 
     def response(self, path: str) -> tuple[int, dict]:
         """Return the HTTP status and JSON body in the shape of the API that `path` belongs to."""
-        return (self.anthropic_status, self.anthropic_body) if is_anthropic(path) else (self.status, self.body)
+        if is_anthropic(path):
+            return ANTHROPIC_STATUSES.get(self.status, self.status), self.anthropic_body
+        return self.status, self.body
 
     @property
     def headers(self) -> dict[str, str]:
+        """Headers of the HTTP response besides those of every JSON response."""
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
         return {"Retry-After": "1"} if self.status in (429, 503) else {}
@@ -93,14 +92,14 @@ def unsupported(param: str, reason: str) -> ApiError:
     return ApiError(400, f"{param}: {reason}", param, "unsupported_parameter")
 
 
-# Status and code of errors that the request did not cause.
+# Error -> (HTTP status, error code), for errors that the request did not cause.
 FAILURES: dict[type[PipelineError], tuple[int, str]] = {
     QueueFull: (503, "queue_full"), Stopping: (503, "shutting_down"), ModelFailed: (500, "model_failure"),
 }  # fmt: skip
 
 
 def api_error(error: PipelineError) -> ApiError:
-    """Return the error response for `error`."""
+    """Convert `error` to an error response; its status is 400 if the request caused it."""
     status, code = FAILURES.get(type(error), (400, None))
     return ApiError(status, str(error), code=code)
 

@@ -1,4 +1,4 @@
-"""An engine for asyncio: it runs on its own thread and delivers events on the event loop."""
+"""`AsyncEngine`, which runs the engine on its own thread and delivers events to an event loop."""
 
 import asyncio
 import contextlib
@@ -14,28 +14,29 @@ from castiron.pipelines.errors import PipelineError
 
 Listener = Callable[[Request, Event], None]
 
-# The queue of all clients is this many times as long as the queue of one client.
+# The limit for queued requests of all clients, as a multiple of the limit for one client.
 QUEUES = 4
 
 
 class QueueFull(PipelineError):
-    """An error for requests that do not fit into the queue now."""
+    """The queue has no space for a request."""
 
 
 class Stopping(PipelineError):
-    """An error for requests to a server that is shutting down."""
+    """The server is shutting down and takes no requests."""
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down")
 
 
 class AsyncEngine:
-    """An `Engine` on its own thread, which delivers events on the event loop.
-
-    At most `queue` requests of one client wait for a slot, and `QUEUES * queue` of all clients.
-    """
+    """An `Engine` on its own thread, whose events reach listeners on asyncio's event loop."""
 
     def __init__(self, engine: Engine, queue: int):
+        """Run `engine`. `queue`: max requests of one client that wait for a slot.
+
+        At most `QUEUES * queue` requests of all clients wait.
+        """
         self.engine, self.queue, self.slots = engine, queue, engine.slots
         self._stream = engine.stream()
         self._listeners: dict[Request, Listener] = {}
@@ -55,14 +56,14 @@ class AsyncEngine:
         return len(self._listeners)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the thread; it delivers events on `loop`."""
+        """Start the thread; listeners are called on the event loop `loop`."""
         self._loop = loop
         self._thread.start()
 
     def submit(self, requests: list[Request], listener: Listener) -> None:
-        """Queue all `requests`, which are of one client; their events are passed to `listener`.
+        """Queue `requests` of one client and pass their events to `listener`.
 
-        Raises QueueFull or Stopping, and then queues none of them.
+        Raises QueueFull or Stopping; in this case it queues none of the requests.
         """
         with self._wake:
             if self._draining:
@@ -89,7 +90,7 @@ class AsyncEngine:
             self._wake.notify()
 
     def drain(self) -> None:
-        """Reject new requests; accepted ones continue."""
+        """Reject new requests from now on; accepted requests continue."""
         with self._wake:
             self._draining = True
 
@@ -119,7 +120,7 @@ class AsyncEngine:
             for failure in {event.error for _, event in events if isinstance(event, Failed)}:
                 if not isinstance(failure, ConstraintError):
                     traceback.print_exception(failure)
-            # The loop may be closed by now.
+            # call_soon_threadsafe raises RuntimeError if the event loop is closed already.
             with contextlib.suppress(RuntimeError):
                 if events and self._loop:
                     self._loop.call_soon_threadsafe(self._deliver, events)

@@ -12,22 +12,23 @@ from castiron.pipelines.text.grammar import Grammar
 
 # Client of the request that the current asyncio task handles.
 CLIENT: ContextVar[str] = ContextVar("client", default="")
-# Bytes of a token's log-probability and of each of its top_logprobs, from the logits to the JSON of the answer.
+# Bytes in memory of a token's log-probability and of each of its top_logprobs, including their JSON.
 TOKEN_BYTES, TOP_BYTES = 1_200, 800
-# Log-probabilities and grammars may use 1/PART of the machine's memory, and those of one client 1/CLIENT_PART of that.
+# Log-probabilities and grammars of all clients may use 1/PART of the machine's memory; one client may use 1/CLIENT_PART of
+# this limit.
 PART, CLIENT_PART = 8, 2
 
 
 class ByteLimit:
-    """A limit of `total` bytes for all requests in flight, and `per_client` for one client."""
+    """A limit for the memory of the requests in flight, in total and per client."""
 
     def __init__(self, content: str, total: int, per_client: int):
-        """`content`: description of what the bytes hold, for error messages."""
+        """Set the limits in bytes. `content`: what uses the memory, for error messages."""
         self.content, self.total, self.per_client, self.used = content, total, per_client, 0
         self.clients: Counter[str] = Counter()
 
     def share(self, client: str) -> ByteShare:
-        """Return an empty share for one request of `client`."""
+        """Return a share for one request of `client`, in which no bytes are reserved yet."""
         return ByteShare(self, client)
 
 
@@ -38,7 +39,7 @@ class ByteShare:
         self.limit, self.client, self.count = limit, client, 0
 
     def take(self, count: int) -> None:
-        """Add `count` bytes; ApiError 429 if that exceeds a limit."""
+        """Reserve `count` more bytes; raise ApiError 429 if they exceed a limit."""
         limit, own = self.limit, self.limit.clients[self.client]
         for whose, used, limit_bytes in (("this client", own, limit.per_client), ("all clients", limit.used, limit.total)):
             if used + count > limit_bytes:
@@ -49,18 +50,17 @@ class ByteShare:
         self.count += count
 
     def release(self) -> None:
-        """Return all bytes to the limit; further calls do nothing."""
+        """Release all bytes of this request; further calls do nothing."""
         limit, count, self.count = self.limit, self.count, 0
         limit.used -= count
-        limit.clients[self.client] -= count
-        if not limit.clients[self.client]:
-            del limit.clients[self.client]
+        # Counter subtraction also removes a client whose count is 0.
+        limit.clients -= Counter({self.client: count})
 
 
 def answer_limit(limit_bytes: int | None = None) -> ByteLimit:
     """Return the limit for log-probabilities and grammars of one model's answers.
 
-    `limit_bytes`: None for 1/PART of the machine's memory.
+    `limit_bytes`: the limit for all clients; None for 1/PART of the machine's memory.
     """
     total = total_bytes() // PART if limit_bytes is None else limit_bytes
     return ByteLimit("log-probabilities and grammars", total, total // CLIENT_PART)
@@ -71,14 +71,10 @@ def reserve_answer(
 ) -> None:
     """Reserve memory for the log-probabilities and grammar of one answer.
 
-    Args:
-        tokens: max tokens of the answer.
-        top: top_logprobs of each token of the answer, None without log-probabilities.
-        prompt: tokens of the prompt.
-        prompt_top: top_logprobs of each token of the prompt, None without log-probabilities.
-
-    Raises:
-        ApiError: 400 if the request can never fit, 429 if it does not fit now.
+    `tokens`: max tokens of the answer. `prompt`: number of tokens in the prompt. `top`,
+    `prompt_top`: top_logprobs of each token of the answer and of the prompt, None without
+    log-probabilities. Raises ApiError 400 if the request alone exceeds its client's limit, and 429
+    if it exceeds a limit together with the requests in flight.
     """
     count = sum(n * (TOKEN_BYTES + TOP_BYTES * each) for n, each in ((tokens, top), (prompt, prompt_top)) if each is not None)
     count += grammar.nbytes if grammar else 0

@@ -9,6 +9,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,21 +18,26 @@ from castiron.pipelines.api.api_errors import ApiError, invalid
 from castiron.pipelines.api.async_engine import QUEUES, QueueFull, Stopping
 from castiron.pipelines.api.byte_limit import CLIENT
 from castiron.pipelines.api.model_api import Limits, ModelApi, run_in_thread
-from castiron.pipelines.api.schemas import Document, EmbeddingsRequest, RerankRequest
+from castiron.pipelines.api.schemas import EmbeddingsRequest, RerankRequest
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.terminal import counted
 from castiron.pipelines.text.embedder import Embedder, Given, Tokens, ranked
 
 
 class EmbeddingsEngine:
-    """A thread that runs an embedding model, one text at a time, so that requests alternate.
+    """A thread that runs an embedding model.
 
-    At most `queue` requests of one client wait, and `QUEUES * queue` of all clients.
+    It computes one text at a time and takes texts from all requests in turn.
     """
 
     slots = 1
 
     def __init__(self, embedder: Embedder, queue: int, count_text: Callable[[int], None]):
-        """`count_text`: callback that gets the number of tokens of each text."""
+        """Run `embedder`.
+
+        `queue`: max requests of one client that wait; `QUEUES * queue` of all clients may wait.
+        `count_text`: called with the number of tokens of each embedded text.
+        """
         self.embedder, self.queue, self.count_text = embedder, queue, count_text
         self._thread = ThreadPoolExecutor(1, "model")
         self._in_flight = Counter[str]()
@@ -46,10 +52,10 @@ class EmbeddingsEngine:
         return self._in_flight.total()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Do nothing, because the thread starts with the first text."""
+        """Do nothing: the executor starts its thread for the first text."""
 
     def drain(self) -> None:
-        """Reject new requests; accepted ones continue."""
+        """Reject new requests from now on; accepted requests continue."""
         self._draining = True
 
     def abort(self) -> None:
@@ -61,10 +67,7 @@ class EmbeddingsEngine:
         self._thread.shutdown(cancel_futures=True)
 
     async def vectors(self, texts: Sequence[Tokens], dimensions: int | None) -> list[np.ndarray]:
-        """Return the embedding of each text, f32 [dimensions].
-
-        `dimensions`: None for the model's size. Raises QueueFull or Stopping.
-        """
+        """Return the embedding of each text, f32 [dimensions]; raise QueueFull or Stopping."""
         if self._draining:
             raise Stopping
         client, total = CLIENT.get(), self._in_flight.total()
@@ -74,9 +77,8 @@ class EmbeddingsEngine:
         try:
             return [await self._vector(text, dimensions) for text in texts]
         finally:
-            self._in_flight[client] -= 1
-            if not self._in_flight[client]:
-                del self._in_flight[client]
+            # Counter subtraction also removes a client whose count is 0.
+            self._in_flight -= Counter([client])
 
     async def _vector(self, text: Tokens, dimensions: int | None) -> np.ndarray:
         if self._aborted:
@@ -85,17 +87,17 @@ class EmbeddingsEngine:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.embedder.vector, text, dimensions)
 
 
+@dataclass
 class EmbeddingsJob:
     """A request in progress: its tokenized texts and the function that computes its answer."""
 
-    def __init__(self, texts: Sequence[Tokens], answer: Callable[[], Any]):
-        self.texts, self.answer = texts, answer
+    texts: Sequence[Tokens]
+    answer: Callable[[], Any]
 
     @property
     def summary(self) -> str:
-        """Number of texts and tokens, for the log."""
-        count = len(self.texts)
-        return f"{count} text{'s' * (count != 1)} of {sum(len(text.ids) for text in self.texts)} tokens"
+        """The numbers of texts and tokens, for the log."""
+        return f"{counted(len(self.texts), 'text')} of {sum(len(text.ids) for text in self.texts)} tokens"
 
 
 class EmbeddingsApi(ModelApi):
@@ -106,7 +108,7 @@ class EmbeddingsApi(ModelApi):
     def __init__(self, engine: EmbeddingsEngine, names: list[str], limits: Limits):
         embedder = engine.embedder
         if embedder.tokenizer is None:
-            raise PipelineError(f"{embedder.name} has no tokenizer, because its checkpoint had none: it cannot serve text")
+            raise PipelineError(f"{embedder.name} has no tokenizer and cannot serve text; compile a checkpoint that has one")
         super().__init__(engine, embedder.tokenizer, names, embedder.bundle.manifest, limits)
         self.engine: EmbeddingsEngine = engine
         self.embedder, self.context = embedder, embedder.facts.max_tokens
@@ -114,7 +116,7 @@ class EmbeddingsApi(ModelApi):
             self.endpoint = "/v1/rerank"
 
     async def embeddings(self, body: EmbeddingsRequest) -> EmbeddingsJob:
-        """Tokenize the texts of a request and return its job; raise ApiError if it is invalid."""
+        """Tokenize the texts of a request and return its job."""
         try:
             self.embedder.check_vectors()
         except PipelineError as error:
@@ -140,20 +142,16 @@ class EmbeddingsApi(ModelApi):
 
         async def answer() -> dict:
             found = ranked(self.embedder.relevance(await self.engine.vectors(tokens, None)))
-            results = [
-                {"index": index, "relevance_score": score}
-                | ({} if body.return_documents is False else {"document": self._document(body.documents[index])})
-                for index, score in found[: body.top_n]
-            ]
+            results = [{"index": index, "relevance_score": score} for index, score in found[: body.top_n]]
+            if body.return_documents is not False:
+                for result in results:
+                    document = body.documents[result["index"]]
+                    result["document"] = {"text": document} if isinstance(document, str) else document.model_dump()
             return {
                 "id": f"rerank-{uuid.uuid4().hex}", "model": self.names[0], "results": results, "usage": _usage(tokens)
             }  # fmt: skip
 
         return EmbeddingsJob(tokens, answer)
-
-    @staticmethod
-    def _document(document: str | Document) -> dict:
-        return {"text": document} if isinstance(document, str) else document.model_dump()
 
     def _tokens(self, index: int, text: Given, prompt: str, body: EmbeddingsRequest) -> Tokens:
         name, limit = f"input[{index}]", self.embedder.facts.max_tokens
@@ -163,16 +161,17 @@ class EmbeddingsApi(ModelApi):
         with _field("input", f"{name}: "):
             found = self.embedder.tokens(text, prompt)
         if found.cut and not body.truncate:
-            message = f"{name} has more than {limit} tokens, the limit of this model; shorten it, or send truncate"
+            message = f"{name} has more than {limit} tokens, the limit of this model; shorten it, or set truncate to true"
             raise ApiError(400, message, "input", "context_length_exceeded")
         return found
 
     def _answer(self, tokens: Sequence[Tokens], vectors: Sequence[np.ndarray], as_base64: bool) -> dict:
-        # Base64 of f32 values, little-endian.
-        encode: Callable[[np.ndarray], Any] = lambda v: v.astype(np.float64).tolist()
-        if as_base64:
-            encode = lambda v: base64.b64encode(v.astype("<f4").tobytes()).decode()
-        data = [{"object": "embedding", "index": i, "embedding": encode(vector)} for i, vector in enumerate(vectors)]
+        # OpenAI's base64 format encodes little-endian f32 values.
+        encoded: list[Any] = [
+            base64.b64encode(vector.astype("<f4").tobytes()).decode() if as_base64 else vector.astype(np.float64).tolist()
+            for vector in vectors
+        ]
+        data = [{"object": "embedding", "index": i, "embedding": embedding} for i, embedding in enumerate(encoded)]
         return {"object": "list", "data": data, "model": self.names[0], "usage": _usage(tokens)}
 
 
@@ -183,7 +182,7 @@ def _usage(tokens: Sequence[Tokens]) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _field(param: str, prefix: str = "") -> Iterator[None]:
-    """Convert a PipelineError to an ApiError 400 about the field `param`."""
+    """Convert a PipelineError raised in the `with` block to an ApiError 400 about field `param`."""
     try:
         yield
     except PipelineError as error:

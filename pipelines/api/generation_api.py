@@ -1,4 +1,4 @@
-"""Conversion of chat and completion requests to engine requests, and of their events to answers."""
+"""Convert chat and completion requests to engine requests, and engine events to answers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -28,7 +28,7 @@ from castiron.vmfb.manifest import Manifest
 
 # The schema of a function without parameters.
 NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
-# OpenAI's default.
+# OpenAI's default for max_tokens of /v1/completions.
 COMPLETION_TOKENS = 16
 
 
@@ -36,9 +36,9 @@ COMPLETION_TOKENS = 16
 class Job:
     """An API request in progress, with an engine request for each choice of its answer.
 
-    reply: builder of the answer. share: memory of log-probabilities and grammars. requests: engine
-    requests, one for each choice. prompts: for each engine request the index of its prompt. events:
-    events that have not been read. ended: engine requests that have finished.
+    share: memory reserved for log-probabilities and grammars. prompts: for each engine request, the
+    index of its prompt. events: engine events that have not been read. ended: engine requests that
+    have finished.
     """
 
     engine: AsyncEngine
@@ -51,7 +51,7 @@ class Job:
 
     @property
     def summary(self) -> str:
-        """Token counts and times so far, for the log."""
+        """The token counts and times so far, for the log."""
         if not self.ended:
             return "no answer finished"
         tokens, seconds = sum(len(r.tokens) for r in self.ended), max(r.timing.last - r.timing.first for r in self.ended)
@@ -64,7 +64,8 @@ class Job:
 
     @property
     def usage(self) -> dict:
-        """Token counts so far in OpenAI's shape; a prompt counts once for all its choices."""
+        """OpenAI's `usage` object so far; a prompt counts once, also with several choices."""
+        # Use the first request of each prompt: later ones count the prompt as cached.
         prompts = dict(reversed(list(zip(self.prompts, self.requests)))).values()
         prompt, generated = sum(len(r.prompt) for r in prompts), sum(len(r.tokens) for r in self.requests)
         outputs = [request.output for request in self.requests]
@@ -103,7 +104,7 @@ class Job:
             sent += len(delta.tokens)
             for chunk in chain(opening, reply.extend(index, delta, end)):
                 if reply.continuous_usage:
-                    # The counts include sent tokens only; the model may be ahead.
+                    # Count sent tokens only: `usage` may include tokens that the model has generated since.
                     counts = self.usage
                     counts |= {"completion_tokens": sent, "total_tokens": counts["prompt_tokens"] + sent}
                     chunk = chunk | {"usage": counts}
@@ -112,10 +113,7 @@ class Job:
             yield chunk
 
     async def _events(self) -> AsyncIterator[tuple[int, Delta | Finished]]:
-        """Yield events with the index of their request until all requests have finished.
-
-        Raises ApiError if one fails.
-        """
+        """Yield (index of the engine request, event); raise ApiError if an engine request fails."""
         while len(self.ended) < len(self.requests):
             request, event = await self.events.get()
             if isinstance(event, Failed):
@@ -125,7 +123,7 @@ class Job:
             yield self.requests.index(request), event
 
     def close(self) -> None:
-        """Cancel unfinished requests and release the memory; call it at the end of every job."""
+        """Cancel unfinished requests and release `share`; call it at the end of every job."""
         self.engine.cancel([request for request in self.requests if request not in self.ended])
         self.share.release()
 
@@ -134,13 +132,14 @@ class GenerationApi(ModelApi):
     """The endpoints of a generative model."""
 
     def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer, names: list[str], manifest: Manifest, limits: Limits):
-        """Raise PipelineError for an invalid generation_config in the manifest."""
+        """Serve a model; raise PipelineError for an invalid generation_config in its manifest."""
         super().__init__(engine, tokenizer, names, manifest, limits)
         self.engine: AsyncEngine = engine
         self.sampling = default_sampling(manifest, limits)
         self.token_bytes = TokenBytes(tokenizer.backend)
         self.retained = answer_limit(limits.retained_bytes)
-        # One process compiles grammars, one at a time per client, so that no client waits for all grammars of another.
+        # One process compiles all grammars. A lock per client lets each client queue only one grammar there, so that no client
+        # waits for all grammars of another.
         self._compiling: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def chat(
@@ -149,24 +148,24 @@ class GenerationApi(ModelApi):
         """Start a chat completion.
 
         Args:
-            reply: constructor of another API's reply; None for OpenAI's chat completion.
-            clamp: whether a max_tokens above the free positions is lowered instead of rejected.
+            reply: returns the object that builds the answer; None for OpenAI's chat completion.
+            clamp: whether a max_tokens that does not fit in the context is lowered, not rejected.
             continue_last: whether the answer continues the last message.
         """
         tools, forced = self._tools(body)
         prompt = await self._prompt(body, tools, continue_last or bool(body.continue_final_message))
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         if body.top_logprobs and not body.logprobs:
-            raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
+            raise invalid("top_logprobs", "top_logprobs needs logprobs to be true; set it, or leave top_logprobs out")
         top = (body.top_logprobs or 0) if body.logprobs else None
         built = reply() if reply else ChatReply(self.names[0], self.token_bytes, top is not None)
         form = requested_format(body)
         grammar, schema = ({form.kind: form.value}, form.schema) if form else ({}, None)
         if forced and form and schema is None:
-            raise invalid("tool_choice", "tool_choice requires calls, and another field text in another form; give one of them")
-        # Harmony's grammar begins with its final channel, after any calls.
+            raise invalid("tool_choice", f"tool_choice requires a call, but {form.param} a text answer; give one of them")
+        # The grammar of an answer in harmony format (gpt-oss) begins with the final channel, after any tool calls.
         if tools and (forced or schema is not None and tools.form.kind != "harmony"):
-            # An answer that must be calls has no text for a response_format.
+            # If the answer must consist of tool calls, it has no text, so response_format does not apply.
             grammar = {"tools": tools.grammar(forced or tools.schemas, answer=None if forced else schema)}
         elif tools and not form and (schemas := _schemas_of_optional_calls(body, tools)):
             grammar = {"tools": tools.grammar(schemas, free=True)}
@@ -177,7 +176,7 @@ class GenerationApi(ModelApi):
         )  # fmt: skip
 
     async def count(self, body: ChatRequest, *, continue_last: bool = False) -> int:
-        """Return the number of tokens of the chat's prompt."""
+        """Return the number of tokens of a chat's prompt."""
         return len(await self._prompt(body, self._tools(body)[0], continue_last))
 
     async def _prompt(self, body: ChatRequest, tools: Tools | None, continue_last: bool) -> list[int]:
@@ -186,7 +185,7 @@ class GenerationApi(ModelApi):
             variables["tools"] = [tool.plain() for tool in body.tools or ()]
         if body.add_generation_prompt is not None:
             if body.add_generation_prompt and continue_last:
-                message = "add_generation_prompt begins an answer, but this one continues the last message; leave it out"
+                message = "add_generation_prompt starts a new answer, but this request continues the last message; leave it out"
                 raise invalid("add_generation_prompt", message)
             variables["add_generation_prompt"] = body.add_generation_prompt
         return await self.render(body.messages, variables, continue_last=continue_last)
@@ -197,9 +196,9 @@ class GenerationApi(ModelApi):
         parts: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
         prompts = [await self._prompt_ids(part, body.max_tokens) for part in parts]
         if body.best_of not in (None, body.n or 1):
-            raise unsupported("best_of", "values other than n are not supported by this server")
+            raise unsupported("best_of", "only the value of n is supported; leave it out")
         if body.max_tokens == 0 and not body.echo:
-            raise invalid("max_tokens", "max_tokens is 0, which needs echo; give at least 1")
+            raise invalid("max_tokens", "max_tokens is 0, which needs echo to be true; set it, or give at least 1")
         is_scored = body.echo and (body.logprobs is not None or body.max_tokens == 0)
 
         def echo(part: str | list[int]) -> Echo:
@@ -229,11 +228,11 @@ class GenerationApi(ModelApi):
         return ids
 
     def _tools(self, body: ChatRequest) -> tuple[Tools | None, dict[str, Any]]:
-        """Return the tools, and the schemas of functions if the answer must call one of them."""
+        """Return the tools, and the JSON schemas of the functions if the answer must call one."""
         form, choice = self.tokenizer.tool_format, body.tool_choice
         if not body.tools:
             if choice not in (None, "none", "auto"):
-                raise invalid("tool_choice", "tool_choice needs tools")
+                raise invalid("tool_choice", "tool_choice needs tools; give tools, or leave tool_choice out")
             return None, {}
         if form is None or not reads_tools(self.tokenizer.chat_template):
             reason = "does not read tools; leave them out"
@@ -254,7 +253,8 @@ class GenerationApi(ModelApi):
     async def _grammar(self, source: Mapping[str, Any], param: str, compact: bool) -> Grammar | None:
         """Compile the grammar of an answer; raise ApiError if it is invalid.
 
-        `source`: keyword argument of the grammar compiler; empty for free text, which returns None.
+        `source`: the keyword argument of `Tokenizer.grammar`; empty for free text. `param`: field
+        that holds the grammar. `compact`: whether JSON has no spaces.
         """
         if not source:
             return None
@@ -266,10 +266,7 @@ class GenerationApi(ModelApi):
                 raise ApiError(400, str(error), "tools" if "tools" in source else param, "unsupported_parameter") from None
 
     def _template_args(self, body: ChatRequest) -> dict[str, Any]:
-        """Return the chat template's variables from chat_template_kwargs and reasoning_effort.
-
-        Raises ApiError for a variable that the template does not read.
-        """
+        """Return the chat template's variables; raise ApiError for one that it does not read."""
         given, name = dict(body.chat_template_kwargs or {}), "chat_template_kwargs"
         try:
             check_variables(self.tokenizer.chat_template, given)
@@ -280,7 +277,7 @@ class GenerationApi(ModelApi):
             return given
         if name in self.variables:
             return {name: effort} | given
-        # medium is OpenAI's default, and a model without reasoning always does none.
+        # Accept medium, which is OpenAI's default, and none, which is what a model without reasoning does.
         if effort not in ("none", "medium"):
             raise unsupported(name, "this model's chat template has no reasoning effort; leave it out")
         return {"enable_thinking": False} | given if effort == "none" and "enable_thinking" in self.variables else given
@@ -295,26 +292,25 @@ class GenerationApi(ModelApi):
         Args:
             param: field that holds the prompts, for error messages.
             top: top_logprobs of generated tokens, None without log-probabilities.
-            limit: max tokens of an answer, an error if they do not fit in the context.
-            default: max tokens if `limit` is None; None for all free positions.
+            limit: max tokens of an answer; ApiError if they do not fit in the context.
+            default: max tokens if `limit` is None; None for as many as fit in the context.
             prompt_logprobs: top_logprobs of prompt tokens, None without log-probabilities.
-            options: further options of `text_request`.
+            options: other options of `text_request`.
         """
         if isinstance(reply, ChoicesReply):
             stream_options = body.stream_options or StreamOptions()
             reply.include_usage = bool(stream_options.include_usage)
             reply.continuous_usage = bool(stream_options.continuous_usage_stats)
         if body.priority and not self.limits.priorities:
-            raise unsupported("priority", "needs a server that runs with --scheduling-policy priority")
+            raise unsupported("priority", "this server has no priorities; start it with --scheduling-policy priority")
         min_tokens = body.min_tokens or 0
         if min_tokens and grammar:
-            message = "min_tokens is not supported with a grammar, which decides where the answer ends; leave it out"
-            raise invalid("min_tokens", message)
-        for token in (more := body.stop_token_ids or []):
-            self._check_token("stop_token_ids", str(token))
+            raise invalid("min_tokens", "min_tokens is not supported with a grammar, which ends the answer; leave it out")
+        self.check_ids(more := body.stop_token_ids or [], "stop_token_ids")
         client, bias = CLIENT.get(), dict[int, float]()
         for name, value in (body.logit_bias or {}).items():
-            self._check_token("logit_bias", name)
+            if not (name.isascii() and name.isdigit() and int(name[:20]) < self.vocab):
+                raise invalid("logit_bias", f"logit_bias has {name[:40]!r}; use token ids below {self.vocab}")
             bias[int(name)] = value
         options |= {
             "stop_strings": body.stop or (), "stop_tokens": (*(() if body.ignore_eos else self.tokenizer.eos), *more),
@@ -335,7 +331,7 @@ class GenerationApi(ModelApi):
                     sampling = replace(self.sampling_of(body, choice), logit_bias=bias)
                     request = text_request(
                         prompt, self.context, self.tokenizer, max_tokens=max_tokens, sampling=sampling, **options
-                    )  # fmt: skip
+                    )
                     job.prompts.append(index)
                     job.requests.append(request)
             self.engine.submit(job.requests, lambda request, event: job.events.put_nowait((request, event)))
@@ -344,23 +340,16 @@ class GenerationApi(ModelApi):
             raise
         return job
 
-    def _check_token(self, param: str, token: str) -> None:
-        if not (token.isascii() and token.isdigit() and int(token[:20]) < self.vocab):
-            raise invalid(param, f"{param} names {token[:40]!r}, which is not a token id below {self.vocab}")
-
     def _free_positions(self, prompt: list[int], limit: int | None, param: str) -> int:
         """Return how many tokens may follow `prompt`; raise ApiError 400 if fewer than `limit`."""
         if not prompt:
             raise invalid(param, "the prompt has no tokens; give at least one")
         free = free_positions(self.context, len(prompt))
         if free < 1 or limit is not None and limit > free:
-            requested = "" if limit is None else f" and {limit} more are asked for"
+            have = "have" if param == "messages" else "has"
+            requested = "" if limit is None else f" and the request asks for {limit} more"
             advice = f"ask for at most {free}" if free >= 1 else f"shorten the {param}"
-            message = (
-                f"this model's maximum context length is {self.context} tokens; the {param} "
-                f"{'have' if param == 'messages' else 'has'} {len(prompt)} tokens{requested}: {advice}"
-            )
-            raise ApiError(400, message, param, "context_length_exceeded")
+            raise self.too_long(param, f"the {param} {have} {len(prompt)} tokens{requested}: {advice}")
         return free
 
     def sampling_of(self, body: CompletionFields, choice: int = 0) -> Sampling:
@@ -372,17 +361,17 @@ class GenerationApi(ModelApi):
             given["top_k"] = max(body.top_k, 0)
         return replace(
             self.sampling, **given,
-            # Choices of one request differ, and each is reproducible.
+            # Each choice has its own seed, so that choices differ and each is reproducible.
             seed=None if body.seed is None else (body.seed + choice) % 2**64,
             frequency_penalty=body.frequency_penalty or 0.0, presence_penalty=body.presence_penalty or 0.0,
         )  # fmt: skip
 
 
 def _schemas_of_optional_calls(body: ChatRequest, tools: Tools) -> dict[str, Any]:
-    """Return the schemas that optional calls must match, by function name.
+    """Return the JSON schemas that optional tool calls must match, by function name.
 
-    Returns no schemas if no function is strict, or if the tool format has no token that marks the
-    beginning of a call. A function that is not strict accepts any object if the format allows it.
+    The result is empty if no function is strict, or if the model's tool format has no token that
+    starts a call. In a JSON tool format, a function that is not strict accepts any object.
     """
     strict = {tool.function.name for tool in body.tools or () if tool.function.strict}
     form = tools.form

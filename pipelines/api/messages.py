@@ -1,4 +1,4 @@
-"""Anthropic's /v1/messages: conversion of its request bodies to chats, and its answers."""
+"""Anthropic's /v1/messages: its request bodies, their conversion to chat, and its answers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DELTAS = {
 
 
 class CacheableItem(Item):
-    """`cache_control` changes nothing, because shared prefixes are always cached."""
+    """An object with `cache_control`, which has no effect: shared prefixes are always cached."""
 
     cache_control: Any = None
 
@@ -59,7 +59,7 @@ class ThinkingBlock(Item):
 
 
 class RedactedThinkingBlock(Item):
-    """Reasoning that another server has encrypted."""
+    """Reasoning that another server has encrypted; it is left out of the prompt."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -82,7 +82,7 @@ class ToolResultBlock(CacheableItem):
     is_error: bool | None = None
 
 
-# Types of blocks besides text, by role.
+# Types of blocks besides text, by the role of their message.
 BLOCKS: dict[str, dict[str, type[Item]]] = {
     "assistant": {"thinking": ThinkingBlock, "redacted_thinking": RedactedThinkingBlock, "tool_use": ToolUseBlock},
     "user": {"tool_result": ToolResultBlock},
@@ -117,7 +117,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """budget_tokens is an upper limit of reasoning; max_tokens limits reasoning too."""
+    """Options of reasoning; `budget_tokens` has no effect: max_tokens limits reasoning too."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: int | None = Field(None, ge=1)
@@ -139,7 +139,7 @@ class Metadata(Body):
 
 
 class PromptOfMessage(Body):
-    """The fields that make the prompt."""
+    """The fields of /v1/messages that determine the prompt."""
 
     expected: ClassVar[dict[str, str]] = {
         "content": "a string or a list of blocks",
@@ -154,14 +154,14 @@ class PromptOfMessage(Body):
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     cache_control: Any = None
-    # Labels of the customer, which are ignored.
+    # Labels of the customer; they have no effect.
     user_profile_id: str | None = None
     workspace_id: str | None = None
-    # Not supported, unless the value changes nothing.
+    # Unsupported fields; values that have no effect are accepted.
     speed: Annotated[Any, Unsupported("standard")] = None
     mcp_servers: Annotated[Any, Unsupported([])] = None
     context_management: dict[str, Objects] | None = None
-    # From this code Anthropic's clients learn to send the complete conversation.
+    # With this error code Anthropic's clients retry with the complete conversation.
     thread: Annotated[Any, Unsupported(code="thread_unsupported_request")] = None
 
     @property
@@ -200,19 +200,18 @@ async def start_message(api: ModelApi, body: MessagesRequest) -> Any:
 
 
 async def count_message_tokens(api: ModelApi, body: PromptOfMessage) -> int:
-    """Return the number of tokens of the request's prompt."""
+    """Return the number of tokens of a request's prompt."""
     with fields_renamed(FIELDS):
         return await api.count(chat_request(body, api.variables), continue_last=body.continues_last_message)
 
 
 def chat_request(body: PromptOfMessage, variables: Collection[str]) -> ChatRequest:
-    """Convert a request to a chat request.
+    """Convert a request to OpenAI's chat request; raise ApiError for unsupported content.
 
-    `variables`: names of the chat template's variables. Raises ApiError for unsupported blocks and
-    fields.
+    `variables`: names of the chat template's variables.
     """
     for index, edit in enumerate((body.context_management or {}).get("edits", ())):
-        # The template decides which reasoning of earlier turns is read.
+        # clear_thinking has no effect: the chat template decides which earlier reasoning is in the prompt.
         if not str(edit.get("type")).startswith("clear_thinking"):
             raise unsupported(f"context_management.edits.{index}", "this server does not edit conversations; leave it out")
     system = text_of(body.system, "system")
@@ -230,13 +229,16 @@ def chat_request(body: PromptOfMessage, variables: Collection[str]) -> ChatReque
 
 
 def _messages_of(turn: Turn, path: str) -> list[dict[str, Any]]:
-    """Convert a turn to chat messages; each tool result becomes a separate message."""
+    """Convert a turn to chat messages: one per tool result, one per run of other blocks.
+
+    `path`: path of the turn's content in the request, for error messages.
+    """
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     found: list[dict[str, Any]] = []
     for index, block in enumerate(turn.content):
         here, blocks = f"{path}.{index}", BLOCKS[turn.role]
-        # A list, because the value may be unhashable.
+        # The type may be an unhashable value, which a list can be searched for and a dict cannot.
         item = parse_one_of(blocks, block, here) if block.get("type") in [*blocks] else None
         if isinstance(item, ToolResultBlock):
             text = text_of(item.content, f"{here}.content")
@@ -267,7 +269,7 @@ def _tools(body: PromptOfMessage) -> dict[str, Any]:
     if choice is None:
         return {"tools": tools or None}
     if choice.type == "tool" and choice.name is None:
-        raise unsupported("tool_choice.name", "is required for the type tool")
+        raise unsupported("tool_choice.name", "the type tool needs the name of a tool; give one of tools")
     return {
         "tools": tools or None,
         "tool_choice": CHOICES.get(choice.type) or {"type": "function", "function": {"name": choice.name}},
@@ -283,19 +285,19 @@ def _reasoning_fields(body: PromptOfMessage, variables: Collection[str]) -> dict
     found: dict[str, Any] = {}
     if thinking and thinking.type == "enabled" and "enable_thinking" in variables:
         found["chat_template_kwargs"] = {"enable_thinking": True} | (body.chat_template_kwargs or {})
-    # Anthropic's default is high.
+    # high is Anthropic's default, so it is passed on only to a template that reads it.
     if effort and (effort != "high" or "reasoning_effort" in variables):
         found["reasoning_effort"] = "xhigh" if effort == "max" else effort
     return found
 
 
 class MessagesReply(BlocksReply):
-    """A message, and the events of its stream."""
+    """A builder of the answer to /v1/messages: one JSON object, or the events of a stream."""
 
     prefix = "msg_"
 
     def __init__(self, model: str, token_bytes: TokenBytes, shows_reasoning: bool):
-        """`shows_reasoning`: whether the answer includes thinking blocks."""
+        """Build an answer. `shows_reasoning`: whether it has thinking blocks."""
         super().__init__(model, token_bytes)
         self.shows_reasoning = shows_reasoning
         self.answer = {
@@ -336,7 +338,7 @@ class MessagesReply(BlocksReply):
 
 
 def _content(block: Block) -> dict:
-    """Convert a block, complete or in progress, to Anthropic's content block."""
+    """Convert a block to Anthropic's content block."""
     match block.kind:
         case "text":
             return {"type": "text", "text": block.text}
@@ -345,14 +347,14 @@ def _content(block: Block) -> dict:
     try:
         arguments = json.loads(block.text)
     except (ValueError, RecursionError):
-        # A call in progress, or one that was cut off.
+        # The arguments are incomplete: the call is in progress or was cut off.
         arguments = None
     arguments = arguments if isinstance(arguments, dict) else {}
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
 
 
 def _usage(usage: dict) -> dict:
-    """Convert OpenAI's usage; Anthropic's input_tokens exclude cached ones."""
+    """Convert OpenAI's usage to Anthropic's, whose input_tokens exclude cached tokens."""
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"] - cached,

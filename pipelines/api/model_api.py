@@ -1,4 +1,4 @@
-"""Endpoints that every model has, without HTTP: model names, tokenizer and chat template."""
+"""`ModelApi`: the endpoints that every model has (tokenizer and chat template), without HTTP."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from castiron.pipelines.text.embedder import NO_RERANKER
 from castiron.pipelines.text.tokenizer import COUNTED, Tokenizer, tokenizer_errors
 from castiron.vmfb.manifest import Manifest
 
-# Max characters of a /tokenize request; each takes 200 bytes of memory.
+# Max characters of a /tokenize request; each takes 200 bytes of memory while it is encoded.
 MAX_TOKENIZE_CHARACTERS = 1_000_000
 # OpenAI's default temperature.
 TEMPERATURE = 1.0
-# Fields of messages that a template may ignore: some templates leave earlier reasoning out, a call's id only links two
-# messages, shared prefixes are always cached, and litellm's clients send back its own fields.
+# Fields of messages that a template may ignore: some templates leave earlier reasoning out, an id only links a call to its
+# result, shared prefixes are always cached, and litellm's clients send its own fields back.
 MAY_BE_IGNORED = {"role", "reasoning_content", "reasoning", "tool_call_id", "cache_control", "provider_specific_fields"}
 # Values of message fields that mean the same as leaving the field out.
 EMPTY: tuple[Any, ...] = (None, [], "")
-# Max distinct fields of messages: each costs a rendering of the conversation, and no template reads more.
+# Max distinct (role, field) pairs of messages: the check of each renders the conversation, and no template reads more.
 MAX_FIELDS = 24
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
@@ -38,10 +38,10 @@ Render = Callable[[Sequence[Mapping[str, Any]]], str]
 class Limits:
     """Limits and defaults of requests.
 
-    seconds: max duration of a request, including the wait in the queue. body_bytes: max size of a
-    request body. temperature: default temperature, None for the model's own. priorities: whether
-    requests may set `priority`. retained_bytes: max bytes of log-probabilities and grammars of all
-    requests in flight, None for a fraction of the machine's memory.
+    seconds: max duration, including the wait in the queue. body_bytes: max size of a request body.
+    temperature: default temperature, None for the model's own. priorities: whether requests may set
+    `priority`. retained_bytes: max memory of the log-probabilities and grammars of all requests,
+    None for a fraction of the machine's memory.
     """
 
     seconds: float = 600.0
@@ -54,8 +54,7 @@ class Limits:
 class ModelEngine(Protocol):
     """An engine that runs one model of a server.
 
-    slots: max sequences that run at once. healthy: whether it accepts requests. unfinished: number
-    of requests in flight.
+    slots: max sequences that run at once. unfinished: number of requests that run or wait.
     """
 
     slots: int
@@ -71,26 +70,26 @@ class ModelEngine(Protocol):
 
 
 class ModelApi:
-    """The endpoints of a model; an endpoint that this kind of model lacks raises ApiError."""
+    """The endpoints of a model; an endpoint that its kind does not support raises ApiError."""
 
-    # Whether the chat page can talk to the model.
+    # Whether the chat page can use the model.
     has_chat = True
     # Main endpoint of a model that cannot chat.
     endpoint = "/v1/embeddings"
 
     def __init__(self, engine: ModelEngine, tokenizer: Tokenizer, names: list[str], manifest: Manifest, limits: Limits):
-        """`names`: the name that answers contain, then other names that requests may use."""
+        """Serve a model. `names`: its name in answers, then other names that requests may use."""
         self.engine, self.tokenizer, self.names, self.limits = engine, tokenizer, tuple(names), limits
         self.manifest, self.context, self.vocab = manifest, manifest.context, manifest.vocab
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError 404 if `name` is another model's."""
+        """Raise ApiError 404 if `name` is not a name of this model."""
         if name is not None and name not in self.names:
             raise unknown_model(name, self.names[:1])
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """Names of the chat template's variables besides messages and tools."""
+        """The names of the chat template's variables besides messages and tools."""
         return frozenset(variables_of(self.tokenizer.chat_template or ""))
 
     async def _cannot_generate(self, *_: Any, **__: Any) -> Any:
@@ -110,7 +109,7 @@ class ModelApi:
         """Return the token ids of a text or of messages."""
         given = {name: value for name in ("content", "prompt", "messages") if (value := getattr(body, name)) is not None}
         if len(given) != 1:
-            raise invalid("content", "give one of content, prompt and messages")
+            raise invalid("content", f"the request has {len(given)} of content, prompt and messages; give one")
         special = body.add_special if body.add_special is not None else body.add_special_tokens
         if body.messages is not None:
             if special is not None:
@@ -118,16 +117,16 @@ class ModelApi:
             return await self.render(body.messages)
         ((name, text),) = given.items()
         if len(text) > MAX_TOKENIZE_CHARACTERS:
-            message = f"{name} has {len(text)} characters, and the limit is {MAX_TOKENIZE_CHARACTERS}; send it in parts"
+            message = f"{name} has {len(text)} characters; the limit is {MAX_TOKENIZE_CHARACTERS}: send it in parts"
             raise invalid(name, message)
-        # By default llama.cpp, whose name is content, adds none, and vLLM, whose name is prompt, does.
+        # By default, llama.cpp adds no special tokens (field content) and vLLM adds them (field prompt).
         if name == "prompt" if special is None else special:
             return await run_in_thread(self.tokenizer.encode, text)
         return await run_in_thread(self.tokenizer.encode, text, False)
 
     @property
     def tokenizer_info(self) -> dict[str, Any]:
-        """The tokenizer's description for lm-eval, with vLLM's field names."""
+        """The description of the tokenizer for lm-eval, with vLLM's field names."""
         text = self.tokenizer
         ids = {"bos_token": text.bos, "eos_token": text.eos[0] if text.eos else None}
         special = {name: None if index is None else text.backend.id_to_token(index) for name, index in ids.items()}
@@ -149,18 +148,14 @@ class ModelApi:
     ) -> list[int]:
         """Return the token ids of messages rendered by the chat template.
 
-        Args:
-            continue_last: whether the last message is left open, so that the answer continues it.
-
-        Raises:
-            ApiError: for fields that the template ignores, and messages that cannot fit in the
-            context.
+        `template_args`: variables of the template. `continue_last`: whether the answer continues
+        the last message. Raises ApiError for fields that the template ignores and for messages that
+        cannot fit in the context.
         """
         if self.tokenizer.chat_template is None:
             raise ApiError(400, "this model has no chat template; use /v1/completions", "messages", "no_chat_template")
         if len(messages) > self.context:
-            message = f"this model's maximum context length is {self.context} tokens, and there are {len(messages)} messages"
-            raise ApiError(400, f"{message}: send fewer", "messages", "context_length_exceeded")
+            raise self.too_long("messages", f"there are {len(messages)} messages: send fewer")
         plain = [message.plain() for message in messages]
         self.check_length(sum(len(message["content"]) for message in plain), "messages")
 
@@ -173,27 +168,29 @@ class ModelApi:
         return await run_in_thread(encode)
 
     def check_length(self, characters: int, param: str) -> None:
-        """Raise ApiError 400 for a text that cannot fit in the context, before it is tokenized."""
+        """Raise ApiError 400 for a text that cannot fit in the context, without tokenizing it."""
         if characters > COUNTED and characters > (limit := self.context * self.tokenizer.longest_token):
-            message = (
-                f"this model's maximum context length is {self.context} tokens, in which {limit} characters fit at most; the "
-                f"{param} {'have' if param == 'messages' else 'has'} {characters}: shorten the {param}"
-            )
-            raise ApiError(400, message, param, "context_length_exceeded")
+            have = "have" if param == "messages" else "has"
+            raise self.too_long(param, f"the {param} {have} {characters} characters of at most {limit}: shorten the {param}")
+
+    def too_long(self, param: str, reason: str) -> ApiError:
+        """Return the error for a request that does not fit in the context."""
+        message = f"this model's maximum context length is {self.context} tokens; {reason}"
+        return ApiError(400, message, param, "context_length_exceeded")
 
     def check_ids(self, tokens: list[int], param: str) -> None:
         """Raise ApiError 400 for an id outside the vocabulary."""
         if tokens and max(tokens) >= self.vocab:
-            raise invalid(param, f"token {max(tokens)} is outside the vocabulary of {self.vocab} tokens")
+            raise invalid(param, f"{param} has token {max(tokens)}, outside the vocabulary; use token ids below {self.vocab}")
 
 
 def check_fields_are_read(render: Render, messages: Sequence[Mapping[str, Any]]) -> None:
     """Raise ApiError 400 for a field or role that the chat template ignores.
 
-    A field is ignored if the rendered text is the same without it, a role if it is the same with
-    other content. Only the first message with each role and field is checked.
+    The template ignores a field if the rendered text is the same without it, and a role if the text
+    is the same with other content. Only the first message with each role and field is checked.
     """
-    # Templates may ignore a tool result's name, because the call has the function's name too.
+    # Pairs that are not checked. A template may ignore a tool result's name: the call has the function's name too.
     seen: set[tuple[str, str]] = {("user", "content"), ("assistant", "content"), ("tool", "name")}
     rendered: str | None = None
     for index, message in enumerate(messages):
@@ -203,9 +200,9 @@ def check_fields_are_read(render: Render, messages: Sequence[Mapping[str, Any]])
                 continue
             seen.add((role, name))
             if name == "name" and all(other.get("name") == value for other in messages if other["role"] == role):
-                # A template may ignore a name that all messages of the role have.
+                # If all messages of the role have the same name, the template may ignore it.
                 continue
-            # Changed instead of removed, because a template may have a default for empty content.
+            # Content is changed, not removed, because a template may have a default for empty content.
             changed = {key: each for key, each in message.items() if key != name}
             changed |= {name: f"{value}x"} if name == "content" else {}
             try:
@@ -224,7 +221,10 @@ def check_fields_are_read(render: Render, messages: Sequence[Mapping[str, Any]])
 
 
 def with_system_first(render: Render, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Merge all system messages at the start if the template ignores later ones."""
+    """Return the messages; system messages become one at the start if the template needs that.
+
+    It needs that if it ignores or rejects system messages after the first message.
+    """
     changed = [
         {**message, "content": f"{message['content']}x"} if index and message["role"] == "system" else message
         for index, message in enumerate(messages)
@@ -239,19 +239,19 @@ def with_system_first(render: Render, messages: Sequence[Mapping[str, Any]]) -> 
 
 
 def default_sampling(manifest: Manifest, limits: Limits) -> Sampling:
-    """Return the sampling options of requests that set none."""
+    """Return the default sampling options: the model's generation_config and `limits`."""
     found = model_sampling(manifest.generation) or Sampling(TEMPERATURE)
     return found if limits.temperature is None else replace(found, temperature=limits.temperature)
 
 
 def unknown_model(name: str | None, known: Iterable[str]) -> ApiError:
-    """Return the error for a request that names a model that is not served."""
+    """Return the error for a request for the model `name`; `known`: names of the served models."""
     message = f"the model {name!r:.80} does not exist; this server has {', '.join(map(repr, known))}"
     return ApiError(404, message, "model", "model_not_found")
 
 
 async def run_in_thread(function: Callable, *arguments):
-    """Run a slow function in a thread; a cancelled caller still waits until it ends."""
+    """Run a slow function in a thread; a cancelled caller waits until the function has ended."""
     work = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
     # Reading the exception keeps asyncio from logging the error of a cancelled request.
     work.add_done_callback(lambda done: done.cancelled() or done.exception())

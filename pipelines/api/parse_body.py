@@ -1,7 +1,7 @@
-"""Parsing of request bodies: JSON of limited size becomes a validated record or an ApiError.
+"""Parse and validate request bodies.
 
-Bodies of `/v1/responses` and `/v1/messages` have lists of objects of different types. These are
-validated one by one when the body is converted to a chat.
+In the bodies of `/v1/responses` and `/v1/messages`, some lists contain objects of different types.
+Those objects are validated later, when the body is converted to a chat request (`parse_one_of`).
 """
 
 import re
@@ -17,7 +17,7 @@ from castiron.pipelines.api.api_errors import ApiError, invalid, unsupported
 from castiron.pipelines.api.schemas import Body, Unsupported
 
 Model = TypeVar("Model", bound=Body)
-# Max strings, lists and objects of a body: each takes a microsecond to parse, which delays other requests.
+# Max strings, lists and objects of a body: each takes a microsecond to parse, and delays other requests.
 MAX_VALUES = 2**16
 _VALUE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[{]', re.DOTALL)
 # Pairs of fields that set the same option.
@@ -29,8 +29,8 @@ SYNONYMS = (
 # Descriptions of the values of fields that accept more than one type, for error messages.
 EXPECTED = {
     "stop": "a string of 1 to 256 characters or a list of at most 16 such strings",
-    "prompt": "a string, a list of token ids, or a list of at most 128 of either, none of them without ids",
-    "input": "a string, a list of token ids, or a list of at most 2048 of either, none of them without ids",
+    "prompt": "a string, a list of token ids, or a list of 1 to 128 of either; lists of token ids are not empty",
+    "input": "a string, a list of token ids, or a list of 1 to 2048 of either; lists of token ids are not empty",
     "documents": "a list of 1 to 2048 strings or objects with a text",
     "content": "a string or a list of parts of type text",
     "tool_choice": 'none, auto, required or {"type": "function", "function": {"name": ...}}',
@@ -38,10 +38,10 @@ EXPECTED = {
 
 
 def parse_body(record: type[Model], data: bytes) -> Model:
-    """Parse and validate the body of a request.
+    """Parse and validate the body of a request; raise ApiError 400 with the first invalid field.
 
-    A body of 4 MB takes up to 0.2 s, so do not call it on the event loop. Raises ApiError 400 with
-    the invalid field.
+    `record`: class of the body. A body of 4 MB takes up to 0.2 s, so call this outside the event
+    loop.
     """
     check_values(data)
     try:
@@ -56,16 +56,16 @@ def parse_body(record: type[Model], data: bytes) -> Model:
     for name, value in given.items():
         for mark in record.model_fields[name].metadata:
             if isinstance(mark, Unsupported) and not mark.allows(value):
-                raise ApiError(400, f"{name} is not supported by this server", name, mark.code)
+                raise ApiError(400, f"{name} is not supported by this server; leave it out", name, mark.code)
     for name, other in SYNONYMS:
         if name in given and given[name] != given.get(other, given[name]):
             raise invalid(name, f"{name} and {other} differ; give one of them")
     if (options := given.get("stream_options")) is not None:
         if not given.get("stream"):
-            raise invalid("stream_options", "stream_options needs stream to be true")
+            raise invalid("stream_options", "stream_options needs stream to be true; set it, or leave stream_options out")
         if options.include_obfuscation:
             name = "stream_options.include_obfuscation"
-            raise unsupported(name, "not supported by this server")
+            raise unsupported(name, "not supported by this server; leave it out")
     return body
 
 
@@ -73,7 +73,7 @@ def check_values(data: bytes) -> None:
     """Raise ApiError 400 for a body of more than MAX_VALUES strings, lists and objects."""
     if data.count(b'"') // 2 + data.count(b"[") + data.count(b"{") <= MAX_VALUES:
         return
-    # The count above includes quotes and brackets inside strings, so count exactly.
+    # The quick count above includes quotes and brackets inside strings; only the regex counts exactly.
     for count, _ in enumerate(_VALUE.finditer(data)):
         if count == MAX_VALUES:
             raise ApiError(400, f"the body of this request has more than {MAX_VALUES} strings, lists and objects; send less")
@@ -82,9 +82,8 @@ def check_values(data: bytes) -> None:
 def field_error(found: ValidationError, expected: Mapping[str, str] = MappingProxyType({}), path: str = "") -> ApiError:
     """Return the first validation error as an ApiError in OpenAI's words.
 
-    Args:
-        expected: descriptions of fields, which take precedence over EXPECTED.
-        path: path of the field that holds the validated object.
+    `expected`: descriptions of valid values by field, which take precedence over EXPECTED. `path`:
+    path of the field that holds the validated object.
     """
     error, expected = found.errors(include_url=False, include_context=False)[0], {**EXPECTED, **expected}
     parts = [*filter(None, [path]), *map(str, error["loc"])]
@@ -102,7 +101,10 @@ def field_error(found: ValidationError, expected: Mapping[str, str] = MappingPro
 
 
 class OneOf:
-    """An annotation that describes, in OpenAPI, a dict that is parsed later as one of `records`."""
+    """An annotation of a dict field: OpenAPI describes it as one of `records`.
+
+    `parse_one_of` parses the dict later.
+    """
 
     def __init__(self, *records: type[BaseModel]):
         self.records = records
@@ -118,7 +120,7 @@ class Item(Body):
 
 
 class TextPart(BaseModel):
-    """A text part; fields about caching, citations and probabilities are ignored."""
+    """A text part; other fields, such as those for caching and citations, are ignored."""
 
     model_config = ConfigDict(extra="allow")
     type: Literal["text", "input_text", "output_text"]
@@ -131,7 +133,7 @@ Content = str | Annotated[list[Annotated[dict[str, Any], OneOf(TextPart)]], Fiel
 
 
 def parse_item(record: type[Model], value: Any, path: str) -> Model:
-    """Validate the value of the field `path` without its null fields; raise ApiError 400."""
+    """Validate the value of the field `path`; raise ApiError 400 with the first invalid field."""
     if isinstance(value, dict):
         value = {name: each for name, each in value.items() if each is not None}
     try:
@@ -166,7 +168,10 @@ def text_of_part(part: Mapping[str, Any], path: str) -> str:
 
 @contextmanager
 def fields_renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename the field in an ApiError; `names` maps chat fields to those of another API."""
+    """Rename fields in an ApiError raised in the `with` block.
+
+    `names`: name in the request's own API, by name of the chat field.
+    """
     try:
         yield
     except ApiError as error:

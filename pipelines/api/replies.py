@@ -1,11 +1,11 @@
-"""Builders of answers, as the events of a stream and as one JSON object."""
+"""Builders of answers: one JSON object, or the events of a stream."""
 
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from castiron.pipelines.api.api_errors import ApiError
 from castiron.pipelines.engine.request import Finished, Request
@@ -35,7 +35,7 @@ def _call_id() -> str:
 
 
 class Reply(ABC):
-    """A builder of the answer to one request, as the events of a stream, each a JSON object."""
+    """A builder of the answer to one request; an event of a stream is a JSON object."""
 
     # Prefix of the answer's id.
     prefix = ""
@@ -54,7 +54,7 @@ class Reply(ABC):
 
     @abstractmethod
     def extend(self, index: int, delta: Delta, end: Finished | None) -> Iterable[dict]:
-        """Yield the events for new text of a choice; with `end`, also those that finish it."""
+        """Yield the events for new text of a choice, and with `end` those that finish it."""
 
     @abstractmethod
     def finish(self, usage: dict) -> Iterable[dict]:
@@ -87,7 +87,7 @@ class ChoicesReply(Reply):
 
     @abstractmethod
     def choice(self, index: int, delta: Delta, end: Finished) -> dict:
-        """Return one complete choice."""
+        """Return a complete choice."""
 
     @abstractmethod
     def opening(self, index: int) -> dict | None:
@@ -95,24 +95,24 @@ class ChoicesReply(Reply):
 
     @abstractmethod
     def delta(self, index: int, delta: Delta, end: Finished | None = None) -> dict:
-        """Return the chunk of a choice for new text or, with `end`, for its end."""
+        """Return the chunk for new text of a choice; with `end`, the choice is finished."""
 
     def complete(self, choices: list[dict], usage: dict) -> dict:
         """Return the complete answer."""
         return {**self.head, "object": self.kind, "choices": choices, "usage": usage}
 
-    def chunk(self, choices: list[dict], usage: dict | None = None) -> dict:
+    def chunk(self, *choices: dict, usage: dict | None = None) -> dict:
         """Return an event with chunks of choices."""
         return {**self.head, "object": self.chunk_kind, "choices": choices, "usage": usage}
 
     def begin(self, index: int, usage: dict) -> list[dict]:
-        return [self.chunk([opening])] if (opening := self.opening(index)) else []
+        return [self.chunk(opening)] if (opening := self.opening(index)) else []
 
     def extend(self, index: int, delta: Delta, end: Finished | None) -> list[dict]:
-        return [self.chunk([self.delta(index, delta, end)])]
+        return [self.chunk(self.delta(index, delta, end))]
 
     def finish(self, usage: dict) -> list[dict]:
-        return [self.chunk([], usage)] if self.include_usage else []
+        return [self.chunk(usage=usage)] if self.include_usage else []
 
     def fail(self, error: ApiError) -> list[dict]:
         return [error.body]
@@ -125,7 +125,7 @@ class ChatReply(ChoicesReply):
 
     def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool):
         super().__init__(model, token_bytes, logprobs)
-        # Indices of choices that have called a function.
+        # Indices of the choices that have called a function.
         self._with_calls: set[int] = set()
 
     def choice(self, index: int, delta: Delta, end: Finished) -> dict:
@@ -142,12 +142,12 @@ class ChatReply(ChoicesReply):
 
     def extend(self, index: int, delta: Delta, end: Finished | None) -> list[dict]:
         if not (delta.text or delta.reasoning or delta.calls or end or self.logprobs):
-            # Tokens such as those that begin a tool call have no text for clients.
+            # Some tokens have no text, such as those that mark the start of a tool call.
             return []
         # Some clients read only the first call of a chunk.
         first, *others = _merged(delta.calls) or [None]
         deltas = [replace(delta, calls=(first,) if first else ()), *(Delta(calls=(part,)) for part in others)]
-        return [self.chunk([self.delta(index, each, end if each is deltas[-1] else None)]) for each in deltas]
+        return [self.chunk(self.delta(index, each, end if each is deltas[-1] else None)) for each in deltas]
 
     def delta(self, index: int, delta: Delta, end: Finished | None = None) -> dict:
         fields: dict[str, Any] = _reasoning(delta.reasoning)
@@ -173,21 +173,18 @@ def _merged(parts: Iterable[CallPart]) -> list[CallPart]:
 
 
 def _call_chunk(part: CallPart) -> dict:
-    """Return part of a call for a streamed chunk."""
+    """Return the JSON object of a part of a tool call, for a streamed chunk."""
     if part.name is None:
         return {"index": part.index, "function": {"arguments": part.arguments}}
     function = {"name": part.name, "arguments": part.arguments}
     return {"index": part.index, "id": _call_id(), "type": "function", "function": function}
 
 
-@dataclass(frozen=True)
-class Echo:
-    """The prompt at the start of a completion.
-
-    text: prompt text. offsets: character offsets of its tokens, empty without log-probabilities.
-    """
+class Echo(NamedTuple):
+    """The prompt at the start of a completion; `offsets` is empty without log-probabilities."""
 
     text: str = ""
+    # The character offset of each token.
     offsets: Collection[int] = ()
 
 
@@ -197,11 +194,13 @@ class CompletionReply(ChoicesReply):
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
     def __init__(self, model: str, token_bytes: TokenBytes, logprobs: int | None, echoes: list[Echo]):
-        """`logprobs`: number of top tokens at each position, None without log-probabilities.
-        `echoes`: the echoed prompt of each choice."""
+        """Build an answer of as many choices as there are `echoes`, their echoed prompts.
+
+        `logprobs`: top tokens at each position, None without log-probabilities.
+        """
         super().__init__(model, token_bytes, logprobs is not None)
         self.top, self.echoes = logprobs, echoes
-        # The engine request of each choice, set when they have been made.
+        # The engine request of each choice; `GenerationApi.complete` sets them.
         self.requests: list[Request] = []
 
     def choice(self, index: int, delta: Delta, end: Finished) -> dict:
@@ -216,7 +215,7 @@ class CompletionReply(ChoicesReply):
         return self._choice(index, delta.text, self._answer(index, delta.tokens), end)
 
     def _prompt(self, index: int) -> tuple[TextToken, ...]:
-        """Return the prompt's tokens, none without log-probabilities; the first token has none."""
+        """Return the tokens of the echoed prompt; the first has no log-probability."""
         offsets, request = self.echoes[index].offsets, self.requests[index]
         scores = [None, *request.scores] if offsets else []
         return tuple(
@@ -225,7 +224,7 @@ class CompletionReply(ChoicesReply):
         )
 
     def _answer(self, index: int, tokens: Collection[TextToken]) -> tuple[TextToken, ...]:
-        """Return generated tokens with offsets that count from the echoed prompt's start."""
+        """Return generated tokens with offsets from the start of the echoed prompt."""
         before = len(self.echoes[index].text)
         return tuple(replace(token, offset=before + token.offset) for token in tokens) if self.logprobs else ()
 
@@ -241,9 +240,9 @@ class CompletionReply(ChoicesReply):
         return {"index": index, "text": text, "logprobs": logprobs, **_finish_fields(end)}
 
     def _top(self, token: TextToken) -> dict[str, float] | None:
-        """Return log-probabilities of the top tokens and the chosen one by their text.
+        """Return the log-probabilities of the top tokens and of the token itself, by text.
 
-        If tokens have the same text, the most probable one counts.
+        Of tokens with the same text, the most probable one counts.
         """
         if token.logprob is None:
             return None
@@ -257,7 +256,7 @@ class CompletionReply(ChoicesReply):
 class Block:
     """A part of an answer.
 
-    kind: "reasoning", "text" or "call". name: called function. text: text, or a call's arguments.
+    kind: "reasoning", "text" or "call". name: called function. text: text, or arguments of a call.
     """
 
     kind: str
@@ -275,7 +274,7 @@ class Block:
 class BlocksReply(Reply):
     """An answer of /v1/responses or /v1/messages, whose stream opens, fills and closes blocks.
 
-    answer: JSON of the answer, complete after `finish`.
+    answer: the answer as JSON, complete after `finish`.
     """
 
     def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool = False):
@@ -289,11 +288,11 @@ class BlocksReply(Reply):
 
     @abstractmethod
     def open(self, block: Block) -> Iterable[dict]:
-        """Yield the events that begin the last block."""
+        """Yield the events that begin `block`, the last of the answer."""
 
     @abstractmethod
     def fill(self, block: Block, text: str, logprobs: list[dict]) -> Iterable[dict]:
-        """Yield the events for new text of the last block."""
+        """Yield the events for new `text` of `block`, the last of the answer."""
 
     @abstractmethod
     def close(self, block: Block) -> Iterable[dict]:
@@ -336,5 +335,5 @@ class BlocksReply(Reply):
 
 
 def finite(logprob: float) -> float:
-    """Replace minus infinity, which JSON lacks, by OpenAI's -9999."""
+    """Return OpenAI's -9999 for minus infinity, which JSON cannot express."""
     return max(logprob, -9999.0)

@@ -19,7 +19,7 @@ ANY_OBJECT = {"type": "object"}
 class AnswerFormat:
     """A format that an answer must have.
 
-    param: field of the request. kind, value: name and value of an argument of `Tokenizer.grammar`.
+    param: field of the request. kind, value: argument of `Tokenizer.grammar`, by name and value.
     """
 
     param: str
@@ -33,10 +33,10 @@ class AnswerFormat:
 
 
 def requested_format(body: CompletionFields) -> AnswerFormat | None:
-    """Return the required format, None for free text; raise ApiError if there are two."""
+    """Return the format that the request sets, None for free text; raise ApiError for two."""
     guided = StructuredOutputs(
         json=body.guided_json, regex=body.guided_regex, choice=body.guided_choice, grammar=body.guided_grammar
-    )  # fmt: skip
+    )
     found = [
         *_response_format(body.response_format or ResponseFormat(type="text")),
         *_structured(body.structured_outputs or StructuredOutputs(), "structured_outputs."),
@@ -57,10 +57,10 @@ def _given(prefix: str, **values: Any) -> Iterator[AnswerFormat]:
 
 def _response_format(form: ResponseFormat) -> Iterator[AnswerFormat]:
     if (form.json_schema is None) == (form.type == "json_schema") and form.schema_ is None:
-        message = f"response_format: json_schema goes with the type json_schema, and the type is {form.type}"
+        message = f"response_format.json_schema must be given with the type json_schema, and only then; the type is {form.type}"
         raise invalid("response_format.json_schema", message)
     if form.schema_ is not None and (form.json_schema is not None or form.type == "text"):
-        message = "response_format: a schema goes with the type json_object, and with json_schema in its place"
+        message = "response_format.schema goes with the type json_object, or json_schema without a field json_schema; use one"
         raise invalid("response_format.schema", message)
     if form.type != "text":
         schema = form.json_schema.schema_ if form.json_schema else ANY_OBJECT if form.schema_ is None else form.schema_
@@ -76,7 +76,7 @@ def _structured(fields: StructuredOutputs, prefix: str) -> Iterator[AnswerFormat
             schema = None
         if not isinstance(schema, dict | bool):
             param = f"{prefix}json"
-            raise invalid(param, f"{param} must be a JSON schema, or the text of one")
+            raise invalid(param, f"{param} must be a JSON schema, as an object or as text")
     if schema is not None:
         yield AnswerFormat(f"{prefix}json", "json_schema", schema)
     if fields.json_object:

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses: its answers, and the store that later requests refer to."""
+"""OpenAI's /v1/responses: its answers, and the store of responses for later requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TEXT_EVENTS = {
     "text": "response.output_text",
     "call": "response.function_call_arguments",
 }
-# Fields of the request that the response repeats.
+# Fields of the request that the response repeats as they are.
 ECHOED = (
     "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key", "safety_identifier",
     "user",
@@ -44,7 +44,7 @@ class Stored:
     """A stored response.
 
     owner: API key of the client. body: the response as JSON. items: output items by id. messages:
-    the conversation up to the end of the response, without instructions. bytes: memory use.
+    the conversation up to the end of the response, without instructions. bytes: memory used.
     """
 
     owner: bytes
@@ -55,19 +55,17 @@ class Stored:
 
 
 class ResponseStore:
-    """A store of at most `count` responses in about `bytes` of memory.
-
-    It drops the least recently used ones. A client can only read responses of its API key, `owner`.
-    """
+    """A store that keeps the most recently used responses, each for the API key of its `owner`."""
 
     def __init__(self, count: int = 1000, bytes: int = 64 << 20):
+        """Store at most `count` responses in about `bytes` of memory."""
         self.count, self.bytes = count, bytes
         self._stored: OrderedDict[str, Stored] = OrderedDict()
         # Ids of responses, by the ids of their items.
         self._items: dict[str, str] = {}
 
     def put(self, owner: bytes, response: dict, messages: Sequence[Message]) -> None:
-        """Store a response and the messages of the conversation up to its end."""
+        """Store a response, and the messages of the conversation up to its end."""
         body = json.dumps(response, ensure_ascii=False, separators=(",", ":")).encode()
         size = len(body) + sum(len(message.model_dump_json()) for message in messages)
         items = {item["id"]: _without_logprobs(item) for item in response.get("output", ())}
@@ -92,7 +90,7 @@ class ResponseStore:
     def body(self, owner: bytes, name: str) -> bytes:
         """Return a response as JSON; raise ApiError 404 if it is not stored."""
         if (found := self.get(owner, name)) is None:
-            message = f"no such response: {name!r:.80} is not stored, or not any more"
+            message = f"no such response: {name!r:.80}; the server may have deleted it"
             raise ApiError(404, message, code="response_not_found")
         return found.body
 
@@ -106,12 +104,12 @@ class ResponseStore:
             del self._items[item]
 
 
-# A store for jobs that do not store responses.
+# The store for batch jobs: it stores nothing.
 NO_STORE = ResponseStore(count=0)
 
 
 def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
-    """Return an item without log-probabilities, which take a hundred times as much memory."""
+    """Return an item without log-probabilities, which take a hundred times its memory."""
     return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]} if "content" in item else item
 
 
@@ -130,17 +128,17 @@ async def start_response(api: ModelApi, body: ResponsesRequest, store: ResponseS
 
 
 async def count_response_tokens(api: ModelApi, body: PromptOfResponse, store: ResponseStore, owner: bytes) -> int:
-    """Return the number of tokens of the request's prompt."""
+    """Return the number of tokens of a request's prompt."""
     with fields_renamed(FIELDS):
         return await api.count(_chat(body, store, owner)[0])
 
 
 def _chat(body: PromptOfResponse, store: ResponseStore, owner: bytes) -> tuple[ChatRequest, list[Message]]:
-    """Return the chat request, and the messages of the conversation without instructions."""
+    """Return a request as a chat request, and the conversation without instructions."""
     before: Sequence[Message] = ()
     if (name := body.previous_response_id) is not None:
         if (found := store.get(owner, name)) is None:
-            message = f"no such response: {name!r:.80} is not stored, or not any more; send the complete conversation"
+            message = f"no such response: {name!r:.80}; send the complete conversation"
             raise ApiError(400, message, "previous_response_id", "previous_response_not_found")
         before = found.messages
     messages = messages_of(body.items(lambda name: store.item(owner, name)))
@@ -148,7 +146,7 @@ def _chat(body: PromptOfResponse, store: ResponseStore, owner: bytes) -> tuple[C
 
 
 class ResponsesReply(BlocksReply):
-    """A response, and the events of its stream."""
+    """A builder of a response, and of the events of its stream."""
 
     prefix = "resp_"
 
@@ -156,7 +154,7 @@ class ResponsesReply(BlocksReply):
         self, model: str, token_bytes: TokenBytes, body: ResponsesRequest, sampling: Sampling, is_stored: bool,
         put: Callable[[dict], None],
     ):  # fmt: skip
-        """`put`: callback that gets the complete response."""
+        """Build the response to `body`, and call `put` with it when it is complete."""
         super().__init__(model, token_bytes, body.logprobs)
         self.put, self.names = put, names_in_namespaces(body.tools or ())
         self._number = 0

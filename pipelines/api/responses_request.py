@@ -1,4 +1,4 @@
-"""Request bodies of OpenAI's /v1/responses, and their conversion to chat."""
+"""Request bodies of OpenAI's /v1/responses, and their conversion to chat requests."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from castiron.pipelines.api.schemas import (
     Function,
     FunctionIdentifier,
     GenerationFields,
+    JsonSchema,
     Message,
     Objects,
     Unsupported,
@@ -31,7 +32,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class Refusal(BaseModel):
-    """A refusal of an earlier answer; it is text too."""
+    """A refusal of an earlier answer, which is read as text."""
 
     model_config = ConfigDict(extra="allow")
     type: Literal["refusal"]
@@ -39,7 +40,7 @@ class Refusal(BaseModel):
 
 
 class StoredItem(Item):
-    """An item that may come from an earlier answer."""
+    """An item that may be from an earlier answer."""
 
     id: str | None = None
     status: str | None = None
@@ -73,7 +74,7 @@ class FunctionCallOutput(StoredItem):
 
 
 class ReasoningItem(StoredItem):
-    """Reasoning of an earlier answer, not encrypted."""
+    """Reasoning of an earlier answer; encrypted reasoning is not supported."""
 
     type: Literal["reasoning"]
     summary: Objects | None = None
@@ -99,18 +100,14 @@ ITEMS: dict[str, type[Body]] = {
 AnyItem = Annotated[dict[str, Any], OneOf(*ITEMS.values(), ItemReference)]
 
 
-class FunctionTool(Item):
+class FunctionTool(Item, Function):
     type: Literal["function"]
-    name: FunctionIdentifier
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
     defer_loading: Literal[False] | None = None
     allowed_callers: DirectCallers | None = None
 
 
 class Namespace(Item):
-    """Functions whose names begin with that of the namespace."""
+    """Functions that the model calls as `NAMESPACE.NAME`."""
 
     type: Literal["namespace"]
     name: FunctionIdentifier
@@ -122,7 +119,7 @@ AnyTool = Annotated[dict[str, Any], OneOf(FunctionTool, Namespace)]
 
 
 class AllowedTools(Item):
-    """The tools that may be called now."""
+    """A tool choice that lists the tools which the answer may call."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -135,12 +132,11 @@ class ChosenFunction(Item):
     namespace: str | None = None
 
 
-class TextFormat(Body):
+class TextFormat(JsonSchema):
+    """The form of the answer; `schema` is required for the type json_schema."""
+
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
-    strict: bool | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")  # type: ignore[assignment]
 
 
 class TextOptions(Body):
@@ -149,7 +145,7 @@ class TextOptions(Body):
 
 
 class Reasoning(Body):
-    """Reasoning is returned complete; there are no summaries."""
+    """Options of reasoning; answers have the complete reasoning instead of a summary."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -163,12 +159,12 @@ class ObfuscationOptions(Body):
 
 
 class PromptOfResponse(Body):
-    """The fields that make the prompt."""
+    """The fields of /v1/responses that determine the prompt."""
 
     expected: ClassVar[dict[str, str]] = {
         "input": "a string or a list of items",
         "tool_choice": 'none, auto, required, {"type": "function", "name": ...} or {"type": "allowed_tools", ...}',
-        "verbosity": "medium, or left out",
+        "verbosity": "medium if it is given",
     }
 
     input: str | Annotated[list[AnyItem], Field(fail_fast=True)] | None = None
@@ -184,7 +180,7 @@ class PromptOfResponse(Body):
     conversation: Annotated[Any, Unsupported()] = None
 
     def items(self, stored: Callable[[str], dict[str, Any] | None]) -> list[dict[str, Any]]:
-        """Return the items of the input; `stored` looks up the items that references name."""
+        """Return the input's items, with references replaced by the items that `stored` returns."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         found = list(self.input or ())
@@ -193,7 +189,7 @@ class PromptOfResponse(Body):
                 continue
             name = parse_item(ItemReference, item, f"input.{index}").id
             if (item := stored(name)) is None:
-                raise unsupported(f"input.{index}.id", f"this server has no item {name!r:.80} (any more); send the item itself")
+                raise unsupported(f"input.{index}.id", f"no such item: {name!r:.80}; send the item itself")
             found[index] = item
         return found
 
@@ -216,9 +212,9 @@ class ResponsesRequest(PromptOfResponse, GenerationFields):
         "code_interpreter_call.outputs",
     ]], Field(fail_fast=True)] | None = None  # fmt: skip
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    # Ignored, because it limits tools that the server runs, and there are none.
+    # Ignored, because it limits tools that the server runs, and this server runs no tools.
     max_tool_calls: int | None = Field(None, ge=1)
-    # Labels of the request or the customer, which are ignored.
+    # Ignored labels of the request or the customer.
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -241,7 +237,7 @@ class ResponsesRequest(PromptOfResponse, GenerationFields):
 
 
 def messages_of(items: Sequence[dict[str, Any]], path: str = "input") -> list[Message]:
-    """Convert items to chat messages; consecutive reasoning, text and calls become one message."""
+    """Convert items to chat messages: consecutive reasoning, text and calls become one."""
     found: list[dict[str, Any]] = []
 
     def assistant(field: str, value: Any) -> None:
@@ -288,7 +284,7 @@ def chat_request(body: PromptOfResponse, before: Sequence[Message], messages: Se
         conversation.insert(0, Message(role="system", content=body.instructions))
     first = list(takewhile(lambda message: message.role in ("system", "developer"), conversation))
     if len(first) > 1:
-        # Templates read one system message at the start.
+        # Many templates read one system message only.
         text = "\n\n".join(message.plain()["content"] for message in first)
         conversation[: len(first)] = [Message(role="system", content=text)]
     if not conversation:
@@ -312,12 +308,12 @@ def chat_request(body: PromptOfResponse, before: Sequence[Message], messages: Se
 
 
 def full_name(namespace: str | None, name: str) -> str:
-    """Return the name by which the model calls a function of a namespace."""
+    """Return the name by which the model calls a function."""
     return f"{namespace}.{name}" if namespace else name
 
 
 def names_in_namespaces(tools: Iterable[dict[str, Any]]) -> dict[str, dict[str, str]]:
-    """Return the fields name and namespace of each function in a namespace, by its full name."""
+    """Return {"name": ..., "namespace": ...} by full name, for each function in a namespace."""
     return {
         full_name(space["name"], function["name"]): {"name": function["name"], "namespace": space["name"]}
         for space in tools
@@ -327,7 +323,7 @@ def names_in_namespaces(tools: Iterable[dict[str, Any]]) -> dict[str, dict[str, 
 
 
 def _functions(tools: Iterable[dict[str, Any]]) -> list[Function]:
-    """Return all functions with their full names; raise ApiError for other tools."""
+    """Return all functions with their full names; raise ApiError for tools of other types."""
     found: list[Function] = []
     for index, given in enumerate(tools):
         path = f"tools.{index}"
@@ -336,7 +332,7 @@ def _functions(tools: Iterable[dict[str, Any]]) -> list[Function]:
         inner = [(path, given)] if space is None else [(f"{path}.tools.{i}", each) for i, each in enumerate(space.tools)]
         for here, each in inner:
             function = parse_one_of({"function": FunctionTool}, each, here)
-            # The first function has the description of the namespace.
+            # Chat requests have no namespaces, so the description of one is put before its first function's.
             descriptions = [space.description if space and each is space.tools[0] else None, function.description]
             fields = {"name": full_name(space and space.name, function.name), "parameters": function.parameters}
             fields |= {"description": " ".join(filter(None, descriptions)) or None, "strict": function.strict}

@@ -1,7 +1,7 @@
 """Request bodies of OpenAI's API, with the fields that castiron, vLLM and llama.cpp add.
 
-A field that is not supported is rejected by name, unless its value has no effect. Fields that only
-label the request or the customer are accepted and ignored.
+The server rejects a field that it does not support, unless the value has no effect. It ignores
+fields that only label the request or the customer.
 """
 
 import json
@@ -12,19 +12,19 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Stops = StopString | Annotated[list[StopString], Field(max_length=16)]
 TokenId = Annotated[int, Field(ge=0)]
-# Name of a function: OpenAI allows 64 characters, Anthropic 128.
+# Names of functions: OpenAI allows 64 characters, Anthropic 128.
 FunctionIdentifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
-# With fail_fast a list of a million wrong values has one error.
+# fail_fast: validation of a list stops at the first wrong value, because a million errors would take seconds.
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
-# Validated left to right, so that a million ids are validated once.
+# left_to_right: the ids are not validated again as text.
 Prompt = Annotated[str | TokenIds, Field(union_mode="left_to_right")]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
-# Callers of a function; only the model may call it.
+# Who may call a function: the model itself, but no code that it runs.
 DirectCallers = Annotated[list[Literal["direct"]], Field(fail_fast=True)]
-# vLLM's fields: a JSON schema, also as text, and a list of possible answers.
+# Values of vLLM's fields: a JSON schema as an object or as text, and a list of possible answers.
 Schema = dict[str, Any] | bool | str
 Choices = Annotated[list[str], Field(min_length=1, max_length=4096, fail_fast=True)]
-# Max choices of a request; each takes a place in the queue.
+# Max choices of a request; each takes a slot or waits for one.
 MAX_CHOICES = 128
 # OpenAI's limits for the texts of an embeddings request and the entries of logit_bias.
 MAX_INPUTS, MAX_BIASES = 2048, 1024
@@ -33,14 +33,13 @@ MAX_PRIORITY = 2**53
 
 
 class Unsupported:
-    """An annotation of a field that is not supported: it may only be null or one of `values`."""
+    """An annotation of an unsupported field: it may only be null or one of `values`."""
 
     def __init__(self, *values: Any, code: str = "unsupported_parameter"):
         self.values, self.code = values, code
 
     def allows(self, value: Any) -> bool:
-        """Return whether a request may have this value."""
-        # The types are compared too, because 0 == False in Python.
+        """Return whether a request may have this value; 0 and False differ here."""
         return any(value == allowed and type(value) is type(allowed) for allowed in self.values)
 
     def __get_pydantic_json_schema__(self, *_: Any) -> dict[str, Any]:
@@ -57,7 +56,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _stop_at_the_first_unknown_field(cls, value: Any) -> Any:
-        """Remove all unknown fields but the first, because validation makes an error of each."""
+        """Remove all unknown fields but the first, because each costs time to report."""
         if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
             return value
         known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -66,7 +65,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """continuous_usage_stats is vLLM's: every chunk has the usage so far."""
+    """Options of a stream; with vLLM's continuous_usage_stats every chunk has the usage so far."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -74,7 +73,7 @@ class StreamOptions(Body):
 
 
 class JsonSchema(Body):
-    """Every answer follows its schema, whatever `strict` is."""
+    """A JSON schema that the answer matches, also without `strict`."""
 
     name: str | None = None
     description: str | None = None
@@ -83,7 +82,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The form of the answer; a `schema` beside the type is llama.cpp's."""
+    """The form of the answer; llama.cpp's clients send `schema` instead of `json_schema`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -91,7 +90,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """The form of the answer in vLLM's fields: one of these, a schema also as its text."""
+    """The form of the answer, by one of vLLM's fields."""
 
     json_: Schema | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -103,8 +102,8 @@ class StructuredOutputs(Body):
 class GenerationFields(Body):
     """The fields of every generation request, in every API.
 
-    top_k, min_p, repeat_penalty (also repetition_penalty), repetition_stop, ignore_eos, grammar and
-    regex are castiron's; priority is vLLM's.
+    Castiron adds top_k, min_p, repeat_penalty (also repetition_penalty), repetition_stop,
+    ignore_eos, grammar and regex; priority is vLLM's.
     """
 
     model: str | None = None
@@ -125,7 +124,7 @@ class GenerationFields(Body):
 
 
 class CompletionFields(GenerationFields):
-    """The fields of both kinds of completion."""
+    """The fields of chat completions and text completions."""
 
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -136,19 +135,19 @@ class CompletionFields(GenerationFields):
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None = None
     user: str | None = None
     response_format: ResponseFormat | None = None
-    # Fields for the format of the answer: vLLM's, its older ones, and castiron's and llama.cpp's below.
+    # vLLM's fields for the form of the answer, new and old.
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
-    # JSON without spaces; castiron's.
+    # Castiron's field: whether JSON has no spaces. llama.cpp's field: a JSON schema.
     compact_json: bool | None = None
     json_schema: dict[str, Any] | bool | None = None
     # vLLM's fields for the end of an answer.
     min_tokens: int | None = Field(None, ge=0)
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
-    # Defaults that clients of vLLM and llama.cpp send.
+    # Fields that clients of vLLM and llama.cpp send with their default values.
     skip_special_tokens: Annotated[Any, Unsupported(True)] = None
     spaces_between_special_tokens: Annotated[Any, Unsupported(True)] = None
     include_stop_str_in_output: Annotated[Any, Unsupported(False)] = None
@@ -161,7 +160,7 @@ class CompletionFields(GenerationFields):
 
 
 class ContentPart(Body):
-    """A text part; `cache_control` changes nothing, as shared prefixes are always cached."""
+    """A text part; `cache_control` has no effect, because shared prefixes are always cached."""
 
     type: Literal["text"]
     text: str
@@ -169,7 +168,7 @@ class ContentPart(Body):
 
 
 class RefusalPart(Body):
-    """A refusal of an earlier turn; it is text too."""
+    """A refusal of an earlier turn, which is read as text."""
 
     type: Literal["refusal"]
     text: str = Field(alias="refusal")
@@ -216,7 +215,7 @@ class NamedTool(Body):
 
 
 class Function(Body):
-    """`parameters`: a JSON schema of an object; none without it."""
+    """A function; `parameters` is a JSON schema, without which it has no parameters."""
 
     name: FunctionIdentifier
     description: str | None = None
@@ -231,7 +230,7 @@ class Tool(Body):
     function: Function
 
     def plain(self) -> dict:
-        """Return the tool as chat templates read it."""
+        """Return the tool for chat templates."""
         function = {"name": self.function.name, "description": self.function.description or "",
                     "parameters": self.function.parameters or {"type": "object", "properties": {}}}  # fmt: skip
         return {"type": "function", "function": function}
@@ -244,7 +243,7 @@ class ChatRequest(CompletionFields):
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    # vLLM's field: whether the answer continues the last message.
+    # vLLM's fields: whether the answer continues the last message, or starts a new one.
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -273,7 +272,7 @@ class ChatRequest(CompletionFields):
 
 
 class CompletionRequest(CompletionFields):
-    """POST /v1/completions; a prompt is text or token ids, or a list of such."""
+    """POST /v1/completions; the prompt is text, token ids, or a list of texts or token ids."""
 
     prompt: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     max_tokens: int | None = Field(None, ge=0)
@@ -287,8 +286,8 @@ class CompletionRequest(CompletionFields):
 class EmbeddingsRequest(Body):
     """POST /v1/embeddings.
 
-    prompt_name (the model's prompt before each text) and truncate (whether long texts are cut) are
-    castiron's.
+    Castiron adds prompt_name (a prompt of the model, put before each text) and truncate (whether
+    long texts are cut).
     """
 
     input: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
@@ -301,14 +300,14 @@ class EmbeddingsRequest(Body):
 
 
 class Document(BaseModel):
-    """Other fields are returned with the document."""
+    """A document; the answer returns it with any other fields."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     text: str
 
 
 class RerankRequest(Body):
-    """POST /v1/rerank, as Cohere's, Jina's and vLLM's; long documents are cut."""
+    """POST /v1/rerank, with the fields of Cohere, Jina and vLLM; long documents are cut."""
 
     query: str
     documents: Annotated[list[str | Document], Field(min_length=1, max_length=MAX_INPUTS)]

@@ -1,1 +1,1 @@
-"""Batch jobs: rows of a file become requests for the engine, then a journal and an output file."""
+"""Batch jobs: answer each row (record) of an input file; results go to a journal and an output."""

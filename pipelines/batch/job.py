@@ -1,4 +1,4 @@
-"""A batch job: run the rows that are not finished, journal them, then write the output."""
+"""A batch job: answer the rows that no earlier run has answered, and write the output."""
 
 from __future__ import annotations
 
@@ -22,30 +22,27 @@ from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.engine.request import Failed, Finished, Request
 from castiron.vmfb.staging import replace_file
 
-# Limits of a window (rows that are ordered together): requests, and tokens of their prompts.
+# A window is a group of rows that are put in order together. Its max requests, and max tokens of their prompts.
 MAX_REQUESTS, MAX_TOKENS = 512, 1 << 20
-# Seconds that a window waits for more rows after its first row; seconds between polls for rows.
+# Seconds that a window waits for more rows after its first row, and seconds between two polls for rows.
 WAIT, POLL = 0.25, 0.02
-# Rows run in sequence if they share at least this many more tokens than the rows around them.
+# Rows form a branch of the prefix tree if they share at least this many more tokens than the rows around them.
 MIN_PREFIX = 32
-# Prompt tokens that take the time of one decode step.
+# Prompt tokens that are read in the time of one decode step.
 PREFILL_RATE = 16
-# A row with its key; and with its outcome too.
+# A row with its key, and the same with its outcome.
 Keyed = tuple[Row, str]
 Answered = tuple[Row, str, Outcome]
-# A function that answers rows, in any order. None in its input means that no row has arrived yet.
+# A function that answers rows, in any order. Its input yields None while the next row has not arrived.
 Answer = Callable[[Iterator[Keyed | None]], Iterable[Answered]]
 
 
 @dataclass
 class Summary:
-    """The counts of a job.
+    """The counts of a job; tokens and seconds are of this run.
 
-    Attributes:
-        rows: all rows, including those that an earlier run finished.
-        before: rows that an earlier run finished.
-        duplicates: rows whose custom_id an earlier row has.
-        seconds: time of this run, like the counts of tokens.
+    rows: all rows. before: rows that an earlier run finished. duplicates: rows with the custom_id
+    of an earlier row.
     """
 
     rows: int = 0
@@ -59,12 +56,12 @@ class Summary:
 
     @property
     def done(self) -> int:
-        """Rows that this run finished."""
+        """The number of rows that this run finished."""
         return self.rows - self.before
 
     @property
     def tokens_per_second(self) -> float:
-        """Prompt and generated tokens per second."""
+        """The prompt and generated tokens per second."""
         return (self.prompt_tokens + self.generated_tokens) / self.seconds if self.seconds else 0.0
 
     def count(self, outcome: Outcome) -> None:
@@ -84,13 +81,13 @@ def run_job(
 
     Args:
         key: returns the key of a row in the journal.
-        answer: see `Answer`.
         output: a path, or None for stdout, which has no journal.
-        ordered: write rows in the order of the input, not in the order in which they finish.
-        report: called with the counts so far and the share of the input that is done (None: unknown).
+        ordered: write rows in the order of the input instead of the order in which they finish.
+        report: called with the counts and the share of the input that is done, None if unknown.
+
     Raises:
-        PipelineError: another process writes the output, or, after all readable rows, the input is
-            damaged.
+        PipelineError: another process writes the output, or, after all readable rows have been
+            answered, the input is damaged.
     """
     start, summary, custom_ids, offsets = time.monotonic(), Summary(), array("q"), array("q")
     journal, pipe, schema = Journal(output) if output else None, Pipe(ordered), getattr(rows, "schema", None)
@@ -136,7 +133,7 @@ def run_job(
 def answering(engine: Engine | None, requests: Requests, window: int = MAX_REQUESTS) -> Answer:
     """Return an `Answer` that runs rows in this process.
 
-    `engine`: None for an embedding model. `window`: max requests that are ordered together.
+    `engine`: None for an embedding model. `window`: max requests of a window.
     """
 
     def answer(rows: Iterator[Keyed | None]) -> Iterator[Answered]:
@@ -147,11 +144,10 @@ def answering(engine: Engine | None, requests: Requests, window: int = MAX_REQUE
 
 
 def run(engine: Engine | None, works: Iterator[Work | None]) -> Iterator[tuple[Work, Outcome]]:
-    """Run works and yield each with its outcome, in the order in which they finish.
+    """Run each `Work` (a row in progress), and yield it with its outcome when it finishes.
 
-    A work is taken when a slot is free. None in `works` means that the next one has not arrived
-    yet. Closing the iterator cancels unfinished works. `engine` may be None if no work has
-    requests.
+    The function reads `works` when a slot is free; `works` yields None while the next row has not
+    arrived. Closing the iterator cancels unfinished rows. `engine`: None if no row has requests.
     """
     stream, owners, ended = engine.stream() if engine else None, dict[Request, Work](), False
     try:
@@ -184,7 +180,7 @@ def run(engine: Engine | None, works: Iterator[Work | None]) -> Iterator[tuple[W
 
 
 def in_windows(works: Iterable[Work | None], max_requests: int = MAX_REQUESTS) -> Iterator[Work | None]:
-    """Yield works in windows, each in the order of `arranged`; None if none has arrived yet."""
+    """Yield the works of each window in the order of `arranged`; None while no work has arrived."""
     window, size, tokens, began = list[Work](), 0, 0, 0.0
     for work in works:
         if work is not None:
@@ -203,25 +199,26 @@ def in_windows(works: Iterable[Work | None], max_requests: int = MAX_REQUESTS) -
 
 
 def arranged(works: Sequence[Work]) -> list[Work]:
-    """Order works: those without requests first, then by shared prefix, long ones first.
+    """Order works: first those without requests, then by shared prefixes, the longest works first.
 
-    Short works at the end keep all slots busy until the end.
+    With short works last, all slots are busy almost until the end.
     """
     done = [work for work in works if not work.requests]
     rest = [work for work in works if work.requests]
     prompt = lambda work: work.requests[0].prompt
-    # Big-endian bytes sort like the tokens.
+    # As big-endian bytes, prompts sort like lists of tokens.
     rest.sort(key=lambda work: (prompt(work).astype(">u4").tobytes(), work.row.index))
     common = [0, *(common_prefix(prompt(a), prompt(b)) for a, b in zip(rest, rest[1:]))]
-    # The maximum time that a work occupies a slot, in decode steps.
+    # The max time of each work, in decode steps.
     costs = [sum(request.limit + len(request.prompt) / PREFILL_RATE for request in work.requests) for work in rest]
     return done + [rest[i] for i in _longest_first(costs, common)]
 
 
 def _longest_first(costs: Sequence[float], common: Sequence[int]) -> list[int]:
-    """Walk the prefix tree of works, at each fork the branch with the longest work first.
+    """Return the indices of rows in depth-first order of their prefix tree, longest branches first.
 
-    The works are sorted by prompt; each shares `common` tokens with the one before it.
+    The rows are sorted by prompt. `costs`: max time of each row, in decode steps. `common`: prompt
+    tokens that each row shares with the one before it.
     """
     found, stack = list[int](), [(0, len(costs))]
     while stack:
@@ -233,7 +230,7 @@ def _longest_first(costs: Sequence[float], common: Sequence[int]) -> list[int]:
         threshold = min(common[first + 1 : last]) + MIN_PREFIX
         cuts = [first, *(i for i in range(first + 1, last) if common[i] < threshold), last]
         branches = list(zip(cuts, cuts[1:]))
-        # The longest branch is on top of the stack; of equal ones the first.
+        # The branch with the longest work is on top of the stack; of equal branches, the first.
         stack += sorted(reversed(branches), key=lambda branch: max(costs[slice(*branch)]))
     return found
 
@@ -249,10 +246,9 @@ def open_rows(path: str) -> Rows:
 
 
 def write_output(output: Path, entries: Callable[[], Iterable[Entry]], schema: Any = None) -> None:
-    """Write the output file completely or not at all; the ending of its name selects the format.
+    """Write the output file completely or not at all, in the format of its file ending.
 
-    schema: the schema of the input table, if the rows came from a table. `entries` may be called
-    twice.
+    `entries` may be called twice. `schema`: schema of the input table, None for other inputs.
     """
     kind = kind_of(output.name)
     with replace_file(output) as file:
@@ -261,7 +257,7 @@ def write_output(output: Path, entries: Callable[[], Iterable[Entry]], schema: A
 
             write(file, entries, schema)
         else:
-            # Without time and name in the header, equal results give equal bytes.
+            # The header has neither time nor name, so that equal results are equal bytes.
             with gzip.GzipFile("", "wb", 6, file, 0) if kind is ZIPPED else contextlib.nullcontext(file) as lines:
                 for entry in entries():
                     lines.write(line_of(entry, schema))
@@ -280,7 +276,7 @@ def line_of(entry: Entry, schema: Any = None) -> bytes:
 
 
 class Pipe:
-    """A writer of rows to stdout, as they finish or in the order of the input."""
+    """A writer of rows to stdout, in the order in which they finish or in that of the input."""
 
     def __init__(self, ordered: bool):
         self.ordered, self.waiting, self.next = ordered, dict[int, bytes](), 0

@@ -1,8 +1,8 @@
 """The journal of a job: a file beside the output with a line for each finished row.
 
-A line is its CRC-32 in hex and a JSON object. Incomplete and damaged lines are ignored, so that
-their rows run again. The journal stays after the output is written: if the input changes, only the
-rows that changed run again.
+A line is a JSON object after its CRC-32 in hex. Incomplete and damaged lines are ignored, so their
+rows run again. The journal stays when the output is complete, so that only changed rows run again
+after the input has changed.
 """
 
 from __future__ import annotations
@@ -34,17 +34,19 @@ except ImportError:
 ENDING = ".journal"
 # The first line of a journal.
 TITLE = b'{"castiron batch": 2}\n'
-# Seconds of work that may be lost with the machine's power.
+# Max seconds of work that are lost if the machine loses its power.
 SYNC = 1.0
-# The beginning of a line: its checksum, its row's key, and whether the row failed.
+# The start of a line: its checksum, the key of its row, and whether the row failed.
 HEAD = re.compile(rb'([0-9a-f]{8}) \{"key": "([0-9a-f]{32})", "failed": (true|false), ')
 CHECKSUM_BYTES = 9
+# NumPy's type of a key: 16 bytes, compared like a string.
+KEY = "S16"
 MAX_LINE = 1 << 28
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A finished row: the columns of the input (`own`, as in `Row.own`) and the `added` columns."""
+    """A finished row: its columns in the input (`own`, as in `Row.own`) and the `added` columns."""
 
     own: Mapping[str, Any] | str
     added: Mapping[str, Any]
@@ -56,7 +58,7 @@ class Journal:
     def __init__(self, output: Path):
         """Open or create the journal of `output`.
 
-        Raise PipelineError if another process has it open or the file is not a journal.
+        Raises PipelineError if another process has it open, or if the file is not a journal.
         """
         self.path = output.with_name(output.name + ENDING)
         self.output = output
@@ -71,24 +73,24 @@ class Journal:
             offsets.append(offset)
             self.end = offset + length
         os.truncate(self.file.fileno(), self.end)
-        found = np.frombuffer(bytes(keys), ">u8").astype(np.uint64).reshape(-1, 2)
+        found = np.frombuffer(bytes(keys), KEY)
         # Sorted by key; of several lines with the same key the last one counts.
-        order = np.lexsort((np.arange(len(found)), found[:, 1], found[:, 0]))
-        self._high, self._low = found[order, 0], found[order, 1]
-        self._offsets, self._failed = np.array(offsets, np.int64)[order], np.array(failed, bool)[order]
+        order = np.argsort(found, kind="stable")
+        self._keys, self._offsets = found[order], np.array(offsets, np.int64)[order]
+        self._failed = np.array(failed, bool)[order]
         self.lines = len(found)
 
     def _write_title(self) -> int:
-        """Write the missing rest of the first line; return the offset of the second."""
+        """Write what is missing of the first line; return the offset of the second line."""
         with open(self.path, "rb") as file:
             begin = file.read(len(TITLE))
         if not TITLE.startswith(begin):
-            raise PipelineError(f"{self.path} is not a journal of this version; move it away, or choose another output")
+            raise PipelineError(f"{self.path} is not a journal of this version; move it, or choose another output")
         self._write(TITLE[len(begin) :])
         return len(TITLE)
 
     def _open(self) -> Any:
-        """Open and lock the file; repeat if another process replaced it meanwhile."""
+        """Open and lock the file; try again if another process has replaced it meanwhile."""
         while True:
             file = open(self.path, "ab+", buffering=0)  # noqa: SIM115
             if fcntl is None:
@@ -105,12 +107,12 @@ class Journal:
             except FileNotFoundError:
                 pass
             except OSError:
-                # The file system has no locks, so that a second writer cannot be detected.
+                # The file system has no locks, so a second writer cannot be detected.
                 return file
             file.close()
 
     def _scan(self) -> Iterator[tuple[int, int, bytes, bytes]]:
-        """Yield offset, length, key and failure of each intact line."""
+        """Yield the offset, length, key and `failed` of each valid line."""
         offset = 0
         with open(self.path, "rb") as file:
             while line := file.readline(MAX_LINE):
@@ -120,18 +122,15 @@ class Journal:
                 offset += len(line)
 
     def find(self, key: str) -> tuple[int, bool] | None:
-        """Return the offset of a row's line and whether the row failed; None if not finished."""
-        high, low = np.frombuffer(bytes.fromhex(key), ">u8").astype(np.uint64)
-        first, last = np.searchsorted(self._high, high), np.searchsorted(self._high, high, "right")
-        if not (equal := first + np.flatnonzero(self._low[first:last] == low)).size:
+        """Return the offset of a row's line and whether the row failed; None if unfinished."""
+        wanted = np.frombuffer(bytes.fromhex(key), KEY)
+        index = np.searchsorted(self._keys, wanted, "right")[0] - 1
+        if index < 0 or self._keys[index] != wanted[0]:
             return None
-        return int(self._offsets[equal[-1]]), bool(self._failed[equal[-1]])
+        return int(self._offsets[index]), bool(self._failed[index])
 
     def add(self, key: str, own: Mapping[str, Any] | str, outcome: Outcome) -> int:
-        """Append the line of a finished row and return the line's offset in the file.
-
-        The line is written to disk at most `SYNC` seconds later.
-        """
+        """Append the line of a finished row, and return the offset of the line."""
         line = dumps({"key": key, "failed": outcome.failed, "own": own, "added": outcome.added}) + b"\n"
         line = b"%08x " % zlib.crc32(line) + line
         offset = self.end
@@ -145,12 +144,12 @@ class Journal:
 
     def _write(self, data: bytes) -> None:
         with naming(self.path):
-            # A full disk may store a part of the line, which the next run ignores.
+            # On a full disk a part of the line may be written, which the next run ignores.
             if self.file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def entries(self, offsets: Sequence[int] | np.ndarray) -> Iterator[Entry]:
-        """Yield the rows whose lines are at these offsets."""
+        """Yield the finished rows whose lines are at these offsets."""
         with open(self.path, "rb") as file:
             for offset in offsets:
                 if file.tell() != offset:
@@ -159,7 +158,7 @@ class Journal:
                 yield Entry(value["own"], value["added"])
 
     def keep_only(self, offsets: np.ndarray) -> None:
-        """Remove all lines but those at these offsets; nothing may be written afterwards."""
+        """Remove the lines that are at none of these offsets; no row may be added afterwards."""
         wanted = np.unique(offsets)
         if len(wanted) == self.lines:
             return

@@ -1,7 +1,7 @@
-"""Rows in OpenAI's batch format, answered by the API layer without HTTP; needs the extra `serve`.
+"""Rows in OpenAI's batch format, answered without HTTP; needs the extra `serve`.
 
-The format is that of https://platform.openai.com/docs/api-reference/batch: custom_id, method, url
-and body in; id, custom_id, response {status_code, request_id, body} and error out.
+The format is that of https://platform.openai.com/docs/api-reference/batch. A request has custom_id,
+method, url and body; a result has id, custom_id, response {status_code, request_id, body}, error.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from castiron.pipelines.api import schemas
 from castiron.pipelines.api.api_errors import ApiError, api_error
 from castiron.pipelines.api.embeddings import EmbeddingsApi
 from castiron.pipelines.api.generation_api import GenerationApi, Job
@@ -22,14 +23,6 @@ from castiron.pipelines.api.model_api import Limits, ModelApi
 from castiron.pipelines.api.parse_body import parse_body
 from castiron.pipelines.api.responses import start_response
 from castiron.pipelines.api.responses_request import ResponsesRequest
-from castiron.pipelines.api.schemas import (
-    Body,
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingsRequest,
-    GenerationFields,
-    RerankRequest,
-)
 from castiron.pipelines.batch.rows import Outcome, Row, Work
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.embedder import Embedder, Tokens
@@ -38,18 +31,18 @@ from castiron.vmfb.manifest import Manifest
 
 FIELDS = ("custom_id", "method", "url", "body")
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
-# By endpoint: the schema of a body, and the function that starts its answer.
-ENDPOINTS: dict[str, tuple[type[Body], Callable[[Any, Any], Coroutine[Any, Any, Any]]]] = {
-    "/v1/chat/completions": (ChatRequest, lambda api, body: api.chat(body)),
-    "/v1/completions": (CompletionRequest, lambda api, body: api.complete(body)),
+# The record of a body, and the function that starts its answer, by endpoint.
+ENDPOINTS: dict[str, tuple[type[schemas.Body], Callable[[Any, Any], Coroutine[Any, Any, Any]]]] = {
+    "/v1/chat/completions": (schemas.ChatRequest, lambda api, body: api.chat(body)),
+    "/v1/completions": (schemas.CompletionRequest, lambda api, body: api.complete(body)),
     RESPONSES: (ResponsesRequest, start_response),
     MESSAGES: (MessagesRequest, start_message),
-    "/v1/embeddings": (EmbeddingsRequest, lambda api, body: api.embeddings(body)),
-    "/v1/rerank": (RerankRequest, lambda api, body: api.rerank(body)),
+    "/v1/embeddings": (schemas.EmbeddingsRequest, lambda api, body: api.embeddings(body)),
+    "/v1/rerank": (schemas.RerankRequest, lambda api, body: api.rerank(body)),
 }
-# Other names that a body may use for options of the job.
+# Second names of the job's options in bodies.
 ALIASES = {"max_tokens": "max_completion_tokens", "repeat_penalty": "repetition_penalty"}
-# By endpoint: the job's options whose name or value differs from that in a completion's body.
+# The job's options whose name or value in a body differs from that of a completion, by endpoint.
 NAMES: dict[str, dict[str, tuple[str, Callable[[Any], Any]]]] = {
     RESPONSES: {
         "max_tokens": ("max_output_tokens", lambda value: value),
@@ -60,18 +53,16 @@ NAMES: dict[str, dict[str, tuple[str, Callable[[Any], Any]]]] = {
         "response_format": ("output_config", lambda value: {"format": _schema(value)}),
     },
 }
-# Fields of an answer that differ from run to run: times, and counts of cached prompt tokens.
+# Fields of an answer that differ between runs: times, and counts of cached prompt tokens.
 TIMES = ("created", "created_at", "completed_at")
 CACHED = ("prompt_tokens_details", "input_tokens_details", "cache_creation_input_tokens", "cache_read_input_tokens")
 
 
 class Collector:
-    """A replacement of the engine for the API layer, which only collects requests.
+    """An engine for the API layer that leaves generation to the batch job.
 
-    The batch job runs these requests later. Embedding vectors are computed immediately.
+    It computes the vectors of embedding models immediately.
     """
-
-    slots = 1
 
     def __init__(self, embedder: Embedder | None):
         self.embedder = embedder
@@ -84,16 +75,12 @@ class Collector:
 
 
 class OpenAI:
-    """A kind of rows: requests in OpenAI's batch format, with the answers of `castiron serve`."""
+    """Rows that are requests in OpenAI's batch format, with the answers of `castiron serve`."""
 
     def __init__(
-        self,
-        manifest: Manifest,
-        tokenizer: Tokenizer,
-        names: list[str],
-        defaults: Mapping[str, Any],
+        self, manifest: Manifest, tokenizer: Tokenizer, names: list[str], defaults: Mapping[str, Any],
         embedder: Embedder | None = None,
-    ):
+    ):  # fmt: skip
         """Answer rows for one model.
 
         names: the model's names in bodies. defaults: options for bodies that do not set them.
@@ -121,7 +108,7 @@ class OpenAI:
     def work(self, row: Row, key: str, seed: int) -> Work:
         fields, url = _request(row.fields)
         kind, start = ENDPOINTS[url]
-        if issubclass(kind, GenerationFields):
+        if issubclass(kind, schemas.GenerationFields):
             if fields.get("stream"):
                 raise ApiError(400, "batch jobs do not stream; leave stream out", "stream", "unsupported_parameter")
             fields = self._with_defaults(fields, url) | ({"seed": seed} if self.draws(row) else {})
@@ -130,7 +117,7 @@ class OpenAI:
         job = self._wait(start(self.api, body))
         if not isinstance(job, Job):
             return Work(row, key, lambda: self._answered(row, key, job.answer()))
-        # Only rows in slots use memory, so the rows of a window do not share a limit.
+        # The rows of a window do not share a limit, because only rows in slots use memory.
         job.share.release()
         listen = lambda request, event: job.events.put_nowait((request, event))
         return Work(row, key, lambda: self._answered(row, key, job.answer(), job), job.requests, listen)  # type: ignore
@@ -141,7 +128,7 @@ class OpenAI:
         return self._outcome(row, key, None, {"code": "invalid_request", "message": str(error)}, failed=True)
 
     def _with_defaults(self, body: Mapping[str, Any], url: str) -> dict[str, Any]:
-        """Return the body with the job's options for those fields that the body does not set."""
+        """Return the body, with the job's options for fields that it does not set."""
         present = {name for name, value in body.items() if value is not None}
         found, names = dict(body), NAMES.get(url, {})
         for name, value in self.defaults.items():
@@ -151,7 +138,7 @@ class OpenAI:
             if not {field, ALIASES.get(name)} & present:
                 found[field] = convert(value)
             elif name != field and isinstance(found.get(field), dict):
-                # The body's object may set other members.
+                # The body sets other members of this object.
                 found[field] = convert(value) | found[field]
         return found
 
@@ -183,7 +170,7 @@ def _schema(response_format: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _request(fields: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the body and the url of a row; raise PipelineError for an invalid request."""
+    """Return the body and the URL of a row; raise PipelineError for an invalid request."""
     if unknown := [name for name in fields if name not in FIELDS]:
         raise PipelineError(f"unknown field: {unknown[0][:40]!r}; use {', '.join(FIELDS)}")
     if not isinstance(fields.get("custom_id"), str):
@@ -192,18 +179,18 @@ def _request(fields: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         raise PipelineError(f"unsupported method: {str(fields['method'])[:40]}; use POST")
     url = fields.get("url")
     if not isinstance(url, str) or url not in ENDPOINTS:
-        raise PipelineError(f"url must be one of {', '.join(ENDPOINTS)}")
+        raise PipelineError(f"url must be an endpoint of castiron serve; use one of {', '.join(ENDPOINTS)}")
     return _body(fields), url
 
 
 def _body(fields: Mapping[str, Any]) -> dict[str, Any]:
     body = fields.get("body")
     if isinstance(body, str):
-        # A table has bodies as text, because its columns have one type.
+        # In a table bodies may be text, because all values of a column have the same type.
         try:
             body = json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise PipelineError(f"body is not JSON: {error}") from None
+            raise PipelineError(f"body is not JSON: {error}; give a JSON object") from None
     if not isinstance(body, dict):
         raise PipelineError("body must be a JSON object")
     return body
@@ -212,7 +199,7 @@ def _body(fields: Mapping[str, Any]) -> dict[str, Any]:
 def reproducible(body: dict[str, Any], key: str) -> dict[str, Any]:
     """Return an answer with ids made from the row's key, times of 0, and no cache counts.
 
-    Parts of `body` are changed in place.
+    Changes parts of `body` in place.
     """
     body = {**body, **{name: 0 for name in TIMES if body.get(name) is not None}}
     if "id" in body:
@@ -230,7 +217,7 @@ def reproducible(body: dict[str, Any], key: str) -> dict[str, Any]:
             item["call_id"] = _call_id(key, 0, next(calls))
     used = {name: value for name, value in body["usage"].items() if name not in CACHED}
     if cached := body["usage"].get("cache_read_input_tokens"):
-        # Other endpoints count cached tokens as prompt tokens.
+        # Only Anthropic's input_tokens exclude cached tokens.
         used["input_tokens"] += cached
     return {**body, "usage": used}
 
@@ -242,11 +229,11 @@ def _items(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _with_prefix(name: str, key: str) -> str:
-    """Return an id made of the prefix of `name` and `key`."""
+    """Return an id with the prefix of the id `name`, and `key` after it."""
     end = min(index for mark in "-_" if (index := name.find(mark)) >= 0)
     return name[: end + 1] + key
 
 
 def _call_id(key: str, choice: int, number: int) -> str:
-    """Return the id of a tool call: nine letters and digits, like the server's ids."""
+    """Return a tool call's id of nine letters and digits, like those of the server."""
     return f"{key[:5]}{choice % 100:02}{number % 100:02}"

@@ -16,7 +16,7 @@ from castiron.pipelines.batch.journal import Entry
 from castiron.pipelines.batch.rows import Row
 from castiron.pipelines.errors import PipelineError
 
-# Rows that are read or written at once.
+# Rows that are read or written together.
 GROUP = 1024
 
 
@@ -28,7 +28,7 @@ class Table:
         try:
             self.file = pq.ParquetFile(path)
         except (pa.ArrowException, OSError) as error:
-            # A missing file has an errno; Arrow's own errors do not.
+            # Unlike Arrow's own errors, that of a missing file has an errno.
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             raise PipelineError(f"{path} is not a valid Parquet file ({_one_line(error)}); write it again") from None
@@ -37,7 +37,7 @@ class Table:
         names = self.file.schema_arrow.names
         if duplicates := [name for name in names if names.count(name) > 1]:
             raise PipelineError(f"{path} has two columns named {duplicates[0]}; rename one")
-        # The bytes of a row that Arrow serialises do not include the values of a dictionary.
+        # Without dictionaries, because Arrow serialises a row without the values of its dictionaries.
         self.schema = pa.schema([_plain_field(field) for field in self.file.schema_arrow])
 
     @property
@@ -49,7 +49,7 @@ class Table:
         named = str(self.schema.remove_metadata()).encode()
         for group in self._groups():
             for index in range(group.num_rows):
-                # Copied, because Arrow serialises a slice with the data of its complete group.
+                # Copied, because Arrow would serialise a slice with the data of the complete group.
                 columns = [pa.concat_arrays([column.slice(index, 1)]) for column in group.columns]
                 row = pa.RecordBatch.from_arrays(columns, schema=group.schema)
                 data = row.serialize().to_pybytes()
@@ -73,7 +73,7 @@ def _plain_field(field: pa.Field) -> pa.Field:
 
 
 def _plain_type(type_: pa.DataType) -> pa.DataType:
-    """Return a type in which dictionaries are replaced by the type of their values."""
+    """Return a type, with each dictionary type in it replaced by the type of its values."""
     if pa.types.is_dictionary(type_):
         return type_.value_type
     if pa.types.is_struct(type_):
@@ -88,7 +88,7 @@ def _plain_type(type_: pa.DataType) -> pa.DataType:
 
 
 def plain(row: pa.RecordBatch) -> dict[str, Any]:
-    """Return a row's columns as JSON values; times and numbers that JSON lacks become text."""
+    """Return a row's columns as JSON values; times and other values that JSON lacks as text."""
     columns = {
         name: column.cast(pa.string()) if pa.types.is_temporal(column.type) else column
         for name, column in zip(row.schema.names, row.columns)
@@ -97,7 +97,7 @@ def plain(row: pa.RecordBatch) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove null members of structs, because Arrow gives a struct the members of all rows."""
+    """Remove null members of structs, because Arrow's structs have the members of all rows."""
     if isinstance(value, dict):
         return {name: _without_nulls(member) for name, member in value.items() if member is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -111,11 +111,9 @@ def unpack(own: str, schema: pa.Schema) -> pa.RecordBatch:
 def write(file: BinaryIO, entries: Callable[[], Iterable[Entry]], schema: pa.Schema | None) -> None:
     """Write finished rows as a table; an added column replaces an input column of the same name.
 
-    A column whose values have different types is written as JSON.
-
-      Args:
-          entries: called twice: to find the types of all columns, and to write the rows.
-          schema: the schema of the table that the rows came from, if any.
+    A column whose values have different types is written as JSON. `entries` is called twice: for
+    the types of the columns, and for the rows. `schema`: schema of the input table, None for other
+    inputs.
     """
     json_columns: set[str] = set()
     found: dict[str, pa.DataType] = {}
@@ -129,7 +127,7 @@ def write(file: BinaryIO, entries: Callable[[], Iterable[Entry]], schema: pa.Sch
                 json_columns.add(field.name)
                 found[field.name] = pa.string()
     if not found and schema is not None:
-        # The table has no rows.
+        # The input has no rows.
         found = dict(zip(schema.names, schema.types))
     written = pa.schema([(name, pa.string() if pa.types.is_null(type_) else type_) for name, type_ in found.items()])
     with pq.ParquetWriter(file, written) as writer:
@@ -147,7 +145,7 @@ def _groups_of(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
 
 
 def _table(group: Sequence[Entry], schema: pa.Schema | None, json_columns: Collection[str]) -> pa.Table:
-    """Return some rows as a table, with the columns `json_columns` as JSON text."""
+    """Return finished rows as a table, with the columns `json_columns` as JSON text."""
     rows = [entry.added for entry in group]
     columns: dict[str, pa.Array | pa.ChunkedArray] = {}
     if not any(isinstance(entry.own, str) for entry in group):
@@ -161,7 +159,7 @@ def _table(group: Sequence[Entry], schema: pa.Schema | None, json_columns: Colle
 
 
 def _column(values: list[Any], as_json: bool) -> pa.Array:
-    """Return JSON values as an array; as text if they are objects or have different types."""
+    """Return JSON values as an array; objects and values of different types become JSON text."""
     if not as_json and not any(isinstance(value, dict) for value in values):
         try:
             return pa.array(values)

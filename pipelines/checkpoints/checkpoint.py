@@ -1,5 +1,4 @@
-"""Checkpoint and Tensor, which represent checkpoints of every format, and checks of their content:
-sizes, tensor names, finite weights, token ids and the tokenizer."""
+"""The record `Checkpoint`, to which files of every format are read, and checks of its content."""
 
 from __future__ import annotations
 
@@ -19,17 +18,15 @@ from castiron.emitter.shorten import shorten, shorten_text
 from castiron.pipelines.child_process import ChildProcess, LimitExceeded
 from castiron.pipelines.errors import CheckpointError as CheckpointError
 from castiron.pipelines.errors import PipelineError
+from castiron.vmfb.archive import Part
 
 # Buffers in some checkpoints, which are computed from the config.
-_IGNORABLE = (
-    re.compile(r".*\.rotary_emb\.inv_freq"),
-    re.compile(r"(.*\.)?embeddings\.position_ids"),
-    re.compile(r".*\.rotary_emb\.(cos|sin)_cached"),
-    re.compile(r".*\.(attn|self_attn|attention)\.(masked_bias|causal_mask)"),
+_IGNORABLE = re.compile(
+    r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)|(.*\.)?embeddings\.position_ids"
+    r"|.*\.(attn|self_attn|attention)\.(masked_bias|causal_mask)"
 )
 
-# Config keys bounded by the tensors: by the number of layers, of experts, and by the longest
-# dimension of any tensor.
+# Config keys that can't exceed what the tensors have: layers, experts, and the longest dimension.
 _LAYERS = ("num_hidden_layers", "n_layer")
 _EXPERTS = ("num_local_experts", "num_experts", "num_experts_per_tok", "n_routed_experts")
 _EXTENTS = (
@@ -44,33 +41,27 @@ _EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 # Text that a tokenizer encodes and decodes when it is checked.
 SAMPLE = "Hello, it's 12:30 on the 7th.\n\n\tdef f(x):\r\n    return x ** 2  # ünïcödé 日本語 \U0001f600\n" + "a b " * 50
-# Limits of the child process that loads a tokenizer.
-_SECONDS, _MAX_BYTES = 10, 2 << 30
 # The tokenizers library aborts on some damaged files, so a child process loads each tokenizer first.
 # One process serves all tokenizers, because starting it takes longer than most checks.
-_child = ChildProcess(_SECONDS, _MAX_BYTES)
+_child = ChildProcess(seconds=10, max_bytes=2 << 30)
 
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A tensor under its HF name, in the number format of the file.
-
-    shape: logical, (out, in) for a linear layer. codec: a key of `castiron.emitter.codecs.CODECS`.
-    source: the tensor's name in the file. read: function that returns `data`.
-    """
+    """A tensor under its HF name, in the codec of the file (a key of `emitter.codecs.CODECS`)."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # (out, in) for a linear layer
     codec: str
-    source: str
-    read: Callable[[], np.ndarray]
+    source: str  # the tensor's name in the file
+    read: Callable[[], np.ndarray]  # returns `data`
 
     @property
     def data(self) -> np.ndarray:
         """Return the stored bytes, u8 [*shape[:-1], row_bytes].
 
-        A view of the mapped file, except for tensors that GGUF stores in another order or form:
-        those are computed at each access and not cached.
+        They are a view of the mapped file. If the file stores them in another order or form, they
+        are computed at each access.
         """
         return self.read()
 
@@ -81,23 +72,17 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How an embedding model turns texts into vectors.
+    """How an embedding model turns texts into vectors, or how a reranker scores pairs of texts.
 
-    pooling: how the hidden states of a text become one vector.
-    prompts: text to put before an input, by name. default_prompt: name of the prompt used by
-    default.
-    max_tokens: maximum number of tokens of a text; None for the length of the context.
-    lower_case: whether texts are lower-cased.
-    tensors: weights of the layers after pooling, by name.
-    relevance, types: fields of `castiron.vmfb.manifest.Encoder` for a reranker.
+    relevance, types: fields of `vmfb.manifest.Encoder` for a reranker.
     """
 
     pooling: Pooling
-    prompts: Mapping[str, str] = field(default_factory=dict)
+    prompts: Mapping[str, str] = field(default_factory=dict)  # text to put before an input, by the prompt's name
     default_prompt: str | None = None
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # max tokens of a text; None for the context
     lower_case: bool = False
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # weights of the layers after pooling
     relevance: str | None = None
     types: bool = False
 
@@ -106,19 +91,14 @@ class Encoding:
 class Checkpoint:
     """A model's config, tensors and tokenizer, in HF's names.
 
-    format: "gguf" or "hf".
-    config: in config.json's form, with `model_type`.
-    tokenizer: the content of tokenizer.json, or None. Its post-processor adds the BOS token where
-    the model wants one.
     left_out: how many tensors of vision and other parts were dropped, by prefix of their names.
-    encoding: for an embedding model or a reranker.
     """
 
     path: Path
-    format: str
-    config: dict
+    format: str  # "gguf" or "hf"
+    config: dict  # the content of config.json
     tensors: Mapping[str, Tensor]
-    tokenizer: dict | None = None
+    tokenizer: dict | None = None  # the content of tokenizer.json
     chat_template: str | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -127,27 +107,33 @@ class Checkpoint:
     encoding: Encoding | None = None
 
 
-def without(keys: Mapping, ignored: Sequence[str], where: Path) -> dict:
-    """Return `keys` without the ignored ones; CheckpointError if an ignored key does not exist.
+def map_file(path: Path) -> memoryview:
+    """Map a regular file read-only; CheckpointError if it is empty or can't be read."""
+    try:
+        return Part.of(path).map()
+    except ValueError:
+        raise CheckpointError(f"{path} is empty; fetch it again") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; fetch it again") from None
 
-    where: path of the file, for the error.
-    """
+
+def without(keys: Mapping, ignored: Sequence[str], where: Path) -> dict:
+    """Return `keys` without the `ignored` ones, which must exist. where: the file, for errors."""
     if absent := [key for key in ignored if key not in keys]:
         raise CheckpointError(f"{where} has no key {shorten(absent[0])}; remove it from --ignore-key")
     return {key: value for key, value in keys.items() if key not in ignored}
 
 
 def is_ignorable(name: str) -> bool:
-    """Return whether a tensor is a buffer that is computed from the config, and so is not read."""
-    return any(pattern.fullmatch(name) for pattern in _IGNORABLE)
+    """Return whether a tensor is a buffer that castiron computes from the config."""
+    return _IGNORABLE.fullmatch(name) is not None
 
 
 def reject_impossible_sizes(path: Path, config: Mapping, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError for a config with more layers, experts or elements than the tensors
-    have.
+    """Reject a config with larger sizes than the tensors have.
 
-    This check bounds the memory of everything that is built from the config.
-    shapes: shape of each tensor by HF's or GGUF's name.
+    This bounds the memory of everything that is built from the config. shapes: shape of each
+    tensor, by its HF or GGUF name.
     """
     numbers = [[part for part in name.split(".") if part.isdecimal()] for name in shapes]
     # model.layers.3.mlp.experts.7.up_proj.weight, or one tensor [experts, out, in] for all.
@@ -167,8 +153,7 @@ def reject_impossible_sizes(path: Path, config: Mapping, shapes: Mapping[str, tu
 
 
 def without_shared(tensors: dict[str, Tensor], config: Mapping) -> dict[str, Tensor]:
-    """Drop the key and value weights of Gemma 4's layers that reuse keys and values of earlier
-    layers."""
+    """Drop K and V weights of Gemma 4's layers that reuse K and V of earlier layers."""
     layers, shared = config.get("num_hidden_layers"), config.get("num_kv_shared_layers")
     if config.get("model_type") != "gemma4_text" or not isinstance(layers, int) or not isinstance(shared, int):
         return tensors
@@ -180,8 +165,8 @@ def without_shared(tensors: dict[str, Tensor], config: Mapping) -> dict[str, Ten
 def missing_and_left_over(required: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint) -> list[str]:
     """Return one message for each tensor that is missing, has another shape, or is not required.
 
-    required: shape of each tensor that the model reads, by HF name. A stored output head of a tied
-    model is accepted if it equals the embedding.
+    required: shape of each tensor that the model reads. A tied model may also store its output
+    head, if it equals the embedding.
     """
     tensors, problems = checkpoint.tensors, []
     for name, shape in required.items():
@@ -201,12 +186,13 @@ def missing_and_left_over(required: Mapping[str, tuple[int, ...]], checkpoint: C
 
 
 def validate(checkpoint: Checkpoint, vocab: int) -> None:
-    """Raise CheckpointError for invalid token ids, weights that are not finite, or an invalid
-    tokenizer."""
+    """Reject invalid token ids, weights that are not finite, and an invalid tokenizer."""
     tokens = [("bos_token_id", checkpoint.bos_token_id), *(("eos_token_id", eos) for eos in checkpoint.eos_token_ids)]
     for key, token in tokens:
         if token is not None and not 0 <= token < vocab:
-            raise CheckpointError(f"{checkpoint.path}: {key} is {shorten_text(str(token))}, outside the vocabulary of {vocab}")
+            raise CheckpointError(
+                f"{checkpoint.path}: {key} is {shorten_text(str(token))}, outside the vocabulary of {vocab}; correct it"
+            )
     check_finite(checkpoint)
     if checkpoint.tokenizer is not None:
         _check_tokenizer(checkpoint.tokenizer, checkpoint.path, vocab)
@@ -220,10 +206,9 @@ def check_finite(checkpoint: Checkpoint) -> None:
 
 
 def tokenizer_of(content: Mapping[str, Any], path: object) -> Any:
-    """Return the tokenizer of a tokenizer.json, without truncation or padding; CheckpointError if
-    it is invalid.
+    """Return the tokenizer of a parsed tokenizer.json, without truncation or padding.
 
-    content: the parsed tokenizer.json. path: path of the checkpoint, for errors.
+    path: the checkpoint, for the CheckpointError of an invalid tokenizer.
     """
     from tokenizers import Tokenizer
 
@@ -234,8 +219,7 @@ def tokenizer_of(content: Mapping[str, Any], path: object) -> Any:
 
 
 def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None = None) -> bytes:
-    """Return the bytes of a tokenizer.json; CheckpointError if it can't be loaded or yields ids >=
-    `vocab`."""
+    """Return the bytes of a tokenizer.json; reject an invalid one, and ids of `vocab` or more."""
     try:
         text = json.dumps(content, ensure_ascii=False)
         data = text.encode()
@@ -247,16 +231,15 @@ def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None
     except PipelineError as error:
         raise CheckpointError(f"{path}: its tokenizer cannot be read ({error}); download it again") from None
     if vocab is not None and largest >= vocab:
-        raise CheckpointError(
-            f"{path}: its tokenizer has id {largest}, but the vocabulary has {vocab} tokens; use the tokenizer of this model"
-        )
+        unfit = f"its tokenizer has id {largest}, but the vocabulary has {vocab} tokens"
+        raise CheckpointError(f"{path}: {unfit}; use the tokenizer of this model")
     return data
 
 
 def largest_id(content: str) -> int:
-    """Return the largest token id in the encoding of a sample text; -1 if it can't be encoded.
+    """Return the largest token id in the encoding of a sample text; -1 if encoding fails.
 
-    content: tokenizer.json's text. It runs in the child process. PipelineError if it can't be loaded.
+    This runs in the child process. PipelineError if `content`, a tokenizer.json, can't be loaded.
     """
     from tokenizers import Tokenizer
 

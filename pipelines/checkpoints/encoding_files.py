@@ -1,9 +1,8 @@
-"""Read how a model in an HF directory encodes texts: from sentence-transformers' files, or from the
-classifier of a reranker."""
+"""Read how an embedding model or a reranker uses hidden states, from files of its HF directory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,35 +20,32 @@ _OLD_MODES = {"mean": "mean_tokens", "lasttoken": "lasttoken", "cls": "cls_token
 _OLD_PREFIX = "pooling_mode_"
 _OLD_KEYS = {_OLD_PREFIX + key for key in _OLD_MODES.values()}
 _ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu"}
-# Modules that only training uses.
-_TRAINING = ("Dropout",)
 _TENSORS = "model.safetensors"
 
 
 def read_encoding(path: Path) -> Encoding | None:
-    """Read sentence-transformers' files in the directory `path`; return None if it has no
-    modules.json.
-
-    CheckpointError for a pooling, layer or prompt that is not supported.
-    """
+    """Read sentence-transformers' files in a directory; return None if it has no modules.json."""
     found = json_value(path / MODULES)
     if found is None:
         return None
     modules = [_module(path, entry) for entry in (found if isinstance(found, list) else [])]
     if [kind for kind, _ in modules[:2]] != ["Transformer", "Pooling"] or modules[0][1]:
-        raise CheckpointError(f"{path / MODULES} doesn't begin with a Transformer in this folder and a Pooling, as supported")
+        raise CheckpointError(
+            f"{path / MODULES} has unsupported modules; the first two must be a Transformer in this folder and a Pooling"
+        )
     pooling, tensors = Pooling(_mode(path / modules[1][1]), normalised=False), {}
     for kind, folder in modules[2:]:
         if kind == "Normalize" and not pooling.normalised:
             pooling = replace(pooling, normalised=True)
         elif kind == "Dense" and not pooling.normalised:
-            dense = _dense(path / folder, folder)
-            tensors |= _dense_tensors(path / folder, folder)
-            pooling = replace(pooling, dense=(*pooling.dense, dense))
-        elif kind not in _TRAINING:
-            raise CheckpointError(
-                f"{path / MODULES}: unsupported module {shorten_text(kind)}; supported are Dense, then Normalize"
-            )
+            pooling = replace(pooling, dense=(*pooling.dense, _dense(path / folder, folder)))
+            if not (path / folder / _TENSORS).exists():
+                raise CheckpointError(f"{path / folder} has no {_TENSORS}; save the model as safetensors")
+            stored = read_safetensors(path / folder / _TENSORS)
+            tensors |= {(name := f"{folder}.{leaf}"): replace(tensor, name=name) for leaf, tensor in stored.items()}
+        elif kind != "Dropout":  # only training uses it
+            known = "supported are Dense, then Normalize"
+            raise CheckpointError(f"{path / MODULES}: unsupported module {shorten_text(kind)}; {known}")
     prompts = json_object(path / _PROMPTS) or {}
     limits = next((json_object(file) or {} for file in sorted(path.glob(_LIMITS))), {})
     texts, default = prompts.get("prompts") or {}, prompts.get("default_prompt_name")
@@ -57,18 +53,13 @@ def read_encoding(path: Path) -> Encoding | None:
         raise CheckpointError(f"{path / _PROMPTS}: prompts is {shorten(texts)}, not an object; fetch it again")
     named = {name: text for name, text in texts.items() if isinstance(text, str)}
     if default is not None and (not isinstance(default, str) or default not in named):
-        raise CheckpointError(
-            f"{path / _PROMPTS}: default_prompt_name is {shorten(default)}, which prompts lacks; fetch it again"
-        )
+        raise CheckpointError(f"{path / _PROMPTS} has no prompt {shorten(default)}, its default_prompt_name; fetch it again")
     max_tokens = _tokens(limits.get("max_seq_length")) or tokenizer_limit(path)
     return Encoding(pooling, named, default, max_tokens, limits.get("do_lower_case") is True, tensors)
 
 
 def _module(path: Path, entry: Any) -> tuple[str, str]:
-    """Return the class name and the folder of an entry in modules.json.
-
-    The class name is without its Python module, which differs by version of sentence-transformers.
-    """
+    """Return the class of a module, without its Python package, and its folder."""
     if isinstance(entry, dict) and isinstance(entry.get("type"), str) and isinstance(entry.get("path"), str):
         folder = entry["path"]
         if folder == Path(folder).name != ".." and len(folder) < 100 and folder.isprintable():
@@ -87,7 +78,7 @@ def _mode(folder: Path) -> str:
         found = shorten_list(map(str, modes), max_length=100) if modes else "missing"
         raise CheckpointError(f"{folder}: the pooling mode is {found}; supported is one of {', '.join(_MODES)}")
     if config.get("include_prompt") is False and modes != ["lasttoken"]:
-        raise CheckpointError(f"{folder}: include_prompt is false, which is not supported")
+        raise CheckpointError(f"{folder}: include_prompt is false; only the pooling mode lasttoken supports that")
     return _MODES[modes[0]]
 
 
@@ -96,17 +87,14 @@ def _dense(folder: Path, name: str) -> Dense:
     features, bias = config.get("out_features"), config.get("bias", True)
     activation = str(config.get("activation_function", "Tanh")).rpartition(".")[2]
     if activation not in _ACTIVATIONS or config.get("module_input_name", "sentence_embedding") != "sentence_embedding":
-        raise CheckpointError(f"{folder}: unsupported Dense layer; supported are {', '.join(_ACTIVATIONS)} over the embedding")
+        raise CheckpointError(
+            f"{folder}: unsupported Dense layer; it must read the embedding and use one of {', '.join(_ACTIVATIONS)}"
+        )
     if not isinstance(features, int) or features < 1 or not isinstance(bias, bool):
-        raise CheckpointError(f"{folder / 'config.json'}: out_features or bias is invalid; fetch it again")
+        raise CheckpointError(
+            f"{folder / 'config.json'}: out_features must be an integer above 0, and bias true or false; fetch it again"
+        )
     return Dense(name, features, bias, _ACTIVATIONS[activation])
-
-
-def _dense_tensors(folder: Path, name: str) -> dict[str, Tensor]:
-    if not (folder / _TENSORS).is_file():
-        raise CheckpointError(f"{folder} has no {_TENSORS}; save the model as safetensors")
-    stored = read_safetensors(folder / _TENSORS)
-    return {f"{name}.{leaf}": replace(tensor, name=f"{name}.{leaf}") for leaf, tensor in stored.items()}
 
 
 def _config(folder: Path) -> dict:
@@ -117,41 +105,33 @@ def _config(folder: Path) -> dict:
 
 
 def tokenizer_limit(path: Path) -> int | None:
-    """Return the maximum number of tokens of a text that tokenizer_config.json states; None if it
-    has none."""
+    """Return the maximum number of tokens of a text in tokenizer_config.json, if any."""
     return _tokens((json_object(path / "tokenizer_config.json") or {}).get("model_max_length"))
 
 
 def _tokens(value: Any) -> int | None:
-    """Return `value` if it is a valid number of tokens, else None; some files state 1e30 for no
-    limit."""
+    """Return `value` if it is a number of tokens, else None; some files state 1e30 for no limit."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31 else None
 
 
-def base_names(tensors: Mapping[str, Tensor], keep: Sequence[str] = ("lm_head.",)) -> dict[str, Tensor]:
-    """Return the tensors with `model.` before their names, if a base model without a head (such as
-    HF's `Qwen3Model`) was saved.
+def base_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors by name, with `model.` before the names of a base model without a head.
 
-    keep: prefixes of names that stay as they are.
+    HF's `Qwen3Model` is such a base model.
     """
     if "embed_tokens.weight" not in tensors:
         return dict(tensors)
-    named = {name: name if name.startswith((*keep, "model.")) else f"model.{name}" for name in tensors}
+    named = {name: name if name.startswith(("lm_head.", "model.")) else f"model.{name}" for name in tensors}
     return {named[name]: replace(tensor, name=named[name]) for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)
 class Head:
-    """The layers that a reranker of a model family has after the transformer.
+    """The layers that a reranker of a model family has after the transformer."""
 
-    tensors: name of a tensor in the file -> its name among the layers after pooling. pooling:
-    function that makes the record of these layers from the config. types: whether tokens of the
-    second text have token type 1.
-    """
-
-    tensors: Mapping[str, str]
-    pooling: Callable[[dict], Pooling]
-    types: bool = False
+    tensors: Mapping[str, str]  # name in the file -> name among the layers after pooling
+    pooling: Callable[[dict], Pooling]  # makes the record of these layers from the config
+    types: bool = False  # whether tokens of the second text have token type 1
 
 
 def _bert(config: dict) -> Pooling:
@@ -166,7 +146,7 @@ def _modernbert(config: dict) -> Pooling:
 
 
 _CLASSIFIER = {f"classifier.{part}": f"classifier.linear.{part}" for part in ("weight", "bias")}
-# By model type.
+# The layers of a reranker after the transformer, by model type.
 HEADS = {
     "bert": Head(
         {f"bert.pooler.dense.{part}": f"pooler.linear.{part}" for part in ("weight", "bias")} | _CLASSIFIER, _bert, True
@@ -180,41 +160,38 @@ HEADS = {
 
 
 def read_classifier(path: Path, config: dict, stored: Mapping[str, Tensor]) -> Encoding | None:
-    """Return the encoding of a reranker that HF stores as a sequence classifier; None for other
-    models.
+    """Return the encoding of a reranker, an HF sequence classifier; None for other models.
 
-    stored: tensors by their names in the files. CheckpointError for a classifier that is not
-    supported.
+    stored: tensors by their names in the files.
     """
     kinds = config.get("architectures")
-    if not (isinstance(kinds, list) and kinds and isinstance(kinds[0], str)):
-        return None
-    if not kinds[0].endswith("ForSequenceClassification"):
+    kind = kinds[0] if isinstance(kinds, list) and kinds else None
+    if not isinstance(kind, str) or not kind.endswith("ForSequenceClassification"):
         return None
     head, weight = HEADS.get(config["model_type"]), stored.get("classifier.weight")
     if head is None or weight is None or weight.shape[:1] != (1,):
-        kind = shorten_text(kinds[0])
-        raise CheckpointError(
-            f"{path} holds a {kind}; supported are classifiers with one label, of the types {', '.join(HEADS)}"
-        )
+        known = ", ".join(HEADS)
+        raise CheckpointError(f"{path} is a {shorten_text(kind)}; supported are classifiers with one label of {known} models")
     if not isinstance(config.get("hidden_size"), int):
         raise CheckpointError(f"{path}: hidden_size is {shorten(config.get('hidden_size'))}, not a number; fetch it again")
     pooling = head.pooling(config)
     activations = _ACTIVATIONS.values()
     if pooling.mode not in ("cls", "mean") or any(dense.activation not in tuple(activations) for dense in pooling.dense):
-        raise CheckpointError(f"{path}: the classifier's pooling or activation is not supported")
+        raise CheckpointError(
+            f"{path}: unsupported pooling or activation of the classifier; supported are the poolings cls and mean, and the "
+            f"activations {', '.join(activations)}"
+        )
     tensors = {name: replace(stored[own], name=name) for own, name in head.tensors.items() if own in stored}
-    return Encoding(pooling, max_tokens=tokenizer_limit(path), tensors=tensors, relevance=_relevance(config), types=head.types)
+    return Encoding(
+        pooling, max_tokens=tokenizer_limit(path), tensors=tensors, relevance=_relevance(path, config), types=head.types
+    )
 
 
-def _relevance(config: dict) -> str:
-    """Return the name of the function that turns a CrossEncoder's logit into a score; by default
-    sigmoid."""
+def _relevance(path: Path, config: dict) -> str:
+    """Return the name of the function that turns a CrossEncoder's logit into a score."""
     own = config.get("sentence_transformers")
     named = own.get("activation_fn") if isinstance(own, dict) else None
     named = str(named or config.get("sbert_ce_default_activation_function") or "Sigmoid").rpartition(".")[2]
     if named not in ("Sigmoid", "Identity"):
-        raise CheckpointError(
-            f"unsupported activation {shorten_text(named)} after the classifier; supported are Sigmoid, Identity"
-        )
+        raise CheckpointError(f"{path} has an unsupported activation {shorten_text(named)}; supported are Sigmoid and Identity")
     return named.lower()

@@ -1,5 +1,4 @@
-"""The table of GGUF architectures, used to read GGUF files (`gguf_config`, `gguf_checkpoint`) and to
-write them (`gguf_export`).
+"""The table of GGUF architectures, which castiron uses to read and to write GGUF files.
 
 Sources: llama.cpp's convert_hf_to_gguf.py for keys and changes of tensors, gguf.tensor_mapping for
 GGUF's names, llama.cpp's src/models for constants, HF's config classes for HF's names. To add an
@@ -8,91 +7,68 @@ architecture, add a row; what a row can't express is a function in gguf_rules.
 
 from dataclasses import replace
 
-from castiron.pipelines.checkpoints.gguf_metadata import (
-    ATTENTION,
-    ATTENTION_BIAS,
-    EXPERT_SIZES,
-    EXPERTS_USED,
-    FINAL_CAP,
-    GEMMA,
-    GEMMA2,
-    GEMMA3,
-    GEMMA_TENSORS,
-    GRANITE_FLOATS,
-    LAYER_NORM,
-    LLAMA_FLAGS,
-    LLAMA_PERMUTED,
-    LLAMA_TENSORS,
-    MLP,
-    NO_WINDOW,
-    POST_NORMS,
-    PRE_NORMS,
-    QK_NORMS,
-    RMS,
-    ROPE,
-    SILU,
-    SIZES,
-    SIZES_AND_HEAD,
-    SIZES_BY_LAYER,
-    SSM,
-    TOP_TENSORS,
-    WINDOW,
-    Architecture,
-    experts,
-    mamba,
-    mamba_vectors,
-)
+from castiron.pipelines.checkpoints import gguf_metadata as names
+from castiron.pipelines.checkpoints.gguf_metadata import Architecture, experts, mamba, mamba_vectors
 
 # "llama" files with experts are Mixtral, "olmo2" files with a window OLMo 3.
 MIXTRAL, OLMO3 = "llama with experts", "olmo2 with a window"
 
 _LLAMA = Architecture(
     "llama",
-    flags=LLAMA_FLAGS,
-    permuted=LLAMA_PERMUTED,
+    flags=names.LLAMA_FLAGS,
+    permuted=names.LLAMA_PERMUTED,
     rules=("llama_head_dim", "full_rotary", "rope_scaling", "rope_factors"),
 )
 _GEMMA2 = Architecture(
     "gemma2",
-    tensors=GEMMA_TENSORS,
-    ints={**SIZES_AND_HEAD, **WINDOW},
-    floats={**RMS, "attn_logit_softcapping": "attn_logit_softcapping", **FINAL_CAP},
-    constants=GEMMA2,
+    tensors=names.GEMMA_TENSORS,
+    ints={**names.SIZES_AND_HEAD, **names.WINDOW},
+    floats={**names.RMS, "attn_logit_softcapping": "attn_logit_softcapping", **names.FINAL_CAP},
+    constants=names.GEMMA2,
     norms_plus_one=True,
-    rules=("full_rotary", "gemma_scale", "gemma2_layers"),
+    rules=("full_rotary", "gemma_scale", "layer_types"),
 )
 _GEMMA3 = replace(
     _GEMMA2,
     model_type="gemma3_text",
-    tensors={**GEMMA_TENSORS, **QK_NORMS},
-    floats={**RMS, "rope.freq_base_swa": "rope_local_base_freq", **FINAL_CAP},
-    constants=GEMMA3,
-    rules=("full_rotary", "gemma_scale", "gemma3_layers", "rope_scaling"),
+    tensors={**names.GEMMA_TENSORS, **names.QK_NORMS},
+    floats={**names.RMS, "rope.freq_base_swa": "rope_local_base_freq", **names.FINAL_CAP},
+    constants=names.GEMMA3,
+    rules=("full_rotary", "gemma_scale", "layer_types", "rope_scaling"),
 )
-_GRANITE = Architecture("granite", ints=SIZES, floats=GRANITE_FLOATS, flags=LLAMA_FLAGS, permuted=LLAMA_PERMUTED)
+_GRANITE = Architecture(
+    "granite", ints=names.SIZES, floats=names.GRANITE_FLOATS, flags=names.LLAMA_FLAGS, permuted=names.LLAMA_PERMUTED
+)
 _OLMO2 = Architecture(
-    "olmo2", tensors={**ATTENTION, **MLP, **POST_NORMS, **QK_NORMS}, ints=SIZES, constants={**SILU, "attention_bias": False}
+    "olmo2",
+    tensors={**names.ATTENTION, **names.MLP, **names.POST_NORMS, **names.QK_NORMS},
+    ints=names.SIZES,
+    constants={**names.SILU, "attention_bias": False},
 )
-_QWEN3 = Architecture("qwen3", tensors={**LLAMA_TENSORS, **QK_NORMS}, constants={**SILU, **NO_WINDOW}, flags=ATTENTION_BIAS)
+_QWEN3 = Architecture(
+    "qwen3",
+    tensors={**names.LLAMA_TENSORS, **names.QK_NORMS},
+    constants={**names.SILU, **names.NO_WINDOW},
+    flags=names.ATTENTION_BIAS,
+)
 _LFM2 = Architecture(
     "lfm2",
     tensors={
-        **ATTENTION, "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm",
+        **names.ATTENTION, "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm",
         "attn_k_norm": "self_attn.k_layernorm", "attn_norm": "operator_norm", "ffn_norm": "ffn_norm",
         "ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2",
         "shortconv.conv": "conv.conv", "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj",
     },
-    # A rule reads key-value heads, which are 0 in layers that convolve.
-    ints={**SIZES_BY_LAYER, "shortconv.l_cache": "conv_L_cache"},
-    floats={**ROPE, "attention.layer_norm_rms_epsilon": "norm_eps"},
+    # The number of key-value heads is 0 in convolution layers, so a rule reads it by layer.
+    ints={**names.SIZES_BY_LAYER, "shortconv.l_cache": "conv_L_cache"},
+    floats={**names.ROPE, "attention.layer_norm_rms_epsilon": "norm_eps"},
     constants={"conv_bias": False, "block_auto_adjust_ff_dim": False},
-    filters=("shortconv.conv",),
     rules=("lfm2_layers", "full_rotary", "rope_scaling"),
 )  # fmt: skip
 _NEMOTRON_H = Architecture(
     "nemotron_h",
     tensors={
-        **{leaf: own.replace("self_attn", "mixer") for leaf, own in ATTENTION.items()}, **mamba("mixer"),
+        **{leaf: own.replace("self_attn", "mixer") for leaf, own in names.ATTENTION.items()}, **mamba("mixer"),
         "attn_norm": "norm", "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj", "ffn_gate_inp": "mixer.gate",
         "ffn_up_shexp": "mixer.shared_experts.up_proj", "ffn_down_shexp": "mixer.shared_experts.down_proj",
         "ffn_latent_down": "mixer.fc1_latent_proj", "ffn_latent_up": "mixer.fc2_latent_proj",
@@ -102,14 +78,13 @@ _NEMOTRON_H = Architecture(
         "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
         "attention.head_count": "num_attention_heads", "attention.key_length": "head_dim",
         "ssm.conv_kernel": "conv_kernel", "ssm.state_size": "ssm_state_size", "ssm.group_count": "n_groups",
-        "ssm.time_step_rank": "mamba_num_heads", **EXPERT_SIZES, "expert_count": "n_routed_experts",
+        "ssm.time_step_rank": "mamba_num_heads", **names.EXPERT_SIZES, "expert_count": "n_routed_experts",
         "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
         "expert_group_count": "n_group", "expert_group_used_count": "topk_group", "moe_latent_size": "moe_latent_size",
     },
     floats={"attention.layer_norm_rms_epsilon": "layer_norm_epsilon", "expert_weights_scale": "routed_scaling_factor"},
     constants={"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "use_bias": False, "mlp_bias": False},
     top={"token_embd": "model.embeddings", "output_norm": "model.norm_f", "output": "lm_head"},
-    filters=("ssm_conv1d",),
     vectors={**mamba_vectors("mixer"), "exp_probs_b.bias": "mixer.gate.e_score_correction_bias"},
     by_layer=("attention.head_count_kv", "feed_forward_length"),
     rules=("nemotron_layers",),
@@ -117,17 +92,17 @@ _NEMOTRON_H = Architecture(
 _QWEN35 = Architecture(
     "qwen3_5_text",
     tensors={
-        **ATTENTION, **QK_NORMS, **MLP, "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
+        **names.ATTENTION, **names.QK_NORMS, **names.MLP, "attn_norm": "input_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
         "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z", "ssm_alpha": "linear_attn.in_proj_a",
         "ssm_beta": "linear_attn.in_proj_b", "ssm_conv1d": "linear_attn.conv1d", "ssm_out": "linear_attn.out_proj",
     },
     ints={
-        **SIZES_AND_HEAD, "full_attention_interval": "full_attention_interval", "ssm.conv_kernel": "linear_conv_kernel_dim",
-        "ssm.state_size": "linear_key_head_dim", "ssm.group_count": "linear_num_key_heads",
-        "ssm.time_step_rank": "linear_num_value_heads",
+        **names.SIZES_AND_HEAD, "full_attention_interval": "full_attention_interval",
+        "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
+        "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
     },
-    constants={**SILU, "attention_bias": False},
-    filters=("ssm_conv1d",),
+    constants={**names.SILU, "attention_bias": False},
     vectors={
         "ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias", "ssm_norm.weight": "linear_attn.norm.weight",
     },
@@ -144,37 +119,38 @@ ARCHITECTURES: dict[str, Architecture] = {
     MIXTRAL: replace(
         _LLAMA,
         model_type="mixtral",
-        tensors={**ATTENTION, **PRE_NORMS, "ffn_gate_inp": "block_sparse_moe.gate"},
+        tensors={**names.ATTENTION, **names.PRE_NORMS, "ffn_gate_inp": "block_sparse_moe.gate"},
         per_index=experts("block_sparse_moe", "w1", "w3", "w2"),
-        ints={**SIZES_AND_HEAD, **EXPERTS_USED, "expert_count": "num_local_experts"},
-        constants={**SILU, "sliding_window": None},
+        ints={**names.SIZES_AND_HEAD, **names.EXPERTS_USED, "expert_count": "num_local_experts"},
+        constants={**names.SILU, "sliding_window": None},
         flags={},
         rules=("llama_head_dim", "full_rotary", "rope_scaling"),
     ),
-    "qwen2": Architecture("qwen2", constants={**SILU, **NO_WINDOW}),
+    "qwen2": Architecture("qwen2", constants={**names.SILU, **names.NO_WINDOW}),
     "qwen3": _QWEN3,
     "qwen3moe": replace(
         _QWEN3,
         model_type="qwen3_moe",
-        tensors={**ATTENTION, **QK_NORMS, **PRE_NORMS, "ffn_gate_inp": "mlp.gate"},
+        tensors={**names.ATTENTION, **names.QK_NORMS, **names.PRE_NORMS, "ffn_gate_inp": "mlp.gate"},
         per_index=experts("mlp"),
-        ints={**SIZES_AND_HEAD, **EXPERT_SIZES},
-        # llama.cpp always normalises the chosen experts' weights and has no dense layers between.
-        constants={**SILU, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], **NO_WINDOW},
-        rules=("full_rotary", "rope_scaling", "normalised_experts"),
+        ints={**names.SIZES_AND_HEAD, **names.EXPERT_SIZES},
+        # llama.cpp always normalises the chosen experts' weights, and every layer has experts.
+        constants={**names.SILU, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], **names.NO_WINDOW},
+        fixed={"expert_weights_norm": True},
+        rules=("full_rotary", "rope_scaling"),
     ),
     "gemma2": _GEMMA2,
     "gemma3": _GEMMA3,
     "gemma-embedding": replace(
         _GEMMA3,
-        top={**TOP_TENSORS, "dense_2": "2_Dense.linear", "dense_3": "3_Dense.linear"},
-        floats={**RMS, "rope.freq_base_swa": "rope_local_base_freq"},
-        constants={**GEMMA3, "use_bidirectional_attention": True},
+        top={**names.TOP_TENSORS, "dense_2": "2_Dense.linear", "dense_3": "3_Dense.linear"},
+        floats={**names.RMS, "rope.freq_base_swa": "rope_local_base_freq"},
+        constants={**names.GEMMA3, "use_bidirectional_attention": True},
     ),
     "gemma4": Architecture(
         "gemma4_text",
         tensors={
-            **GEMMA_TENSORS, **QK_NORMS, "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
+            **names.GEMMA_TENSORS, **names.QK_NORMS, "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
             "post_norm": "post_per_layer_input_norm", "ffn_gate_inp": "router.proj",
             "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "post_ffw_norm_1": "post_feedforward_layernorm_1",
             "post_ffw_norm_2": "post_feedforward_layernorm_2",
@@ -185,15 +161,15 @@ ARCHITECTURES: dict[str, Architecture] = {
             "ffn_down_exps": "experts.{}.down_proj",
         },
         ints={
-            **SIZES, **WINDOW, "attention.key_length_swa": "head_dim",
+            **names.SIZES, **names.WINDOW, "attention.key_length_swa": "head_dim",
             "attention.shared_kv_layers": "num_kv_shared_layers",
-            "embedding_length_per_layer_input": "hidden_size_per_layer_input", **EXPERT_SIZES,
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input", **names.EXPERT_SIZES,
             "expert_used_count": "top_k_experts",
         },
-        floats={**RMS, **FINAL_CAP},
-        constants=GEMMA,
+        floats={**names.RMS, **names.FINAL_CAP},
+        constants=names.GEMMA,
         top={
-            **TOP_TENSORS, "per_layer_token_embd": "model.embed_tokens_per_layer",
+            **names.TOP_TENSORS, "per_layer_token_embd": "model.embed_tokens_per_layer",
             "per_layer_model_proj": "model.per_layer_model_projection",
             "per_layer_proj_norm": "model.per_layer_projection_norm",
         },
@@ -213,55 +189,56 @@ ARCHITECTURES: dict[str, Architecture] = {
     "arcee": replace(
         _LLAMA,
         model_type="arcee",
-        tensors={name: own for name, own in LLAMA_TENSORS.items() if name != "ffn_gate"},
+        tensors={name: own for name, own in names.LLAMA_TENSORS.items() if name != "ffn_gate"},
         constants={"hidden_act": "relu2"},
-        flags={**ATTENTION_BIAS, "mlp_bias": "ffn_up.bias"},
+        flags={**names.ATTENTION_BIAS, "mlp_bias": "ffn_up.bias"},
     ),
     "exaone4": Architecture(
         "exaone4",
         tensors=_OLMO2.tensors,
-        ints={**SIZES_AND_HEAD, **WINDOW},
-        rules=("full_rotary", "rope_scaling", "rope_factors", "every_fourth_full"),
+        ints={**names.SIZES_AND_HEAD, **names.WINDOW},
+        rules=("full_rotary", "rope_scaling", "rope_factors", "layer_types"),
     ),
     "cohere2": Architecture(
         "cohere2",
-        tensors={**ATTENTION, **MLP, "attn_norm": "input_layernorm"},
-        ints={**SIZES_AND_HEAD, **WINDOW},
-        floats={**LAYER_NORM, "logit_scale": "logit_scale"},
-        constants={**SILU, "attention_bias": False},
-        rules=("full_rotary", "rope_scaling", "every_fourth_full"),
+        tensors={**names.ATTENTION, **names.MLP, "attn_norm": "input_layernorm"},
+        ints={**names.SIZES_AND_HEAD, **names.WINDOW},
+        floats={**names.LAYER_NORM, "logit_scale": "logit_scale"},
+        constants={**names.SILU, "attention_bias": False},
+        rules=("full_rotary", "rope_scaling", "layer_types"),
     ),
     "ernie4_5": Architecture("ernie4_5", flags={"use_bias": "attn_q.bias"}),
     "hunyuan-dense": Architecture(
         "hunyuan_v1_dense",
         tensors={
-            **LLAMA_TENSORS, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm",
+            **names.LLAMA_TENSORS, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm",
         },
-        flags=ATTENTION_BIAS,
+        flags=names.ATTENTION_BIAS,
     ),
     "granitemoe": replace(
         _GRANITE,
         model_type="granitemoe",
-        tensors={**ATTENTION, **PRE_NORMS, "ffn_gate_inp": "block_sparse_moe.router.layer"},
+        tensors={**names.ATTENTION, **names.PRE_NORMS, "ffn_gate_inp": "block_sparse_moe.router.layer"},
         per_index=experts("block_sparse_moe"),
-        ints={**SIZES, **EXPERTS_USED, "expert_count": "num_local_experts"},
-        flags=ATTENTION_BIAS,
+        ints={**names.SIZES, **names.EXPERTS_USED, "expert_count": "num_local_experts"},
+        flags=names.ATTENTION_BIAS,
     ),
     "gpt-oss": Architecture(
         "gpt_oss",
         tensors={
-            **ATTENTION, "attn_sinks": "self_attn.sinks", "attn_norm": "input_layernorm",
+            **names.ATTENTION, "attn_sinks": "self_attn.sinks", "attn_norm": "input_layernorm",
             "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router",
         },
         per_index=experts("mlp"),
         ints={
-            **SIZES_AND_HEAD, **WINDOW, **EXPERTS_USED, "expert_count": "num_local_experts",
+            **names.SIZES_AND_HEAD, **names.WINDOW, **names.EXPERTS_USED, "expert_count": "num_local_experts",
             "expert_feed_forward_length": "intermediate_size",
         },
-        constants={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},  # numbers in llama.cpp's graph
-        flags=ATTENTION_BIAS,
+        # llama.cpp's graph has these SwiGLU numbers as constants; the window is HF's default.
+        constants={"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "sliding_window": 128, names.PERIOD: 2},
+        flags=names.ATTENTION_BIAS,
         bare=("attn_sinks",),
-        rules=("full_rotary", "rope_scaling", "gpt_oss_layers"),
+        rules=("full_rotary", "rope_scaling", "layer_types", "gpt_oss_yarn"),
     ),
     "gpt2": Architecture(
         "gpt2",
@@ -269,7 +246,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_norm": "ln_2",
             "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj",
         },
-        ints={**SIZES, "feed_forward_length": "n_inner"},
+        ints={**names.SIZES, "feed_forward_length": "n_inner"},
         floats={"attention.layer_norm_epsilon": "layer_norm_epsilon"},
         constants={"activation_function": "gelu_new"},
         top={
@@ -282,45 +259,48 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi3": Architecture(
         "phi3",
         tensors={
-            **PRE_NORMS, "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj",
+            **names.PRE_NORMS, "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj",
             "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj",
         },
-        ints={**SIZES, **WINDOW},
+        ints={**names.SIZES, **names.WINDOW},
         rules=("partial_rotary", "phi3_rope"),
     ),
     "olmo2": _OLMO2,
-    # Of Mistral Small 3 and later, and of Ministral 3.
+    # Mistral Small 3 and later, and Ministral 3.
     "mistral3": Architecture(
         "ministral3",
-        constants={**SILU, "sliding_window": None},
-        permuted=LLAMA_PERMUTED,
+        constants={**names.SILU, "sliding_window": None},
+        permuted=names.LLAMA_PERMUTED,
         rules=("llama_head_dim", "full_rotary", "rope_scaling", "mistral3_ropes"),
     ),
     "smollm3": replace(
-        _LLAMA, model_type="smollm3", constants={**SILU, **NO_WINDOW}, rules=("full_rotary", "rope_scaling", "smollm3_layers")
+        _LLAMA,
+        model_type="smollm3",
+        constants={**names.SILU, **names.NO_WINDOW},
+        rules=("full_rotary", "rope_scaling", "smollm3_layers"),
     ),
     "granite": _GRANITE,
     OLMO3: replace(
         _OLMO2,
         model_type="olmo3",
-        ints={**SIZES, **WINDOW},
-        rules=("full_rotary", "rope_scaling", "every_fourth_full", "olmo3_ropes"),
+        ints={**names.SIZES, **names.WINDOW},
+        rules=("full_rotary", "rope_scaling", "layer_types", "olmo3_ropes"),
     ),
     "stablelm": Architecture(
         "stablelm",
         per_index={
             "attn_q_norm": "self_attn.q_layernorm.norms.{}", "attn_k_norm": "self_attn.k_layernorm.norms.{}",
         },
-        ints=SIZES,
-        floats=LAYER_NORM,
+        ints=names.SIZES,
+        floats=names.LAYER_NORM,
         flags={"use_qkv_bias": "attn_q.bias", "qk_layernorm": "attn_q_norm.weight"},
         rules=("partial_rotary", "stablelm_residual"),
     ),
     "starcoder2": Architecture(
         "starcoder2",
-        tensors={**ATTENTION, **PRE_NORMS, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
-        ints=SIZES,
-        floats={**ROPE, "attention.layer_norm_epsilon": "norm_epsilon"},
+        tensors={**names.ATTENTION, **names.PRE_NORMS, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        ints=names.SIZES,
+        floats={**names.ROPE, "attention.layer_norm_epsilon": "norm_epsilon"},
         # The converter drops sliding_window, which llama.cpp doesn't compute.
         constants={"hidden_act": "gelu_pytorch_tanh", "sliding_window": None},
         flags={"use_bias": "attn_q.bias"},
@@ -331,46 +311,45 @@ ARCHITECTURES: dict[str, Architecture] = {
         model_type="lfm2_moe",
         tensors={**_LFM2.tensors, "ffn_gate_inp": "feed_forward.gate"},
         per_index=experts("feed_forward", "w1", "w3", "w2"),
-        ints={**_LFM2.ints, **EXPERT_SIZES, "leading_dense_block_count": "num_dense_layers"},
+        ints={**_LFM2.ints, **names.EXPERT_SIZES, "leading_dense_block_count": "num_dense_layers"},
         # llama.cpp always has the bias, and normalises the chosen experts' weights.
         constants={"conv_bias": False, "use_expert_bias": True, "norm_topk_prob": True},
         vectors={"exp_probs_b.bias": "feed_forward.expert_bias"},
-        rules=("lfm2_layers", "full_rotary", "rope_scaling", "sigmoid_experts"),
+        fixed={"expert_gating_func": 2},  # llama.cpp's number of the sigmoid
+        rules=("lfm2_layers", "full_rotary", "rope_scaling"),
     ),
     "falcon-h1": Architecture(
         "falcon_h1",
         tensors={
-            **ATTENTION, **mamba("mamba"), "attn_norm": "input_layernorm", "ffn_norm": "pre_ff_layernorm",
+            **names.ATTENTION, **mamba("mamba"), "attn_norm": "input_layernorm", "ffn_norm": "pre_ff_layernorm",
             "ffn_gate": "feed_forward.gate_proj", "ffn_up": "feed_forward.up_proj",
             "ffn_down": "feed_forward.down_proj",
         },
-        ints={**SIZES_AND_HEAD, **SSM, "ssm.inner_size": "mamba_d_ssm"},
+        ints={**names.SIZES_AND_HEAD, **names.SSM, "ssm.inner_size": "mamba_d_ssm"},
         # The converter multiplies weights by the multipliers.
         constants={
-            **SILU, **dict.fromkeys(("attention_bias", "mlp_bias", "projectors_bias", "mamba_proj_bias"), False),
+            **names.SILU, **dict.fromkeys(("attention_bias", "mlp_bias", "projectors_bias", "mamba_proj_bias"), False),
             "mamba_norm_before_gate": False,
         },
         flags={"mamba_rms_norm": "ssm_norm.weight", "mamba_conv_bias": "ssm_conv1d.bias"},
-        top={**TOP_TENSORS, "output_norm": "model.final_layernorm"},
-        filters=("ssm_conv1d",),
+        top={**names.TOP_TENSORS, "output_norm": "model.final_layernorm"},
         vectors=mamba_vectors("mamba"),
         rules=("mamba_heads", "full_rotary", "rope_scaling"),
     ),
     "granitehybrid": Architecture(
         "granitemoehybrid",
         tensors={
-            **ATTENTION, **mamba("mamba"), **PRE_NORMS, "ffn_gate_inp": "block_sparse_moe.router.layer",
+            **names.ATTENTION, **mamba("mamba"), **names.PRE_NORMS, "ffn_gate_inp": "block_sparse_moe.router.layer",
             "ffn_down": "shared_mlp.output_linear", "ffn_down_shexp": "shared_mlp.output_linear",
         },
         per_index=experts("block_sparse_moe"),
         ints={
-            **SIZES_BY_LAYER, **SSM, **EXPERTS_USED, "expert_count": "num_local_experts",
+            **names.SIZES_BY_LAYER, **names.SSM, **names.EXPERTS_USED, "expert_count": "num_local_experts",
             "expert_shared_feed_forward_length": "shared_intermediate_size",
         },
-        floats=GRANITE_FLOATS,
-        constants={**SILU, "attention_bias": False, "mamba_proj_bias": False, "position_embedding_type": "nope"},
-        permuted=LLAMA_PERMUTED,
-        filters=("ssm_conv1d",),
+        floats=names.GRANITE_FLOATS,
+        constants={**names.SILU, "attention_bias": False, "mamba_proj_bias": False, "position_embedding_type": "nope"},
+        permuted=names.LLAMA_PERMUTED,
         vectors=mamba_vectors("mamba"),
         joined=dict.fromkeys((("ffn_gate", "ffn_up"), ("ffn_gate_shexp", "ffn_up_shexp")), "shared_mlp.input_linear"),
         by_layer=("attention.head_count_kv",),
@@ -382,13 +361,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         _QWEN35,
         model_type="qwen3_5_moe_text",
         tensors={
-            **{name: own for name, own in _QWEN35.tensors.items() if name not in MLP}, "ffn_gate_inp": "mlp.gate",
+            **{name: own for name, own in _QWEN35.tensors.items() if name not in names.MLP}, "ffn_gate_inp": "mlp.gate",
             "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-            **{f"{name}_shexp": own.replace("mlp", "mlp.shared_expert") for name, own in MLP.items()},
+            **{f"{name}_shexp": own.replace("mlp", "mlp.shared_expert") for name, own in names.MLP.items()},
         },
         per_index=experts("mlp"),
         ints={
-            **_QWEN35.ints, **EXPERT_SIZES, "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+            **_QWEN35.ints, **names.EXPERT_SIZES, "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
         },
         by_layer=("feed_forward_length",),
     ),

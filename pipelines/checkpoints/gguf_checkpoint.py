@@ -1,6 +1,6 @@
 """Open a GGUF file as a Checkpoint, with HF's names of tensors and HF's order of rows.
 
-Weights stay in the mapped file; reading a tensor undoes the changes of llama.cpp's converter.
+Reading a tensor undoes the changes of llama.cpp's converter.
 """
 
 import re
@@ -21,14 +21,20 @@ from castiron.pipelines.checkpoints.gguf_rules import RULES_OF_ROPE_TENSOR
 from castiron.pipelines.checkpoints.gguf_tokenizer import eos_token_ids, tokenizer_json
 
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.(.+)")
+# Filters of convolutions, [features, n] in GGUF and [features, 1, n] in HF.
+_FILTERS = ("shortconv.conv", "ssm_conv1d")
 _NAMED = re.compile(r"(?:blk\.(?P<layer>\d{1,9})\.)?(?P<leaf>.+)\.(?P<suffix>weight|bias)")
 
 
 def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
-    """Open a GGUF file without the metadata keys `ignore_keys`; CheckpointError if it is invalid."""
+    """Open a GGUF file without the metadata keys `ignore_keys`."""
     file = read_gguf(path)
     file = replace(file, metadata=without(file.metadata, ignore_keys, path))
-    _reject_parts(file)
+    parts, kind = (file.metadata.get(key) for key in ("split.count", "general.type"))
+    if isinstance(parts, int) and parts > 1:
+        raise CheckpointError(f"{path} is one of {parts} parts; join them with llama-gguf-split --merge")
+    if kind is not None and (not isinstance(kind, str) or kind != "model"):
+        raise CheckpointError(f"{path} is a GGUF file of type {shorten(kind)}; give a model's file")
     config = hf_config(file)
     eos = eos_token_ids(file)
     tensors = without_shared(hf_tensors(file, architecture_of(file), config), config)
@@ -52,21 +58,14 @@ def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
     )
 
 
-def _reject_parts(file: GgufFile) -> None:
-    parts = file.metadata.get("split.count", 0)
-    if isinstance(parts, int) and parts > 1:
-        raise CheckpointError(f"{file.path} is one of {parts} parts; join them with llama-gguf-split --merge")
-    kind = file.metadata.get("general.type", "model")
-    if not isinstance(kind, str) or kind != "model":
-        raise CheckpointError(f"{file.path} is a GGUF file of type {shorten(kind)}; give a model's file")
-
-
 def hf_tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Tensor]:
-    """Return the model's tensors by HF name; unknown tensors keep GGUF's names, so that a later
-    check reports them."""
+    """Return the model's tensors by HF name.
+
+    Unknown tensors keep GGUF's names, so that `missing_and_left_over` reports them.
+    """
     tensors: dict[str, Tensor] = {}
     for stored in file.tensors.values():
-        # Blocks after the last layer are for multi-token prediction.
+        # Blocks after the last layer are for multi-token prediction, which castiron doesn't run.
         block = _BLOCK.fullmatch(stored.name)
         further = block is not None and "delta_layers" in row.rules and int(block[1]) >= config["num_hidden_layers"]
         if RULES_OF_ROPE_TENSOR.get(stored.name, set()) & set(row.rules) or further:
@@ -83,32 +82,36 @@ def _named(file: GgufFile, row: Architecture, config: dict, stored: GgufTensor) 
     """Yield the HF tensors that are made from one tensor of the file, such as one per expert."""
     block, named = _BLOCK.fullmatch(stored.name), _NAMED.fullmatch(stored.name)
     prefix = row.block.format(int(block[1])) if block else ""
+    tensor = Tensor(stored.name, stored.shape, stored.codec, stored.name, lambda: file.rows(stored))
     if block and block[2] in row.vectors:
-        yield _vector(file, stored, prefix + row.vectors[block[2]], tiled(row, config, block[2]))
+        yield _vector(replace(tensor, name=prefix + row.vectors[block[2]]), tiled(row, config, block[2]))
         return
-    if named is None or named["layer"] is None:
-        top = named and row.top.get(named["leaf"])
-        name = f"{top}.{named['suffix']}" if named and top else stored.name
-        yield _tensor(file, stored, name, row.norms_plus_one and bool(top) and named["leaf"].endswith("norm"))
+    if named is None:
+        yield tensor
         return
     layer, leaf, suffix = named.groups()
-    if leaf in row.per_index:
-        yield from _stacked(file, stored, row.per_index[leaf], prefix, suffix)
-    elif leaf in row.permuted:
-        yield _unpermuted(file, stored, f"{prefix}{row.tensors[leaf]}.{suffix}", config[row.permuted[leaf]])
-    elif parts := next((parts for parts in row.joined if leaf in parts), None):
-        if leaf == parts[0]:
-            found = [file.tensors.get(f"blk.{layer}.{part}.{suffix}") for part in parts]
-            yield _joined(file, [part for part in found if part is not None], f"{prefix}{row.joined[parts]}.{suffix}")
-    elif leaf in row.filters and suffix == "weight":
-        yield _filter(file, stored, f"{prefix}{row.tensors[leaf]}.weight", tiled(row, config, leaf))
+    own = row.top.get(leaf) if layer is None else row.tensors.get(leaf)
+    if own:
+        tensor = replace(tensor, name=prefix + own + ("" if leaf in row.bare else f".{suffix}"))
+    order = tiled(row, config, leaf)
+    if layer and leaf in row.per_index:
+        _check_rank(file, stored, 2, 3)
+        yield from _stacked(tensor, row.per_index[leaf], prefix, suffix)
+    elif layer and leaf in row.permuted:
+        yield _unpermuted(file.path, tensor, config[row.permuted[leaf]])
+    elif layer and (leaves := next((leaves for leaves in row.joined if leaf in leaves), None)):
+        if leaf == leaves[0]:
+            parts = [part for name in leaves if (part := file.tensors.get(f"blk.{layer}.{name}.{suffix}"))]
+            yield _joined(file, parts, f"{prefix}{row.joined[leaves]}.{suffix}")
+    elif layer and leaf in _FILTERS and suffix == "weight":
+        _check_rank(file, stored, 2)
+        yield _filter(tensor, order)
+    elif order is not None and row.tiled[leaf] == "columns":
+        yield _reordered_columns(tensor, order, config["linear_value_head_dim"])
+    elif order is not None:
+        yield replace(tensor, read=lambda: tensor.data[order])
     else:
-        ending = "" if leaf in row.bare else f".{suffix}"
-        name = f"{prefix}{row.tensors[leaf]}{ending}" if leaf in row.tensors else stored.name
-        if (order := tiled(row, config, leaf)) is not None:
-            yield _reordered(file, stored, name, order, row.tiled[leaf] == "columns")
-        else:
-            yield _tensor(file, stored, name, row.norms_plus_one and leaf.endswith("norm"))
+        yield _minus_one(tensor) if own and row.norms_plus_one and leaf.endswith("norm") else tensor
 
 
 def _check_rank(file: GgufFile, stored: GgufTensor, *ranks: int) -> None:
@@ -119,37 +122,31 @@ def _check_rank(file: GgufFile, stored: GgufTensor, *ranks: int) -> None:
         )
 
 
-def _tensor(file: GgufFile, stored: GgufTensor, name: str, plus_one: bool) -> Tensor:
-    if plus_one and name != stored.name:
+def _minus_one(tensor: Tensor) -> Tensor:
+    @np.errstate(invalid="ignore")  # a NaN is reported when the model is checked
+    def read() -> np.ndarray:
+        return (tensor.dequantise() - np.float32(1)).view(np.uint8)
 
-        @np.errstate(invalid="ignore")  # a NaN is reported when the model is checked
-        def minus_one() -> np.ndarray:
-            return (dequantise(stored.codec, file.rows(stored)) - np.float32(1)).view(np.uint8)
-
-        return Tensor(name, stored.shape, "f32", stored.name, minus_one)
-    return Tensor(name, stored.shape, stored.codec, stored.name, lambda: file.rows(stored))
+    return replace(tensor, codec="f32", read=read)
 
 
-def _vector(file: GgufFile, stored: GgufTensor, name: str, order: np.ndarray | None) -> Tensor:
-    """Return a tensor as an f32 vector, its elements rearranged by `order`; A_log is computed from
-    the stored -exp(A_log)."""
+def _vector(tensor: Tensor, order: np.ndarray | None) -> Tensor:
+    """Return a tensor as an f32 vector, rearranged by `order`; a file has -exp(A_log) for A_log."""
 
     def read() -> np.ndarray:
-        values = dequantise(stored.codec, file.rows(stored)).reshape(-1)
+        values = tensor.dequantise().reshape(-1)
         values = values if order is None else values[order]
         with np.errstate(invalid="ignore", divide="ignore"):
-            return (np.log(-values) if name.endswith("A_log") else values).astype(np.float32).view(np.uint8)
+            return (np.log(-values) if tensor.name.endswith("A_log") else values).astype(np.float32).view(np.uint8)
 
-    return Tensor(name, (prod(stored.shape),), "f32", stored.name, read)
+    return replace(tensor, shape=(prod(tensor.shape),), codec="f32", read=read)
 
 
-def _filter(file: GgufFile, stored: GgufTensor, name: str, order: np.ndarray | None) -> Tensor:
-    """Return a convolution's filter, [features, n] in the file, as HF's [features, 1, n]; `order`
-    rearranges features."""
-    _check_rank(file, stored, 2)
-    features, positions = stored.shape
-    read = lambda: file.rows(stored)[slice(None) if order is None else order].reshape(features, 1, -1)
-    return Tensor(name, (features, 1, positions), stored.codec, stored.name, read)
+def _filter(tensor: Tensor, order: np.ndarray | None) -> Tensor:
+    """Return a convolution's filter as HF's [features, 1, n]; `order` rearranges its features."""
+    features, positions = tensor.shape
+    read = lambda: tensor.data[slice(None) if order is None else order].reshape(features, 1, -1)
+    return replace(tensor, shape=(features, 1, positions), read=read)
 
 
 def _joined(file: GgufFile, parts: list[GgufTensor], name: str) -> Tensor:
@@ -169,14 +166,10 @@ def _joined(file: GgufFile, parts: list[GgufTensor], name: str) -> Tensor:
 
 
 def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
-    """Return the file's index of each row, or column, of HF's tensor; None if both have the same
-    order.
-
-    leaf: GGUF's name of the tensor inside its block.
-    """
+    """Return the index in the file of each row or column of HF's tensor; None for equal orders."""
     kind = row.tiled.get(leaf.partition(".")[0])
     keys, values = config.get("linear_num_key_heads", 1), config.get("linear_num_value_heads", 1)
-    if kind is None or keys == values:
+    if kind is None or keys in (1, values):
         return None
     size = 1 if kind == "heads" else config["linear_value_head_dim"]
     order = np.arange(values * size).reshape(values // keys, keys, size).swapaxes(0, 1).reshape(-1)
@@ -184,65 +177,52 @@ def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
     return np.concatenate([np.arange(before), before + order])
 
 
-def _reordered(file: GgufFile, stored: GgufTensor, name: str, order: np.ndarray, columns: bool) -> Tensor:
-    """Return a tensor with its rows, or if `columns` its columns, rearranged by `order`.
-
-    Columns are dequantised to f32 if `order` splits a quantised block.
-    """
-    block = CODECS[stored.codec].block
-    starts = order.reshape(-1, block)[:, :1] if order.size % block == 0 else order[:0]
-    keeps_blocks = (
-        columns
-        and starts.size * block == order.size
-        and np.array_equal(order.reshape(-1, block), starts + np.arange(block))
-        and not (starts % block).any()
-    )
+def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Tensor:
+    """Return a tensor with its columns rearranged, head by head; f32 if a block spans two heads."""
+    block = CODECS[tensor.codec].block
 
     def read() -> np.ndarray:
-        rows = file.rows(stored)
-        if not columns:
-            return rows[order]
-        if keeps_blocks:
-            return rows.reshape(len(rows), order.size // block, -1)[:, starts[:, 0] // block].reshape(len(rows), -1)
-        return np.ascontiguousarray(dequantise(stored.codec, rows)[:, order]).view(np.uint8)
+        rows = tensor.data
+        if head_dim % block:
+            return np.ascontiguousarray(tensor.dequantise()[:, order]).view(np.uint8)
+        return rows.reshape(len(rows), order.size // block, -1)[:, order[::block] // block].reshape(len(rows), -1)
 
-    return Tensor(name, stored.shape, stored.codec if keeps_blocks or not columns else "f32", stored.name, read)
+    return replace(tensor, codec="f32" if head_dim % block else tensor.codec, read=read)
 
 
-def _stacked(file: GgufFile, stored: GgufTensor, found: str | tuple[str, ...], prefix: str, suffix: str) -> Iterator[Tensor]:
+def _stacked(tensor: Tensor, found: str | tuple[str, ...], prefix: str, suffix: str) -> Iterator[Tensor]:
     """Yield the tensors that a tensor of the file stacks, such as one per expert.
 
-    found: template of the HF name of one of them, with `{}` for its index. If `found` has several
-    names, each of them gets an equal share of the rows.
+    found: HF name of one of them, with `{}` for its index, or several names that get equal parts of
+    its rows.
     """
     names = (found,) if isinstance(found, str) else found
-    _check_rank(file, stored, 2, 3)
-    rows = stored.shape[1] // len(names)
-    for index in range(stored.shape[0]):
+    shape = tensor.shape[1:]
+    if len(names) > 1:
+        shape = (shape[0] // len(names), *shape[1:])
+    for index in range(tensor.shape[0]):
         for number, name in enumerate(names):
-            own = slice(number * rows, (number + 1) * rows) if len(names) > 1 else slice(None)
-            read = lambda index=index, own=own: file.rows(stored)[index][own]
-            shape = stored.shape[1:] if len(names) == 1 else (rows, *stored.shape[2:])
-            yield Tensor(f"{prefix}{name.format(index)}.{suffix}", shape, stored.codec, stored.name, read)
+            own = slice(number * shape[0], (number + 1) * shape[0])
+            read = lambda index=index, own=own: tensor.data[index][own if len(names) > 1 else slice(None)]
+            yield replace(tensor, name=f"{prefix}{name.format(index)}.{suffix}", shape=shape, read=read)
 
 
-def _unpermuted(file: GgufFile, stored: GgufTensor, name: str, heads: int) -> Tensor:
-    """Return a tensor with its rows in HF's order (head, half, pair); the file has (head, pair,
-    half).
+def _unpermuted(path: Path, tensor: Tensor, heads: int) -> Tensor:
+    """Return a tensor with its rows in HF's order, (head, half, pair), not (head, pair, half).
 
     This is the inverse of `permute` in llama.cpp's converter.
     """
-    out = stored.shape[0]
+    out = tensor.shape[0]
     if out % (2 * heads):
-        raise CheckpointError(f"{file.path}: {shorten_text(stored.name)} has {out} rows, not a multiple of 2 x {heads} heads")
-    if len(stored.shape) == 1 and CODECS[stored.codec].quantised:
-        raise CheckpointError(f"{file.path}: {shorten_text(stored.name)} is a quantised bias, which cannot be reordered")
+        raise CheckpointError(f"{path}: {shorten_text(tensor.source)} has {out} rows, not a multiple of 2 x {heads} heads")
+    if len(tensor.shape) == 1 and CODECS[tensor.codec].quantised:
+        unfit = "is a quantised bias, which cannot be reordered"
+        raise CheckpointError(f"{path}: {shorten_text(tensor.source)} {unfit}; convert the model again with biases in f32")
 
     def read() -> np.ndarray:
-        rows = file.rows(stored)
-        if len(stored.shape) == 1:  # a bias: its elements are the rows
-            rows = rows.reshape(out, -1)
+        # The elements of a bias are its rows.
+        rows = tensor.data.reshape(out, -1)
         ordered = rows.reshape(heads, out // heads // 2, 2, -1).swapaxes(1, 2)
-        return ordered.reshape(file.rows(stored).shape)
+        return ordered.reshape(tensor.data.shape)
 
-    return Tensor(name, stored.shape, stored.codec, stored.name, read)
+    return replace(tensor, read=read)

@@ -1,44 +1,39 @@
 """Convert the metadata of a GGUF file to the config.json of its model.
 
-Every key under the architecture's prefix is read or rejected, because an unknown key may change the
-mathematics.
+An unknown key under the architecture's prefix is an error, because it may change the result.
 """
 
 from collections.abc import Mapping
 
 from castiron.emitter.pooling import Dense, Pooling
-from castiron.emitter.shorten import shorten, shorten_list, shorten_text
+from castiron.emitter.shorten import shorten_list, shorten_text
+from castiron.pipelines.checkpoints import gguf_rules
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Encoding, reject_impossible_sizes
 from castiron.pipelines.checkpoints.gguf_architectures import ARCHITECTURES, MIXTRAL, OLMO3, architecture_names
 from castiron.pipelines.checkpoints.gguf_file import GgufFile
 from castiron.pipelines.checkpoints.gguf_metadata import Architecture, Metadata, architecture_name
-from castiron.pipelines.checkpoints.gguf_rules import RULES, head_dim
+from castiron.pipelines.checkpoints.gguf_rules import head_dim
 
-# llama.cpp's default.
+# llama.cpp's default base of rotary embeddings.
 _ROPE_BASE = 10000.0
 # HF's names for the number of experts per token.
 _EXPERTS_USED = {"num_experts_per_tok", "top_k_experts"}
 # llama.cpp's pooling types; 4 is a reranker's.
 _POOLING = {1: "mean", 2: "cls", 3: "last"}
 
-_TOKEN_IDS = {
-    "tokenizer.ggml.bos_token_id": "bos_token_id",
-    "tokenizer.ggml.eos_token_id": "eos_token_id",
-    "tokenizer.ggml.padding_token_id": "pad_token_id",
-}
+_TOKENIZER = "tokenizer.ggml."
+_TOKEN_IDS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
 
 _SAMPLING = "general.sampling."
 _PENALTY = "penalty_repeat"
-# GGUF's key -> HF's. Mirostat, XTC and the samplers' order have no counterpart in castiron and are
-# ignored.
+# GGUF's key -> HF's; castiron ignores Mirostat, XTC and the order of samplers.
 _SAMPLING_KEYS = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", _PENALTY: "repetition_penalty"}
-# No sampling option is larger, and GGUF's integers have 32 bits.
+# Limit of a sampling option's value, because GGUF's integers have 32 bits.
 _MAX_OPTION = 2**31
 
 
 def architecture_of(file: GgufFile) -> Architecture:
-    """Return the entry of ARCHITECTURES for the file's model; CheckpointError for an unsupported
-    one."""
+    """Return the entry of ARCHITECTURES for the file's model."""
     name = architecture_name(file)
     experts = file.metadata.get("llama.expert_count")
     special = {
@@ -53,7 +48,7 @@ def architecture_of(file: GgufFile) -> Architecture:
 
 
 def encoding_of(file: GgufFile) -> Encoding | None:
-    """Return the pooling of an embedding model, whose vectors have length 1; None for other models."""
+    """Return how an embedding model makes vectors, which have length 1; None for other models."""
     metadata = Metadata(file)
     kind = metadata.integer("pooling_type", 0)
     if not kind:
@@ -66,7 +61,7 @@ def encoding_of(file: GgufFile) -> Encoding | None:
 
 
 def hf_config(file: GgufFile) -> dict:
-    """Return the model's config.json; CheckpointError for missing, unknown or invalid keys."""
+    """Return the model's config.json; CheckpointError for missing, unknown or invalid metadata."""
     row, metadata = architecture_of(file), Metadata(file)
     config: dict = {"model_type": row.model_type, **row.constants}
     for names, read in ((row.ints, metadata.integer), (row.floats, metadata.real)):
@@ -77,31 +72,38 @@ def hf_config(file: GgufFile) -> dict:
     reject_impossible_sizes(file.path, config, shapes)
     if head_dim(config) == 0:
         heads = config["num_attention_heads"]
-        raise metadata.error(f"{config['hidden_size']} elements are too few for {heads} attention heads")
+        raise metadata.error(
+            f"embedding_length is {config['hidden_size']}, too small for {heads} attention heads; fetch the file again"
+        )
     config.setdefault("rope_theta", _ROPE_BASE)
     for name, leaf in row.flags.items():
         config[name] = metadata.has(0, leaf)
+    for key, value in row.fixed.items():
+        stated = metadata.get(key, value)
+        if type(stated) is not type(value) or stated != value:
+            raise metadata.invalid(key, f"{value}, the only value supported")
     for rule in row.rules:
-        RULES[rule](config, metadata)
-    # A rule computes sizes too.
+        getattr(gguf_rules, rule)(config, metadata)
+    # Check again, because rules set sizes too.
     reject_impossible_sizes(file.path, config, shapes)
-    for key, name in _TOKEN_IDS.items():
-        config[name] = _token_id(file, key)
+    config |= {name: Metadata(file, _TOKENIZER).integer(key) for key, name in _TOKEN_IDS.items()}
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
-    config["vocab_size"] = _vocab_size(file)
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointError(f"{file.path} has no two-dimensional token_embd.weight; fetch the complete model")
+    config["vocab_size"] = embedding.shape[0]
     if unread := metadata.unread():
-        raise metadata.error(f"unknown metadata may change the result: {shorten_list(unread)}; --ignore-key KEY leaves one out")
+        raise metadata.error(
+            f"unknown metadata may change the result: {shorten_list(unread)}; ignore one with --ignore-key KEY"
+        )
     return config
 
 
 def sampling_config(file: GgufFile) -> dict[str, float]:
-    """Return the file's sampling defaults under generation_config.json's names.
-
-    CheckpointError for a value that is not a finite number.
-    """
+    """Return the file's sampling defaults under generation_config.json's names."""
     metadata = Metadata(file, _SAMPLING)
     found = {own: value for key, own in _SAMPLING_KEYS.items() if (value := metadata.real(key)) is not None}
-    # An f32 as the decimal it was written from: 0.7, not 0.699999988.
+    # Return the decimal that the f32 was made from: 0.7, not 0.699999988.
     return {own: float(f"{value:.7g}") for own, value in found.items()}
 
 
@@ -117,8 +119,7 @@ def sampling_metadata(generation: Mapping) -> dict[str, int | float]:
 
 
 def _check_sizes(config: dict, metadata: Metadata, row: Architecture) -> None:
-    """Raise CheckpointError for a missing size, or for inconsistent numbers or sizes of attention
-    heads."""
+    """Reject missing sizes, and inconsistent numbers or sizes of attention heads."""
     sizes = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "context_length")
     for key in (*sizes, *(key for key in row.ints if key.startswith(("ssm.", "shortconv.")))):
         if key not in row.by_layer:
@@ -136,17 +137,3 @@ def _check_sizes(config: dict, metadata: Metadata, row: Architecture) -> None:
     for key in {"attention.key_length", "attention.value_length"}.difference(row.by_layer):
         if metadata.integer(key) not in (None, head_dim(config)):
             raise metadata.invalid(key, f"{head_dim(config)}, the size of a head")
-
-
-def _token_id(file: GgufFile, key: str) -> int | None:
-    value = file.metadata.get(key)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise CheckpointError(f"{file.path}: {key} is {shorten(value)}, not a token id")
-    return value
-
-
-def _vocab_size(file: GgufFile) -> int:
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise CheckpointError(f"{file.path} has no two-dimensional token_embd.weight; fetch the complete model")
-    return embedding.shape[0]

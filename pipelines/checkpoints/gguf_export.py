@@ -1,16 +1,15 @@
-"""Convert metadata, tensors and tokenizer of an HF checkpoint to GGUF, by the tables that the GGUF
-reader uses.
+"""Convert an HF checkpoint to GGUF: metadata, tensors and tokenizer.
 
-Metadata and tokenizer are read back before they are written, so a model that GGUF or this module
-can't express is an error.
+Metadata and tokenizer are read back before they are written, so a model that GGUF can't express is
+an error.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,9 @@ from castiron.pipelines.checkpoints.gguf_metadata import Architecture
 from castiron.pipelines.checkpoints.gguf_rules import head_dim, llama3_factors
 from castiron.pipelines.checkpoints.gguf_tokenizer import PRE_TOKENIZERS, SPACE, PreTokenizer, tokenizer_json
 
-# Model types that llama.cpp treats as another.
+# Model types that llama.cpp converts to the architecture of another type.
 _SAME_AS = {"mistral": "llama"}
-# GPT-2's names of sizes.
+# GPT-2's names of sizes -> the common names.
 _SIZES = {
     "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
     "n_positions": "max_position_embeddings",
@@ -34,42 +33,38 @@ _SIZES = {
 # Matrices that stay f32 in llama.cpp: routers, filters of convolutions, learned positions.
 _SMALL = re.compile(r".*(ffn_gate_inp|shortconv\.conv|position_embd)\.weight")
 _TOP = re.compile(r"(.+)\.(weight|bias)")
-_TOLERANCE = 1e-5  # of numbers that are stored in f32
+_TOLERANCE = 1e-5  # relative difference of numbers that are stored in f32
 
 _PREFIX = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's llama_token_type
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _CONVERT = "convert it with llama.cpp's convert_hf_to_gguf.py, and quantise the file that this writes"
-# Scripts, numbers, contractions, code and runs of white space, on which pre-tokenizers differ.
+# Text on which pre-tokenizers differ: scripts, numbers, contractions, code, white space.
 SAMPLE = (
     "Hello, world! I'm sure they'll say it's 12345.678 ÷ 9, WE'RE told.\n\n\tdef f(x):\n        return x ** 2  # ok\r\n"
     "naïve Ångström e\u0301 Привет мир 你好,世界 こんにちは 안녕 مرحبا नमस्ते 🚀   trailing   \u00a0 ___ {}[]<|>\n \n  end "
 )
 
-# Returns a tensor's bytes, by HF's name and codec.
+# A function from HF's name of a tensor, and a codec, to its bytes.
 Read = Callable[[str, str], np.ndarray]
 
 
 def architecture_for(checkpoint: Checkpoint) -> tuple[str, Architecture]:
-    """Return the model's `general.architecture` and its entry in ARCHITECTURES; CheckpointError if
-    castiron cannot write the model as GGUF."""
+    """Return the model's `general.architecture` and its entry in ARCHITECTURES."""
     model_type = checkpoint.config["model_type"]
-    rows = {row.model_type: (name.partition(" ")[0], row) for name, row in reversed(ARCHITECTURES.items()) if row.can_write}
+    # This module can't make the changes to tensors that `vectors`, `joined` and `tiled` describe.
+    known = ((name, row) for name, row in reversed(ARCHITECTURES.items()) if not (row.vectors or row.joined or row.tiled))
+    rows = {row.model_type: (name.partition(" ")[0], row) for name, row in known}
     if (found := rows.get(_SAME_AS.get(model_type, model_type))) is None:
-        known = ", ".join(sorted(rows.keys() | _SAME_AS))
-        raise CheckpointError(f"{checkpoint.path} is a {model_type} model, which cannot be written as GGUF; {known} can")
+        names = ", ".join(sorted(rows.keys() | _SAME_AS))
+        raise CheckpointError(
+            f"{checkpoint.path} is a {model_type} model, which cannot be written as GGUF; supported are {names}"
+        )
     return found
 
 
-def vocab_of(checkpoint: Checkpoint) -> int:
-    """Return the size of the vocabulary: the number of rows of the embedding."""
-    _, row = architecture_for(checkpoint)
-    return checkpoint.tensors[f"{row.top['token_embd']}.weight"].shape[0]
-
-
 def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
-    """Return the GGUF metadata of the checkpoint's architecture; `config` is what `flat_config`
-    returns."""
+    """Return the GGUF metadata of the architecture; `config` is what `flat_config` returns."""
     name, row = architecture_for(checkpoint)
     size, read = head_dim(config), read_config(checkpoint.config)
     keys: dict[str, Value] = {}
@@ -81,7 +76,7 @@ def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
         keys |= {"attention.key_length": size, "attention.value_length": size}
     keys["attention.head_count_kv"] = read.kv_heads
     if "lfm2_layers" in row.rules:
-        # Layers that convolve have no heads, and the config's intermediate size is not the rounded one.
+        # Convolution layers have no heads, and the config has the intermediate size before rounding.
         keys["attention.head_count_kv"] = [read.kv_heads * (kind == "full_attention") for kind in read.layer_types]
         keys["feed_forward_length"] = read.intermediate
     if "use_parallel_residual" in config:
@@ -91,9 +86,7 @@ def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
 
 
 def flat_config(config: dict) -> dict:
-    """Return the config in transformers 4's form, with `rope_theta` and `rope_scaling`, sizes under
-    the common names, and the number of experts under both of its names.
-    """
+    """Return the config in transformers 4's form, with sizes also under the common names."""
     entry = config.get("rope_parameters") or {}
     local = entry.get("sliding_attention", {})
     entry = {**entry.get("full_attention", entry), **(config.get("rope_scaling") or {})}
@@ -116,6 +109,7 @@ def flat_config(config: dict) -> dict:
 
 
 def _rope_keys(config: dict) -> dict[str, Value]:
+    """Return the GGUF metadata of a scaled rotary embedding."""
     entry = config.get("rope_scaling") or {}
     keys: dict[str, Value] = {}
     kind, original = entry.get("rope_type"), entry.get("original_max_position_embeddings")
@@ -125,7 +119,7 @@ def _rope_keys(config: dict) -> dict[str, Value]:
     if kind in ("yarn", "longrope") and original is not None:
         keys["rope.scaling.original_context_length"] = int(original)
     if kind == "longrope":
-        # What HF multiplies the cosines by (_compute_longrope_parameters).
+        # The factor by which HF multiplies the cosines (_compute_longrope_parameters).
         factor = entry.get("factor") or (config["max_position_embeddings"] / original if original else 1.0)
         default = 1.0 if factor <= 1 or not original else np.sqrt(1 + np.log(factor) / np.log(original))
         stated = entry.get("attention_factor")
@@ -134,6 +128,7 @@ def _rope_keys(config: dict) -> dict[str, Value]:
 
 
 def _rope_tensors(config: dict) -> Iterator[NewTensor]:
+    """Yield the GGUF tensors that contain divisors of rotary frequencies."""
     entry = config.get("rope_scaling") or {}
     factors: dict[str, np.ndarray] = {}
     if entry.get("rope_type") == "llama3":
@@ -147,10 +142,9 @@ def _rope_tensors(config: dict) -> Iterator[NewTensor]:
 
 
 def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, str], read: Read) -> list[NewTensor]:
-    """Return the tensors under GGUF's names, rearranged as llama.cpp's converter does; vectors and
-    routers are f32.
+    """Return the tensors under GGUF's names, rearranged as llama.cpp's converter does.
 
-    codecs: codec of each matrix, by HF's name. read: returns the bytes of a tensor in a codec.
+    codecs: codec of each matrix, by HF's name; vectors and routers are f32.
     """
     _, row = architecture_for(checkpoint)
     leaves, tops = ({own: leaf for leaf, own in names.items()} for names in (row.tensors, row.top))
@@ -159,7 +153,7 @@ def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, st
     found: list[NewTensor] = list(_rope_tensors(config))
     stacked: dict[tuple[str, str], dict[int, Tensor]] = {}
     for tensor in checkpoint.tensors.values():
-        # Names without an ending are weights in GGUF.
+        # HF names without .weight or .bias get .weight in GGUF.
         name = tensor.name if tensor.name.endswith((".weight", ".bias")) else f"{tensor.name}.weight"
         layer, top = block.fullmatch(name), _TOP.fullmatch(name)
         if layer and (leaf := leaves.get(layer[2])):
@@ -170,7 +164,9 @@ def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, st
             stack = f"blk.{layer[1]}.{match[1]}.{layer[3]}", codecs[tensor.name]
             stacked.setdefault(stack, {})[int(match[0][1])] = tensor
         elif top is None or top[1] not in tops:
-            raise CheckpointError(f"{checkpoint.path}: {tensor.name} has no name in GGUF that castiron knows; {_CONVERT}")
+            raise CheckpointError(
+                f"{checkpoint.path} cannot be written as GGUF, which has no name for {tensor.name}; {_CONVERT}"
+            )
         elif tensor.name != HEAD or not config.get("tie_word_embeddings"):
             plus_one = row.norms_plus_one and top[1].endswith("norm")
             found.append(_exported(tensor, f"{tops[top[1]]}.{top[2]}", codecs, read, 0, plus_one))
@@ -202,25 +198,22 @@ def _stack(name: str, codec: str, parts: dict[int, Tensor], read: Read) -> NewTe
 
 
 def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tensors: list[NewTensor]) -> None:
-    """Raise CheckpointError unless the new metadata gives the same model config as the checkpoint."""
-    small = [tensor for tensor in tensors if tensor.name.startswith("rope")]
-    data = b"".join(np.ascontiguousarray(tensor.read()).tobytes() for tensor in small)
-    table, offset = {}, 0
+    """Raise CheckpointError unless the metadata gives the same model config as the checkpoint."""
+    table, data = {}, b""
     for tensor in tensors:
-        nbytes = tensor.nbytes if tensor in small else 0
-        table[tensor.name] = GgufTensor(tensor.name, tensor.shape, tensor.codec, offset, nbytes)
-        offset += nbytes
-    file = GgufFile(Path(checkpoint.path), 3, as_read(metadata), table, np.frombuffer(data, np.uint8))
+        # Only the values of rope tensors influence the config.
+        own = tensor.read().tobytes() if tensor.name.startswith("rope") else b""
+        table[tensor.name] = GgufTensor(tensor.name, tensor.shape, tensor.codec, len(data), len(own))
+        data += own
+    file = GgufFile(checkpoint.path, 3, as_read(metadata), table, np.frombuffer(data, np.uint8))
     ours, theirs = (read_config(config) for config in (checkpoint.config, hf_config(file)))
     if differing := sorted(_differing(ours, theirs)):
-        raise CheckpointError(
-            f"{checkpoint.path} is a {checkpoint.config['model_type']} model, and GGUF would change its "
-            f"{', '.join(differing)}; {_CONVERT}"
-        )
+        model = f"{checkpoint.path} is a {checkpoint.config['model_type']} model that cannot be written as GGUF"
+        raise CheckpointError(f"{model}, which would change its {', '.join(differing)}; {_CONVERT}")
 
 
 def _differing(one: Any, other: Any) -> Iterator[str]:
-    """Yield the fields in which two records differ; a missing field equals None, False and [None]."""
+    """Yield the fields in which two records differ; a missing field equals None and False."""
     for name in {field.name for record in (one, other) for field in fields(record)}:
         if not _same(getattr(one, name, None), getattr(other, name, None)):
             yield name
@@ -238,127 +231,96 @@ def _same(a: Any, b: Any) -> bool:
 def export_tokenizer(checkpoint: Checkpoint, vocab: int) -> dict[str, Value]:
     """Return the metadata of the checkpoint's tokenizer, for `vocab` rows of embeddings.
 
-    CheckpointError for a tokenizer that is neither byte-level BPE (llama.cpp's "gpt2") nor BPE with
-    byte fallback (llama.cpp's "llama"), or that splits text by rules without a name in GGUF.
+    Supported are byte-level BPE (llama.cpp's "gpt2") and BPE with byte fallback ("llama").
     """
-    found = checkpoint.tokenizer
-    if found is None:
+    if checkpoint.tokenizer is None:
         return {_PREFIX + "model": "no_vocab"}
-    model, steps = found.get("model") or {}, list(_steps(found.get("pre_tokenizer"), "pretokenizers"))
-    if model.get("type") == "BPE" and model.get("byte_fallback"):
-        keys = _sentencepiece(found, model, steps, vocab)
-    elif model.get("type") == "BPE" and "ByteLevel" in {step.get("type") for step in steps}:
-        keys = _byte_level(checkpoint, found, model, steps, vocab)
+    tokenizer = tokenizer_of(checkpoint.tokenizer, checkpoint.path)
+    found = json.loads(tokenizer.to_str())
+    model, steps = found["model"], list(_steps(found["pre_tokenizer"], "pretokenizers"))
+    if model["type"] == "BPE" and model["byte_fallback"]:
+        keys = _sentencepiece(found, steps, vocab)
+    elif model["type"] == "BPE" and any(step["type"] == "ByteLevel" for step in steps):
+        keys = _byte_level(checkpoint, found, steps, vocab)
     else:
-        raise CheckpointError(
-            f"{checkpoint.path} has a tokenizer that is neither byte-level BPE nor BPE with byte fallback; {_CONVERT}"
-        )
+        unfit = "its tokenizer is neither byte-level BPE nor SentencePiece"
+        raise CheckpointError(f"{checkpoint.path} cannot be written as GGUF: {unfit}; {_CONVERT}")
     ids = {"bos": checkpoint.bos_token_id, "eos": next(iter(checkpoint.eos_token_ids), None)}
-    ids |= {"padding": checkpoint.config.get("pad_token_id"), "unknown": model.get("vocab", {}).get(model.get("unk_token"))}
+    ids |= {"padding": checkpoint.config.get("pad_token_id"), "unknown": model["vocab"].get(model["unk_token"])}
     if len(checkpoint.eos_token_ids) > 1:
         ids["eot"] = checkpoint.eos_token_ids[-1]
     keys |= {f"{role}_token_id": number for role, number in ids.items() if isinstance(number, int) and 0 <= number < vocab}
-    keys["add_bos_token"], keys["add_eos_token"] = _around(found.get("post_processor"))
+    plain, complete = (tokenizer.encode(SAMPLE, add_special_tokens=adds).ids for adds in (False, True))
+    before = next((at for at in range(len(complete)) if complete[at : at + len(plain)] == plain), 0)
+    keys |= {"add_bos_token": before > 0, "add_eos_token": len(complete) > before + len(plain)}
     metadata = {_PREFIX + key: value for key, value in keys.items()}
-    _check_tokens(checkpoint, metadata)
+    stored = as_read({"general.architecture": architecture_for(checkpoint)[0], **metadata})
+    back = tokenizer_json(GgufFile(checkpoint.path, 3, stored, {}, np.empty(0, np.uint8)))
+    if tokenizer_of(back, checkpoint.path).encode(SAMPLE).ids != complete:
+        raise CheckpointError(f"{checkpoint.path} cannot be written as GGUF, which would split text differently; {_CONVERT}")
     return metadata | ({"tokenizer.chat_template": checkpoint.chat_template} if checkpoint.chat_template else {})
 
 
-def _byte_level(checkpoint: Checkpoint, found: dict, model: dict, steps: list[dict], vocab: int) -> dict[str, Value]:
+def _byte_level(checkpoint: Checkpoint, found: dict, steps: list[dict], vocab: int) -> dict[str, Value]:
+    """Return the metadata of a byte-level BPE tokenizer with the pre-tokenizer's `steps`."""
     splits = [step["pattern"].get("Regex") for step in steps if step["type"] == "Split"]
     row = PreTokenizer(
         split=splits[0] if splits else None,
         digits=any(step["type"] == "Digits" for step in steps),
-        ignore_merges=bool(model.get("ignore_merges")),
-        nfc=(found.get("normalizer") or {}).get("type") == "NFC",
+        ignore_merges=found["model"]["ignore_merges"],
+        nfc=(found["normalizer"] or {}).get("type") == "NFC",
     )
     # add_bos_token is written, so the default doesn't matter.
     name = next((name for name, known in PRE_TOKENIZERS.items() if replace(known, adds_bos=False) == row), None)
     if name is None:
-        raise CheckpointError(f"{checkpoint.path} has a tokenizer that splits text by rules without a name in GGUF; {_CONVERT}")
-    tokens, kinds = _tokens(found, model, vocab)
-    merges = [" ".join(pair) for pair in _merges(model)]
+        unfit = "its tokenizer splits text by rules that have no name there"
+        raise CheckpointError(f"{checkpoint.path} cannot be written as GGUF: {unfit}; {_CONVERT}")
+    tokens, kinds = _tokens(found, vocab)
+    merges = [" ".join(pair) for pair in found["model"]["merges"]]
     return {"model": "gpt2", "pre": name, "tokens": tokens, "token_type": kinds, "merges": merges}
 
 
-def _sentencepiece(found: dict, model: dict, steps: list[dict], vocab: int) -> dict[str, Value]:
+def _sentencepiece(found: dict, steps: list[dict], vocab: int) -> dict[str, Value]:
     """Return the metadata of a SentencePiece BPE tokenizer, which has scores instead of merges.
 
-    llama.cpp joins the pair whose result has the best score, so a score is minus the index of the
-    first merge that makes the token; tokens that no merge makes have the lowest score.
+    llama.cpp joins the pair whose result has the best score, so a token's score is minus the index
+    of the first merge that makes it.
     """
-    tokens, kinds = _tokens(found, model, vocab)
+    tokens, kinds = _tokens(found, vocab)
     ranks: dict[str, int] = {}
-    for left, right in _merges(model):
+    for left, right in found["model"]["merges"]:
         ranks.setdefault(left + right, len(ranks))
     scores = [-float(ranks.get(token, len(ranks))) for token in tokens]
     for number, token in enumerate(tokens):
-        if token == model.get("unk_token"):
+        if token == found["model"]["unk_token"]:
             kinds[number] = _UNKNOWN
         elif _BYTE_TOKEN.fullmatch(token):
             kinds[number] = _BYTE
         elif kinds[number] == _USER_DEFINED:
-            # These match the text before its spaces are replaced.
+            # The tokenizer matches added tokens before it replaces the text's spaces.
             tokens[number] = token.replace(SPACE, " ")
-    normalizers = _steps(found.get("normalizer"), "normalizers")
-    prefix = any(step["type"] == "Prepend" for step in normalizers) or any(
-        step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never" for step in steps
-    )
+    prefix = any(step["type"] == "Prepend" for step in _steps(found["normalizer"], "normalizers"))
+    prefix = prefix or any(step["type"] == "Metaspace" and step["prepend_scheme"] != "never" for step in steps)
     keys: dict[str, Value] = {"model": "llama", "pre": "default", "tokens": tokens, "token_type": kinds, "scores": scores}
     return keys | {"add_space_prefix": prefix}
 
 
-def _merges(model: dict) -> Iterator[tuple[str, str]]:
-    for merge in model["merges"]:
-        left, right = merge.split(" ") if isinstance(merge, str) else merge
-        yield left, right
-
-
 def _steps(step: dict | None, parts: str) -> Iterator[dict]:
-    """Yield the steps of a normalizer or pre-tokenizer; `parts` is the key of a sequence's list of
-    steps."""
-    if step and step.get("type") == "Sequence":
+    """Yield the steps of a normalizer or pre-tokenizer.
+
+    parts: the key under which tokenizer.json lists the steps of a Sequence.
+    """
+    if step and step["type"] == "Sequence":
         for part in step[parts]:
             yield from _steps(part, parts)
     elif step:
         yield step
 
 
-def _tokens(found: dict, model: dict, vocab: int) -> tuple[list[str], list[int]]:
-    """Return the text and the llama.cpp token type of each id.
-
-    Ids without a token get texts such as [PAD7], as in llama.cpp's converter.
-    """
-    by_id = {number: (token, _NORMAL) for token, number in model["vocab"].items()}
-    for token in found.get("added_tokens") or ():
-        by_id[token["id"]] = token["content"], _CONTROL if token.get("special") else _USER_DEFINED
+def _tokens(found: dict, vocab: int) -> tuple[list[str], list[int]]:
+    """Return the text and the llama.cpp token type of each id; [PAD7] for an id without a token."""
+    by_id = {number: (token, _NORMAL) for token, number in found["model"]["vocab"].items()}
+    for token in found["added_tokens"]:
+        by_id[token["id"]] = token["content"], _CONTROL if token["special"] else _USER_DEFINED
     rows = [by_id.get(number, (f"[PAD{number}]", _UNUSED)) for number in range(max(vocab, max(by_id, default=-1) + 1))]
     return [token for token, _ in rows], [kind for _, kind in rows]
-
-
-def tokens_by_id(found: dict) -> dict[int, str]:
-    """Return token id -> text of the token, from the content of a tokenizer.json."""
-    vocabulary = (found.get("model") or {}).get("vocab") or {}
-    added = {token["id"]: token["content"] for token in found.get("added_tokens", ())}
-    return {number: token for token, number in vocabulary.items()} | added
-
-
-def _around(post_processor: dict | None) -> tuple[bool, bool]:
-    """Return whether a special token is added before a text, and whether one is added after it."""
-    if not post_processor:
-        return False, False
-    if post_processor.get("type") == "Sequence":
-        sides = [_around(step) for step in post_processor["processors"]]
-        return any(before for before, _ in sides), any(after for _, after in sides)
-    single = post_processor.get("single") or []
-    index = next((index for index, piece in enumerate(single) if "Sequence" in piece), None)
-    return (False, False) if index is None else (index > 0, index < len(single) - 1)
-
-
-def _check_tokens(checkpoint: Checkpoint, metadata: dict[str, Value]) -> None:
-    """Raise CheckpointError unless the metadata's tokenizer encodes a sample to the same tokens."""
-    stored = as_read({"general.architecture": architecture_for(checkpoint)[0], **metadata})
-    back = tokenizer_json(GgufFile(Path(checkpoint.path), 3, stored, {}, np.empty(0, np.uint8)))
-    ours, theirs = (tokenizer_of(content, checkpoint.path).encode(SAMPLE).ids for content in (checkpoint.tokenizer, back))
-    if ours != theirs:
-        raise CheckpointError(f"{checkpoint.path} has a tokenizer that would split text differently in GGUF; {_CONVERT}")

@@ -1,15 +1,11 @@
-"""Reading and writing GGUF files, little-endian versions 2 and 3 (ggml/docs/gguf.md).
+"""Read and write GGUF files, little-endian versions 2 and 3 (ggml/docs/gguf.md).
 
-`gguf.GGUFReader` is not used, because it slices past the end of a short file, trusts every count
-and offset, and takes 13 s for a vocabulary of 262,144 that takes 0.5 s here. The checks include
-those of ggml's `gguf_init_from_file`. `gguf.GGUFWriter` can't copy another file's metadata with its
-types.
+`gguf.GGUFReader` is not used: it reads past the end of a short file, trusts every count and offset,
+and takes 13 s for a vocabulary of 262,144 that takes 0.5 s here. The checks include those of ggml's
+`gguf_init_from_file`. `gguf.GGUFWriter` can't copy another file's metadata with its types.
 """
 
 import math
-import mmap
-import os
-import stat
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +16,7 @@ import numpy as np
 
 from castiron.emitter.codecs import CODECS, row_bytes
 from castiron.emitter.shorten import shorten
-from castiron.pipelines.checkpoints.checkpoint import CheckpointError
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError, map_file
 
 CODEC_OF_GGML_TYPE = {
     0: "f32", 1: "f16", 30: "bf16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0",
@@ -29,10 +25,9 @@ CODEC_OF_GGML_TYPE = {
 }  # fmt: skip
 GGML_TYPE = {codec: number for number, codec in CODEC_OF_GGML_TYPE.items()}
 
-_SCALARS = {
-    0: struct.Struct("<B"), 1: struct.Struct("<b"), 2: struct.Struct("<H"), 3: struct.Struct("<h"),
-    4: struct.Struct("<I"), 5: struct.Struct("<i"), 6: struct.Struct("<f"), 7: struct.Struct("<B"),
-    10: struct.Struct("<Q"), 11: struct.Struct("<q"), 12: struct.Struct("<d"),
+# GGUF's number of a value type -> NumPy's type.
+_NUMBERS = {
+    0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "u1", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
 _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
@@ -40,41 +35,37 @@ _SMALLEST_ENTRY = 8 + 4 + 1  # key length, type, one byte of value
 _SMALLEST_TENSOR = 8 + 4 + 8 + 4 + 8  # name length, rank, one dimension, type, offset
 ALIGNMENT = 32  # unless the file states another
 _MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
-# Limits for all strings of a file, because a sparse file can state any number; a tokenizer of 260,000 tokens has 800,000
-# strings in 10 MB.
-_MAX_STRINGS, _MAX_STRING_BYTES = 2_000_000, 200_000_000
-# Entries of metadata, and tensors; models have a few thousand.
+# Limit for the memory of all strings of a file, because a sparse file can contain any number of them.
+# A string takes about 100 bytes more than its text; a tokenizer of 260,000 tokens has 800,000.
+_MAX_STRING_BYTES, _STRING_OVERHEAD = 200_000_000, 100
+# Max number of metadata entries, and of tensors; models have a few thousand.
 _MAX_ENTRIES = 200_000
 
-# Metadata to write.
+# A value of metadata to write.
 Value = int | float | bool | str | Sequence[str] | Sequence[int] | Sequence[float] | Sequence[bool]
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor in a GGUF file: name, shape in NumPy's order, codec, offset and size in bytes."""
+    """A tensor in a GGUF file."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # in NumPy's order
     codec: str
-    offset: int
+    offset: int  # in bytes from the beginning of the file
     nbytes: int
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A mapped GGUF file.
-
-    metadata: by key a str, int, float, bool, list[str], or NumPy array of numbers. data: the file's
-    bytes, u8. entries: start and end of each metadata entry in `data`.
-    """
+    """A mapped GGUF file."""
 
     path: Path
     version: int
-    metadata: dict
+    metadata: dict  # by key a str, int, float, bool, list[str], or NumPy array of numbers
     tensors: dict[str, GgufTensor]
-    data: np.ndarray
-    entries: dict[str, tuple[int, int]] = field(default_factory=dict)
+    data: np.ndarray  # the file's bytes, u8
+    entries: dict[str, tuple[int, int]] = field(default_factory=dict)  # start and end of each metadata entry
 
     def rows(self, tensor: GgufTensor) -> np.ndarray:
         """Return the tensor's bytes, u8 [*shape[:-1], row_bytes], a view of the mapped file."""
@@ -82,99 +73,78 @@ class GgufFile:
 
 
 class _Cursor:
-    """A reader that moves forward through the mapped file, never past its end."""
+    """A reader that moves forward through the mapped file, never past its end.
 
-    def __init__(self, path: Path, view: mmap.mmap):
-        self.path, self.view, self.at = path, view, 0
-        self.strings = self.string_bytes = 0
+    what: name of the value in error messages.
+    """
 
-    def invalid(self, what: str) -> CheckpointError:
-        """Return the error for a file that breaks the format; `what` describes the fault."""
-        return CheckpointError(f"{self.path} is not a valid GGUF file: {what}")
+    def __init__(self, path: Path, view: memoryview):
+        self.path, self.view, self.at, self.string_bytes = path, view, 0, 0
 
-    @property
-    def left(self) -> int:
-        """Return the number of bytes from the current offset to the end of the file."""
-        return len(self.view) - self.at
+    def invalid(self, fault: str) -> CheckpointError:
+        """Return the error for a file that is not valid GGUF; `fault` describes why."""
+        return CheckpointError(f"{self.path} is not a valid GGUF file: {fault}")
 
     def take(self, size: int, what: str) -> int:
-        """Skip the next `size` bytes and return their offset; `what` names them in errors."""
-        if size > self.left:
+        """Skip the next `size` bytes and return their offset."""
+        if size > len(self.view) - self.at:
             raise self.invalid(f"it ends inside {what} ({len(self.view)} bytes); fetch it again")
         start, self.at = self.at, self.at + size
         return start
 
     def number(self, form: struct.Struct, what: str) -> int | float:
-        """Read one number; `what`: the name of the number in errors."""
+        """Read one number."""
         return form.unpack_from(self.view, self.take(form.size, what))[0]
 
     def string(self, what: str) -> str:
         """Read a string: its length as u64, then UTF-8."""
         size = self.number(_U64, what)
         start = self.take(size, what)
-        self.strings, self.string_bytes = self.strings + 1, self.string_bytes + size
-        if self.strings > _MAX_STRINGS or self.string_bytes > _MAX_STRING_BYTES:
+        self.string_bytes += size + _STRING_OVERHEAD
+        if self.string_bytes > _MAX_STRING_BYTES:
             raise self.invalid(f"its strings exceed {_MAX_STRING_BYTES // 10**6} MB at {what}")
         try:
-            return self.view[start : start + size].decode("utf-8")
+            return str(self.view[start : start + size], "utf-8")
         except UnicodeDecodeError:
             raise self.invalid(f"{what} is not UTF-8") from None
 
     def count(self, smallest: int, what: str, limit: int = 2**64) -> int:
-        """Read a number of items; CheckpointError if it exceeds `limit`, or what the file can hold
-        if an item takes at least `smallest` bytes."""
+        """Read a number of items of at least `smallest` bytes; it must not exceed `limit`."""
         count = self.number(_U64, what)
-        if count * smallest > self.left:
+        if count * smallest > len(self.view) - self.at:
             raise self.invalid(f"it announces {count} {what}, more than its {len(self.view)} bytes can hold")
         if count > limit:
             raise self.invalid(f"it announces {count} {what}; the limit is {limit}")
         return count
 
     def value(self, kind: int, what: str):
-        """Read a metadata value of GGUF's type `kind`; `what` names the value in errors."""
+        """Read a metadata value of GGUF's type `kind`."""
         if kind == _STRING:
             return self.string(what)
-        if kind == _ARRAY:
-            return self._array(what)
-        if kind not in _SCALARS:
-            raise self.invalid(f"{what} has the unknown value type {kind}")
-        value = self.number(_SCALARS[kind], what)
-        if kind == _BOOL:
-            if value > 1:
-                raise self.invalid(f"{what} is a boolean with the value {value}")
-            return bool(value)
-        return value
-
-    def _array(self, what: str):
+        if kind != _ARRAY:
+            return self.numbers(kind, what, 1)[0].item()
         kind = self.number(_U32, what)
         if kind == _STRING:
             return [self.string(what) for _ in range(self.count(8, f"strings in {what}"))]
-        if kind not in _SCALARS:
-            raise self.invalid(f"{what} is an array of the unsupported value type {kind}")
-        form = _SCALARS[kind]
-        count = self.count(form.size, f"numbers in {what}")
-        start = self.take(count * form.size, what)
-        numbers = np.frombuffer(self.view, np.dtype(form.format), count, start)
-        if kind == _BOOL:
-            if numbers.size and numbers.max() > 1:
-                raise self.invalid(f"{what} is an array of booleans with the value {numbers.max()}")
-            return numbers.astype(bool)
-        return numbers
+        return self.numbers(kind, what)
+
+    def numbers(self, kind: int, what: str, count: int | None = None) -> np.ndarray:
+        """Read `count` numbers of GGUF's type `kind`, or as many as the file states next."""
+        if kind not in _NUMBERS:
+            raise self.invalid(f"{what} has the unsupported value type {kind}")
+        dtype = np.dtype(_NUMBERS[kind])
+        count = self.count(dtype.itemsize, f"numbers in {what}") if count is None else count
+        numbers = np.frombuffer(self.view, dtype, count, self.take(count * dtype.itemsize, what))
+        if kind != _BOOL:
+            return numbers
+        if numbers.max(initial=0) > 1:
+            raise self.invalid(f"{what} has the boolean value {numbers.max()}; it must be 0 or 1")
+        return numbers.astype(bool)
 
 
 def read_gguf(path: Path) -> GgufFile:
     """Map the GGUF file at `path` and parse its header; CheckpointError if it is invalid."""
-    try:
-        # Opening a pipe waits for a writer.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise CheckpointError(f"{path} is not a regular file; give a GGUF file")
-            view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except ValueError:
-        raise CheckpointError(f"{path} is empty; give a GGUF file") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    cursor = _Cursor(path, view)
+    cursor = _Cursor(path, view := map_file(path))
     version = _version(cursor)
     tensor_count = cursor.count(_SMALLEST_TENSOR, "tensors", _MAX_ENTRIES)
     metadata, alignment, ranges = _metadata(cursor, cursor.count(_SMALLEST_ENTRY, "metadata entries", _MAX_ENTRIES))
@@ -215,57 +185,48 @@ def _metadata(cursor: _Cursor, count: int) -> tuple[dict, int, dict[str, tuple[i
 
 
 def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, GgufTensor]:
-    """Return the tensors; CheckpointError if their data is unaligned, overlaps, or exceeds the file."""
+    """Return the tensors; their data must be aligned, inside the file, and not overlap."""
     found: dict[str, GgufTensor] = {}
     for _ in range(count):
-        name = cursor.string("a tensor's name")
-        if name in found:
-            raise cursor.invalid(f"the tensor {shorten(name)} appears twice")
-        shape, codec = _shape(cursor, name), _codec(cursor, name)
-        try:
-            nbytes = tensor_bytes(shape, codec)
-        except ValueError:
-            block = CODECS[codec].block
-            raise cursor.invalid(
-                f"a row of {shorten(name)} has {shape[-1]} elements, not a multiple of {codec}'s block of {block}"
-            ) from None
-        found[name] = GgufTensor(name, shape, codec, cursor.number(_U64, f"the offset of {shorten(name)}"), nbytes)
+        tensor = _tensor(cursor)
+        if tensor.name in found:
+            raise cursor.invalid(f"the tensor {shorten(tensor.name)} appears twice")
+        found[tensor.name] = tensor
     start, end, before = -(-cursor.at // alignment) * alignment, 0, ""
-    tensors = {name: replace(tensor, offset=start + tensor.offset) for name, tensor in found.items()}
-    for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
-        name, offset = shorten(tensor.name), tensor.offset - start
-        if offset % alignment:
-            raise cursor.invalid(f"the data of {name} starts at {offset}, not a multiple of {alignment}")
-        if tensor.offset + tensor.nbytes > len(cursor.view):
+    for tensor in sorted(found.values(), key=lambda tensor: tensor.offset):
+        name, offset = shorten(tensor.name), start + tensor.offset
+        if tensor.offset % alignment:
+            raise cursor.invalid(f"the data of {name} starts at {tensor.offset}, not a multiple of {alignment}")
+        if offset + tensor.nbytes > len(cursor.view):
             raise cursor.invalid(f"the data of {name} ends past the file's {len(cursor.view)} bytes; fetch it again")
-        if tensor.offset < end:
-            raise cursor.invalid(f"the data of {shorten(before)} and of {name} overlap")
-        end, before = tensor.offset + tensor.nbytes, tensor.name
-    return tensors
+        if offset < end:
+            raise cursor.invalid(f"the data of {before} and of {name} overlap")
+        end, before = offset + tensor.nbytes, name
+    return {name: replace(tensor, offset=start + tensor.offset) for name, tensor in found.items()}
 
 
-def _shape(cursor: _Cursor, name: str) -> tuple[int, ...]:
-    rank = cursor.number(_U32, f"the rank of {shorten(name)}")
+def _tensor(cursor: _Cursor) -> GgufTensor:
+    """Read a tensor's entry; its offset counts from the start of the data section."""
+    name = cursor.string("a tensor's name")
+    what = shorten(name)
+    rank = cursor.number(_U32, f"the rank of {what}")
     if not 1 <= rank <= _MAX_DIMENSIONS:
-        raise cursor.invalid(f"{shorten(name)} has {rank} dimensions, GGUF allows 1 to {_MAX_DIMENSIONS}")
+        raise cursor.invalid(f"{what} has {rank} dimensions, GGUF allows 1 to {_MAX_DIMENSIONS}")
     # GGUF writes the fastest dimension first
-    shape = tuple(cursor.number(_U64, f"the shape of {shorten(name)}") for _ in range(rank))[::-1]
+    shape = tuple(cursor.number(_U64, f"the shape of {what}") for _ in range(rank))[::-1]
     if 0 in shape:
-        raise cursor.invalid(f"{shorten(name)} has the empty shape {shape}")
-    return shape
+        raise cursor.invalid(f"{what} has the empty shape {shape}")
+    ggml_type = cursor.number(_U32, f"the type of {what}")
+    codec = CODEC_OF_GGML_TYPE.get(ggml_type)
+    if codec is None:
+        from gguf.constants import GGMLQuantizationType
 
-
-def _codec(cursor: _Cursor, name: str) -> str:
-    ggml_type = cursor.number(_U32, f"the type of {shorten(name)}")
-    if ggml_type in CODEC_OF_GGML_TYPE:
-        return CODEC_OF_GGML_TYPE[ggml_type]
-    from gguf.constants import GGMLQuantizationType
-
-    names = {kind.value: kind.name for kind in GGMLQuantizationType}
-    if ggml_type not in names:
-        raise cursor.invalid(f"{shorten(name)} has the unknown ggml type {ggml_type}")
-    known = ", ".join(codec.upper() for codec in CODEC_OF_GGML_TYPE.values())
-    raise CheckpointError(f"{cursor.path}: {shorten(name)} has the unsupported type {names[ggml_type]}; supported are {known}")
+        named = {kind.value: kind.name for kind in GGMLQuantizationType}.get(ggml_type, ggml_type)
+        known = ", ".join(map(str.upper, GGML_TYPE))
+        raise CheckpointError(f"{cursor.path}: {what} has the unsupported type {named}; supported are {known}")
+    if shape[-1] % (block := CODECS[codec].block):
+        raise cursor.invalid(f"a row of {what} has {shape[-1]} elements, not a multiple of {codec}'s block of {block}")
+    return GgufTensor(name, shape, codec, cursor.number(_U64, f"the offset of {what}"), tensor_bytes(shape, codec))
 
 
 @dataclass(frozen=True)
@@ -285,8 +246,7 @@ class NewTensor:
 def write_gguf(
     out: BinaryIO, entries: Sequence[bytes], tensors: Sequence[NewTensor], progress: Callable[[float], None]
 ) -> None:
-    """Write a GGUF file: metadata entries from `metadata_entry`, and tensors; `progress` gets the
-    share that is written."""
+    """Write a GGUF file of entries from `metadata_entry`; `progress` gets the share written."""
     out.write(header(entries, [(tensor.name, tensor.shape, tensor.codec) for tensor in tensors]))
     written, total = 0, sum(padded(tensor.nbytes) for tensor in tensors)
     for tensor in tensors:
@@ -300,10 +260,7 @@ def write_gguf(
 
 
 def header(entries: Sequence[bytes], tensors: Sequence[tuple[str, tuple[int, ...], str]]) -> bytes:
-    """Return the bytes of a GGUF file that precede the tensors' data.
-
-    tensors: name, shape and codec of each tensor; the data of each is padded.
-    """
+    """Return a file's bytes before the tensors' data; tensors: name, shape and codec of each."""
     rows, offset = [], 0
     for name, shape, codec in tensors:
         dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
@@ -314,7 +271,7 @@ def header(entries: Sequence[bytes], tensors: Sequence[tuple[str, tuple[int, ...
 
 
 def tensor_bytes(shape: tuple[int, ...], codec: str) -> int:
-    """Return a tensor's size in bytes; ValueError if a row is not a multiple of the codec's block."""
+    """Return a tensor's size in bytes; ValueError if the codec's blocks don't divide a row."""
     return math.prod(shape[:-1]) * row_bytes(codec, shape[-1])
 
 
@@ -324,7 +281,7 @@ def padded(nbytes: int) -> int:
 
 
 def metadata_entry(key: str, value: Value) -> bytes:
-    """Return the bytes of a metadata entry; whole numbers are u32 (in arrays i32), others f32."""
+    """Return the bytes of a metadata entry; integers are u32 (in arrays i32), other numbers f32."""
     match value:
         case bool():
             typed = struct.pack("<I?", _BOOL, value)

@@ -1,6 +1,4 @@
-"""The metadata of GGUF files: typed access to a file's keys, and the record that states how the
-keys and tensors of an architecture correspond to HF's.
-"""
+"""Typed access to the metadata of GGUF files, and tables of GGUF's names and HF's."""
 
 import math
 import numbers
@@ -13,18 +11,17 @@ from castiron.emitter.shorten import shorten
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.checkpoints.gguf_file import GgufFile
 
-# Keys that don't change the mathematics, repeat the tensors' shapes, or are read by
-# `gguf_config.encoding_of`.
-_SILENT_KEYS = {"vocab_size", "tensor_data_layout", "pooling_type"}
+# Keys that `unread` doesn't list: they repeat the tensors' shapes, don't change a text's logits, or
+# are read by `gguf_config.encoding_of`.
+_SILENT_KEYS = {"vocab_size", "tensor_data_layout", "pooling_type", "expert_shared_count"}
+_SILENT_KEYS |= {"rope.scaling.finetuned", "rope.dimension_sections"}
 _SILENT_KEYS |= {f"dense_{n}_feat_{end}" for n in (2, 3) for end in ("in", "out")}
 
 
 class Metadata:
-    """Typed access to the metadata keys under a prefix; by default the prefix is the
-    architecture's, such as `llama.`.
+    """The metadata keys under a prefix, by default the architecture's, such as `llama.`.
 
-    It records which keys were read, so that `unread` can list the others. Every error is a
-    CheckpointError that names the file and the key.
+    It records which keys were read, so that `unread` can list the others.
     """
 
     def __init__(self, file: GgufFile, prefix: str | None = None):
@@ -38,10 +35,12 @@ class Metadata:
 
     def invalid(self, key: str, wanted: str) -> CheckpointError:
         """Return the error for a key with a wrong value; `wanted` describes a right one."""
-        return self.error(f"{self.prefix}{key} is {_short(self.get(key))}, not {wanted}")
+        value = self.get(key)
+        stated = shorten(value.tolist() if isinstance(value, np.ndarray) else value, 40)
+        return self.error(f"{self.prefix}{key} is {stated}, not {wanted}")
 
     def get(self, key: str, default=None):
-        """Return the value of a key, unchecked."""
+        """Return the value of a key without checking its type."""
         self._read.add(key)
         return self.file.metadata.get(self.prefix + key, default)
 
@@ -54,15 +53,14 @@ class Metadata:
         return value
 
     def integer(self, key: str, default: int | None = None) -> int | None:
-        """Return a whole number of at least 0; an array by layer is accepted if all its numbers are
-        equal."""
+        """Return the integer, at least 0, under a key; an array must have it for every layer."""
         value = self._typed(key, numbers.Integral, "a whole number", default)
         if value is not None and value < 0:
             raise self.invalid(key, "0 or more")
         return value
 
     def real(self, key: str, default: float | None = None) -> float | None:
-        """Return a finite number; an array by layer is accepted if all its numbers are equal."""
+        """Return the finite number under a key; an array must have it for every layer."""
         value = self._typed(key, numbers.Real, "a number", default)
         if value is not None and not math.isfinite(value):
             raise self.invalid(key, "finite")
@@ -76,7 +74,7 @@ class Metadata:
         return value
 
     def required(self, key: str) -> int:
-        """Return a whole number above 0 that the file must have."""
+        """Return the integer above 0 under a key that the file must have."""
         value = self.integer(key)
         if not value:
             raise self.error(f"metadata key {self.prefix}{key} is missing or 0; fetch the file again")
@@ -95,15 +93,9 @@ class Metadata:
         return f"blk.{layer}.{leaf}" in self.file.tensors
 
     def unread(self) -> list[str]:
-        """Return the keys under the prefix that were not read; such a key may change the
-        mathematics."""
+        """Return the keys under the prefix that were not read, and so may change the result."""
         own = (key for key in self.file.metadata if key.startswith(self.prefix))
         return sorted(key for key in own if key.removeprefix(self.prefix) not in self._read | _SILENT_KEYS)
-
-
-def _short(value) -> str:
-    text = shorten(value.tolist() if isinstance(value, np.ndarray) else value)
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def architecture_name(file: GgufFile) -> str:
@@ -131,28 +123,22 @@ MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.do
 PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 LLAMA_TENSORS = {**ATTENTION, **MLP, **PRE_NORMS}
-GEMMA_TENSORS = {
-    **ATTENTION, **MLP, **POST_NORMS, "attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm"
-}  # fmt: skip
+GEMMA_TENSORS = {**LLAMA_TENSORS, **POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 
 
 def experts(parent: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Names:
-    """Return GGUF's name of a tensor that stacks all experts -> HF's name of one expert's matrix.
-
-    HF's name has `{}` for the number of the expert. parent: HF's module that contains `experts`.
-    gate, up, down: HF's names of an expert's matrices.
-    """
+    """Return GGUF's name of each stack of experts -> HF's name of the matrix of expert `{}`."""
     leaves = {"ffn_gate_exps": gate, "ffn_up_exps": up, "ffn_down_exps": down}
     return {leaf: f"{parent}.experts.{{}}.{own}" for leaf, own in leaves.items()}
 
 
 def mamba(parent: str) -> Names:
-    """Return GGUF's names of a Mamba layer's matrices -> HF's names, in the HF module `parent`."""
+    """Return GGUF's names of a Mamba layer's matrices -> HF's."""
     return {"ssm_in": f"{parent}.in_proj", "ssm_conv1d": f"{parent}.conv1d", "ssm_out": f"{parent}.out_proj"}
 
 
 def mamba_vectors(parent: str) -> Names:
-    """Return GGUF's names of a Mamba layer's vectors -> HF's names, in the HF module `parent`."""
+    """Return GGUF's names of a Mamba layer's vectors -> HF's."""
     leaves = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias", "ssm_norm.weight": "norm.weight"}
     return {leaf: f"{parent}.{own}" for leaf, own in leaves.items()}
 
@@ -180,12 +166,16 @@ GRANITE_FLOATS = {
     "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
 }  # fmt: skip
 
+# Every n-th layer has full attention; `gguf_rules.layer_types` replaces this key by a list.
+PERIOD = "sliding_window_pattern"
 SILU = {"hidden_act": "silu"}
 NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
 GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
-GEMMA2 = {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}
-# llama.cpp's default base.
-GEMMA3 = {**GEMMA2, "use_bidirectional_attention": False, "rope_local_base_freq": 10000.0}
+# llama.cpp's defaults for the window and the base.
+GEMMA2 = {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": 4096, PERIOD: 2}
+GEMMA3 = {
+    **GEMMA2, "sliding_window": None, PERIOD: 6, "use_bidirectional_attention": False, "rope_local_base_freq": 10000.0,
+}  # fmt: skip
 LLAMA_PERMUTED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 ATTENTION_BIAS = {"attention_bias": "attn_q.bias"}
 LLAMA_FLAGS = {**ATTENTION_BIAS, "mlp_bias": "ffn_gate.bias"}
@@ -193,55 +183,43 @@ LLAMA_FLAGS = {**ATTENTION_BIAS, "mlp_bias": "ffn_gate.bias"}
 
 @dataclass(frozen=True)
 class Architecture:
-    """One value of `general.architecture`: GGUF's names of keys and tensors -> HF's, and how
-    llama.cpp's converter changes tensors.
+    """How GGUF's keys and tensors become HF's, for one value of `general.architecture`.
 
     A leaf is a tensor's name inside its block without ".weight": `attn_q` of `blk.0.attn_q.weight`.
     The defaults are what most architectures have.
-
-    model_type: HF's name of the architecture.
-    tensors: GGUF leaf -> HF leaf, for tensors of a block.
-    per_index: leaf of a stacked tensor, such as all experts -> HF leaf of one part, with `{}` for
-    its index. A tuple of HF leaves divides each part's rows equally.
-    ints, floats: metadata key without its prefix -> config key.
-    constants: config keys that the architecture implies, with their values.
-    flags: config key -> tensor of block 0 whose presence makes the key true.
-    permuted: leaf whose rows the converter reorders for interleaved rotary embeddings -> config key
-    of its number of heads.
-    bare: leaves whose HF name has no ".weight".
-    top: GGUF name -> HF name, for tensors outside blocks. block: HF's prefix of a block.
-    filters: leaves of convolutions, [features, n] in GGUF and [features, 1, n] in HF.
-    vectors: leaf with its ending, if any -> HF name of a vector. GGUF stores -exp(A_log).
-    joined: leaves -> the HF leaf that has their rows one after the other.
-    by_layer: metadata keys with one number per layer; a function of `rules` reads them.
-    tiled: leaf -> what the converter reorders: "heads", "rows", "last rows" or "columns". Value
-    heads that share a key head are neighbours in HF; in GGUF each key head's first value head comes
-    first, then each second one.
-    norms_plus_one: the converter adds 1 to the weights of norms.
-    rules: names of functions in gguf_rules.RULES.
     """
 
     model_type: str
+    # Leaf -> HF leaf.
     tensors: Names = field(default_factory=lambda: LLAMA_TENSORS)
+    # Leaf of a stack, such as all experts -> HF leaf of part `{}`, or several that share its rows.
     per_index: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    # Metadata key without its prefix -> config key.
     ints: Names = field(default_factory=lambda: SIZES_AND_HEAD)
     floats: Names = field(default_factory=lambda: RMS)
+    # Config keys that the architecture implies, with their values.
     constants: Mapping[str, object] = field(default_factory=lambda: SILU)
+    # Metadata keys that have only one supported value, with this value.
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    # Config key -> tensor of block 0 whose presence makes the key true.
     flags: Names = field(default_factory=dict)
+    # Leaf whose rows are reordered for interleaved rotary embeddings -> config key of its heads.
     permuted: Names = field(default_factory=dict)
+    # Leaves whose HF name has no ".weight".
     bare: tuple[str, ...] = ()
+    # Tensors outside blocks, and HF's prefix of a block.
     top: Names = field(default_factory=lambda: TOP_TENSORS)
     block: str = "model.layers.{}."
-    filters: tuple[str, ...] = ()
+    # Leaf with its ending -> HF name of a vector. GGUF stores -exp(A_log).
     vectors: Names = field(default_factory=dict)
+    # Leaves -> the HF leaf that has their rows one after the other.
     joined: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+    # Metadata keys with one number per layer, which a rule reads.
     by_layer: tuple[str, ...] = ()
+    # Leaf -> what is reordered: "heads", "rows", "last rows" or "columns". Value heads that share a
+    # key head are neighbours in HF; GGUF has the first of each key head, then each second one.
     tiled: Names = field(default_factory=dict)
+    # Whether GGUF stores the weights of norms plus 1.
     norms_plus_one: bool = False
+    # Names of functions in gguf_rules.
     rules: tuple[str, ...] = ("full_rotary", "rope_scaling")
-
-    @property
-    def can_write(self) -> bool:
-        """Return whether `gguf_export` can write this architecture; it does not convert `vectors`,
-        `joined` or `tiled`."""
-        return not (self.vectors or self.joined or self.tiled)

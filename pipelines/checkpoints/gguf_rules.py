@@ -1,7 +1,6 @@
-"""Functions that turn a GGUF file's metadata and tensors into HF's config keys, where a table
-cannot express it. An `Architecture` lists the rules that apply to it.
+"""Rules that set HF's config keys from a GGUF file where a row of `gguf_architectures` cannot.
 
-A rule takes the config, which it changes, and the file's metadata; it raises CheckpointError.
+A rule is a function that gets the config, which it changes, and the file's metadata.
 Sources: llama.cpp's converter and src/models; HF's config classes and modeling_rope_utils.
 """
 
@@ -10,16 +9,13 @@ import math
 import numpy as np
 
 from castiron.emitter.codecs import dequantise
-from castiron.pipelines.checkpoints.gguf_metadata import Metadata
+from castiron.pipelines.checkpoints.gguf_metadata import PERIOD, Metadata
 
-# llama.cpp's defaults: every n-th layer attends to all positions, or has no rotary embedding.
-_GEMMA3_PATTERN = 6
-_WINDOW_PATTERN = _SMOLLM3_PATTERN = _DELTA_PATTERN = 4
+_PERIOD = 4  # llama.cpp's default: every fourth layer has full attention, or no rotary embedding
 _LOCAL_ROPE_BASE = 10000.0  # llama.cpp's default for Gemma 4
-_SIGMOID = 2
-# Llama 3.1 and later; a GGUF file has one factor per frequency instead of these numbers.
+# Numbers of Llama 3.1 and later; a GGUF file has one factor per frequency instead of them.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# Keys of YaRN for which HF's code has a constant.
+# Keys of YaRN that must have these values, because HF's code has them as constants.
 _YARN_FIXED = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0}
 _NO_ROTATION = 1e29  # a frequency divided by more than this does not rotate
 _FACTOR_TOLERANCE = 1e-4  # factors are f32 of an f32 computation: about 1e-6 apart
@@ -33,7 +29,7 @@ RULES_OF_ROPE_TENSOR = {
 
 
 def _factors(metadata: Metadata, name: str) -> np.ndarray | None:
-    """Return the tensor `name`, divisors of rotary frequencies, f32 [rotary_dim / 2], or None."""
+    """Return the divisors of rotary frequencies in the tensor `name`, f32 [rotary_dim / 2]."""
     tensor = metadata.file.tensors.get(name)
     return None if tensor is None else dequantise(tensor.codec, metadata.file.rows(tensor)).reshape(-1)
 
@@ -60,7 +56,9 @@ def rope_factors(config: dict, metadata: Metadata) -> None:
     if factors is None or np.all(factors == 1):
         return
     if config.get("rope_scaling"):
-        raise metadata.error("both rope_freqs.weight and rope.scaling keys are present; only one of them can apply")
+        raise metadata.error(
+            "rope_freqs.weight and rope.scaling keys are both present, but only one of them can apply; convert the model again"
+        )
     factor = float(factors.max())
     if len(factors) * 2 == head_dim(config):
         expected = llama3_factors(head_dim(config), config["rope_theta"], factor, *_LLAMA3.values())
@@ -80,7 +78,6 @@ def rope_scaling(config: dict, metadata: Metadata) -> None:
     kind = metadata.string("rope.scaling.type", "none")
     factor = metadata.real("rope.scaling.factor") or metadata.real("rope.scale_linear") or 1.0
     original = metadata.integer("rope.scaling.original_context_length")
-    metadata.get("rope.scaling.finetuned")
     if kind == "none" and metadata.get("rope.scale_linear") is not None:
         kind = "linear"
     if kind == "linear" and factor != 1.0:
@@ -124,7 +121,9 @@ def phi3_rope(config: dict, metadata: Metadata) -> None:
     config["original_max_position_embeddings"] = original
     long, short = (_factors(metadata, f"rope_factors_{length}.weight") for length in ("long", "short"))
     if (long is None) != (short is None):
-        raise metadata.error("only one of rope_factors_long.weight and rope_factors_short.weight is present")
+        raise metadata.error(
+            "only one of rope_factors_long.weight and rope_factors_short.weight is present; convert the model again"
+        )
     if long is not None:
         config["rope_scaling"] = {"rope_type": "longrope", "long_factor": long.tolist(), "short_factor": short.tolist()}
         if attention_factor is not None:
@@ -173,10 +172,12 @@ def _periodic_layers(layers: int, period: int, other: str = "sliding_attention")
     return [other if (layer + 1) % period else "full_attention" for layer in range(layers)]
 
 
-def _stated_layers(config: dict, metadata: Metadata, default: int) -> None:
-    """Set `layer_types` from sliding_window_pattern: a flag per layer, or the period of full layers."""
-    layers, pattern = config["num_hidden_layers"], metadata.get("attention.sliding_window_pattern", default)
+def layer_types(config: dict, metadata: Metadata) -> None:
+    """Set `layer_types` by sliding_window_pattern: a flag per layer, or a period."""
+    layers, period = config["num_hidden_layers"], config.pop(PERIOD, _PERIOD)
+    pattern = metadata.get("attention.sliding_window_pattern", period)
     if not config.get("sliding_window"):
+        config["sliding_window"] = None
         config["layer_types"] = ["full_attention"] * layers
     elif isinstance(pattern, np.ndarray) and pattern.dtype == bool and len(pattern) == layers:
         config["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
@@ -186,25 +187,8 @@ def _stated_layers(config: dict, metadata: Metadata, default: int) -> None:
         raise metadata.invalid("attention.sliding_window_pattern", "a whole number, or a flag per layer")
 
 
-def gemma2_layers(config: dict, metadata: Metadata) -> None:
-    """Set the layer types: every second layer is full attention."""
-    config["layer_types"] = _periodic_layers(config["num_hidden_layers"], 2)
-
-
-def gemma3_layers(config: dict, metadata: Metadata) -> None:
-    """Set the layer types; by default every sixth layer is full attention."""
-    _stated_layers(config, metadata, _GEMMA3_PATTERN)
-
-
-def every_fourth_full(config: dict, metadata: Metadata) -> None:
-    """Set the layer types, by default every fourth full attention; remove a sliding window of 0."""
-    _stated_layers(config, metadata, _WINDOW_PATTERN)
-    config["sliding_window"] = config.get("sliding_window") or None
-
-
-def gpt_oss_layers(config: dict, metadata: Metadata) -> None:
-    """Set the layer types, every second full attention, and gpt-oss's variant of YaRN."""
-    config["layer_types"] = _periodic_layers(config["num_hidden_layers"], 2)
+def gpt_oss_yarn(config: dict, metadata: Metadata) -> None:
+    """Set gpt-oss's variant of YaRN, whose correction range is not rounded."""
     scaling = config.setdefault("rope_scaling", {"rope_type": "default"})
     if scaling["rope_type"] == "yarn":
         # HF doesn't round YaRN's correction range for this model only; GGUF has no key for that.
@@ -213,8 +197,8 @@ def gpt_oss_layers(config: dict, metadata: Metadata) -> None:
 
 def smollm3_layers(config: dict, metadata: Metadata) -> None:
     """Set `no_rope_layers`: 1 for a layer with a rotary embedding, 0 for every fourth layer."""
-    layers, config["no_rope_layer_interval"] = range(1, config["num_hidden_layers"] + 1), _SMOLLM3_PATTERN
-    config["no_rope_layers"] = [int(layer % _SMOLLM3_PATTERN != 0) for layer in layers]
+    layers, config["no_rope_layer_interval"] = range(1, config["num_hidden_layers"] + 1), _PERIOD
+    config["no_rope_layers"] = [int(layer % _PERIOD != 0) for layer in layers]
 
 
 def _kv_heads(config: dict, metadata: Metadata) -> list[int]:
@@ -222,7 +206,9 @@ def _kv_heads(config: dict, metadata: Metadata) -> list[int]:
     heads = metadata.by_layer("attention.head_count_kv")
     counts = {count for count in heads if count}
     if len(counts) > 1 or any(config["num_attention_heads"] % count for count in counts):
-        raise metadata.invalid("attention.head_count_kv", "one number of heads for all layers that attend")
+        raise metadata.invalid(
+            "attention.head_count_kv", f"a divisor of {config['num_attention_heads']} heads, the same for all attention layers"
+        )
     config["num_key_value_heads"] = counts.pop() if counts else config["num_attention_heads"]
     return heads
 
@@ -231,14 +217,8 @@ def lfm2_layers(config: dict, metadata: Metadata) -> None:
     """Set LFM2's layer types: a layer without key-value heads is a convolution."""
     heads = _kv_heads(config, metadata)
     if not any(heads):
-        raise metadata.invalid("attention.head_count_kv", "above 0 for any layer")
+        raise metadata.invalid("attention.head_count_kv", "a number above 0 for at least one layer")
     config["layer_types"] = ["full_attention" if count else "conv" for count in heads]
-
-
-def _ignore_rope(metadata: Metadata) -> None:
-    """Mark rotary keys as read, for models without a rotary embedding."""
-    metadata.get("rope.scaling.finetuned")
-    metadata.get("rope.dimension_count")
 
 
 def _inner_head_dim(metadata: Metadata, heads: int) -> int:
@@ -258,7 +238,7 @@ def mamba_heads(config: dict, metadata: Metadata) -> None:
 
 def granite_layers(config: dict, metadata: Metadata) -> None:
     """Set Granite 4's layer types: a layer without key-value heads is a Mamba layer."""
-    _ignore_rope(metadata)
+    metadata.get("rope.dimension_count")  # the model has no rotary embedding
     config["layer_types"] = kinds = ["full_attention" if n else "linear_attention" for n in _kv_heads(config, metadata)]
     first = kinds.index("linear_attention") if "linear_attention" in kinds else 0
     config["mamba_conv_bias"] = metadata.has(first, "ssm_conv1d.bias")
@@ -268,7 +248,7 @@ def granite_layers(config: dict, metadata: Metadata) -> None:
 
 def nemotron_layers(config: dict, metadata: Metadata) -> None:
     """Set Nemotron-H's layer types: each layer is attention, an MLP, experts or Mamba."""
-    _ignore_rope(metadata)
+    metadata.get("rope.dimension_count")  # the model has no rotary embedding
     heads, widths = _kv_heads(config, metadata), metadata.by_layer("feed_forward_length")
     layers = range(len(heads))
     fed = ["moe" if metadata.has(layer, "ffn_gate_inp.weight") else "mlp" for layer in layers]
@@ -282,7 +262,6 @@ def nemotron_layers(config: dict, metadata: Metadata) -> None:
     config["mamba_head_dim"] = _inner_head_dim(metadata, config["mamba_num_heads"])
     config["use_conv_bias"] = any(metadata.has(layer, "ssm_conv1d.bias") for layer in layers)
     config["norm_topk_prob"] = metadata.get("expert_weights_norm", True) is True
-    metadata.get("expert_shared_count")
     del config["rope_theta"]
     metadata.get("rope.freq_base")
 
@@ -297,8 +276,7 @@ def delta_layers(config: dict, metadata: Metadata) -> None:
     if values % keys:
         raise metadata.invalid("ssm.time_step_rank", f"a multiple of {keys} key heads (ssm.group_count)")
     config["linear_value_head_dim"] = _inner_head_dim(metadata, values)
-    metadata.get("rope.dimension_sections")
-    interval = config.get("full_attention_interval") or _DELTA_PATTERN
+    interval = config.get("full_attention_interval") or _PERIOD
     config["layer_types"] = _periodic_layers(config["num_hidden_layers"], interval, "linear_attention")
 
 
@@ -312,7 +290,9 @@ def gemma4_layers(config: dict, metadata: Metadata) -> None:
     config["attention_k_eq_v"] = not metadata.has(full, "attn_v.weight")
     by_kind = {"sliding_attention": config["num_key_value_heads"], "full_attention": heads[full]}
     if heads != [by_kind[kind] for kind in kinds] or any(not n or config["num_attention_heads"] % n for n in heads):
-        raise metadata.invalid("attention.head_count_kv", "one number for each kind of layer")
+        raise metadata.invalid(
+            "attention.head_count_kv", f"a divisor of {config['num_attention_heads']} heads, one for each type of layer"
+        )
     if not config["attention_k_eq_v"] and len(set(heads)) > 1:
         raise metadata.error("full-attention layers with value projections and their own number of KV heads are not supported")
     _gemma4_widths(config, metadata)
@@ -350,7 +330,7 @@ def _gemma4_head(metadata: Metadata, ending: str) -> int:
     """Return the head size of full-attention layers; with `ending` "_swa", of sliding layers."""
     length = metadata.required(f"attention.key_length{ending}")
     if metadata.integer(f"attention.value_length{ending}", length) != length:
-        raise metadata.invalid(f"attention.value_length{ending}", f"attention.key_length{ending}")
+        raise metadata.invalid(f"attention.value_length{ending}", f"{length}, as attention.key_length{ending}")
     return length
 
 
@@ -360,24 +340,13 @@ def llama_head_dim(config: dict, metadata: Metadata) -> None:
 
 
 def gemma_scale(config: dict, metadata: Metadata) -> None:
-    """Set query_pre_attn_scalar, for which GGUF has no key: hidden size over heads in the two 27B
-    models, else head_dim (llama.cpp, src/models/gemma2.cpp and gemma3.cpp).
+    """Set query_pre_attn_scalar: hidden size / heads in the two 27B models, else head_dim.
+
+    GGUF has no key for it (llama.cpp, src/models/gemma2.cpp and gemma3.cpp).
     """
     large = {"gemma2": 46, "gemma3_text": 62}[config["model_type"]]
     per_head = config["hidden_size"] // config["num_attention_heads"]
     config["query_pre_attn_scalar"] = per_head if config["num_hidden_layers"] == large else head_dim(config)
-
-
-def sigmoid_experts(config: dict, metadata: Metadata) -> None:
-    """Reject a file whose router uses another function than the sigmoid."""
-    if metadata.integer("expert_gating_func", _SIGMOID) != _SIGMOID:
-        raise metadata.invalid("expert_gating_func", f"{_SIGMOID} (sigmoid), the only one supported")
-
-
-def normalised_experts(config: dict, metadata: Metadata) -> None:
-    """Reject a file whose router does not normalise the weights of the chosen experts."""
-    if metadata.get("expert_weights_norm", True) is not True:
-        raise metadata.invalid("expert_weights_norm", "true, the only one supported")
 
 
 def stablelm_residual(config: dict, metadata: Metadata) -> None:
@@ -387,14 +356,3 @@ def stablelm_residual(config: dict, metadata: Metadata) -> None:
     if isinstance(stated, bool) and stated != parallel:
         raise metadata.invalid("use_parallel_residual", f"{parallel}, as the tensors have it")
     config["use_parallel_residual"] = parallel
-
-
-RULES = {
-    rule.__name__: rule
-    for rule in (
-        gemma2_layers, gemma3_layers, gemma4_layers, every_fourth_full, gpt_oss_layers, smollm3_layers,
-        lfm2_layers, mamba_heads, granite_layers, nemotron_layers, delta_layers, rope_factors, rope_scaling,
-        full_rotary, partial_rotary, phi3_rope, gemma4_ropes, olmo3_ropes, mistral3_ropes, llama_head_dim,
-        gemma_scale, normalised_experts, sigmoid_experts, stablelm_residual,
-    )
-}  # fmt: skip

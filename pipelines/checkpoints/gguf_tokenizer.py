@@ -1,12 +1,13 @@
 """Convert a GGUF file's tokenizer to the tokenizer.json that its model has on HF's hub.
 
 Supported are byte-level BPE ("gpt2"), SentencePiece BPE ("llama"), and Gemma 4's SentencePiece BPE
-with merges ("gemma4"). transformers' reading of a GGUF ignores digit splitting (smollm, starcoder,
-refact), NFC (qwen2) and ignore_merges (llama-bpe), which the models' own tokenizer.json files have.
+with merges ("gemma4"). transformers ignores three properties when it reads a GGUF file: digit
+splitting (smollm, starcoder, refact), NFC (qwen2) and ignore_merges (llama-bpe).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,17 +19,16 @@ from castiron.pipelines.checkpoints.gguf_metadata import Metadata
 _PREFIX = "tokenizer.ggml."
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # llama.cpp's llama_token_type
 SPACE = "\u2581"
-# Maximum sum of the squared lengths of all tokens, which bounds the memory of all their splits
-# (Gemma: 2e7).
+# Limit for the sum of the tokens' squared lengths, to bound the memory of all splits (Gemma: 2e7).
 _MAX_SQUARES = 500_000_000
 
 # Gemma's merges follow the order of the ids, not of the scores.
 _RANKED_BY_ID = {"gemma", "gemma2", "gemma3", "gemma-embedding"}
 
-# Gemma 4's generation_config.json lists these; a GGUF file has one id.
+# End tokens in Gemma 4's generation_config.json; a GGUF file has only one end token.
 _GEMMA4_ENDS = ("<eos>", "<|tool_response>", "<turn|>")
 
-# Expressions and flags of pre-tokenizers, from the tokenizer.json files of models with their names.
+# Regular expressions of pre-tokenizers, from the tokenizer.json files of their models.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
@@ -42,21 +42,65 @@ _GPT4O = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}" + _REST_WITH_SLASH
 )
 
+# Letters in DeepSeek's regular expression: the cased letters of an older Unicode, without Georgian ones, small Armenian
+# ones and a few others.
+_DEEPSEEK_LETTERS = (
+    "A-Za-z\xb5\xc0-\xd6\xd8-\xf6\xf8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377\u037b-\u037d"
+    "\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-\u10c5"
+    "\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d"
+    "\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4"
+    "\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115"
+    "\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184"
+    "\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e"
+    "\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3"
+    "\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+_DEEPSEEK_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+
+
+def _step(kind: str, **fields: Any) -> dict:
+    """Return a pre-tokenizer of the tokenizers library: a Split at `regex`, or another kind."""
+    if kind == "Split":
+        fields = {"pattern": {"Regex": fields["regex"]}, "behavior": "Isolated", "invert": False}
+    return {"type": kind, **fields}
+
+
+def _byte_level_step(use_regex: bool) -> dict:
+    return _step("ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=use_regex)
+
+
+def _deepseek(*splits: str) -> tuple[dict, ...]:
+    digits = _step("Digits", individual_digits=True)
+    return (*(_step("Split", regex=split) for split in splits), digits, _byte_level_step(False))
+
+
+_DEEPSEEK_LLM = _deepseek(
+    "[\r\n]",
+    rf"\s?[{_DEEPSEEK_LETTERS}]+",
+    r"\s?[!-/:-~" + "\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    _DEEPSEEK_ASIAN,
+)
+_DEEPSEEK_CODER = _deepseek("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_ASIAN)
+# The steps Digits and Split run after ByteLevel, so they match the characters that it writes for bytes.
+_FALCON = (
+    _step("Punctuation", behavior="Contiguous"),
+    _byte_level_step(True),
+    _step("Digits", individual_digits=False),
+    _step("Split", regex="[0-9][0-9][0-9]"),
+)
+
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How text is split before byte-level BPE.
+    """How text is split before byte-level BPE."""
 
-    split: regular expression that matches words; None for GPT-2's. digits: whether digits are split
-    off first. ignore_merges: whether a word in the vocabulary is one token even if no merges make
-    it. nfc: whether text is normalised first. adds_bos: whether BOS is added by default.
-    """
-
-    split: str | None = None
-    digits: bool = False
-    ignore_merges: bool = False
-    nfc: bool = False
-    adds_bos: bool = False
+    split: str | None = None  # regular expression that matches words; None for GPT-2's
+    digits: bool = False  # whether each digit is a word
+    ignore_merges: bool = False  # whether a word in the vocabulary is one token even if no merges make it
+    nfc: bool = False  # whether text is normalised to NFC first
+    adds_bos: bool = False  # whether BOS is added by default
+    steps: tuple[dict, ...] = ()  # pre-tokenizers of the tokenizers library, instead of split and digits
 
 
 # By `tokenizer.ggml.pre`, in llama.cpp's names (llama-vocab.cpp).
@@ -74,19 +118,18 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "qwen35": PreTokenizer(_QWEN35, nfc=True),
     "tekken": PreTokenizer(_TEKKEN, ignore_merges=True, adds_bos=True),
     **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizer(_GPT4O)),
+    "deepseek-llm": PreTokenizer(steps=_DEEPSEEK_LLM),
+    "deepseek-coder": PreTokenizer(steps=_DEEPSEEK_CODER),
+    "falcon": PreTokenizer(steps=_FALCON),
 }
 
 
 class _Metadata(Metadata):
-    """The metadata of a tokenizer.
-
-    tokens: text of each token. types: llama.cpp's llama_token_type of each, if the file has it.
-    """
+    """The metadata of a tokenizer, with `tokens`, the text of each token."""
 
     def __init__(self, file: GgufFile):
         super().__init__(file, _PREFIX)
         self.tokens: list[str] = self.strings("tokens")
-        self.types = self.numbers("token_type")
 
     def strings(self, key: str) -> list[str]:
         """Return the list of strings under a key that the file must have."""
@@ -113,30 +156,26 @@ class _Metadata(Metadata):
 
     def token(self, key: str) -> str | None:
         """Return the text of the token whose id is the key's value; None without the key."""
-        number = self.get(key)
+        number = self.integer(key)
         if number is None:
             return None
-        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(self.tokens):
+        if number >= len(self.tokens):
             raise self.invalid(key, f"below {len(self.tokens)}, the number of tokens")
         return self.tokens[number]
 
 
 def eos_token_ids(file: GgufFile) -> tuple[int, ...]:
-    """Return the ids that end generation: end of sequence, end of turn, and for Gemma 4 its
-    `_GEMMA4_ENDS`."""
-    found = [file.metadata.get(_PREFIX + key) for key in ("eos_token_id", "eot_token_id")]
-    tokens, model = (file.metadata.get(_PREFIX + key) for key in ("tokens", "model"))
-    if isinstance(tokens, list) and isinstance(model, str) and model == "gemma4":
+    """Return the ids that end generation: end of sequence, end of turn, and `_GEMMA4_ENDS`."""
+    metadata = Metadata(file, _PREFIX)
+    found = [metadata.get(key) for key in ("eos_token_id", "eot_token_id")]
+    if metadata.string("model") == "gemma4":
+        tokens = _Metadata(file).tokens
         found += [tokens.index(end) for end in _GEMMA4_ENDS if end in tokens]
     return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))
 
 
 def tokenizer_json(file: GgufFile) -> dict | None:
-    """Return the file's tokenizer as the content of a tokenizer.json; None if the file has no
-    tokenizer.
-
-    CheckpointError for an invalid or unsupported tokenizer.
-    """
+    """Return the file's tokenizer as the content of a tokenizer.json; None if the file has none."""
     model = Metadata(file, _PREFIX).string("model")
     if model in (None, "no_vocab"):
         return None
@@ -154,67 +193,61 @@ def _byte_level(metadata: _Metadata) -> dict:
         known = shorten_list(PRE_TOKENIZERS, max_length=150)
         raise metadata.error(f"unknown pre-tokenizer {shorten(name, 60)}; known are {known}")
     vocabulary = {token: number for number, token in enumerate(metadata.tokens)}
-    bpe = _bpe(vocabulary, list(_merges_of_file(metadata, vocabulary)))
-    bpe |= {"continuing_subword_prefix": "", "end_of_word_suffix": "", "ignore_merges": row.ignore_merges}
-    splits = [{"type": "Digits", "individual_digits": True}] if row.digits else []
+    merges = list(_merges_of_file(metadata, vocabulary))
+    bpe = {"type": "BPE", "vocab": vocabulary, "merges": merges, "ignore_merges": row.ignore_merges}
+    splits = [_step("Digits", individual_digits=True)] if row.digits else []
     if row.split is not None:
-        splits.append({"type": "Split", "pattern": {"Regex": row.split}, "behavior": "Isolated", "invert": False})
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": row.split is None}
+        splits.append(_step("Split", regex=row.split))
+    steps = row.steps or (*splits, _byte_level_step(use_regex=row.split is None))
     return _tokenizer(
         metadata,
         model=bpe,
         normalizer={"type": "NFC"} if row.nfc else None,
-        pre_tokenizer=_sequence("pretokenizers", [*splits, byte_level]),
+        pre_tokenizer={"type": "Sequence", "pretokenizers": list(steps)},
         decoder={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        added=list(_added_tokens(metadata)),
+        added_tokens=list(_added_tokens(metadata)),
         adds_bos=row.adds_bos,
     )
 
 
-def _sequence(key: str, steps: list[dict]) -> dict:
-    return steps[0] if len(steps) == 1 else {"type": "Sequence", key: steps}
-
-
 def _merges_of_file(metadata: _Metadata, vocabulary: dict[str, int]) -> Iterator[list[str]]:
+    """Yield the BPE merges that the file lists."""
     for merge in metadata.strings("merges"):
         left, _, right = merge.partition(" ")
         if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
-            raise metadata.error(f"the tokenizer merges {shorten(merge)}, which are not in its vocabulary")
+            raise metadata.error(
+                f"the merge {shorten(merge)} has parts or a result that are not tokens; convert the model again"
+            )
         yield [left, right]
 
 
 def _sentencepiece(metadata: _Metadata, gemma4: bool) -> dict:
-    by_id = metadata.file.metadata.get("general.architecture") in _RANKED_BY_ID
     # GGUF stores runs of spaces as plain spaces, except Gemma 4's
     spelled = lambda token: SPACE * len(token) if token.strip(" ") == "" and not gemma4 else token
-    tokens = [spelled(token) for token in metadata.tokens]
-    vocabulary = {token: number for number, token in enumerate(tokens)}
+    vocabulary = {spelled(token): number for number, token in enumerate(metadata.tokens)}
     if metadata.get("merges") is not None:
         merges = list(_merges_of_file(metadata, vocabulary))
-    elif by_id:
-        merges = [merge for token in _check_splits(metadata, tokens) for merge in _splits(token, vocabulary)]
     else:
-        merges = _merges_by_score(metadata, tokens, vocabulary)
-    unknown = metadata.token("unknown_token_id")
-    bpe = _bpe(vocabulary, merges) | {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
-    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+        merges = _merges_of_vocabulary(metadata, [spelled(token) for token in metadata.tokens], vocabulary)
+    bpe = {"type": "BPE", "vocab": vocabulary, "merges": merges, "fuse_unk": True, "byte_fallback": True}
+    bpe["unk_token"] = metadata.token("unknown_token_id")
+    normalize = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
     decode = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
-    normalizer = spaces
     if metadata.flag("add_space_prefix", not gemma4):
-        normalizer = _sequence("normalizers", [{"type": "Prepend", "prepend": SPACE}, spaces])
+        normalize.insert(0, {"type": "Prepend", "prepend": SPACE})
         decode.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return _tokenizer(
         metadata,
         model=bpe,
-        normalizer=normalizer,
+        normalizer={"type": "Sequence", "normalizers": normalize},
         pre_tokenizer=None,
         decoder={"type": "Sequence", "decoders": decode},
-        # All of Gemma 4's are special, though files list some as user-defined.
-        added=[
+        # All of Gemma 4's added tokens are special, though files list some as user-defined.
+        added_tokens=[
             token | {"special": gemma4 or token["special"]} for token in _added_tokens(metadata) if token["content"].strip(" ")
         ],
         # Gemma 4's chat template writes BOS; its files wrongly request one.
@@ -222,45 +255,27 @@ def _sentencepiece(metadata: _Metadata, gemma4: bool) -> dict:
     )
 
 
-def _check_splits(metadata: _Metadata, tokens: list[str]) -> list[str]:
-    """Return `tokens`; CheckpointError if they are so long that their splits would exceed the
-    memory limit."""
-    if sum(len(token) ** 2 for token in tokens) > _MAX_SQUARES:
-        raise metadata.error(f"the {len(tokens):,} tokens are too long for a SentencePiece vocabulary; fetch the file again")
-    return tokens
-
-
-def _splits(token: str, vocabulary: dict[str, int]) -> Iterator[tuple[str, str]]:
-    """Yield the pairs of tokens whose texts join to `token`, the pair with the longest left token
-    first."""
-    for at in range(len(token) - 1, 0, -1):
-        left, right = token[:at], token[at:]
-        if left in vocabulary and right in vocabulary:
-            yield left, right
-
-
-def _merges_by_score(metadata: _Metadata, tokens: list[str], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Return BPE merges that tokenize as SentencePiece does, ordered by the score of the joined
-    token.
+def _merges_of_vocabulary(metadata: _Metadata, tokens: list[str], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """Return BPE merges that tokenize as SentencePiece does.
 
     SentencePiece joins the pair whose result has the best score; BPE joins the pair that comes
-    first in this list.
+    first in this list. Gemma's pairs are ordered by the id of their result.
     """
-    scores = metadata.numbers("scores")
-    if scores is None:
-        raise metadata.error("tokenizer.ggml.scores and tokenizer.ggml.merges are both missing")
+    if sum(len(token) ** 2 for token in tokens) > _MAX_SQUARES:
+        raise metadata.error(f"the {len(tokens):,} tokens are too long for a SentencePiece vocabulary; fetch the file again")
+    ranks: Iterable[float] = range(len(tokens))
+    if metadata.file.metadata.get("general.architecture") not in _RANKED_BY_ID:
+        scores = metadata.numbers("scores")
+        if scores is None:
+            raise metadata.error("tokenizer.ggml.scores and tokenizer.ggml.merges are both missing; convert the model again")
+        ranks = [-score for score in scores.tolist()]
     ranked = sorted(
-        (-score, -len(left), -len(right), left, right)
-        for token, score in zip(_check_splits(metadata, tokens), scores.tolist())
-        for left, right in _splits(token, vocabulary)
+        (rank, -len(left), -len(right), left, right)
+        for rank, token in zip(ranks, tokens)
+        for left, right in ((token[:at], token[at:]) for at in range(len(token) - 1, 0, -1))
+        if left in vocabulary and right in vocabulary
     )
-    return [(left, right) for _, _, _, left, right in ranked]
-
-
-def _bpe(vocabulary: dict[str, int], merges: list) -> dict:
-    unset = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"))
-    flags = dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
-    return {"type": "BPE", **unset, **flags, "vocab": vocabulary, "merges": merges}
+    return [(left, right) for *_, left, right in ranked]
 
 
 def _added_tokens(metadata: _Metadata) -> Iterator[dict]:
@@ -270,28 +285,28 @@ def _added_tokens(metadata: _Metadata) -> Iterator[dict]:
     """
     roles = ("bos", "eos", "unknown", "padding", "eot")
     named = {number for role in roles if isinstance(number := metadata.get(f"{role}_token_id"), int)}
-    types = metadata.types if metadata.types is not None else np.zeros(len(metadata.tokens), np.int32)
-    for number, (content, kind) in enumerate(zip(metadata.tokens, types.tolist())):
+    types = metadata.numbers("token_type")
+    kinds = [0] * len(metadata.tokens) if types is None else types.tolist()
+    for number, (content, kind) in enumerate(zip(metadata.tokens, kinds)):
         special = kind in (_UNKNOWN, _CONTROL) or number in named
         if content and (special or kind == _USER_DEFINED):
             flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
             yield {"id": number, "content": content, **flags, "special": special}
 
 
-def _tokenizer(metadata: _Metadata, *, added: list[dict], adds_bos: bool | None, **steps: dict | None) -> dict:
+def _tokenizer(metadata: _Metadata, *, adds_bos: bool | None, **parts: Any) -> dict:
     post_processor = _post_processor(metadata, adds_bos)
-    base = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "post_processor": post_processor}
-    return base | steps
+    return {"version": "1.0", "truncation": None, "padding": None, "post_processor": post_processor, **parts}
 
 
 def _post_processor(metadata: _Metadata, adds_bos: bool | None) -> dict | None:
     """Return the post-processor that adds BOS and EOS as the file states; None if it adds neither.
 
-    adds_bos: whether BOS is added if the file does not state it; None if BOS is never added.
+    adds_bos: the default if the file does not state it; None if BOS is never added.
     """
-    before = [metadata.token("bos_token_id")] if adds_bos is not None and metadata.flag("add_bos_token", adds_bos) else []
-    after = [metadata.token("eos_token_id")] if metadata.flag("add_eos_token", False) else []
-    before, after = ([token for token in side if token is not None] for side in (before, after))
+    adds_bos = adds_bos is not None and metadata.flag("add_bos_token", adds_bos)
+    sides = (adds_bos, "bos_token_id"), (metadata.flag("add_eos_token", False), "eos_token_id")
+    before, after = ([token] if adds and (token := metadata.token(key)) is not None else [] for adds, key in sides)
     if not before and not after:
         return None
 

@@ -1,4 +1,4 @@
-"""An HF directory as a Checkpoint: config.json, safetensors and tokenizer files."""
+"""Open an HF directory as a Checkpoint: config.json, safetensors and tokenizer files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,23 +21,19 @@ from castiron.pipelines.checkpoints.hf_tensors import TEXT_PARTS, family_tensors
 
 CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Bytes of a file name.
+# Max bytes of a file name.
 _MAX_NAME = 255
 
 
 def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
-    """Open the checkpoint in the directory `path`; CheckpointError if it is invalid.
-
-    ignore_keys: keys to leave out of the config. The chat template is the file chat_template.jinja,
-    or else the one in tokenizer_config.json (of several, the one named default).
-    """
+    """Open the checkpoint in the directory `path`, without the config keys `ignore_keys`."""
     full_config = json_object(path / CONFIG)
     if full_config is None:
         raise CheckpointError(f"{path} has no config.json; give a directory as HF's save_pretrained writes it")
     if not isinstance(full_config.get("model_type"), str):
         raise CheckpointError(f"{path / CONFIG} has no model_type; fetch it again")
     if not any((path / name).exists() for name in (SINGLE, INDEX)) and full_config["model_type"] not in TEXT_PARTS:
-        # Fetching the missing weights would not help an unsupported family.
+        # Report an unsupported family first: fetching the missing weights would not help.
         family(full_config)
     stored = base_names(_tensors(path))
     config = without(text_config(full_config, stored), ignore_keys, path / CONFIG)
@@ -72,10 +68,7 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
 
 
 def shards_of(path: Path) -> dict[str, list[str] | None]:
-    """Return safetensors file name -> names of the tensors that the index lists for this file.
-
-    A model in one file without an index has None instead of the names.
-    """
+    """Return each safetensors file's tensor names, by file name; None instead without an index."""
     if (path / SINGLE).exists():
         return {SINGLE: None}
     index = json_object(path / INDEX)
@@ -87,12 +80,15 @@ def shards_of(path: Path) -> dict[str, list[str] | None]:
     shards: dict[str, list[str] | None] = {}
     for name, shard in files.items():
         if Path(shard).name != shard or "\0" in shard or len(shard.encode()) > _MAX_NAME:
-            raise CheckpointError(f"{path / INDEX} has {shorten_text(name)} in {shorten(shard)}, which is not a file name")
+            raise CheckpointError(
+                f"{path / INDEX} has {shorten_text(name)} in {shorten(shard)}, which is not a file name; fetch it again"
+            )
         shards.setdefault(shard, []).append(name)
     return shards
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of all shards by name."""
     tensors: dict[str, Tensor] = {}
     for shard, expected in shards_of(path).items():
         if not (path / shard).is_file():
@@ -101,13 +97,15 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         if absent := sorted(name for name in set(expected or ()) - set(stored) if not is_ignorable(name)):
             raise CheckpointError(f"{path / shard} lacks {shorten_list(absent)}, which {INDEX} lists for it; fetch it again")
         if twice := stored.keys() & tensors.keys():
-            raise CheckpointError(f"{path / shard} has {shorten_text(min(twice))}, and so has another shard; fetch it again")
+            raise CheckpointError(
+                f"{path / shard} has {shorten_text(min(twice))}, which another shard has too; fetch both again"
+            )
         tensors |= stored
     return tensors
 
 
 def chat_template(path: Path) -> str | None:
-    """Return the chat template in the directory `path`; None if it has none."""
+    """Return the directory's chat_template.jinja, else the template in tokenizer_config.json."""
     if (template := text_of(path / "chat_template.jinja")) is not None:
         return template
     template = (json_object(path / "tokenizer_config.json") or {}).get("chat_template")
@@ -118,7 +116,7 @@ def chat_template(path: Path) -> str | None:
 
 
 def _token_ids(path: Path, key: str, *sources: dict) -> tuple[int, ...]:
-    """Return the ids under a key of the first source that has it, as HF's generate does."""
+    """Return the token ids under a key of the first source that has it, as HF's generate does."""
     value = next((source[key] for source in sources if source.get(key) is not None), [])
     tokens = value if isinstance(value, list) else [value]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in tokens):

@@ -1,7 +1,6 @@
 """Read text, JSON and safetensors files of an HF directory, which may be damaged or hostile."""
 
 import json
-import mmap
 import re
 from collections import Counter
 from pathlib import Path
@@ -10,23 +9,22 @@ from typing import Any
 import numpy as np
 
 from castiron.emitter.shorten import shorten, shorten_text
-from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Tensor, is_ignorable
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Tensor, is_ignorable, map_file
 from castiron.pipelines.files import MAX_BYTES, has_too_many_values, read_regular
 
 CODEC_OF_DTYPE = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
-# The codec of bytes that `hf_tensors` may combine to MXFP4 blocks.
+# The codec of safetensors' bytes, which `hf_tensors` may combine to MXFP4 blocks.
 BYTES = "U8"
-# Characters of a file that is not checked for its depth, and maximum depth of the others.
+# JSON files of fewer than _LARGE characters may be nested at most _MAX_DEPTH deep.
 _LARGE, _MAX_DEPTH = 1_000_000, 50
 _HALF_OF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 _HEADER_LENGTH_BYTES = 8
-# JSON values of a header, of which a tensor has seven; NumPy's arrays have 64 dimensions at most.
+# Limits of a safetensors header: JSON values, seven per tensor, and dimensions (NumPy's limit is 64).
 _MAX_VALUES, _MAX_DIMENSIONS = 1_000_000, 16
 
 
 def text_of(path: Path) -> str | None:
-    """Return the text of a UTF-8 file, or None if it doesn't exist; CheckpointError if it is
-    unreadable."""
+    """Return the text of a UTF-8 file; None if it doesn't exist."""
     try:
         return read_regular(path).decode("utf-8")
     except FileNotFoundError:
@@ -38,10 +36,9 @@ def text_of(path: Path) -> str | None:
 
 
 def json_value(path: Path) -> Any:
-    """Return the value of a JSON file, or None if it doesn't exist; CheckpointError if it is
-    invalid.
+    """Return the value of a JSON file; None if it doesn't exist.
 
-    Numbers of more than 4,300 digits and halves of surrogate pairs are invalid too.
+    Raises CheckpointError for invalid JSON, numbers over 4,300 digits, and lone surrogates.
     """
     text = text_of(path)
     if text is None:
@@ -50,7 +47,7 @@ def json_value(path: Path) -> Any:
         raise CheckpointError(f"{path} has too many JSON values; fetch it again")
     try:
         content = json.loads(text)
-        # Such strings can't be written again.
+        # json.dumps cannot write a string with half of a surrogate pair.
         if _HALF_OF_A_PAIR.search(text):
             json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
@@ -72,8 +69,7 @@ def _is_deep(value: Any) -> bool:
 
 
 def json_object(path: Path) -> dict | None:
-    """Return the object in a JSON file, or None if the file doesn't exist; CheckpointError
-    otherwise."""
+    """Return the object in a JSON file; None if the file doesn't exist."""
     content = json_value(path)
     if content is not None and not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object; fetch it again")
@@ -81,30 +77,24 @@ def json_object(path: Path) -> dict | None:
 
 
 def read_safetensors(path: Path, allow_bytes: bool = False) -> dict[str, Tensor]:
-    """Return the file's tensors by name, as views of the mapped bytes, without those that
-    `is_ignorable` accepts.
+    """Return the file's tensors by name, as views of the mapped bytes.
 
-    allow_bytes: whether tensors of type U8 are allowed, besides those of CODEC_OF_DTYPE.
-    CheckpointError for an invalid file or another type.
+    Tensors that `is_ignorable` accepts are left out. allow_bytes: whether tensors may have the type
+    U8, besides those of CODEC_OF_DTYPE.
     """
     from safetensors import SafetensorError, safe_open
 
+    view = map_file(path)
+    size = int.from_bytes(view[:_HEADER_LENGTH_BYTES], "little")
+    # safe_open rejects a longer header.
+    head = bytes(view[_HEADER_LENGTH_BYTES : _HEADER_LENGTH_BYTES + size]) if size <= MAX_BYTES else b""
+    if has_too_many_values(head, _MAX_VALUES):
+        raise CheckpointError(f"{path} has too many tensors; the limit is {_MAX_VALUES} values in its header: fetch it again")
     try:
-        with open(path, "rb") as file:
-            view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        size = int.from_bytes(view[:_HEADER_LENGTH_BYTES], "little")
-        # The library rejects a longer header.
-        head = view[_HEADER_LENGTH_BYTES : _HEADER_LENGTH_BYTES + size] if size <= MAX_BYTES else b""
-        if has_too_many_values(head, _MAX_VALUES):
-            raise CheckpointError(f"{path} has too many tensors; fetch it again")
         with safe_open(path, framework="numpy"):
             pass  # opening checks the header, that shapes fit their bytes, and that bytes neither overlap nor end early
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a valid safetensors file ({shorten_text(str(error))}); fetch it again") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-    except ValueError:
-        raise CheckpointError(f"{path} is empty; fetch it again") from None
     header = json.loads(head, object_pairs_hook=lambda pairs: _unique(path, pairs))
     data = np.frombuffer(view, np.uint8)[_HEADER_LENGTH_BYTES + size :]
     names = [name for name in header if name != "__metadata__" and not is_ignorable(name)]
@@ -114,7 +104,9 @@ def read_safetensors(path: Path, allow_bytes: bool = False) -> dict[str, Tensor]
 def _tensor(path: Path, name: str, entry: dict, data: np.ndarray, allow_bytes: bool) -> Tensor:
     shape, dtype, (start, end) = tuple(entry["shape"]), entry["dtype"], entry["data_offsets"]
     if len(shape) > _MAX_DIMENSIONS:
-        raise CheckpointError(f"{path}: {shorten_text(name)} has {len(shape)} dimensions; fetch it again")
+        raise CheckpointError(
+            f"{path}: {shorten_text(name)} has {len(shape)} dimensions; the limit is {_MAX_DIMENSIONS}: fetch it again"
+        )
     codec = BYTES if dtype == BYTES and allow_bytes else CODEC_OF_DTYPE.get(dtype)
     if codec is None:
         raise unsupported_type(path, name, dtype)
@@ -126,15 +118,15 @@ def _tensor(path: Path, name: str, entry: dict, data: np.ndarray, allow_bytes: b
 
 def unsupported_type(path: Path, name: str, dtype: str) -> CheckpointError:
     """Return the error for a tensor of an unsupported type."""
-    known = ", ".join(CODEC_OF_DTYPE)
-    return CheckpointError(
-        f"{path}: {shorten_text(name)} has the unsupported type {shorten_text(dtype)}; supported are {known}"
-    )
+    unsupported = f"{shorten_text(name)} has the unsupported type {shorten_text(dtype)}"
+    return CheckpointError(f"{path}: {unsupported}; supported are {', '.join(CODEC_OF_DTYPE)}")
 
 
 def _unique(path: Path, pairs: list[tuple]) -> dict:
     found = dict(pairs)
     if len(found) < len(pairs):
         duplicate = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise CheckpointError(f"{path} is not a valid safetensors file: {shorten(duplicate)} appears twice in its header")
+        raise CheckpointError(
+            f"{path} is not a valid safetensors file: {shorten(duplicate)} appears twice in its header; fetch it again"
+        )
     return found

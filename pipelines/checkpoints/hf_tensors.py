@@ -1,47 +1,28 @@
-"""Tensors of HF directories, renamed and rearranged for castiron's model families
-(castiron.emitter.models).
+"""Rename and rearrange the tensors of HF directories for the model families (`emitter.models`).
 
 Models with vision or audio are reduced to their text part. Families read matrices as [out, in] and
-one tensor for each expert; HF's `conversion_mapping` and modules define what is stored instead.
+one tensor for each expert. HF's `conversion_mapping` and modules define which other forms exist.
 """
 
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from castiron.emitter.shorten import shorten_list
 from castiron.pipelines.checkpoints.checkpoint import Tensor
 
-
-@dataclass(frozen=True)
-class TextPart:
-    """The language model inside a multimodal model.
-
-    model_type: type of the text part, used if its config has no model_type. defaults: sizes that
-    published configs leave out.
-    """
-
-    model_type: str
-    defaults: Mapping[str, int] = field(default_factory=dict)
-
-
-_GEMMA3 = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
-# By the multimodal model's type. For text, multi-dimensional rotary embeddings are plain ones.
-TEXT_PARTS: dict[str, TextPart] = {
-    "gemma3": TextPart("gemma3_text", _GEMMA3),
-    "gemma4": TextPart("gemma4_text"),
-    "idefics3": TextPart("llama"),
-    "lfm2_vl": TextPart("lfm2"),
-    "lfm3_vl": TextPart("lfm3"),
-    "mistral3": TextPart("mistral"),
-    "qwen3_5": TextPart("qwen3_5_text"),
-    "qwen3_5_moe": TextPart("qwen3_5_moe_text"),
-    "qwen3_vl": TextPart("qwen3"),
-    "smolvlm": TextPart("llama"),
-}
+# Type of a multimodal model -> type of its language model, if that part's config has none. For text
+# only, multi-dimensional rotary embeddings equal plain ones.
+TEXT_PARTS = {
+    "gemma3": "gemma3_text", "gemma4": "gemma4_text", "idefics3": "llama", "lfm2_vl": "lfm2", "lfm3_vl": "lfm3",
+    "mistral3": "mistral", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "qwen3_vl": "qwen3",
+    "smolvlm": "llama",
+}  # fmt: skip
+# Sizes that published configs leave out.
+_DEFAULTS = {"gemma3": {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}}
 # model_type of a text part -> its family, where they differ.
 _SAME = {"qwen3_vl_text": "qwen3"}
 # Text models that transformers saves under the names of the multimodal model.
@@ -54,7 +35,7 @@ _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-# Prefixes of other parts, with or without "model.".
+# Prefixes of the tensors of other parts, with or without "model.".
 _OTHERS = (
     *("visual.", "vision_tower.", "vision_model.", "embed_vision.", "multi_modal_projector.", "connector."),
     *("audio_tower.", "embed_audio.", "mtp."),
@@ -64,21 +45,21 @@ _OTHERS = (
 def text_config(config: dict, names: Collection[str]) -> dict:
     """Return the config of the text part, or the config itself for a text model.
 
-    names: the tensors' names. The output head is tied to the embedding if either config states it,
-    or if neither states anything and no lm_head.weight is stored.
+    The output head is tied to the embedding if either config states it, or if neither states
+    anything and the tensors `names` have no lm_head.weight.
     """
-    inner, part = config.get("text_config"), TEXT_PARTS.get(config.get("model_type", ""))
-    if part is None or not isinstance(inner, dict):
+    inner, complete = config.get("text_config"), config["model_type"]
+    if complete not in TEXT_PARTS or not isinstance(inner, dict):
         return config
-    model_type = inner.get("model_type") or part.model_type
+    model_type = inner["model_type"] if isinstance(inner.get("model_type"), str) else TEXT_PARTS[complete]
     stated = [own["tie_word_embeddings"] for own in (config, inner) if own.get("tie_word_embeddings") is not None]
     tied = any(stated) if stated else not any(name.endswith("lm_head.weight") for name in names)
-    return {**part.defaults, **inner, "model_type": _SAME.get(model_type, model_type), "tie_word_embeddings": tied}
+    own = {"model_type": _SAME.get(model_type, model_type), "tie_word_embeddings": tied}
+    return {**_DEFAULTS.get(complete, {}), **inner, **own}
 
 
 def text_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Return the tensors of the text part, and the number of dropped tensors by prefix of their
-    names."""
+    """Return the text part's tensors, and the number of dropped ones by prefix of their names."""
     if model_type not in (*TEXT_PARTS, *_TEXT_ONLY):
         return dict(tensors), {}
     found: dict[str, Tensor] = {}
@@ -94,49 +75,47 @@ def text_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> tuple[dict[s
 
 
 def in_words(left_out: Mapping[str, int]) -> str:
-    """Return the result of `text_tensors` as text: `12 tensors of model.visual, 1 tensor of mtp`."""
+    """Return `text_tensors`' counts as text: `12 tensors of model.visual, 1 tensor of mtp`."""
     return shorten_list([f"{count} tensor{'s' * (count != 1)} of {part}" for part, count in left_out.items()], max_length=500)
 
 
-# A tensor with more experts is not split.
+# Max experts in a stacked tensor; one with more is not split.
 MAX_EXPERTS = 4096
 
-# Functions from a number of rows to the slice of them that a part has.
-_ALL: Callable[[int], slice] = lambda rows: slice(rows)
-_FIRST: Callable[[int], slice] = lambda rows: slice(rows // 2)
-_SECOND: Callable[[int], slice] = lambda rows: slice(rows // 2, rows)
-_EVEN: Callable[[int], slice] = lambda rows: slice(0, rows, 2)
-_ODD: Callable[[int], slice] = lambda rows: slice(1, rows, 2)
+# A function from a number of rows to the slice of them that a part has.
+Rows = Callable[[int], slice]
+_ALL: Rows = lambda rows: slice(rows)
+_FIRST: Rows = lambda rows: slice(rows // 2)
+_SECOND: Rows = lambda rows: slice(rows // 2, rows)
+_EVEN: Rows = lambda rows: slice(0, rows, 2)
+_ODD: Rows = lambda rows: slice(1, rows, 2)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a checkpoint stores the tensors whose names match `pattern`, and which tensors families
-    read instead.
+    """How a checkpoint stores the tensors whose names match `pattern`.
 
-    parts: name of a tensor that families read -> function from the number of stored rows to the
-    slice of rows that belong to it. The name is a template with the groups of the match; if the
-    stored tensor stacks all experts, `{}` is an expert's number. If there are no parts, the stored
-    tensor is dropped.
-    transposed: whether the stored matrix is [in, out].
-    scales: if the stored tensor has MXFP4 blocks, template of the name of the tensor with their
-    exponents.
+    parts: name of a tensor that families read -> its rows. The name is a template with the groups
+    of the match, and `{}` for an expert's number if the stored tensor stacks all experts. A stored
+    tensor without parts is dropped.
+    scales: for a tensor of MXFP4 blocks, template of the name of the tensor with their exponents.
     """
 
     pattern: str
-    parts: Mapping[str, Callable[[int], slice]]
-    transposed: bool = False
+    parts: Mapping[str, Rows]
+    transposed: bool = False  # whether the stored matrix is [in, out]
     scales: str | None = None
 
     def matches(self, tensor: Tensor, scales: Tensor | None) -> bool:
-        """Return whether the stored tensor has the rank of this layout, and its scales the shape
-        they need."""
+        """Return whether the stored tensor and its scales have the shapes of this layout."""
         stacked = any("{}" in name for name in self.parts)
         if self.scales and (scales is None or len(tensor.shape) != 4 or scales.shape != tensor.shape[:-1]):
             return False
         return len(tensor.shape) > stacked + self.transposed and (not stacked or tensor.shape[0] <= MAX_EXPERTS)
 
 
+_DOWN = {r"\1.{}.down_proj.weight": _ALL}
+_INTERLEAVED = {r"\1.{}.gate_proj.weight": _EVEN, r"\1.{}.up_proj.weight": _ODD}
 _GRANITE = (
     Layout(
         r"(.*\.block_sparse_moe)\.input_linear\.weight",
@@ -144,15 +123,15 @@ _GRANITE = (
     ),
     Layout(r"(.*\.block_sparse_moe)\.output_linear\.weight", {r"\1.experts.{}.down_proj.weight": _ALL}),
 )
-# As HF's modules save them.
+# Stacks of experts as HF's modules save them.
 _STACKED = (
     Layout(r"(.*\.experts)\.gate_up_proj", {r"\1.{}.gate_proj.weight": _FIRST, r"\1.{}.up_proj.weight": _SECOND}),
-    Layout(r"(.*\.experts)\.down_proj", {r"\1.{}.down_proj.weight": _ALL}),
+    Layout(r"(.*\.experts)\.down_proj", _DOWN),
 )
 # Layers of multi-token prediction, which castiron doesn't run.
 _FURTHER = Layout(r"mtp\..*", {})
 
-# By model type.
+# Layouts other than one [out, in] matrix per tensor, by model type.
 LAYOUTS: dict[str, tuple[Layout, ...]] = {
     # The first checkpoints have other names for LayerNorms.
     "bert": (
@@ -176,7 +155,7 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
         Layout(r"backbone\.(.*\.experts)\.(up|down)_proj", {r"model.\1.{}.\2_proj.weight": _ALL}),
         Layout(r"backbone\.(.*)", {r"model.\1": _ALL}),
     ),
-    # The layer after the last one is for multi-token prediction; HF drops it by its number.
+    # Layer 47, after the last one, is for multi-token prediction; HF drops it by its number, too.
     "glm4_moe_lite": (Layout(r"model\.layers\.47\..*", {}),),
     # The first checkpoints have causal masks, and names without "transformer.".
     "gpt2": (
@@ -185,29 +164,18 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
         Layout(r"(?:transformer\.)?((?:h|wte|wpe|ln_f)\..*)", {r"transformer.\1": _ALL}),
     ),
     "gpt_oss": (
-        Layout(
-            r"(.*\.mlp\.experts)\.gate_up_proj",
-            {r"\1.{}.gate_proj.weight": _EVEN, r"\1.{}.up_proj.weight": _ODD},
-            transposed=True,
-        ),
-        Layout(r"(.*\.mlp\.experts)\.down_proj", {r"\1.{}.down_proj.weight": _ALL}, transposed=True),
+        Layout(r"(.*\.mlp\.experts)\.gate_up_proj", _INTERLEAVED, transposed=True),
+        Layout(r"(.*\.mlp\.experts)\.down_proj", _DOWN, transposed=True),
         Layout(r"(.*\.mlp\.experts)\.gate_up_proj_bias", {r"\1.{}.gate_proj.bias": _EVEN, r"\1.{}.up_proj.bias": _ODD}),
         Layout(r"(.*\.mlp\.experts)\.down_proj_bias", {r"\1.{}.down_proj.bias": _ALL}),
-        Layout(
-            r"(.*\.mlp\.experts)\.gate_up_proj_blocks",
-            {r"\1.{}.gate_proj.weight": _EVEN, r"\1.{}.up_proj.weight": _ODD},
-            scales=r"\1.gate_up_proj_scales",
-        ),
-        Layout(r"(.*\.mlp\.experts)\.down_proj_blocks", {r"\1.{}.down_proj.weight": _ALL}, scales=r"\1.down_proj_scales"),
+        Layout(r"(.*\.mlp\.experts)\.gate_up_proj_blocks", _INTERLEAVED, scales=r"\1.gate_up_proj_scales"),
+        Layout(r"(.*\.mlp\.experts)\.down_proj_blocks", _DOWN, scales=r"\1.down_proj_scales"),
     ),
 }
 
 
 def family_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors under the names and in the shapes that the model's family reads.
-
-    Data is rearranged when a tensor is read.
-    """
+    """Return the tensors under the names and in the shapes that the model's family reads."""
     found: dict[str, Tensor] = {}
     replaced: set[str] = set()
     for tensor in tensors.values():
@@ -223,7 +191,7 @@ def family_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _parts(layout: Layout, match: re.Match, tensor: Tensor, scales: Tensor | None) -> Iterator[Tensor]:
-    """Yield the tensors into which a layout divides one stored tensor."""
+    """Yield the tensors that families read from one stored tensor; match: `layout.pattern`'s."""
     for template, rows in layout.parts.items():
         name = match.expand(template)
         for index in range(tensor.shape[0]) if "{}" in name else (None,):
@@ -233,12 +201,8 @@ def _parts(layout: Layout, match: re.Match, tensor: Tensor, scales: Tensor | Non
                 yield _blocks(name.format(index), tensor, scales, index, rows)
 
 
-def _part(name: str, tensor: Tensor, index: int | None, rows: Callable[[int], slice], transposed: bool) -> Tensor:
-    """Return a tensor made of some rows of a stored matrix, or of some elements of a vector.
-
-    rows: function from the number of rows to the slice to take. index: the expert, if the stored
-    tensor stacks all experts.
-    """
+def _part(name: str, tensor: Tensor, index: int | None, rows: Rows, transposed: bool) -> Tensor:
+    """Return `rows` of a stored matrix or vector, of expert `index` if experts are stacked."""
     shape = tensor.shape if index is None else tensor.shape[1:]
     shape = shape[::-1] if transposed else shape
     taken = rows(shape[0])
@@ -253,8 +217,8 @@ def _part(name: str, tensor: Tensor, index: int | None, rows: Callable[[int], sl
     return Tensor(name, (len(range(*taken.indices(shape[0]))), *shape[1:]), tensor.codec, tensor.source, read)
 
 
-def _blocks(name: str, blocks: Tensor, scales: Tensor, index: int, rows: Callable[[int], slice]) -> Tensor:
-    """Return some rows of expert `index`'s MXFP4 matrix as GGUF's blocks of 32 elements.
+def _blocks(name: str, blocks: Tensor, scales: Tensor, index: int, rows: Rows) -> Tensor:
+    """Return `rows` of expert `index`'s MXFP4 matrix as GGUF's blocks of 32 elements.
 
     A GGUF block is the exponent, then 16 bytes with codes i and i + 16 in byte i. `blocks` is u8
     [experts, rows, groups, 16] with codes 2 i and 2 i + 1 in byte i, `scales` the exponents, u8

@@ -1,7 +1,6 @@
-"""Fetch the files that a model needs from Hugging Face's hub into the cache of huggingface_hub.
+"""Fetch the files that a model needs from Hugging Face's hub.
 
-The cache (`models--org--name` with refs, snapshots and blobs) is shared with other programs that
-use huggingface_hub.
+The files are stored in huggingface_hub's cache (`models--org--name` with refs, snapshots, blobs).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from castiron.vmfb.archive import Part
 from castiron.vmfb.disk import reason
 from castiron.vmfb.staging import write_file
 
-# Files of a directory that are read besides its weights.
+# Files of an HF directory that castiron reads besides the weights.
 _SMALL_FILES = (CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _COMMIT = re.compile("[0-9a-f]{40}")
 # GGUF files that are not language models.
@@ -38,38 +37,35 @@ Progress = Callable[[str, float], None]
 
 
 class Unreachable(CheckpointError):
-    """The error that the hub doesn't answer; `fetch` then uses cached files."""
+    """The error for a hub that doesn't answer; `fetch` then uses cached files."""
 
 
 class HubFile(NamedTuple):
-    """A file of a repository: its size in bytes, and the sha256 in hex if it is large."""
+    """A file of a repository."""
 
     size: int
-    sha256: str | None
+    sha256: str | None  # in hex; small files have none
 
 
 def fetch(name: HubName, progress: Progress | None = None) -> Path:
-    """Fetch the missing files of a model; return the path of its snapshot, or of its GGUF file, in
-    the hub's cache.
+    """Fetch the missing files of a model, and return the path of its snapshot or GGUF file.
 
     `progress` gets ("fetch", share done). If the hub can't be reached, the cached files are used.
-    Raises CheckpointError for a model that doesn't exist, is gated, or differs from the hub's
-    sha256; PipelineError for a full disk.
+    CheckpointError for a model that doesn't exist, is gated, or differs from the hub's sha256.
     """
     try:
         return _fetch(name, progress or (lambda stage, done: None))
     except Unreachable as error:
         path = cached(name)
         if path is None:
-            raise CheckpointError(
-                f"{name}: no such file or directory; {error}, and {cache_folder()} lacks files of it"
-            ) from None
+            lacking = f"{error}, and {cache_folder()} lacks files of it"
+            raise CheckpointError(f"{name}: no such file or directory; {lacking}") from None
         print_message(f"{error}; using the files of {name} in {cache_folder()}")
         return path
 
 
 def cached(name: HubName) -> Path | None:
-    """Return the path of the model in the hub's cache, None if files are missing."""
+    """Return the path of the model in the hub's cache; None if files are missing."""
     folder = folder_of(name.repository)
     try:
         commit = (folder / "refs" / name.revision).read_text(errors="replace").strip() or name.revision
@@ -86,11 +82,9 @@ def cached(name: HubName) -> Path | None:
 
 
 def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | None:
-    """Return the path of the GGUF file that `name` means; None if the repository has a model in
-    safetensors.
+    """Return the path of the GGUF file that `name` means; None for a model in safetensors.
 
     sizes: size in bytes of each file of the repository. repository: its name in errors.
-    CheckpointError if no model, or several GGUF files, match.
     """
     files = {file: size for file, size in sizes.items() if file.endswith(".gguf") and not _NOT_A_MODEL.search(file)}
     by_size = sorted(files.items(), key=lambda item: item[1])
@@ -104,7 +98,9 @@ def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | No
             raise CheckpointError(f"{repository} has several GGUF files; choose one with --file, or as {name}:Q4_K_M: {listed}")
         if "adapter_config.json" in sizes:
             raise CheckpointError(f"{repository} is an adapter, not a model; give its base model, and this with --adapter DIR")
-        raise CheckpointError(f"{repository} has neither {CONFIG} with {SINGLE} or {INDEX}, nor a GGUF file")
+        raise CheckpointError(
+            f"{repository} has neither {CONFIG} with {SINGLE} or {INDEX}, nor a GGUF file; choose one that has"
+        )
     matching = [file for file in files if _matches(file, name.wanted)]
     if len(matching) == 1:
         return matching[0]
@@ -113,9 +109,7 @@ def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | No
 
 
 def _matches(file: str, wanted: str) -> bool:
-    """Return whether `wanted` is the file's path, its name, or the end of the name without .gguf,
-    such as Q4_K_M.
-    """
+    """Return whether `wanted` is the file's path, name, or the end of its stem, such as Q4_K_M."""
     if wanted.endswith(".gguf"):
         return wanted in (file, PurePosixPath(file).name)
     stem = PurePosixPath(file).stem.lower()
@@ -124,22 +118,22 @@ def _matches(file: str, wanted: str) -> bool:
 
 
 def _fetch(name: HubName, progress: Progress) -> Path:
+    """Ask the hub which files the model has, and download the missing ones."""
     commit, files = _repository_files(name)
     snapshot = folder_of(name.repository) / "snapshots" / commit
     file = chosen(name, {path: entry.size for path, entry in files.items()}, name.repository)
     if file is not None:
         weights = [file]
-    elif SINGLE in files:
-        weights = [*(small for small in _SMALL_FILES if small in files), SINGLE]
     else:
-        _download(name, snapshot, {small: files[small] for small in (*_SMALL_FILES, INDEX) if small in files})
-        weights = [*shards_of(snapshot)]
+        small = _SMALL_FILES if SINGLE in files else (*_SMALL_FILES, INDEX)
+        _download(name, snapshot, {path: files[path] for path in small if path in files})
+        weights = [SINGLE] if SINGLE in files else [*shards_of(snapshot)]
         if absent := [shard for shard in weights if shard not in files]:
-            raise CheckpointError(f"{name} lacks {absent[0]}, which {INDEX} names")
+            raise CheckpointError(f"{name} lacks {absent[0]}, which its {INDEX} names; choose another revision")
     _download(name, snapshot, {path: files[path] for path in weights}, progress)
     if name.revision != commit:
         ref = folder_of(name.repository) / "refs" / name.revision
-        # A complete cache may be read-only.
+        # A cache with all files may be read-only, so an unchanged ref is not written.
         if not ref.is_file() or ref.read_bytes() != commit.encode():
             write_file(ref, commit.encode())
     return snapshot if file is None else snapshot / file
@@ -178,29 +172,25 @@ def _download(name: HubName, snapshot: Path, files: Mapping[str, HubFile], progr
             if progress:
                 progress("fetch", min((done + size) / total, 0.999))
 
-        with _hub_errors(name), _quiet():
+        with _hub_errors(name):
             from huggingface_hub import hf_hub_download
 
             hf_hub_download(
                 name.repository, path, revision=snapshot.name, cache_dir=cache_folder(), endpoint=_endpoint(),
                 etag_timeout=_TIMEOUT, tqdm_class=lambda **_: _Bar(path, file.size, report),
             )  # fmt: skip
-        _check_sha256(name, snapshot / path, file.sha256)
+        fetched = snapshot / path
+        if file.sha256 is not None and (found := Part.of(fetched).sha256()) != file.sha256:
+            fetched.resolve().unlink()
+            fetched.unlink()
+            raise CheckpointError(f"{path} of {name} has the sha256 {found}, the hub's is {file.sha256}; try again")
         done += file.size
     if missing and progress:
         progress("fetch", 1.0)
 
 
-def _check_sha256(name: HubName, path: Path, expected: str | None) -> None:
-    if expected is None or (found := Part.of(path).sha256()) == expected:
-        return
-    path.resolve().unlink()
-    path.unlink()
-    raise CheckpointError(f"{path.name} of {name} has the sha256 {found}, the hub's is {expected}; it was removed, try again")
-
-
 class _Bar:
-    """A stand-in for a tqdm bar that passes huggingface_hub's progress to `report`."""
+    """A tqdm bar for huggingface_hub that draws nothing and passes the progress to `report`."""
 
     def __init__(self, file: str, size: int, report: Callable[[int], None]):
         self._file, self._size, self._report, self._done = file, size, report, 0
@@ -216,22 +206,10 @@ class _Bar:
 
     def update(self, count: float = 1) -> None:
         self._done += int(count)
-        # A transfer that goes on after an error may repeat a part.
+        # A transfer that continues after an error may report a part twice.
         if self._done > 2 * self._size + _MEBIBYTE:
             raise CheckpointError(f"{self._file} is longer than the {self._size} bytes that {_endpoint()} announced; try again")
         self._report(min(self._done, self._size))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence huggingface_hub's warnings about retries, which would break the progress bar."""
-    logger = logging.getLogger("huggingface_hub.file_download")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _endpoint() -> str:
@@ -240,45 +218,38 @@ def _endpoint() -> str:
 
 @contextmanager
 def _hub_errors(name: HubName) -> Iterator[None]:
-    """Convert huggingface_hub's errors to CheckpointError, or to Unreachable if the hub did not
-    answer."""
-    page = f"{_endpoint()}/{name.repository}"
+    """Convert huggingface_hub's errors to CheckpointError, or Unreachable without an answer."""
     try:
         from huggingface_hub import errors
     except ModuleNotFoundError as error:
         if error.name != "huggingface_hub":
             raise
-        raise Unreachable(
-            f"names on the hub need huggingface_hub, which is not installed ({install_command(error.name)})"
-        ) from None
+        install = install_command(error.name)
+        raise Unreachable(f"names on the hub need huggingface_hub, which is not installed ({install})") from None
+    # A retry's warning would break the progress bar.
+    logging.getLogger("huggingface_hub.file_download").setLevel(logging.ERROR)
+    repository, page = name.repository, f"{_endpoint()}/{name.repository}"
     try:
         yield
     except errors.GatedRepoError:
-        raise CheckpointError(
-            f"{name.repository} is gated; accept its licence at {page}, and set HF_TOKEN to a token of that account"
-        ) from None
+        raise CheckpointError(f"{repository} is gated; accept its licence at {page}, and set HF_TOKEN") from None
     except errors.RevisionNotFoundError:
-        raise CheckpointError(f"{name.repository} has no revision {name.revision}; see {page}/tree/main") from None
+        raise CheckpointError(f"{repository} has no revision {name.revision}; see {page}/tree/main") from None
     except errors.RepositoryNotFoundError:
-        raise CheckpointError(
-            f"{name.repository}: no such file or directory, and no public model of {_endpoint()}; check the name, or set "
-            "HF_TOKEN if it is private"
-        ) from None
+        absent = f"{repository}: no such file or directory, and no public model of {_endpoint()}"
+        raise CheckpointError(f"{absent}; check the name, or set HF_TOKEN if it is private") from None
     except errors.OfflineModeIsEnabled:
         raise Unreachable("HF_HUB_OFFLINE is set") from None
     except errors.HfHubHTTPError as error:
         raise Unreachable(f"{_endpoint()} answered {error.response.status_code}") from None
-    except (errors.HTTPError, errors.LocalEntryNotFoundError) as error:
-        raise Unreachable(f"{_endpoint()} cannot be reached ({_first_line(error.__cause__ or error)})") from None
     except ValueError as error:
-        # A name that no repository can have, or an answer that is not JSON.
+        # huggingface_hub raises this for an invalid repository name, or an answer that is not JSON.
         raise CheckpointError(f"{name} cannot be fetched: {_first_line(error)}") from None
-    except OSError as error:
-        if error.errno is not None and not isinstance(error, ConnectionError):
-            raise CheckpointError(
-                f"{name} cannot be stored in {cache_folder()}: {reason(error)}; HF_HUB_CACHE names another folder"
-            ) from None
-        raise Unreachable(f"{_endpoint()} cannot be reached ({_first_line(error)})") from None
+    except (errors.HTTPError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
+            failed = f"{name} cannot be stored in {cache_folder()}: {reason(error)}"
+            raise CheckpointError(f"{failed}; set HF_HUB_CACHE to another folder") from None
+        raise Unreachable(f"{_endpoint()} cannot be reached ({_first_line(error.__cause__ or error)})") from None
 
 
 def _first_line(error: BaseException) -> str:

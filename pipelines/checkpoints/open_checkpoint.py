@@ -4,7 +4,12 @@ import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from castiron.pipelines.checkpoints import hub
+from castiron.pipelines.checkpoints.catalogue import CATALOGUE, fetch, not_found
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError
+from castiron.pipelines.checkpoints.encoding_files import MODULES
+from castiron.pipelines.checkpoints.gguf_checkpoint import open_gguf
+from castiron.pipelines.checkpoints.hf_directory import CONFIG, open_hf_directory, shards_of
 from castiron.pipelines.locate import HubName, checkpoint_path
 from castiron.vmfb.archive import Part
 
@@ -12,48 +17,34 @@ from castiron.vmfb.archive import Part
 def open_checkpoint(
     model: str | Path, progress: Callable[[str, float], None] | None = None, ignore_keys: Sequence[str] = ()
 ) -> Checkpoint:
-    """Open a GGUF file, an HF directory, a folder of the hub's cache, or a model by catalogue or
-    hub name.
+    """Open a GGUF file, an HF directory, a folder of the hub's cache, or a model by name.
 
-    A named model is fetched if it isn't cached; `progress` gets ("fetch", share done). Tensors are
-    views of the mapped files. `ignore_keys` are left out of the config or the GGUF metadata.
-    CheckpointError if the checkpoint is missing or invalid.
+    A model of the catalogue or the hub is fetched if it isn't cached; `progress` gets ("fetch",
+    share done). ignore_keys: keys to leave out of the config or the GGUF metadata.
     """
-    # `castiron list` works without the packages that read checkpoints.
-    from castiron.pipelines.checkpoints.gguf_checkpoint import open_gguf
-    from castiron.pipelines.checkpoints.hf_directory import open_hf_directory
-
     path = find_checkpoint(model, progress)
     return open_hf_directory(path, ignore_keys) if path.is_dir() else open_gguf(path, ignore_keys)
 
 
 def find_checkpoint(model: str | Path, progress: Callable[[str, float], None] | None = None) -> Path:
-    """Return the path that `open_checkpoint` reads, after fetching a named model; CheckpointError
-    if there is none."""
-    from castiron.pipelines.checkpoints import hub
-    from castiron.pipelines.checkpoints.catalogue import CATALOGUE, fetch, not_found
-
+    """Return the path that `open_checkpoint` reads, after fetching a named model."""
     path = Path(model)
-    # A pipe is neither, and is not opened.
+    # A pipe is neither a file nor a directory; opening it could block.
     if path.is_file() or path.is_dir():
         return checkpoint_path(path)
     if str(model) in CATALOGUE:
-        return fetch(str(model), progress=progress)
-    if (name := HubName.read(str(model))) is not None:
+        return fetch(str(model), progress)
+    if name := HubName.read(str(model)):
         return hub.fetch(name, progress)
     raise not_found(model)
 
 
 def checkpoint_sha256(path: Path) -> str:
-    """Return one sha256, in hex, over all files that decide the logits.
+    """Return one sha256, in hex, over the files that decide the logits.
 
-    For a GGUF file this is the complete file; for an HF directory, config.json, the safetensors
-    files and the layers after an embedding model's pooling. CheckpointError for a file that can't
-    be read.
+    They are a GGUF file, or a directory's config.json, safetensors files, and layers after an
+    embedding model's pooling.
     """
-    from castiron.pipelines.checkpoints.encoding_files import MODULES
-    from castiron.pipelines.checkpoints.hf_directory import CONFIG, shards_of
-
     try:
         if path.is_file():
             return Part.of(path).sha256()

@@ -1,5 +1,7 @@
-"""Print an answer on stdout as it streams. At a terminal, control characters are escaped, reasoning
-is dimmed and lines break between words."""
+"""Print an answer on stdout as it streams.
+
+At a terminal, control characters are escaped, reasoning is dimmed, and lines break between words.
+"""
 
 import os
 import sys
@@ -18,18 +20,18 @@ TAB = 8
 
 
 class AnswerOutput:
-    """A writer of a streamed answer to stdout. A pipe gets the text unchanged, without
-    reasoning."""
+    """A writer of a streamed answer; a pipe gets the text unchanged, without reasoning."""
 
     def __init__(self, out: TextIO | None = None, wrap: Callable[[str], str] = str):
-        """Use `wrap` to break lines of the visible text, which excludes the escapes that dim it."""
+        """Write to `out`; wrap: breaks the lines of the visible text."""
         self.out, self.wrap = out or sys.stdout, wrap
         self.shown = self.out.isatty()
         self.dims = self.shown and os.environ.get("TERM") != "dumb"
-        # The last text was reasoning, and the answer has not begun.
+        # Whether the last text was reasoning, and the answer has not begun.
         self.thinking = False
 
     def write(self, part: str) -> None:
+        """Print a part of the answer; `Reasoning` is dimmed, or left out of a pipe."""
         text = sanitised(part) if self.shown else part
         if isinstance(part, Reasoning):
             self.thinking = True
@@ -46,10 +48,9 @@ class AnswerOutput:
 
 
 class Wrapper:
-    """A line breaker that works on a stream: it erases a word that does not fit and writes it again
-    on the next line.
+    """Break the lines of a stream: erase a word that does not fit, and write it on the next line.
 
-    Code between fences is left to the terminal, so that it can be copied.
+    Code between fences is not changed, so that it can be copied.
     """
 
     def __init__(self) -> None:
@@ -61,8 +62,7 @@ class Wrapper:
         self.code = False
 
     def wrap(self, text: str, columns: int) -> str:
-        """Return the characters to write for the next `text`: `text` itself if `columns` is below
-        `MIN_COLUMNS`."""
+        """Return what to write for the next `text`; columns: width of the terminal in cells."""
         if columns < MIN_COLUMNS:
             return text
         return "".join(self._character(character, columns) for character in text)

@@ -1,34 +1,24 @@
 """Run the requests of a file, as many at once as the bundle's batch functions have slots.
 
-A record is a prompt (text or token ids) or messages, with other columns, which are kept; or a
-request in OpenAI's batch format (custom_id, method, url and body). IN is JSON lines, also gzipped,
-Parquet, or - for stdin; OUT likewise, by its extension.
+A record is a prompt (text or token ids) or messages, with other columns, which its result keeps; or
+a request in OpenAI's batch format (custom_id, method, url and body). IN and OUT are JSON lines,
+gzipped JSON lines or Parquet, by their extension; - is JSON lines on stdin or stdout.
 
-A record that fails has an error in its own result. OUT appears when all records are done; until
-then results are in OUT.journal. The same command continues an interrupted job, and runs again only
-the records that changed.
+If a record fails, its result has the error. OUT appears when all records are done; until then the
+results are in OUT.journal. The same command continues an interrupted job, and computes only records
+that are new or have changed.
 """
 
 import argparse
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from castiron.pipelines.cli.options import (
-    DRAWING,
-    add_model,
-    add_options,
-    add_sampling_options,
-    length_of,
-    open_model,
-    prefix_store,
-    read_schema,
-    sampling_of,
-)
+from castiron.pipelines.cli import options
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.terminal import Progress, counted, print_message
 
@@ -41,24 +31,22 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 examples:
   castiron batch build/model prompts.jsonl -o answers.jsonl -n 200
-  castiron batch build/model prompts.parquet -o answers.parquet --ordered
-  castiron batch build/model requests.jsonl -o results.jsonl.gz --json
   cat prompts.jsonl | castiron batch build/model - -o - | grep Paris
   castiron batch build/model prompts.jsonl -o answers.jsonl --ray head:6379
   castiron batch build/embeddinggemma-300m texts.jsonl -o vectors.parquet --embed
 
-Greedy unless --temperature is given. Each record has its own seed, made from --seed and its number,
-so that the same job gives the same results.
+Each record has its own seed, made from --seed and its number: the same job gives the same results.
 
 A result has generated (text), finish_reason, prompt_tokens, generated_tokens, error, and
 reasoning_content of a reasoning model; with --embed: embedding, prompt_tokens, truncated and error.
 
---json prints one object: rows, before (of them done by an earlier run), failed, prompt_tokens,
-generated_tokens, cached_tokens (of the prompts, found in the cache), seconds, tok_s, output.
+--json prints one object: rows (number of records), before (done by an earlier run), failed,
+prompt_tokens, generated_tokens, cached_tokens (of the prompts), duplicates (records with the
+custom_id of an earlier one), seconds, tok_s, output.
 """
 # Seconds between two progress lines where stderr is not a terminal.
 REPORT_SECONDS = 60.0
-# Options that change answers, besides the seed and the schema: they are part of a record's key.
+# Options that change answers, without seed and schema: they are part of a record's key.
 ANSWER_OPTIONS = {
     "max_tokens", "ignore_eos", "system", "raw", "template_arg", "temperature", "top_k", "top_p", "min_p", "repeat_penalty",
     "stop", "repetition_stop", "embed", "prompt_name", "dimensions", "name",
@@ -66,23 +54,23 @@ ANSWER_OPTIONS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
+    options.add_model(parser)
     parser.add_argument("input", metavar="IN", help="records: .jsonl, .jsonl.gz or .parquet; - is JSON lines on stdin")
     parser.add_argument("-o", "--output", metavar="OUT", required=True,
                         help="results, in the same formats; - is stdout, which cannot be continued")  # fmt: skip
     parser.add_argument("--ordered", action="store_true", help="write results in the order of the records")
-    add_options(parser, "-n --max-tokens", "-c --context", "--threads")
+    options.add_options(parser, "-n --max-tokens", "-c --context", "--json")
     parser.add_argument("--ray", metavar="ADDRESS", help="run on a Ray cluster: host:port, auto, or local")
-    add_options(parser, "--json")
     group = parser.add_argument_group("prompt")
     group.add_argument("--system", metavar="TEXT", help="system message before each prompt")
-    add_options(group, "--raw", "--template-arg", "--ignore-eos", "--json-schema")
+    options.add_options(group, "--raw", "--template-arg", "--ignore-eos", "--json-schema")
     group.add_argument("--name", metavar="NAME", help="the model's name in OpenAI's requests (default: the bundle's)")
-    add_options(group, "--prefix-cache", "--prefix-cache-size")
-    add_sampling_options(parser, speculates=False)
+    options.add_options(group, "--prefix-cache", "--prefix-cache-size")
+    options.add_sampling_options(parser, speculates=False)
     group = parser.add_argument_group("embedding models")
     group.add_argument("--embed", action="store_true", help="compute the vector of each record's text, prompt or input")
-    add_options(group, "--prompt-name", "--dimensions")
+    options.add_options(group, "--prompt-name", "--dimensions")
+    options.add_loading(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -99,9 +87,9 @@ def main(args: argparse.Namespace) -> int:
         raise PipelineError(f"output is the input: {args.output}; give another file")
     if output is None:
         print_message("results on stdout are not stored: if this job is interrupted, the next run starts from the beginning")
-    rows, args.json_schema = open_rows(args.input), read_schema(args.json_schema)
+    rows, args.json_schema = open_rows(args.input), options.read_schema(args.json_schema)
     try:
-        with engine(args, open_model(args.bundle, args)) as (key, answer), Progress() as progress:
+        with engine(args, options.open_model(args.bundle, args)) as (key, answer), Progress() as progress:
             summary = run_job(rows, key, answer, output, ordered=args.ordered, report=progress_reporter(progress))
     except KeyboardInterrupt:
         if output:
@@ -111,14 +99,14 @@ def main(args: argparse.Namespace) -> int:
         print_message(f"{counted(summary.duplicates, 'row')} with a custom_id of an earlier row")
     print_message(summary_line(summary) + (f"; results in {output}" if output else ""))
     if args.json:
-        print(json.dumps(summary_json(summary) | {"output": args.output}))
+        rounded = {"seconds": round(summary.seconds, 3), "tok_s": round(summary.tokens_per_second, 1), "output": args.output}
+        print(json.dumps(asdict(summary) | rounded))
     return 0
 
 
 @contextlib.contextmanager
 def engine(args: argparse.Namespace, bundle: "Bundle") -> "Iterator[tuple[Callable[[Row], str], Answer]]":
-    """Yield a function that makes a record's key and one that answers records, here or on a Ray
-    cluster."""
+    """Yield a function that returns a record's key, and one that answers records."""
     from castiron.pipelines.batch.job import answering
 
     if args.ray is None:
@@ -134,11 +122,10 @@ def engine(args: argparse.Namespace, bundle: "Bundle") -> "Iterator[tuple[Callab
 
 
 def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "tuple[Requests, Engine | None]":
-    """Return the object that makes requests from records with these options, and the engine that
-    runs them.
+    """Return the object that makes requests from records, and the engine that runs them.
 
-    The engine is None for embeddings and if `runs` is false. args.json_schema is the schema itself,
-    not its path.
+    The engine is None for embeddings, and if `runs` is false. args.json_schema is the schema, not
+    its path.
     """
     from castiron.pipelines.batch.rows import Requests, identity
     from castiron.pipelines.engine.engine import Engine
@@ -147,28 +134,29 @@ def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "t
     # An actor opens the bundle itself.
     bundle = bundle if args.context is None else bundle.with_context(args.context)
     manifest, seed = bundle.manifest, args.seed or 0
-    options = {name: value for name, value in vars(args).items() if name in ANSWER_OPTIONS}
-    job_identity = identity(manifest, options | {"seed": seed, "json_schema": args.json_schema})
+    given = {name: value for name, value in vars(args).items() if name in ANSWER_OPTIONS}
+    job_identity = identity(manifest, given | {"seed": seed, "json_schema": args.json_schema})
     if args.embed or manifest.encoder:
         return Requests(*embedding_rows(args, bundle), job_identity, seed), None
     requests = Requests(*text_rows(args, bundle), job_identity, seed)
     if not runs:
         return requests, None
     print_memory(manifest, slots_of(manifest))
-    return requests, Engine(bundle, args.threads, store=prefix_store(args, manifest), fill_slots=True)
+    return requests, Engine(bundle, args.threads, store=options.prefix_store(args, manifest), fill_slots=True)
 
 
 def text_rows(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Kind, Callable[[], Kind]]":
-    """Return the `Kind` of records with a prompt or messages, and a function that makes the `Kind`
-    of records in OpenAI's batch format."""
+    """Return the `Kind` of records with a prompt or messages, and a function that returns the
+    `Kind` of records in OpenAI's batch format."""
     from castiron.pipelines.batch.openai_batch import OpenAI
     from castiron.pipelines.batch.plain_rows import PromptOptions, Prompts
     from castiron.pipelines.text.tokenizer import load_tokenizer
 
     if args.prompt_name or args.dimensions:
         raise PipelineError("--prompt-name and --dimensions need --embed; add it, or remove them")
-    # Each record's seed is made from the job's; this checks the range of the job's.
-    sampling, (max_tokens, default) = sampling_of(argparse.Namespace(**vars(args) | {"seed": None})), length_of(args.max_tokens)
+    # Each record gets its own seed; this checks the range of --seed.
+    unseeded = argparse.Namespace(**vars(args) | {"seed": None})
+    sampling, (max_tokens, default) = options.sampling_of(unseeded), options.length_of(args.max_tokens)
     replace(sampling, seed=args.seed)
     text, schema = load_tokenizer(bundle, dict(args.template_arg)), args.json_schema
     wanted = PromptOptions(
@@ -177,7 +165,7 @@ def text_rows(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Kind, Callab
     )  # fmt: skip
 
     def openai() -> "Kind":
-        defaults = {name: getattr(args, name) for name in (*DRAWING, "temperature", "repeat_penalty") if name != "seed"}
+        defaults = {name: getattr(args, name) for name in (*options.DRAWING, "temperature", "repeat_penalty") if name != "seed"}
         defaults |= {name: getattr(args, name) or None for name in ("ignore_eos", "repetition_stop", "stop")}
         defaults["max_tokens"] = None if args.max_tokens == -1 else args.max_tokens
         if schema is not None:
@@ -189,8 +177,7 @@ def text_rows(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Kind, Callab
 
 
 def embedding_rows(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Kind, Callable[[], Kind]]":
-    """Return the `Kind` of records with a text to embed, and a function that makes the `Kind` of
-    records in OpenAI's batch format."""
+    """Return the `Kind` of records with a text to embed, and a function as from `text_rows`."""
     from castiron.pipelines.batch.openai_batch import OpenAI
     from castiron.pipelines.batch.plain_rows import Embeddings
     from castiron.pipelines.text.embedder import Embedder
@@ -204,13 +191,13 @@ def embedding_rows(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Kind, C
 
 
 def names(args: argparse.Namespace, bundle: "Bundle") -> list[str]:
-    """Return the model's names for requests, as in castiron serve."""
+    """Return the names of the model in requests, as in castiron serve."""
     own = [bundle.manifest.name, bundle.path.resolve().name.removesuffix(".castiron")]
     return [args.name] if args.name else list(dict.fromkeys(own))
 
 
 def progress_reporter(progress: Progress) -> "Callable[[Summary, float | None], None]":
-    """Return a callback for the summary and the share done: a bar at a terminal, else lines."""
+    """Return a callback that reports progress: with a bar at a terminal, else in lines."""
     last = time.monotonic()
 
     def report(summary: "Summary", share: float | None) -> None:
@@ -230,6 +217,7 @@ def progress_reporter(progress: Progress) -> "Callable[[Summary, float | None], 
 
 
 def summary_line(summary: "Summary") -> str:
+    """Format the counts of a job."""
     counts = [f"{number:,} {what}" for number, what in ((summary.failed, "failed"), (summary.before, "done before")) if number]
     rows = counted(summary.rows, "row") + (f" ({', '.join(counts)})" if counts else "")
     cached = f" ({summary.cached_tokens:,} cached)" if summary.cached_tokens else ""
@@ -237,12 +225,3 @@ def summary_line(summary: "Summary") -> str:
         f"{rows}; prompts {summary.prompt_tokens:,} tokens{cached}, answers {summary.generated_tokens:,}, in "
         f"{summary.seconds:,.1f} s: {summary.tokens_per_second:,.1f} tok/s"
     )
-
-
-def summary_json(summary: "Summary") -> Mapping[str, Any]:
-    """Return the object that --json prints."""
-    return {
-        "rows": summary.rows, "before": summary.before, "failed": summary.failed, "prompt_tokens": summary.prompt_tokens,
-        "generated_tokens": summary.generated_tokens, "cached_tokens": summary.cached_tokens,
-        "seconds": round(summary.seconds, 3), "tok_s": round(summary.tokens_per_second, 1),
-    }  # fmt: skip

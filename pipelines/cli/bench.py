@@ -1,16 +1,13 @@
-"""Measure the speed of a bundle: decode, prefill, time to first token and memory, against the
-machine's limits and peers.
+"""Measure decode and prefill speed, time to first token and memory, beside the machine's limits.
 
---shape measures a random checkpoint of a known model's shape instead; it is written and compiled
-once, in the cache. --kernel times one kernel on weights larger than any cache. Engines run in
-processes of their own and take turns; the first turn warms up and the result is the median of the
-others. Read bandwidth and f32 peak are measured between the turns.
+--shape measures a random checkpoint of a known model's shape instead of a bundle; it is written and
+compiled once, in the cache. --kernel times one kernel on weights larger than the CPU's caches.
+Engines run in processes of their own and take turns: the first turn warms up, and the result is the
+median of the others. Read bandwidth and f32 peak are measured between turns.
 """
 
 import argparse
 import json
-from collections.abc import Callable
-from typing import Any
 
 from castiron.pipelines.cli.options import add_options
 from castiron.pipelines.compile.open_model import require_generation
@@ -26,8 +23,7 @@ CONTEXT = 4096
 
 EXAMPLES = f"""\
 examples:
-  castiron bench build/model
-  castiron bench build/model --threads 2 --prompt 512 --gen 64 --against llama.cpp,hf --json
+  castiron bench build/model --against llama.cpp,hf
   castiron bench --shape llama-3.2-1b --codec q4_k --numerics fast --against llama.cpp -o today.json
   castiron bench --kernel gemm --codec q4_k --shape 4096x4096 --tokens 128
 
@@ -39,19 +35,26 @@ examples:
 decode_roofline (share of the read bandwidth), prefill_peak_share (of the f32 peak), ttft_ms (from
 process start to the first token after a 32-token prompt), rss_mb (peak) and runs (median, min, max,
 values); machine with read_gb_s and peak_gflop_s; ratios (above 1: castiron is better); settings;
-missing (peers that could not be measured, and why); notes. A share of unknown work is null. With
---kernel: kernel, us (a call without overhead_us, the cost of an empty call), calls, bytes, flops,
-gb_s, gflop_s, bound (memory, compute or cache), limit_share (null in cache), runs, machine,
+missing (peers that could not be measured, and why); notes. A share of unknown work is null.
+With --kernel: kernel, us (a call without overhead_us, the time of an empty call), calls, bytes,
+flops, gb_s, gflop_s, bound (memory, compute or cache), limit_share (null in cache), runs, machine,
 settings.
 """
 NAMES = ("llama.cpp", "hf")
+# What is measured -> options that have no effect on it.
+NOT_FOR = {
+    "a kernel": ("against", "checkpoint"),
+    "a random model": ("tokens", "checkpoint"),
+    "a compiled bundle": ("tokens", "codec", "numerics", "context", "cache"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", metavar="DIR", nargs="?", help="the bundle")
     parser.add_argument("--against", type=peers, default=(), metavar="NAMES", help="engines to compare with: llama.cpp,hf")
-    add_options(parser, "--checkpoint", "--threads", "--json")
+    add_options(parser, "--json")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the JSON object to a file too")
+    add_options(parser, "--threads", "--checkpoint")
     group = parser.add_argument_group("work")
     group.add_argument("--prompt", type=int, default=512, metavar="N", help="tokens to prefill (default: 512)")
     group.add_argument("--gen", type=int, default=64, metavar="N", help="tokens to decode (default: 64)")
@@ -61,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--shape", metavar="NAME", help="random model of this shape; with --kernel, its sizes")
     group.add_argument("--kernel", metavar="NAME", help=f"one kernel: {', '.join(list(KINDS)[:4])}, ...")
     group.add_argument("--codec", metavar="TYPE", help="type of the weights (default: q4_k, mixed as Q4_K_M; of a kernel f32)")
-    add_options(group, "--numerics", help="as in castiron compile (default: exact)")
+    add_options(group, "--numerics", default=None, help="as in castiron compile (default: exact)")
     add_options(group, "--context", help=f"positions of the KV cache (default: {CONTEXT})")
     add_options(group, "--cache", default=None, help="type of the KV cache (default: f32)")
     group.add_argument("--tokens", type=int, metavar="N", help="tokens that a kernel processes at once")
@@ -76,19 +79,32 @@ def peers(text: str) -> tuple[str, ...]:
 
 
 def main(args: argparse.Namespace) -> int:
-    from castiron.pipelines.evaluate import bench
+    from castiron.pipelines.evaluate import bench, bench_kernel
     from castiron.pipelines.evaluate.bench_engines import Settings
+    from castiron.pipelines.evaluate.machine import Machine
     from castiron.vmfb.bundle import open_bundle
     from castiron.vmfb.cpu import physical_cores
 
     check(args)
     settings = Settings(args.threads or physical_cores(), args.prompt, args.gen, args.depth, args.rounds)
-    if args.kernel:
-        return kernel(settings, args)
-    bundle = compiled_shape(settings, args) if args.shape else require_generation(open_bundle(args.bundle))
     with Progress() as progress:
-        result = bench.bench(bundle, settings, args.against, args.checkpoint, progress)
-    return publish(result, bench.table, args)
+        if args.kernel:
+            run = bench_kernel.kernel_run(
+                args.kernel, args.shape, args.tokens, args.codec or "f32", args.numerics or "exact", settings.threads,
+                args.context or CONTEXT, args.cache or "f32",
+            )  # fmt: skip
+            progress("compiling the probes of the machine", 0.0)
+            result = bench_kernel.measure(run, settings.rounds, Machine(settings.threads), progress)
+            table = bench_kernel.table
+        else:
+            shape = args.shape and compiled_shape(settings, args, progress)
+            bundle = shape or require_generation(open_bundle(args.bundle))
+            result = bench.bench(bundle, settings, args.against, args.checkpoint, progress)
+            table = bench.table
+    if args.output:
+        write_text(args.output, json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result) if args.json else table(result))
+    return 0
 
 
 def check(args: argparse.Namespace) -> None:
@@ -99,56 +115,26 @@ def check(args: argparse.Namespace) -> None:
         raise PipelineError("nothing to measure; give a bundle DIR, --shape NAME, or --kernel with its --shape")
     if args.bundle is not None and args.shape:
         raise PipelineError(f"--shape and {args.bundle} exclude each other; remove one")
-    for_model = {"--against": args.against, "--checkpoint": args.checkpoint}
-    for_shape = {"--codec": args.codec, "--context": args.context is not None, "--cache": args.cache,
-                 "--numerics": args.numerics != "exact"}  # fmt: skip
-    for subject, options in (
-        ("a compiled bundle", {} if args.shape else for_shape),
-        ("anything but a kernel", {} if args.kernel else {"--tokens": args.tokens is not None}),
-        ("a kernel", for_model if args.kernel else {}),
-        ("a random model", {"--checkpoint": args.checkpoint} if args.shape else {}),
-    ):
-        if given := [name for name, value in options.items() if value]:
-            raise PipelineError(f"{given[0]} does not apply to {subject}; remove it")
+    subject = "a kernel" if args.kernel else "a random model" if args.shape else "a compiled bundle"
+    for name in NOT_FOR[subject]:
+        if getattr(args, name):
+            raise PipelineError(f"--{name} does not apply to {subject}; remove it")
     for name, minimum in (("threads", 1), ("prompt", 1), ("gen", 1), ("depth", 0), ("rounds", 1), ("context", 1)):
         value = getattr(args, name)
         if value is not None and value < minimum:
             raise PipelineError(f"--{name} is {value}; it must be at least {minimum}")
 
 
-def compiled_shape(settings, args: argparse.Namespace):
-    """Return the bundle of a random checkpoint with a known model's shape; both stay in the
-    cache."""
+def compiled_shape(settings, args: argparse.Namespace, progress: Progress):
+    """Return the bundle of a random checkpoint with a known model's shape; both are cached."""
     from castiron.pipelines.compile.open_model import open_or_compile
     from castiron.pipelines.compile.options import Options
     from castiron.pipelines.evaluate.random_checkpoint import DEFAULT_CODEC, random_checkpoint
 
-    with Progress() as progress:
-        checkpoint, weights = random_checkpoint(args.shape, args.codec or DEFAULT_CODEC, progress)
-    options = {"numerics": args.numerics, "cache": args.cache or "f32", "threads": args.threads}
+    checkpoint, weights = random_checkpoint(args.shape, args.codec or DEFAULT_CODEC, progress)
+    options = {"numerics": args.numerics or "exact", "cache": args.cache or "f32", "threads": args.threads}
     # Batch and verify functions are not measured.
     context = args.context or max(CONTEXT, settings.context)
-    return open_or_compile(checkpoint, Options(context, weights, batch=(), speculate=(), **options), announce=True)
-
-
-def kernel(settings, args: argparse.Namespace) -> int:
-    """Measure the kernel that --kernel names, and publish the result."""
-    from castiron.pipelines.evaluate import bench_kernel
-    from castiron.pipelines.evaluate.machine import Machine
-
-    run = bench_kernel.kernel_run(
-        args.kernel, args.shape, args.tokens, args.codec or "f32", args.numerics, settings.threads, args.context or CONTEXT,
-        args.cache or "f32",
-    )  # fmt: skip
-    with Progress() as progress:
-        progress("compiling the probes of the machine", 0.0)
-        result = bench_kernel.measure(run, settings.rounds, Machine(settings.threads), progress)
-    return publish(result, bench_kernel.table, args)
-
-
-def publish(result: dict[str, Any], table: Callable[[dict[str, Any]], str], args: argparse.Namespace) -> int:
-    """Print the result, and write it to --output if given."""
-    if args.output:
-        write_text(args.output, json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result) if args.json else table(result))
-    return 0
+    return open_or_compile(
+        checkpoint, Options(context=context, weights=weights, batch=(), speculate=(), **options), announce=True
+    )

@@ -1,12 +1,11 @@
-"""List and clear the files that castiron caches, and add the state of a long system message to a
-prefix cache.
+"""List and clear the files that castiron caches, or add a long system message to a prefix cache.
 
-The folder is $CASTIRON_CACHE, else $XDG_CACHE_HOME/castiron, else ~/.cache/castiron. Everything in
-it can be made again.
+The folder is $CASTIRON_CACHE, else $XDG_CACHE_HOME/castiron, else ~/.cache/castiron. castiron can
+make all files again, except the history of chats.
 
-castiron cache add BUNDLE FILE --prefix-cache DIR reads FILE as the system message of later
-conversations (with --raw: as the prefix of plain text) and stores the bundle's state in DIR, for
-run, chat and serve with the same option.
+castiron cache add BUNDLE FILE --prefix-cache DIR computes the bundle's state after the system
+message in FILE (with --raw: after plain text), and stores it in DIR. run, chat and serve reuse it
+with the same option.
 """
 
 import argparse
@@ -29,9 +28,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 examples:
   castiron cache
-  castiron cache clear
   castiron cache clear compile unpacked --older-than 30
-  CASTIRON_CACHE=/data/castiron castiron cache --json
   castiron cache add build/model system.txt --prefix-cache states
 
 models      checkpoints fetched by name
@@ -54,21 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", nargs="?", choices=("list", "clear", "add"), default="list", help="default: list")
     parser.add_argument("words", nargs="*", metavar="KIND|BUNDLE FILE",
                         help="list, clear: kinds, as below (default: all); add: a bundle and a text file")  # fmt: skip
-    parser.add_argument("--older-than", type=days, metavar="DAYS", help="clear files that were not used for so many days")
+    parser.add_argument("--older-than", type=float, metavar="DAYS", help="clear files that were not used for so many days")
     add_options(parser, "--json")
     group = parser.add_argument_group("castiron cache add")
     add_options(group, "--prefix-cache", "--prefix-cache-size", "--raw", "--template-arg", "--threads")
-
-
-def days(text: str) -> float:
-    """Parse a number of days, 0 or more."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
-    if not 0 <= found < float("inf"):
-        raise argparse.ArgumentTypeError(f"invalid number of days: {text!r}")
-    return found
 
 
 def main(args: argparse.Namespace) -> int:
@@ -76,6 +62,8 @@ def main(args: argparse.Namespace) -> int:
         return add(args)
     if unknown := [word for word in args.words if word not in KINDS]:
         args.parser.error(f"argument KIND: {unknown[0]!r} is not one of {', '.join(KINDS)}")
+    if args.older_than is not None and not 0 <= args.older_than < float("inf"):
+        args.parser.error(f"argument --older-than: invalid number of days: {args.older_than:g}")
     clears = args.action == "clear"
     kinds = tuple(dict.fromkeys(args.words)) or tuple(kind for kind in KINDS if not (clears and kind in cache.PRECIOUS))
     if args.older_than is not None and not clears:
@@ -96,12 +84,13 @@ def main(args: argparse.Namespace) -> int:
 
 
 def usage_json(row: cache.Usage) -> dict:
+    """Return the entry for one kind of cached files in the object that --json prints."""
     newest = None if row.newest is None else time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(row.newest))
     return {"kind": row.kind, "about": KINDS[row.kind], "files": row.files, "bytes": row.bytes, "newest": newest}
 
 
 def add(args: argparse.Namespace) -> int:
-    """Store the state of the model after a prefix, for --prefix-cache."""
+    """Store the model's state after a prefix in the folder --prefix-cache."""
     if len(args.words) != 2 or args.prefix_cache is None:
         args.parser.error("add needs a bundle, a file and --prefix-cache DIR")
     from castiron.pipelines.cli.run import decoded
@@ -126,8 +115,10 @@ def add(args: argparse.Namespace) -> int:
 
 
 def prefix_tokens(text: "Tokenizer", prefix: str, raw: bool) -> "np.ndarray":
-    """Return the token ids, i32 [n], that every conversation with this system message begins with;
-    with `raw`, every text that begins with this text."""
+    """Return the first token ids, i32 [n], of every conversation with this system message.
+
+    raw: of every text that begins with this text.
+    """
     import numpy as np
 
     from castiron.pipelines.engine.context import common_prefix
@@ -137,6 +128,6 @@ def prefix_tokens(text: "Tokenizer", prefix: str, raw: bool) -> "np.ndarray":
         return np.array(text.encode(prefix)[:-1], np.int32)
     # A shell also strips the last line feed from --system "$(cat FILE)".
     system = {"role": "system", "content": prefix.rstrip("\n")}
-    # Two questions with different first letters.
+    # Questions with different first letters: the common first tokens are those of the prefix.
     prompts = [np.array(text.encode_chat([system, {"role": "user", "content": q}]), np.int32) for q in ("A", "7")]
     return prompts[0][: common_prefix(*prompts)]

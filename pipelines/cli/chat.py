@@ -1,9 +1,8 @@
-"""Have a conversation in the model's chat template. The KV cache is kept: a turn costs only its own
-tokens.
+"""Have a conversation in the model's chat template; a turn computes only its own tokens.
 
 /help lists the commands: /retry, /undo, /set, /reset, /save, /load, /quit. Ctrl-C stops an answer
-and Ctrl-D ends the chat. When the context is full, the oldest turns are dropped with a note; the
-system message stays.
+and Ctrl-D ends the chat. If the context is full, the oldest turns are dropped with a message, and
+the system message stays.
 """
 
 import argparse
@@ -16,15 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from castiron.pipelines.cli.options import (
-    DRAWING,
-    add_model,
-    add_options,
-    add_sampling_options,
-    length_of,
-    open_engine,
-    sampling_of,
-)
+from castiron.pipelines.cli import options
 from castiron.pipelines.errors import PipelineError, error_message
 from castiron.pipelines.terminal import Progress, counted, print_message
 
@@ -34,14 +25,12 @@ if TYPE_CHECKING:
 EXAMPLES = '''\
 examples:
   castiron chat smollm2-135m-instruct
-  castiron chat build/model
   castiron chat model.castiron --system "Answer in one sentence." --temperature 0.7 --seed 1
   printf 'What is the capital of France?\\nAnd of Italy?\\n' | castiron chat build/model
 
 Answers go to stdout, messages to stderr. A paste is one message, and so are the lines between two
-"""; a line that ends in \\ continues on the next one. What is typed at a terminal is stored in
-chat/history in castiron's cache folder ($CASTIRON_CACHE, else $XDG_CACHE_HOME/castiron, else
-~/.cache/castiron).
+"""; a line that ends in \\ continues on the next one. Typed messages are stored in chat/history in
+castiron's cache folder ($CASTIRON_CACHE, else $XDG_CACHE_HOME/castiron, else ~/.cache/castiron).
 '''
 PROMPT, MORE = "> ", ". "
 BLOCK = '"""'
@@ -67,15 +56,16 @@ NONE = "none"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
+    options.add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message before the conversation")
     parser.add_argument("--load", metavar="FILE", help="continue a conversation that /save wrote")
-    add_options(parser, "-n --max-tokens", "-c --context", "--threads")
+    options.add_options(parser, "-n --max-tokens", "-c --context")
     parser.add_argument("--no-history", action="store_true", help="neither read nor store what is typed")
     parser.add_argument("--quiet", action="store_true", help="do not print speed and context after each answer")
     group = parser.add_argument_group("prompt")
-    add_options(group, "--template-arg", "--parse-special", "--prefix-cache", "--prefix-cache-size")
-    add_sampling_options(parser, model_default=True)
+    options.add_options(group, "--template-arg", "--parse-special", "--prefix-cache", "--prefix-cache-size")
+    options.add_sampling_options(parser, model_default=True)
+    options.add_loading(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -83,9 +73,9 @@ def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.text.tokenizer import load_tokenizer
     from castiron.vmfb.cache import cache_root
 
-    max_tokens, default = length_of(args.max_tokens)
-    bundle, engine = open_engine(args)
-    sampling = sampling_of(args, bundle.manifest.generation)
+    max_tokens, default = options.length_of(args.max_tokens)
+    bundle, engine = options.open_engine(args)
+    sampling = options.sampling_of(args, bundle.manifest.generation)
     text = load_tokenizer(bundle, dict(args.template_arg), args.parse_special)
     if text.chat_template is None:
         raise PipelineError(f"{bundle.path} has no chat template; castiron run --raw continues plain text")
@@ -102,7 +92,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 class Console:
-    """The loop of a chat: messages from stdin, answers to stdout, everything else to stderr."""
+    """The loop of a chat: it reads messages from stdin, and prints answers to stdout."""
 
     def __init__(self, chat: "Chat", quiet: bool = False, history: Path | None = None):
         self.chat, self.quiet = chat, quiet
@@ -176,8 +166,10 @@ class Console:
         print_message(f"{counted(len(self.chat.messages), 'message')} {where} {path}")
 
     def answer(self, ask: Callable[[Callable[[int, int], None]], Iterator[str]]) -> None:
-        """Print the answer that `ask` streams; `ask` gets a callback for the progress of
-        prefill."""
+        """Print the answer that `ask` streams.
+
+        `ask`: takes a callback for the progress of prefill and returns an iterator of text.
+        """
         from castiron.pipelines.cli.answer_output import AnswerOutput, Wrapper, columns
 
         chat, wrapper = self.chat, Wrapper()
@@ -208,8 +200,7 @@ class Console:
             self._print_speed()
 
     def _print_speed(self) -> None:
-        """Print the speed, the used positions of the context and the reason why the answer ended,
-        dimmed at a terminal."""
+        """Print the speed, the used positions of the context, and why the answer ended."""
         from castiron.pipelines.cli.run import rate
 
         chat, stream = self.chat, self.chat.stream
@@ -246,13 +237,13 @@ def change(chat: "Chat", name: str, value: str) -> None:
     if name == "system":
         chat.instruct(None if value == NONE else value)
     elif name == "max-tokens":
-        chat.max_tokens, chat.usual_tokens = length_of(int(_number(name, value, int)))
+        chat.max_tokens, chat.usual_tokens = options.length_of(int(_number(name, value, int)))
     elif name in SAMPLING:
         number = None if name == "seed" and value == NONE else _number(name, value, SAMPLING[name])
         field = name.replace("-", "_")
         sampling = replace(chat.sampler.sampling, **{field: number})
         chat.sampler = Sampler(sampling)
-        if field in DRAWING and number is not None and not sampling.temperature:
+        if field in options.DRAWING and number is not None and not sampling.temperature:
             print_message(f"{name} has no effect without a temperature: /set temperature 0.7")
     else:
         raise _unknown(name)
@@ -270,7 +261,7 @@ def _number(name: str, value: str, kind: type) -> float:
 
 
 def completions(line: str) -> list[str]:
-    """Return the complete lines that `line` may become: commands, settings and files."""
+    """Return the completions of a typed line: commands, settings and files."""
     command, space, rest = line.partition(" ")
     if not space:
         found = [f"{name} " if arguments else name for name, (arguments, _) in COMMANDS.items()]
@@ -283,8 +274,7 @@ def completions(line: str) -> list[str]:
 
 
 def _paths(prefix: str) -> list[str]:
-    """Return the paths that begin with `prefix`; directories end in a slash, and ~ is not
-    expanded."""
+    """Return the paths that begin with `prefix`; ~ stays, and directories end in a slash."""
     expanded = os.path.expanduser(prefix)
     found = sorted(glob.glob(f"{glob.escape(expanded)}*"))
     return [prefix + path[len(expanded) :] + "/" * os.path.isdir(path) for path in found]
@@ -293,8 +283,7 @@ def _paths(prefix: str) -> list[str]:
 class ChatInput:
     """A reader of messages from stdin.
 
-    complete: returns the complete lines that a typed prefix may become. history: the file that
-    stores typed messages.
+    complete: returns the completions of a typed line. history: file that stores typed messages.
     """
 
     def __init__(self, complete: Callable[[str], list[str]], history: Path | None = None):
@@ -302,12 +291,10 @@ class ChatInput:
         self.session = _prompt_session(complete, history) if self.terminal else None
 
     def message(self) -> tuple[str, bool] | None:
-        """Return the next message and whether it may be a command (it is one line); None at the end
-        of stdin.
+        """Return the next message, and whether it may be a command; None at the end of stdin.
 
-        Lines that end in a backslash are joined, and so are the lines of one paste and the lines
-        between two lines with three quotes. Ctrl-C discards the typed text and raises
-        KeyboardInterrupt.
+        A message is a line, the lines of one paste, lines joined by a backslash at their end, or
+        the lines between three quotes. Ctrl-C discards them and raises KeyboardInterrupt.
         """
         lines: list[str] = []
         while (line := self._line(MORE if lines else PROMPT)) is not None:
@@ -344,8 +331,7 @@ class ChatInput:
 
 
 def _prompt_session(complete: Callable[[str], list[str]], history: Path | None) -> Any:
-    """Return a prompt_toolkit session with completion and history; None if prompt_toolkit is
-    missing."""
+    """Return a prompt_toolkit session with completion and history; None without prompt_toolkit."""
     try:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import Completer, Completion

@@ -1,7 +1,7 @@
-"""Compile a checkpoint into a bundle that the IREE runtime runs without torch, transformers or a
-compiler.
+"""Compile a checkpoint into a bundle, which runs without torch, transformers or a compiler.
 
-A name is fetched and its hash checked first. A bundle that is up to date is left as it is.
+A model that is given by name is fetched first, and its hash checked. A bundle that is up to date is
+not compiled again.
 """
 
 import argparse
@@ -16,34 +16,29 @@ EXAMPLES = """\
 examples:
   castiron compile smollm2-135m-instruct
   castiron compile ~/models/Llama-3.2-1B-Instruct -o build/llama --context 4096
-  castiron compile model.Q4_K_M.gguf -o build/model --target x86-64-v3
-  castiron compile org/name-GGUF --file Q4_K_M
-  castiron compile model.gguf --cache q8_0 --context 32768
-  castiron compile outputs/merged --weights q4_k_m --calibrate examples.txt
-  castiron compile ~/models/base --adapter outputs/checkpoint-500 --weights q8_0
-  castiron compile model.gguf --keep kept --iree-flag=--iree-opt-level=O2
-  castiron compile build/model --module mine.vmfb    # kept/commands.sh has the flags of iree-compile
+  castiron compile org/name-GGUF --file Q4_K_M --cache q8_0
+  castiron compile ~/models/base --adapter outputs/checkpoint-500 --weights q4_k_m --calibrate examples.txt
+  castiron compile build/model --module mine.vmfb    # --keep writes the flags of iree-compile
 
 --weights q8_0 and smaller types quantise checkpoints in f32, bf16 or f16; q4_k_m and q5_k_m mix
 types as llama.cpp does. castiron evaluate measures what that costs.
 
---json prints one object: with --module bundle, module, sha256; else bundle, up_to_date, seconds (by
-stage), files (bytes by name), cache
+--json prints one object: bundle, up_to_date, seconds (by stage), files (bytes by name), cache
 (type), tokenizer (false: the bundle takes token ids only), left_out (tensors that are not part of
 the text model, by prefix), accuracy (with --numerics fast on this machine: the distance from exact
-numerics, as in the manifest; else null).
+numerics; else null). With --module: bundle, module, sha256.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
     parser.add_argument("-o", "--output", metavar="DIR", help="the bundle's directory (default: build/NAME)")
-    add_options(parser, "--json")
     add_compile_options(parser)
+    add_options(parser, "--json")
     group = parser.add_argument_group("debugging")
     group.add_argument("--no-tuned", action="store_true", help="ignore tiles that castiron tune found on this machine")
     group.add_argument("--keep", metavar="DIR", help="write all MLIR and the exact compiler commands to this folder")
-    group.add_argument("--module", metavar="FILE", help="MODEL is a bundle: replace its module by this .vmfb of iree-compile")
+    group.add_argument("--module", metavar="FILE", help="replace the module of the bundle MODEL by this .vmfb file")
     group.add_argument("--iree-flag", action="append", default=[], metavar="FLAG",
                        help="flag for iree-compile, as in --iree-flag=--iree-opt-level=O2; may be repeated")  # fmt: skip
 
@@ -82,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def replace_module(args: argparse.Namespace) -> int:
-    """Replace a bundle's module by one that the user compiled; the manifest records it."""
+    """Replace the module of the bundle MODEL by one that the user compiled."""
     from castiron.pipelines.errors import PipelineError
     from castiron.vmfb import replace_module as compiled
     from castiron.vmfb.bundle import open_bundle

@@ -1,8 +1,7 @@
-"""Run a model beside HF transformers and show the first module whose activations differ.
+"""Run a model with castiron and HF transformers, and show the first module that differs.
 
-castiron's side is the emitted graph in a NumPy interpreter, in f32, so that a difference is in the
-mathematics and not in a kernel; --lowering kernels runs the kernels' NumPy definitions. For small
-models.
+castiron runs the emitted graph in a NumPy interpreter, in f32: a difference is in the mathematics,
+not in a kernel. --lowering kernels runs the kernels' NumPy definitions. Use a small model.
 """
 
 import argparse
@@ -28,11 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     given = parser.add_mutually_exclusive_group()
     given.add_argument("-p", "--prompt", metavar="TEXT", default=TEXT, help="the text to run")
     given.add_argument("--tokens", type=token_ids, metavar="IDS", help="the token ids to run: 1,2,3")
-    add_options(parser, "--lowering", default="portable", help="graph to run (default: portable)")
+    add_options(parser, "--lowering", default="portable", help="graph to run: portable (default) or kernels")
     parser.add_argument("--tolerance", type=float, default=1e-3, metavar="X",
-                        help="maximum difference, relative to the root mean square (default: 0.001)")  # fmt: skip
+                        help="difference that counts as equal, by HF's root mean square (default: 0.001)")  # fmt: skip
     parser.add_argument("--all", action="store_true", help="list every module, not only those before the difference")
-    add_options(parser, "--ignore-key", "--json")
+    add_options(parser, "--json", "--ignore-key")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -56,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def tokens_of(args: argparse.Namespace, checkpoint) -> list[int]:
-    """Return the token ids to run; PipelineError for fewer than two."""
+    """Return the token ids to run, at least two."""
     from castiron.pipelines.errors import PipelineError
 
     if args.tokens:
@@ -74,8 +73,7 @@ def tokens_of(args: argparse.Namespace, checkpoint) -> list[int]:
 
 
 def report(found, everything: bool) -> list[str]:
-    """Format the result as text; unless `everything`, only a few modules around the first
-    difference."""
+    """Format the result as text: all modules, or a few before the first difference."""
     width = max(len(m.module) for m in found.modules)
     shown = range(len(found.modules))
     if not everything:

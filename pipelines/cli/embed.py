@@ -1,9 +1,8 @@
-"""Compute the vector of each text with an embedding model: one JSON object per line, in the order
-of the texts.
+"""Compute the vectors of texts with an embedding model: one JSON object per line.
 
-The model is one such as Qwen3-Embedding or EmbeddingGemma. Texts come from the command line, or one
-per line from a file or stdin. Texts longer than the model's limit are truncated, with a note on
-stderr. Vectors equal those of sentence-transformers, up to the rounding of f32.
+Examples of models are Qwen3-Embedding and EmbeddingGemma. Texts come from the command line, or one
+per line from a file or stdin. Texts longer than the model's limit are truncated, with a message.
+Vectors equal those of sentence-transformers, up to the rounding of f32.
 """
 
 import argparse
@@ -12,14 +11,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from castiron.pipelines.cli.options import add_model, add_options, open_model
+from castiron.pipelines.cli.options import add_loading, add_model, add_options, open_model
 from castiron.pipelines.errors import PipelineError
 from castiron.vmfb.disk import naming
 
 EXAMPLES = """\
 examples:
   castiron embed build/qwen3-embedding-0.6b "Ice melts." "The sky is blue."
-  castiron embed build/qwen3-embedding-0.6b --prompt-name query "What does ice do?"
   castiron embed build/embeddinggemma-300m --file lines.txt --dimensions 256 -o vectors.npy
   cat lines.txt | castiron embed build/embeddinggemma-300m -
 
@@ -33,12 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="the texts; a single - reads stdin, one text per line")
     parser.add_argument("-f", "--file", metavar="FILE", help="read the texts from a file, one per line; - is stdin")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write a NumPy file, f32 [texts, dimensions], and print nothing")
     prompts = parser.add_mutually_exclusive_group()
     add_options(prompts, "--prompt-name")
     prompts.add_argument("--prompt", metavar="TEXT", help="put this before each text")
-    add_options(parser, "--dimensions")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write a NumPy file, f32 [texts, dimensions], and print nothing")
-    add_options(parser, "--threads", "--json")
+    add_options(parser, "--dimensions", "--json")
+    add_loading(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -54,28 +52,28 @@ def main(args: argparse.Namespace) -> int:
     tokens = [embedder.tokens(text, prompt) for text in texts]
     cut = sum(found.cut for found in tokens)
     print_cut(tokens, embedder.facts.max_tokens)
-    rows = []
+    rows, vectors = [], []
     for index, found in enumerate(tokens):
         vector = embedder.vector(found, args.dimensions)
-        row = {"index": index, "tokens": len(found.ids), "truncated": found.cut}
+        rows.append({"index": index, "tokens": len(found.ids), "truncated": found.cut})
         if args.output:
-            rows.append((row, vector))
-        elif args.json:
-            rows.append((row | {"embedding": numbers(vector)}, vector))
+            vectors.append(vector)
         else:
-            print(json.dumps(row | {"embedding": numbers(vector)}), flush=True)
+            rows[-1]["embedding"] = numbers(vector)
+        if not args.output and not args.json:
+            print(json.dumps(rows[-1]), flush=True)
     if args.output:
         with naming(args.output), open(args.output, "wb") as file:
-            np.save(file, np.stack([vector for _, vector in rows]))
+            np.save(file, np.stack(vectors))
     if args.json:
         dimensions = args.dimensions or embedder.bundle.manifest.hidden
         facts = {"model": embedder.name, "prompt": prompt, "dimensions": dimensions, "truncated": cut}
-        print(json.dumps(facts | {"embeddings": [row for row, _ in rows]}, ensure_ascii=False))
+        print(json.dumps(facts | {"embeddings": rows}, ensure_ascii=False))
     return 0
 
 
 def texts_of(args: argparse.Namespace) -> Iterator[str]:
-    """Return the texts to embed; PipelineError if there are none."""
+    """Yield the texts to embed; PipelineError if there are none."""
     if args.texts and args.file:
         args.parser.error("argument TEXT: not allowed with --file")
     source = "-" if args.texts == ["-"] else args.file
@@ -93,5 +91,5 @@ def texts_of(args: argparse.Namespace) -> Iterator[str]:
 
 
 def numbers(vector) -> list[float]:
-    """Return decimals for f32 values, each the shortest that reads back as the same f32."""
+    """Return f32 values as the shortest decimals that read back as the same f32."""
     return [float(str(x)) for x in vector]

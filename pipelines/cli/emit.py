@@ -1,8 +1,7 @@
-"""Print the MLIR that a checkpoint is lowered to; equal checkpoints and options give equal bytes.
+"""Print the MLIR of a checkpoint. The same checkpoint and options give the same bytes.
 
 --function and --layer print a part of it, and --kernel one kernel without a model; each is a
-complete module. With --lowering portable --weights-as arguments the text is pure StableHLO, for any
-StableHLO compiler.
+complete module. --lowering portable --weights-as arguments prints pure StableHLO, for any compiler.
 """
 
 import argparse
@@ -23,16 +22,13 @@ KERNELS = "\n".join(f"  {name:<18} {kind.shape:<24} {kind.tokens_words}" for nam
 EXAMPLES = f"""\
 examples:
   castiron emit smollm2-135m-instruct > model.mlir
-  castiron emit model.gguf --lowering portable --weights-as arguments -o model.stablehlo.mlir
   castiron emit smollm2-135m-instruct --layer 3 --function decode_step
-  castiron emit --kernel gemv --codec q4_1 --shape 1536x576
   castiron emit --kernel attention_decode --shape 9x3x64 --context 2048 --cache f16 --isa avx512
 
 --kernel           --shape                  --tokens
 {KERNELS}
 
---tokens are rows of x; of attention_decode sequences of a batch, of experts pairs of a token and an
-expert.
+--tokens: rows of x; for attention_decode sequences of a batch, for experts (token, expert) pairs.
 
 --json prints one object: text, functions (operations by kind, for each), parameters (type by name).
 """
@@ -43,15 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="write the text to a file instead of stdout")
     parser.add_argument("--function", metavar="NAME", help="print one function: decode_step, prefill_128, ...")
     parser.add_argument("--layer", type=int, metavar="N", help="print one layer, from 0; its inputs become arguments")
-    parser.add_argument("--weights-as", choices=("parameters", "arguments"), default="parameters",
-                        help="weights as module parameters or as arguments (default: parameters)")  # fmt: skip
+    parser.add_argument("--weights-as", choices=("parameters", "arguments"), default="parameters", metavar="FORM",
+                        help="weights are the module's parameters (default), or arguments")  # fmt: skip
     add_options(parser, "--json")
     group = parser.add_argument_group("one kernel instead of a MODEL")
     group.add_argument("--kernel", metavar="NAME", help=f"{', '.join(list(KINDS)[:4])}, ...; see below")
     group.add_argument("--shape", metavar="NxN", help="sizes of the kernel, as below")
-    group.add_argument(
-        "--codec", default="f32", metavar="TYPE", help="type of its weight: q4_1, q8_0, bf16, ... (default: f32)"
-    )
+    group.add_argument("--codec", default="f32", metavar="TYPE", help="type of its weight: q4_1, bf16, ... (default: f32)")
     group.add_argument("--tokens", type=int, metavar="N", help="tokens that it processes at once, as below")
     group.add_argument("--isa", choices=("avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx", "neon", "neoni8mm"),
                        metavar="ISA", help="avx2, avx512, amx, neon, ... (default: that of --target)")  # fmt: skip

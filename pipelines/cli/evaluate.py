@@ -1,9 +1,8 @@
-"""Measure a bundle's perplexity on a text, and its KL divergence from a base, as llama.cpp's
-perplexity tool does.
+"""Measure a bundle's perplexity on a text, and its KL divergence from a base model.
 
-The text (by default four chapters of a novel) goes through the model in chunks of --context tokens;
-the second half of each chunk counts. The base is another bundle, HF transformers in f32, or
-llama.cpp on the same GGUF file: this measures the cost of --numerics fast or of quantisation.
+The text (by default four chapters of a novel) is divided into chunks of --context tokens, and the
+second half of each chunk is scored, as by llama.cpp's perplexity tool. The base is another bundle,
+HF transformers in f32, or llama.cpp: so one measures what --numerics fast or quantisation costs.
 """
 
 from __future__ import annotations
@@ -32,7 +31,15 @@ from castiron.pipelines.evaluate.perplexity import (
     tokens_of,
 )
 from castiron.pipelines.evaluate.perplexity import Progress as Report
-from castiron.pipelines.evaluate.verify import adapter_of, checkpoint_of, encoded_prompts, expect, greedy, load_reference
+from castiron.pipelines.evaluate.verify import (
+    adapter_of,
+    checkpoint_of,
+    encoded_prompts,
+    expect,
+    first_difference,
+    greedy,
+    load_reference,
+)
 from castiron.pipelines.terminal import Progress
 from castiron.pipelines.text.tokenizer import load_tokenizer
 from castiron.vmfb.bundle import Bundle, open_bundle
@@ -42,20 +49,18 @@ EXAMPLES = """\
 examples:
   castiron evaluate build/model
   castiron evaluate build/fast --against build/exact
-  castiron evaluate build/model --against hf --chunks 4 --json
   castiron evaluate build/model --against llama.cpp --text wiki.test.raw -c 2048
 
-Names and formulas are those of llama-perplexity --kl-divergence: Q is the bundle, KLD the
-divergence of the base's next-token distribution from the bundle's, Δp how much more probable the
-text's next token is to the bundle than to the base, same top p how often both have the same most
-probable token. ± is one standard error.
+Names and formulas are those of llama-perplexity --kl-divergence: Q is the bundle; KLD the
+divergence of the base's next-token distribution from the bundle's; Δp the probability of the text's
+next token by the bundle, minus that by the base; same top p the share of positions where both have
+the same most probable token. ± is one standard error.
 
---json prints one object: model, numerics, cache, text, context, chunks, tokens (that count), ppl
-(mean, error), and base, which is null without --against, or an object: name, ppl, correlation,
-ln_ppl_ratio, ppl_ratio, ppl_difference, kld and delta_p (each with mean, error, maximum,
-percentiles, median, minimum; delta_p with rms and rms_error), same_top_p, and greedy: tokens (for
-each prompt), equal (prompts), prompts (name, first_difference: the position among the generated
-tokens, or null). Probabilities are shares of 1.
+--json prints one object: model, numerics, cache, text, context, chunks, tokens (scored), ppl (mean,
+error), and base, which is null without --against: name, ppl, correlation, ln_ppl_ratio, ppl_ratio,
+ppl_difference, kld and delta_p (mean, error, maximum, percentiles, median, minimum; delta_p also
+rms, rms_error), same_top_p, and greedy: tokens (for each prompt), equal (prompts), prompts (name,
+first_difference: index of the generated token, or null). Probabilities are from 0 to 1.
 """
 STAGES = ("evaluating", "comparing greedy texts")
 # Greedy texts are compared for every fourth of verify's prompts.
@@ -68,9 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", metavar="FILE", help="the text, in UTF-8 (default: one that comes with castiron)")
     parser.add_argument("-c", "--context", type=int, default=512, metavar="N", help="tokens of a chunk (default: 512)")
     parser.add_argument("--chunks", type=int, metavar="N", help="maximum number of chunks (default: the complete text)")
+    add_options(parser, "--json")
     parser.add_argument("-n", "--max-tokens", type=int, default=64, metavar="N",
                         help="greedy tokens to compare for each of 8 prompts (default: 64; 0: none)")  # fmt: skip
-    add_options(parser, "--checkpoint", "--threads", "--json")
+    add_options(parser, "--checkpoint", "--threads")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -144,10 +150,12 @@ def report(facts: dict) -> list[str]:
 
 
 def plus_minus(value: dict[str, float]) -> str:
+    """Format a mean and its error."""
     return f"{value['mean']:10.6f} ± {value['error']:10.6f}"
 
 
 def percent(value: float, error: float) -> str:
+    """Format a share of 1 and its error in percent."""
     return f"{100 * value:6.3f} ± {100 * error:5.3f} %"
 
 
@@ -161,6 +169,7 @@ def ordered(values: dict[str, float]) -> list[tuple[str, float]]:
 
 
 def greedy_lines(greedy: dict) -> list[str]:
+    """Format the comparison of greedy tokens, without lines if no prompt was compared."""
     if not greedy["prompts"]:
         return []
     equal = f"Equal: {greedy['equal']} of {len(greedy['prompts'])} prompts, {greedy['tokens']} tokens each"
@@ -175,29 +184,28 @@ def arithmetic(numerics: str, cache: str) -> str:
 
 
 class Base(Rows):
-    """A model that a bundle is compared with: its logits and greedy tokens."""
+    """A model that a bundle is compared with: its name, logits and greedy tokens."""
 
     name: str
 
     @abstractmethod
-    def first_difference(self, prompt: list[int], ours: list[int]) -> int | None:
-        """Return the first index where the base's greedy tokens after `prompt` differ from
-        `ours`."""
+    def greedy(self, prompt: list[int], ours: list[int]) -> list[int]:
+        """Return as many tokens after `prompt` as `ours` has, valid up to the first difference."""
 
 
 class BundleBase(BundleRows, Base):
-    """Another bundle of the model as the reference of a comparison (`--against`)."""
+    """Another bundle as the base."""
 
     def __init__(self, bundle: Bundle, threads: int | None):
         super().__init__(Session(bundle, threads))
         self.name = f"{bundle.path} ({arithmetic(bundle.manifest.numerics, bundle.manifest.cache)})"
 
-    def first_difference(self, prompt: list[int], ours: list[int]) -> int | None:
-        return first_difference(greedy(self.session, prompt, len(ours)), ours)
+    def greedy(self, prompt: list[int], ours: list[int]) -> list[int]:
+        return greedy(self.session, prompt, len(ours))
 
 
 class HuggingFace(Base):
-    """HF transformers in f32 as the base of a comparison; it reads the checkpoint by itself."""
+    """HF transformers in f32 as the base; it reads the checkpoint by itself."""
 
     name = "HF transformers"
 
@@ -212,13 +220,12 @@ class HuggingFace(Base):
             found = self.model(ids, use_cache=False, logits_to_keep=len(tokens) - first).logits[0].numpy()
         yield from found
 
-    def first_difference(self, prompt: list[int], ours: list[int]) -> int | None:
-        return first_difference(expect(self.model, prompt, ours).tokens, ours)
+    def greedy(self, prompt: list[int], ours: list[int]) -> list[int]:
+        return expect(self.model, prompt, ours).tokens
 
 
 class LlamaCpp(Base):
-    """llama.cpp as the base of a comparison, with its defaults: f16 cache, activations rounded to
-    int8."""
+    """llama.cpp as the base, with its defaults: an f16 cache, and activations rounded to int8."""
 
     name = "llama.cpp"
 
@@ -237,25 +244,19 @@ class LlamaCpp(Base):
         self.llama.eval(list(tokens))
         yield from self.llama.scores[first : len(tokens)]
 
-    def first_difference(self, prompt: list[int], ours: list[int]) -> int | None:
-        self.llama.reset()
-        self.llama.eval(prompt)
-        for index, token in enumerate(ours):
-            if int(np.argmax(self.llama.scores[self.llama.n_tokens - 1])) != token:
-                return index
-            self.llama.eval([token])
-        return None
+    def greedy(self, prompt: list[int], ours: list[int]) -> list[int]:
+        # llama.cpp predicts each token after ours: after a difference no token counts.
+        rows = self.rows([*prompt, *ours[:-1]], len(prompt) - 1)
+        return [int(np.argmax(row)) for row in rows]
 
 
 def base_of(bundle: Bundle, named: str, context: int, threads: int, checkpoint: str | None = None) -> Base:
-    """Return the base that `--against` names: hf, llama.cpp or a bundle's path, with at least
-    `context` positions.
+    """Return the base that `--against` names: hf, llama.cpp, or a bundle with the same tokens.
 
-    PipelineError for a base with another vocabulary or tokenizer, and for a checkpoint that the
-    engine cannot read.
+    context: positions that it needs.
     """
     if named == "hf":
-        # HF keeps unquantised weights, to measure the cost of quantisation; a float type is rounded on both sides.
+        # HF's weights are not quantised, to measure the cost of that, but rounded to a float type like the bundle's.
         weights = "native" if bundle.manifest.weights in QUANTISED else bundle.manifest.weights
         return HuggingFace(checkpoint_of(bundle, checkpoint), weights, threads, adapter_of(bundle))
     if named == "llama.cpp":
@@ -286,27 +287,17 @@ def same_tokens(one: Bundle, other: Bundle) -> bool:
 
 
 def prompts_of(bundle: Bundle, n: int) -> list[tuple[str, list[int]]]:
-    """Return names and token ids of some of verify's prompts: those that leave `n` free positions,
-    and none if `n` is 0."""
+    """Return the names and token ids of those of verify's prompts that leave `n` positions."""
     found = [] if n == 0 else encoded_prompts(bundle)[::PROMPT_STEP]
     return [(prompt.name, tokens) for prompt, tokens in found if len(tokens) + n <= bundle.manifest.context]
 
 
 def greedy_texts(session: Session, base: Base, prompts: Sequence[tuple[str, list[int]]], n: int, progress: Report) -> dict:
-    """Compare `n` greedy tokens after each prompt, past the end-of-text token, with those of the
-    base.
-
-    Returns tokens, equal (number of prompts) and prompts (name, first_difference: an index or
-    None).
-    """
+    """Compare `n` greedy tokens after each prompt with those of the base; return the JSON value."""
     found = []
     for done, (name, prompt) in enumerate(prompts):
         progress(done, len(prompts))
-        at = base.first_difference(prompt, greedy(session, prompt, n))
-        found.append({"name": name, "first_difference": at})
+        ours = greedy(session, prompt, n)
+        found.append({"name": name, "first_difference": first_difference(base.greedy(prompt, ours), ours)})
     progress(1, 1)
     return {"tokens": n, "equal": sum(each["first_difference"] is None for each in found), "prompts": found}
-
-
-def first_difference(theirs: Sequence[int], ours: Sequence[int]) -> int | None:
-    return next((index for index, pair in enumerate(zip(theirs, ours, strict=True)) if pair[0] != pair[1]), None)

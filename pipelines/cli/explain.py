@@ -1,10 +1,9 @@
-"""Show where a call's time goes: each kernel with its module in the model, its work and its share
-of the machine's limit.
+"""Show the time of each kernel in a call, with its module in the model, its work and its limit.
 
-Limits are measured in turn with the call, as in castiron bench. A kernel's limit is the longer of
-its bytes over the read bandwidth and its FLOP over the peak of its arithmetic; "in cache" means
-that it reads faster than memory does. Times come from IREE's profiler, which slows short kernels
-down a little. "no kernel" is the rest of the call, which is timed without it.
+A kernel's limit is the time to read its bytes at the read bandwidth or to compute its FLOP at the
+peak, whichever is longer; "in cache" means that it reads faster than memory can. The limits are
+measured in turn with the call. Times come from IREE's profiler, which slows short kernels down a
+little. "no kernel" is the rest of the call, which is timed without the profiler.
 """
 
 import argparse
@@ -28,7 +27,6 @@ from castiron.vmfb.profile import Dispatch, Profile, median_of, profile
 
 EXAMPLES = """\
 examples:
-  castiron explain build/smollm2-135m-instruct
   castiron explain build/smollm2-135m-instruct --position 4096 --threads 1
   castiron explain build/smollm2-135m-instruct --function prefill_128 --html prefill.html --json
 
@@ -41,6 +39,8 @@ WIDTH, BAR = 100, 8
 REST = "no kernel"
 # Times that the call and the limits are measured in turn.
 ROUNDS = 3
+# Decode steps in which the time of Python is measured.
+PYTHON_STEPS = 200
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,10 +63,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def explain(bundle: Bundle, function_name: str, position: int, threads: int | None) -> dict[str, Any]:
-    """Time every kernel of one call, in turn with the machine's limits.
-
-    PipelineError for a function or position that the bundle does not have.
-    """
+    """Time every kernel of a call, in turn with the machine's limits; return what --json prints."""
     functions = {function.name: function for function in bundle.manifest.functions}
     if function_name not in functions:
         raise PipelineError(f"unknown function: {function_name}; this bundle has {', '.join(functions)}")
@@ -80,86 +77,73 @@ def explain(bundle: Bundle, function_name: str, position: int, threads: int | No
     for _ in range(ROUNDS):
         rounds.append(profile(bundle, function, position=position, threads=threads))
         names = {"read_gb_s", "peak_gflop_s", *(peak_of(dispatch.name) for dispatch in rounds[0].dispatches)}
-        values.append({name: getattr(machine, name)() for name in sorted(names, reverse=True)})
+        values.append({name: machine.measure(name) for name in sorted(names, reverse=True)})
     measured = median_of(rounds)
     limits = {name: statistics.median(value[name] for value in values) for name in values[0]}
-    result = {
+    python = python_microseconds(bundle, measured.threads) if function.role == "decode" else None
+    return described(measured, [kernel_row(row, work, position, limits) for row in measured.dispatches], limits, python)
+
+
+def described(measured: Profile, rows: list[dict], limits: Mapping[str, float], python_us: float | None) -> dict[str, Any]:
+    """Return the JSON object of a call and its kernels."""
+    flops = sum(row["flops"] or 0 for row in rows)
+    return {
         "function": measured.function,
-        "position": position,
+        "position": measured.position,
         "threads": measured.threads,
         "machine": limits,
         "call_ms": measured.seconds * 1e3,
-        "python_us": python_microseconds(bundle, measured.threads) if function.role == "decode" else None,
-        "dispatches": [kernel_row(dispatch, work, measured, limits) for dispatch in measured.dispatches],
+        "python_us": python_us,
+        "dispatches": rows,
+        # At least 0, because kernels are timed in other calls.
+        "rest_ms": max(0.0, measured.seconds * 1e3 - sum(row["ms"] for row in rows)),
+        "peak_share": flops / measured.seconds / (limits["peak_gflop_s"] * 1e9),
     }
-    return result | {"rest_ms": rest_ms(result), "peak_share": peak_share(result)}
 
 
-def python_microseconds(bundle, threads: int, steps: int = 200) -> float:
-    """Return the median microseconds that `Session.step` spends outside the runtime."""
+def python_microseconds(bundle: Bundle, threads: int) -> float:
+    """Return the median microseconds that a decode step spends outside the runtime."""
     from castiron.vmfb.session import Session
 
     session = Session(bundle, threads)
     inside = session.count_runtime()
     outside, token = [], 0
-    for _ in range(min(steps, session.context)):
+    for _ in range(min(PYTHON_STEPS, session.context)):
         start, before = time.perf_counter(), inside()
         token = session.step(token)
         outside.append(time.perf_counter() - start - (inside() - before))
     return statistics.median(outside) * 1e6
 
 
-def kernel_row(
-    dispatch: Dispatch, work: Mapping[str, Mapping], measured: Profile, limits: Mapping[str, float]
-) -> dict[str, Any]:
-    """Describe one kernel over all its calls: its modules in the model, its time and its work.
-
-    bound: "memory" or "compute", whichever takes longer at the machine's limits; limit_share: that
-    time over the kernel's, at most 1. A kernel that reads faster than memory reads from the CPU's
-    caches: its bound is "cache" and its share None.
-    """
+def kernel_row(dispatch: Dispatch, work: Mapping[str, Mapping], position: int, limits: Mapping[str, float]) -> dict[str, Any]:
+    """Describe one kernel over all its calls, as an entry of `dispatches` in the JSON object."""
     kernel = work.get(dispatch.name.removesuffix("_fn"), {})
-    nbytes, flops = (
-        amount(kernel, unit, measured.position) * kernel["calls"] if kernel else None for unit in ("bytes", "flops")
+    nbytes, flops = (amount(kernel, unit, position) * kernel["calls"] if kernel else None for unit in ("bytes", "flops"))
+    bound, share = (
+        bound_of(dispatch.name, nbytes, flops, dispatch.seconds, limits) if kernel and dispatch.seconds else (None, None)
     )
-    row = {
+    return {
         "kernel": dispatch.name,
         "paths": list(kernel.get("paths", [])),
         "calls": dispatch.calls,
         "ms": dispatch.seconds * 1e3,
         "bytes": nbytes,
         "flops": flops,
-        "bound": None,
-        "limit_share": None,
+        "bound": bound,
+        "limit_share": None if share is None else min(1.0, share),
     }
-    if nbytes is not None and flops is not None and dispatch.seconds:
-        row["bound"], share = bound_of(dispatch.name, nbytes, flops, dispatch.seconds, limits)
-        row["limit_share"] = None if share is None else min(1.0, share)
-    return row
-
-
-def rest_ms(result: Mapping[str, Any]) -> float:
-    """Return the milliseconds of the call outside kernels, at least 0 because kernels are timed in
-    other calls."""
-    return max(0.0, result["call_ms"] - sum(row["ms"] for row in result["dispatches"]))
-
-
-def peak_share(result: Mapping[str, Any]) -> float:
-    """Return the known FLOP/s of the call divided by the f32 peak; int8 arithmetic may exceed 1."""
-    flops = sum(row["flops"] or 0 for row in result["dispatches"])
-    return flops / (result["call_ms"] * 1e-3) / (result["machine"]["peak_gflop_s"] * 1e9)
 
 
 def table(result: Mapping[str, Any]) -> list[str]:
     """Format the result as lines of at most WIDTH columns."""
     machine, python, rows = result["machine"], result["python_us"], result["dispatches"]
-    rest = rest_ms(result)
+    rest = result["rest_ms"]
     total = sum(row["ms"] for row in rows) + rest
     threads = result["threads"]
     lines = [
         f"{result['function']} at position {result['position']} on {counted(threads, 'thread')}: "
         f"{result['call_ms']:.2f} ms" + (f", of which Python {python:.0f} us" if python is not None else ""),
-        f"the call takes {peak_share(result):.0%} of the f32 peak; this machine reads {machine['read_gb_s']:.1f} GB/s "
+        f"the call takes {result['peak_share']:.0%} of the f32 peak; this machine reads {machine['read_gb_s']:.1f} GB/s "
         "and computes",
         f"{machine['peak_gflop_s']:.0f} GFLOP/s (f32)"
         + "".join(f", {machine[name]:.0f} ({of})" for name, of in list(PEAKS.items())[1:] if name in machine),
@@ -206,7 +190,7 @@ class Frame:
 def flame(result: Mapping[str, Any]) -> Frame:
     """Return the flame graph of the call: modules by path, with kernels as leaves.
 
-    The modules that share a kernel divide its time equally.
+    A kernel's time is divided equally between the modules that it computes.
     """
     root = Frame(result["function"])
     for row in result["dispatches"]:
@@ -214,12 +198,12 @@ def flame(result: Mapping[str, Any]) -> Frame:
         for path in paths:
             # `layers.*` is one frame.
             root.add([*re.split(r"\.(?!\*)", path.removeprefix("model.")), row["kernel"]], row["ms"] / len(paths))
-    root.add([REST], rest_ms(result))
+    root.add([REST], result["rest_ms"])
     return root
 
 
 def page(result: Mapping[str, Any], title: str, order: Sequence[str]) -> str:
-    """Return the HTML page. `order`: the function's kernels by first call, without `_fn`."""
+    """Return the HTML page; order: the function's kernels in the order of their first call."""
     import jinja2
 
     root = flame(result)
@@ -227,15 +211,14 @@ def page(result: Mapping[str, Any], title: str, order: Sequence[str]) -> str:
     environment = jinja2.Environment(autoescape=True, keep_trailing_newline=True)
     template = environment.from_string(files("castiron.pipelines.evaluate").joinpath("explain.html").read_text("utf-8"))
     return template.render(
-        result=result, title=title, root=root, total=root.ms or 1.0, rest=rest_ms(result), rest_name=REST, before=before,
+        result=result, title=title, root=root, total=root.ms or 1.0, rest=result["rest_ms"], rest_name=REST, before=before,
         block=block, layers=max((row["calls"] // len(row["paths"]) for row in block), default=1), after=after,
         where=where, of_limit=of_limit,
     )  # fmt: skip
 
 
 def by_layer(rows: Sequence[Mapping], order: Sequence[str]) -> tuple[Sequence[Mapping], Sequence[Mapping], Sequence[Mapping]]:
-    """Return the kernels in the order of their first call, in three groups: before the layers, in
-    the layers, and after them."""
+    """Return the kernels before the layers, in the layers and after them, each in `order`."""
     known = [row for row in rows if row["kernel"].removesuffix("_fn") in order]
     known.sort(key=lambda row: order.index(row["kernel"].removesuffix("_fn")))
     inside = [i for i, row in enumerate(known) if any("layers." in path for path in row["paths"])]

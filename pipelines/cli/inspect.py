@@ -22,10 +22,10 @@ examples:
   castiron inspect model.gguf --tensors
   castiron inspect build/smollm2-135m-instruct --json
 
---json prints one object. Of a bundle: its manifest. Of a checkpoint: path, format, config,
-ignored_keys (config keys without an effect on the model), left_out (tensors that are not part of
-the text model, by prefix), refused (why it cannot be compiled, or null), parameters, tensors,
-tokenizer, chat_template, bos_token_id, eos_token_ids, encodes (whether it is an embedding model).
+--json prints one object: a bundle's manifest; or a checkpoint's path, format, config, ignored_keys
+(config keys without an effect on the model), left_out (tensors that are not part of the text model,
+by prefix), refused (why it cannot be compiled, or null), parameters, tensors, tokenizer,
+chat_template, bos_token_id, eos_token_ids, encodes (whether it is an embedding model).
 """
 # Keys of config.json that are shown.
 SHOWN_CONFIG = (
@@ -47,6 +47,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def bundle(path: str) -> tuple[dict, list[str]]:
+    """Return a bundle's manifest, and lines that describe it."""
     from castiron.pipelines.checkpoints.hf_tensors import in_words
     from castiron.pipelines.engine.memory import needed, slots_of, warn_of_shortage
     from castiron.vmfb.bundle import open_bundle
@@ -104,6 +105,7 @@ def encoder(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
+    """Return the JSON object of a checkpoint, and lines that describe it (and every tensor)."""
     from castiron.emitter.codecs import row_bytes
     from castiron.pipelines.checkpoints.hf_tensors import in_words
     from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
@@ -154,8 +156,7 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
 
 
 def understood(config: dict) -> tuple[tuple[str, ...], str | None]:
-    """Return the config keys that compiling ignores, and the error that it raises for the config,
-    if any."""
+    """Return the config keys that compiling ignores, and the error that it raises, if any."""
     from castiron.emitter.models import ignored_keys
     from castiron.emitter.types import EmitError
 
@@ -166,7 +167,7 @@ def understood(config: dict) -> tuple[tuple[str, ...], str | None]:
 
 
 def table(rows: Sequence[tuple[str, object]]) -> list[str]:
-    """Return lines with the names in one column, without rows that have no value."""
+    """Format the rows that have a value, with the names in one column."""
     rows = [(name, value) for name, value in rows if value]
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {value}" for name, value in rows]

@@ -1,8 +1,7 @@
-"""List the models of the catalogue, the bundles in ./build and in the folders given, and the
-supported formats.
+"""List the models of the catalogue, bundles, and supported formats.
 
-A bundle is a directory with a manifest.json, or a file that castiron pack wrote. Only manifests are
-read.
+Bundles are those in ./build and in the folders given: directories with a manifest.json, and files
+that castiron pack wrote. Only manifests are read.
 """
 
 import argparse
@@ -45,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def bundles_at(path: Path) -> Iterator[Path]:
-    """Return `path` itself if it is a bundle, else the bundles in it."""
+    """Yield `path` itself if it is a bundle, else the bundles in it."""
     if is_bundle(path):
         yield path
     elif path.is_dir():
@@ -53,8 +52,7 @@ def bundles_at(path: Path) -> Iterator[Path]:
 
 
 def is_bundle(path: Path) -> bool:
-    """Return whether `path` looks like a bundle, without reading it: a directory with a manifest,
-    or a packed file."""
+    """Return whether `path` is a directory with a manifest, or a packed file; it may be invalid."""
     if path.is_dir():
         # Staging directories begin with a dot.
         return (path / "manifest.json").is_file() and not path.name.startswith(".")
@@ -62,6 +60,7 @@ def is_bundle(path: Path) -> bool:
 
 
 def catalogue() -> list[dict]:
+    """Return the facts of the models that can be fetched by name."""
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE
     from castiron.vmfb.cache import cache_root
 
@@ -73,8 +72,7 @@ def catalogue() -> list[dict]:
 
 
 def bundle(path: Path) -> dict:
-    """Return the facts in the manifest at `path`, without checking its files; or the error that
-    reading it raised."""
+    """Return facts from the manifest of a bundle, or the error that reading it raised."""
     from castiron.vmfb.bundle import read_manifest
     from castiron.vmfb.manifest import BundleError
 
@@ -114,9 +112,7 @@ def formats() -> dict[str, list[str]]:
 
 def table(result: dict) -> list[str]:
     """Format the result as text."""
-    width = max(
-        len(row.get("name") or row["path"]) for row in (*result["catalogue"], *({"path": b["path"]} for b in result["bundles"]))
-    )
+    width = max(map(len, [row["name"] for row in result["catalogue"]] + [row["path"] for row in result["bundles"]]))
     lines = ["models of the catalogue"]
     for model in result["catalogue"]:
         state = "fetched" if model["fetched"] else "fetched by castiron compile"

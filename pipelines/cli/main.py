@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import castiron
 from castiron.pipelines.cli.options import check_models_exist, check_threads, choose_on_hub
@@ -25,11 +25,11 @@ GROUPS = {
         "compile": "compile a checkpoint into a bundle",
         "verify": "compare a bundle's greedy tokens with HF transformers",
     },
-    "more ways to run": {
+    "run": {
         "batch": "run the requests of a file",
         "embed": "compute the vectors of texts with an embedding model",
     },
-    "models and bundles": {
+    "models": {
         "list": "list models, bundles and supported formats",
         "inspect": "describe a checkpoint or a bundle",
         "quantise": "write a checkpoint as a quantised GGUF file",
@@ -48,47 +48,26 @@ GROUPS = {
     },
 }
 COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
+# With the next prompt it fits a terminal of 24 lines and 80 columns.
 HELP = """\
-usage: castiron COMMAND [OPTIONS]
-
-Compile language models ahead of time and run them.
+usage: castiron COMMAND [OPTIONS]      (castiron help COMMAND shows its options)
 
 {groups}
-
-options:
-  --version  print the version
-  --print-completion SHELL  print completion for bash, zsh, fish, tcsh or powershell
-
-MODEL is a GGUF file, an HF directory, a name that `castiron list` shows, or org/name
-on the Hugging Face hub. DIR is a bundle: a directory, or a file that `pack` wrote.
-
-  castiron run smollm2-135m-instruct "Why is the sky blue?"
-
-`castiron help COMMAND` shows a command's options. Results go to stdout, messages to
-stderr. Exit status: 0 success, 1 failure or difference, 2 usage error, 130 interrupted.
+example    castiron run smollm2-135m-instruct "Why is the sky blue?"
+MODEL      GGUF file, HF directory, org/name on the hub, or name that list shows
+options    --version, --print-completion bash (or zsh, fish, tcsh, powershell)
 """
 FAILED, USAGE, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 COMPLETION = "--print-completion"
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser with one-line errors. Words of the last positional argument may follow
-    options."""
+    """An argument parser with one-line errors."""
 
     as_json = False
 
     def error(self, message: str) -> NoReturn:
         usage_error(f"{self.prog.removeprefix('castiron ')}: {message}", self.prog, self.as_json)
-
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore
-        # argparse stops collecting such an argument at the first option after it.
-        found, unknown = super().parse_known_args(args, namespace)
-        positional = self._get_positional_actions()
-        if positional and (last := positional[-1]).nargs in (argparse.ZERO_OR_MORE, argparse.ONE_OR_MORE):
-            words = [word for word in unknown if not word.startswith("-")]
-            setattr(found, last.dest, [*getattr(found, last.dest), *words])
-            unknown = [word for word in unknown if word.startswith("-")]
-        return found, unknown
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
@@ -96,6 +75,11 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=30, width=110)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return f"--[no-]{action.option_strings[0].removeprefix('--')}"
+        return super()._format_action_invocation(action)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -130,8 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str], as_json: bool) -> argparse.Namespace:
-    """Return the parsed arguments of the command in `argv`; SystemExit after help, a version or a
-    usage error."""
+    """Parse a command's arguments; SystemExit after help, a version or a usage error."""
     if argv[:1] == ["help"]:
         argv = [*argv[1:2], "--help"]
     name = argv[0] if argv else None
@@ -145,10 +128,8 @@ def _parse(argv: Sequence[str], as_json: bool) -> argparse.Namespace:
         usage_error(f"unknown command: {name}" if name else "a command is required", "castiron", as_json)
     parser = command_parser(name)
     parser.as_json = as_json
-    args, unknown = parser.parse_known_args(argv[1:])
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    return args
+    # The words of a prompt may come before and after options.
+    return parser.parse_intermixed_args(argv[1:])
 
 
 def command_parser(name: str, parser: Parser | None = None) -> Parser:
@@ -178,12 +159,13 @@ def completion(shell: str) -> str:
 
 
 def help_text() -> str:
-    """Return the text of `castiron --help`: every command in its group."""
-    groups = (
-        "\n".join([f"{title}:", *(f"  {name:<10} {summary}" for name, summary in group.items())])
-        for title, group in GROUPS.items()
-    )
-    return HELP.format(groups="\n".join(groups))
+    """Return the text of `castiron --help`: every command, with the group before its first one."""
+    lines = []
+    for title, group in GROUPS.items():
+        for name, summary in group.items():
+            lines.append(f"{title:<10} {name:<9} {summary}")
+            title = ""
+    return HELP.format(groups="\n".join(lines))
 
 
 def usage_error(message: str, prog: str, as_json: bool) -> NoReturn:
@@ -198,8 +180,10 @@ def _print_and_exit(text: str) -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """Open the null device for each standard stream that is closed, because the next file opened
-    would otherwise get its number and receive messages."""
+    """Open the null device for each closed standard stream.
+
+    The next file that is opened would otherwise get its number, and receive messages.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

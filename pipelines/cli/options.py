@@ -1,4 +1,4 @@
-"""Options that several commands share, and the values made from them."""
+"""Options that several commands have, and the values that commands make from them."""
 
 import argparse
 import json
@@ -68,8 +68,8 @@ SHARED: dict[str, dict[str, Any]] = {
     "--json": {"action": "store_true", "help": "print one JSON object"},
     "--threads": {"type": int, "metavar": "N", "help": "CPU threads (default: one per physical core)"},
     "--checkpoint": {"metavar": "PATH", "help": "the bundle's checkpoint, if it moved (default: its recorded path)"},
-    "--trust": {"choices": ("once", "never"), "default": "once",
-                "help": "verify hashes when a bundle is first opened, or each time (default: once)"},
+    "--trust": {"choices": ("once", "never"), "default": "once", "metavar": "WHEN",
+                "help": "once (default): check a bundle's hashes at its first use; never: at each use"},
     "-n --max-tokens": {"type": int, "metavar": "N",
                         "help": "maximum number of tokens to generate (default: 1024; -1: no limit)"},
     "--raw": {"action": "store_true", "help": "do not apply the chat template"},
@@ -79,11 +79,11 @@ SHARED: dict[str, dict[str, Any]] = {
     "--parse-special": {"action": "store_true", "help": "parse special tokens, such as <|im_end|>, in messages"},
     "--prefix-cache": {"metavar": "DIR", "help": "store states of long prefixes in this folder, and reuse them"},
     "--prefix-cache-size": {"type": float, "default": 4.0, "metavar": "GB",
-                            "help": "size limit of that folder; the least recently used go (default: 4)"},
-    "--json-schema": {"metavar": "FILE", "help": "JSON that matches the JSON schema in a file"},
+                            "help": "size limit of that folder; deletes the least recently used (default: 4)"},
+    "--json-schema": {"metavar": "FILE", "help": "generate JSON that matches the JSON schema in a file"},
     "--draft": {"metavar": "DIR|MODEL", "help": "smaller model with the same vocabulary that proposes tokens"},
-    "--prompt-name": {"metavar": "NAME", "help": "the model's prompt before each text (castiron inspect lists them)"},
-    "--dimensions": {"type": int, "metavar": "N", "help": "the first N numbers of each vector (default: all)"},
+    "--prompt-name": {"metavar": "NAME", "help": "prompt of the model before each text (castiron inspect lists them)"},
+    "--dimensions": {"type": int, "metavar": "N", "help": "only the first N numbers of each vector (default: all)"},
     "--adapter": {"metavar": "DIR", "help": "merge a PEFT LoRA adapter into the weights"},
     "--calibrate": {"metavar": "FILE", "help": "sample text that makes quantisation more accurate"},
     "--ignore-key": {"action": "append", "default": [], "dest": "ignore_keys", "metavar": "KEY",
@@ -94,24 +94,23 @@ SHARED: dict[str, dict[str, Any]] = {
     "--context": {"type": int, "metavar": "N", "help": "default context (default: the model's, at most 8192)"},
     "--max-context": {"type": int, "metavar": "N", "help": "largest context of run -c (default: the model's limit)"},
     "--cache": {"choices": CACHES, "default": "f32", "help": "type of the KV cache (default: f32; others may change tokens)"},
-    "--numerics": {"choices": NUMERICS, "default": "exact",
-                   "help": "exact: HF's tokens; canonical: same bits everywhere; fast: rounded"},
+    "--numerics": {"choices": NUMERICS, "default": "exact", "metavar": "TYPE",
+                   "help": "exact (default): HF's tokens; canonical: same bits everywhere; fast: rounded"},
     "--batch": {"type": sizes, "default": (4, 8), "metavar": "B[,B]",
-                "help": "batch sizes for serve and batch (default: 4,8; none)"},
+                "help": "batch sizes for serve and batch, or none (default: 4,8)"},
     "--speculate": {"type": sizes, "default": (4, 8), "metavar": "T[,T]",
-                    "help": "proposed tokens checked at once (default: 4,8; none)"},
+                    "help": "numbers of proposed tokens checked at once, or none (default: 4,8)"},
     "--embed": {"type": sizes, "default": (), "metavar": "T[,T]",
-                "help": "add functions for hidden states of so many tokens (default: none)"},
+                "help": "add functions that return hidden states of T tokens (default: none)"},
     "--target": {"choices": TARGETS, "default": "host", "metavar": "CPU",
                  "help": "x86-64-v3, x86-64-v4, aarch64, sapphirerapids, ... (default: host)"},
-    "--lowering": {"choices": ("kernels", "portable"), "default": "kernels",
-                   "help": "kernels: castiron's own; portable: StableHLO only"},
+    "--lowering": {"choices": ("kernels", "portable"), "default": "kernels", "metavar": "NAME",
+                   "help": "kernels (default): castiron's own; portable: StableHLO only"},
 }  # fmt: skip
 
 
 def add_options(parser: argparse._ActionsContainer, *options: str, **changes: Any) -> None:
-    """Add some options of the table `SHARED` to a parser; `changes` override arguments of
-    add_argument."""
+    """Add options of the table `SHARED`; `changes` override arguments of add_argument."""
     for flags in options:
         parser.add_argument(*flags.split(), **SHARED[flags] | changes)
 
@@ -120,8 +119,9 @@ def add_checkpoint(parser: argparse.ArgumentParser, **changes: str) -> None:
     """Add MODEL, --file and --revision to a parser; `choose_on_hub` merges them."""
     arguments = {"metavar": "MODEL", "help": "GGUF file, HF directory, catalogue name, or org/name on the hub"}
     parser.add_argument("model", **arguments | changes)
-    parser.add_argument("--file", metavar="NAME", help="GGUF file in a hub repository, or the end of its name: Q4_K_M")
-    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub repository (default: main)")
+    group = parser.add_argument_group("model on the hub")
+    group.add_argument("--file", metavar="NAME", help="GGUF file of the repository, or the end of its name: Q4_K_M")
+    group.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the repository (default: main)")
 
 
 def choose_on_hub(args: argparse.Namespace) -> None:
@@ -143,8 +143,7 @@ def check_models_exist(args: argparse.Namespace) -> None:
 
 
 def check_threads(args: argparse.Namespace) -> None:
-    """Raise PipelineError if --threads exceeds this machine's CPUs, unless the threads run on
-    another machine."""
+    """Raise PipelineError if --threads exceeds the CPUs of the machine that runs the threads."""
     threads, cpus = getattr(args, "threads", None), os.cpu_count() or 1
     elsewhere = getattr(args, "target", "host") != "host" or getattr(args, "ray", None) not in (None, "local")
     if args.command != "emit" and not elsewhere and threads is not None and threads > cpus:
@@ -153,9 +152,9 @@ def check_threads(args: argparse.Namespace) -> None:
 
 def add_compile_options(parser: argparse.ArgumentParser) -> None:
     """Add an option for each field of `Options`; `compile_options` reads them back."""
+    add_options(parser, "--weights", "--context", "--cache", "--numerics")
     group = parser.add_argument_group("what is compiled")
-    add_options(group, "--weights", "--context", "--max-context", "--cache", "--numerics", "--adapter", "--calibrate",
-                "--batch", "--speculate", "--embed", "--ignore-key")  # fmt: skip
+    add_options(group, "--max-context", "--adapter", "--calibrate", "--batch", "--speculate", "--embed", "--ignore-key")
     group = parser.add_argument_group("how it is compiled")
     add_options(group, "--target")
     add_options(group, "--threads", help="threads to divide kernels for (default: physical cores)")
@@ -176,8 +175,7 @@ def compile_options(args: argparse.Namespace) -> "Options":
 
 
 def default_bundle(model: str) -> Path:
-    """Return the default output path build/NAME: NAME is the short name of a hub model, or else the
-    model's name by its path."""
+    """Return the default output path of a model: build/NAME."""
     hub = None if Path(model).exists() else HubName.read(model)
     return Path("build") / (hub.short if hub else model_name(Path(model)))
 
@@ -186,12 +184,18 @@ def add_model(parser: argparse.ArgumentParser, nargs: str | None = None) -> None
     """Add the MODEL argument of commands that run models; `open_model` opens it."""
     parser.add_argument("bundle", metavar="DIR|MODEL", nargs=nargs,
                         help="bundle, GGUF file, HF directory, catalogue name, or org/name on the hub")  # fmt: skip
-    add_options(parser, "--trust")
+
+
+def add_loading(parser: argparse.ArgumentParser) -> None:
+    """Add --threads and --trust in a group of their own."""
+    add_options(parser.add_argument_group("loading"), "--threads", "--trust")
 
 
 def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False) -> "Bundle":
-    """Open a bundle, or compile a checkpoint and open its bundle; `one_sequence` as in
-    `open_or_compile`."""
+    """Open a bundle, or compile a checkpoint and open its bundle.
+
+    one_sequence: only the functions for one sequence are needed.
+    """
     from castiron.pipelines.compile.open_model import open_or_compile
 
     bundle = open_or_compile(model, announce=True, full_check=args.trust == "never", one_sequence=one_sequence)
@@ -217,7 +221,7 @@ def open_engine(args: argparse.Namespace) -> "tuple[Bundle, Engine]":
 
 
 def length_of(max_tokens: int | None) -> tuple[int | None, int | None]:
-    """Return (tokens that --max-tokens asks for, limit if it is not given); None means no limit."""
+    """Return the value of --max-tokens, and the default if it is not given; None means no limit."""
     from castiron.pipelines.engine.context import DEFAULT_MAX_TOKENS
 
     if max_tokens is None:
@@ -228,14 +232,13 @@ def length_of(max_tokens: int | None) -> tuple[int | None, int | None]:
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, model_default: bool = False, speculates: bool = True) -> None:
-    """Add the options of `sampling_of`.
+    """Add the options that `sampling_of` reads.
 
-    model_default: options that are not given come from the model's generation_config, and
-    repetition loops are stopped, as conversations need. speculates: add --speculate and --draft.
+    model_default: the defaults are the model's generation_config, and repetition loops are stopped,
+    as conversations need. speculates: add --speculate and --draft.
     """
     own = "the model's, else " if model_default else ""
-    note = "The default is the model's own generation_config." if model_default else "Greedy unless --temperature is given."
-    group = parser.add_argument_group("sampling", note)
+    group = parser.add_argument_group("sampling", None if model_default else "Greedy unless --temperature is given.")
     for flag, kind, metavar, text in (
         ("--temperature", float, "T", f"randomness; 0 is greedy (default: {own}0)"),
         ("--top-k", int, "K", f"sample from the K most likely tokens (default: {own}0, all)"),
@@ -249,17 +252,16 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, model_default: bool
     group.add_argument("--repetition-stop", action=argparse.BooleanOptionalAction, default=model_default,
                        help=f"stop a repetition loop (default: {'on' if model_default else 'off'})")  # fmt: skip
     if speculates:
-        group = parser.add_argument_group("speculative decoding", "The same tokens, sooner.")
+        group = parser.add_argument_group("speculative decoding (faster, with the same tokens)")
         group.add_argument("--speculate", choices=("ngram",), help="propose tokens where the text repeats itself")
         add_options(group, "--draft")
 
 
 def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None = None) -> "Sampling":
-    """Return the sampling that the options describe; options that are not given come from
-    `generation`, the model's generation_config, if that is given.
+    """Return the sampling of the options, with defaults from the generation_config if given.
 
     PipelineError for a value out of its range, an empty stop string, and options without effect in
-    greedy decoding. With an explicit --temperature 0 a message names these options instead.
+    greedy decoding; with an explicit --temperature 0 a message names these instead.
     """
     from castiron.pipelines.engine.sampling import Sampling, model_sampling
     from castiron.pipelines.text.text_output import StopStrings
@@ -279,7 +281,7 @@ def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None =
 
 
 def prefix_store(args: argparse.Namespace, manifest: "Manifest") -> "PrefixStore | None":
-    """Return the store of prefix states that --prefix-cache names; None without it."""
+    """Return the store of prefix states in the folder --prefix-cache; None without the option."""
     if not 0 < args.prefix_cache_size < float("inf"):
         raise PipelineError(f"--prefix-cache-size is {args.prefix_cache_size:g}; give a number of gigabytes above 0")
     if args.prefix_cache is None:
@@ -290,8 +292,7 @@ def prefix_store(args: argparse.Namespace, manifest: "Manifest") -> "PrefixStore
 
 
 def read_schema(path: str | None) -> Any:
-    """Return the JSON schema in a file, None without one; PipelineError for a file that is not
-    JSON."""
+    """Return the JSON schema in a file; None without a path."""
     if path is None:
         return None
     try:

@@ -1,7 +1,7 @@
 """Write a bundle as one file, which every command accepts in place of the directory.
 
 The file is a zip archive with uncompressed, page-aligned parts: weights are mapped from it, and
-unzip restores the directory. Parts are checked against the manifest's sha256.
+unzip restores the directory. The parts are compared with the hashes in the manifest.
 """
 
 import argparse
@@ -14,8 +14,7 @@ from castiron.pipelines.terminal import Progress, megabytes
 EXAMPLES = """\
 examples:
   castiron pack build/smollm2-135m-instruct -o smollm2.castiron
-  castiron run smollm2.castiron -p "Why is the sky blue?"
-  castiron verify smollm2.castiron
+  castiron run smollm2.castiron "Why is the sky blue?"
   unzip smollm2.castiron -d bundle
 
 --json prints one object: file, bytes.

@@ -1,8 +1,8 @@
-"""Generate text: an answer to PROMPT in the model's chat template, streamed to stdout.
+"""Answer PROMPT in the model's chat template; the text is streamed to stdout.
 
 A model that is not compiled yet is compiled once, with castiron compile's default options, and
-cached. A document on stdin follows the prompt after an empty line. Reasoning is shown dimmed at a
-terminal and is left out of piped output. The last line on stderr reports the speed.
+cached. Text on stdin is appended to the prompt. Reasoning is dimmed at a terminal, and left out of
+piped output. The last line on stderr reports the speed.
 """
 
 from __future__ import annotations
@@ -17,17 +17,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from castiron.pipelines.cli import options
 from castiron.pipelines.cli.answer_output import AnswerOutput
-from castiron.pipelines.cli.options import (
-    add_model,
-    add_options,
-    add_sampling_options,
-    length_of,
-    open_engine,
-    read_schema,
-    sampling_of,
-    token_ids,
-)
 from castiron.pipelines.engine.context import default_limit, free_positions
 from castiron.pipelines.engine.memory import peak_rss_mb
 from castiron.pipelines.errors import PipelineError
@@ -44,21 +35,16 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 examples:
   castiron run smollm2-135m-instruct "Why is the sky blue?"
-  castiron run build/model -p "Why is the sky blue?"
-  cat report.txt | castiron run build/model -p "Summarise in three sentences."
-  castiron run build/model -p "Once upon a time" --raw -n 100 --temperature 0.8 --top-p 0.95 --seed 7
-  echo "Translate to French: good morning" | castiron run build/model
+  cat report.txt | castiron run build/model "Summarise in three sentences."
+  castiron run build/model -p "Once upon a time" --raw -n 100 --temperature 0.8 --seed 7
   castiron run build/model --tokens 1,2,3 -n 40 --ignore-eos --json
-  castiron run build/model -f edit-this-code.txt --speculate ngram
-  castiron run build/model -p "Why is the sky blue?" --draft build/smaller-model
   castiron run build/model "Invent a person." --json-schema person.json
-  castiron run build/model "Is ice cold?" --regex "(yes|no), because [a-z ]{10,80}"
 
 --json prints one object: tokens, text (null without a tokenizer), reasoning_content (or null),
 prompt_tokens, cached_tokens (from --prefix-cache), finish_reason (stop, length or context),
 prefill_tok_s (without cached tokens), decode_tok_s, ttft_ms (from the start of prefill), load_s,
-peak_rss_mb, speculation (null without --speculate and --draft: passes; for ngram and draft the
-tokens proposed and accepted; draft_share of the decode time).
+peak_rss_mb, speculation (null without --speculate and --draft; else passes, tokens proposed and
+accepted by ngram and draft, and draft_share of the decode time).
 """
 STDIN = 0
 # A message explains the wait after this many seconds without input on stdin.
@@ -66,32 +52,34 @@ STDIN_SECONDS = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
+    options.add_model(parser)
     parser.add_argument("words", nargs="*", metavar="PROMPT", help="the prompt; several words are joined")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt; - reads stdin")
     prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file, and ignore stdin")
-    prompt.add_argument("--tokens", type=token_ids, metavar="IDS", help="the prompt as token ids: 1,2,3")
-    add_options(parser, "-n --max-tokens", "-c --context", "--threads", "--json")
+    parser.add_argument("--system", metavar="TEXT", help="system message before the prompt")
+    options.add_options(parser, "-n --max-tokens", "-c --context", "--json")
     group = parser.add_argument_group("prompt")
-    group.add_argument("--system", metavar="TEXT", help="system message before the prompt")
-    add_options(group, "--raw", "--template-arg", "--parse-special", "--ignore-eos", "--prefix-cache", "--prefix-cache-size")
-    group = parser.add_argument_group("structured output", "Tokens that do not fit are never chosen.")
+    prompt.add_argument("--tokens", type=options.token_ids, metavar="IDS", help="the prompt as token ids: 1,2,3")
+    options.add_options(group, "--raw", "--template-arg", "--parse-special", "--ignore-eos")
+    options.add_options(group, "--prefix-cache", "--prefix-cache-size")
+    group = parser.add_argument_group("structured output")
     form = group.add_mutually_exclusive_group()
-    add_options(form, "--json-schema")
-    form.add_argument("--regex", metavar="RE", help="text that a regular expression matches completely")
-    form.add_argument("--grammar", metavar="FILE", help="text of the grammar in a file, in Lark or GBNF")
+    options.add_options(form, "--json-schema")
+    form.add_argument("--regex", metavar="RE", help="generate text that a regular expression matches completely")
+    form.add_argument("--grammar", metavar="FILE", help="generate text of the grammar in a file, in Lark or GBNF")
     group.add_argument("--compact-json", action="store_true", help="JSON without spaces; most models write spaced JSON better")
-    add_sampling_options(parser)
+    options.add_sampling_options(parser)
+    options.add_loading(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     start = time.perf_counter()
-    sampling, (requested, default) = sampling_of(args), length_of(args.max_tokens)
+    sampling, (requested, default) = options.sampling_of(args), options.length_of(args.max_tokens)
     check_prompt(args)
     if not (args.raw or args.tokens):
         prepare()
-    bundle, engine = open_engine(args)
+    bundle, engine = options.open_engine(args)
     prompt, text = read_prompt(args, bundle)
     grammar = read_grammar(args, text)
     load_seconds = time.perf_counter() - start
@@ -129,26 +117,25 @@ def main(args: argparse.Namespace) -> int:
 
 def check_prompt(args: argparse.Namespace) -> None:
     """Set args.prompt from PROMPT or stdin; PipelineError for options that exclude each other."""
-    if args.words and not (args.prompt is args.file is args.tokens is None):
+    has_option = not (args.prompt is args.file is args.tokens is None)
+    if args.words and has_option:
         args.parser.error(f"argument PROMPT ({' '.join(args.words)}): not allowed with -p, -f or --tokens")
-    if args.words:
-        args.prompt = " ".join(args.words)
-    if args.prompt is args.file is args.tokens is None:
-        if os.isatty(STDIN):
-            raise PipelineError("no prompt; give one as an argument, with -p, -f or --tokens, or use castiron chat")
-        args.prompt = "-"
+    if not has_option and not args.words and os.isatty(STDIN):
+        raise PipelineError("no prompt; give one as an argument, with -p, -f or --tokens, or use castiron chat")
+    if not has_option:
+        args.prompt = " ".join(args.words) or "-"
     if args.tokens and (args.system or args.raw):
         raise PipelineError("--system and --raw need a text prompt, not --tokens")
     if args.template_arg and (args.tokens or args.raw):
-        raise PipelineError("--template-arg needs the chat template, which --raw and --tokens leave out")
+        raise PipelineError("--template-arg needs the chat template, which --raw and --tokens do not use; remove one of them")
 
 
 def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], Tokenizer | None]:
-    """Return the prompt's ids, and the bundle's tokenizer, or None where only ids are needed."""
+    """Return the prompt's token ids, and the bundle's tokenizer, or None if no text is needed."""
     if args.tokens:
         vocab = bundle.manifest.vocab
         if max(args.tokens) >= vocab:
-            raise PipelineError(f"token {max(args.tokens)} is outside the vocabulary of {vocab} tokens")
+            raise PipelineError(f"token {max(args.tokens)} is outside the vocabulary; give ids from 0 to {vocab - 1}")
         needed = args.stop or not args.json or args.json_schema or args.regex or args.grammar
         return args.tokens, load_tokenizer(bundle) if bundle.tokenizer and needed else None
     text = load_tokenizer(bundle, dict(args.template_arg), args.parse_special)
@@ -171,12 +158,11 @@ def read_grammar(args: argparse.Namespace, text: Tokenizer | None) -> Grammar | 
         return text.grammar(regex=args.regex)
     if args.grammar:
         return text.grammar(grammar=decoded(Path(args.grammar).read_bytes()))
-    return text.grammar(json_schema=read_schema(args.json_schema), compact_json=args.compact_json)
+    return text.grammar(json_schema=options.read_schema(args.json_schema), compact_json=args.compact_json)
 
 
 def prompt_text(args: argparse.Namespace) -> str:
-    """Return the prompt from a file, stdin, or the command line and stdin; PipelineError if
-    empty."""
+    """Return the prompt from a file, stdin, or the command line and stdin."""
     if args.file:
         prompt, source = decoded(Path(args.file).read_bytes()), args.file
     elif args.prompt == "-":
@@ -191,21 +177,19 @@ def prompt_text(args: argparse.Namespace) -> str:
 
 
 def decoded(data: bytes) -> str:
-    """Decode UTF-8 without a byte order mark. Invalid bytes become surrogates, which the tokenizer
-    rejects."""
+    """Decode UTF-8 without a byte order mark; invalid bytes become surrogates, which fail later."""
     return data.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogateescape")
 
 
 def read_stdin() -> bytes:
-    """Read stdin to its end; print a message after a while, because a pipe that nobody closes looks
-    like a hang."""
+    """Read stdin to its end; print a message after a while, because this looks like a hang."""
     try:
         if not select.select([STDIN], [], [], STDIN_SECONDS)[0]:
             print_message("waiting for stdin; end it with Ctrl-D, or run the command with < /dev/null")
         with open(STDIN, "rb", closefd=False) as file:
             return file.read()
     except OSError:
-        # A closed stdin counts as an empty one.
+        # Treat a closed stdin as empty.
         return b""
 
 
@@ -236,7 +220,7 @@ def report(stream: Stream, text: str | None, reasoning: str | None, load_seconds
 def speed(stream: Stream, default: int | None, thinking: bool) -> str:
     """Return the line printed after an answer: its speed, and why it ended.
 
-    `default`: the limit of `length_of`. `thinking`: the answer ended inside its reasoning.
+    default: the limit that `length_of` returns. thinking: the answer ended in its reasoning.
     """
     request = stream.request
     cached = f" ({request.cached} cached)" if request.cached else ""

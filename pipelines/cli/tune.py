@@ -1,8 +1,8 @@
 """Search for faster tiles of a model's matmuls on this machine, for castiron compile.
 
 Candidates are timed in the model's own functions, on its weights. One is used if it is over 3 %
-faster than the shipped tiles twice and gives the same greedy tokens. Results are written at the
-end. Nothing else should run meanwhile.
+faster than the shipped tiles twice, and if the model with all of them gives the same greedy tokens.
+Results are stored at the end. Run nothing else meanwhile.
 """
 
 import argparse
@@ -24,7 +24,7 @@ examples:
 --json prints one object: model, cpu, threads, store (the file, or null), matmuls (name, function,
 default_us, gain, tiles or null, cached: found earlier), decode (tokens/s with the shipped tiles and
 with the tuned ones, and their ratio; or null), failed_rounds (that did not compile), changed_tokens
-(matmuls whose faster tiles changed a token), seconds.
+(matmuls with faster tiles, if these changed a token; then none is used), seconds.
 """
 
 
@@ -39,63 +39,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.compile import tile_store as store
-    from castiron.pipelines.compile.build_model import build_model, open_source
-    from castiron.pipelines.compile.options import context_of
     from castiron.pipelines.errors import PipelineError
-    from castiron.pipelines.evaluate.tune import Bench, accept, max_prompt, prompts_of, search
+    from castiron.pipelines.evaluate.tune import Bench, answers, compare_decoding, prompts_of, search
 
-    options, start = compile_options(args), time.monotonic()
+    options, start, decode = compile_options(args), time.monotonic(), None
     if options.target != "host" or options.lowering != "kernels":
         raise PipelineError("castiron tune measures kernels on this machine; remove --target and --lowering")
     with TemporaryDirectory(prefix="castiron-") as directory, Progress() as progress:
-        # Check everything before the first compilation, which takes half a minute.
-        checkpoint = open_source(args.model, options, progress)
-        if checkpoint.encoding:
-            raise PipelineError(f"{checkpoint.path} is an embedding model, which castiron tune does not support")
-        functions = build_model(checkpoint, options).functions
-        if unknown := sorted(set(args.functions) - set(functions)):
-            raise PipelineError(f"unknown function: {unknown[0]!r}; --functions takes {', '.join(functions)}")
-        widths = [graph.entry.width for graph in functions.values() if graph.entry.role == "verify"]
-        max_prompt(context_of(checkpoint.config, options), widths)
         bench = Bench(args.model, options, args.functions, Path(directory), progress)
-        prompts = prompts_of(bench.bundle)
+        prompts, matmuls = prompts_of(bench.bundle), bench.matmuls()
         key = store.key_of(bench.target, bench.threads)
         known = {} if args.again else store.findings_of(key)
-        searches = {name: each for name, each in bench.matmuls().items() if name not in known}
+        searches = {name: each for name, each in matmuls.items() if name not in known}
         failed = search(bench, searches, progress)
         found = {name: each.tiles for name, each in searches.items() if each.tiles is not None}
-        accepted, decode = accept(bench, prompts, found, progress)
-        findings = [
-            store.Finding(key, name, asdict(accepted[name]), round(each.gain, 3))
-            if name in accepted
-            else store.Finding(key, name, None, 1.0)
-            for name, each in searches.items()
-        ]
-        path = str(store.store_path()) if store.add_findings(findings) else None
-        found_or_cached = known | {finding.product: finding for finding in findings}
-        rows = [
-            {
-                "name": name,
-                "function": each.function,
-                "default_us": round(searches[name].default_seconds * 1e6, 2) if name in searches else None,
-                "gain": found_or_cached[name].gain,
-                "tiles": found_or_cached[name].tiles,
-                "cached": name in known,
-            }
-            for name, each in bench.matmuls().items()
-        ]
+        changed = False
+        if found:
+            bundles = bench.bundle, bench.compiled(found, "tuned", progress)
+            default, tuned = (answers(bundle, bench.threads, prompts) for bundle in bundles)
+            changed = default != tuned
+            decode = None if changed else compare_decoding(bundles, bench.threads, prompts[0])
+    for name, each in searches.items():
+        tiles = None if changed or each.tiles is None else asdict(each.tiles)
+        known[name] = store.Finding(key, name, tiles, round(each.gain, 3) if tiles else 1.0)
+    path = str(store.store_path()) if store.add_findings(known[name] for name in searches) else None
+    rows = [
+        {
+            "name": name,
+            "function": each.function,
+            "default_us": round(searches[name].default_seconds * 1e6, 2) if name in searches else None,
+            "gain": known[name].gain,
+            "tiles": known[name].tiles,
+            "cached": name not in searches,
+        }
+        for name, each in matmuls.items()
+    ]
     result = {
         "model": args.model, "cpu": key.cpu, "threads": key.threads, "store": path, "matmuls": rows,
-        "decode": decode, "failed_rounds": failed, "changed_tokens": sorted(set(found) - set(accepted)),
+        "decode": decode, "failed_rounds": failed, "changed_tokens": sorted(found) if changed else [],
         "seconds": round(time.monotonic() - start, 1),
     }  # fmt: skip
     print(json.dumps(result) if args.json else "\n".join(table(result)))
-    if result["changed_tokens"]:
-        print_message(f"dropped because tokens changed: {', '.join(result['changed_tokens'])}")
+    if changed:
+        print_message(f"no tiles are used, because tokens changed with those of {', '.join(result['changed_tokens'])}")
     return 0
 
 
 def table(result: dict) -> list[str]:
+    """Format the result as text."""
     rows = result["matmuls"]
     width = max((len(row["name"]) for row in rows), default=0)
     lines = [f"{'matmul':{width}}  {'function':13} {'default':>10} {'gain':>6}  tiles"]

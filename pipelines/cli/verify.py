@@ -1,8 +1,7 @@
-"""Compare a bundle's greedy tokens with those of HF transformers, which reads the same checkpoint
-by itself in f32.
+"""Compare a bundle's greedy tokens with those of HF transformers, which reads the same checkpoint.
 
-Each prompt is continued by N tokens on both sides, past the end-of-text token. The exit status is 1
-if any token differs. Prompts that exceed the bundle's context are skipped and named.
+Both generate N tokens after each prompt, past the end-of-text token, HF in f32. The exit status is
+1 if any token differs. Prompts that do not fit the bundle's context are skipped, with a message.
 """
 
 import argparse
@@ -63,12 +62,11 @@ def main(args: argparse.Namespace) -> int:
         progress("loading HF transformers", 0.0)
         adapter, text = adapter_of(bundle), text_of(bundle)
         model = load_reference(source, bundle.manifest.weights, session.threads, adapter, text)
-        for comparison in compare(
-            session, model, prompts, args.max_tokens, lambda done, total: progress("comparing", done / total)
-        ):
-            found.append(comparison)
+        for done, (prompt, tokens) in enumerate(prompts):
+            progress("comparing", done / len(prompts))
+            found.append(compare(session, model, prompt, tokens, args.max_tokens))
             if not args.json:
-                progress.print(line(comparison))
+                progress.print(line(found[-1]))
     exact = all(comparison.first_difference is None for comparison in found)
     if args.json:
         facts = {"exact": exact, "compared": len(found), "tokens": args.max_tokens, "skipped": skipped,
@@ -83,8 +81,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def fitting(prompts: list, context: int, n: int) -> tuple[list, list[str]]:
-    """Return the prompts that fit the context with `n` tokens after them, and the names of the
-    others."""
+    """Return the prompts that fit the context with `n` tokens, and the names of the others."""
     fits = [(prompt, tokens) for prompt, tokens in prompts if len(tokens) + n - 1 <= context]
     if not fits:
         raise PipelineError(f"no prompt and {n} tokens fit the bundle's context of {context}; lower -n")
@@ -92,6 +89,7 @@ def fitting(prompts: list, context: int, n: int) -> tuple[list, list[str]]:
 
 
 def line(comparison) -> str:
+    """Format the comparison of one prompt."""
     facts = comparison.as_json()
     head = f"{facts['name']:<20.20}  {facts['prompt_tokens']:>5} + {len(comparison.tokens)} tokens  "
     if facts["exact"]:

@@ -1,1 +1,1 @@
-"""castiron on a Ray cluster: rows, requests, and how a bundle gets to every node."""
+"""castiron on a Ray cluster: actors for rows, replicas for requests, and copies of bundles."""

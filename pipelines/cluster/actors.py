@@ -31,26 +31,23 @@ from castiron.vmfb.manifest import BundleError, dump
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# Columns that `Generate` adds.
+# Columns that `Generate` adds to a row.
 ANSWER = ("generated", "finish_reason", "generated_tokens", "error")
-# Maximum and minimum number of rows of a window; windows that an actor gets ahead, so that it never
-# waits for the next one.
+# Max and min rows of a window, which is one call of an actor, and max calls of an actor in flight: with two, it never waits.
 MAX_WINDOW, MIN_WINDOW, WINDOWS_AHEAD = 128, 16, 2
-# Actors that may die while they run the same rows before the job fails.
+# The job fails if so many actors die while they run the same rows.
 MAX_DEATHS = 3
-# Seconds between checks for new nodes, and for new rows while they arrive slowly; seconds without
-# any node until a message.
+# Seconds between checks for new nodes, and for new rows while they arrive slowly; seconds without a node until a message.
 NODE_POLL, ROW_POLL, NODE_WAIT = 2.0, 0.2, 30.0
 
-# A function of `castiron batch`: from its arguments and a bundle to the conversion of rows, and the
-# engine that runs them.
+# The function `prepare` of `castiron batch`: its arguments and a bundle -> the conversion of rows, and the engine.
 Prepare = Callable[[argparse.Namespace, Bundle], tuple[Requests, Engine | None]]
 # The id of a node, and the number of an actor there.
 Slot = tuple[str, int]
 
 
 class Generate:
-    """A class for `Dataset.map_batches`, which generates an answer for each row:
+    """An actor for `Dataset.map_batches` that generates an answer for each row:
 
         dataset.map_batches(
             castiron.ray.Generate, fn_constructor_args=["/models/smollm2.castiron"],
@@ -59,8 +56,8 @@ class Generate:
         )
 
     A row has a column `prompt`, a text, or `messages`, a list of objects with role and content. The
-    answer is in the columns `ANSWER`, which are added to the row; if a row fails, `error` has the
-    message. The answer does not depend on the other rows or the actor.
+    answer is in the columns of `ANSWER`; if the row fails, `error` has the message. An answer does
+    not depend on the other rows or on the actor.
     """
 
     def __init__(
@@ -72,7 +69,7 @@ class Generate:
         Args:
             bundle: its path on every node, a URL for fsspec, or the result of `castiron.ray.store`.
             prompt, messages: names of the columns.
-            threads: default: the actor's CPUs.
+            threads: by default the actor's CPUs.
             options: options of `Model.generate`.
         """
         self.prompt, self.messages, self.options = prompt, messages, options
@@ -84,28 +81,28 @@ class Generate:
             raise PipelineError(f"unsupported batch: {type(batch).__name__}; use batch_format pyarrow or numpy")
         names = batch.keys() if isinstance(batch, Mapping) else batch.column_names
         if taken := [name for name in ANSWER if name in names]:
-            raise PipelineError(f"the rows already have a column {taken[0]}, which answers are written to; rename or drop it")
+            raise PipelineError(f"the rows already have a column {taken[0]}, in which answers are stored; rename or drop it")
         if not {self.prompt, self.messages} & set(names):
-            raise PipelineError(f"the rows have no column {self.prompt} or {self.messages}, only {', '.join(names)}")
+            raise PipelineError(f"the rows have neither column {self.prompt} nor {self.messages}: {', '.join(names)}; add one")
         columns = {name: _values(batch, name) for name in (self.prompt, self.messages) if name in names}
         return _with_answers(batch, self.answers([_prompt(values) for values in zip(*columns.values())]))
 
     def answers(self, prompts: Sequence[Any]) -> list[Result]:
-        """Return a result per prompt, in order; prompts with a common prefix run in sequence."""
+        """Return a result for each prompt, in order; prompts with a shared prefix run together."""
         order = sorted(range(len(prompts)), key=lambda index: str(prompts[index]))
         results = self.model.generate_many([prompts[index] for index in order], **self.options)
         return sorted((replace(result, index=order[result.index]) for result in results), key=lambda result: result.index)
 
 
 def cpus_of_actor() -> int | None:
-    """Return the CPUs that Ray gave to this actor, at least 1; None outside of an actor."""
+    """Return the number of CPUs that Ray gave to this actor, at least 1; None outside an actor."""
     if not ray.is_initialized():
         return None
     return max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 0)))
 
 
 def _prompt(values: Sequence[Any]) -> Any:
-    """Return the prompt of a row; None, which is invalid, if the row has none or both."""
+    """Return the only prompt among a row's values; None, which is an invalid prompt, otherwise."""
     given = [value for value in map(_plain, values) if value is not None]
     return given[0] if len(given) == 1 else None
 
@@ -115,7 +112,7 @@ def _values(batch: pa.Table | Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert messages to lists and dicts, without fields that only other rows have."""
+    """Convert messages to lists and dicts, without the null fields that other rows have."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, list):
@@ -126,7 +123,7 @@ def _plain(value: Any) -> Any:
 
 
 def _with_answers(batch: pa.Table | Mapping[str, Any], results: Sequence[Result]) -> pa.Table | dict[str, Any]:
-    """Add the columns `ANSWER` to a batch."""
+    """Return a batch with the columns of `ANSWER`."""
     rows = [(r.text, None, None, str(r.error)) if r.error else (r.text, r.finish_reason, len(r.tokens), None) for r in results]
     answers = {name: [row[i] for row in rows] for i, name in enumerate(ANSWER)}
     if isinstance(batch, Mapping):
@@ -141,48 +138,45 @@ def _with_answers(batch: pa.Table | Mapping[str, Any], results: Sequence[Result]
 
 
 class BatchActor:
-    """The engine of a batch job on a node.
-
-    The first call of `answers` opens the bundle, so that an error is the result of that call.
-    """
+    """The engine of a batch job on a node; the first call of `answers` opens the bundle."""
 
     def __init__(self, args: argparse.Namespace, path: Path, manifest: bytes, prepare: Prepare):
         self.args, self.path, self.manifest, self.prepare = args, path, manifest, prepare
         self.answer: Answer | None = None
 
     def has_bundle(self) -> bool:
-        """Return whether the job's bundle is at its path on this node too."""
+        """Return whether this node has the job's bundle at the same path."""
         try:
             return dump(open_bundle(self.path, run=False).manifest) == self.manifest
         except (BundleError, OSError):
             return False
 
     def answers(self, rows: list[Keyed], stored: Stored | None) -> list[tuple[int, Outcome]]:
-        """Return the outcomes of rows, by index; `stored` is None if the bundle is at its path."""
+        """Return the index and outcome of each row; `stored`: None for the bundle at the path."""
         if self.answer is None:
             found = open_bundle(self.path if stored is None else bundle_at(stored), full_check=self.args.trust == "never")
-            # Rows may name the model by the file name of this path.
+            # With the job's path, because requests may name the model by its file name.
             requests, engine = self.prepare(self.args, replace(found, path=self.path))
             self.answer = answering(engine, requests)
         return [(row.index, outcome) for row, _, outcome in self.answer(iter(rows))]
 
 
 class Engines:
-    """The actors of a job: one per `--threads` CPUs of every node, also of later nodes."""
+    """The actors of a job: one for every `--threads` CPUs of each node, also of later nodes."""
 
     def __init__(self, args: argparse.Namespace, bundle: Bundle, prepare: Prepare):
         plain = (str, int, float, list, dict, type(None))
         self.args = {name: value for name, value in vars(args).items() if isinstance(value, plain)}
         self.bundle, self.manifest, self.prepare = bundle, dump(bundle.manifest), prepare
         self.actors: dict[Slot, Any] = {}
-        # Calls of `has_bundle` in progress, and where each ready actor gets its bundle.
+        # The calls of `has_bundle` in progress, and the bundle that each ready actor has to fetch.
         self.starting: dict[ray.ObjectRef, Slot] = {}
         self.ready: dict[Slot, Stored | None] = {}
         self._stored: Stored | None = None
         self.message_time = time.monotonic() + NODE_WAIT
 
     def start_missing(self) -> None:
-        """Start actors on nodes that have fewer than one per `--threads` CPUs."""
+        """Start the missing actors of all nodes."""
         for node in ray.nodes():
             cpus = int(node["Resources"].get("CPU", 0)) if node["Alive"] else 0
             threads = min(self.args["threads"] or cpus, cpus)
@@ -195,7 +189,7 @@ class Engines:
                     self.starting[self.actors[slot].has_bundle.remote()] = slot
 
     def finish_start(self, call: ray.ObjectRef) -> None:
-        """Handle the result of a call of `has_bundle`."""
+        """Add the actor of a finished call of `has_bundle` to `ready`, or remove it if it died."""
         slot = self.starting.pop(call)
         try:
             has_bundle = ray.get(call)
@@ -207,7 +201,7 @@ class Engines:
         self.ready[slot] = None if has_bundle else self._stored
 
     def wait(self, running: list[ray.ObjectRef], seconds: float) -> list[ray.ObjectRef]:
-        """Return the calls that end within `seconds`, of `running` and of the actors' starts."""
+        """Return the calls in `running` and `starting` that end within `seconds`."""
         if not running and not self.ready and time.monotonic() > self.message_time:
             print_message("no node of the cluster has free CPUs for this job yet; waiting for one")
             self.message_time = math.inf
@@ -223,16 +217,16 @@ class Engines:
 
 
 class Windows:
-    """The rows of a job in windows; these shrink towards the end, so that actors end together."""
+    """The rows of a job in windows, which shrink so that all actors finish at one time."""
 
     def __init__(self, rows: Iterator[Keyed | None]):
         self.rows, self.waiting = rows, deque[Keyed]()
-        # Windows of actors that died.
+        # The windows of actors that died.
         self.again: deque[list[Keyed]] = deque()
         self.ended = False
 
     def next(self, actors: int) -> list[Keyed]:
-        """Return the next window for one of `actors` actors; empty if no row has arrived."""
+        """Return the next window for one of `actors` actors; empty while no row has arrived."""
         if self.again:
             return self.again.popleft()
         while not self.ended and len(self.waiting) < actors * WINDOWS_AHEAD * MAX_WINDOW:
@@ -249,12 +243,12 @@ class Windows:
 
     @property
     def done(self) -> bool:
-        """Whether all rows were given to an actor."""
+        """Whether all rows have been given to actors."""
         return self.ended and not self.waiting and not self.again
 
 
 def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prepare) -> Answer:
-    """Return an `Answer` that runs rows of `castiron batch` on the connected cluster."""
+    """Return an `Answer` that runs the rows of `castiron batch` on the connected cluster."""
 
     def answer(rows: Iterator[Keyed | None]) -> Iterator[Answered]:
         engines, windows = Engines(args, bundle, prepare), Windows(rows)
@@ -276,7 +270,7 @@ def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prep
                         engines.finish_start(call)
                         continue
                     if call not in running:
-                        # The call of an actor that died.
+                        # Its actor has died, and its window runs again.
                         continue
                     slot, window = running.pop(call)
                     try:
@@ -303,7 +297,7 @@ def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prep
 
 
 def _result(call: ray.ObjectRef) -> Any:
-    """Return a call's result; if it failed, raise castiron's error instead of Ray's wrapper."""
+    """Return a call's result; raise castiron's own error instead of Ray's wrapper."""
     try:
         return ray.get(call)
     except RayTaskError as error:
@@ -314,10 +308,9 @@ def _result(call: ray.ObjectRef) -> Any:
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Connect to the cluster at `address`, or for `local` to a new one on this machine.
+    """Connect to the cluster at `address`; with `local`, to a new one on this machine.
 
-    An existing connection of the process is used. Raise PipelineError if the cluster does not
-    answer.
+    Does nothing if the process is connected already. Raises PipelineError if no cluster answers.
     """
     if ray.is_initialized():
         yield

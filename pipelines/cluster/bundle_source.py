@@ -1,7 +1,7 @@
-"""The ways a bundle comes to a node of a cluster: a path there, a URL, or Ray's object store.
+"""Bundles for the nodes of a cluster: from a path, from a URL, or from Ray's object store.
 
-A bundle is fetched once into the node's cache. A lock keeps other processes of the node from
-fetching it too, a rename makes it complete or absent, and its hashes are checked before it runs.
+A node fetches a bundle once into its cache. A lock keeps its other processes from fetching too, a
+rename makes the bundle appear complete or not at all, and its hashes are checked before it runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from castiron.pipelines.errors import PipelineError
 from castiron.vmfb.archive import MANIFEST
@@ -35,12 +35,12 @@ class Stored:
     data: ray.ObjectRef
 
 
-# A path on every node, a URL for fsspec, or the result of `store`.
+# A path that every node has, a URL for fsspec, or the result of `store`.
 BundleSource = str | os.PathLike[str] | Stored
 
 
 def store(bundle: Bundle | Path | str) -> Stored:
-    """Put a bundle of this machine into Ray's object store, from which every node gets it once."""
+    """Put a bundle of this machine into Ray's object store, from which nodes fetch it."""
     import numpy as np
     import ray
 
@@ -51,14 +51,16 @@ def store(bundle: Bundle | Path | str) -> Stored:
         if not bundle.packed:
             packed = Path(folder) / "packed"
             pack_bundle(bundle, packed)
-        # Mapped, so that the bundle is in the memory of the store only.
+        # Memory-mapped, so that only the store has the bundle in memory.
         return Stored(bundle.manifest.name, key, ray.put(np.memmap(packed, np.uint8, "r")))
 
 
 def bundle_at(source: BundleSource) -> Bundle:
     """Open the bundle at `source` on this node; raise BundleError or PipelineError."""
     if isinstance(source, Stored):
-        return _fetched(source.key, source.name, lambda out: _write(source, out))
+        import ray
+
+        return _fetched(source.key, source.name, lambda out: out.write_bytes(ray.get(source.data).data))
     if "://" not in (url := os.fspath(source)):
         return open_bundle(url)
     try:
@@ -70,7 +72,7 @@ def bundle_at(source: BundleSource) -> Bundle:
         if "file" in files.protocol:
             return open_bundle(path)
         is_directory = files.exists(f"{path}/{MANIFEST}")
-        # A key that changes with the contents, if this kind of store can report that.
+        # A value that changes with the contents, if this kind of store reports one.
         version = files.ukey(f"{path}/{MANIFEST}" if is_directory else path)
         key = hashlib.sha256(f"{url} {version}".encode()).hexdigest()
         fetch = _fetch_directory if is_directory else lambda files, path, out: files.get_file(path, str(out))
@@ -80,16 +82,9 @@ def bundle_at(source: BundleSource) -> Bundle:
     except FileNotFoundError:
         raise PipelineError(f"cannot fetch {url}: no such file or directory; check the URL") from None
     except Exception as error:
-        # Each kind of store has its own exceptions.
+        # Every kind of store has its own exceptions.
         why = " ".join(str(error).split()) or type(error).__name__
         raise PipelineError(f"cannot fetch {url}: {why:.300}") from error
-
-
-def _write(stored: Stored, out: Path) -> None:
-    """Write a bundle from Ray's object store to a file."""
-    import ray
-
-    out.write_bytes(ray.get(stored.data).data)
 
 
 def _fetch_directory(files, path: str, out: Path) -> None:
@@ -102,10 +97,10 @@ def _fetch_directory(files, path: str, out: Path) -> None:
             files.get_file(f"{path}/{name}", str(out / name))
 
 
-def _fetched(key: str, source: str, fetch: Callable[[Path], None]) -> Bundle:
-    """Open the cached bundle `key`; `fetch(path)` writes it if it is absent.
+def _fetched(key: str, source: str, fetch: Callable[[Path], Any]) -> Bundle:
+    """Open the cached bundle `key`, which `fetch(path)` writes if it is missing.
 
-    Raise BundleError, and remove the bundle, if its hashes differ.
+    Raises BundleError, and removes the bundle, if its hashes do not match.
     """
     path = cache_folder("fetched") / key
     lock = path.with_name(f".{key}.lock")

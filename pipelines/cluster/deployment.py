@@ -1,8 +1,13 @@
-"""A bundle behind Ray Serve: front processes read requests and route them by prefix to replicas."""
+"""A Ray Serve deployment of a bundle.
+
+Ingress processes ("fronts") read requests. They prefer the replica that has read the longest prefix
+of a request's prompt.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import random
@@ -19,7 +24,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import Message, Receive, Scope, Send
@@ -29,18 +34,18 @@ from castiron.pipelines.api.model_api import Limits
 from castiron.pipelines.cluster.actors import cpus_of_actor
 from castiron.pipelines.cluster.bundle_source import BundleSource, bundle_at
 from castiron.pipelines.server.app import QUEUE, open_app
-from castiron.pipelines.server.exchange import error_response
+from castiron.pipelines.server.exchange import error_response, while_connected
 from castiron.pipelines.server.metrics import MEDIA_TYPE, labelled
 
-# Bytes of a block of a prompt (about 64 tokens), and the maximum number of blocks that are hashed.
+# Bytes of a block of a prompt (about 64 tokens), and max blocks that are hashed.
 BLOCK, MAX_BLOCKS = 256, 64
-# Prefixes that a router remembers.
+# Max prefixes that a router remembers.
 MAX_PREFIXES = 100_000
 # Exceptions of a call whose replica died.
 REPLICA_LOST = (RayActorError, ObjectLostError, WorkerCrashedError)
-# Replicas that a request is sent to before it fails: if all of them die, the request is the cause.
+# Max replicas that a request is sent to: if that many die, the request is probably the cause.
 ATTEMPTS = 4
-# The keys of an ASGI scope that a replica gets; their values can be serialised.
+# The keys of an ASGI scope whose values can be serialised.
 SCOPE_KEYS = (
     "method", "path", "raw_path", "query_string", "root_path", "scheme", "http_version", "headers", "client", "server",
 )  # fmt: skip
@@ -56,12 +61,12 @@ class Call:
 
 
 def prefix_hashes(body: bytes) -> tuple[bytes, ...]:
-    """Return hashes of the prefixes of a body's prompt that end at a full block, shortest first."""
+    """Return the hashes of the prompt's prefixes of 1, 2, ... full blocks."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
         return ()
-    # The parts of a prompt in the order of templates.
+    # The fields of a prompt, in the order in which templates render them.
     names = ("tools", "instructions", "system", "messages", "input", "prompt") if isinstance(value, dict) else ()
     text = "".join(json.dumps(value[name], ensure_ascii=False) for name in names if name in value)
     data, hashes, digest = text.encode("utf-8", "surrogatepass"), [], hashlib.blake2b(digest_size=16)
@@ -72,36 +77,36 @@ def prefix_hashes(body: bytes) -> tuple[bytes, ...]:
 
 
 class PrefixRouter(RequestRouter):
-    """A router that sends a Call to the replica with the longest prefix of its prompt, if not full.
+    """A router that prefers the replica which has read the longest prefix of the prompt.
 
     Each front has a router, which knows only its own requests. Ray's router of this kind
     (ray.serve.llm) imports vLLM or SGLang.
     """
 
     def initialize_state(self, slots: int) -> None:  # type: ignore[override]
-        """Set the router's parameters; `slots`: requests that a replica runs at once."""
+        """Set the number of requests that a replica runs at once."""
         self.slots = slots
         self.replica_of: OrderedDict[bytes, ReplicaID] = OrderedDict()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return groups of replicas to try in order.
+        """Return groups of replicas, to be tried in order.
 
-        The first group is the replica with the longest prefix of the prompt, unless there is none
-        or it is full; the next are two random replicas, then all replicas.
+        First the replica that has read the longest prefix of the prompt, unless it is full; then
+        two random replicas; then all.
         """
         two = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
         if pending_request is None:
             return [two]
-        # If no replica is free, wait before the next try.
+        # Wait before the next attempt if no replica is free.
         pending_request.routing_context.should_backoff = True
         ids = [self.replica_of[prefix] for prefix in reversed(_prefixes(pending_request)) if prefix in self.replica_of]
         reader = next((self.curr_replicas[replica] for replica in ids if replica in self.curr_replicas), None)
         return [two, candidate_replicas] if reader is None or self._is_full(reader) else [[reader], two, candidate_replicas]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Remember that this replica has read each prefix of the request's prompt."""
+        """Remember that this replica has read the prefixes of the request's prompt."""
         for prefix in _prefixes(pending_request):
             self.replica_of[prefix] = replica_id
             self.replica_of.move_to_end(prefix)
@@ -109,7 +114,7 @@ class PrefixRouter(RequestRouter):
             self.replica_of.popitem(last=False)
 
     def _is_full(self, replica: RunningReplica) -> bool:
-        """Return whether a replica has no free slot while another may have one."""
+        """Return whether a replica has no free slot, but another may have one."""
         lengths = {found: self.replica_queue_len_cache.get(found) or 0 for found in self.curr_replicas}
         return lengths[replica.replica_id] >= self.slots > min(lengths.values())
 
@@ -119,17 +124,17 @@ def _prefixes(pending: PendingRequest) -> tuple[bytes, ...]:
 
 
 class Front:
-    """The ingress: sends a request to a replica, and to another if that dies unanswered."""
+    """The ingress: sends a request to a replica, and to another if that dies before it answers."""
 
     def __init__(self, replicas: DeploymentHandle, body_bytes: int):
-        """Read bodies up to `body_bytes`; the replica rejects longer ones."""
+        """Send requests to `replicas`, which reject bodies of more than `body_bytes`."""
         self.replicas, self.body_bytes = replicas, body_bytes
 
     def __serve_build_asgi_app__(self) -> Starlette:
         return Starlette(routes=[Route("/metrics", self.metrics), Mount("/", self.forward)])
 
     async def metrics(self, request: Request) -> Response:
-        """Return the metrics of all replicas, labelled `replica`, or the error response of one."""
+        """Return the metrics of all replicas with the label `replica`, or an error of one."""
         call = Call(_plain_scope(request.scope), b"", ())
         answers = await self.replicas.broadcast("complete_answer", call).results_async(return_exceptions=True)
         pages = dict(answer for answer in answers if not isinstance(answer, BaseException))
@@ -140,26 +145,18 @@ class Front:
         return PlainTextResponse(text, media_type=MEDIA_TYPE)
 
     async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer any request but /metrics; cancel it when the client disconnects."""
+        """Answer any request except /metrics; cancel it when the client disconnects."""
         body = await _read_body(receive, self.body_bytes)
         call = Call(_plain_scope(scope), body, prefix_hashes(body) if scope["method"] == "POST" else ())
-        answering = asyncio.create_task(self._answer(call, scope, receive, send))
-        leaving = asyncio.create_task(_disconnected(receive))
-        try:
-            await asyncio.wait([answering, leaving], return_when=asyncio.FIRST_COMPLETED)
-            if answering.done():
-                answering.result()
-        finally:
-            for task in (answering, leaving):
-                task.cancel()
-            await asyncio.gather(answering, leaving, return_exceptions=True)
+        with contextlib.suppress(ClientDisconnect):
+            await while_connected(receive, self._answer(call, scope, receive, send))
 
     async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the call to replicas until one answers, at most `ATTEMPTS` times."""
         started: Message | None = None
         status, reason = 502, f"{ATTEMPTS} replicas ended before they answered this request"
         for attempt in range(ATTEMPTS):
-            # Ray notices the death of a replica a moment later.
+            # Waits, because Ray does not notice the death of a replica immediately.
             await asyncio.sleep(0.2 * attempt)
             response = self.replicas.options(stream=True).answer.remote(call)
             try:
@@ -176,35 +173,29 @@ class Front:
                 status, reason = 503, "the server is busy; try again later"
                 break
             finally:
-                # Also if the client has disconnected.
+                # Also ends the call if the client has disconnected.
                 response.cancel()
         await error_response(ApiError(status, reason), scope["path"])(scope, receive, send)
 
 
 async def _send_lost(started: Message, path: str, send: Send) -> None:
-    """End a stream of events with an error; abort other answers, which would look complete."""
+    """End a stream with an error event; abort any other answer, which would seem complete."""
     if not any(value.startswith(b"text/event-stream") for name, value in started["headers"] if name == b"content-type"):
         raise ConnectionResetError("the replica ended in the middle of its answer")
-    error = ApiError(502, "the replica ended in the middle of this answer; send the request again")
-    # Anthropic's clients ignore events without a name.
+    error = ApiError(502, "the replica ended in the middle of its answer; send the request again")
+    # Only Anthropic's events have names.
     name, body = ("event: error\n", error.anthropic_body) if is_anthropic(path) else ("", error.body)
     await send({"type": "http.response.body", "body": f"{name}data: {json.dumps(body)}\n\n".encode()})
 
 
 async def _read_body(receive: Receive, limit: int) -> bytes:
-    """Return the body; of a body longer than `limit`, a first part that is longer than `limit`."""
+    """Return the body; stop reading when it exceeds `limit`."""
     data, more = bytearray(), True
     while more and len(data) <= limit:
         message = await receive()
         data += message.get("body", b"")
         more = message.get("more_body", False)
     return bytes(data)
-
-
-async def _disconnected(receive: Receive) -> None:
-    """Return when the client disconnects."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _plain_scope(scope: Scope) -> dict[str, Any]:
@@ -221,7 +212,7 @@ class Replica:
         self.name = serve.get_replica_context().replica_id.unique_id
 
     async def answer(self, call: Call) -> AsyncIterator[list[Message]]:
-        """Yield the application's ASGI messages, all that are ready at a time."""
+        """Yield the application's ASGI messages, in lists of those that are ready together."""
         queue: asyncio.Queue[Message | None] = asyncio.Queue()
         running = asyncio.create_task(self._run(call, queue))
         try:
@@ -238,16 +229,16 @@ class Replica:
             await asyncio.gather(running, return_exceptions=True)
 
     async def complete_answer(self, call: Call) -> tuple[str, tuple[int, bytes]]:
-        """Return the replica's name, and status and body of its answer."""
+        """Return the replica's name, and the status and body of its answer."""
         messages = [message async for found in self.answer(call) for message in found]
         return self.name, (messages[0]["status"], b"".join(message.get("body", b"") for message in messages))
 
     async def _run(self, call: Call, queue: asyncio.Queue) -> None:
-        """Run the application for a call and put its ASGI messages, then None, into `queue`."""
+        """Run the application for a call; put its ASGI messages and then None into `queue`."""
         bodies: Iterator[Message] = iter([{"type": "http.request", "body": call.body, "more_body": False}])
 
         async def receive() -> Message:
-            # A client that disconnects cancels this task.
+            # Waits forever after the body; a front cancels this task when its client disconnects.
             return next(bodies, None) or await asyncio.get_running_loop().create_future()
 
         try:
@@ -287,7 +278,7 @@ def deployment(
         replicas: their number, or (minimum, maximum) to scale so that each has `slots` requests.
         fronts: number of processes that read and route requests.
         cpus, threads, ray_actor_options: resources of a replica; threads default to `cpus`.
-        slots: requests that a replica runs at once; as many as the bundle's widest batch has rows.
+        slots: requests that a replica runs at once: the width of the widest batch function.
         queue: requests that may wait in each front.
         limits: limits for requests, as of `castiron.open_app`.
         options: other keywords of `castiron.open_app`.
@@ -298,7 +289,7 @@ def deployment(
         count = {"autoscaling_config": scaling}
     model = serve.deployment(Replica).options(
         name="model",
-        # A replica queues as many requests as it runs; further ones wait until any replica is free.
+        # A replica queues as many requests as it runs; others wait for any replica.
         max_ongoing_requests=2 * slots,
         max_queued_requests=queue,
         ray_actor_options={**ray_actor_options, "num_cpus": cpus},

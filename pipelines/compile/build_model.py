@@ -1,4 +1,4 @@
-"""Build the graph of a checkpoint's model, and lower it to a module."""
+"""Build the graph of a checkpoint's model, and lower it to StableHLO and kernels."""
 
 from __future__ import annotations
 
@@ -20,35 +20,29 @@ from castiron.pipelines.compile.tile_store import TileFields, tiles_for
 from castiron.pipelines.compile.weights import codecs_of
 from castiron.vmfb.targets import Target, resolve
 
-# Tokens of an encode call; the second, for bidirectional attention, without the longest text's call.
+# Tokens per call of the encode functions for causal attention, and for bidirectional attention,
+# which encodes a text in one call and so also has a function for the longest text.
 ENCODE_WIDTHS, SINGLE_CALL_WIDTHS = (32, 128), (32, 128, 512, 2048)
 
 
 def open_source(model: str | Path, options: Options, progress: Progress | None = None) -> Checkpoint:
-    """Open a checkpoint without the keys in `options.ignore_keys`, and merge `options.adapter` into
-    it."""
+    """Open a checkpoint without `options.ignore_keys`, and merge `options.adapter` into it."""
     checkpoint = open_checkpoint(model, progress, options.ignore_keys)
     return merge(checkpoint, open_adapter(Path(options.adapter))) if options.adapter else checkpoint
 
 
 @dataclass(frozen=True)
 class EncoderSizes:
-    """The sizes of the functions of an embedding model or reranker.
+    """The sizes of the functions of an embedding model or reranker."""
 
-    context: number of positions of the functions' states. widths: tokens per call of each encode
-    function. max_tokens: maximum number of tokens of a text. single_call: whether a text must be
-    encoded in one call, because attention is bidirectional.
-    """
-
-    context: int
-    widths: tuple[int, ...]
-    max_tokens: int
-    single_call: bool
+    context: int  # positions of the states
+    widths: tuple[int, ...]  # tokens per call of each encode function
+    max_tokens: int  # max tokens of a text
+    single_call: bool  # whether a text is encoded in one call, because attention is bidirectional
 
 
 def encoder_sizes(checkpoint: Checkpoint, options: Options) -> EncoderSizes | None:
-    """Return the sizes of an embedding model's or a reranker's functions; None for a model that
-    generates text."""
+    """Return the sizes of an encoder's functions; None for a model that generates text."""
     if checkpoint.encoding is None:
         return None
     config, context = read_config(checkpoint.config), context_of(checkpoint.config, options)
@@ -57,7 +51,7 @@ def encoder_sizes(checkpoint: Checkpoint, options: Options) -> EncoderSizes | No
         widths = {max_tokens, *(width for width in options.embed or SINGLE_CALL_WIDTHS if width < max_tokens)}
         return EncoderSizes(max_tokens, tuple(sorted(widths)), max_tokens, True)
     widths = tuple(width for width in options.embed or ENCODE_WIDTHS if width <= context) or (context,)
-    # The last call's padding takes positions too.
+    # The last call is padded to its width, and the padding takes positions of the states.
     padded = -(-max_tokens // max(widths)) * max(widths)
     if padded > config.max_positions:
         padded = config.max_positions // max(widths) * max(widths)
@@ -67,8 +61,7 @@ def encoder_sizes(checkpoint: Checkpoint, options: Options) -> EncoderSizes | No
 def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
     """Build the model's layer operations, and check that the checkpoint has the tensors they read.
 
-    EmitError for an unsupported config, CheckpointError for tensors that are missing, of another
-    shape, or left over.
+    Raises EmitError for an unsupported config, CheckpointError for missing or superfluous tensors.
     """
     codecs = codecs_of(checkpoint, options.weights)
     codec = lambda name: codecs.get(name, "f32")
@@ -92,10 +85,7 @@ def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
 def build_module(
     checkpoint: Checkpoint, options: Options, target: Target | None = None, tuned: TileFields = MappingProxyType({})
 ) -> Module:
-    """Build a checkpoint's model and lower it.
-
-    target: None for the options' target. tuned: tiles of matmuls, by the matmul's name.
-    """
+    """Build a checkpoint's model and lower it for `target`, by default that of `options`."""
     isa, threads = (target or resolve(options.target)).isa, options.threads_or_cores
     tiles = lambda matmul: tiles_for(matmul, tuned, ISAS[isa], threads)
     return lower(build_model(checkpoint, options), options.lowering, isa, threads, tiles, options.numerics)

@@ -1,4 +1,4 @@
-"""Make the manifest of a new bundle: the model, its source, and the work of its kernels."""
+"""Make the manifest of a new bundle: the model, its source, and its kernels' FLOP and bytes."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ def manifest_of(
 ) -> Manifest:
     """Return a bundle's manifest without its files and accuracy.
 
-    compile_info: entries of the manifest's `compile` that only the compilation knows, such as its
-    seconds.
+    compile_info: further entries of the manifest's `compile`, such as the seconds of each stage.
     """
     first, config, sizes = next(iter(module.functions.values())), checkpoint.config, encoder_sizes(checkpoint, options)
     context = sizes.context if sizes else context_of(config, options)
@@ -48,7 +47,7 @@ def manifest_of(
     return Manifest(
         name=model_name(checkpoint.path),
         config=config,
-        vocab=vocab_of(config),
+        vocab=read_config(config).vocab,
         context=context,
         max_context=max_context,
         states=first.states,
@@ -67,11 +66,6 @@ def manifest_of(
         source=_source(model, checkpoint, options),
         compile=compile_info | _module_facts(module, options, target, tiles, max_context),
     )
-
-
-def vocab_of(config: dict) -> int:
-    """Return the size of a model's vocabulary."""
-    return read_config(config).vocab
 
 
 def _source(model: str | Path, checkpoint: Checkpoint, options: Options) -> dict:
@@ -106,7 +100,7 @@ def _encoder(checkpoint: Checkpoint, sizes: EncoderSizes) -> Encoder:
 
 
 def _module_facts(module: Module, options: Options, target: Target, tiles: TileFields, context: int) -> dict:
-    """Return the entries of the manifest's `compile` about a module's kernels: work, matmuls, tiles."""
+    """Return the entries of the manifest's `compile` about a module's kernels."""
     kernels = [op.attrs["kernel"] for f in module.functions.values() for op in f.ops if op.kind == "kernel"]
     matmuls = list(dict.fromkeys(kernel.matmul for kernel in kernels if kernel.matmul))
     names = [matmul.name for matmul in matmuls]
@@ -120,10 +114,7 @@ def _module_facts(module: Module, options: Options, target: Target, tiles: TileF
 
 
 def _arithmetic(matmuls: Sequence[Matmul], target: Target) -> dict[str, int]:
-    """Return the number of matmuls for each way of converting the activations x from f32.
-
-    The keys are texts that name the conversion and the instruction.
-    """
+    """Return the number of matmuls by a description of how they convert their f32 activations x."""
     if not target.isa:
         return {}
     isa = ISAS[target.isa]
@@ -137,8 +128,7 @@ def _arithmetic(matmuls: Sequence[Matmul], target: Target) -> dict[str, int]:
 
 
 def work_of(function: Graph, context: int) -> dict[str, dict]:
-    """Return kernel name -> the fields of `castiron.vmfb.manifest.KernelWork`, for the kernels of a
-    function.
+    """Return the fields of `vmfb.manifest.KernelWork` for each kernel of a function, by its name.
 
     FLOP and bytes are those of one call of the kernel: [at position 0, increase per position, at
     the last position of `context`]. Layer numbers in module paths are `*`.

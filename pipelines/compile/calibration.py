@@ -1,8 +1,7 @@
-"""Measure how much each column of a weight matters on a text, for quantising (llama.cpp's importance
-matrix).
+"""Measure the importance of each column of a weight on a text (llama.cpp's importance matrix).
 
 An error in a column of a weight changes the matmul's result in proportion to that column's input.
-So the unquantised model runs the text, and each matmul also returns the sum over tokens of its
+So the unquantised model reads the text, and each matmul also returns the sum over tokens of its
 squared inputs, by column. For an expert's down projection only tokens that chose the expert count.
 """
 
@@ -29,7 +28,7 @@ from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointErro
 from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256
 from castiron.pipelines.compile.build_model import build_model
 from castiron.pipelines.compile.options import Options, Progress
-from castiron.pipelines.compile.weights import UNIFORM, Importance, pack_parameter
+from castiron.pipelines.compile.weights import UNIFORM, Importance, write_parameters
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.files import require_free_space
 from castiron.pipelines.terminal import print_message
@@ -40,11 +39,9 @@ from castiron.vmfb.compiler import compile_mlir
 from castiron.vmfb.cpu import physical_cores
 from castiron.vmfb.program import Call, Loaded
 from castiron.vmfb.targets import resolve
-from castiron.vmfb.weights import write_irpa
 
 KIND = "calibrated"
-# Tokens per call, tokens per sequence, and the maximum number of sequences; more sequences change
-# the means by about a percent.
+# Tokens per call and per sequence, and max sequences; longer texts change the means by about 1 %.
 WIDTH, CHUNK, MAX_CHUNKS = 128, 512, 32
 # The minimum weight of a column as a share of the mean: another text may use the column.
 MIN_SHARE = 1e-3
@@ -59,28 +56,21 @@ def text_sha256(text: str | Path) -> str:
 
 
 def calibrate(checkpoint: Checkpoint, options: Options, progress: Progress) -> Importance:
-    """Return the importance of each weight's columns on the text `options.calibrate`; UNIFORM
-    without it."""
-    if not options.calibrate:
+    """Return the importance of each weight's columns, measured on the text `options.calibrate`.
+
+    It is the mean square of the column's input, divided by the mean over all columns. Without a
+    text all columns are equal.
+    """
+    text = options.calibrate
+    if not text:
         return UNIFORM
     if checkpoint.encoding:
         raise CheckpointError(f"cannot calibrate an embedding model: {checkpoint.path}; leave --calibrate out")
-    identity = [checkpoint_sha256(checkpoint.path)] + ([adapter_sha256(Path(options.adapter))] if options.adapter else [])
-    return importance_of(checkpoint, json.dumps(identity), options.calibrate, progress)
-
-
-def importance_of(checkpoint: Checkpoint, identity: str, text: str | Path, progress: Progress) -> Importance:
-    """Return the importance of each column of the weights of matmuls on a text: f32 [in], by tensor
-    name.
-
-    It is the mean square of the column's input, divided by the mean over all columns.
-    identity: key of the checkpoint's weights in the cache of results. PipelineError for a text that
-    is too short, or a checkpoint without a tokenizer.
-    """
-    inputs = [identity, text_sha256(text), WIDTH, CHUNK, MAX_CHUNKS, "experts"]
+    adapter = adapter_sha256(Path(options.adapter)) if options.adapter else None
+    inputs = [checkpoint_sha256(checkpoint.path), adapter, text_sha256(text), WIDTH, CHUNK, MAX_CHUNKS, "experts"]
     key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
     cached = cache_path(KIND) / f"{key}.npz"
-    # NumPy raises many kinds of error for a damaged file; it is computed again.
+    # NumPy raises many kinds of error for a damaged file, whose content is then computed again.
     with contextlib.suppress(Exception):
         with np.load(cached) as found:
             return dict(found)
@@ -94,8 +84,7 @@ def importance_of(checkpoint: Checkpoint, identity: str, text: str | Path, progr
 
 
 def chunks_of(checkpoint: Checkpoint, text: str | Path) -> list[list[int]]:
-    """Split the text's tokens into at most MAX_CHUNKS sequences of CHUNK tokens (fewer if the text
-    is shorter), without the rest."""
+    """Split the text's tokens into at most MAX_CHUNKS sequences of CHUNK tokens, or one shorter."""
     if checkpoint.tokenizer is None:
         raise PipelineError(f"{checkpoint.path} has no tokenizer to calibrate with; leave --calibrate out")
     try:
@@ -110,7 +99,7 @@ def chunks_of(checkpoint: Checkpoint, text: str | Path) -> list[list[int]]:
 
 
 def measure(checkpoint: Checkpoint, chunks: Sequence[list[int]], progress: Progress) -> dict[str, np.ndarray]:
-    """Run the model on `chunks`, all of one length, and return the result of `importance_of`."""
+    """Run the model on `chunks`, all of one length, and return the result of `calibrate`."""
     model = build_model(checkpoint, Options(context=len(chunks[0]), prefill=(), batch=(), speculate=(), embed=(WIDTH,)))
     function = model.functions.pop(f"embed_{WIDTH}")
     model.functions.clear()
@@ -126,11 +115,7 @@ def measure(checkpoint: Checkpoint, chunks: Sequence[list[int]], progress: Progr
         require_free_space(weights, sum(param.type.nbytes for param in module.params.values()), "calibrating")
         progress("compile for calibration", 0.0)
         compile_mlir(text, target, vmfb)
-        entries = [
-            (p.name, lambda p=p: pack_parameter(checkpoint, p), (p.type.shape, p.type.dtype.numpy))
-            for p in module.params.values()
-        ]
-        write_irpa(weights, entries, lambda done, total: progress("pack for calibration", done / total))
+        write_parameters(weights, checkpoint, module, UNIFORM, lambda done: progress("pack for calibration", done))
         loaded = Loaded(Part.of(weights).map(), {vmfb.name: vmfb.read_bytes()}, threads)
         sums = _run(loaded, function, names, chunks, progress)
     found = {}
@@ -142,8 +127,7 @@ def measure(checkpoint: Checkpoint, chunks: Sequence[list[int]], progress: Progr
 
 
 def watched(model: ModelModule, function: Graph) -> list[tuple[str, ...]]:
-    """Add a result to the function for each tensor x that matmuls read: the sum of x² over tokens,
-    f32 [in].
+    """Add a result for each tensor x that matmuls read: the sum of x² over tokens, f32 [in].
 
     Returns the names of the weights that multiply each x, in the order of the results.
     """
@@ -167,9 +151,9 @@ def watched(model: ModelModule, function: Graph) -> list[tuple[str, ...]]:
 
 
 def watched_experts(module: Module, function: Graph, known: Set[str]) -> list[tuple[tuple[str, ...], ...]]:
-    """Add a result to a lowered function for each experts' matmul that `watched` could not see: the
-    sum of squared inputs over the tokens that chose each expert, f32 [experts, in].
+    """Add a result to a lowered function for each experts' matmul that `watched` does not cover.
 
+    It is the sum of squared inputs over the tokens that chose each expert, f32 [experts, in].
     known: weights that `watched` covers. Returns, for each result and each of its rows, the names
     of the weights that read this input.
     """
@@ -187,7 +171,7 @@ def watched_experts(module: Module, function: Graph, known: Set[str]) -> list[tu
                 x = made[x].operands[0]
             with building(module, function):
                 chosen = ops.broadcast_in_dim(operands["chosen"], (x.shape[0], experts), (0,))
-                # Not a conversion: IREE 3.13 takes a true i1 in a matmul for -1.
+                # A conversion would not work: IREE 3.13 reads a true i1 in a matmul as -1.
                 one, zero = (ops.constant(number, F32, chosen.shape) for number in (1.0, 0.0))
                 ours = ops.select(ops.compare("EQ", chosen, ops.iota(chosen.shape, 1)), one, zero)
                 sums.append(ops.dot_general(ours, ops.multiply(x, x), ((0,), (0,))))
@@ -198,8 +182,7 @@ def watched_experts(module: Module, function: Graph, known: Set[str]) -> list[tu
 
 
 def _run(loaded: Loaded, function: Graph, names: Sequence, chunks: Sequence[list[int]], progress: Progress) -> list[np.ndarray]:
-    """Run each chunk as a separate sequence; return the results that `watched` added, summed over
-    chunks, f64."""
+    """Run each chunk as a sequence; return the added results, summed over chunks, f64."""
     results = len(function.outputs)
     assert function.entry is not None, "a model's function has a role"
     sums = [np.zeros(value.shape, np.float64) for value in function.outputs[results - len(names) :]]

@@ -1,4 +1,4 @@
-"""Compile a checkpoint to a bundle: read, build, lower, compile, pack; a failure leaves no files."""
+"""Compile a checkpoint to a bundle: open, build, lower, compile, pack."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 import castiron
 from castiron.emitter.ir import Module
+from castiron.emitter.models import read_config
 from castiron.emitter.printer import print_layers, print_module
 from castiron.emitter.step import ModelModule
 from castiron.pipelines.checkpoints.adapter import adapter_sha256
@@ -23,47 +24,39 @@ from castiron.pipelines.checkpoints.checkpoint import validate
 from castiron.pipelines.checkpoints.encoding_files import MODULES
 from castiron.pipelines.checkpoints.open_checkpoint import find_checkpoint
 from castiron.pipelines.compile.build_model import build_model, build_module, open_source
-from castiron.pipelines.compile.bundle_manifest import manifest_of, vocab_of
+from castiron.pipelines.compile.bundle_manifest import manifest_of
 from castiron.pipelines.compile.calibration import calibrate, text_sha256
 from castiron.pipelines.compile.options import Options, Progress
 from castiron.pipelines.compile.source_hash import BUNDLE_SOURCES, sources_hash
 from castiron.pipelines.compile.tile_store import TileFields, tuned_tiles
-from castiron.pipelines.compile.weights import UNIFORM, pack_parameter
+from castiron.pipelines.compile.weights import UNIFORM, write_parameters
 from castiron.pipelines.files import require_free_space
 from castiron.pipelines.terminal import clock
 from castiron.pipelines.text.vocabulary import Vocabulary
 from castiron.vmfb.bundle import Bundle, BundleWriter, open_bundle
-from castiron.vmfb.compiler import CompileError, compile_flags, compile_modules, compiler_version, expected_seconds
+from castiron.vmfb.compiler import compile_flags, compile_modules, compiler_version, expected_seconds
 from castiron.vmfb.disk import naming
 from castiron.vmfb.manifest import MODEL, TOKENIZER, VOCABULARY, WEIGHTS, Accuracy, BundleError, module_name
 from castiron.vmfb.targets import Target, missing_features, resolve
-from castiron.vmfb.weights import write_irpa
 
-# Called with a bundle and a progress function (done, total); returns the bundle's measured distance from exact numerics.
+# Called with a bundle and a progress function (done, total); returns the bundle's distance from exact numerics.
 Evaluate = Callable[[Bundle, Callable[[int, int], None]], Accuracy | None]
 
-# Files of `castiron compile --keep`. The compiled module contains the name TEXT.
+# Files that `castiron compile --keep` writes. The compiled module contains TEXT as its source's name.
 LAYERS, TEXT, COMMANDS = "layers.mlir", "module.mlir", "commands.sh"
 
 
 @dataclass(frozen=True)
 class CompileReport:
-    """The result of `compile_model`.
-
-    bundle: path of the bundle directory. up_to_date: whether it existed already and was not
-    compiled again. seconds: time taken by each stage. files: size in bytes of each file of the
-    bundle. cache: element type of the KV caches.
-    accuracy: measured distance of fast numerics from exact ones; None if it was not measured.
-    left_out: number of dropped tensors by prefix, for example of a vision tower.
-    """
+    """The result of `compile_model`."""
 
     bundle: Path
-    up_to_date: bool
-    seconds: dict[str, float]
-    files: dict[str, int]
-    cache: str
-    accuracy: Accuracy | None = None
-    left_out: dict[str, int] = field(default_factory=dict)
+    up_to_date: bool  # whether the bundle existed already and was not compiled again
+    seconds: dict[str, float]  # time taken by each stage
+    files: dict[str, int]  # size in bytes of each file of the bundle
+    cache: str  # element type of the KV caches
+    accuracy: Accuracy | None = None  # measured distance of fast numerics from exact ones
+    left_out: dict[str, int] = field(default_factory=dict)  # number of dropped tensors by prefix
 
 
 def compile_model(
@@ -77,18 +70,18 @@ def compile_model(
     packed: Bundle | None = None,
     announce: Callable[[], None] = lambda: None,
 ) -> CompileReport:
-    """Compile a GGUF file, an HF directory, a catalogue name or a hub name into the bundle
-    directory `out`.
+    """Compile a GGUF file, an HF directory or a named model into the bundle directory `out`.
 
-    If `out` is a bundle made from the same inputs, it is kept.
-    progress: gets (stage, share done). tiles: replace those of `tuned_tiles`. keep: a folder for
-    the MLIR and the commands that compile it, which are also written if the bundle is up to date.
-    evaluate: called with a bundle of fast numerics if this machine can run it; its result goes into
-    the manifest. packed: another bundle; if its weights, or those of the bundle at `out`, are the
-    same, they are linked instead of packed again. announce: called once the checkpoint is read, if
-    it has to be compiled.
-    CheckpointError, EmitError, CompileError, BundleError or StoreError, each one line; then nothing
-    is written.
+    A bundle of the same inputs is not compiled again. An error leaves no files.
+
+    Args:
+        progress: called with (stage, share done).
+        tiles: replace those of `tuned_tiles`.
+        keep: folder for the MLIR and the commands that compile it.
+        evaluate: called with a bundle of fast numerics if this machine can run it; its result goes
+            into the manifest.
+        packed: another bundle, whose weights file is linked if the new one would be the same.
+        announce: called after reading the checkpoint, unless an up-to-date bundle exists.
     """
     report = progress or (lambda stage, done: None)
     seconds: dict[str, float] = {}
@@ -98,7 +91,7 @@ def compile_model(
     key = _key(path, options, target)
     before = existing(out)
     facts = before.manifest.compile if before else {}
-    # Tiles are also compared: a key covers all but the tiles of the module's own matmuls.
+    # The key covers everything but tiles, so compare the tiles of the bundle's matmuls separately.
     used = {name: tiles[name] for name in facts.get("matmuls", ()) if name in tiles}
     up_to_date = before is not None and facts.get("key") == key and facts.get("tuned") == used
     if up_to_date and keep is None:
@@ -114,7 +107,7 @@ def compile_model(
         seconds[name] = round(time.perf_counter() - start, 3)
         report(name, 1.0)
 
-    vocab = vocab_of(checkpoint.config)
+    vocab = read_config(checkpoint.config).vocab
     with stage("emit"):
         module = build_module(checkpoint, options, target, tiles)
         text = print_module(module)
@@ -124,14 +117,14 @@ def compile_model(
         require_free_space(out, sum(param.type.nbytes for param in module.params.values()), f"the bundle {out}")
     if keep is not None:
         with naming(keep):
-            _write_sources(Path(keep), build_model(checkpoint, options), text, compile_flags(target, options.iree_flags), out)
+            _write_sources(keep, build_model(checkpoint, options), text, compile_flags(target, options.iree_flags), out)
     if up_to_date:
         return _report(before, True, {})
     cancelled, compiling = threading.Event(), threading.Event()
 
     def report_pack(name: str, done: float) -> None:
         if cancelled.is_set():
-            raise CompileError("the compilation was cancelled")
+            raise CancelledError
         # While modules are compiled, their progress is shown.
         if not compiling.is_set():
             report(name, done)
@@ -142,7 +135,7 @@ def compile_model(
         if checkpoint.tokenizer is not None:
             tokenizer = json.dumps(checkpoint.tokenizer, ensure_ascii=False)
             writer.write(TOKENIZER, tokenizer)
-            # Only generated text needs it.
+            # Only models that generate text need the vocabulary.
             if not checkpoint.encoding and (vocabulary := _vocabulary(tokenizer, vocab)):
                 writer.write(VOCABULARY, bytes(vocabulary))
         if checkpoint.chat_template:
@@ -151,11 +144,8 @@ def compile_model(
             writer.link(same, WEIGHTS)
             return same.manifest.files[WEIGHTS].sha256
         importance = calibrate(checkpoint, options, report_pack) if options.calibrate else UNIFORM
-        entries = [
-            (p.name, lambda p=p: pack_parameter(checkpoint, p, importance), (p.type.shape, p.type.dtype.numpy))
-            for p in sorted(module.params.values(), key=lambda p: p.name)
-        ]
-        return write_irpa(writer.path(WEIGHTS), entries, lambda done, total: report_pack("pack", done / total))
+        progress = lambda done: report_pack("pack", done)
+        return write_parameters(writer.path(WEIGHTS), checkpoint, module, importance, progress)
 
     with BundleWriter(out) as writer:
         texts = module_texts(module)
@@ -186,24 +176,23 @@ def compile_model(
 
 @contextmanager
 def _beside(work: Callable[[], Any], cancelled: threading.Event) -> Iterator[Future]:
-    """Run `work` in a thread during the body; an error in either sets `cancelled` for the other."""
+    """Run `work` in a thread during the `with` body; an error in either sets `cancelled`."""
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(work)
         future.add_done_callback(lambda done: cancelled.set() if done.exception() else None)
         try:
             yield future
         except BaseException:
-            if not cancelled.is_set():
-                cancelled.set()
+            cancelled.set()
+            cause = future.exception() if future.done() else None
+            if cause is None or isinstance(cause, CancelledError):
                 raise
-            # The body failed because the thread did, whose error names the cause.
-            future.result()
-            raise
+            # The body failed because the thread did.
+            raise cause from None
 
 
 def module_texts(module: Module) -> dict[str, str]:
-    """Return file name -> MLIR of the functions in this module file; the first file is
-    `model.vmfb`."""
+    """Return the MLIR text of each module file, by file name; the first is `model.vmfb`."""
     by_file: dict[str, list[str]] = {}
     for function in module.functions.values():
         assert function.entry is not None, "a model's function has a role"
@@ -212,10 +201,7 @@ def module_texts(module: Module) -> dict[str, str]:
 
 
 def _vocabulary(tokenizer: str, size: int) -> Vocabulary | None:
-    """Return the token table that grammars use; None for an invalid tokenizer.json.
-
-    Loading the bundle reports an invalid tokenizer.json.
-    """
+    """Return the token table that grammars use; None for a tokenizer that has none."""
     from tokenizers import Tokenizer
 
     try:
@@ -234,12 +220,12 @@ def existing(out: Path) -> Bundle | None:
 
 def _report(bundle: Bundle, up_to_date: bool, seconds: dict[str, float]) -> CompileReport:
     manifest = bundle.manifest
-    sizes, left_out = {name: file.size for name, file in manifest.files.items()}, manifest.source.get("left_out", {})
+    sizes, left_out = {name: file.size for name, file in manifest.files.items()}, manifest.source["left_out"]
     return CompileReport(bundle.path, up_to_date, seconds, sizes, manifest.cache, manifest.accuracy, left_out)
 
 
 def _weights_key(path: Path, options: Options, target: Target, module: Module) -> str:
-    """Return a hash of all that the packed weights depend on."""
+    """Return a hash, in hex, of everything that the packed weights depend on."""
     types = sorted((param.name, str(param.type)) for param in module.params.values())
     of_weights = replace(options, context=None, prefill=(), batch=(), speculate=(), embed=(), iree_flags=())
     return hashlib.sha256(json.dumps([_key(path, of_weights, target), types]).encode()).hexdigest()
@@ -248,10 +234,10 @@ def _weights_key(path: Path, options: Options, target: Target, module: Module) -
 def _key(path: Path, options: Options, target: Target) -> str:
     """Return a hash, in hex, of everything that a bundle depends on except its tiles.
 
-    path: the checkpoint, which is not read.
+    path: the checkpoint, whose content is not read.
     """
     path = path.resolve()
-    # The layers after an encoder's pooling are in folders of their own.
+    # The layers after an encoder's pooling are in separate folders.
     own = [*path.iterdir(), *(path.glob("*/*") if (path / MODULES).exists() else ())] if path.is_dir() else [path]
     files = sorted(p for p in own if p.is_file())
     stamps = [(str(p.relative_to(path)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
@@ -266,7 +252,7 @@ def _key(path: Path, options: Options, target: Target) -> str:
     return hashlib.sha256(json.dumps(inputs, default=list).encode()).hexdigest()
 
 
-def _write_sources(folder: Path, model: ModelModule, text: str, flags: tuple[str, ...], bundle: Path | str) -> None:
+def _write_sources(folder: Path, model: ModelModule, text: str, flags: tuple[str, ...], bundle: Path) -> None:
     """Write the layer operations, the compiler's input, and a script that compiles this input."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / LAYERS).write_text(print_layers(model), encoding="utf-8")

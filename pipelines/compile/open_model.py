@@ -35,16 +35,15 @@ def open_or_compile(
     announce: bool = False,
     one_sequence: bool = False,
 ) -> Bundle:
-    """Open the bundle of `model`: a Bundle, its path, a GGUF file, an HF directory, a catalogue or
-    hub name.
+    """Open a bundle, or the cached bundle of a checkpoint; compile it if it is not up to date.
 
-    A checkpoint is compiled with `options` into `cache_root()/bundles`, unless an up-to-date bundle
-    is there. progress, evaluate: arguments of `compile_model`; without `progress` a terminal shows
-    a bar. full_check: argument of `open_bundle`. announce: print a line to stderr before compiling.
-    one_sequence: compile only what one prompt at a time needs, unless the complete bundle is
-    cached.
-    PipelineError if options are given with a bundle; otherwise the errors of `open_bundle` and
-    `compile_model`.
+    Args:
+        model: a bundle, its path, a GGUF file, an HF directory, or a catalogue or hub name.
+        progress, evaluate: arguments of `compile_model`; without `progress` a terminal shows a bar.
+        full_check: argument of `open_bundle`.
+        announce: print a line to stderr before compiling.
+        one_sequence: compile only what one prompt at a time needs, unless the complete bundle is
+            cached.
     """
     path = model.path if isinstance(model, Bundle) else Path(model).expanduser()
     if is_bundle(model):
@@ -60,7 +59,7 @@ def open_or_compile(
     if one_sequence and existing(cached) is None:
         options, cached = options.for_one_sequence(), quick
     if existing(cached) is None:
-        # The remains of a partly deleted bundle would not be replaced.
+        # Compiling would not replace the rest of a partly deleted bundle.
         shutil.rmtree(cached, ignore_errors=True)
     message = f"compiling {model} once, with default options; castiron compile takes others" if announce else None
     built = compile_to(source, cached, options, progress, evaluate, existing(quick), message)
@@ -79,10 +78,9 @@ def compile_to(
     packed: Bundle | None = None,
     message: str | None = None,
 ) -> Path:
-    """Compile a model into the directory `out` and return its path; this process runs one
-    compilation at a time.
+    """Compile a model into the directory `out`; this process runs one compilation at a time.
 
-    message: printed if the model is valid and has to be compiled.
+    message: line to print if the model is valid and has to be compiled.
     """
     from castiron.pipelines.compile.compiler import compile_model
 

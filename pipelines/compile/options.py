@@ -12,9 +12,9 @@ from castiron.emitter.types import EmitError
 from castiron.pipelines.compile.weights import QUANTISED, WEIGHTS
 from castiron.vmfb.cpu import physical_cores
 
-# Limits of the default number of positions of a session, and of those that the states have.
+# Upper limits of the defaults of `Options.context` and `Options.max_context`, in positions.
 DEFAULT_CONTEXT, MAX_CONTEXT = 8192, 131072
-# Threads of a bundle for another machine than this.
+# Default of `Options.threads` for another machine.
 DEFAULT_THREADS = 2
 
 # Called with the name of a stage and the share of it that is done.
@@ -23,47 +23,25 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `castiron compile`.
+    """The options of `castiron compile`."""
 
-    context: positions of a session, unless it is opened with another number; None takes the model's
-    limit, at most 8192.
-    max_context: positions that states have addresses for; None takes the model's limit, at most
-    131,072.
-    weights: "native" keeps the checkpoint's types; "f32", "bf16" and "f16" convert every matrix;
-    other values quantise.
-    adapter: path of a PEFT directory; it is merged before the weights are converted.
-    calibrate: path of a text on which the importance of each column is measured for quantising.
-    numerics: "exact", "canonical" or "fast".
-    cache: element type of KV caches, "f32", "f16" or "q8_0"; other states are f32.
-    lowering: "kernels" or "portable". target: "host" or a name of `castiron.vmfb.targets.TARGETS`.
-    prefill: tokens per call of the prefill functions; those wider than the context are left out.
-    batch: sequences per call of the decode_batch functions.
-    speculate: tokens per call of the verify functions.
-    embed: tokens per call of the functions that return hidden states.
-    threads: number of threads among which kernels divide their work; None takes one per physical
-    core.
-    tuned: whether tiles that `castiron tune` found are used; only for the target "host".
-    ignore_keys: keys of the config, or of the GGUF metadata, that are left out.
-    iree_flags: flags for iree-compile after castiron's own, one word each.
-    """
-
-    context: int | None = None
-    max_context: int | None = None
-    weights: str = "native"
-    adapter: str | None = None
-    calibrate: str | None = None
+    context: int | None = None  # positions of a session by default; None: the model's limit, at most 8192
+    max_context: int | None = None  # positions that states have; None: the model's limit, at most 131,072
+    weights: str = "native"  # a value of WEIGHTS: the checkpoint's codecs, a float type, or a quantised one
+    adapter: str | None = None  # PEFT directory, merged before the weights are converted
+    calibrate: str | None = None  # text on which the importance of columns is measured
     numerics: str = "exact"
-    cache: str = "f32"
+    cache: str = "f32"  # element type of KV caches; other states are f32
     lowering: str = "kernels"
-    target: str = "host"
-    prefill: tuple[int, ...] = (8, 32, 128)
-    batch: tuple[int, ...] = (4, 8)
-    speculate: tuple[int, ...] = (4, 8)
-    embed: tuple[int, ...] = ()
-    threads: int | None = None
-    tuned: bool = True
-    ignore_keys: tuple[str, ...] = ()
-    iree_flags: tuple[str, ...] = ()
+    target: str = "host"  # a name of `vmfb.targets.TARGETS`
+    prefill: tuple[int, ...] = (8, 32, 128)  # tokens per call of the prefill functions, up to the context
+    batch: tuple[int, ...] = (4, 8)  # sequences per call of the decode_batch functions
+    speculate: tuple[int, ...] = (4, 8)  # tokens per call of the verify functions
+    embed: tuple[int, ...] = ()  # tokens per call of the functions that return hidden states
+    threads: int | None = None  # threads among which kernels divide their work; None: one per core
+    tuned: bool = True  # whether to use tiles that `castiron tune` found, for the target "host"
+    ignore_keys: tuple[str, ...] = ()  # keys of the config, or the GGUF metadata, to leave out
+    iree_flags: tuple[str, ...] = ()  # flags for iree-compile after castiron's own
 
     def __post_init__(self) -> None:
         known = {"weights": WEIGHTS, "numerics": NUMERICS, "cache": STORAGE, "lowering": LOWERINGS}
@@ -81,9 +59,7 @@ class Options:
         if self.threads is not None and self.threads < 1:
             raise EmitError(f"threads is {self.threads}; it must be at least 1")
         if bad := [flag for flag in self.iree_flags if not flag.startswith("--")]:
-            raise EmitError(
-                f"{bad[0]!r} is not a flag of iree-compile; give one complete flag, as --iree-flag=--iree-opt-level=O2"
-            )
+            raise EmitError(f"{bad[0]!r} is not a flag of iree-compile; give one, as --iree-flag=--iree-opt-level=O2")
 
     def for_one_sequence(self) -> Options:
         """Return these options with the functions that suffice for one prompt at a time."""
@@ -105,8 +81,8 @@ def context_of(config: dict, options: Options) -> int:
 def max_context_of(config: dict, options: Options) -> int:
     """Return the positions of the states: those requested, or the model's limit, at most 131,072.
 
-    Kernels read only the positions that are used; StableHLO reads all, and gets the default
-    context.
+    Kernels read only the used positions of a state. The portable lowering reads all positions, so
+    its states have only those of the default context.
     """
     if options.max_context is not None:
         return options.max_context

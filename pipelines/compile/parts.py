@@ -1,5 +1,4 @@
-"""Extract parts of a model as separate modules, for `castiron emit` and `castiron bench`: a
-function, a layer, or a kernel, which can also be made by name and shape without a model."""
+"""Extract a function or a layer of a model as a module, or make a kernel by its name and shape."""
 
 from __future__ import annotations
 
@@ -7,9 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from castiron.emitter import ops
-from castiron.emitter.abi import NUMERICS
 from castiron.emitter.codecs import codec_of
 from castiron.emitter.ir import Graph, Module, Op, Value, append, current_function, parameter, scope
 from castiron.emitter.kernels.kernel import Kernel
@@ -47,13 +46,11 @@ def extract_function(module: Module, name: str) -> Module:
 
 
 def extract_layer(module: Module, layer: int) -> Module:
-    """Return a module whose functions have only the operations of one layer (module path
-    `layers.<layer>`).
+    """Return a module whose functions have only the operations of one layer.
 
     Values computed outside the layer become arguments: inputs and states keep their names, others
     have the module path of the operation that computes them. Results are the values that the rest
     of the function reads, under the names that they have as arguments of the next layer.
-    PipelineError for an unknown layer.
     """
     layers = {layer_of(op) for function in module.functions.values() for op in function.ops} - {None}
     if layer not in layers:
@@ -72,7 +69,7 @@ def layer_of(op: Op) -> int | None:
 
 
 def kernel_module(kernel: Kernel) -> Module:
-    """Return a module whose function `call` dispatches the kernel once, with 0 for index operands."""
+    """Return a module whose function `call` runs the kernel once, with 0 for index operands."""
     module = Module("kernel")
     with module.function("call", **kernel.tensors) as inputs:
         given = dict(zip(kernel.tensors, inputs, strict=True))
@@ -84,8 +81,7 @@ def kernel_module(kernel: Kernel) -> Module:
 
 
 def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None:
-    """Add a layer's operations in `function`, with the parameters and constants that they read, to
-    `into`."""
+    """Add a layer's operations, with the parameters and constants that they read, to `into`."""
     block = [op for op in function.ops if layer_of(op) == layer]
     read = {v for op in block for v in op.operands}
     # Operations without operands are copied: the rotary tables are read in the first layer only.
@@ -108,7 +104,7 @@ def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None
 
 
 def _names(function: Graph) -> dict[Value, str]:
-    """Return names of the function's inputs, and of values that leave the layer that computes them.
+    """Return names of the function's inputs, and of the values that another layer reads.
 
     An updated state has the name of its input, other values the module path of their operation.
     """
@@ -143,31 +139,26 @@ def _updated(op: Op, result: int) -> Value | None:
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """The options that select one kernel; sizes: the numbers of --shape."""
+    """The options that select one kernel."""
 
-    sizes: tuple[int, ...]
-    tokens: int
-    codec: str
-    isa: str
-    threads: int
-    context: int
-    numerics: str
-    cache: str
+    sizes: tuple[int, ...]  # the numbers of --shape
+    tokens: int  # rows of x; sequences for attention_decode, (token, expert) pairs for experts
+    codec: str = "f32"  # of the weight
+    isa: str = "avx2"
+    threads: int = 2
+    context: int = 8192  # positions of the KV cache
+    numerics: str = "exact"
+    cache: str = "f32"  # element type of the KV cache
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of kernel that `castiron emit --kernel` prints.
+    """A kind of kernel that `castiron emit --kernel` prints."""
 
-    shape: the sizes that --shape takes, in the help. example: a value of --shape. tokens: default,
-    minimum and maximum of --tokens; None for no maximum. make: function that makes the kernel from
-    its name and the request.
-    """
-
-    shape: str
-    example: str
-    tokens: tuple[int, int, int | None]
-    make: Callable[[str, KernelRequest], Kernel]
+    shape: str  # the sizes that --shape takes, in the help
+    example: str  # a value of --shape
+    tokens: tuple[int, int, int | None]  # default, minimum and maximum of --tokens
+    make: Callable[[str, KernelRequest], Kernel]  # makes the kernel from its name and the request
 
     @property
     def is_matmul(self) -> bool:
@@ -197,7 +188,7 @@ def _matmul(name: str, asked: KernelRequest) -> Kernel:
 
 
 def _round_x(name: str, asked: KernelRequest) -> Kernel:
-    # Matmuls of float codecs read no bytes; show the form of most others.
+    # Matmuls of float codecs read no int8 activations, so show the layout of most quantised codecs.
     codec = asked.codec if codec_of(asked.codec).quantised else "q4_1"
     packed_shape(codec, LANES, asked.sizes[0])
     return round_x(asked.tokens, asked.sizes[0], codec_of(codec), isa=ISAS[asked.isa])
@@ -227,10 +218,10 @@ def _recurrent(name: str, asked: KernelRequest) -> Kernel:
 
 
 def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, KernelRequest], Kernel]:
-    """Return a function that takes a kernel from a lowered model of one layer.
+    """Return a function that lowers a model of one layer and returns its first kernel of a name.
 
-    The model's config has the request's sizes under `keys`. The kernel is the first with the
-    requested name in `function`, or in decode_step for one token.
+    The model's config has the request's sizes under `keys`. The kernel is taken from `function`, or
+    from decode_step for one token.
     """
 
     def make(name: str, asked: KernelRequest) -> Kernel:
@@ -268,7 +259,7 @@ KINDS: dict[str, Kind] = {
     "causal_conv": Kind("FEATURESxPOSITIONS", "6144x4", (1, 1, None), _recurrent),
     "gated_delta": Kind("K_HEADSxHEADSxK_DIMxV_DIM", "16x16x128x128", (1, 1, None), _recurrent),
     "selective_scan": Kind("GROUPSxHEADSxHEAD_DIMxN", "1x48x64x128", (1, 1, None), _recurrent),
-    # Of families whose decode_step has such a norm that isn't fused into a matmul.
+    # These families have a norm that isn't fused into a matmul.
     "rms_norm": Kind("HIDDEN", "576", (128, 1, None), _of_model("prefill", "olmo2", "hidden_size")),
     "layer_norm": Kind("HIDDEN", "576", (128, 1, None), _of_model("prefill", "starcoder2", "hidden_size")),
     "embed": Kind("VOCABxHIDDEN", "49152x576", (1, 1, None), _of_model("prefill", "llama", "vocab_size", "hidden_size")),
@@ -278,24 +269,11 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def named_kernel(
-    name: str,
-    shape: str,
-    *,
-    tokens: int | None = None,
-    codec: str = "f32",
-    isa: str = "avx2",
-    threads: int = 2,
-    context: int = 8192,
-    numerics: str = "exact",
-    cache: str = "f32",
-) -> Kernel:
+def named_kernel(name: str, shape: str, *, tokens: int | None = None, **options: Any) -> Kernel:
     """Return the kernel `name` (a key of KINDS) with the default tiles.
 
-    shape: sizes joined by `x`. tokens: number of rows of x; for attention_decode the number of
-    sequences, for experts the number of (token, expert) pairs. codec: the weight's codec. context,
-    cache: number of positions and element type of a KV cache. numerics: the matmul's numerics.
-    PipelineError for options that don't fit the kernel.
+    shape: sizes joined by `x`. options: other fields of KernelRequest. PipelineError for options
+    that don't fit the kernel.
     """
     kind = KINDS.get(name)
     if kind is None:
@@ -307,12 +285,10 @@ def named_kernel(
     tokens = default if tokens is None else tokens
     if tokens < minimum or (maximum is not None and tokens > maximum):
         raise PipelineError(f"{name} does not take {tokens} tokens; --tokens takes {kind.tokens_words}")
-    if numerics not in NUMERICS:
-        raise PipelineError(f"unknown numerics {numerics!r}; use {', '.join(NUMERICS)}")
-    if numerics != "exact" and not (kind.is_matmul or kind.make is _split_x):
+    asked = KernelRequest(tuple(map(int, words)), tokens, **options)
+    if asked.numerics != "exact" and not (kind.is_matmul or kind.make is _split_x):
         raise PipelineError(f"{name} is not a matmul, so its numerics are exact; leave --numerics out")
     try:
-        asked = KernelRequest(tuple(map(int, words)), tokens, codec, isa, threads, max(context, tokens), numerics, cache)
-        return kind.make(name, asked)
+        return kind.make(name, replace(asked, context=max(asked.context, tokens)))
     except (ValueError, EmitError) as error:
         raise PipelineError(f"{name} of shape {shape}: {error}") from None

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from castiron.emitter.models import read_config
 from castiron.emitter.quantise import convert
 from castiron.pipelines.checkpoints import gguf_export
 from castiron.pipelines.checkpoints.adapter import open_adapter
-from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, check_finite
+from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, check_finite, tokenizer_of
 from castiron.pipelines.checkpoints.gguf_config import sampling_metadata
 from castiron.pipelines.checkpoints.gguf_file import (
     GgufFile,
@@ -35,7 +36,7 @@ from castiron.pipelines.locate import model_name
 from castiron.vmfb.disk import reason
 from castiron.vmfb.staging import replace_file
 
-# llama.cpp's llama_ftype, by which it names a file.
+# --weights -> llama.cpp's llama_ftype, from which llama.cpp prints a file's type.
 _FILE_TYPE = {
     "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k": 14, "q4_k_m": 15, "q5_k": 16,
     "q5_k_m": 17, "q6_k": 18, "bf16": 32,
@@ -46,14 +47,11 @@ _OWN = ("general.file_type", "general.quantization_version")
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `quantise`.
-
-    bytes: size of the file. codecs: number of tensors of each codec. seconds: time taken.
-    """
+    """The result of `quantise`."""
 
     file: Path
     bytes: int
-    codecs: dict[str, int]
+    codecs: dict[str, int]  # number of tensors of each codec
     seconds: float
 
 
@@ -61,22 +59,18 @@ def quantise(model: str | Path, out: Path, options: Options, progress: Progress)
     """Write a model as the GGUF file `out`, completely or not at all.
 
     Only the options weights, adapter, calibrate and ignore_keys are used. The metadata of a GGUF
-    file is copied; for an HF directory it is made from the config and tokenizer, if GGUF can
-    express both.
-    CheckpointError, EmitError or PipelineError, each one line.
+    file is copied; that of an HF directory is made from its config and tokenizer.
     """
     start = time.perf_counter()
     checkpoint = open_source(model, options, progress)
     if out.exists() and out.samefile(checkpoint.path):
         raise PipelineError(f"{out} is the checkpoint itself; give another name with -o")
     if checkpoint.encoding and checkpoint.format == "hf":
-        raise PipelineError(
-            f"{checkpoint.path} is an embedding model, whose layers after pooling cannot be written as GGUF; "
-            f"castiron compile --weights {options.weights} makes a small bundle of it"
-        )
+        compile_ = f"castiron compile --weights {options.weights}"
+        raise PipelineError(f"{checkpoint.path} is an embedding model, which cannot be written as GGUF; use {compile_}")
     # An invalid checkpoint is rejected before anything is written.
     build_model(checkpoint, Options(context=1, prefill=(), batch=(), speculate=(), weights=options.weights))
-    # Filled in before the first tensor is read: errors and a full disk come before the calibration.
+    # Filled in after the checks below, and before the first tensor is read.
     importance: dict[str, np.ndarray] = {}
     entries, tensors = (_of_gguf if checkpoint.format == "gguf" else _of_hf)(checkpoint, options, importance)
     require_free_space(out, sum(padded(tensor.nbytes) for tensor in tensors), str(out))
@@ -93,20 +87,18 @@ def quantise(model: str | Path, out: Path, options: Options, progress: Progress)
 
 
 def _of_gguf(checkpoint: Checkpoint, options: Options, importance: Importance) -> tuple[list[bytes], list[NewTensor]]:
-    """Return the metadata entries and tensors to write for a GGUF checkpoint.
-
-    They come from the file, with converted weights, except for those that the adapter changes.
-    """
+    """Return the entries and tensors to write for a GGUF file, with the adapter's changes."""
     file, codecs = read_gguf(checkpoint.path), codecs_of(checkpoint, options.weights)
     own = open_checkpoint(checkpoint.path, ignore_keys=options.ignore_keys)
-    # A tensor of the file may be several of HF's, with one codec: the experts of a layer.
+    # A tensor of the file may stack several of HF's, such as a layer's experts, in one codec.
     names: dict[str, list[str]] = {}
     for name, tensor in own.tensors.items():
         names.setdefault(tensor.source, []).append(name)
     entries = {key: file.data[slice(*span)].tobytes() for key, span in file.entries.items() if key not in _OWN}
     changed: dict[str, NewTensor] = {}
     if options.adapter:
-        adapted = {own.tensors[name].source for name in open_adapter(Path(options.adapter)).names & own.tensors.keys()}
+        adapter = open_adapter(Path(options.adapter))
+        adapted = {own.tensors[name].source for name in (*adapter.pairs, *adapter.replaced) if name in own.tensors}
         made = _exported(checkpoint, gguf_export.flat_config(checkpoint.config), codecs, importance)
         changed = {tensor.name: tensor for tensor in made if tensor.name in adapted}
         entries |= _adapter_metadata(checkpoint, own)
@@ -120,34 +112,32 @@ def _of_gguf(checkpoint: Checkpoint, options: Options, importance: Importance) -
 
 
 def _adapter_metadata(merged: Checkpoint, own: Checkpoint) -> dict[str, bytes]:
-    """Return metadata entries of the adapter's chat template and tokenizer, if they differ from the
-    file's.
+    """Return entries of the adapter's chat template and tokenizer, if they differ from the file's.
 
     merged, own: the checkpoint with and without the adapter.
     """
     metadata: dict[str, Value] = {}
     if merged.chat_template and merged.chat_template != own.chat_template:
         metadata["tokenizer.chat_template"] = merged.chat_template
-    tokens = gguf_export.tokens_by_id
-    if merged.tokenizer and tokens(merged.tokenizer).items() - tokens(own.tokenizer or {}).items():
-        metadata |= gguf_export.export_tokenizer(merged, gguf_export.vocab_of(own))
+    if merged.tokenizer and _vocabulary(merged).items() - _vocabulary(own).items():
+        metadata |= gguf_export.export_tokenizer(merged, read_config(own.config).vocab)
     return {key: metadata_entry(key, value) for key, value in metadata.items()}
 
 
-def _converted(file: GgufFile, tensor: GgufTensor, codec: str, names: list[str], importance: Importance) -> NewTensor:
-    """Return a tensor of the file in another codec.
+def _vocabulary(checkpoint: Checkpoint) -> dict[str, int]:
+    return tokenizer_of(checkpoint.tokenizer, checkpoint.path).get_vocab() if checkpoint.tokenizer else {}
 
-    names: HF's names of the matrix, or of the matrices stacked in it; each has its own importance.
-    """
+
+def _converted(file: GgufFile, tensor: GgufTensor, codec: str, names: list[str], importance: Importance) -> NewTensor:
+    """Return a tensor of the file in another codec; names: HF's names of the matrices in it."""
 
     def read() -> np.ndarray:
         rows = file.rows(tensor)
+        if codec == tensor.codec:
+            return rows
+        parts = [rows] if len(names) == 1 else rows
         try:
-            if codec == tensor.codec:
-                return rows
-            if len(names) == 1:
-                return convert(tensor.codec, rows, codec, importance.get(names[0]))
-            return np.stack([convert(tensor.codec, part, codec, importance.get(name)) for part, name in zip(rows, names)])
+            return np.stack([convert(tensor.codec, part, codec, importance.get(name)) for part, name in zip(parts, names)])
         except ValueError as error:
             raise CheckpointError(f"{file.path}: {tensor.name}: {error}") from None
 
@@ -157,7 +147,7 @@ def _converted(file: GgufFile, tensor: GgufTensor, codec: str, names: list[str],
 def _of_hf(checkpoint: Checkpoint, options: Options, importance: Importance) -> tuple[list[bytes], list[NewTensor]]:
     config = gguf_export.flat_config(checkpoint.config)
     tensors = _exported(checkpoint, config, codecs_of(checkpoint, options.weights), importance)
-    (name, _), vocab = gguf_export.architecture_for(checkpoint), gguf_export.vocab_of(checkpoint)
+    (name, _), vocab = gguf_export.architecture_for(checkpoint), read_config(checkpoint.config).vocab
     metadata = {"general.architecture": name, "general.name": model_name(checkpoint.path), f"{name}.vocab_size": vocab}
     metadata |= gguf_export.export_metadata(checkpoint, config) | gguf_export.export_tokenizer(checkpoint, vocab)
     metadata |= sampling_metadata(checkpoint.generation_config)

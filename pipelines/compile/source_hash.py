@@ -7,14 +7,14 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# What decides the content of a bundle, and which tiles are the fastest.
+# Sources that decide the content of a bundle, and those that decide which tiles are fastest.
 BUNDLE_SOURCES = ("emitter", "vmfb", "pipelines/checkpoints", "pipelines/compile", "pipelines/text")
 KERNEL_SOURCES = ("emitter/kernels", "emitter/codecs.py", "emitter/types.py")
 
 
 @cache
 def sources_hash(*paths: str) -> str:
-    """Return a hash of these files, and of all Python files in these folders, relative to `ROOT`."""
+    """Return a hash of files, and of the Python files in folders, relative to `ROOT`."""
     digest = hashlib.sha256()
     for path in (ROOT / path for path in paths):
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:

@@ -1,4 +1,4 @@
-"""Store the tiles that `castiron tune` found, for all models, in `tuned.json` under the cache root."""
+"""Store the tiles that `castiron tune` found in `tuned.json` in the cache."""
 
 from __future__ import annotations
 
@@ -24,40 +24,31 @@ from castiron.vmfb.targets import Target
 TileFields = Mapping[str, Mapping[str, int]]
 
 SCHEMA = 2
-# The package of matmul kernels, which with its imports decides their code.
 
 
 class StoreError(PipelineError):
-    """The error for an invalid `tuned.json`; its text is one line that states what to do."""
+    """The error for an invalid `tuned.json`."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """The conditions under which a measurement is valid.
+    """The conditions under which a measurement is valid."""
 
-    cpu: CPU model. isa: instruction set. iree: version of IREE. kernels: hash of the kernels'
-    sources. threads: number of threads.
-    """
-
-    cpu: str
+    cpu: str  # model of the CPU
     isa: str
-    iree: str
-    kernels: str
+    iree: str  # version of IREE
+    kernels: str  # hash of the kernels' sources
     threads: int
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of tuning one matmul.
-
-    product: the matmul's name. tiles: the fastest tiles, None if they are the default ones. gain:
-    time with the default tiles divided by the time with the fastest ones.
-    """
+    """The result of tuning one matmul."""
 
     key: Key
-    product: str
-    tiles: dict[str, int] | None
-    gain: float
+    product: str  # the matmul's name
+    tiles: dict[str, int] | None  # the fastest tiles; None if they are the default ones
+    gain: float  # time with the default tiles / time with the fastest ones
 
 
 @dataclass(frozen=True)
@@ -72,8 +63,7 @@ def store_path() -> Path:
 
 
 def key_of(target: Target, threads: int) -> Key:
-    """Return the key of kernels that this machine compiles for `target` and runs on `threads`
-    threads."""
+    """Return the key of kernels for `target` that this machine runs on `threads` threads."""
     return Key(host_cpu(), target.isa, compiler_version(), sources_hash(*KERNEL_SOURCES)[:16], threads)
 
 
@@ -105,8 +95,7 @@ def findings_of(key: Key) -> dict[str, Finding]:
 
 
 def tuned_tiles(options: Options, target: Target) -> TileFields:
-    """Return the stored tiles that are faster than the default for a model compiled with these
-    options."""
+    """Return the stored tiles to use for a model that is compiled with these options."""
     if not options.tuned or options.target != "host" or options.lowering != "kernels":
         return {}
     found = findings_of(key_of(target, options.threads_or_cores))
@@ -114,10 +103,7 @@ def tuned_tiles(options: Options, target: Target) -> TileFields:
 
 
 def tiles_for(matmul: Matmul, tuned: TileFields, isa: Isa, threads: int) -> Tiles | None:
-    """Return the tiles that `tuned` has for a matmul; None for the default ones.
-
-    StoreError if the matmul's kernel rejects these tiles.
-    """
+    """Return the tiles that `tuned` has for a matmul; None for the default ones."""
     if matmul.name not in tuned:
         return None
     try:

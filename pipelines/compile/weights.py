@@ -1,55 +1,55 @@
 """Choose the codec of each weight by --weights, and convert and pack the weights.
 
-Mixes such as `q4_k_m`, and replacements of types whose blocks don't divide a row, are llama.cpp's
+Mixes such as `q4_k_m`, and replacements of codecs whose blocks don't divide a row, are llama.cpp's
 (src/llama-quant.cpp), so a bundle is as large and as accurate as a GGUF file of that name.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 
 from castiron.emitter.codecs import CODECS
-from castiron.emitter.ir import Param
+from castiron.emitter.ir import Module, Param
 from castiron.emitter.quantise import ENCODERS, convert
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
+from castiron.vmfb.weights import write_irpa
 
 FLOATS = ("f32", "bf16", "f16")
-# Mix -> the type of most matrices.
+# Mix -> the codec of most matrices.
 MIXES = {"q4_k_m": "q4_k", "q5_k_m": "q5_k"}
 QUANTISED = (*ENCODERS, *MIXES)
 WEIGHTS = ("native", *FLOATS, *QUANTISED)
 
-# Weight of the error in each column, f32 [in], by the tensor's name; a missing tensor weighs all columns equally.
+# Weight of the error in each column, f32 [in], by name of the tensor; if absent all are equal.
 Importance = Mapping[str, np.ndarray]
 UNIFORM: Importance = MappingProxyType({})
 
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = ("model.embed_tokens.weight", "model.embeddings.weight", "transformer.wte.weight")
 _LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d{1,9})\.")
-# Small matrices that llama.cpp doesn't quantise: routers, which choose by small differences, and
-# embeddings that are added as they are.
+# Matrices that llama.cpp doesn't quantise: routers and small matrices.
 _UNQUANTISED = re.compile(
     r".*\.(gate|router|router\.layer|shared_expert_gate|wpe|(position|token_type)_embeddings|per_layer_model_projection)\.weight"
 )
 _VALUES = re.compile(r".*\.(v_proj|qkv_proj)\.weight")
 _DOWN = re.compile(r".*\.(down_proj|w2|mlp\.c_proj|output_linear)(\.weight)?")
 _KEYS, _OUT = re.compile(r".*\.k_proj\.weight"), re.compile(r".*\.o_proj\.weight")
-# Experts keep the type that they were trained in.
+# Experts that were trained in this codec are not requantised.
 _TRAINED = "mxfp4"
-# Replaces a type whose blocks of 256 don't fill a row.
+# Replacements for codecs whose blocks of 256 don't divide a row.
 _SMALLER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 
 
 def codecs_of(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
     """Return the codec of every tensor by name, for a value of --weights.
 
-    Vectors keep their codec. If `weights` quantises, some matrices keep their codec too: those
-    whose rows no codec's block divides, routers and other small matrices, and experts trained in
-    MXFP4.
+    Vectors keep their codec. With a quantised `weights`, so do routers, other small matrices,
+    experts trained in MXFP4, and matrices whose rows are not a multiple of any block. Raises
     CheckpointError if another matrix is quantised already.
     """
     matrices = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1]
@@ -60,10 +60,8 @@ def codecs_of(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
         return codecs
     matrices = [tensor for tensor in matrices if tensor.codec != _TRAINED]
     if quantised := sorted({tensor.codec for tensor in matrices if CODECS[tensor.codec].quantised}):
-        raise CheckpointError(
-            f"{checkpoint.path} is already quantised to {', '.join(quantised)}, and quantising again would add to the error; "
-            f"give the checkpoint in f32, bf16 or f16, or leave --weights {weights} out"
-        )
+        already = f"{checkpoint.path} is already quantised to {', '.join(quantised)}"
+        raise CheckpointError(f"{already}; give the checkpoint in f32, bf16 or f16, or leave --weights {weights} out")
     wanted = _mixed(checkpoint, matrices, weights) if weights in MIXES else {}
     for tensor in matrices:
         if _is_quantisable(tensor):
@@ -72,23 +70,23 @@ def codecs_of(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
 
 
 def use_more_bits(layer: int, layers: int) -> bool:
-    """Return whether a mix spends more bits on a layer: on the first and the last eighth of the
-    layers, and on every third between (llama.cpp, src/llama-quant.cpp).
+    """Return whether a mix spends more bits on a layer.
+
+    It does so for the first and last eighth of the layers, and for every third layer between them
+    (llama-quant.cpp).
     """
     eighth = layers // 8
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
 
 
 def _is_quantisable(tensor: Tensor) -> bool:
-    """Return whether a tensor is a matrix of a matmul or embedding, or a stack of all experts'
-    matrices."""
+    """Return whether a tensor is a matrix to quantise, or a stack of all experts' matrices."""
     experts = len(tensor.shape) == 3 and ".experts." in tensor.name
     return (len(tensor.shape) == 2 or experts) and not _UNQUANTISED.fullmatch(tensor.name)
 
 
 def _fitting(tensor: Tensor, codec: str) -> str:
-    """Return `codec`, or one with smaller blocks if `codec`'s blocks do not divide a row, or the
-    tensor's codec if neither fits."""
+    """Return `codec` if its blocks divide a row, else one with smaller blocks or the tensor's."""
     features = tensor.shape[-1]
     if features % CODECS[codec].block:
         codec = _SMALLER.get(codec, codec)
@@ -101,7 +99,7 @@ def _mixed(checkpoint: Checkpoint, matrices: list[Tensor], mix: str) -> dict[str
     eight_experts = (config.get("num_local_experts") or config.get("num_experts")) == 8
     tied = config.get("tie_word_embeddings") or _HEAD not in checkpoint.tensors
     heads = _EMBEDDINGS if tied else (_HEAD,)
-    # Layers are counted among those with such a tensor: in a hybrid model only some have values.
+    # Only layers with such a tensor count: in a hybrid model only some have value projections.
     found = {
         pattern: sorted({_layer_of(m.name) for m in matrices if pattern.fullmatch(m.name)}) for pattern in (_VALUES, _DOWN)
     }
@@ -129,10 +127,7 @@ def _layer_of(name: str) -> int:
 
 
 def convert_tensor(checkpoint: Checkpoint, name: str, codec: str, importance: Importance = UNIFORM) -> np.ndarray:
-    """Return the bytes of a tensor in `codec`, converted through f32 if the checkpoint has another.
-
-    CheckpointError if the codec cannot represent the tensor's numbers.
-    """
+    """Return the bytes of a tensor in `codec`, converted through f32 if it has another codec."""
     tensor = checkpoint.tensors[name]
     if tensor.codec == codec:
         return tensor.data
@@ -142,8 +137,19 @@ def convert_tensor(checkpoint: Checkpoint, name: str, codec: str, importance: Im
         raise CheckpointError(f"{checkpoint.path}: {name}: {error}") from None
 
 
+def write_parameters(
+    path: Path, checkpoint: Checkpoint, module: Module, importance: Importance, progress: Callable[[float], None]
+) -> str:
+    """Pack a module's parameters into the IRPA file `path`; return its sha256."""
+    params = sorted(module.params.values(), key=lambda param: param.name)
+    packed = [
+        (p.name, lambda p=p: pack_parameter(checkpoint, p, importance), (p.type.shape, p.type.dtype.numpy)) for p in params
+    ]
+    return write_irpa(path, packed, lambda done, total: progress(done / total))
+
+
 def pack_parameter(checkpoint: Checkpoint, param: Param, importance: Importance = UNIFORM) -> np.ndarray:
     """Return the array of one parameter, as the compiled functions read it."""
-    # Quantising takes a while, and parts of one tensor name it several times.
+    # A parameter may name a tensor several times; convert it once, because quantising is slow.
     read = {source: convert_tensor(checkpoint, *source, importance) for source in dict.fromkeys(param.source.tensors)}
     return np.ascontiguousarray(param.source.pack(*(read[source] for source in param.source.tensors)))

@@ -1,4 +1,4 @@
-"""The requests of a scheduler: which is read next, which gets a free slot, and which is preempted."""
+"""The queue of requests: it chooses which prompt is read next and which request gets a slot."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from castiron.pipelines.engine.context import common_prefix
 from castiron.pipelines.engine.prefix_cache import PrefixCache
 from castiron.pipelines.engine.request import Request
 
-# A prompt that was passed over this often is read before others; the oldest such prompt first.
+# After other prompts were read before a prompt this often, it goes first; the oldest such one first.
 PATIENCE = 4
 
 # Tokens left to read, the request's slot (None without one), and the request.
@@ -20,10 +20,9 @@ Candidate = tuple[int, int | None, Request]
 class Admission:
     """The queue of requests, which chooses the request to run next.
 
-    It compares requests in this order: the lowest `priority`; a client that has fewer slots than an
-    equal share; the oldest request that was passed over `PATIENCE` times; the fewest tokens left to
-    read. A request that shares its prefix with an older prompt being read waits until the prefix is
-    in the cache.
+    The order is: the lowest `priority`; a client with fewer slots than its equal share; the oldest
+    request that was passed over `PATIENCE` times; the fewest tokens left to read. While an older
+    prompt with the same prefix is being read, a request waits until the prefix is in the cache.
 
     `self.waiting`: requests without a slot, by priority, then in order of arrival.
     `self.prefilling`: requests whose prompt is being read, by slot. `self.decoding`: requests whose
@@ -40,10 +39,6 @@ class Admission:
     def running(self) -> dict[int, Request]:
         """The requests that have a slot."""
         return {**self.prefilling, **self.decoding}
-
-    @property
-    def num_free(self) -> int:
-        return self.slots - len(self.prefilling) - len(self.decoding)
 
     @property
     def free(self) -> list[int]:
@@ -65,17 +60,16 @@ class Admission:
         return None
 
     def next(self, forced: dict[int, Request]) -> tuple[int | None, Request] | None:
-        """Return the request to read tokens of next and its slot, None for one without a slot.
+        """Return the request to read tokens of next, and its slot or None; None if all are read.
 
-        Returns None if no request has tokens to read. `forced`: by slot, decoding requests with
-        tokens that a grammar forces, which are read like a prompt.
+        `forced`: by slot, decoding requests with tokens that a grammar forces.
         """
         found: list[Candidate] = [
             (len(request.unread(self.cache.sessions[slot].position)), slot, request)
             for slot, request in (*self.prefilling.items(), *forced.items())
         ]
-        if self.waiting and self.num_free:
-            found += self._for_free_slots(self.num_free)
+        if self.waiting and (free := self.free):
+            found += self._for_free_slots(len(free))
         if not found:
             return None
 
@@ -90,9 +84,8 @@ class Admission:
         return slot, chosen
 
     def preempted(self) -> int | None:
-        """Return the slot of the running request to preempt for a waiting one of a higher
-        priority, or None."""
-        if not self.waiting or self.num_free:
+        """Return the slot to preempt for a waiting request of a higher priority, or None."""
+        if not self.waiting or self.free:
             return None
         first = self.waiting[0].priority
         # A request with prompt_logprobs cannot be paused: the slot also stores its scores.
@@ -106,7 +99,7 @@ class Admission:
         return slot if ready and ready[0][2].priority < priority else None
 
     def _for_free_slots(self, free: int) -> list[Candidate]:
-        """Return the waiting requests that may get one of `free` slots now."""
+        """Return the waiting requests that may get one of the `free` slots now."""
         slots_of = Counter(r.client for r in self.running.values())
         share = ceil(self.slots / len({*slots_of, *(r.client for r in self.waiting)}))
         seen: Counter[str] = Counter()
@@ -121,9 +114,9 @@ class Admission:
         return found[min(found)] if found else []
 
     def _left_to_read(self, request: Request) -> int:
-        """Return how many tokens a waiting request has to read.
+        """Return how many prompt tokens a waiting request has to read; 0 if it should wait longer.
 
-        Returns 0 while another request reads the same prefix, or a thread reads it from disk.
+        It waits while another request reads the same prefix, or a thread reads it from disk.
         """
         if request.paused:
             return max(1, len(request.prompt) - request.paused.position)
@@ -135,8 +128,10 @@ class Admission:
         return 0 if any(self._will_cache_more(r, request, cached) for r in older) else len(request.prompt) - cached
 
     def _will_cache_more(self, other: Request, request: Request, cached: int) -> bool:
-        """Return whether the cache will have more than `cached` tokens of the prompt of `request`
-        when the prompt of `other` has been read."""
+        """Return whether reading the prompt of `other` will cache a longer prefix of `request`'s.
+
+        cached: length of the prefix that is in the cache now.
+        """
         common, wanted, given = common_prefix(request.prompt, other.prompt), request.prompt_logprobs, other.prompt_logprobs
         if wanted is None:
             return common > cached

@@ -1,4 +1,4 @@
-"""Choice of the next token of a request, by sampling among the tokens that a constraint allows."""
+"""Choose the next token of a request by sampling among the tokens that a constraint allows."""
 
 from __future__ import annotations
 
@@ -74,18 +74,16 @@ class MinTokens:
 
 
 class Chooser:
-    """The token choice of one request: `pick` returns the next token, `accept` appends it.
+    """Chooses the tokens of one request: `pick` returns the next token, `accept` appends it.
 
-    `self.recent`: the last REPEAT_WINDOW tokens of prompt and answer, for the repeat penalty.
-    `self.counts`: how often each token was generated, for the frequency and presence penalties.
-    Both are updated only if the sampling needs logits.
+    `recent`: the last REPEAT_WINDOW tokens of prompt and answer, for the repeat penalty. `counts`:
+    how often each token was generated, for the frequency and presence penalties. Both are updated
+    only if the sampling needs logits.
     """
 
     def __init__(self, sampler: Sampler, constraint: Constraint | None = None, recent: Sequence[int] = ()):
         self.sampler, self.constraint = sampler, constraint
         self.recent, self.counts = list(recent[-REPEAT_WINDOW:]), Counter[int]()
-        # A lookahead does not consume random numbers; it reads the one at index `_ahead` next.
-        self._is_lookahead, self._ahead = False, 0
 
     @property
     def done(self) -> bool:
@@ -98,16 +96,13 @@ class Chooser:
         return bool(self.constraint and self.constraint.forced)
 
     def pick(self, argmax: int, logits: Callable[[], np.ndarray]) -> int:
-        """Return the next token.
-
-        `argmax`: the most probable token. `logits`: function that returns the logits, f32 [vocab].
-        """
+        """Return the next token. `argmax`: the most probable one. `logits` returns f32 [vocab]."""
         return self._pick(argmax, logits, False)[0]
 
     def pick_if_certain(self, argmax: int, logits: Callable[[], np.ndarray]) -> int | None:
-        """Return the token that `pick` returns, or None if rounding could change the choice.
+        """Return the token of `pick`, or None if rounding could change it.
 
-        Functions of the bundle that add numbers in another order return slightly different logits.
+        The functions of a bundle add numbers in different orders, so their logits differ slightly.
         """
         token, certain = self._pick(argmax, logits, True)
         return token if certain else None
@@ -118,7 +113,7 @@ class Chooser:
             return constraint.forced[0], True
         if self.sampler.sampling.needs_logits:
             allowed = constraint.masked(logits()) if constraint else logits()
-            return self.sampler.pick(allowed, self.recent, self.counts, self._ahead, check)
+            return self.sampler.pick(allowed, self.recent, self.counts, check)
         if not constraint or constraint.allows(argmax):
             return argmax, not check or lead(logits()) >= NEAR
         allowed = constraint.masked(logits())
@@ -134,14 +129,12 @@ class Chooser:
         self.recent = [*self.recent[1 - REPEAT_WINDOW :], token]
         self.counts[token] += 1
         # A forced token uses no random number.
-        if self._is_lookahead:
-            self._ahead += not forced
-        elif not forced:
+        if not forced:
             self.sampler.used()
 
     def lookahead(self) -> Chooser:
         """Return an independent copy, which draws later tokens with the same random numbers."""
         other = copy(self)
-        other._is_lookahead = True
+        other.sampler = self.sampler.copy()
         other.constraint, other.counts = self.constraint and self.constraint.copy(), self.counts.copy()
         return other

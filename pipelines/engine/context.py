@@ -1,4 +1,4 @@
-"""Positions in a context: count the free positions after a prompt, move a session to a position."""
+"""Count the free positions of a context after a prompt, and move a session to a position."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ DEFAULT_MAX_TOKENS = 1024
 
 
 def free_positions(context: int, prompt_tokens: int) -> int:
-    """Return how many tokens can be generated after a prompt; below 1 if the prompt does not fit.
-
-    The last generated token needs no position, because the model never reads it.
-    """
+    """Return how many tokens can follow a prompt; below 1 if the prompt does not fit."""
+    # The last generated token needs no position, because the model never reads it.
     return context - prompt_tokens + 1
 
 
 def check_free_positions(context: int, prompt_tokens: int, max_tokens: int | None) -> int:
-    """Return `free_positions(context, prompt_tokens)`.
+    """Return `free_positions` after checking the sizes of a request.
 
-    Raises PipelineError if `prompt_tokens` or `max_tokens` is below 1, or if the prompt and
+    Raises PipelineError if the prompt is empty, `max_tokens` is below 1, or the prompt and
     `max_tokens` generated tokens do not fit in the context.
     """
     if prompt_tokens < 1:
@@ -51,7 +49,7 @@ def check_free_positions(context: int, prompt_tokens: int, max_tokens: int | Non
 
 
 def default_limit(limit: int | None, free: int) -> int | None:
-    """Return `limit`, or None (up to the end of the context) if fewer positions are `free`."""
+    """Return `limit`; None (no limit but the context) if fewer positions are `free`."""
     return limit if limit is not None and limit <= free else None
 
 
@@ -72,10 +70,7 @@ def move_to(session: Session, position: int, fed: Sequence[int] = (), source: Se
 
 
 def move_after(session: Session, before: Snapshot, tokens: Sequence[int]) -> None:
-    """Move `session` back to the end of `tokens`.
-
-    The session read `tokens`, and possibly more tokens, after the snapshot `before`.
-    """
+    """Move `session` back to the end of `tokens`, which it read after the snapshot `before`."""
     position = before.position + len(tokens)
     if session.reachable(position) == position:
         session.rewind(position)

@@ -1,8 +1,8 @@
 """Proposals of a draft model, a smaller model with the same vocabulary as the target model.
 
-The draft model samples its proposals with the random numbers that will sample the target model's
-tokens. A proposal is right if both models choose the same token with the same random number, so the
-text is the same as without a draft (drafter-invariant: Daliri, Musco and Suresh, arXiv 2408.07978).
+The draft samples with the random numbers that will sample the target model's tokens. A proposal is
+right if both models choose the same token, so the text is the same as without a draft
+(drafter-invariant: Daliri, Musco and Suresh, arXiv 2408.07978).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from castiron.pipelines.engine.sampling import weights
 from castiron.vmfb.session import Session
 from castiron.vmfb.states import Snapshot
 
-# The draft reads only this many last tokens of a longer text at first.
+# The draft model starts with only this many last tokens of a longer text.
 WINDOW = 64
-# Max tokens beyond the end of the text after which the draft can still return to that end.
+# Max tokens that the draft reads beyond the end of the text, so that it can return to that end.
 AHEAD = 64
 # Number of timing runs when a draft is opened, and tokens of each.
 ROUNDS, ROUND_TOKENS = 2, 32
@@ -35,10 +35,10 @@ ALL_KINDS = -1
 
 
 class HitRates:
-    """Acceptance rates: the share of right proposals of each kind, in which older ones count less.
+    """Acceptance rates: the share of right proposals of each kind, where older ones count less.
 
-    The kinds are indices of `prior`, the initial rates; each counts like `CASES` proposals. `decay`
-    multiplies the weight of the earlier proposals at each new one.
+    A kind is an index of `prior`, the initial rates, which count as much as `CASES` proposals. Each
+    new proposal multiplies the weight of the earlier ones by `decay`.
     """
 
     CASES = 4.0
@@ -56,9 +56,9 @@ class HitRates:
 
 
 def expected_tokens(rates: Iterable[float]) -> float:
-    """Return the expected number of tokens that a verification pass generates.
+    """Return the expected tokens of a verification pass, one more than its right proposals.
 
-    It generates one token without proposals; `rates`: acceptance rate of each proposal.
+    `rates`: acceptance rate of each proposal.
     """
     expected = probability = 1.0
     for rate in rates:
@@ -68,19 +68,19 @@ def expected_tokens(rates: Iterable[float]) -> float:
 
 
 class CallCosts:
-    """Seconds of a call of each width (number of tokens): the median of the last calls.
+    """Seconds of a call of the model by its width in tokens: the median of the last calls.
 
-    A width without calls is estimated from the next narrower width that has been timed.
+    For a width without calls it is an estimate from the next narrower width.
     """
 
-    GROWTH = 0.6  # a low estimate, or the width would never be tried
+    GROWTH = 0.6  # low, because a width with a high estimate would never be tried
 
     def __init__(self):
         self._seconds: dict[int, deque[float]] = {}
 
     @property
     def known(self) -> bool:
-        """Whether a call of width 1 has been timed, from which other widths can be estimated."""
+        """Whether a call of width 1 has been timed; the others can be estimated from it."""
         return 1 in self._seconds
 
     def learn(self, width: int, seconds: float) -> None:
@@ -95,10 +95,7 @@ class CallCosts:
 
 @dataclass(frozen=True)
 class Guess:
-    """A token that the draft model proposes.
-
-    `confidence`: probability of the token in the draft model; None if a grammar forced the token.
-    """
+    """A token that the draft model proposes, with its probability; None for a forced token."""
 
     token: int
     confidence: float | None
@@ -118,8 +115,8 @@ class Draft:
     def __init__(self, session: Session, vocab: int, clock: Callable[[], float] = time.perf_counter):
         """Measure the speed of the draft model.
 
-        `session`: session of the draft model, which nothing else may use. `vocab`: number of tokens
-        in the target model's vocabulary. `clock`: function that returns seconds.
+        `session`: the draft model's, which nothing else may use. `vocab`: vocabulary size of the
+        target model. `clock` returns seconds.
         """
         self.session, self.vocab, self.clock = session, vocab, clock
         self._rates, self.costs, self.saved = HitRates(ACCEPTED, 0.95), CallCosts(), 0.0
@@ -151,8 +148,7 @@ class Draft:
         return statistics.median(self._step_seconds)
 
     def acceptance(self, guess: Guess | None) -> float:
-        """Return the acceptance rate of guesses of the same kind, or of all kinds for None, a guess
-        that has not been made yet."""
+        """Return the acceptance rate of guesses of `guess`'s kind; of all guesses for None."""
         if guess is None:
             return self._rates[ALL_KINDS]
         return 1.0 if guess.confidence is None else self._rates[guess.kind]
@@ -165,7 +161,7 @@ class Draft:
     def plan(self, text: list[int], seconds: float) -> tuple[int, float] | None:
         """Return the index in `text` from which the draft reads, and the seconds that this takes.
 
-        Returns None if it takes more than `seconds`. If the draft has read only the end of the
+        Returns None if reading takes more than `seconds`. If the draft has read only the end of the
         text, it starts again further back when that takes at most a quarter of `seconds`.
         """
         affordable, length = int(min(seconds / self._read_seconds, 1e9)), len(text)
@@ -182,11 +178,10 @@ class Draft:
         return (length - count, count * self._read_seconds) if count <= affordable else None
 
     def propose(self, text: list[int], start: int, chooser: Chooser, go_on: Callable[[list[Guess]], bool]) -> list[Guess]:
-        """Return guesses of the tokens after `text`, until `go_on(guesses)` is false.
+        """Return guesses of the tokens after `text`; guess on while `go_on(guesses)` is true.
 
-        First the draft reads the tokens of `text` from index `start` on that it has not read yet.
-        Returns no guesses if those have ids outside the draft's vocabulary. `chooser`: lookahead of
-        the request's chooser.
+        First the draft reads the unread tokens of `text` from index `start` on; it makes no guesses
+        if their ids are outside its vocabulary. `chooser`: lookahead of the request's chooser.
         """
         if max(text[start:][self._agreed if start == self._start else 0 :], default=0) >= self.session.vocab:
             return []
@@ -206,8 +201,7 @@ class Draft:
         return guesses
 
     def _follow(self, text: list[int], start: int) -> int:
-        """Read the tokens of `text` from `start` on that the session has not read yet; return the
-        most probable next token."""
+        """Read the unread tokens of `text` from `start` on; return the most probable next token."""
         if start != self._start:
             self._start, self._agreed = start, 0
         agreed = self._agree(text)

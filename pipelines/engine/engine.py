@@ -8,8 +8,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from castiron.pipelines.engine.draft import Draft
+from castiron.pipelines.engine.prefix_store import PrefixStore
 from castiron.pipelines.engine.request import Event, Failed, Finished, Request
 from castiron.pipelines.engine.scheduler import Events, Observer, Scheduler
 from castiron.pipelines.errors import PipelineError
@@ -18,10 +20,6 @@ from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.program import NanLogitsError
 from castiron.vmfb.session import Session
 from castiron.vmfb.state_file import StateError, identity, read_head, read_rows, write_state
-
-if TYPE_CHECKING:
-    from castiron.pipelines.engine.draft import Draft
-    from castiron.pipelines.engine.prefix_store import PrefixStore
 
 
 class SingleSlot:
@@ -40,7 +38,7 @@ class SingleSlot:
 
 
 class Engine:
-    """Owns a model's states and runs requests, as many at once as there are slots.
+    """Owns a model's states (KV caches) and runs requests, at most one per slot at a time.
 
         engine = Engine("build/model")
         for request, event in engine.submit(Request(prompt, engine.context, max_tokens=64)):
@@ -71,7 +69,7 @@ class Engine:
             observer: called with the events of the scheduler.
             store: store on disk for the states of prefixes.
             draft: draft model for speculative decoding.
-            ngrams: use tokens that repeat earlier text as proposals (prompt lookup).
+            ngrams: speculate that the text repeats earlier text (prompt lookup).
             fill_slots: prefer throughput to the time between two tokens.
         """
         if isinstance(model, Bundle | Path | str):
@@ -97,7 +95,7 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler:
-        """The scheduler; raises PipelineError if the engine is closed or the process was forked."""
+        """The scheduler; PipelineError if the engine is closed or the process was forked."""
         if self._scheduler is None:
             raise PipelineError("this model is closed; load it again")
         if os.getpid() != self._process:
@@ -119,7 +117,7 @@ class Engine:
         return EventStream(self)
 
     def read(self, stream: EventStream) -> Events:
-        """Run turns until the stream has events, and return those; empty if no request is left."""
+        """Run turns until the stream has events, and return these; empty if no request is left."""
         with self._turn_ended:
             while not stream.events and (stream.live or self.cancelled):
                 if self._in_turn:
@@ -130,23 +128,19 @@ class Engine:
         return found
 
     def _turn(self, scheduler: Scheduler) -> None:
-        """Run one turn of the scheduler for all requests.
-
-        The caller holds the lock of `self._turn_ended`, which is released during the turn.
-        """
+        """Run one turn of the scheduler; release the caller's lock of `_turn_ended` meanwhile."""
         self._in_turn = True
         self._turn_ended.release()
         events: Events = []
         try:
             self._take_in(scheduler)
             events = scheduler.turn()
-        except Exception as error:
-            # The scheduler handles errors of requests. After any other error, later requests are
-            # still served.
-            events = scheduler.fail_all(error)
         except BaseException as error:
-            events = scheduler.interrupt(error)
-            raise
+            # The scheduler handles errors of requests. After any other error, end all requests, so
+            # that the engine can still serve later ones.
+            events = scheduler.fail_all(error)
+            if not isinstance(error, Exception):
+                raise
         finally:
             self._turn_ended.acquire()
             self._in_turn = False
@@ -164,7 +158,7 @@ class Engine:
 
     @contextmanager
     def exclusive(self) -> Iterator[Scheduler]:
-        """Return a context manager that prevents turns while its body uses the model."""
+        """Prevent turns while the body of the `with` statement uses the model."""
         with self._turn_ended:
             while self._in_turn:
                 self._turn_ended.wait()
@@ -186,7 +180,7 @@ class Engine:
     def save_state(self, path: Path) -> None:
         """Write the tokens and states (KV cache) of the latest request to a file.
 
-        Removes the file if there are no tokens. May raise OSError.
+        Without tokens the file is removed. May raise OSError.
         """
         with self.exclusive() as scheduler:
             slot = scheduler.cache.latest()
@@ -198,7 +192,7 @@ class Engine:
                 path.unlink(missing_ok=True)
 
     def load_state(self, path: Path) -> None:
-        """Load states that `save_state` wrote into the cache; raises StateError or OSError."""
+        """Load a file of `save_state` into the cache; raise StateError or OSError if that fails."""
         state = read_head(path)
         if state.bundle != identity(self.manifest):
             raise StateError(f"{path} is a state of another bundle")

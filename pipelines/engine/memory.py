@@ -1,9 +1,10 @@
-"""Memory that a bundle needs, that the machine has, and that this process has used."""
+"""Memory: what a bundle needs, what the machine has, and what this process has used."""
 
 from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +20,7 @@ class Needed:
     """The memory that a bundle needs.
 
     `weights`: bytes of the memory-mapped weights file, which processes share. `state`: bytes of the
-    state (KV cache) of one sequence with a full context; the system allocates a page when it is
-    first written. `slots`: max sequences that run at once.
+    states (KV cache) of one sequence that fills the context. `slots`: max sequences at once.
     """
 
     weights: int
@@ -44,13 +44,12 @@ def needed(manifest: Manifest, slots: int = 1) -> Needed:
 
 
 def slots_of(manifest: Manifest) -> int:
-    """Return how many sequences `castiron serve` runs at once: the width of the widest batch
-    function, 1 without one."""
+    """Return the max sequences at once: the width of the widest batch function, 1 without one."""
     return max(manifest.widths("batch"), default=1)
 
 
 def warn_of_shortage(*manifests: Manifest) -> None:
-    """Print a warning if the weights of these bundles together exceed `total_bytes()`."""
+    """Print a warning if the weights of these bundles together exceed the machine's memory."""
     weights, available = sum(manifest.files[WEIGHTS].size for manifest in manifests), total_bytes()
     if weights > available:
         print_message(
@@ -60,15 +59,12 @@ def warn_of_shortage(*manifests: Manifest) -> None:
 
 
 def print_memory(manifest: Manifest, slots: int, draft: Manifest | None = None) -> None:
-    """Print the memory that a bundle and its draft need to run `slots` sequences at once.
-
-    Also prints a warning if the weights exceed the machine's memory.
-    """
+    """Print the memory of a bundle with `slots` sequences and of its draft; warn of a shortage."""
     need, of_draft = needed(manifest, slots), needed(draft) if draft else None
     total = need.total + (of_draft.total if of_draft else 0)
     drafts = f"; draft: {of_draft}" if of_draft else ""
     print_message(f"memory: {need}{drafts}; {megabytes(total)} at most, of {megabytes(total_bytes())}")
-    warn_of_shortage(manifest, *[draft] * bool(draft))
+    warn_of_shortage(manifest, *([draft] if draft else []))
 
 
 def total_bytes() -> int:
@@ -76,11 +72,9 @@ def total_bytes() -> int:
     # Windows does not report its memory; 2^62 bytes there, so that no model is too large.
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 1 << 62]
     for path in LIMITS:
-        try:
+        # The file may be absent, or contain "max".
+        with suppress(OSError, ValueError):
             found.append(int(path.read_text()))
-        # The file is absent, or contains "max".
-        except (OSError, ValueError):
-            continue
     return min(found)
 
 
@@ -94,7 +88,7 @@ def peak_rss_mb() -> float:
     try:
         import resource
     except ImportError:
-        # Windows does not report it.
+        # Windows does not report the peak.
         return 0.0
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6

@@ -1,28 +1,24 @@
-"""The prefix cache: it knows the tokens in each slot's states and finds a prompt's best slot."""
+"""The prefix cache: it records the tokens in each slot's states and finds a prompt's best slot."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from castiron.pipelines.engine.context import common_prefix, move_to
-
-if TYPE_CHECKING:
-    from castiron.pipelines.engine.prefix_store import PrefixStore
-    from castiron.pipelines.engine.sampling import Score
-    from castiron.vmfb.session import Session
+from castiron.pipelines.engine.prefix_store import PrefixStore
+from castiron.pipelines.engine.sampling import Score
+from castiron.vmfb.session import Session
 
 
 @dataclass(frozen=True)
 class Paused:
     """A copy of the states of a preempted request.
 
-    `rows`: the states, an array each. `position`: how many tokens they contain. `chunked_tokens`:
-    how many of these were read in complete chunks. `prefilling`: whether the request has unread
-    prompt tokens.
+    `rows`: an array for each state. `position`: how many tokens they contain, `chunked_tokens` of
+    them read in complete chunks. `prefilling`: whether the request has unread prompt tokens.
     """
 
     rows: list[np.ndarray]
@@ -39,8 +35,8 @@ class Paused:
         session.take(self.rows, self.position, self.chunked_tokens)
 
 
-# A prompt continues in place in a slot if at most this many of the slot's last tokens differ,
-# because a client sends an answer back as text, whose last tokens may be tokenized differently.
+# A prompt continues in place in a slot if at most this many of the slot's last tokens differ: a
+# client sends an answer back as text, and its last tokens may then be tokenized differently.
 REWRITTEN = 16
 
 
@@ -48,9 +44,8 @@ class PrefixCache:
     """The prefix cache, which reuses the states (KV cache) of the slots for later prompts.
 
     States outlive the request that filled them. A prompt that continues the text in a slot reuses
-    its states in place; a prompt that shares only a part of the text gets a copy of that part. The
-    cache reads a prefix from `store` (states on disk) if it is at least one chunk longer there than
-    in any slot.
+    its states in place; a prompt that shares only a part of the text gets a copy of that part. A
+    prefix is read from `store`, on disk, if it is at least one chunk longer there than in any slot.
 
     `self.sessions`: one for each slot. `self.tokens`: i32 [slots, context], valid up to the
     position of each session. `self.scores`: for each slot the log-probabilities of its tokens from
@@ -62,16 +57,15 @@ class PrefixCache:
         self.sessions, self.store, self.score_width = sessions, store, score_width
         self.tokens = np.zeros((len(sessions), sessions[0].context), np.int32)
         self.scores: list[list[Score]] = [[] for _ in sessions]
-        # Value of the counter `_clock` when each slot was last used.
+        # For each slot the value of the counter `_clock` when the slot was last used.
         self.used = [0] * len(sessions)
         self._clock = 0
 
     def cached_in(self, prompt: np.ndarray, slot: int, top: int | None = None) -> int:
         """Return the length of the prefix of `prompt`, i32 [n], that a slot's states can provide.
 
-        The session of the slot must be able to return to the end of the prefix. `top`: how many of
-        the most probable tokens the request wants at each position, None without prompt_logprobs.
-        With `top` the prefix ends where a scoring call ended, and all its tokens have such scores.
+        `top`: `prompt_logprobs` of the request. Unless it is None, the prefix ends where a scoring
+        call ended, and its scores have at least `top` of the most probable tokens.
         """
         session, scores = self.sessions[slot], self.scores[slot]
         found = common_prefix(self.tokens[slot, : session.position], prompt)
@@ -83,42 +77,34 @@ class PrefixCache:
     def scored_positions(self, cached: int) -> int:
         """Return how many of `cached` tokens with scores need not be read again.
 
-        The last token is read again, because its logits are not cached, and so are the other tokens
-        of its scoring call.
+        The last call of `score_width` tokens is repeated, because its logits are not cached.
         """
         return max(0, cached - 1) // self.score_width * self.score_width
 
     def longest(self, prompt: np.ndarray, top: int | None = None) -> int:
         """Return how many tokens of `prompt` the method `take` would find in the cache."""
-        cached = max(self._cached(prompt, top))
-        return max(cached, self.store.lookup(self.sessions[0], prompt)) if self.store and top is None else cached
+        return max(*self._cached(prompt, top), self._on_disk(prompt, top))
 
     def fetching(self, prompt: np.ndarray, top: int | None = None) -> bool:
         """Whether a thread is still reading from disk the state that `take` would use."""
-        if not self.store or top is not None:
-            return False
-        cached = max(self._cached(prompt, top))
-        on_disk = self.store.lookup(self.sessions[0], prompt) >= cached + self.store.width
-        return on_disk and self.store.fetching(self.sessions[0], prompt)
-
-    def take(self, prompt: np.ndarray, free: Collection[int], top: int | None = None) -> tuple[int, int]:
-        """Prepare one of the `free` slots for `prompt`; return the slot and the cached tokens.
-
-        The latter is the number of tokens of `prompt` that the states of the slot now contain.
-        """
-        slot, found = self._take(prompt, free, self._cached(prompt, top), top)
-        self.touch(slot)
-        return slot, found
+        longer = self.store and self._on_disk(prompt, top) >= max(self._cached(prompt, top)) + self.store.width
+        return bool(longer and self.store.fetching(self.sessions[0], prompt))
 
     def _cached(self, prompt: np.ndarray, top: int | None) -> list[int]:
         return [self.cached_in(prompt, slot, top) for slot in range(len(self.sessions))]
 
-    def _take(self, prompt: np.ndarray, free: Collection[int], cached: list[int], top: int | None) -> tuple[int, int]:
+    def _on_disk(self, prompt: np.ndarray, top: int | None) -> int:
+        """Return how many tokens of `prompt` the store has; 0 for a scoring request (`top`)."""
+        return self.store.lookup(self.sessions[0], prompt) if self.store and top is None else 0
+
+    def take(self, prompt: np.ndarray, free: Collection[int], top: int | None = None) -> tuple[int, int]:
+        """Prepare one of the `free` slots for `prompt`; return the slot and the cached tokens."""
+        cached = self._cached(prompt, top)
         best = max(cached)
-        if self.store and top is None and self.store.lookup(self.sessions[0], prompt) >= best + self.store.width:
+        if self.store and self._on_disk(prompt, top) >= best + self.store.width:
             slot = self._unused_longest(free)
             if found := self.store.take(self.sessions[slot], prompt):
-                self.tokens[slot, :found], self.scores[slot] = prompt[:found], []
+                self._replace(slot, prompt[:found])
                 return slot, found
         slot = max(free, key=lambda s: (cached[s], -s))
         continues = cached[slot] == best and self.sessions[slot].position - best <= REWRITTEN
@@ -130,6 +116,7 @@ class PrefixCache:
         self.tokens[slot, :best] = self.tokens[source, :best]
         # A score belongs to the token after the position of its logits.
         self.scores[slot] = self.scores[source][: best if top is not None else max(0, best - 1)]
+        self.touch(slot)
         return slot, best
 
     def _unused_longest(self, slots: Collection[int]) -> int:
@@ -145,20 +132,14 @@ class PrefixCache:
         self.tokens[slot, end - len(tokens) : end] = tokens
 
     def resume(self, paused: Paused, tokens: Sequence[int], free: Collection[int]) -> int:
-        """Restore the states of a preempted request in one of the `free` slots; return the slot.
-
-        `tokens`: the tokens of the request's prompt and answer.
-        """
+        """Restore a preempted request with these `tokens` in a `free` slot; return the slot."""
         slot = self._unused_longest(free)
         paused.resume(self.sessions[slot])
         self._replace(slot, tokens[: paused.position])
         return slot
 
     def load(self, rows: Sequence[np.ndarray], tokens: np.ndarray) -> None:
-        """Put the states `rows`, which contain `tokens`, into the least recently used slot.
-
-        No request may be running.
-        """
+        """Put the states of `tokens` into the slot unused longest; no request may be running."""
         slot = self._unused_longest(range(len(self.sessions)))
         self.sessions[slot].take(rows, len(tokens))
         self._replace(slot, tokens)

@@ -1,5 +1,4 @@
-"""A store on disk for the states of long prefixes, so that the processes of a machine read a system
-message or document only once."""
+"""A store on disk for the states of long prefixes, so that a document is prefilled only once."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,37 +17,34 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.terminal import megabytes, print_message
 from castiron.vmfb.disk import reason
 from castiron.vmfb.manifest import Manifest
+from castiron.vmfb.session import Session
 from castiron.vmfb.staging import remove_abandoned
 from castiron.vmfb.state_file import StateError, StateFile, file_bytes, identity, read_head, read_rows, write_state
-
-if TYPE_CHECKING:
-    from castiron.vmfb.session import Session
 
 # Default limit of the bytes of all states in a directory.
 MAX_BYTES = 4_000_000_000
 # The store ignores a prefix of fewer complete chunks.
 MIN_CHUNKS = 2
 SUFFIX = ".state"
-# How many states are read from disk before the request that needs them gets a slot.
+# Max states in memory that were read from disk for requests without a slot.
 MAX_FETCHED = 4
-# Two changes of a folder within this many nanoseconds may have the same modification time.
-CLOCK_GRAIN = 2_000_000_000
+# Seconds after which the directory is listed again for states that other processes added.
+LISTED_SECONDS = 1.0
 
 
 class PrefixStore:
-    """A store of the prefix states of one bundle in `directory`, which other bundles and processes
-    may share.
+    """A store of the states of prefixes of one bundle in `directory`, which processes may share.
 
         store = PrefixStore(directory, bundle.manifest)
         known = store.take(session, prompt)
         session.prefill(prompt[known:], progress=lambda *_: store.offer(session, prompt))
 
-    A state ends after a complete chunk of the widest prefill function. A run that continues from it
-    makes the same calls as a run from the start, so its logits are equal to the last bit. A new
-    state has at least `MIN_CHUNKS` chunks, at least half of them in no other state. If the first
-    part of a state cannot be used by itself (as in a recurrent model), the store also writes a
-    state where two prompts diverge. Beyond `max_bytes` in `directory` it removes the least recently
-    used states. It reports a state that cannot be read or written on stderr and continues.
+    A state ends after a complete chunk of the widest prefill function, so a run that continues from
+    it makes the same calls as a run from the start and has the same logits to the last bit. A new
+    state has at least `MIN_CHUNKS` chunks, at least half of them in no other state. If a state
+    cannot be cut to its first part, as in a recurrent model, another one is written where two
+    prompts diverge. Beyond `max_bytes` in `directory` the least recently used states are removed. A
+    state that cannot be read or written is reported on stderr.
     """
 
     def __init__(self, directory: Path | str, manifest: Manifest, max_bytes: int = MAX_BYTES):
@@ -64,8 +59,8 @@ class PrefixStore:
             raise PipelineError(f"cannot create --prefix-cache {directory}: {reason(error)}") from None
         self._known: dict[str, StateFile] = {}
         self._rejected: set[str] = set()
-        # The folder's modification time when it was listed; None if a later change might not show.
-        self._listed: int | None = None
+        # When to list the folder again, in `time.monotonic` seconds.
+        self._next_listing = 0.0
         self._writer = ThreadPoolExecutor(1, "states")
         self._writing: Future | None = None
         self._fetched: dict[str, Future[list[np.ndarray]]] = {}
@@ -76,10 +71,7 @@ class PrefixStore:
         return self._longest(session, prompt)[0]
 
     def take(self, session: Session, prompt: np.ndarray) -> int:
-        """Load the state with the longest prefix of `prompt` into a session.
-
-        Returns how many tokens the prefix has. If that is 0, the session is unchanged.
-        """
+        """Load the state with the longest prefix of `prompt`; return its number of tokens, or 0."""
         while True:
             position, state = self._longest(session, prompt)
             if state is None:
@@ -96,10 +88,7 @@ class PrefixStore:
             return position
 
     def fetching(self, session: Session, prompt: np.ndarray) -> bool:
-        """Return whether a thread is still reading the state that `take` would use.
-
-        The first call for a state starts to read it on the thread.
-        """
+        """Return whether a thread still reads `take`'s state; the first call starts the thread."""
         _, state = self._longest(session, prompt)
         if state is None:
             return False
@@ -111,10 +100,9 @@ class PrefixStore:
         return not self._fetched[name].done()
 
     def offer(self, session: Session, prompt: np.ndarray) -> None:
-        """Store the state of `session` if `_positions` includes the current position.
+        """Store the state of `session`, which has just read a chunk of `prompt`, in another thread.
 
-        The caller calls this after each chunk of `prompt` that the session reads. Another thread
-        writes the state after this method has returned.
+        Only states at `_positions` are stored.
         """
         position = session.position
         if not position or position != session.chunked_tokens or not session.settled or not self._writable:
@@ -126,10 +114,10 @@ class PrefixStore:
             self.save(session, prompt[:position])
 
     def prepare(self, session: Session, tokens: np.ndarray, progress: Callable[[int, int], None] | None = None) -> int:
-        """Let `session`, which is at position 0, read `tokens`, i32 [n], and store the state.
+        """Let an empty `session` read the complete chunks of `tokens`, i32 [n]; store the state.
 
-        Only complete chunks are read; returns the number of tokens in them. Raises PipelineError if
-        `tokens` fill no chunk or the state cannot be written.
+        Returns the number of tokens in these chunks. Raises PipelineError if there is no complete
+        chunk or the state cannot be written.
         """
         position = self._complete(len(tokens))
         if not position:
@@ -142,9 +130,9 @@ class PrefixStore:
         return position
 
     def save(self, session: Session, tokens: np.ndarray) -> Future:
-        """Store the state of `session`, which has read `tokens`.
+        """Store the state of `session`, which has read `tokens`, in another thread.
 
-        The result of the future is the size of the file in bytes, 0 if it was not written.
+        The future's result is the size of the file in bytes, 0 if it was not written.
         """
         rows = [rows.copy() for rows in session.rows(len(tokens))]
         self._writing = self._writer.submit(self._write, np.array(tokens, np.int32), rows)
@@ -182,13 +170,9 @@ class PrefixStore:
         return tokens // self.width * self.width
 
     def _states(self) -> Sequence[StateFile]:
-        """Return the stored states of this bundle; list the folder again if it has changed."""
-        try:
-            changed = os.stat(self.folder).st_mtime_ns
-        except OSError:
-            changed = 0
-        if changed != self._listed:
-            self._listed = changed if time.time_ns() - changed > CLOCK_GRAIN else None
+        """Return the stored states of this bundle."""
+        if time.monotonic() >= self._next_listing:
+            self._next_listing = time.monotonic() + LISTED_SECONDS
             self._list()
         return list(self._known.values())
 
@@ -227,6 +211,7 @@ class PrefixStore:
         try:
             written = write_state(self.folder / name, self.bundle, tokens, rows)
             self._rejected.discard(name)
+            self._next_listing = 0.0
             self._evict()
             return written
         except OSError as error:

@@ -5,23 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from castiron.pipelines.engine.chooser import Chooser, Constraint, MinTokens
 from castiron.pipelines.engine.context import check_free_positions
-from castiron.pipelines.engine.sampling import REPEAT_WINDOW, Sampler, Sampling, log_probabilities
+from castiron.pipelines.engine.prefix_cache import Paused
+from castiron.pipelines.engine.sampling import Sampler, Sampling, Score, log_probabilities
 from castiron.pipelines.errors import PipelineError
 
-if TYPE_CHECKING:
-    from castiron.pipelines.engine.prefix_cache import Paused
-    from castiron.pipelines.engine.sampling import Score
-
-
-# A repetition loop has a period of at most MAX_PERIOD tokens, at least MIN_REPEATS periods and at
-# least MIN_TOKENS tokens. Tables and code repeat a line a few times, but a model that has repeated
-# tokens 8 times, 192 in all, does not leave the loop.
+# A repetition loop has a period of at most MAX_PERIOD tokens, MIN_REPEATS periods and MIN_TOKENS
+# tokens. Tables and code repeat a line a few times, but no model leaves a loop of this length.
 MAX_PERIOD, MIN_REPEATS, MIN_TOKENS = 128, 8, 192
 
 
@@ -44,10 +39,6 @@ class RepetitionDetector:
         return bool((self._runs >= self._needed).any())
 
 
-def _no_logits() -> np.ndarray:
-    raise RuntimeError("a token that is not forced needs logits")
-
-
 class Event:
     """Base class of the events of a request."""
 
@@ -56,9 +47,8 @@ class Event:
 class Token:
     """A generated token.
 
-    `logprob`: natural logarithm of the token's probability, before penalties, temperature and
-    constraint. `top`: the most probable tokens as (id, logprob), most probable first. Both are None
-    unless the request sets `top_logprobs`.
+    `logprob`: natural logarithm of its probability, before penalties, temperature and constraint.
+    `top`: the most probable tokens as (id, logprob). Both are None without `top_logprobs`.
     """
 
     id: int
@@ -77,9 +67,8 @@ class Tokens(Event):
 class Finished(Event):
     """The event of the end of a request.
 
-    `reason`: "stop" (a stop token, a stop string, or a complete text of a constraint), "length"
-    (max_tokens) or "context" (no free position). `repeated`: whether a repetition loop was the
-    reason to stop. `stop_string`: stop string that ended the text.
+    `reason`: "stop" (a stop token or string, a repetition loop, a complete text of a constraint),
+    "length" (max_tokens) or "context" (no free position). `repeated`: whether it was a loop.
     """
 
     reason: str
@@ -95,7 +84,7 @@ class Failed(Event):
 
 
 class Output(Protocol):
-    """An interface that converts the tokens of one request to events, on the engine's thread.
+    """An interface that converts the tokens of one request to events.
 
     `stopped`: whether the request must end, for example after a stop string.
     """
@@ -104,9 +93,9 @@ class Output(Protocol):
     def stopped(self) -> bool: ...
     def add(self, token: Token) -> list[Event]: ...
     def finish(self, end: Finished, last: Token | None) -> list[Event]:
-        """Return the last events of the request, the last of which is a Finished.
+        """Return the last events of the request, which end with `end` or a changed copy of it.
 
-        `end`: the engine's reason for the end. `last`: stop token to report, None for no report.
+        `last`: the stop token, if it has to be reported.
         """
         ...
 
@@ -125,8 +114,7 @@ class TokenOutput:
 
 @dataclass
 class Timing:
-    """The times at which a request arrived, got a slot, and got its first and its latest token, in
-    `time.monotonic` seconds."""
+    """Times of a request's arrival, slot, first and latest token, in `time.monotonic` seconds."""
 
     arrived: float = field(default_factory=time.monotonic)
     started: float = 0.0
@@ -173,13 +161,14 @@ class Request:
             constraint: decides which tokens may come next.
             min_tokens: min tokens of the answer before a stop token can be chosen.
             repetition_stop: whether a repetition loop ends the request.
-            top_logprobs: report the log-probabilities of each token and of that many most probable.
+            top_logprobs: report each token's log-probability, and those of this many most probable
+                tokens.
             prompt_logprobs: the same for the prompt, in `self.scores`; max_tokens may then be 0,
                 and the stop token is reported.
             output: converts tokens to events; by default a TokenOutput.
             client: name of the client; clients get equal shares of the slots.
             priority: requests with a lower number run first.
-            on_prefill: called with (tokens read, tokens of the prompt) after each chunk.
+            on_prefill: called with (tokens read, tokens of the prompt) after each prefill call.
 
         Raises:
             PipelineError: the prompt is empty, or the prompt and max_tokens exceed the context.
@@ -195,7 +184,7 @@ class Request:
         if min_tokens:
             constraint = MinTokens(min_tokens, self.stop_tokens or ())
         sampler = sampling if isinstance(sampling, Sampler) else Sampler(sampling)
-        self.chooser = Chooser(sampler, constraint, [*prompt][-REPEAT_WINDOW:])
+        self.chooser = Chooser(sampler, constraint, [*prompt])
         self._repetition = RepetitionDetector() if repetition_stop else None
         self.tokens: list[int] = []
         self.scores: list[Score] = []
@@ -217,16 +206,14 @@ class Request:
         return self.chooser.forced and self.top_logprobs is None and self.finish_reason is None
 
     def unread(self, position: int) -> Sequence[int]:
-        """Return the tokens of the prompt or answer that a session at `position` has not read."""
+        """Return the tokens of prompt or answer that a session at `position` has not read."""
         return self.tokens[max(0, position - len(self.prompt)) :] if position >= len(self.prompt) else self.prompt[position:]
 
-    def advance(self, argmax: int = 0, logits: Callable[[], np.ndarray] = _no_logits, chosen: int | None = None) -> list[Event]:
+    def advance(self, argmax: int, logits: Callable[[], np.ndarray], chosen: int | None = None) -> list[Event]:
         """Choose the next token and return the events, with a Finished last if the request ends.
 
-        Args:
-            argmax: the most probable token.
-            logits: function that returns the logits, f32 [vocab].
-            chosen: the token that `self.chooser` has already picked, None if it has not.
+        `argmax`: the most probable token. `logits` returns f32 [vocab]. `chosen`: the token that
+        `self.chooser` has already picked, if it has.
         """
         self.timing.last = time.monotonic()
         self.timing.first = self.timing.first or self.timing.last

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from castiron.pipelines.errors import PipelineError
 from castiron.vmfb.program import NanLogitsError
 from castiron.vmfb.record import short
-
-if TYPE_CHECKING:
-    from castiron.vmfb.session import Session
+from castiron.vmfb.session import Session
 
 # How many last tokens the repeat penalty counts, like --repeat-last-n of llama.cpp.
 REPEAT_WINDOW = 64
@@ -35,10 +33,8 @@ class Sampling:
     """The sampling options of a generation; raises PipelineError for a value outside its range.
 
     temperature 0 means greedy decoding. top_k 0, top_p 1, min_p 0 and repeat_penalty 1 have no
-    effect. Equal seeds generate equal tokens; without a seed each generation differs. As in
-    OpenAI's API, a logit is lowered by frequency_penalty times the number of times that its token
-    was generated, and by presence_penalty if the token was generated at all; logit_bias maps token
-    ids to numbers that are added to their logits.
+    effect. Equal seeds generate equal tokens; without a seed each generation differs. The last
+    three options are OpenAI's (see `shifted`); logit_bias maps token ids to numbers.
     """
 
     temperature: float = 0.0
@@ -77,17 +73,16 @@ class Sampling:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether the choice needs the logits; otherwise it is the argmax, which the compiled
-        functions return."""
+        """Whether the choice needs the logits; otherwise it is the argmax."""
         return self.temperature > 0 or self.repeat_penalty != 1 or self.shifts_logits
 
     @property
     def settings(self) -> dict[str, float]:
-        """The settings that a server reports as defaults, by the name of the field."""
+        """The fields that a server reports as its defaults, by name."""
         return {name: getattr(self, name) for name in (*SAMPLED, "repeat_penalty")}
 
     def __str__(self) -> str:
-        """Return "greedy", or the settings that differ from the defaults: "temperature 0.6, top-k 20"."""
+        """Return "greedy", or the settings other than the defaults: "temperature 0.6, top-k 20"."""
         usual = Sampling().settings
         parts = [] if self.temperature else ["greedy"]
         for name, value in self.settings.items():
@@ -99,10 +94,9 @@ class Sampling:
 def model_sampling(generation: Mapping[str, Any]) -> Sampling | None:
     """Return the sampling options of a generation_config.json, None if it has none.
 
-    As in `generate` of HF transformers, do_sample false means greedy decoding. There are three
-    differences: a file with a field of `SAMPLED` and without do_sample samples, where HF warns and
-    ignores the field; a missing field has no effect, where HF's top_k is 50 by default; and the
-    repetition penalty counts the last REPEAT_WINDOW tokens, where HF's counts all tokens.
+    As in `generate` of HF transformers, do_sample false means greedy decoding. Three things differ:
+    a field of `SAMPLED` has an effect without do_sample; a missing top_k is 0, where HF's is 50;
+    the repetition penalty counts the last REPEAT_WINDOW tokens, where HF's counts all tokens.
 
     Raises PipelineError for values out of range.
     """
@@ -115,7 +109,7 @@ def model_sampling(generation: Mapping[str, Any]) -> Sampling | None:
     else:
         stated.setdefault("temperature", 1.0)
     if "top_k" in stated:
-        # Some files have -1 for all.
+        # Some files have -1 for no limit.
         stated["top_k"] = max(0, int(stated["top_k"]))
     try:
         return Sampling(**stated, repeat_penalty=1.0 if penalty is None else penalty)
@@ -137,27 +131,31 @@ def _invalid(reason: object) -> PipelineError:
 
 
 class Sampler:
-    """The sampler of one generation, which uses one random number for each token that it draws."""
+    """The sampler of one generation, which draws each token with the random number `number`."""
 
     def __init__(self, sampling: Sampling = Sampling()):
         self.sampling = sampling
-        self.random = np.random.default_rng(sampling.seed) if sampling.temperature > 0 else None
-        # Random numbers that a lookahead has read and no generated token has used yet.
-        self._numbers: deque[float] = deque()
+        self.random = np.random.default_rng(sampling.seed)
+        self.number = self.random.random()
+
+    def copy(self) -> Sampler:
+        """Return an independent sampler with the same random numbers."""
+        other = copy(self)
+        other.random = deepcopy(self.random)
+        return other
 
     def pick(
-        self, logits: np.ndarray, history: Sequence[int], counts: Mapping[int, int] = {}, ahead: int = 0, check: bool = False
+        self, logits: np.ndarray, history: Sequence[int], counts: Mapping[int, int] = {}, check: bool = False
     ) -> tuple[int, bool]:
         """Return the next token, and whether the choice is certain despite rounding.
 
-        The order is: penalties and biases of OpenAI's API; then, as in llama.cpp, repeat penalty,
-        top-k, top-p, min-p and temperature. Of equal logits the one with the lowest id is chosen.
+        OpenAI's penalties and biases come first; then, as in llama.cpp, repeat penalty, top-k,
+        top-p, min-p and temperature. Of equal logits the one with the lowest id is chosen.
 
         Args:
             logits: f32 [vocab].
             history: the tokens so far, prompt included.
             counts: how often each token was generated.
-            ahead: index of the random number, counted from the next one; above 0 in a lookahead.
             check: whether the caller needs the second result.
         """
         sampling = self.sampling
@@ -165,34 +163,25 @@ class Sampler:
             logits = shifted(logits, sampling, counts)
         if sampling.repeat_penalty != 1:
             logits = penalise(logits.astype(np.float64), history[-REPEAT_WINDOW:], sampling.repeat_penalty)
-        if self.random is None:
+        if not sampling.temperature:
             return int(logits.argmax()), not check or lead(logits) >= NEAR
-        number = self._number(ahead)
         if not (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
             # Nothing is cut, so nothing needs to be sorted.
-            return _draw(weights(logits, sampling.temperature), number)
+            return _draw(weights(logits, sampling.temperature), self.number)
         order, probability = candidates(logits, sampling)
         # The temperature applies to the tokens that top-k, top-p and min-p have left.
-        index, certain = _draw(weights(np.log(probability), sampling.temperature), number)
+        index, certain = _draw(weights(np.log(probability), sampling.temperature), self.number)
         return int(order[index]), certain
 
     def used(self) -> None:
         """Move on to the next random number."""
-        if self.random is not None:
-            self._number(0)
-            self._numbers.popleft()
-
-    def _number(self, ahead: int) -> float:
-        while len(self._numbers) <= ahead:
-            self._numbers.append(self.random.random())
-        return self._numbers[ahead]
+        self.number = self.random.random()
 
 
 def _draw(weight: np.ndarray, number: float) -> tuple[int, bool]:
-    """Draw an index with probabilities in proportion to `weight`, f32 [n].
+    """Draw an index in proportion to `weight`, f32 [n], by a uniform random number in [0, 1).
 
-    `number`: uniform random number in [0, 1). Also returns whether the number is at least
-    NEAR_DRAWN from the intervals of the neighbouring indices.
+    Also returns whether the number is at least NEAR_DRAWN from the intervals of other indices.
     """
     # Running sums over a complete vocabulary are slow, so a block is drawn first, then an index in
     # the block.
@@ -210,8 +199,7 @@ def _draw(weight: np.ndarray, number: float) -> tuple[int, bool]:
 
 
 def lead(logits: np.ndarray) -> float:
-    """Return the difference of the two largest `logits` [n], divided by the largest finite
-    magnitude."""
+    """Return the difference of the two largest `logits` [n], divided by the largest magnitude."""
     best = int(logits.argmax())
     largest, smallest = logits[best], logits.min()
     if np.isinf(smallest):
@@ -230,10 +218,8 @@ def _drawn(sums: np.ndarray, goal: float) -> int:
 
 
 def weights(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """Return exp(logits / temperature), scaled so that the largest value is 1.
-
-    The result is f32 [n], because NumPy computes exp of f32 many times as fast as of f64.
-    """
+    """Return exp(logits / temperature), f32 [n], scaled so that the largest value is 1."""
+    # NumPy computes exp of f32 many times as fast as of f64.
     weight = (logits - logits.max()).astype(np.float32, copy=False)
     # Beyond these limits the f32 weights are zero for all but one token, or all equal.
     if temperature != 1:
@@ -244,8 +230,8 @@ def weights(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
 def shifted(logits: np.ndarray, sampling: Sampling, counts: Mapping[int, int]) -> np.ndarray:
     """Return the logits, f64 [vocab], after OpenAI's penalties and biases.
 
-    The formula is logits[j] - c[j] * frequency_penalty - (c[j] > 0) * presence_penalty +
-    logit_bias[j], where c[j] is how often token j was generated (`counts`).
+    Token j, generated c[j] times (`counts`), gets logits[j] - c[j] * frequency_penalty - (c[j] > 0)
+    * presence_penalty + logit_bias[j].
     """
     logits = logits.astype(np.float64)
     for token, count in counts.items():
@@ -268,18 +254,18 @@ def penalise(logits: np.ndarray, recent: Sequence[int], penalty: float) -> np.nd
 
 
 def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens that top-k, top-p and min-p leave, at least one, the most probable first.
+    """Return the ids and probabilities, f64, of the tokens that top-k, top-p and min-p leave.
 
-    The results are their ids and their probabilities, f64. `logits`: [vocab].
+    logits: [vocab]. The most probable token comes first.
     """
     weight = weights(logits)
-    # Sorting a complete vocabulary costs more than a decode step, so what the cuts are certain to
-    # remove goes first.
+    # Sorting a complete vocabulary takes longer than a decode step, so first remove the tokens that
+    # top-k, top-p or min-p are certain to remove.
     if 0 < sampling.top_k < len(logits):
         possible = logits >= np.partition(logits, -sampling.top_k)[-sampling.top_k]
     else:
-        # All tokens below the mean of the mass that top-p cuts have less than that mass together.
-        # Rounding must not decide before the cuts do.
+        # Top-p removes all tokens below `outside`: even a vocabulary of them has less than the mass
+        # that top-p removes. The factor 0.999 leaves doubtful tokens to the exact cuts below.
         outside = (1 - sampling.top_p) * weight.sum(dtype=np.float64) / len(weight)
         possible = weight >= 0.999 * max(sampling.min_p, outside)
     ids = np.flatnonzero(possible)
@@ -290,7 +276,7 @@ def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.n
         order, exact = order[: sampling.top_k], exact[: sampling.top_k]
         total = exact.sum()
     probability = exact / total
-    # Underflown tails would be log(0) later.
+    # Leave out probabilities that underflowed to 0: the sampler takes their logarithm.
     keep = int(np.count_nonzero(probability))
     if sampling.top_p < 1:
         keep = min(keep, int(probability.cumsum().searchsorted(sampling.top_p)) + 1)
@@ -300,16 +286,17 @@ def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.n
 
 
 class Score(NamedTuple):
-    """The natural logarithm of a token's probability, and the most probable tokens at the same
-    position as (id, logarithm)."""
+    """The log-probability of a token, and the most probable tokens there as (id, logprob)."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
 def log_probabilities(logits: np.ndarray, token: int, count: int) -> Score:
-    """Return the log softmax of `logits`, f32 [vocab], at `token` and at the `count` most probable
-    tokens; tokens of equal probability are in the order of their ids."""
+    """Return the log-probabilities of `token` and of the `count` most probable tokens.
+
+    logits: f32 [vocab]. Equally probable tokens are in the order of their ids.
+    """
     top = logits.max()
     total = float(top) + float(np.log(np.exp(logits - top).sum(dtype=np.float64)))
     count = min(count, len(logits))
@@ -322,17 +309,18 @@ def log_probabilities(logits: np.ndarray, token: int, count: int) -> Score:
 
 
 def score_width(widths: Sequence[int], max_width: int) -> int:
-    """Return how many tokens a call scores: the widest verify width up to `max_width`, or else the
-    narrowest; 1 (a step) without verify functions."""
+    """Return how many tokens a call scores, given the `widths` of the verify functions.
+
+    It is the widest of them up to `max_width`, else the narrowest; 1, a step, if there is none.
+    """
     return max((width for width in widths if width <= max_width), default=min(widths, default=1))
 
 
 def logit_rows(session: Session, tokens: Sequence[int], width: int) -> Iterator[np.ndarray]:
-    """Read `tokens` and yield the logits after each, f32 [vocab]: by calls of `width` tokens
-    (`score_width`), or by steps if the last tokens do not fill a call and the states cannot drop
-    the padding.
+    """Read `tokens` in calls of `width` tokens and yield the logits after each token, f32 [vocab].
 
-    Raises NanLogitsError for logits that are NaN.
+    The last tokens are read by steps if the states cannot drop the padding of a call. Raises
+    NanLogitsError for logits that are NaN.
     """
     for start in range(0, len(tokens), width):
         part = tokens[start : start + width]

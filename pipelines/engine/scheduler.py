@@ -1,38 +1,35 @@
-"""Continuous batching: a turn reads one chunk of a prompt and decodes one token of the others."""
+"""Continuous batching: a turn reads a chunk of one prompt and decodes a token of other requests."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
+from castiron.pipelines.engine import speculation
 from castiron.pipelines.engine.admission import Admission
 from castiron.pipelines.engine.chooser import ConstraintError
 from castiron.pipelines.engine.context import move_to
+from castiron.pipelines.engine.draft import Draft
 from castiron.pipelines.engine.prefix_cache import Paused, PrefixCache
+from castiron.pipelines.engine.prefix_store import PrefixStore
 from castiron.pipelines.engine.request import Event, Failed, Request
 from castiron.pipelines.engine.sampling import log_probabilities, logit_rows, score_width
 from castiron.pipelines.errors import PipelineError
 from castiron.vmfb.program import NanLogitsError, SessionError
 
-if TYPE_CHECKING:
-    from castiron.pipelines.engine.draft import Draft
-    from castiron.pipelines.engine.prefix_store import PrefixStore
-    from castiron.pipelines.engine.speculation import Speculator
-
 
 class Observer:
-    """A receiver of the scheduler's events, on the scheduler's thread; this class ignores them."""
+    """A receiver of the scheduler's events, called on its thread; this base class ignores them."""
 
     def started(self, request: Request) -> None:
-        """The request has a slot, and `cached` tokens of its prompt were found."""
+        """The request got a slot; `request.cached` tokens of its prompt were in the cache."""
 
     def stepped(self) -> None:
-        """One decode step has run for all requests past their prompts."""
+        """One decode step has run for all requests whose prompt has been read."""
 
     def preempted(self, request: Request) -> None: ...
 
     def token(self, request: Request, since: float | None) -> None:
-        """The request has a token, `since` seconds after the one before; None for the first."""
+        """The request got a token, `since` seconds after the previous one; None for the first."""
 
     def ended(self, request: Request, reason: str) -> None:
         """The request has ended; `reason`: `Finished.reason`, or "cancelled"."""
@@ -40,8 +37,8 @@ class Observer:
     def failed(self, request: Request) -> None: ...
 
 
-# Tokens of a prompt that are read between two decode steps: more delay other requests, fewer make
-# narrow, slow chunks.
+# Tokens of a prompt that are read between two decode steps. More would delay other requests; fewer
+# would make narrow, slow chunks.
 INTERLEAVED = 32
 # A prompt token whose logits are read costs at most this many times as much as one without.
 SCORING = 2
@@ -59,23 +56,20 @@ class ModelFailed(PipelineError):
 
 
 class Scheduler:
-    """Runs requests over the slots of a batch. One thread at a time calls `turn`, and nothing else
-    may use the batch.
+    """Runs requests in the slots of a batch, which nothing else may use.
 
-    A turn reads one chunk of one prompt and decodes one token of every other request, so that a
-    long prompt delays the others by a chunk. A prefix that is copied from another slot or read from
-    disk gets a turn of its own. Tokens that a constraint forces are read like a chunk of a prompt.
+    Only one thread at a time may call `turn`. A turn reads one chunk of one prompt and decodes one
+    token of every other request, so that a long prompt delays the others by one chunk. A prefix
+    that is copied from another slot or read from disk gets a turn of its own. Tokens that a
+    constraint forces are read like a chunk.
 
-    `Admission` chooses what is read next. A request that fails ends by itself; a decode step that
-    fails ends those that were in it. A preempted request gives up its slot and continues later,
-    with its states in memory. A request that runs alone decodes several tokens a turn if proposals
-    are right.
+    `Admission` chooses which prompt is read next. A prompt that fails ends its own request only; a
+    decode step that fails ends all requests in it. A preempted request gives up its slot and
+    continues later from a copy of its states. With `draft` or `ngrams` a single running request
+    uses speculative decoding.
 
     Args:
         batch: a `castiron.vmfb.batch.Batch`, or a `SingleSlot`.
-        store: where states of prefixes are stored.
-        draft: a model that proposes tokens.
-        ngrams: propose tokens from the text itself.
         fill_slots: read all prompts that have slots before the next step, in the widest chunks.
     """
 
@@ -93,14 +87,14 @@ class Scheduler:
         self.cache = PrefixCache(batch.slots, store, score_width(self.manifest.widths("verify"), INTERLEAVED // SCORING))
         self.requests = requests = Admission(self.slots, self.cache)
         self.waiting, self.prefilling, self.decoding = requests.waiting, requests.prefilling, requests.decoding
-        self.speculator: Speculator | None = None
+        self.speculator: speculation.Speculator | None = None
 
     @property
     def idle(self) -> bool:
         return not (self.waiting or self.prefilling or self.decoding)
 
     def submit(self, request: Request) -> None:
-        """Queue a request; without stop tokens of its own it gets the model's."""
+        """Queue a request; one without stop tokens gets the model's end tokens."""
         if request.stop_tokens is None:
             request.stop_tokens = frozenset(self.manifest.tokens.eos)
         self.requests.add(request)
@@ -112,29 +106,19 @@ class Scheduler:
     def turn(self) -> Events:
         """Read one chunk, run one decode step, and return the events."""
         events: Events = []
-        if self.waiting and not self.requests.num_free:
-            self._preempt()
+        self._preempt()
         forced = {slot: r for slot, r in self.decoding.items() if r.constraint and len(self._unread(slot, r)) > 1}
-        if self.waiting or self.prefilling or forced:
-            while (
-                self._read(forced, events) and self.fill_slots and (self.prefilling or self.waiting and self.requests.num_free)
-            ):
-                forced = {}
+        while self._read(forced, events) and self.fill_slots and (self.prefilling or self.waiting and self.requests.free):
+            forced = {}
         if self.decoding:
             self._decode(events)
         return events
 
     def fail_all(self, error: BaseException) -> Events:
-        """End every request with an error and clear every slot."""
-        events: Events = []
-        self._fail([*self.requests.running.values(), *self.waiting], error, events)
-        for session in self.batch.slots:
-            move_to(session, 0)
-        return events
+        """End every request after an error or an interrupt at any point of a turn.
 
-    def interrupt(self, error: BaseException) -> Events:
-        """End every request after an interrupt at any point of a turn; states known to be valid
-        stay in the cache."""
+        States that are certain to be valid stay in the cache.
+        """
         events: Events = []
         for slot, session in enumerate(self.batch.slots):
             request = self.requests.running.get(slot)
@@ -143,11 +127,9 @@ class Scheduler:
             try:
                 move_to(session, len(tokens), tokens)
                 self.cache.tokens[slot, : len(tokens)] = tokens
-            except SessionError:
+            except Exception:
                 move_to(session, 0)
-        for request in [*self.requests.running.values(), *self.waiting]:
-            self.requests.remove(request)
-            events.append((request, Failed(ModelFailed(error))))
+        self._fail([*self.requests.running.values(), *self.waiting], error, events, clear=False)
         self.speculator = None
         return events
 
@@ -155,7 +137,7 @@ class Scheduler:
         return request.unread(self.batch.slots[slot].position)
 
     def _read(self, forced: dict[int, Request], events: Events) -> bool:
-        """Read the next chunk of a prompt or of `forced` tokens; False if nothing is left."""
+        """Read the next chunk of a prompt or of `forced` tokens; return False if there is none."""
         if (chosen := self.requests.next(forced)) is None:
             return False
         slot, request = chosen
@@ -179,17 +161,14 @@ class Scheduler:
             return True
         if len(chunk) == len(left):
             if slot not in forced:
-                # The next prompt may continue from here, and an answer may be taken back.
+                # Retain this position: the next prompt may continue from it without the answer.
                 session.keep()
                 self.decoding[slot] = self.prefilling.pop(slot)
             self._advance(slot, request, argmax, events)
         return True
 
     def _read_chunk(self, session, request: Request, left, width: int, forced: bool):
-        """Read at most `width` of the unread tokens `left`.
-
-        Returns the tokens that were read, and the most probable next token.
-        """
+        """Read at most `width` of the tokens `left`; return the tokens read and the last argmax."""
         if request.prompt_logprobs is None or forced:
             return left[:width], session.prefill(left[:width])
         # Complete calls only, so that a prefix always has the same logits to the last bit.
@@ -242,7 +221,7 @@ class Scheduler:
         if len(self.decoding) == 1 and not (self.prefilling or self.waiting):
             ((slot, request),) = self.decoding.items()
             if len(unread[slot]) > 1:
-                # The next turn reads them together.
+                # The next turn reads the forced tokens in one call.
                 return
             if (self.draft or self.ngrams) and request.top_logprobs is None:
                 self._speculate(slot, request, unread[slot], events)
@@ -263,19 +242,17 @@ class Scheduler:
 
     def _speculate(self, slot: int, request: Request, unread: list[int], events: Events) -> None:
         """Run one speculative decoding pass (last token and proposals) of the only request."""
-        from castiron.pipelines.engine.speculation import Speculator
-
         session, start = self.batch.slots[slot], self.batch.slots[slot].position
         speculator, new = self.speculator, list[Event]()
         try:
             if speculator is None or speculator.request is not request:
-                speculator = self.speculator = Speculator(session, request, self.draft)
+                speculator = self.speculator = speculation.Speculator(session, request, self.draft)
                 speculator.prompt_seconds = request.timing.first - request.timing.started
-            speculator.feed(unread)
-            while speculator.ready:
-                before = request.timing.last
-                new += speculator.advance()
+            before = request.timing.last
+            for of_token in speculator.run(unread):
+                new += of_token
                 self.observer.token(request, request.timing.last - before)
+                before = request.timing.last
         except Exception as error:
             self._fail([request], error, events)
             return
@@ -314,12 +291,12 @@ class Scheduler:
             request.paused = None
             self.observer.ended(request, reason)
 
-    def _fail(self, requests: list[Request], error: BaseException, events: Events) -> None:
-        """End requests with an error and clear their slots."""
+    def _fail(self, requests: list[Request], error: BaseException, events: Events, clear: bool = True) -> None:
+        """End requests with an error, and by default clear their slots."""
         # A constraint that no token satisfies is not a failure of the model.
         failure = error if isinstance(error, ConstraintError) else ModelFailed(error)
         for request in requests:
-            if (slot := self.requests.remove(request)) is not None:
+            if (slot := self.requests.remove(request)) is not None and clear:
                 move_to(self.batch.slots[slot], 0)
             self.observer.failed(request)
             events.append((request, Failed(failure)))

@@ -1,16 +1,15 @@
 """Speculative decoding: the model checks several proposed tokens in one pass.
 
-Proposals come from earlier text (`Ngrams`) and from a smaller model (`Draft`). At each position the
-model chooses a token as it does without speculation: the most probable one, or the one drawn with
-the next random number. A proposal is right if it is the chosen token, so the text is the same as
-without speculation (Leviathan et al., arXiv 2211.17192, in its greedy form).
+Proposals come from earlier text (`Ngrams`) and from a smaller model (`Draft`). The model chooses
+every token as it does without speculation, and a proposal is right if it is that token. So the text
+is the same as without speculation (Leviathan et al., arXiv 2211.17192, in its greedy form).
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,11 +27,11 @@ MIN_MATCH, MAX_MATCH = 2, 32
 OCCURRENCES = 8
 # Initial hit rates of the token proposed after a match of 2-3, 4-7, 8-15, 16-31 and 32 tokens.
 FOLLOWED = (0.25, 0.5, 0.75, 0.9, 0.95)
-# Share of the time that proposals may lose: those from the text, and those of both sources. With
-# the cost of a first try this stays below 5 % of the time of a text.
+# Max share of the time that wrong proposals may cost: those from the text, and those of both
+# sources. With the cost of a first try they cost less than 5 % of the time of a text.
 MAX_LOSS, MAX_LOSS_OF_ALL = 0.02, 0.04
-# Share of the seconds saved, by proposals from the text and by the draft in earlier texts, that the
-# draft may lose in addition.
+# Share of saved seconds that the draft may cost in addition. Proposals from this text and the draft
+# in earlier texts have saved them.
 SPENT_GAINS = 0.25
 # A draft that saves no time is tried again after WAIT tokens, then after twice as many each time,
 # up to MAX_WAIT.
@@ -42,8 +41,9 @@ PASSES = 8
 
 
 class Ngrams:
-    """Proposals from the text so far: the tokens that followed an earlier occurrence of the last
-    tokens (prompt lookup, Saxena 2023).
+    """Proposals from the text so far (prompt lookup, Saxena 2023).
+
+    They are the tokens that followed an earlier occurrence of the text's last tokens.
 
     `self.length`: how many last tokens match the earlier occurrence, 0 without a match. `self.end`:
     index in `self.tokens` after that occurrence.
@@ -62,14 +62,15 @@ class Ngrams:
         length, end = (self.length + 1, self.end + 1) if follows else (0, 0)
         self._append(token)
         self._find()
-        # A long match is followed even where its last pair has occurred too often since.
+        # Keep a long match, even if the last pair of tokens has occurred more than OCCURRENCES
+        # times since.
         if length > self.length:
             self.length, self.end = min(length, MAX_MATCH), end
 
     def propose(self, count: int) -> list[int]:
         """Return the `count` tokens after the earlier occurrence; no tokens without a match.
 
-        If fewer than `count` tokens follow it, they repeat.
+        If fewer than `count` tokens follow the occurrence, they are repeated.
         """
         if not self.length:
             return []
@@ -116,10 +117,10 @@ class SourceStats:
 class Pass:
     """One call of the model over the last token of the text and proposed tokens.
 
-    `tokens`: these tokens. `argmaxes[i]`: the most probable token after `tokens[i]`. `source`: name
-    of the source of the proposals. `before`: snapshot of the session before the call, None without
-    proposals. `guesses`: proposals of the draft model. `taken`: how many tokens were chosen.
-    `doubtful`: whether rounding required a step to choose the last token.
+    `argmaxes[i]`: the most probable token after `tokens[i]`. `source`: name of the source of the
+    proposals. `before`: snapshot of the session before the call, None without proposals. `guesses`:
+    proposals of the draft model. `taken`: how many tokens were chosen. `doubtful`: whether rounding
+    required a step to choose the last token.
     """
 
     tokens: list[int]
@@ -133,12 +134,7 @@ class Pass:
 
 
 class Speculator:
-    """The speculative decoding of one request, which reads one or several tokens in each pass.
-
-        while request.finish_reason is None:
-            if not speculator.ready:
-                speculator.feed(tokens that the session has not read)
-            events = speculator.advance()
+    """The speculative decoding of one request: each pass chooses one or several tokens.
 
     `self.stats`: counts by source. `self.passes`: calls that checked proposals. `self.spent`:
     seconds of all passes, of which `self.draft_seconds` in the draft model. `self.prompt_seconds`:
@@ -148,7 +144,7 @@ class Speculator:
     def __init__(
         self, session, request: Request, draft: Draft | None = None, clock: Callable[[], float] = time.perf_counter
     ):  # fmt: skip
-        """Raise PipelineError if the bundle has no functions that verify several tokens at once."""
+        """Prepare a request's passes; PipelineError if the bundle has no verify functions."""
         self.session, self.request, self.draft, self.clock = session, request, draft, clock
         self.widths = session.manifest.widths("verify")
         if not self.widths:
@@ -157,9 +153,8 @@ class Speculator:
         self.costs = draft.costs if draft else CallCosts()
         self.stats = {"ngram": SourceStats()} | ({"draft": SourceStats()} if draft else {})
         self.passes, self.spent, self.draft_seconds, self.prompt_seconds = 0, 0.0, 0.0, 0.0
-        self._pass: Pass | None = None
-        # How many of the request's tokens are in `ngrams`; tokens until the draft is tried again,
-        # and the wait after that try.
+        # `_noted`: how many of the request's tokens are in `ngrams`. `_until`: tokens until the
+        # draft is tried again. `_wait`: tokens between that try and the next one.
         self._noted = self._until = 0
         self._wait, self._trying, self._start = WAIT, False, 0
         self._saved = draft.saved if draft else 0.0
@@ -183,47 +178,46 @@ class Speculator:
         return f"{self.accepted} of {self.proposed} proposed tokens were right{sources}"
 
     def report(self) -> dict:
-        """Return the counts as a dict for JSON."""
+        """Return the counts and the draft's share of the time as a dict for JSON."""
         sources = {name: {"proposed": stats.proposed, "accepted": stats.accepted} for name, stats in self.stats.items()}
         return {"passes": self.passes, "draft_share": round(self.draft_share, 4), "sources": sources}
 
-    @property
-    def ready(self) -> bool:
-        """Whether the next token can be chosen."""
-        return self._pass is not None
+    def run(self, unread: Sequence[int]) -> Iterator[list[Event]]:
+        """Run one pass over `unread`, the tokens of the text that the session has not read.
 
-    def feed(self, tokens: Sequence[int]) -> None:
-        """Read the last tokens of the text, `tokens`, and possibly proposals after them."""
+        Yields the events of each token that the pass chooses.
+        """
         for token in self.request.tokens[self._noted :]:
             self._note(token)
-        if len(tokens) > 1:
-            self._pass = Pass(list(tokens), [self.session.prefill(tokens)])
-            return
-        (token,), start = tokens, self.clock()
+        found = self._read(unread[0]) if len(unread) == 1 else Pass([*unread], [self.session.prefill(unread)])
+        right = True
+        while right:
+            at = found.taken
+            argmax, logits, chosen = self._choose(found, at)
+            found.taken = at + 1
+            if at < len(found.guesses) and self.draft:
+                self.draft.learn(found.guesses[at], chosen == found.guesses[at].token)
+            right = found.before is not None and at + 1 < len(found.tokens) and chosen == found.tokens[at + 1]
+            if right and found.source:
+                self.stats[found.source].accepted += 1
+            events = self.request.advance(argmax, logits, chosen)
+            right = right and self.request.finish_reason is None and not found.doubtful
+            if not right:
+                self._end(found)
+            yield events
+
+    def _read(self, token: int) -> Pass:
+        """Read the last token of the text and the proposals with the most tokens per second."""
+        start = self.clock()
         source, count = self._plan()
         if source == "draft":
-            self._pass = self._draft_pass(token, count)
+            found = self._draft_pass(token, count)
         elif source:
-            self._pass = self._check(token, self.ngrams.propose(count), source)
+            found = self._check(token, self.ngrams.propose(count), source)
         else:
-            self._pass = self._step(token)
-        self._pass.seconds = self.clock() - start
-
-    def advance(self) -> list[Event]:
-        """Choose the request's next token and return its events."""
-        assert self._pass is not None
-        found, at = self._pass, self._pass.taken
-        argmax, logits, chosen = self._choose(found, at)
-        found.taken = at + 1
-        if at < len(found.guesses) and self.draft:
-            self.draft.learn(found.guesses[at], chosen == found.guesses[at].token)
-        right = found.before is not None and at + 1 < len(found.tokens) and chosen == found.tokens[at + 1]
-        if right and found.source:
-            self.stats[found.source].accepted += 1
-        events = self.request.advance(argmax, logits, chosen)
-        if not right or self.request.finish_reason is not None or found.doubtful:
-            self._end(found)
-        return events
+            found = self._step(token)
+        found.seconds = self.clock() - start
+        return found
 
     def _note(self, token: int) -> None:
         if length := self.ngrams.length:
@@ -256,7 +250,6 @@ class Speculator:
 
     def _end(self, found: Pass) -> None:
         """End a pass: move the session to the end of the right tokens and update the counts."""
-        self._pass = None
         before = found.before
         if before and self.session.position != before.position + found.taken:
             start = self.clock()
@@ -290,36 +283,33 @@ class Speculator:
         return min(width for width in self.widths if width > count)
 
     def _plan(self) -> tuple[str | None, int]:
-        """Return the source with the highest expected tokens per second, and its number of
-        proposals; (None, 0) for a step without proposals."""
+        """Return the fastest source and its number of proposals; (None, 0) for a plain step."""
         free = self.session.context - self.session.position
         widest = max((width for width in self.widths if width <= free), default=1)
         left = self.request.limit - len(self.request.tokens)
         if not self.costs.known or widest == 1 or left == 1:
             return None, 0
-        step = 1 / self.costs.of(1)
-        rate, source, count = max((step, None, 0), self._plan_ngrams(widest, left), key=lambda option: option[0])
+        rate, count = max((1 / self.costs.of(1), 0), self._plan_ngrams(widest, left), key=lambda option: option[0])
         if self.draft and (wanted := self._plan_draft(widest, left, rate)):
-            source, count = "draft", wanted
-        return source, count
+            return "draft", wanted
+        return "ngram" if count else None, count
 
-    def _plan_ngrams(self, widest: int, left: int) -> tuple[float, str, int]:
-        """Return the expected tokens per second with proposals from the text, the name of this
-        source, and the number of proposals."""
+    def _plan_ngrams(self, widest: int, left: int) -> tuple[float, int]:
+        """Return the expected tokens per second with proposals from the text, and their number."""
         length, stats = self.ngrams.length, self.stats["ngram"]
         if not length or stats.lost > MAX_LOSS * self.spent:
-            return 0.0, "ngram", 0
+            return 0.0, 0
         longest = min(left, 1 + self._allowed(widest))
         rates = [self.match_rates[match_kind(length + i)] for i in range(widest - 1)]
-        options = [(min(expected_tokens(rates[: width - 1]), longest) / self.costs.of(width), "ngram", width - 1)
+        options = [(min(expected_tokens(rates[: width - 1]), longest) / self.costs.of(width), width - 1)
                    for width in self.widths if width <= widest and longest > 1]  # fmt: skip
-        return max(options, default=(0.0, "ngram", 0))
+        return max(options, default=(0.0, 0))
 
     def _plan_draft(self, widest: int, left: int, other: float) -> int:
         """Return how many tokens the draft model should propose.
 
-        Returns 0 if the best alternative is expected to generate more tokens per second (`other`)
-        and the draft is not due for a new try.
+        Returns 0 if the best alternative generates more tokens per second (`other`) and the draft
+        is not due for another try.
         """
         assert self.draft
         credit, longest = self._credit(), min(widest, left) - 1
@@ -364,8 +354,7 @@ class Speculator:
         return expected_tokens(map(self.draft.acceptance, padded)) / (self._cost(count) + more_seconds)
 
     def _draft_pass(self, token: int, longest: int) -> Pass:
-        """Check up to `longest` proposals of the draft model, as many as raise the expected tokens
-        per second; run a step without proposals if none do."""
+        """Check up to `longest` proposals of the draft, as many as raise the tokens per second."""
         assert self.draft
         draft, start, trying = self.draft, self.clock(), self._trying
 
@@ -386,8 +375,7 @@ class Speculator:
         return found
 
     def _allowed(self, width: int) -> int:
-        """Return how many of `width` - 1 tokens proposed from the text the constraint allows;
-        `width` without a constraint."""
+        """Return how many of `width` - 1 proposals from the text the constraint allows."""
         if not self.request.constraint:
             return width
         constraint, count = self.request.constraint.copy(), 0

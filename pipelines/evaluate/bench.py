@@ -1,8 +1,8 @@
-"""Measure a bundle beside other engines ("peers"): decode, prefill, time to first token and memory,
-against the machine's limits.
+"""Measure a bundle and other engines ("peers"): speed, time to first token and memory, as shares of
+the machine's limits.
 
-The manifest states the work of each kernel (`castiron.pipelines.compile.bundle_manifest.work_of`);
-for llama.cpp, bytes come from the tensors of the GGUF file.
+The bundle's manifest has the work of each kernel (`castiron.pipelines.compile.bundle_manifest`);
+llama.cpp's bytes come from the tensors of the GGUF file.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from castiron.pipelines.evaluate.bench_engines import Engine, Settings, measure
 from castiron.pipelines.evaluate.machine import Machine, amount, describe, spread
 from castiron.pipelines.evaluate.verify import checkpoint_of
 from castiron.pipelines.terminal import counted, print_message
-from castiron.vmfb.archive import Part
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.chunks import chunks
-from castiron.vmfb.manifest import WEIGHTS, Manifest
+from castiron.vmfb.manifest import Manifest
 
 Progress = Callable[[str, float], None]
 
@@ -35,22 +34,19 @@ Progress = Callable[[str, float], None]
 def bench(
     bundle: Bundle, settings: Settings, against: Sequence[str], checkpoint: str | None, progress: Progress
 ) -> dict[str, Any]:
-    """Measure a bundle and the peers `against`; return what `castiron bench --json` prints.
+    """Measure a bundle and the peers `against`; return the object that --json prints.
 
-    `checkpoint` is the one that peers read, by default the one that the bundle was compiled from.
-    PipelineError for settings that exceed the bundle's context.
+    checkpoint: what peers read; by default the one that the bundle was compiled from.
     """
     if settings.context > bundle.manifest.context:
         raise PipelineError(
             f"settings need {settings.context} positions, but the bundle's context is {bundle.manifest.context}; lower "
-            "--prompt, --gen or --depth, or give a larger --context"
+            "--prompt, --gen or --depth, or compile with a larger --context"
         )
-    workload = Workload.of(bundle)
+    workload = Workload(bundle.manifest)
     engines = {"castiron": Engine("castiron", str(bundle.path), workload.weight_bytes, workload.cache_item_bytes)}
     absent = add_peers(engines, workload, against, checkpoint_of(bundle, checkpoint, any_format=True) if against else Path())
-    estimate = "the manifest has no bytes per kernel: decode_roofline is an estimate from all weights, without the cache"
-    known = {} if workload.known else {"castiron": estimate}
-    _print_remarks(absent | known)
+    _print_remarks(absent)
     progress("compiling the probes of the machine", 0.0)
     tokens = np.random.default_rng(0).integers(bundle.manifest.vocab, size=settings.context).tolist()
     rounds, missing, notes = measure(engines, settings, tokens, Machine(settings.threads), progress)
@@ -62,24 +58,19 @@ def bench(
     return {
         "castiron": ours,
         "peers": peers,
-        "machine": {
-            **describe(),
-            **{name: round(value, 2) for name, value in limits.items()},
-            "runs": {name: spread(values) for name, values in rounds.items()},
-        },
+        "machine": describe(rounds),
         "ratios": {name: ratios(ours, peer) for name, peer in peers.items()},
         "settings": {
             "model": manifest.name, "weights": manifest.weights, "numerics": manifest.numerics, "cache": manifest.cache,
             **asdict(settings),
         },
         "missing": absent | missing,
-        "notes": known | notes,
+        "notes": notes,
     }  # fmt: skip
 
 
 def add_peers(engines: dict[str, Engine], workload: Workload, against: Sequence[str], source: Path) -> dict[str, str]:
-    """Add to `engines` the peers that can read `source`; return the reason why each other peer is
-    missing."""
+    """Add the peers that can read `source` to `engines`; return why each other peer is missing."""
     from castiron.reference.peers import PEERS
 
     missing = {}
@@ -105,20 +96,17 @@ def _print_remarks(remarks: Mapping[str, str]) -> None:
 def summarise(engine: Engine, settings: Settings, workload: Workload, limits: Mapping[str, float]) -> dict[str, Any]:
     """Return the measurements of one engine as JSON values.
 
-    decode_roofline: share of the machine's read bandwidth that decoding takes for weights and KV
-    cache. prefill_peak_share: share of the f32 peak that the prompt's arithmetic takes; above 1 for
-    some engines that round activations to int8. Both are None if the engine's work is unknown.
+    decode_roofline: share of the read bandwidth that decoding needs for weights and KV cache.
+    prefill_peak_share: share of the f32 peak that prefill needs; an engine that rounds activations
+    to int8 may exceed 1. Both are None if the engine's work is unknown.
     """
     nbytes, flops = engine.weight_bytes, workload.prefill_flops(settings.prompt)
     if nbytes is not None:
         nbytes += workload.cache_bytes(settings.depth, settings.gen, engine.cache_item_bytes)
     decode, prefill = statistics.median(engine.decode), statistics.median(engine.prefill)
 
-    def share(work: float | None, rate: float, limit: float) -> float | None:
-        """Return the share of a limit (10^9 units/s) that `work` units per token take at `rate`
-        tokens/s."""
-        return None if work is None else round(work * rate / (limit * 1e9), 4)
-
+    # Work per token at `rate` tokens/s, as a share of a limit in 10^9 units/s.
+    share = lambda work, rate, limit: None if work is None else round(work * rate / (limit * 1e9), 4)
     return {
         "decode_tok_s": round(decode, 2),
         "prefill_tok_s": round(prefill, 2),
@@ -171,37 +159,28 @@ def table(result: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a bundle: bytes read for one token, and arithmetic for a prompt.
+    """The work of a bundle: bytes read for one token, and FLOP to prefill a prompt.
 
-    If the manifest does not describe the kernels, `weight_bytes` counts all parameters,
-    `cache_bytes` is 0 and the rest is None.
+    If the manifest has no work of kernels (the lowering `portable`), `cache_bytes` returns 0, and
+    the other values are None.
     """
 
     manifest: Manifest
-    parameter_bytes: int
-
-    @classmethod
-    def of(cls, bundle: Bundle) -> Workload:
-        return cls(bundle.manifest, sum(parameter_sizes(bundle.part(WEIGHTS)).values()))
 
     @property
     def known(self) -> bool:
         """Whether the manifest has the work of every kernel."""
-        kernels = self._kernels("decode_step").values()
-        return bool(kernels) and all("weights" in kernel for kernel in kernels)
+        return bool(self._kernels()) and all("weights" in kernel for kernel in self._kernels())
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights read for one token, with one row of an embedding table and only the
-        chosen experts."""
-        kernels = self._kernels("decode_step").values()
-        return sum(kernel["calls"] * kernel["weights"] for kernel in kernels) if self.known else self.parameter_bytes
+    def weight_bytes(self) -> int | None:
+        """Bytes of weights read for a token, with one row of embeddings and the chosen experts."""
+        return sum(k["calls"] * k["weights"] for k in self._kernels()) if self.known else None
 
     @property
     def elements(self) -> int | None:
         """Number of weights in the matmuls of one token; each weight takes one multiply-add."""
-        kernels = self._kernels("decode_step").values()
-        return sum(k["calls"] * k["flops"][0] // 2 for k in kernels if "tokens" in k) if self.known else None
+        return sum(k["calls"] * k["flops"][0] // 2 for k in self._kernels() if "tokens" in k) if self.known else None
 
     @property
     def cache_item_bytes(self) -> float:
@@ -212,22 +191,24 @@ class Workload:
         return size / (size - SCALE_BYTES)
 
     def cache_bytes(self, depth: int, tokens: int, item_bytes: float) -> float:
-        """Return the mean bytes of KV cache that each of `tokens` tokens reads from position
-        `depth` on, with `item_bytes` per element."""
+        """Return the mean bytes of KV cache that a token reads.
+
+        depth, tokens: position of the first token, and number of tokens. item_bytes: bytes per
+        element of the cache.
+        """
         if not self.known:
             return 0.0
         # A kernel whose bytes grow with the position reads one position at 0.
-        growing = [kernel for kernel in self._kernels("decode_step").values() if kernel["bytes"][1]]
         read = sum(
             kernel["calls"] * (amount(kernel, "bytes", position) - kernel["bytes"][0] + kernel["bytes"][1])
-            for kernel in growing
+            for kernel in self._kernels()
+            if kernel["bytes"][1]
             for position in range(depth, depth + tokens)
         )
         return read * item_bytes / self.cache_item_bytes / tokens
 
     def prefill_flops(self, tokens: int) -> float | None:
-        """Return the FLOP to prefill `tokens` tokens from position 0, with the logits of the last
-        token only.
+        """Return the FLOP to prefill `tokens` tokens from position 0, with the last one's logits.
 
         A call with fewer tokens than its width counts in proportion.
         """
@@ -237,33 +218,22 @@ class Workload:
         names[1] = "decode_step"
         done, total = 0, 0.0
         for width, count in chunks(tokens, 0, self.manifest.context, self.manifest.widths("prefill"), 0.0):
-            for kernel in self._kernels(names[width]).values():
-                # One row in a call of several tokens: the output head, which only the last call needs.
+            for kernel in self._kernels(names[width]):
+                # A kernel for one token in a call of many is the output head, which the last call needs.
                 of_last = width > 1 and kernel.get("tokens") == 1
                 share = (done + count == tokens) if of_last else count / width
                 total += kernel["calls"] * amount(kernel, "flops", done) * share
             done += count
         return total
 
-    def _kernels(self, function: str) -> Mapping[str, dict]:
-        return self.manifest.compile.get("work", {}).get(function, {})
-
-
-def parameter_sizes(file: Part) -> dict[str, int]:
-    """Return the size in bytes of each parameter in an irpa file, or in an archive's part with
-    one."""
-    import iree.runtime as rt
-
-    index, mapped = rt.ParameterIndex(), file.map()
-    index.load_from_file_handle(rt.FileHandle.wrap_memory(mapped), "irpa")
-    return {name: entry.length for name, entry in index.items()}
+    def _kernels(self, function: str = "decode_step") -> list[dict]:
+        return list(self.manifest.compile.get("work", {}).get(function, {}).values())
 
 
 def gguf_bytes(path: Path) -> int:
     """Return the bytes of weights that llama.cpp reads from a GGUF file for one token.
 
-    Only the experts that a token uses count. An embedding table counts as one row if the model has
-    a separate output head. Raises CheckpointError for an invalid file.
+    Only the chosen experts count, and one row of an embedding table that is not the output head.
     """
     from castiron.pipelines.checkpoints.gguf_file import read_gguf
 

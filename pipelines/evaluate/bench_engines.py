@@ -1,21 +1,18 @@
-"""Run engines in turn on one machine for `castiron bench`, each in a process with its own memory
-and threads.
+"""Measure engines in turn on one machine, each in a process of its own."""
 
-`python -m castiron.pipelines.evaluate.bench_engines ENGINE MODEL THREADS CONTEXT [IDS]` runs one
-engine. It reads requests as lines of JSON, {"op": "prefill" | "fill" | "decode" | "memory"}, and
-answers each with a line. With IDS it prints the greedy token after them and ends.
-"""
+from __future__ import annotations
 
 import contextlib
-import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
 
 from castiron.pipelines.engine.memory import peak_rss_mb
 from castiron.pipelines.errors import PipelineError
@@ -24,16 +21,19 @@ from castiron.pipelines.errors import PipelineError
 FIRST_PROMPT = 32
 # Measured turns for the time to first token: HF takes many seconds to read a GGUF file.
 FIRST_ROUNDS = 3
-# Lets the threads of the previous engine fall asleep.
+# Wait before each turn: the threads of the previous engine fall asleep.
 PAUSE_SECONDS = 0.05
+
+# A forked process would have this one's libraries and memory.
+_SPAWN = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True)
 class Settings:
     """The settings of a measurement.
 
-    threads: number of threads of each engine. prompt: number of tokens to prefill. gen: number of
-    tokens to decode. depth: position from which to decode. rounds: number of measured rounds.
+    threads: threads of each engine. prompt: tokens to prefill. gen: tokens to decode. depth:
+    position of the first decoded token. rounds: measured rounds.
     """
 
     threads: int
@@ -49,14 +49,12 @@ class Settings:
 
 
 class EngineError(PipelineError):
-    """The error of an engine whose process ended; `signal` names the signal that killed it, or is
-    None."""
+    """The failure of an engine; signal: name of the signal that killed its process, or None."""
 
-    def __init__(self, engine: str, status: int, errors: str):
-        """`status` is the exit status of the process, `errors` its stderr."""
-        self.engine, self.signal = engine, signal.Signals(-status).name if status < 0 else None
-        lines = [line.strip() for line in errors.splitlines() if line.strip()]
-        self.reason = f"crashed ({self.signal})" if self.signal else f"ended: {lines[-1] if lines else 'it gave no reason'}"
+    def __init__(self, engine: str, reason: str, status: int | None):
+        """Make the error of `engine`; status: exit status of its process, None if still running."""
+        self.engine, self.signal = engine, signal.Signals(-status).name if status and status < 0 else None
+        self.reason = f"crashed ({self.signal})" if self.signal else f"ended: {reason or 'it gave no reason'}"
         super().__init__(f"{engine} {self.reason}")
 
 
@@ -64,10 +62,9 @@ class EngineError(PipelineError):
 class Engine:
     """An engine and its measurements, one value per round.
 
-    variant: name in `reference.peers` of the engine that runs; it changes after a crash.
-    weight_bytes: bytes of weights read for one decoded token, None if unknown. cache_item_bytes:
-    bytes per element of the KV cache. decode, prefill: tokens/s. first: milliseconds to the first
-    token.
+    variant: name of the engine in `reference.peers`; a crash changes it. weight_bytes: bytes of
+    weights read for one decoded token, None if unknown. cache_item_bytes: bytes per element of the
+    KV cache. decode, prefill: tokens/s. first: milliseconds to the first token.
     """
 
     variant: str
@@ -81,72 +78,85 @@ class Engine:
 
 
 class Worker:
-    """The process of one engine, which answers requests over pipes."""
+    """The process of one engine, which answers requests over a pipe."""
 
     def __init__(self, engine: str, model: str, settings: Settings):
-        """Start the process; EngineError, with its last line on stderr, if it cannot load the
-        model."""
+        """Start the process; EngineError if it cannot load the model."""
         self.engine = engine
-        # A file, because nobody reads a pipe before the end and a full one would stop the engine.
-        self.errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors}
-        self.process = subprocess.Popen(worker_command(engine, model, settings), text=True, **pipes)
-        try:
-            self._answer()
-        except EngineError:
-            self.close()
-            raise
+        self.pipe, end = _SPAWN.Pipe()
+        arguments = end, engine, model, settings.threads, settings.context
+        self.process = _SPAWN.Process(target=serve_engine, args=arguments, daemon=True)
+        self.process.start()
+        end.close()
+        self._answer()
 
-    def ask(self, op: str, **arguments) -> dict:
-        """Return the engine's answer to a request; EngineError if the process ends instead."""
-        # A process that has ended closes its pipe; `_answer` reports why it ended.
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Return the result of a method of the engine; EngineError if it fails."""
+        # If the process has ended, `_answer` reports why.
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
-            self.process.stdin.flush()
+            self.pipe.send((method, arguments))
         return self._answer()
 
-    def _answer(self) -> dict:
-        line = self.process.stdout.readline()
-        if not line:
-            status = self.process.wait()
-            self.errors.seek(0)
-            raise EngineError(self.engine, status, self.errors.read())
-        return json.loads(line)
+    def _answer(self) -> Any:
+        try:
+            result, error = self.pipe.recv()
+        except (EOFError, ConnectionError):
+            self.process.join()
+            raise EngineError(self.engine, "", self.process.exitcode) from None
+        if error is not None:
+            self.close()
+            raise EngineError(self.engine, error, None)
+        return result
 
     def close(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
-        self.errors.close()
+        self.pipe.close()
+        self.process.join(10)
+        self.process.kill()
 
 
-def worker_command(engine: str, model: str, settings: Settings) -> list[str]:
-    module = "castiron.pipelines.evaluate.bench_engines"
-    return [sys.executable, "-m", module, engine, model, str(settings.threads), str(settings.context)]
+def serve_engine(pipe: Connection, name: str, model: str, threads: int, context: int) -> None:
+    """Load an engine, and answer each request (method, arguments) with (result, error or None)."""
+    # Libraries print progress and warnings.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    os.dup2(2, 1)
+    try:
+        if name == "castiron":
+            engine: Any = Castiron(model, threads, context)
+        else:
+            from castiron.reference.peers import ENGINES
+
+            engine = ENGINES[name](model, threads, context)
+        pipe.send((None, None))
+        while True:
+            method, arguments = pipe.recv()
+            result = peak_rss_mb() if method == "memory" else getattr(engine, method)(*arguments)
+            pipe.send((result, None))
+    except EOFError:
+        return
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[-1]
+        pipe.send((None, reason if isinstance(error, PipelineError) else f"{type(error).__name__}: {reason}"))
 
 
 def time_to_first_token(engine: str, model: str, settings: Settings, tokens: Sequence[int]) -> float:
-    """Return the seconds from starting the engine to its first line of output; EngineError if it
-    fails."""
-    ids = ",".join(map(str, tokens))
-    if engine == "castiron":
-        # Time the command that a user types.
-        command = [sys.executable, "-m", "castiron", "run", model, "--tokens", ids, "-n", "1", "--ignore-eos",
-                   "--threads", str(settings.threads), "--json"]  # fmt: skip
-    else:
-        command = [*worker_command(engine, model, settings), ids]
+    """Return the seconds from the start of a process to the first token after a prompt."""
     start = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
-        line = process.stdout.readline()
+    if engine != "castiron":
+        worker = Worker(engine, model, settings)
+        worker.ask("first", tokens)
         seconds = time.perf_counter() - start
-        _, errors = process.communicate()
-    if process.returncode or not line:
-        raise EngineError(engine, process.returncode, errors.decode(errors="replace"))
+        worker.close()
+        return seconds
+    # Time the command that a user types.
+    ids = ",".join(map(str, tokens))
+    command = [sys.executable, "-m", "castiron", "run", model, "--tokens", ids, "-n", "1", "--ignore-eos",
+               "--threads", str(settings.threads), "--json"]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True) as run:
+        line = run.stdout.readline()
+        seconds = time.perf_counter() - start
+        _, errors = run.communicate()
+    if run.returncode or not line:
+        raise EngineError(engine, (errors.strip().splitlines() or [""])[-1], run.returncode)
     return seconds
 
 
@@ -157,15 +167,13 @@ def measure(
     machine,
     progress: Callable[[str, float], None],
 ) -> tuple[dict[str, list[float]], dict[str, str], dict[str, str]]:
-    """Run every engine `settings.rounds` times in turn, after one turn that warms caches and
-    clocks.
+    """Run every engine `settings.rounds` times in turn, after a turn that warms caches and clocks.
 
-    A peer that crashes is replaced by a variant without the likely cause of the crash. If it has no
-    variant, or the variant fails too, it is deleted from `engines`. Either way, the measurement
-    starts again. EngineError if castiron itself fails.
+    If a peer fails, the measurement starts again without it, or with a variant that avoids the
+    likely cause of its crash. EngineError if castiron fails.
 
-    Returns the machine's limits measured in every round (read_gb_s, peak_gflop_s), the reasons why
-    engines are missing, and notes about variants.
+    Returns the machine's limits (read_gb_s, peak_gflop_s), one value per round; why peers are
+    missing; and notes about variants.
     """
     from castiron.reference.peers import AFTER_CRASH
 
@@ -193,41 +201,37 @@ def _measure_rounds(engines: dict[str, Engine], settings: Settings, tokens, mach
     workers: dict[str, Worker] = {}
     limits: dict[str, list[float]] = {"read_gb_s": [], "peak_gflop_s": []}
 
-    def take_turns(stage, turn: Callable[[str], float], rounds: int, limit=None) -> Iterator[tuple[Engine, float]]:
+    def take_turns(
+        stage: str, turn: Callable[[str, Engine], float], rounds: int, limit: str = ""
+    ) -> list[tuple[Engine, float]]:
+        measured = []
         for done in range(rounds + 1):
             progress(stage, done / (rounds + 1))
             for name, engine in engines.items():
                 time.sleep(PAUSE_SECONDS)
-                seconds = turn(name)
-                if done:
-                    yield engine, seconds
+                measured.append((engine, turn(name, engine)))
             if limit and done:
-                limits[limit].append(getattr(machine, limit)())
+                limits[limit].append(machine.measure(limit))
         progress(stage, 1.0)
+        return measured[len(engines) :]
 
-    def decode(name: str) -> float:
-        following = tokens[settings.depth : settings.depth + settings.gen]
-        return workers[name].ask("decode", depth=settings.depth, tokens=following)["seconds"]
-
-    def prefill(name: str) -> float:
-        return workers[name].ask("prefill", tokens=tokens[: settings.prompt])["seconds"]
-
-    def first(name: str) -> float:
-        return time_to_first_token(engines[name].variant, engines[name].model, settings, tokens[:FIRST_PROMPT])
-
+    prompt, following = tokens[: settings.prompt], tokens[settings.depth : settings.depth + settings.gen]
+    decode = lambda name, engine: workers[name].ask("decode", settings.depth, following)
+    prefill = lambda name, engine: workers[name].ask("prefill", prompt)
+    first = lambda name, engine: time_to_first_token(engine.variant, engine.model, settings, tokens[:FIRST_PROMPT])
     try:
         for name, engine in engines.items():
             progress(f"loading {name}", 0.0)
             workers[name] = Worker(engine.variant, engine.model, settings)
             if settings.depth:
                 progress(f"filling the context of {name}", 0.0)
-                workers[name].ask("fill", tokens=tokens[: settings.depth])
+                workers[name].ask("fill", tokens[: settings.depth])
         for engine, seconds in take_turns("decode", decode, settings.rounds, "read_gb_s"):
             engine.decode.append(settings.gen / seconds)
         for engine, seconds in take_turns("prefill", prefill, settings.rounds, "peak_gflop_s"):
             engine.prefill.append(settings.prompt / seconds)
         for name, worker in workers.items():
-            engines[name].rss_mb = worker.ask("memory")["rss_mb"]
+            engines[name].rss_mb = worker.ask("memory")
     finally:
         for worker in workers.values():
             worker.close()
@@ -237,8 +241,7 @@ def _measure_rounds(engines: dict[str, Engine], settings: Settings, tokens, mach
 
 
 class Castiron:
-    """castiron as a measured engine: the session of a bundle. `decode` feeds back the tokens that
-    the model generates."""
+    """castiron as a measured engine, with the interface of those in `reference.peers`."""
 
     def __init__(self, model: str, threads: int, context: int):
         from castiron.vmfb.bundle import open_bundle
@@ -263,29 +266,3 @@ class Castiron:
         for _ in tokens:
             token = step(token)
         return time.perf_counter() - start
-
-
-def main(name: str, model: str, threads: str, context: str, ids: str = "") -> None:
-    """Run one engine until stdin ends, or until it has printed the token after `ids`."""
-    # Libraries that print must not write to the pipe.
-    pipe = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    if name == "castiron":
-        worker = Castiron(model, int(threads), int(context))
-    else:
-        from castiron.reference.peers import ENGINES
-
-        worker = ENGINES[name](model, int(threads), int(context))
-    if ids:
-        print(worker.first([int(token) for token in ids.split(",")]), file=pipe, flush=True)
-        return
-    print(json.dumps({"ready": True}), file=pipe, flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        op = request.pop("op")
-        answer = {"rss_mb": peak_rss_mb()} if op == "memory" else {"seconds": getattr(worker, op)(**request)}
-        print(json.dumps(answer), file=pipe, flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

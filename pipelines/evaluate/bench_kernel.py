@@ -9,21 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from castiron.emitter import ops
-from castiron.emitter.ir import Module, current_function
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.weights.packing import LANES, pack
 from castiron.emitter.kv_cache import CACHES
-from castiron.emitter.printer import print_module
-from castiron.emitter.types import TensorType
 from castiron.pipelines.compile.parts import KINDS, named_kernel
 from castiron.pipelines.evaluate.machine import (
     LOAD_SECONDS,
     PEAKS,
+    TimedKernel,
     bound_of,
     describe,
-    load_module,
-    mean_seconds,
     of_limit,
     peak_of,
     spread,
@@ -31,83 +26,16 @@ from castiron.pipelines.evaluate.machine import (
 from castiron.pipelines.evaluate.random_checkpoint import tiled_rows
 from castiron.pipelines.terminal import counted, megabytes
 
-# Calls take weights and KV caches in turn from more memory than a CPU cache holds, like the layers of a model.
-STREAMED_BYTES = 256 << 20
-MAX_COPIES = 512
-# Operands of at least 1/LARGE of the largest one's size also come in turn: keys and values.
-LARGE = 4
 # A kernel with hardly any work, to measure the overhead of a call.
 EMPTY = ("argmax", "16")
 
 Progress = Callable[[str, float], None]
 
 
-class Timed:
-    """A kernel compiled for this machine, with its operands."""
-
-    def __init__(self, kernel: Kernel, values: Mapping[str, np.ndarray], threads: int):
-        """Compile and load the kernel; `values` are its tensor operands by name. CompileError if it
-        does not compile."""
-        import iree.runtime as rt
-
-        from castiron.vmfb.program import Buffer, release_at_exit
-
-        self.device, self._context, module = load_module(print_module(module_of(kernel)), threads)
-        self._function = module.lookup_function("call")
-        self._results = rt.VmVariantList(len(kernel.results))
-        sizes = {name: type_.nbytes for name, type_ in kernel.tensors.items()}
-        large = {name for name, size in sizes.items() if size * LARGE >= max(sizes.values())}
-        copies = min(MAX_COPIES, max(1, STREAMED_BYTES // sum(sizes[name] for name in large)))
-
-        def buffer(type_: TensorType, value: np.ndarray | None = None) -> Buffer:
-            made = Buffer(self, type_.shape, type_.dtype.name)  # type: ignore[arg-type]
-            # Unwritten pages are all the same page of zeros.
-            made.array[...] = 0 if value is None else value
-            return made
-
-        results = [buffer(type_) for name, type_ in kernel.results.items() if name not in kernel.in_place]
-        same = {name: buffer(kernel.tensors[name], values[name]) for name in sizes if name not in large}
-        self._buffers, self._arguments = [results, same], []
-        for _ in range(copies):
-            own = same | {name: buffer(kernel.tensors[name], values[name]) for name in large}
-            arguments = rt.VmVariantList(len(own) + len(results))
-            for operand in [*(own[name] for name in sizes), *results]:
-                arguments.push_ref(operand.view)
-            self._buffers.append(own)
-            self._arguments.append(arguments)
-        self._next = 0
-        release_at_exit(self, "_results", "_arguments", "_buffers", "_function", "_context", "device")
-
-    def seconds(self, min_seconds: float) -> tuple[float, int]:
-        """Return the result of `mean_seconds` for the kernel."""
-
-        def call() -> None:
-            self._context.invoke(self._function, self._arguments[self._next], self._results)
-            self._next = (self._next + 1) % len(self._arguments)
-
-        return mean_seconds(call, min_seconds)
-
-
-def module_of(kernel: Kernel) -> Module:
-    """Return a module with a function `call` that dispatches the kernel once.
-
-    Its arguments are the tensors, then storage for each result that is not updated in place,
-    because the time would otherwise include an allocation.
-    """
-    module = Module("kernel")
-    storage = {f"{name}_storage": type_ for name, type_ in kernel.results.items() if name not in kernel.in_place}
-    with module.function("call", **kernel.tensors, **storage) as inputs:
-        given = dict(zip([*kernel.tensors, *storage], inputs, strict=True))
-        results = ops.kernel_call(kernel, **{n: given[n] for n in kernel.tensors}, **dict.fromkeys(kernel.indices, 0))
-        updated = {i: given[kernel.in_place.get(name, f"{name}_storage")] for i, name in enumerate(results)}
-        current_function().returns(updated, **results)
-    return module
-
-
 def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, position: int) -> dict[str, np.ndarray]:
     """Return random operands for a kernel, by name.
 
-    The KV cache is filled up to `position`; experts and embedding rows are chosen in turn.
+    The KV cache is full up to `position`; experts and embedding rows are used in turn.
     """
     rng = np.random.default_rng(0)
     full = {"length": tokens, "start": position, "position": position, "counters": 0}
@@ -129,7 +57,7 @@ def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, posi
             value = rng.integers(-(1 << bits - 1), 1 << bits - 1, type_.shape)
         else:
             value = np.resize(rng.standard_normal(1 << 20) * 0.5, type_.shape).astype(np.float32)
-            # States decay.
+            # The rates of a recurrent state are negative in a model, so that the state decays.
             value = -np.abs(value) if name == "rate" else value
             # NumPy has no bf16: these are its bits.
             value = (value.view(np.uint32) >> 16).astype(np.uint16) if kind == "bf16" else value
@@ -139,8 +67,7 @@ def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, posi
 
 @dataclass(frozen=True)
 class KernelRun:
-    """A kernel, the settings from which it was made, and the position at which it runs with a full
-    cache."""
+    """A kernel, its settings, and the position at which it runs, the last one of its cache."""
 
     kernel: Kernel
     settings: Mapping[str, Any]
@@ -150,8 +77,7 @@ class KernelRun:
 def kernel_run(
     kind: str, shape: str, tokens: int | None, codec: str, numerics: str, threads: int, context: int, cache: str = "f32"
 ) -> KernelRun:
-    """Return the kernel that `named_kernel` makes for this machine; PipelineError for arguments
-    that do not fit."""
+    """Return the kernel that `named_kernel` makes for this machine, and the settings for it."""
     from castiron.vmfb.targets import resolve
 
     isa = resolve("host").isa
@@ -169,15 +95,14 @@ def kernel_run(
 
 
 def measure(run: KernelRun, rounds: int, machine: Any, progress: Progress) -> dict[str, Any]:
-    """Measure a kernel and, between the rounds, the machine's limits; return the result of
-    `castiron bench --kernel`."""
+    """Measure a kernel, and the machine's limits between rounds; return what --json prints."""
     kernel, settings, position = run.kernel, run.settings, run.position
     threads, codec = settings["threads"], settings["codec"]
     progress("compiling the kernel", 0.0)
     sizes = [int(word) for word in settings["shape"].split("x")]
-    timed = Timed(kernel, operands(kernel, codec, sizes, settings["tokens"], position), threads)
+    timed = TimedKernel(kernel, operands(kernel, codec, sizes, settings["tokens"], position), threads)
     empty_kernel = named_kernel(*EMPTY, isa=settings["isa"], threads=threads)
-    empty = Timed(empty_kernel, operands(empty_kernel, "f32", [16], 1, 0), threads)
+    empty = TimedKernel(empty_kernel, operands(empty_kernel, "f32", [16], 1, 0), threads)
     limits: dict[str, list[float]] = {"read_gb_s": [], peak_of(kernel.name): []}
     calls, overheads, count = [], [], 0
     for done in range(rounds + 1):
@@ -188,7 +113,7 @@ def measure(run: KernelRun, rounds: int, machine: Any, progress: Progress) -> di
             calls.append(call)
             count += number
             for name, values in limits.items():
-                values.append(getattr(machine, name)())
+                values.append(machine.measure(name))
     # Time above the minimum is waiting for other processes.
     overhead = min(overheads)
     own = [max(call - overhead, call / 2) for call in calls]
@@ -208,11 +133,7 @@ def measure(run: KernelRun, rounds: int, machine: Any, progress: Progress) -> di
         "bound": bound,
         "limit_share": share and round(share, 4),
         "runs": {"us": spread([value * 1e6 for value in own])},
-        "machine": {
-            **describe(),
-            **{name: round(value, 2) for name, value in medians.items()},
-            "runs": {name: spread(values) for name, values in limits.items()},
-        },
+        "machine": describe(limits),
         "settings": {**settings, "rounds": rounds},
     }
 

@@ -19,8 +19,7 @@ from castiron.reference import hf, interpreter
 
 @dataclass(frozen=True)
 class ModuleDifference:
-    """A module's path, and its largest difference divided by the root mean square of HF's
-    activations."""
+    """A module's path, and its largest difference by the root mean square of HF's values."""
 
     module: str
     difference: float
@@ -40,12 +39,10 @@ class Difference:
 
 
 def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, lowering: str = "portable") -> Difference:
-    """Run `tokens` through castiron's graph in the NumPy interpreter and through HF, which reads
-    the checkpoint by itself.
+    """Run `tokens` through castiron's graph in the NumPy interpreter and through HF transformers.
 
-    tolerance: largest `ModuleDifference.difference` at which a module counts as equal.
-    Raises EmitError or CheckpointError for a model that cannot be built, OSError or ValueError for
-    one that HF cannot load.
+    tolerance: largest `ModuleDifference.difference` at which a module counts as equal. OSError or
+    ValueError for a checkpoint that HF cannot load.
     """
     if checkpoint.encoding:
         raise CheckpointError(f"{checkpoint.path} is an embedding model; castiron diff compares models that generate text")
@@ -68,8 +65,7 @@ def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, low
 
 
 def _activations(checkpoint: Checkpoint, module, function: str, tokens: Sequence[int]) -> dict:
-    """Return (index, result) of the last f32 operation of each module and each block, by module
-    path."""
+    """Return (index, result) of the last f32 operation of each module, by the module's path."""
     body = module.functions[function]
     states = [np.zeros(state.shape, DTYPES[state.dtype].numpy) for state in body.states]
     params = {name: pack_parameter(checkpoint, param) for name, param in module.params.items()}
@@ -93,8 +89,10 @@ def _activations(checkpoint: Checkpoint, module, function: str, tokens: Sequence
 
 
 def _distance(ours: np.ndarray, theirs: np.ndarray) -> float | None:
-    """Return the largest difference divided by the root mean square of HF's values; None if the
-    shapes differ."""
+    """Return the largest difference, relative to the root mean square of `theirs`.
+
+    None if the shapes differ.
+    """
     rows = theirs.reshape(len(theirs), -1) if theirs.ndim > 1 else theirs[None]
     mine = ours.reshape(len(ours), -1)
     if len(mine) == 1:
@@ -107,8 +105,8 @@ def _distance(ours: np.ndarray, theirs: np.ndarray) -> float | None:
 
 
 def _between(function: Graph, compared: list[ModuleDifference], first: int | None) -> list[tuple[str, str]]:
-    """Return (kind, module path) of the layer operations after the last equal module, up to the end
-    of the first different one."""
+    """Return (kind, module path) of the operations after the last equal module, up to the end of
+    the first different one."""
     if first is None:
         return []
 

@@ -1,5 +1,7 @@
-"""Measure the machine's limits with kernels that run through IREE: read bandwidth, and peak
-arithmetic in f32, int8 and bf16."""
+"""Time kernels, and measure the machine's limits with probe kernels.
+
+The limits are the read bandwidth, and the peak arithmetic rates in f32, int8 and bf16.
+"""
 
 import os
 import statistics
@@ -12,12 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from castiron.emitter.kernels.kernel import write_kernel
+from castiron.emitter import ops
+from castiron.emitter.ir import Module, current_function
+from castiron.emitter.kernels.kernel import Kernel, write_kernel
 from castiron.emitter.kernels.mlir.bf16_pairs import Pairs
 from castiron.emitter.kernels.mlir.body import Body, Ssa, batches, vector_type
 from castiron.emitter.kernels.mlir.dot import Total, dot_of
 from castiron.emitter.kernels.mlir.isa import ISAS, Isa
 from castiron.emitter.kernels.mlir.matrix import COLUMNS, DEPTH, Matrix
+from castiron.emitter.printer import print_module
 from castiron.emitter.types import F32, I32, TensorType
 
 # 256 MB, several times any cache.
@@ -33,6 +38,11 @@ HIGH = WIDE = 2
 MATRIX_ITERATIONS = FMA_ITERATIONS // 16
 # Two bf16 ones in a 32-bit word.
 ONES = 0x3F803F80
+# Calls take weights and KV caches in turn from more memory than a CPU cache holds, like the layers of a model.
+STREAMED_BYTES = 256 << 20
+MAX_COPIES = 512
+# Operands of at least 1/LARGE of the largest one's size also come in turn: keys and values.
+LARGE = 4
 # Seconds of a measurement: as long as the work that it is compared with, so that clock rates are equal.
 LOAD_SECONDS = 0.3
 
@@ -47,34 +57,24 @@ _PEAK_OF = {
 
 
 def chains_of(isa: Isa) -> int:
-    """Return the number of independent accumulators in a probe: enough to hide the instructions'
-    latency, few enough for the registers."""
+    """Return the number of accumulators in a probe: they hide latency and fit the registers."""
     return 24 if isa.lanes == 4 else 12
 
 
-def probe_text(isa: Isa) -> str:
-    """Return MLIR with a function for each probe: `read` sums READ_FLOATS floats, the others do
-    arithmetic on accumulators in registers."""
-    writers = {"read": _read, "fma": _fma, "dot": _dot, "pairs": _pairs, "matrix": _matrix}
-    return f"module @probe {{\n{''.join(writers[name](isa) for name in probes_of(isa))}}}\n"
+def probes_of(isa: Isa) -> dict[str, Kernel]:
+    """Return limit -> the kernel that measures it, for the limits of this kind of CPU.
 
-
-def probes_of(isa: Isa) -> dict[str, TensorType]:
-    """Return the type of the operand of each probe that this CPU can run, by the probe's name."""
-    chains, lanes = chains_of(isa), isa.lanes
-    found = {
-        "read": TensorType((READ_FLOATS,), F32),
-        "fma": TensorType((chains + 2, lanes), F32),
-        "dot": TensorType((chains + 2 * dot_of(isa).quads + chains // 2, lanes), I32),
-    }
+    The first sums READ_FLOATS floats; the others do arithmetic on accumulators in registers.
+    """
+    found = {"read_gb_s": _read(isa), "peak_gflop_s": _fma(isa), "peak_bytes_gop_s": _dot(isa)}
     if isa.pairs:
-        found["pairs"] = TensorType((2, lanes), I32)
+        found["peak_pairs_gflop_s"] = _pairs(isa)
     if isa.matrix:
-        found["matrix"] = TensorType((HIGH + WIDE, COLUMNS, COLUMNS), I32)
+        found["peak_matrix_gflop_s"] = _matrix(isa)
     return found
 
 
-def _read(isa: Isa) -> str:
+def _read(isa: Isa) -> Kernel:
     part = READ_FLOATS // READ_GROUPS
 
     def write(body: Body, x: Ssa, y: Ssa) -> None:
@@ -85,10 +85,10 @@ def _read(isa: Isa) -> str:
             loop.give(*map(body.addf, loop.values, loads))
         body.vstore(reduce(body.addf, loop.results), y, group, 0)
 
-    return _probe("read", TensorType((READ_FLOATS,), F32), (READ_GROUPS, 16), write)
+    return _probe("read", TensorType((READ_FLOATS,), F32), (READ_GROUPS, 16), write, nbytes=READ_FLOATS * 4)
 
 
-def _fma(isa: Isa) -> str:
+def _fma(isa: Isa) -> Kernel:
     lanes, chains = isa.lanes, chains_of(isa)
 
     def write(body: Body, x: Ssa, y: Ssa) -> None:
@@ -98,12 +98,14 @@ def _fma(isa: Isa) -> str:
             loop.give(*(body.fma(value, factor, addend) for value in loop.values))
         body.vstore(reduce(body.addf, loop.results), y, body.workgroup(), 0)
 
-    return _probe("fma", probes_of(isa)["fma"], (FMA_GROUPS, lanes), write)
+    flops = FMA_GROUPS * FMA_ITERATIONS * chains * lanes * 2
+    return _probe("fma", TensorType((chains + 2, lanes), F32), (FMA_GROUPS, lanes), write, flops=flops)
 
 
-def _dot(isa: Isa) -> str:
-    # A start vector for each chain, two of codes for each quad, and half as many rows of x as chains.
-    operands, chains = probes_of(isa)["dot"], chains_of(isa)
+def _dot(isa: Isa) -> Kernel:
+    # One start vector a chain, two vectors of codes a quad, and one row of x for two chains.
+    chains = chains_of(isa)
+    operands = TensorType((chains + 2 * dot_of(isa).quads + chains // 2, isa.lanes), I32)
 
     def write(body: Body, x: Ssa, y: Ssa) -> None:
         dot = dot_of(isa)(body, isa, DOT_BITS)
@@ -124,10 +126,11 @@ def _dot(isa: Isa) -> str:
         floats = vector_type(isa.lanes)
         body.vstore(body.let(f"arith.sitofp {total} : {total.type} to {floats}", floats), y, body.workgroup(), 0)
 
-    return _probe("dot", operands, (FMA_GROUPS, isa.lanes), write)
+    flops = FMA_GROUPS * DOT_ITERATIONS * DOTS * chains * isa.lanes * 4 * 2
+    return _probe("dot", operands, (FMA_GROUPS, isa.lanes), write, flops=flops)
 
 
-def _pairs(isa: Isa) -> str:
+def _pairs(isa: Isa) -> Kernel:
     def write(body: Body, x: Ssa, y: Ssa) -> None:
         pairs = Pairs(body, isa)
         a, c = (body.vload(x, isa.lanes, i, 0) for i in range(2))
@@ -136,11 +139,13 @@ def _pairs(isa: Isa) -> str:
             loop.give(*(pairs.add(value, a, c) for value in loop.values))
         body.vstore(reduce(body.addf, loop.results), y, body.workgroup(), 0)
 
-    return _probe("pairs", probes_of(isa)["pairs"], (FMA_GROUPS, isa.lanes), write)
+    flops = FMA_GROUPS * FMA_ITERATIONS * chains_of(isa) * isa.lanes * 4
+    return _probe("pairs", TensorType((2, isa.lanes), I32), (FMA_GROUPS, isa.lanes), write, flops=flops)
 
 
-def _matrix(isa: Isa) -> str:
+def _matrix(isa: Isa) -> Kernel:
     size = COLUMNS * COLUMNS * 4
+    flops = FMA_GROUPS * MATRIX_ITERATIONS * HIGH * WIDE * COLUMNS * COLUMNS * DEPTH * 2
 
     def write(body: Body, x: Ssa, y: Ssa) -> None:
         results = body.stack(HIGH * WIDE, COLUMNS, COLUMNS)
@@ -155,101 +160,125 @@ def _matrix(isa: Isa) -> str:
         rows = [body.vload(results, COLUMNS, i, 0, 0) for i in range(HIGH * WIDE)]
         body.vstore(reduce(body.addf, rows), y, body.workgroup(), 0)
 
-    return _probe("matrix", probes_of(isa)["matrix"], (FMA_GROUPS, COLUMNS), write)
+    return _probe("matrix", TensorType((HIGH + WIDE, COLUMNS, COLUMNS), I32), (FMA_GROUPS, COLUMNS), write, flops=flops)
 
 
-def _probe(name: str, x: TensorType, result: tuple[int, ...], write: Callable[..., None]) -> str:
-    """Return MLIR of a kernel with one workgroup per row of its result, and of a function that
-    dispatches it."""
-    y = TensorType(result, F32)
-    kernel = write_kernel(f"probe_{name}", {"x": x}, {"y": y}, result[0], write, reference=dict, flops=0, nbytes=0)
-    return f"""{kernel.text}func.func @{name}(%x: {x}) -> {y} {{
-  %y = flow.dispatch @probe_{name}::@probe_{name}_fn(%x) : ({x}) -> {y}
-  return %y : {y}
-}}
-"""
+def _probe(
+    name: str, x: TensorType, result: tuple[int, ...], write: Callable[..., None], *, flops: int = 0, nbytes: int = 0
+) -> Kernel:
+    """Return a kernel with one workgroup per row of its result."""
+    y = {"y": TensorType(result, F32)}
+    return write_kernel(f"probe_{name}", {"x": x}, y, result[0], write, reference=dict, flops=flops, nbytes=nbytes)
 
 
-class Machine:
-    """The probes, compiled for this machine and loaded on `threads` threads.
+def module_of(kernel: Kernel) -> Module:
+    """Return a module with a function `call` that runs the kernel once.
 
-    Raises CompileError without iree-base-compiler, and TargetError on a CPU that castiron has no
-    kernels for.
+    Its arguments are the tensors, then storage for each result that is not updated in place: the
+    time must not include an allocation.
+    """
+    module = Module("kernel")
+    storage = {f"{name}_storage": type_ for name, type_ in kernel.results.items() if name not in kernel.in_place}
+    with module.function("call", **kernel.tensors, **storage) as inputs:
+        given = dict(zip([*kernel.tensors, *storage], inputs, strict=True))
+        results = ops.kernel_call(kernel, **{n: given[n] for n in kernel.tensors}, **dict.fromkeys(kernel.indices, 0))
+        updated = {i: given[kernel.in_place.get(name, f"{name}_storage")] for i, name in enumerate(results)}
+        current_function().returns(updated, **results)
+    return module
+
+
+class TimedKernel:
+    """A kernel compiled for this machine, with its operands.
+
+    results: array of each result that is not updated in place, by name. copies: the arrays of the
+    operands by name, for each of the calls that take turns.
     """
 
-    def __init__(self, threads: int):
+    def __init__(self, kernel: Kernel, values: Mapping[str, np.ndarray], threads: int):
+        """Compile and load the kernel; `values` are its tensor operands by name."""
         import iree.runtime as rt
 
+        from castiron.vmfb.compiler import compile_mlir
+        from castiron.vmfb.device import device
         from castiron.vmfb.program import Buffer, release_at_exit
         from castiron.vmfb.targets import resolve
 
-        self.threads = threads
+        self.kernel, self.device = kernel, device(threads)
+        with TemporaryDirectory(prefix="castiron-") as folder:
+            path = Path(folder) / "timed.vmfb"
+            compile_mlir(print_module(module_of(kernel)), resolve("host"), path)
+            instance = rt.VmInstance()
+            module = rt.VmModule.copy_buffer(instance, path.read_bytes())
+        self._context = rt.VmContext(instance, [rt.create_hal_module(instance, self.device), module])
+        self._function = module.lookup_function("call")
+        self._results = rt.VmVariantList(len(kernel.results))
+        sizes = {name: type_.nbytes for name, type_ in kernel.tensors.items()}
+        large = {name for name, size in sizes.items() if size * LARGE >= max(sizes.values())}
+        count = min(MAX_COPIES, max(1, STREAMED_BYTES // sum(sizes[name] for name in large)))
+
+        def buffer(type_: TensorType, value: np.ndarray | int) -> Buffer:
+            made = Buffer(self, type_.shape, type_.dtype.name)  # type: ignore[arg-type]
+            # Unwritten pages are all the same page of zeros.
+            made.array[...] = value
+            return made
+
+        results = {name: buffer(type_, 0) for name, type_ in kernel.results.items() if name not in kernel.in_place}
+        same = {name: buffer(kernel.tensors[name], values[name]) for name in sizes if name not in large}
+        self._buffers, self._arguments = [results], []
+        for _ in range(count):
+            own = same | {name: buffer(kernel.tensors[name], values[name]) for name in large}
+            arguments = rt.VmVariantList(len(own) + len(results))
+            for operand in [*(own[name] for name in sizes), *results.values()]:
+                arguments.push_ref(operand.view)
+            self._buffers.append(own)
+            self._arguments.append(arguments)
+        self.results, *self.copies = ({name: made.array for name, made in part.items()} for part in self._buffers)
+        self._next = 0
+        release_at_exit(self, "_results", "_arguments", "_buffers", "_function", "_context", "device")
+
+    def seconds(self, min_seconds: float) -> tuple[float, int]:
+        """Call the kernel for at least `min_seconds`; return (mean seconds of a call, calls)."""
+
+        def call() -> None:
+            self._context.invoke(self._function, self._arguments[self._next], self._results)
+            self._next = (self._next + 1) % len(self._arguments)
+
+        return mean_seconds(call, min_seconds)
+
+
+class Machine:
+    """The probes, compiled for this machine, on `threads` threads.
+
+    CompileError without iree-base-compiler; TargetError on a CPU without kernels of castiron.
+    """
+
+    def __init__(self, threads: int):
+        from castiron.vmfb.targets import resolve
+
         self.isa = ISAS[resolve("host").isa]
-        self.device, self._context, module = load_module(probe_text(self.isa), threads)
-        self._calls = {}
-        fill = {"read": 1.0, "fma": 1.0, "dot": 0x01020304, "pairs": ONES, "matrix": ONES}
-        for name, type_ in probes_of(self.isa).items():
-            operand = Buffer(self, type_.shape, type_.dtype.name)
-            # Unwritten pages are all the same page of zeros, in cache.
-            operand.array[...] = fill[name]
-            if name == "fma":
-                operand.array[:-2] += np.arange(chains_of(self.isa), dtype=np.float32)[:, None]
-                operand.array[-2:] = [[0.999], [1e-6]]
-            arguments = rt.VmVariantList(1)
-            arguments.push_ref(operand.view)
-            self._calls[name] = (module.lookup_function(name), arguments, operand)
-        self._results = rt.VmVariantList(1)
-        release_at_exit(self, "_results", "_calls", "_context", "device")
+        fill = {"peak_bytes_gop_s": 0x01020304, "peak_pairs_gflop_s": ONES, "peak_matrix_gflop_s": ONES}
+        self.probes = {}
+        for limit, kernel in probes_of(self.isa).items():
+            operand = kernel.tensors["x"]
+            values = np.full(operand.shape, fill.get(limit, 1.0), operand.dtype.numpy)
+            if limit == "peak_gflop_s":
+                values[:-2] += np.arange(chains_of(self.isa), dtype=np.float32)[:, None]
+                values[-2:] = [[0.999], [1e-6]]
+            self.probes[limit] = TimedKernel(kernel, {"x": values}, threads)
 
-    def read_gb_s(self, seconds: float = LOAD_SECONDS) -> float:
-        """Return the read bandwidth in GB/s, the mean over `seconds`."""
-        return self._rate("read", READ_FLOATS * 4, seconds)
+    def measure(self, limit: str, seconds: float = LOAD_SECONDS) -> float:
+        """Return a limit, the mean over `seconds`; 0 on a CPU without the instructions.
 
-    def peak_gflop_s(self, seconds: float = LOAD_SECONDS) -> float:
-        """Return the f32 peak in GFLOP/s, the mean over `seconds`; a multiply-add counts as two."""
-        return self._rate("fma", FMA_GROUPS * FMA_ITERATIONS * chains_of(self.isa) * self.isa.lanes * 2, seconds)
-
-    def peak_bytes_gop_s(self, seconds: float = LOAD_SECONDS) -> float:
-        """Return the peak of int8 dot products in 10^9 operations/s; a multiply-add counts as
-        two."""
-        return self._rate("dot", FMA_GROUPS * DOT_ITERATIONS * DOTS * chains_of(self.isa) * self.isa.lanes * 4 * 2, seconds)
-
-    def peak_pairs_gflop_s(self, seconds: float = LOAD_SECONDS) -> float:
-        """Return the peak of bf16 vector instructions in GFLOP/s; 0 on a CPU without them."""
-        return self._rate("pairs", FMA_GROUPS * FMA_ITERATIONS * chains_of(self.isa) * self.isa.lanes * 4, seconds)
-
-    def peak_matrix_gflop_s(self, seconds: float = LOAD_SECONDS) -> float:
-        """Return the peak of bf16 matrix tiles in GFLOP/s; 0 on a CPU without them."""
-        return self._rate("matrix", FMA_GROUPS * MATRIX_ITERATIONS * HIGH * WIDE * COLUMNS * COLUMNS * DEPTH * 2, seconds)
-
-    def _rate(self, name: str, work: int, seconds: float) -> float:
-        if name not in self._calls:
+        limit: `read_gb_s` in GB/s, or a key of PEAKS in 10^9 operations/s; a multiply-add counts as
+        two.
+        """
+        if (probe := self.probes.get(limit)) is None:
             return 0.0
-        function, arguments, _ = self._calls[name]
-        return work / mean_seconds(lambda: self._context.invoke(function, arguments, self._results), seconds)[0] / 1e9
-
-
-def load_module(text: str, threads: int) -> tuple[Any, Any, Any]:
-    """Compile MLIR text for this machine and load it on `threads` threads; return (device, context,
-    module)."""
-    import iree.runtime as rt
-
-    from castiron.vmfb.compiler import compile_mlir
-    from castiron.vmfb.device import device
-    from castiron.vmfb.targets import resolve
-
-    cpu = device(threads)
-    with TemporaryDirectory(prefix="castiron-") as folder:
-        path = Path(folder) / "timed.vmfb"
-        compile_mlir(text, resolve("host"), path)
-        instance = rt.VmInstance()
-        module = rt.VmModule.copy_buffer(instance, path.read_bytes())
-    return cpu, rt.VmContext(instance, [rt.create_hal_module(instance, cpu), module]), module
+        return max(probe.kernel.work(0)) / probe.seconds(seconds)[0] / 1e9
 
 
 def mean_seconds(call: Callable[[], object], min_seconds: float) -> tuple[float, int]:
-    """Repeat a call for at least `min_seconds`; return the mean seconds of a call and the number of
-    calls."""
+    """Repeat a call for at least `min_seconds`; return (mean seconds of a call, calls)."""
     calls, start = 0, time.perf_counter()
     while (taken := time.perf_counter() - start) < min_seconds or not calls:
         call()
@@ -258,10 +287,10 @@ def mean_seconds(call: Callable[[], object], min_seconds: float) -> tuple[float,
 
 
 def peak_of(kernel: str) -> str:
-    """Return the key of PEAKS that limits the arithmetic of the kernel with this name.
+    """Return the key of PEAKS that limits the arithmetic of a kernel, by the kernel's name.
 
-    Exact matmuls on matrix tiles split x into three bf16 parts or more, so that they reach at most
-    a third of the limit.
+    Exact matmuls on matrix tiles split x into three or more bf16 parts, and so reach at most a
+    third of the limit.
     """
     return next((peak for part, peak in _PEAK_OF.items() if part in kernel), "peak_gflop_s")
 
@@ -269,8 +298,8 @@ def peak_of(kernel: str) -> str:
 def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: Mapping[str, float]) -> tuple[str, float | None]:
     """Return what bounds a kernel that took `seconds`, and its share of that limit.
 
-    The bound is `memory`, `compute`, or `cache` (it read faster than memory does), which has no
-    share.
+    The bound is `memory` or `compute`, or `cache` for a kernel that read faster than memory can,
+    which has no share.
     """
     reading, computing = nbytes / limits["read_gb_s"] / 1e9, flops / limits[peak_of(kernel)] / 1e9
     bound = "compute" if computing >= reading else "memory" if reading <= seconds else "cache"
@@ -287,14 +316,15 @@ def of_limit(row: Mapping[str, Any]) -> str:
 def amount(kernel: Mapping, unit: str, position: int) -> int:
     """Return the FLOP or bytes of one call at `position`.
 
-    unit: key in `kernel` of the list [amount at position 0, increase per position, maximum].
+    kernel[unit]: amount at position 0, increase per position, and amount at the last position.
     """
     start, step, end = kernel[unit]
     return min(start + step * position, max(start, end))
 
 
-def describe() -> dict:
-    """Return the machine's CPU name, cores, memory in GB and system."""
+def describe(limits: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Return the machine's CPU name, cores, memory in GB and system, and its limits, which were
+    measured several times."""
     import platform
 
     from castiron.vmfb.cpu import host_cpu, physical_cores
@@ -305,6 +335,8 @@ def describe() -> dict:
         "cores": physical_cores(),
         "memory_gb": round(memory, 1),
         "system": f"{platform.system()} {platform.machine()}",
+        **{name: round(statistics.median(values), 2) for name, values in limits.items()},
+        "runs": {name: spread(values) for name, values in limits.items()},
     }
 
 

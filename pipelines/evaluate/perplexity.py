@@ -1,8 +1,8 @@
-"""Perplexity of a text, and the distance of one model's next-token distributions from another's.
+"""Measure the perplexity of a text, and the distance of a model's distributions from a base's.
 
-Chunks, statistics and formulas are those of `tools/perplexity/perplexity.cpp` in
-github.com/ggml-org/llama.cpp (`log_softmax`, `kl_divergence`). Two things differ: softmax and
-divergence are computed in f64, and the base's probabilities are not rounded to 16 bits.
+Chunks, statistics and formulas are those of llama.cpp's `tools/perplexity/perplexity.cpp`
+(`log_softmax`, `kl_divergence`), except that softmax and divergence are computed in f64, and that
+the base's probabilities are not rounded to 16 bits.
 """
 
 from __future__ import annotations
@@ -40,12 +40,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Compared:
-    """Statistics of each scored token under a model and under the base model it is compared with,
-    all `[tokens]`.
+    """The statistics of each scored token by a model and a base model, all `[tokens]`.
 
-    nll, nll_base: negative log-likelihood under the model and under the base model. kld: KL
-    divergence of the base model from the model. same_top: whether both have the same most probable
-    token.
+    nll, nll_base: negative log-likelihood by the model and by the base. kld: KL divergence of the
+    base from the model. same_top: whether both have the same most probable token.
     """
 
     nll: np.ndarray
@@ -55,7 +53,7 @@ class Compared:
 
     @property
     def delta_p(self) -> np.ndarray:
-        """The token's probability under the model minus its probability under the base model."""
+        """The token's probability by the model minus its probability by the base."""
         return np.exp(-self.nll) - np.exp(-self.nll_base)
 
 
@@ -67,9 +65,9 @@ def negative_log_likelihood(logits: np.ndarray, token: int) -> float:
 
 
 def compare_row(logits: np.ndarray, base: np.ndarray, token: int) -> tuple[float, float, float, bool]:
-    """Return the fields nll, nll_base, kld and same_top of `Compared` for one token.
+    """Return the fields of `Compared` for one token.
 
-    logits, base: logits of the model and of the base model, both `[vocab]`.
+    logits, base: logits of the model and of the base, both `[vocab]`.
     """
     x, y = logits.astype(np.float64), base.astype(np.float64)
     same_top = bool(x.argmax() == y.argmax())
@@ -97,12 +95,11 @@ def perplexity(nll: np.ndarray) -> dict[str, float]:
 
 
 def statistics(found: Compared) -> dict:
-    """Return the statistics of `llama-perplexity --kl-divergence` as JSON; probabilities are
-    between 0 and 1, not percent.
+    """Return the statistics of `llama-perplexity --kl-divergence`, with probabilities from 0 to 1.
 
-    As in llama.cpp, the error of a ratio or difference is computed from the differences of the
-    tokens, which include the covariance. The correlation is null if the likelihoods of either model
-    do not vary.
+    As in llama.cpp, the error of a ratio or a difference is computed from the differences of the
+    tokens, which include the covariance. The correlation is None if one model's likelihoods do not
+    vary.
     """
     q, base = perplexity(found.nll), perplexity(found.nll_base)
     ln_ratio = mean_and_error(found.nll - found.nll_base)
@@ -129,26 +126,24 @@ def statistics(found: Compared) -> dict:
 
 
 def _order(values: np.ndarray, percentiles: Sequence[float]) -> dict[str, float]:
-    """Return percentiles, extremes and the median, largest first; values between two ranks are
-    interpolated."""
+    """Return the percentiles, extremes and median, largest first, interpolated between values."""
     named = {"maximum": 100.0, **{f"{p:.1f}%": p for p in percentiles}, "median": 50.0, "minimum": 0.0}
     falling = sorted(named.items(), key=lambda item: -item[1])
     return {name: float(np.percentile(values, share)) for name, share in falling}
 
 
 class Rows(Protocol):
-    """A model that yields logits.
+    """A model that returns logits."""
 
-    `rows(tokens, first)` yields f32 `[vocab]` after each of `tokens[first:]`; an array is valid
-    until the next one is yielded.
-    """
-
-    def rows(self, tokens: Sequence[int], first: int) -> Iterator[np.ndarray]: ...
+    def rows(self, tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
+        """Yield the logits, f32 `[vocab]`, after each of `tokens[first:]`; each is valid until the
+        next one."""
+        ...
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of the text: `tokens` are run, and `targets`, the tokens that follow each of
+    """A part of the text: the model reads `tokens`, and `targets`, the tokens after each of
     `tokens[first:]`, are scored."""
 
     tokens: list[int]
@@ -157,11 +152,7 @@ class Chunk:
 
 
 class BundleRows:
-    """The logits of a bundle's session: `rows` prefills the tokens before `first`, then calls
-    verify functions.
-
-    steps: whether to run every token as a decode step instead.
-    """
+    """The logits of a bundle, from its verify functions or, with `steps`, from decode steps."""
 
     def __init__(self, session: Session, steps: bool = False):
         self.session, self.steps = session, steps
@@ -181,8 +172,7 @@ class BundleRows:
 
 
 def text_of(path: str | None = None) -> str:
-    """Return the text of a file without its last line feed; by default the text that castiron
-    ships."""
+    """Return the text of a file without its last line feed; by default the one castiron ships."""
     try:
         text = (Path(path) if path else files("castiron.pipelines.evaluate") / DEFAULT_TEXT).read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -191,7 +181,7 @@ def text_of(path: str | None = None) -> str:
 
 
 def tokens_of(bundle: Bundle, path: str | None = None) -> list[int]:
-    """Return the token ids of the text at `path`, or random ids for a bundle without tokenizer."""
+    """Return the token ids of a text, or random ids for a bundle without tokenizer."""
     if bundle.tokenizer is not None:
         return load_tokenizer(bundle).encode(text_of(path))
     if path is not None:
@@ -200,16 +190,15 @@ def tokens_of(bundle: Bundle, path: str | None = None) -> list[int]:
 
 
 def text_name(bundle: Bundle, path: str | None = None) -> str:
-    """Return the name of the text that `tokens_of` reads: its path, or `random tokens`."""
+    """Return the name of the text that `tokens_of` reads."""
     return path or (DEFAULT_TEXT if bundle.tokenizer else "random tokens")
 
 
 def chunks_of(tokens: Sequence[int], context: int, max_chunks: int | None = None, bos: int | None = None) -> list[Chunk]:
     """Split a text into chunks of `context` tokens, and drop an incomplete last one.
 
-    As in llama.cpp, tokens from context // 2 + 1 on are scored. If the text begins with the token
-    `bos`, `bos` replaces the first token of every chunk. PipelineError for a text of less than two
-    chunks.
+    As in llama.cpp, tokens from context // 2 + 1 on are scored, and if the text begins with the
+    token `bos`, `bos` replaces the first token of every chunk.
     """
     if context < 4:
         raise PipelineError(f"--context is {context}; a chunk needs at least 4 tokens")
@@ -229,31 +218,27 @@ def chunks_of(tokens: Sequence[int], context: int, max_chunks: int | None = None
     return found
 
 
-def likelihoods(model: Rows, chunks: Sequence[Chunk], progress: Progress = lambda done, total: None) -> np.ndarray:
-    """Return the negative log-likelihood of every scored token, f64 `[tokens]`."""
-    found = []
+def _scored(chunks: Sequence[Chunk], progress: Progress, *models: Rows) -> Iterator[tuple]:
+    """Yield (logits of each model, token) for every scored token; progress counts chunks."""
     for done, chunk in enumerate(chunks):
         progress(done, len(chunks))
-        rows = model.rows(chunk.tokens, chunk.first)
-        found += [negative_log_likelihood(row, token) for row, token in zip(rows, chunk.targets, strict=True)]
+        yield from zip(*(model.rows(chunk.tokens, chunk.first) for model in models), chunk.targets, strict=True)
     progress(len(chunks), len(chunks))
-    return np.array(found)
+
+
+def likelihoods(model: Rows, chunks: Sequence[Chunk], progress: Progress = lambda done, total: None) -> np.ndarray:
+    """Return the negative log-likelihood of every scored token, f64 `[tokens]`."""
+    return np.array([negative_log_likelihood(*each) for each in _scored(chunks, progress, model)])
 
 
 def compare(model: Rows, base: Rows, chunks: Sequence[Chunk], progress: Progress = lambda done, total: None) -> Compared:
-    """Compare model and base on every scored token; `progress` gets (chunks done, all chunks)."""
-    found = []
-    for done, chunk in enumerate(chunks):
-        progress(done, len(chunks))
-        rows, base_rows = (side.rows(chunk.tokens, chunk.first) for side in (model, base))
-        found += [compare_row(*each) for each in zip(rows, base_rows, chunk.targets, strict=True)]
-    progress(len(chunks), len(chunks))
+    """Compare a model and a base on every scored token."""
+    found = [compare_row(*each) for each in _scored(chunks, progress, model, base)]
     return Compared(*map(np.array, zip(*found, strict=True)))
 
 
 def own_accuracy(bundle: Bundle, progress: Progress = lambda done, total: None) -> Accuracy | None:
-    """Measure how far a bundle's prefill and verify functions are from its decode steps, which are
-    exact, on a few hundred tokens.
+    """Measure how far a bundle's prefill and verify functions are from its exact decode steps.
 
     None if the context, or the tokenized text, is too short.
     """

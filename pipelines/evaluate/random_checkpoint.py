@@ -1,306 +1,187 @@
-"""Random checkpoints with the shapes of known models, cached: GGUF files for castiron and
-llama.cpp, or HF directories."""
+"""Write random checkpoints with the shapes of known models to the cache.
+
+They are GGUF files, which llama.cpp reads too, or HF directories where castiron has no GGUF writer.
+"""
 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from castiron.emitter.codecs import CODECS, codec_of, row_bytes
-from castiron.emitter.models import build
+from castiron.emitter.models import build, read_config
 from castiron.emitter.types import DTYPES, from_f32
-from castiron.pipelines.checkpoints import gguf_file
-from castiron.pipelines.checkpoints.gguf_rules import llama3_factors
+from castiron.pipelines.checkpoints import gguf_export, gguf_file
+from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
+from castiron.pipelines.checkpoints.gguf_file import NewTensor
 from castiron.pipelines.checkpoints.hf_directory import CONFIG
-from castiron.pipelines.compile.weights import WEIGHTS, use_more_bits
+from castiron.pipelines.compile.weights import WEIGHTS, codecs_of
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.files import require_free_space
 from castiron.pipelines.terminal import megabytes, print_message
 from castiron.vmfb.cache import cache_folder, cache_path
-from castiron.vmfb.disk import reason
-from castiron.vmfb.staging import remove_abandoned, replace_file
+from castiron.vmfb.disk import naming
+from castiron.vmfb.staging import replace_file
 
 KIND = "shapes"
 DEFAULT_CODEC = "q4_k"
-# Disk space that stays free.
-_SPARE_BYTES = 1 << 28
 
-# Random blocks before they repeat: more than a core's caches hold, and quickly drawn.
+# Bytes of random blocks before they repeat: more than a core's caches hold, yet quick to generate.
 TILE_BYTES = 1 << 22
 # Scale of a block, about that of trained weights, and its byte offset in the block; 0 if not listed.
 SCALES = {"q2_k": 0.002, "q3_k": 0.001, "tq1_0": 0.05, "tq2_0": 0.05, "iq4_nl": 0.001, "iq4_xs": 0.00003}
 SCALE_OFFSETS = {"q2_k": 80, "q3_k": 108, "q6_k": 208, "tq1_0": 52, "tq2_0": 64}
 
 Progress = Callable[[str, float], None]
-# Name, shape and codec of a tensor.
-Stored = tuple[str, tuple[int, ...], str]
-Values = Callable[[str, tuple[int, ...]], np.ndarray]
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a model with a GGUF architecture, from the config.json at `source`.
-
-    rope_factor: factor of Llama 3's rotary scaling, 0 without scaling. normed_heads: whether
-    queries and keys are normed.
-    """
-
-    architecture: str
-    source: str
-    vocab: int
-    hidden: int
-    inner: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    tied: bool
-    positions: int
-    rope_theta: float
-    rms_eps: float
-    rope_factor: float = 0.0
-    normed_heads: bool = False
-
-    def tensors(self, codec: str) -> Iterator[tuple[str, tuple[int, ...], str]]:
-        """Yield the GGUF name, shape and codec of every tensor; norms stay f32."""
-        yield "token_embd.weight", (self.vocab, self.hidden), _head_codec(codec) if self.tied else codec
-        if not self.tied:
-            yield "output.weight", (self.vocab, self.hidden), _head_codec(codec)
-        if self.rope_factor:
-            yield "rope_freqs.weight", (self.head_dim // 2,), "f32"
-        yield "output_norm.weight", (self.hidden,), "f32"
-        for layer in range(self.layers):
-            for leaf, shape in self._block().items():
-                more = codec == "q4_k" and leaf in ("attn_v", "ffn_down") and use_more_bits(layer, self.layers)
-                own = "f32" if leaf.endswith("norm") else "q6_k" if more else codec
-                yield f"blk.{layer}.{leaf}.weight", shape, own
-
-    def _block(self) -> dict[str, tuple[int, ...]]:
-        queries, keys, hidden, inner = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden, self.inner
-        heads = {"attn_q_norm": (self.head_dim,), "attn_k_norm": (self.head_dim,)} if self.normed_heads else {}
-        return {
-            "attn_q": (queries, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden), "attn_output": (hidden, queries),
-            "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner),
-            "attn_norm": (hidden,), "ffn_norm": (hidden,), **heads,
-        }  # fmt: skip
-
-    def metadata(self) -> dict[str, int | float | str]:
-        """Return the GGUF metadata. It has the vocabulary's size but no tokens; llama.cpp makes up
-        its own."""
-        sizes = {
-            "vocab_size": self.vocab,
-            "context_length": self.positions,
-            "embedding_length": self.hidden,
-            "block_count": self.layers,
-            "feed_forward_length": self.inner,
-            "attention.head_count": self.heads,
-            "attention.head_count_kv": self.kv_heads,
-            "attention.key_length": self.head_dim,
-            "attention.value_length": self.head_dim,
-            "rope.dimension_count": self.head_dim,
-            "rope.freq_base": self.rope_theta,
-            "attention.layer_norm_rms_epsilon": self.rms_eps,
-        }
-        own = {f"{self.architecture}.{key}": value for key, value in sizes.items()}
-        return {"general.architecture": self.architecture, **own, "tokenizer.ggml.model": "no_vocab"}
+def _llama(factor: float, **sizes: Any) -> dict[str, Any]:
+    """Return the config of a Llama 3; `factor`: that of its rotary scaling."""
+    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192}  # fmt: skip
+    return {
+        "model_type": "llama", "vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0, "rope_scaling": scaling, "max_position_embeddings": 131072, **sizes,
+    }  # fmt: skip
 
 
-def _head_codec(codec: str) -> str:
-    return "q6_k" if codec == "q4_k" else codec
+def _qwen3(**sizes: int) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0, "tie_word_embeddings": True, "max_position_embeddings": 40960, **sizes,
+    }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Configured:
-    """A model without a GGUF architecture, described by its published config.json; its checkpoint
-    is an HF directory in bf16."""
-
-    source: str
-    config: Mapping[str, Any]
-
-    def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor that the family reads, by HF's name."""
-        weights = build(dict(self.config), lambda name: "bf16", 1, ()).weights.values()
-        return {name: shape for weight in weights for name, shape in weight.tensors}
-
-
-SHAPES: dict[str, Shape | Configured] = {
-    "llama-3.2-1b": Shape(
-        "llama", "https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json",
-        vocab=128256, hidden=2048, inner=8192, layers=16, heads=32, kv_heads=8, head_dim=64, tied=True,
-        positions=131072, rope_theta=500000.0, rms_eps=1e-5, rope_factor=32.0,
-    ),
-    "llama-3.1-8b": Shape(
-        "llama", "https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.json",
-        vocab=128256, hidden=4096, inner=14336, layers=32, heads=32, kv_heads=8, head_dim=128, tied=False,
-        positions=131072, rope_theta=500000.0, rms_eps=1e-5, rope_factor=8.0,
-    ),
-    "qwen3-0.6b": Shape(
-        "qwen3", "https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json",
-        vocab=151936, hidden=1024, inner=3072, layers=28, heads=16, kv_heads=8, head_dim=128, tied=True,
-        positions=40960, rope_theta=1000000.0, rms_eps=1e-6, normed_heads=True,
-    ),
-    "qwen3-4b": Shape(
-        "qwen3", "https://huggingface.co/Qwen/Qwen3-4B/blob/main/config.json",
-        vocab=151936, hidden=2560, inner=9728, layers=36, heads=32, kv_heads=8, head_dim=128, tied=True,
-        positions=40960, rope_theta=1000000.0, rms_eps=1e-6, normed_heads=True,
-    ),
-    "lfm2-1.2b": Configured(
-        "https://huggingface.co/LiquidAI/LFM2-1.2B/blob/main/config.json",
-        {
-            "model_type": "lfm2", "vocab_size": 65536, "hidden_size": 2048, "block_ff_dim": 12288, "num_hidden_layers": 16,
-            "num_attention_heads": 32, "num_key_value_heads": 8, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
-            "max_position_embeddings": 128000,
-        },
-    ),
-    "qwen3.5-0.8b": Configured(
-        "https://huggingface.co/Qwen/Qwen3.5-0.8B/blob/main/config.json",
-        {
-            "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 1024, "intermediate_size": 3584,
-            "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
-            "linear_num_key_heads": 16, "linear_num_value_heads": 16, "tie_word_embeddings": True,
-            "max_position_embeddings": 262144,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
-        },
-    ),
+# The config.json of each model on the hub, without keys that have no effect on its shape.
+SHAPES: dict[str, dict[str, Any]] = {
+    # meta-llama/Llama-3.2-1B, meta-llama/Llama-3.1-8B
+    "llama-3.2-1b": _llama(32.0, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, tie_word_embeddings=True),
+    "llama-3.1-8b": _llama(8.0, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, tie_word_embeddings=False),
+    # Qwen/Qwen3-0.6B, Qwen/Qwen3-4B
+    "qwen3-0.6b": _qwen3(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16),
+    "qwen3-4b": _qwen3(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32),
+    # LiquidAI/LFM2-1.2B
+    "lfm2-1.2b": {
+        "model_type": "lfm2", "vocab_size": 65536, "hidden_size": 2048, "block_ff_dim": 12288, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "max_position_embeddings": 128000,
+    },
+    # Qwen/Qwen3.5-0.8B
+    "qwen3.5-0.8b": {
+        "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 1024, "intermediate_size": 3584,
+        "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 16, "tie_word_embeddings": True,
+        "max_position_embeddings": 262144,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+    },
 }  # fmt: skip
 
 
 def random_checkpoint(name: str, codec: str, progress: Progress) -> tuple[Path, str]:
-    """Return the path of a random checkpoint of a known shape, and the `--weights` to compile it
-    with.
+    """Return the path of a random checkpoint of a known shape, and the --weights to compile it.
 
     The first use writes it to the cache. A GGUF file already stores `codec`; an HF directory stores
     bf16. q4_k mixes codecs as llama.cpp's Q4_K_M does; any other codec applies to every matrix.
-    Raises PipelineError for an unknown name or codec, and for a disk without space for the
-    checkpoint and its bundle.
+    PipelineError for an unknown name or codec, and for a disk without space for the checkpoint and
+    its bundle.
     """
-    shape = SHAPES.get(name)
-    if shape is None:
+    if (config := SHAPES.get(name)) is None:
         raise PipelineError(f"unknown shape: {name}; without --kernel, --shape takes {', '.join(SHAPES)}")
     if codec not in CODECS:
         raise PipelineError(f"unknown codec: {codec}; --codec takes {', '.join(CODECS)}")
-    if isinstance(shape, Configured):
-        weights = "q4_k_m" if codec == "q4_k" else codec
+    weights = "q4_k_m" if codec == "q4_k" else codec
+    checkpoint = checkpoint_of(name, config)
+    try:
+        gguf_export.architecture_for(checkpoint)
+    except CheckpointError:
         if weights not in WEIGHTS:
             known = ", ".join(c for c in CODECS if c in WEIGHTS)
-            raise PipelineError(f"{name} cannot be quantised to {codec}; --codec takes {known}")
-        return _directory(name, shape, progress), weights
-    head, sizes = _head(shape, codec)
-    tensors = list(shape.tensors(codec))
-    return _write(f"{name}.{codec}.gguf", f"{name} in {codec}", head, sizes, tensors, _values(shape), progress), "native"
+            raise PipelineError(f"{name} cannot be quantised to {codec}; --codec takes {known}") from None
+        tensors = [_tensor(tensor.name, tensor.shape, "bf16") for tensor in checkpoint.tensors.values()]
+        folder = _write(f"{name}/model.safetensors", safetensors_header(tensors), tensors, 1, progress).parent
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        return folder, weights
+    header, tensors = gguf_parts(checkpoint, weights)
+    return _write(f"{name}.{codec}.gguf", header, tensors, gguf_file.ALIGNMENT, progress), "native"
 
 
-def _directory(name: str, shape: Configured, progress: Progress) -> Path:
-    """Write an HF directory: config.json and model.safetensors, all in bf16."""
-    start, header, sizes = 0, {}, []
-    tensors = [(tensor, dims, "bf16") for tensor, dims in shape.tensors().items()]
-    for tensor, dims, _ in tensors:
-        sizes.append(2 * prod(dims))
-        header[tensor] = {"dtype": "BF16", "shape": dims, "data_offsets": [start, start + sizes[-1]]}
-        start += sizes[-1]
-    text = json.dumps(header).encode()
+def checkpoint_of(name: str, config: dict[str, Any]) -> Checkpoint:
+    """Return a checkpoint of a config, with tensors in bf16 that have no data."""
+    weights = build(dict(config), lambda weight: "bf16", 1, ()).weights.values()
+    shapes = {tensor: shape for weight in weights for tensor, shape in weight.tensors}
+    return Checkpoint(Path(name), "hf", config, {t: Tensor(t, shape, "bf16", t, bytes) for t, shape in shapes.items()})
+
+
+def gguf_parts(checkpoint: Checkpoint, weights: str) -> tuple[bytes, list[NewTensor]]:
+    """Return the bytes of a GGUF file before the tensors, and the tensors.
+
+    The metadata has the size of the vocabulary but no tokens; llama.cpp makes up its own.
+    """
+    (architecture, _), config = gguf_export.architecture_for(checkpoint), gguf_export.flat_config(checkpoint.config)
+    vocab = read_config(checkpoint.config).vocab
+    metadata = {"general.architecture": architecture, f"{architecture}.vocab_size": vocab}
+    metadata |= gguf_export.export_metadata(checkpoint, config) | gguf_export.export_tokenizer(checkpoint, vocab)
+    read = lambda name, codec: _tensor(name, checkpoint.tensors[name].shape, codec).read()
+    tensors = gguf_export.export_tensors(checkpoint, config, codecs_of(checkpoint, weights), read)
+    entries = [gguf_file.metadata_entry(key, value) for key, value in metadata.items()]
+    return gguf_file.header(entries, [(tensor.name, tensor.shape, tensor.codec) for tensor in tensors]), tensors
+
+
+def safetensors_header(tensors: Sequence[NewTensor]) -> bytes:
+    """Return the bytes of a safetensors file before the tensors, which are in bf16."""
+    start, entries = 0, {}
+    for tensor in tensors:
+        entries[tensor.name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [start, start + tensor.nbytes]}
+        start += tensor.nbytes
+    text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 64)
-    head = len(text).to_bytes(8, "little") + text
-    ones = lambda _, dims: np.ones(dims)
-    path = _write(f"{name}/model.safetensors", name, head, sizes, tensors, ones, progress).parent
-    (path / CONFIG).write_text(json.dumps(dict(shape.config), indent=2) + "\n")
-    return path
+    return len(text).to_bytes(8, "little") + text
 
 
-def _write(
-    file: str, what: str, head: bytes, sizes: list[int], tensors: list[Stored], values: Values, progress: Progress
-) -> Path:
-    """Write the bytes `head` and then the tensors to a file in the cache, unless it is there.
+def _tensor(name: str, shape: tuple[int, ...], codec: str) -> NewTensor:
+    """Return a tensor whose data repeats one random tile; the numbers of a vector are ones."""
 
-    what: the checkpoint, for errors. sizes: padded size of each tensor in bytes. values: makes the
-    vectors.
+    def read() -> np.ndarray:
+        if len(shape) == 1:
+            return np.ascontiguousarray(from_f32(np.ones(shape, np.float32), DTYPES[codec])).view(np.uint8)
+        return tiled_rows(codec, prod(shape[:-1]), shape[-1]).reshape(*shape[:-1], -1)
+
+    return NewTensor(name, shape, codec, read)
+
+
+def _write(file: str, header: bytes, tensors: Sequence[NewTensor], alignment: int, progress: Progress) -> Path:
+    """Write a header and tensors to a file in the cache, and return its path.
+
+    A file with this header and size stays. alignment: each tensor is padded to a multiple of so
+    many bytes.
     """
     path = cache_path(KIND) / file
-    if _is_complete(path, head, sum(sizes)):
+    padding = [-tensor.nbytes % alignment for tensor in tensors]
+    size = len(header) + sum(padding) + sum(tensor.nbytes for tensor in tensors)
+    if path.is_file() and path.stat().st_size == size and path.open("rb").read(len(header)) == header:
         return path
     path = cache_folder(KIND) / file
     path.parent.mkdir(exist_ok=True)
-    # An abandoned file may be as large as the new one.
-    remove_abandoned(path.parent)
-    _check_space(what, len(head) + sum(sizes), path)
-    try:
-        with replace_file(path) as out:
-            out.write(head)
-            _write_tensors(out, tensors, sizes, values, lambda done: progress(f"making {file}", done))
-    except OSError as error:
-        raise PipelineError(f"cannot write {path}: {reason(error)}") from None
+    what = f"a random checkpoint of {megabytes(size)} with its bundle"
+    require_free_space(path, 2 * size, what)
+    print_message(f"writing {what}: {path}")
+    with naming(path), replace_file(path) as out:
+        out.write(header)
+        for tensor, pad in zip(tensors, padding, strict=True):
+            out.write(np.ascontiguousarray(tensor.read()))
+            out.write(bytes(pad))
+            progress(f"making {file}", min(1.0, out.tell() / size))
     return path
 
 
-def _is_complete(path: Path, head: bytes, data_bytes: int) -> bool:
-    """Return whether the file at `path` begins with `head` and has the expected size."""
-    try:
-        with open(path, "rb") as file:
-            return file.read(len(head)) == head and path.stat().st_size == len(head) + data_bytes
-    except OSError:
-        return False
-
-
-def _check_space(what: str, size: int, path: Path) -> None:
-    free, needed = shutil.disk_usage(path.parent).free, 2 * size
-    message = f"{what}: a random checkpoint of {megabytes(size)} goes to {path.parent}, with a bundle of about the same size"
-    if free < needed + _SPARE_BYTES:
-        raise PipelineError(
-            f"{message}; {megabytes(free)} are free: use castiron cache clear, or another folder with CASTIRON_CACHE"
-        )
-    print_message(f"{message}; {megabytes(free)} are free")
-
-
-def _head(shape: Shape, codec: str) -> tuple[bytes, list[int]]:
-    """Return the bytes before the tensor data, and the padded size of each tensor in bytes."""
-    entries, tensors = [gguf_file.metadata_entry(*item) for item in shape.metadata().items()], list(shape.tensors(codec))
-    try:
-        sizes = [gguf_file.padded(gguf_file.tensor_bytes(dims, own)) for _, dims, own in tensors]
-    except ValueError as error:
-        raise PipelineError(f"no {codec} for this shape: {error}") from None
-    return gguf_file.header(entries, tensors), sizes
-
-
-def _values(shape: Shape) -> Values:
-    """Return a function that makes vectors: ones for norms, Llama 3's factors for rotary
-    frequencies."""
-
-    def values(name: str, sizes: tuple[int, ...]) -> np.ndarray:
-        if not name.startswith("rope"):
-            return np.ones(sizes)
-        return llama3_factors(shape.head_dim, shape.rope_theta, shape.rope_factor, 1.0, 4.0, 8192)
-
-    return values
-
-
-def _write_tensors(
-    out: BinaryIO, tensors: list[Stored], sizes: list[int], values: Values, progress: Callable[[float], None]
-) -> None:
-    """Write tensors; a matrix repeats one random tile. `progress` gets the share done."""
-    tiles = {own: random_tile(own) for own in {own for *_, own in tensors}}
-    written, total = 0, sum(sizes)
-    for (name, sizes_of, own), size in zip(tensors, sizes, strict=True):
-        if len(sizes_of) == 1:
-            data = from_f32(values(name, sizes_of).astype(np.float32), DTYPES[own]).tobytes()
-            out.write(data + bytes(size - len(data)))
-            written += size
-            continue
-        for start in range(0, size, len(tiles[own])):
-            out.write(tiles[own][: size - start])
-            progress((written + start) / total)
-        written += size
-    progress(1.0)
-
-
 def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndarray:
-    """Return u8 `[rows, row_bytes]` of random codes with scales and minima like those of trained
-    weights."""
+    """Return random weights, u8 `[rows, row_bytes]`, of sizes like those of trained ones."""
     codec, rng = CODECS[codec_name], np.random.default_rng(seed)
     if not codec.quantised:
         values = (rng.standard_normal((rows, in_features)) * 0.05).astype(np.float32)
@@ -321,15 +202,14 @@ def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndar
     return blocks.reshape(rows, -1)
 
 
-def random_tile(codec_name: str, seed: int = 0) -> np.ndarray:
-    """Return about TILE_BYTES bytes of random blocks. Their number is odd, so that the rows of a
-    matrix differ."""
+@cache
+def random_tile(codec_name: str) -> np.ndarray:
+    """Return about TILE_BYTES of random blocks; their number is odd, so that rows differ."""
     codec = codec_of(codec_name)
     blocks = TILE_BYTES // codec.block_bytes | 1
-    return raw_rows(codec_name, 1, blocks * codec.block, seed)[0]
+    return raw_rows(codec_name, 1, blocks * codec.block, seed=0)[0]
 
 
-def tiled_rows(codec_name: str, rows: int, in_features: int, seed: int = 0) -> np.ndarray:
-    """Return u8 `[rows, row_bytes]` that repeats one tile; ValueError if a row is not a multiple of
-    blocks."""
-    return np.resize(random_tile(codec_name, seed), (rows, row_bytes(codec_name, in_features)))
+def tiled_rows(codec_name: str, rows: int, in_features: int) -> np.ndarray:
+    """Return u8 `[rows, row_bytes]` that repeats one random tile."""
+    return np.resize(random_tile(codec_name), (rows, row_bytes(codec_name, in_features)))

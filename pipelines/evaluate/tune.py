@@ -2,16 +2,16 @@
 its own weights.
 
 A round compiles one module with one candidate for every matmul. IREE's profiler times every
-dispatch with default tiles and with the candidate in turn. The fastest candidate is measured again,
-and used if it is faster again and the bundle's tokens stay the same.
+dispatch with default tiles and with the candidate in turn. The fastest candidate of each matmul is
+measured again, and used if it is faster again and a bundle with all of them gives the same tokens.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from castiron.emitter.abi import Function
@@ -26,7 +26,7 @@ from castiron.pipelines.compile.build_model import build_model, open_source
 from castiron.pipelines.compile.compiler import compile_model
 from castiron.pipelines.compile.options import Options
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.evaluate.verify import encoded_prompts
+from castiron.pipelines.evaluate.verify import encoded_prompts, greedy
 from castiron.vmfb.batch import Batch
 from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.compiler import CompileError, compile_mlir
@@ -54,14 +54,13 @@ class MatmulSearch:
     """The search for the best tiles of one matmul.
 
     function: name of the function in which it is timed. default_seconds: time of a call with
-    default tiles. gains: (speed-up, tiles) of each candidate. tiles, gain: the confirmed best tiles
-    and their speed-up; None and 1 without such tiles.
+    default tiles. tiles, gain: the fastest tiles and their speed-up; None and 1 if the default ones
+    are the fastest.
     """
 
     matmul: Matmul
     function: str
     default_seconds: float = 0.0
-    gains: list[tuple[float, Tiles]] = field(default_factory=list)
     tiles: Tiles | None = None
     gain: float = 1.0
 
@@ -70,19 +69,29 @@ class Bench:
     """A model's bundle with default tiles, and modules with other tiles that run on its weights."""
 
     def __init__(self, model: str | Path, options: Options, functions: Sequence[str], directory: Path, progress: Progress):
+        """Compile the model; functions: names of those whose matmuls are searched (default: all).
+
+        PipelineError for an embedding model, and for an unknown function.
+        """
         self.model, self.options, self.directory = model, options, directory
+        checkpoint = open_source(model, options, progress)
+        if checkpoint.encoding:
+            raise PipelineError(f"{checkpoint.path} is an embedding model, which castiron tune does not support")
+        self._layers = build_model(checkpoint, options)
+        names = list(self._layers.functions)
+        if unknown := sorted(set(functions) - set(names)):
+            raise PipelineError(f"unknown function: {unknown[0]!r}; --functions takes {', '.join(names)}")
+        for name in names:
+            if functions and name not in functions:
+                del self._layers.functions[name]
         self.bundle = self.compiled({}, "default", progress)
         self.target, self.threads = self.bundle.manifest.target, options.threads_or_cores
         self.isa = ISAS[self.target.isa]
-        self.functions = [f for f in self.bundle.manifest.functions if f.name in functions or not functions]
-        self._layers = build_model(open_source(model, options), options)
-        for function in self.bundle.manifest.functions:
-            if function not in self.functions:
-                del self._layers.functions[function.name]
+        self.functions = [f for f in self.bundle.manifest.functions if f.name in self._layers.functions]
         self.kernels = self._kernels_of(self._lowered({}))
-        self._repeats: dict[str, int] = {}
+        self._runs: dict[str, int] = {}
 
-    def compiled(self, tiles: TilesByMatmul, name: str, progress: Progress):
+    def compiled(self, tiles: TilesByMatmul, name: str, progress: Progress) -> Bundle:
         """Compile and open a bundle with these tiles."""
         chosen = {matmul: asdict(found) for matmul, found in tiles.items()}
         compile_model(self.model, self.directory / name, self.options, progress, tiles=chosen)
@@ -109,30 +118,29 @@ class Bench:
                         best[key] = min(seconds, best.get(key, seconds))
         found = {}
         for name in tiles:
-            _, function, default = self.kernels[name]
-            before, after = best[False, function, default], best[True, function, kernels[name][2]]
+            _, function_name, default = self.kernels[name]
+            before, after = best[False, function_name, default], best[True, function_name, kernels[name][2]]
             found[name] = before, before / after
         return found
 
-    def _times(self, model: Path, function: Function) -> Iterable[tuple[str, float]]:
-        """Return (kernel, seconds of one call) for the kernels of a function; measuring takes about
+    def _times(self, model: Path, function: Function) -> Iterator[tuple[str, float]]:
+        """Yield (kernel, seconds of one call) of a function's kernels, measured for about
         MEASURE_SECONDS."""
-        repeats = self._repeats.get(function.name, 2)
-        weights, manifest = self.bundle.file(WEIGHTS), self.bundle.manifest
-        rows = dispatches(model, weights, manifest, function, POSITION, self.threads, repeats)
-        if function.name not in self._repeats:
-            seconds = sum(row.seconds for row in rows)
-            self._repeats[function.name] = max(3, min(100, int(MEASURE_SECONDS / max(seconds, 1e-6))))
-            return self._times(model, function)
-        return [(row.name.removesuffix("_fn"), row.seconds / row.calls) for row in rows]
+        measure = lambda runs: dispatches(
+            model, self.bundle.file(WEIGHTS), self.bundle.manifest, function, POSITION, self.threads, runs
+        )
+        if function.name not in self._runs:
+            seconds = sum(row.seconds for row in measure(2))
+            self._runs[function.name] = max(3, min(100, int(MEASURE_SECONDS / max(seconds, 1e-6))))
+        for row in measure(self._runs[function.name]):
+            yield row.name.removesuffix("_fn"), row.seconds / row.calls
 
     def _lowered(self, tiles: TilesByMatmul) -> Module:
         tiled = lambda matmul: tiles.get(matmul.name)
         return lower(self._layers, isa=self.target.isa, threads=self.threads, tiles=tiled, numerics=self.options.numerics)
 
     def _kernels_of(self, module: Module) -> dict[str, tuple[Matmul, str, str]]:
-        """Return matmul name -> (matmul, name of the first function that has it, name of its
-        kernel)."""
+        """Return matmul name -> (matmul, first function that has it, name of its kernel)."""
         found: dict[str, tuple[Matmul, str, str]] = {}
         for function in self.functions:
             for op in module.functions[function.name].ops:
@@ -147,37 +155,32 @@ def search(bench: Bench, searches: dict[str, MatmulSearch], progress: Progress) 
 
     Returns the number of rounds that did not compile.
     """
-    isa, threads, refused = bench.isa, bench.threads, 0
-    waiting = {name: list(neighbours(found.matmul, isa, threads)) for name, found in searches.items()}
-    rounds = max(map(len, waiting.values()), default=0)
+    refused = 0
+    candidates = {name: list(neighbours(found.matmul, bench.isa, bench.threads)) for name, found in searches.items()}
+    rounds = max(map(len, candidates.values()), default=0)
+    best: dict[str, tuple[float, Tiles]] = {}
 
-    def attempt(stage: str, tiles: TilesByMatmul, repeats: int, number: int) -> dict[str, tuple[float, float]]:
+    def measured(tiles: TilesByMatmul, repeats: int) -> Iterator[tuple[str, float]]:
+        """Yield (matmul, speed-up) for `tiles`, and store the times with default tiles."""
         nonlocal refused
-        progress(stage, number / (rounds + 2))
         try:
-            return bench.gains(tiles, repeats) if tiles else {}
+            gains = bench.gains(tiles, repeats) if tiles else {}
         except CompileError:
             refused += 1
-            return {}
+            return
+        for name, (searches[name].default_seconds, gain) in gains.items():
+            yield name, gain
 
     for number in range(rounds):
-        tiles = {name: each[number] for name, each in waiting.items() if number < len(each)}
-        for name, (default, gain) in attempt(f"round {number + 1} of {rounds}", tiles, REPEATS, number).items():
-            searches[name].gains.append((gain, tiles[name]))
-            searches[name].default_seconds = default
-    together = {}
-    for name, found in searches.items():
-        better = [pair for pair in found.gains if pair[0] > 1.01]
-        if (tiles := combined(found.matmul, isa, threads, better)) is not None:
-            together[name] = tiles
-    for name, (_, gain) in attempt("combinations", together, REPEATS, rounds).items():
-        searches[name].gains.append((gain, together[name]))
-    best = {name: max(found.gains, key=lambda pair: pair[0]) for name, found in searches.items() if found.gains}
-    best = {name: tiles for name, (gain, tiles) in best.items() if gain > MIN_GAIN}
-    for name, (default, gain) in attempt("confirming", best, REPEATS_TO_CONFIRM, rounds + 1).items():
-        searches[name].default_seconds = default
+        progress(f"round {number + 1} of {rounds}", number / (rounds + 1))
+        tiles = {name: each[number] for name, each in candidates.items() if number < len(each)}
+        for name, gain in measured(tiles, REPEATS):
+            if gain > max(MIN_GAIN, best[name][0] if name in best else 0):
+                best[name] = gain, tiles[name]
+    progress("confirming", rounds / (rounds + 1))
+    for name, gain in measured({name: tiles for name, (_, tiles) in best.items()}, REPEATS_TO_CONFIRM):
         if gain > MIN_GAIN:
-            searches[name].tiles, searches[name].gain = best[name], gain
+            searches[name].tiles, searches[name].gain = best[name][1], gain
     progress("confirming", 1.0)
     return refused
 
@@ -185,7 +188,7 @@ def search(bench: Bench, searches: dict[str, MatmulSearch], progress: Progress) 
 Steps = Callable[[int], Iterable[int]]
 _SCALED: Steps = lambda value: (value // 2, value * 2)
 _NEXT: Steps = lambda value: (value - 1, value + 1)
-# Counts of registers change by one, sizes by a factor of two.
+# Tile fields that count registers change by one; other fields change by a factor of two.
 _STEPS: dict[str, Steps] = {"together": _NEXT, "chains": _NEXT, "rows": _NEXT}
 
 
@@ -201,19 +204,6 @@ def neighbours(matmul: Matmul, isa: Isa, threads: int) -> Iterator[Tiles]:
                 yield tiles
 
 
-def combined(matmul: Matmul, isa: Isa, threads: int, better: Iterable[tuple[float, Tiles]]) -> Tiles | None:
-    """Combine candidates that differ from the default in one field each: the best value of every
-    field in `better` (gain, tiles).
-
-    None if no kernel takes these tiles, or if only one field changes.
-    """
-    default, values = default_tiles(matmul, isa, threads), {}
-    for _, tiles in sorted(better, key=lambda pair: pair[0]):
-        values |= {f.name: getattr(tiles, f.name) for f in fields(tiles) if getattr(tiles, f.name) != getattr(default, f.name)}
-    tiles = replace(default, **values)
-    return tiles if len(values) > 1 and _code(matmul, isa, threads, tiles) else None
-
-
 def _code(matmul: Matmul, isa: Isa, threads: int, tiles: Tiles) -> str | None:
     """Return the kernel's text without its name; None if the matmul cannot have these tiles."""
     try:
@@ -223,36 +213,24 @@ def _code(matmul: Matmul, isa: Isa, threads: int, tiles: Tiles) -> str | None:
     return kernel.text.replace(kernel.name, "")
 
 
-def max_prompt(context: int, verify: Collection[int], shortest: int = 1) -> int:
-    """Return the length of the longest prompt that leaves positions for verify functions of these
-    widths; PipelineError below `shortest`."""
-    found = context - TOKENS - max(verify, default=0)
-    if found < shortest:
-        raise PipelineError(f"a context of {context} is too short to compare tokens; tune with a larger --context")
-    return found
-
-
 def prompts_of(bundle: Bundle) -> list[list[int]]:
-    """Return some of verify's prompts that fit the context with their answers; PipelineError if
-    none does."""
-    manifest, prompts = bundle.manifest, [tokens for _, tokens in encoded_prompts(bundle)]
-    limit = max_prompt(manifest.context, manifest.widths("verify"), min(map(len, prompts)))
-    return [tokens for tokens in prompts if len(tokens) <= limit][:PROMPTS]
+    """Return some of verify's prompts, which fit the context with their answers."""
+    context = bundle.manifest.context
+    limit = context - TOKENS - max(bundle.manifest.widths("verify"), default=0)
+    if found := [tokens for _, tokens in encoded_prompts(bundle) if len(tokens) <= limit][:PROMPTS]:
+        return found
+    raise PipelineError(f"a context of {context} is too short to compare tokens; tune with a larger --context")
 
 
 def answers(bundle: Bundle, threads: int, prompts: list[list[int]]) -> list[list[int]]:
-    """Return the bundle's tokens for the prompts from greedy steps, verify functions and
-    batches."""
+    """Return the bundle's tokens after the prompts, from steps, verify functions and batches."""
     session, found = Session(bundle, threads), []
     for prompt in prompts:
-        session.rewind(0)
-        tokens = [session.prefill(prompt)]
-        session.keep()
-        while len(tokens) < TOKENS:
-            tokens.append(session.step(tokens[-1]))
+        tokens = greedy(session, prompt, TOKENS)
         found.append(tokens)
         for width in bundle.manifest.widths("verify"):
-            session.rewind(len(prompt))
+            session.rewind(0)
+            session.prefill(prompt)
             found.append(session.verify((2 * tokens)[:width]))
     for size in bundle.manifest.widths("batch"):
         batch = Batch(bundle, threads)
@@ -263,40 +241,13 @@ def answers(bundle: Bundle, threads: int, prompts: list[list[int]]) -> list[list
     return found
 
 
-def exact_part(tiles: dict, same: Callable[[dict], bool]) -> dict:
-    """Return the part of `tiles` for which `same` is true: all of them, or those that pass it one
-    by one and then together.
-
-    same: returns whether a model with the given tiles generates the same tokens.
-    """
-    if not tiles or same(tiles):
-        return tiles
-    if len(tiles) == 1:
-        return {}
-    single = {name: found for name, found in tiles.items() if same({name: found})}
-    return single if 0 < len(single) < len(tiles) and same(single) else {}
-
-
-def accept(bench, prompts: list[list[int]], found: dict, progress) -> tuple[dict, dict | None]:
-    """Return the tiles that keep the tokens of the prompts, and the decode rates without and with
-    them."""
-    if not found:
-        return {}, None
-    wanted = answers(bench.bundle, bench.threads, prompts)
-    accepted = exact_part(
-        found, lambda tiles: answers(bench.compiled(tiles, "tuned", progress), bench.threads, prompts) == wanted
-    )
-    if not accepted:
-        return {}, None
-    # exact_part compiled these last.
-    sessions = [Session(bundle, bench.threads) for bundle in (bench.bundle, bench.compiled(accepted, "tuned", progress))]
-    rates: list[list[float]] = [[], []]
+def compare_decoding(bundles: Sequence[Bundle], threads: int, prompt: list[int]) -> dict[str, float]:
+    """Return the decode rates of a bundle with default tiles and of one with other tiles."""
+    sessions, rates = [Session(bundle, threads) for bundle in bundles], ([], [])
     for _ in range(RUNS):
-        for session, times in zip(sessions, rates):
-            session.rewind(0)
-            token, start = session.prefill(prompts[0][:1]), time.perf_counter()
-            for _ in range(min(STEPS, session.context - 1)):
-                token = session.step(token)
-            times.append(min(STEPS, session.context - 1) / (time.perf_counter() - start))
-    default, tuned = (statistics.median(times[1:]) for times in rates)
-    return accepted, {"default_tok_s": round(default, 1), "tuned_tok_s": round(tuned, 1), "ratio": round(tuned / default, 3)}
+        for session, found in zip(sessions, rates):
+            start = time.perf_counter()
+            tokens = greedy(session, prompt[:1], min(STEPS, session.context))
+            found.append(len(tokens) / (time.perf_counter() - start))
+    default, tuned = (statistics.median(found[1:]) for found in rates)
+    return {"default_tok_s": round(default, 1), "tuned_tok_s": round(tuned, 1), "ratio": round(tuned / default, 3)}

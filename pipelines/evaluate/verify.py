@@ -1,12 +1,11 @@
-"""Compare a bundle's greedy tokens with those of HF transformers, which reads the same checkpoint
-by itself."""
+"""Compare a bundle's greedy tokens with those of HF transformers on the same checkpoint."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
     from castiron.pipelines.checkpoints.checkpoint import Checkpoint
 
 DEFAULT_PROMPTS = "verify_prompts.jsonl"
-# Above this margin between its two largest logits, HF chooses the same token for a complete text as token by token: the
-# logits of the two differ by rounding, about 1e-5.
+# Above this margin between its two largest logits, HF chooses the same token in one pass over a text as token by token:
+# the logits differ by rounding, about 1e-5.
 CERTAIN = 2e-3
 # Random prompts for a bundle without tokenizer: lengths around and between the sizes of prefill chunks.
 RANDOM_LENGTHS = (1, 2, 3, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 63, 64, 65, 100, 127, 128, 129, 300, 1000)
@@ -33,7 +32,7 @@ RANDOM_LENGTHS = (1, 2, 3, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 63, 6
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt for castiron and HF: text, in the chat template unless `raw`, or token ids."""
+    """A prompt for castiron and HF: token ids, or text, in the chat template unless `raw`."""
 
     name: str
     text: str = ""
@@ -45,8 +44,8 @@ class Prompt:
 class Comparison:
     """The tokens of castiron (`tokens`) and of HF (`expected`) after one prompt.
 
-    After the first difference, `expected` is meaningless. margins: for each token, HF's largest
-    logit minus the second largest.
+    After the first difference, `expected` is not valid. margins: for each token, HF's largest logit
+    minus the second largest.
     """
 
     prompt: Prompt
@@ -57,10 +56,11 @@ class Comparison:
 
     @property
     def first_difference(self) -> int | None:
-        pairs = zip(self.tokens, self.expected, strict=True)
-        return next((index for index, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+        """The index of the first different token; None if all are equal."""
+        return first_difference(self.expected, self.tokens)
 
     def as_json(self) -> dict:
+        """Return the object of the prompt in `castiron verify --json`."""
         at = self.first_difference
         return {
             "name": self.prompt.name,
@@ -75,9 +75,13 @@ class Comparison:
         }
 
 
+def first_difference(theirs: Sequence[int], ours: Sequence[int]) -> int | None:
+    """Return the index of the first different token; None if all are equal."""
+    return next((index for index, pair in enumerate(zip(theirs, ours, strict=True)) if pair[0] != pair[1]), None)
+
+
 def read_prompts(path: str | Path | None = None) -> list[Prompt]:
-    """Return the prompts of a file, by default those that castiron ships; PipelineError for an
-    invalid file.
+    """Return the prompts of a file, by default those that castiron ships.
 
     A line is a prompt, or an object with "prompt" or "tokens", and optionally "name" and "raw".
     """
@@ -96,18 +100,14 @@ def _prompt(line: str, where: str) -> Prompt:
         value = json.loads(line)
     except ValueError as error:
         raise PipelineError(f"{where} starts with {{ but is not JSON ({error})") from None
-    text, tokens = value.get("prompt"), value.get("tokens")
-    unknown = sorted(set(value) - {"name", "prompt", "tokens", "raw"})
-    is_valid = isinstance(text, str) and text if tokens is None else _are_ids(tokens) and text is None
-    if unknown or not is_valid:
-        what = f"has the unknown key {unknown[0]!r}" if unknown else 'needs "prompt", a text, or "tokens", a list of ids'
-        raise PipelineError(f"{where} {what}")
-    name = str(value.get("name") or (text[:40] if text else f"{len(tokens)} tokens"))
-    return Prompt(name, text or "", value.get("raw") is True, tuple(tokens or ()))
-
-
-def _are_ids(value) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int and item >= 0 for item in value)
+    text, tokens = value.get("prompt", ""), value.get("tokens", [])
+    if unknown := sorted(set(value) - {"name", "prompt", "tokens", "raw"}):
+        raise PipelineError(f"{where} has the unknown key {unknown[0]!r}; use name, prompt, tokens or raw")
+    are_ids = isinstance(tokens, list) and all(type(token) is int and token >= 0 for token in tokens)
+    if not isinstance(text, str) or not are_ids or bool(text) == bool(tokens):
+        raise PipelineError(f'{where} needs either "prompt", a text, or "tokens", a list of ids; give one of them')
+    name = str(value.get("name") or text[:40] or f"{len(tokens)} tokens")
+    return Prompt(name, text, value.get("raw") is True, tuple(tokens))
 
 
 def random_prompts(vocab: int) -> list[Prompt]:
@@ -122,15 +122,14 @@ def random_prompts(vocab: int) -> list[Prompt]:
 def encoded_prompts(
     bundle: Bundle, path: str | None = None, given: Sequence[Prompt] | None = None
 ) -> list[tuple[Prompt, list[int]]]:
-    """Return prompts with their token ids: `given`, else those in the file at `path`, else those
-    that castiron ships."""
+    """Return prompts with their token ids: `given`, or those of a file, or those castiron ships."""
     vocab, text = bundle.manifest.vocab, load_tokenizer(bundle) if bundle.tokenizer else None
     prompts = given or (read_prompts(path) if path or text else random_prompts(vocab))
     return [(prompt, encode(prompt, text, vocab)) for prompt in prompts]
 
 
 def encode(prompt: Prompt, text, vocab: int) -> list[int]:
-    """Return the token ids of a prompt; PipelineError for ids outside the vocabulary."""
+    """Return the token ids of a prompt."""
     if prompt.tokens:
         if max(prompt.tokens) >= vocab:
             raise PipelineError(f"prompt {prompt.name!r} has token {max(prompt.tokens)}, but the vocabulary has {vocab} tokens")
@@ -143,11 +142,10 @@ def encode(prompt: Prompt, text, vocab: int) -> list[int]:
 
 
 def checkpoint_of(bundle: Bundle, given: str | None = None, *, any_format: bool = False) -> Path:
-    """Return the path of the checkpoint that the bundle was compiled from: `given`, else the
-    recorded path, else a download.
+    """Return the path of the bundle's checkpoint: `given`, or the recorded path, or a download.
 
-    PipelineError if it is missing, or if its hash is not the manifest's. With `any_format` the hash
-    of a checkpoint in another format (GGUF or a directory) is not checked.
+    Its hash must be the manifest's. With `any_format`, the hash of a checkpoint in another format
+    (GGUF or a directory) is not checked.
     """
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, fetch
     from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256, find_checkpoint
@@ -176,39 +174,33 @@ def checkpoint_of(bundle: Bundle, given: str | None = None, *, any_format: bool 
 
 
 def text_of(bundle: Bundle) -> Path | None:
-    """Return the path of the text that the weights were calibrated on; PipelineError if it is
-    missing or has changed."""
-    recorded = bundle.manifest.source.get("calibrated")
-    if recorded is None:
-        return None
-    path = Path(recorded["path"])
-    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != recorded["sha256"]:
-        raise PipelineError(f"calibration text of {bundle.path} is missing or has changed: {path}; compile again")
-    return path
+    """Return the path of the text that the weights were calibrated on, if any."""
+    sha256 = lambda path: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    return _unchanged(bundle, "calibrated", "calibration text", sha256)
 
 
 def adapter_of(bundle: Bundle) -> Path | None:
-    """Return the path of the adapter merged into the weights; PipelineError if it is missing or has
-    changed."""
+    """Return the path of the adapter that is merged into the weights, if any."""
     from castiron.pipelines.checkpoints.adapter import adapter_sha256
 
-    recorded = bundle.manifest.source.get("adapter")
-    if recorded is None:
+    return _unchanged(bundle, "adapter", "adapter", lambda path: adapter_sha256(path) if path.is_dir() else None)
+
+
+def _unchanged(bundle: Bundle, key: str, what: str, sha256: Callable[[Path], str | None]) -> Path | None:
+    """Return the path that the manifest records under `key`; PipelineError if its hash differs."""
+    if (recorded := bundle.manifest.source.get(key)) is None:
         return None
     path = Path(recorded["path"])
-    if not path.is_dir() or adapter_sha256(path) != recorded["sha256"]:
-        raise PipelineError(f"adapter of {bundle.path} is missing or has changed: {path}; compile again with it")
+    if sha256(path) != recorded["sha256"]:
+        raise PipelineError(f"{what} of {bundle.path} is missing or has changed: {path}; compile again with it")
     return path
 
 
 def load_reference(path: Path, weights: str, threads: int | None, adapter: Path | None = None, calibrated: Path | None = None):
-    """Load the checkpoint with HF transformers, merge the adapter with peft, and round matrices as
-    the bundle does.
+    """Load a checkpoint with HF transformers, merge the adapter with peft, and round the matrices.
 
-    weights: the bundle's --weights. calibrated: path of the text on which the weights were
-    calibrated.
-    Raises PipelineError if transformers cannot read the checkpoint, or has no matrix by the name of
-    a quantised one.
+    weights: the bundle's --weights, to which matrices are rounded. calibrated: path of the text
+    that they were calibrated on.
     """
     # Set before transformers is imported: its progress bar would garble castiron's.
     os.environ.setdefault("TQDM_DISABLE", "1")
@@ -232,7 +224,7 @@ def load_reference(path: Path, weights: str, threads: int | None, adapter: Path 
 
 
 def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[str, np.ndarray]) -> None:
-    """Round the model's matrices, in place, as a bundle of the checkpoint stores them."""
+    """Round the model's matrices in place, as a bundle of the checkpoint stores them."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
@@ -261,11 +253,10 @@ def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[s
 
 
 def expect(model, prompt: list[int], ours: list[int]):
-    """Return HF's greedy tokens after `prompt`, as `hf.Greedy`, valid up to their first difference
-    from `ours`.
+    """Return HF's greedy tokens after a prompt, valid only up to the first difference from `ours`.
 
-    One pass over `ours` gives HF's choice after each prefix. If a margin is below `CERTAIN`, HF
-    generates token by token instead.
+    `ours`: castiron's tokens. One pass over them gives HF's choice after each prefix. If a margin
+    is below `CERTAIN`, HF generates token by token instead.
     """
     import torch
 
@@ -276,15 +267,14 @@ def expect(model, prompt: list[int], ours: list[int]):
         logits = model(ids, use_cache=False, logits_to_keep=len(ours)).logits[0].numpy()
     tokens = [int(token) for token in logits.argmax(-1)]
     margins = [float(largest - second) for second, largest in np.sort(np.partition(logits, -2)[:, -2:])]
-    same = next((index for index, pair in enumerate(zip(tokens, ours, strict=True)) if pair[0] != pair[1]), len(ours) - 1)
-    if min(margins[: same + 1]) < CERTAIN:
+    end = first_difference(tokens, ours)
+    if min(margins[: None if end is None else end + 1]) < CERTAIN:
         return hf.greedy(model, prompt, len(ours))
     return hf.Greedy(tokens, margins)
 
 
 def greedy(session, prompt: Sequence[int], n: int) -> list[int]:
-    """Return the `n` greedy tokens after a prompt; PipelineError if they exceed the session's
-    context."""
+    """Return `n` greedy tokens after a prompt, past the end-of-text token."""
     check_free_positions(session.context, len(prompt), n)
     session.rewind(0)
     tokens = [session.prefill(prompt)]
@@ -293,19 +283,8 @@ def greedy(session, prompt: Sequence[int], n: int) -> list[int]:
     return tokens
 
 
-def compare(
-    session,
-    model,
-    prompts: Sequence[tuple[Prompt, list[int]]],
-    n: int,
-    progress: Callable[[int, int], None] | None = None,
-) -> Iterator[Comparison]:
-    """Compare `n` greedy tokens after each prompt; `progress` gets (done, all)."""
-    for done, (prompt, tokens) in enumerate(prompts):
-        if progress:
-            progress(done, len(prompts))
-        ours = greedy(session, tokens, n)
-        theirs = expect(model, tokens, ours)
-        yield Comparison(prompt, len(tokens), ours, theirs.tokens, theirs.margins)
-    if progress:
-        progress(len(prompts), len(prompts))
+def compare(session, model, prompt: Prompt, tokens: list[int], n: int) -> Comparison:
+    """Compare `n` greedy tokens after a prompt and its token ids."""
+    ours = greedy(session, tokens, n)
+    theirs = expect(model, tokens, ours)
+    return Comparison(prompt, len(tokens), ours, theirs.tokens, theirs.margins)

@@ -1,4 +1,4 @@
-"""The ASGI application: authentication, limits, metrics and log around the endpoints."""
+"""The ASGI application: the endpoints, with authentication, limits, metrics and a log."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.engine.prefix_store import PrefixStore
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.exchange import CLIENT_LEFT, BodyRoute, Exchange, error_response, exchange_of
-from castiron.pipelines.server.metrics import Metrics
+from castiron.pipelines.server.metrics import Metrics, ModelMetrics
 from castiron.pipelines.server.routes import OPEN_PATHS, add_routes
 from castiron.pipelines.server.served_models import ModelPool, check_tokenizer, directory_name
 from castiron.pipelines.terminal import print_message
@@ -38,11 +38,11 @@ from castiron.pipelines.text.generation import open_draft
 from castiron.pipelines.text.tokenizer import load_tokenizer
 from castiron.vmfb.bundle import Bundle, open_bundle
 
-# Max bytes of request bodies in flight, of all clients and of one client, in largest bodies.
+# Max memory of request bodies in flight, of all clients and of one client: so many bodies of the max size.
 BODIES, BODIES_PER_CLIENT = 16, 4
 # Default max sequences of one client that wait for a slot.
 QUEUE = 64
-# Bits of an IPv6 address that identify one customer's network.
+# Bits of an IPv6 address that identify the network of one customer.
 NETWORK_BITS = 64
 
 
@@ -57,34 +57,37 @@ class Access:
     """Rules for which requests are served, and which client sent them."""
 
     def __init__(self, keys: Sequence[str] = (), origins: Sequence[str] = (), local: bool = False):
-        """`keys`: API keys, none for a server without authentication. `origins`: sites whose pages
-        may send requests, "*" for all. `local`: whether the server listens on this machine only."""
+        """Accept requests with one of the `keys`, or all requests if there are no keys.
+
+        `origins`: sites whose pages may send requests, "*" for all. `local`: whether the server
+        listens on this machine only.
+        """
         self.keys = [key.encode(errors="surrogateescape") for key in keys]
         self.origins, self.local = origins, local
         self.names = {urlsplit(origin).hostname for origin in origins}
 
     def key(self, scope: Scope) -> int | None:
-        """Return the index of the request's API key, None for a missing or wrong one."""
+        """Return the index of the request's API key, None for a missing or wrong key."""
         given = api_key(scope)
-        # Every key is compared, so that the time reveals nothing about them.
+        # The request's key is compared with every key, so that the time reveals nothing about them.
         found = [hmac.compare_digest(given, known) for known in self.keys]
         return found.index(True) if any(found) else None
 
     def client(self, scope: Scope) -> str:
         """Return the client whose limits the request uses: its API key, or else its IP address.
 
-        The machines of an IPv6 network are one client. The field `user` does not identify a client,
-        which could send many names.
+        All machines of an IPv6 network are one client. The field `user` of a request does not
+        identify its client, because a client could send many names.
         """
         key = self.key(scope)
         return _network((scope.get("client") or ("",))[0]) if key is None else f"key {key}"
 
     def is_host_allowed(self, scope: Scope) -> bool:
-        """Return whether the Host header excludes DNS rebinding.
+        """Return whether the Host header rules out DNS rebinding.
 
-        In that attack, a site's name resolves to this machine, so that its page can send requests
-        as if it were this server's own page. A local server without keys therefore accepts only IP
-        addresses, names without a dot or below localhost, and hosts of allowed origins.
+        In this attack, the name of a hostile site resolves to this machine, so that the site's page
+        can send requests like the server's own page. A local server without keys therefore accepts
+        only IP addresses, names without a dot, names below localhost, and allowed origins.
         """
         host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
         if not self.local or self.keys or "*" in self.origins or not host:
@@ -126,7 +129,7 @@ def open_app(
     Args:
         cors: origins whose pages may send requests, "*" for all.
         local: whether the server listens on this machine only.
-        quiet: whether to write no line to stderr for each request.
+        quiet: do not log requests on stderr.
         options: options of `open_api`.
     """
     metrics = Metrics()
@@ -149,22 +152,21 @@ def open_api(
     """Open a bundle and return its endpoints.
 
     Args:
-        queue: sequences of one client that may wait for a slot.
-        name: model name; by default the bundle's name, and requests may use its directory's too.
+        queue: max sequences of one client that wait for a slot.
+        name: the model's only name; by default, the name of the bundle and that of its directory.
         template_args: default variables of the chat template.
         parse_special: whether special tokens in messages become tokens instead of text.
         store: store on disk for the states of long prefixes.
         draft: bundle of a draft model for speculative decoding, used while a single request runs.
 
     Raises:
-        PipelineError: for a bundle without a tokenizer, or a variable that its chat template does
-        not read.
+        PipelineError: the bundle has no tokenizer, or the chat template does not read a variable.
     """
     bundle = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
     check_tokenizer(bundle)
     manifest = bundle.manifest
     names = list(dict.fromkeys([name or manifest.name, *([] if name else [directory_name(bundle)])]))
-    counting = metrics.model(names[0])
+    counting = ModelMetrics(metrics, names[0])
     if manifest.encoder:
         return EmbeddingsApi(EmbeddingsEngine(Embedder(bundle, threads), queue, counting.embedded), names, limits)
     text = load_tokenizer(bundle, template_args, parse_special)
@@ -175,7 +177,7 @@ def open_api(
 
 
 def endpoints(models: ModelPool, metrics: Metrics) -> FastAPI:
-    """Return the FastAPI application of the endpoints, without authentication, limits and log."""
+    """Return the endpoints as a FastAPI application, without authentication, limits and log."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI):
@@ -206,7 +208,7 @@ async def _handle_error(request: Request, error: Exception) -> Response:
         case HTTPException():
             found, headers = http_error(error.status_code, error.detail, path), error.headers
         case RequestValidationError():
-            # An invalid path; `BodyRoute` validates bodies.
+            # The path is invalid; `BodyRoute` validates bodies.
             found = http_error(404, "", path)
         case ClientDisconnect():
             return Response(status_code=CLIENT_LEFT)
@@ -244,7 +246,7 @@ class App:
             await self.app(scope, receive, send)
             return
         exchange = self._exchange(scope)
-        # A HEAD request is handled as GET; uvicorn leaves the body out.
+        # A HEAD request is answered as GET, and uvicorn leaves the body out.
         inner = {**scope, "state": {**scope.get("state", {}), "exchange": exchange}}
         inner["method"] = "GET" if scope["method"] == "HEAD" else scope["method"]
 
@@ -257,7 +259,7 @@ class App:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 if exchange.is_receiving:
-                    # The rest of the body will not be read as a request.
+                    # Nobody reads the rest of the body, so no other request can follow on this connection.
                     message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
             await send(message)
 
@@ -285,7 +287,7 @@ class App:
             message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             await error_response(ApiError(401, message, code="invalid_api_key"), scope["path"])(scope, receive, send)
         elif not self.access.is_host_allowed(scope):
-            message = "unknown host: this server is for its own machine; use localhost, or start it with --api-key or --cors"
+            message = "unknown host: this server serves this machine only; use localhost, or start it with --api-key or --cors"
             await error_response(ApiError(403, message, code="unknown_host"), scope["path"])(scope, receive, send)
         else:
             CLIENT.set(exchange_of(scope).client)

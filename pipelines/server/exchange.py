@@ -20,11 +20,11 @@ from castiron.pipelines.api.generation_api import Job
 from castiron.pipelines.api.model_api import run_in_thread
 from castiron.pipelines.api.parse_body import parse_body
 
-# Status in the log and metrics for a client that left before the response, as in nginx.
+# Status in the log and metrics of a request whose client left before the response, as in nginx.
 CLIENT_LEFT = 499
 # Max seconds to receive a body of a few megabytes.
 BODY_SECONDS = 30.0
-# Bodies below so many bytes are parsed faster than handed to another thread.
+# Max bytes of a body that is parsed on the event loop: passing it to a thread would take longer.
 SMALL_BODY = 16_000
 
 
@@ -32,10 +32,9 @@ SMALL_BODY = 16_000
 class Exchange:
     """One HTTP request and its response.
 
-    client: client whose limits the request uses. api_key: API key, empty without one. seconds: max
-    duration. body: memory of the request body. is_receiving: whether more of the body will arrive.
-    exits: cleanup at the end. status: HTTP status of the response. code: code of an error response.
-    job: job whose `summary` is logged. deadline: end of the max duration, in event loop time.
+    client: client whose limits the request uses. seconds: max duration. body: memory of the request
+    body. is_receiving: whether more of the body will arrive. exits: cleanup at the end. code: error
+    code of the response. job: job whose `summary` is logged. deadline: in event loop time.
     """
 
     client: str
@@ -59,10 +58,10 @@ def exchange_of(scope: Scope) -> Exchange:
 
 
 class BodyRoute(APIRoute):
-    """A route whose endpoint is called with the request and its validated body.
+    """A route that calls its endpoint with the request and its validated body.
 
-    FastAPI would parse and validate on the event loop, collect every error, and accept no body
-    without a content type.
+    FastAPI would validate on the event loop, collect every error, and reject a body without a
+    content type.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -79,13 +78,13 @@ class BodyRoute(APIRoute):
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Return the body; raise ApiError if it is too large, too slow, or a web page's form."""
+    """Return the body; raise ApiError if it is too large or slow, or if a page may not send it."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and "origin" in request.headers:
         # A page of any site can send other content types without a preflight request. Only browsers send an Origin header, so
         # other clients may leave the content type out.
-        raise ApiError(415, "wrong content type from a web page; send JSON with the header 'Content-Type: application/json'")
-    too_large = ApiError(413, f"request body too large: the limit is {limit} bytes", code="body_too_large")
+        raise ApiError(415, f"web pages cannot send content type {kind!r:.60}; send 'Content-Type: application/json'")
+    too_large = ApiError(413, f"request body too large: the limit is {limit} bytes; send less", code="body_too_large")
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length[:20]) > limit:
         raise too_large
@@ -103,7 +102,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 async def answer_request(request: Request, work: Awaitable[Any], stream: bool | None) -> Response:
-    """Return the response with the result of `work`: a JSON object, or a job to run."""
+    """Return the response to a request; `work` results in its JSON object or in a job to run."""
     exchange = exchange_of(request.scope)
 
     async def finish(work: Awaitable[Any]) -> Any:
@@ -123,9 +122,9 @@ async def answer_request(request: Request, work: Awaitable[Any], stream: bool | 
 
 
 class EventStream(Response):
-    """A stream of a job's events; an event is named by its `type` if it has one.
+    """A stream of a job's server-sent events; an event has the name of its `type`, if any.
 
-    The status is sent with the first event, so that a request that fails earlier gets an ordinary
+    The status is sent with the first event, so that a request that fails before gets an ordinary
     error response.
     """
 
@@ -163,7 +162,7 @@ class EventStream(Response):
     async def _send(self, send: Send, event: dict | str) -> None:
         if not self.is_started:
             self.is_started = True
-            # Without x-accel-buffering nginx buffers the events.
+            # By default nginx buffers the events.
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
                        (b"x-accel-buffering", b"no")]  # fmt: skip
             await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -180,7 +179,7 @@ async def before_deadline(exchange: Exchange, work: Awaitable) -> Any:
         async with asyncio.timeout_at(exchange.deadline):
             return await work
     except TimeoutError:
-        message = f"the request took longer than the {exchange.seconds:g} s that this server allows; ask for less"
+        message = f"the request takes longer than the {exchange.seconds:g} s that this server allows; ask for fewer tokens"
         raise ApiError(504, message, code="timeout") from None
 
 

@@ -1,4 +1,4 @@
-"""The server process: its socket, connections and shutdown on a signal."""
+"""The server process: its socket, its connections, and its shutdown on a signal."""
 
 import asyncio
 import os
@@ -25,11 +25,11 @@ def listen(host: str, port: int) -> socket.socket:
     except (TypeError, ValueError):  # not text, or with a zero byte
         raise PipelineError(f"--host is {host!r}, which is not an address; give one such as 127.0.0.1") from None
     except OSError as error:
-        # create_server adds the address to the system's message; the messages of getaddrinfo are its own.
+        # create_server appends the address to the system's message, except to that of getaddrinfo.
         reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno)
         raise PipelineError(f"cannot listen on {host}, port {port} ({reason}); choose another --host or --port") from None
     # Connections inherit TCP_NODELAY, which asyncio sets only for sockets with an explicit protocol number. Without it, data
-    # after the headers waits for the client's acknowledgement, which Linux delays by 40 ms.
+    # after the headers waits until the client acknowledges the headers, which Linux delays by 40 ms.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
@@ -49,7 +49,7 @@ def serve(app, models: ModelPool, listening: socket.socket, grace: float) -> Non
     """
     config = uvicorn.Config(
         app, log_config=None, log_level="error", access_log=False, server_header=False, lifespan="on",
-        # httptools instead of h11, which needs seconds of the event loop to parse a body of tiny chunks in Python.
+        # httptools, because h11 parses in Python: a body of tiny chunks would take seconds of the event loop.
         loop="asyncio", http=Connection, ws="none",
         timeout_graceful_shutdown=LAST_BYTES_SECONDS,
     )  # fmt: skip
@@ -77,7 +77,7 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter) or self.draining and not self.models.unfinished
 
     def handle_exit(self, sig: int, frame) -> None:
-        # A signal may interrupt the event loop anywhere, so the shutdown runs as a callback.
+        # A signal may interrupt the event loop anywhere, so a callback of the loop shuts down.
         self.loop.call_soon_threadsafe(self._end)
 
     def _end(self) -> None:
@@ -87,22 +87,22 @@ class _Server(uvicorn.Server):
         self.draining = True
         self.models.drain()
         if self.models.unfinished:
-            print_message(f"stopping; running requests have {self.grace:g} s to finish (a second signal ends them now)")
-        # Idle connections close now, others after their responses.
+            print_message(f"stopping; running requests have {self.grace:g} s to finish; a second signal ends them now")
+        # Closes idle connections now, and others after their responses.
         for connection in list(self.server_state.connections):
             connection.shutdown()
         self.loop.call_later(self.grace, self.models.abort)
 
 
 class Connection(HttpToolsProtocol):
-    """A uvicorn connection that lets a client read its response while it is still sending.
+    """A uvicorn connection whose client can read an early response while it is still sending.
 
-    Closing a socket with unread data resets the connection, and the client loses the response.
-    Therefore the server closes its half and discards data until the client closes the other half,
-    or until LINGER_SECONDS or LINGER_BYTES are exceeded.
+    If the server closed a socket with unread data, the client would lose the response. Therefore
+    the server closes only its sending half, and discards data until the client closes the other
+    half, LINGER_SECONDS have passed, or LINGER_BYTES have arrived.
     """
 
-    # Bytes discarded so far, None before the connection lingers.
+    # Bytes discarded so far, None while the connection does not linger.
     discarded: int | None = None
 
     def connection_made(self, transport) -> None:
@@ -110,7 +110,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_receiving(self) -> bool:
-        """Whether the client has not sent its complete request yet."""
+        """Whether the client is still sending its request."""
         return self.cycle is not None and self.cycle.more_body
 
     def linger(self, transport: asyncio.Transport) -> None:
@@ -131,7 +131,7 @@ class Connection(HttpToolsProtocol):
 
 
 class _Lingering:
-    """A transport that lingers if uvicorn closes it before the request is complete."""
+    """A transport that lingers if uvicorn closes it before the complete request has arrived."""
 
     def __init__(self, transport: asyncio.Transport, connection: Connection):
         self._transport, self._connection = transport, connection

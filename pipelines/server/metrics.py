@@ -1,7 +1,7 @@
 """Metrics for Prometheus.
 
-Metrics that vLLM has too have its names, labels and meaning, so that vLLM's dashboards and alerts
-work. Other metrics begin with castiron or http.
+Metrics that vLLM has too have vLLM's names, labels and meaning, so that its dashboards and alerts
+work. The names of other metrics begin with castiron or http.
 """
 
 import time
@@ -23,10 +23,10 @@ NEXT_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 
 REQUEST = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
            480.0, 960.0)  # fmt: skip
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-# vLLM's finish reasons, where they differ from the engine's.
+# vLLM's finish reasons, by the engine's where they differ.
 FINISHED = {"context": "length", "cancelled": "abort"}
 REASONS = ("stop", "length", "abort", "error", "repetition")
-# HTTP methods with a label of their own, because a client may send any method.
+# HTTP methods with their own label. Others share one, because a client may send any number of methods.
 METHODS = ("GET", "POST", "HEAD", "OPTIONS")
 GAUGES = {
     "running": ("vllm:num_requests_running", "Sequences that have a slot."),
@@ -79,17 +79,13 @@ class Metrics:
         )
         self.http = Counter("http_requests", "HTTP requests answered.", ["handler", "method", "status"], registry=registry)
 
-    def model(self, name: str) -> "ModelMetrics":
-        """Return the observer that counts for the model `name`."""
-        return ModelMetrics(self, name)
-
     def forget(self, name: str) -> None:
         """Remove the gauges of a closed model; its counters stay."""
         for gauge in self.gauges.values():
             gauge.remove(name)
 
     def answered(self, path: str, method: str, status: int, code: str | None) -> None:
-        """Count one HTTP request; `code` is the code of an error response."""
+        """Count an answered HTTP request; `code` is the code of an error response."""
         self.http.labels(path, method if method in METHODS else "other", f"{status // 100}xx").inc()
         if code in ("queue_full", "too_many_bytes"):
             self.rejected.labels(code).inc()
@@ -100,7 +96,7 @@ class Metrics:
 
 
 class ModelMetrics(Observer):
-    """An observer that counts the events of a model's scheduler."""
+    """An observer that counts the events of one model's scheduler."""
 
     def __init__(self, page: Metrics, name: str):
         self.page, self.name = page, name
@@ -109,7 +105,7 @@ class ModelMetrics(Observer):
         self._success = {reason: page.success.labels(name, reason) for reason in REASONS}
 
     def watch(self, scheduler: Scheduler) -> None:
-        """Set the gauges to read the scheduler's slots and queue until `Metrics.forget`."""
+        """Let the gauges read the scheduler's slots and queue until `Metrics.forget`."""
         positions = scheduler.slots * scheduler.context
 
         def usage() -> float:
@@ -160,13 +156,13 @@ class ModelMetrics(Observer):
         self._success["error"].inc()
 
     def embedded(self, tokens: int) -> None:
-        """Count an embedded text of `tokens` tokens."""
+        """Count the tokens of an embedded text."""
         self._counters["prompt_tokens"].inc(tokens)
         self._histograms["prompts"].observe(tokens)
 
 
 class _MergedPages(Collector):
-    """A collector that merges pages of metrics and labels each sample with its page's name."""
+    """The samples of several pages of metrics, each labelled with the name of its page."""
 
     def __init__(self, label: str, pages: Mapping[str, str]):
         self.label, self.pages = label, pages
@@ -181,5 +177,5 @@ class _MergedPages(Collector):
 
 
 def labelled(label: str, pages: Mapping[str, str]) -> str:
-    """Merge metrics pages of several servers; `label` is the label that holds a page's name."""
+    """Return the metrics pages of several servers as one; `label` holds the name of a page."""
     return generate_latest(_MergedPages(label, pages)).decode()

@@ -1,4 +1,4 @@
-"""The OpenAPI description: responses, errors and keys. FastAPI describes request bodies."""
+"""The OpenAPI document: responses, errors and keys; FastAPI describes the request bodies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import castiron
 from castiron.pipelines.api.api_errors import ANTHROPIC_TYPES, TYPES, ApiError, is_anthropic
 
 DESCRIPTION = "Language models on a CPU, with OpenAI's and Anthropic's APIs. A server without API keys requires none."
-# For the description only: `App` checks keys before a body is read.
+# For the document only: `App` checks keys, before it reads a body.
 KEYS = [Security(HTTPBearer(auto_error=False)), Security(APIKeyHeader(name="x-api-key", auto_error=False))]
 ERRORS = {
     400: "the request is invalid; the message names the field and what to do",
@@ -24,19 +24,19 @@ ERRORS = {
     404: "no such model or response",
     408: "the body did not arrive in time",
     413: "the body is too large",
-    415: "a web page sent something else than application/json",
-    429: "requests of this client use all their memory",
+    415: "a web page sent a body that is not application/json",
+    429: "the requests in flight use all memory of this client or of all clients",
     500: "the server failed on this request",
-    503: "the queue is full, or the server is ending",
-    504: "the request took longer than the server allows",
+    503: "the queue is full, or the server is shutting down",
+    504: "the request takes longer than the server allows",
 }
 SCHEMA = "#/components/schemas/{model}"
-# Statuses of errors that every request may get, and every request with a body.
+# Statuses of errors that every request may get, and those that every request with a body may also get.
 ANY, BODY = (401, 403, 500), (400, 404, 408, 413, 415, 429, 503, 504)
 
 
 class Answer(BaseModel):
-    """An object that has at least these fields."""
+    """An object with at least the fields of the record."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -80,7 +80,7 @@ Health = _answer("Health", status=Literal["ok", "stopping"])
 
 
 def errors(path: str, statuses: Iterable[int] = (), *, key: bool = True) -> dict[int | str, dict[str, Any]]:
-    """Return FastAPI's `responses` of a route with the errors of ANY and `statuses`.
+    """Return FastAPI's `responses` for the errors of a route: ANY and `statuses`.
 
     `key`: whether the route requires an API key.
     """
@@ -95,17 +95,17 @@ def errors(path: str, statuses: Iterable[int] = (), *, key: bool = True) -> dict
 
 
 def content(*media: str) -> dict[str, Any]:
-    """Return an entry of FastAPI's `responses` for text of these media types."""
+    """Return an entry of FastAPI's `responses` for text with one of these media types."""
     return {"content": {each: {"schema": {"type": "string"}} for each in media}}
 
 
 def description(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document of the application."""
+    """Return the OpenAPI document of an application."""
     found = get_openapi(title="castiron", version=castiron.__version__, description=DESCRIPTION, routes=app.routes)
     both: list[Any] = [(OpenAIError, "validation"), (AnthropicError, "validation")]
     found["components"]["schemas"] |= models_json_schema(both, ref_template=SCHEMA)[1]["$defs"]
     for operations in found["paths"].values():
         for operation in operations.values():
-            # 422 is FastAPI's validation error, which `BodyRoute` replaces.
+            # `BodyRoute` replaces FastAPI's validation error 422.
             operation["responses"].pop("422", None)
     return found

@@ -1,9 +1,8 @@
-"""The HTTP endpoints, and the chat page from the folder `page`."""
+"""The HTTP endpoints, and the chat page, whose files are in the folder `page`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from importlib.resources import files
 from typing import Any, Literal, get_type_hints
 
@@ -11,19 +10,12 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
+from castiron.pipelines.api import schemas
 from castiron.pipelines.api.api_errors import invalid
 from castiron.pipelines.api.messages import CountTokensRequest, MessagesRequest, count_message_tokens, start_message
 from castiron.pipelines.api.model_api import ModelApi, run_in_thread
 from castiron.pipelines.api.responses import count_response_tokens, start_response
 from castiron.pipelines.api.responses_request import InputTokensRequest, ResponsesRequest
-from castiron.pipelines.api.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingsRequest,
-    RerankRequest,
-    TokenizeRequest,
-)
 from castiron.pipelines.server import openapi
 from castiron.pipelines.server.exchange import Exchange, answer_request, exchange_of
 from castiron.pipelines.server.metrics import MEDIA_TYPE, Metrics
@@ -35,7 +27,7 @@ PAGE = files("castiron.pipelines.server").joinpath("page")
 PARTS = tuple(sorted(file.name for file in PAGE.iterdir() if file.name != HOME))
 # URL paths of the page's files.
 PATHS = tuple(f"/page/{name}" for name in PARTS)
-# The page loads scripts, styles and data from this server only, and text never becomes HTML or code.
+# Scripts, styles and data come from this server only, and text never becomes HTML or code.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
@@ -44,7 +36,7 @@ HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    # Browsers check for a newer page, because a newer server has one.
+    # Browsers check for a newer page, because the server may have been updated.
     "Cache-Control": "no-cache",
 }
 # Paths that need no API key.
@@ -52,14 +44,9 @@ OPEN_PATHS = ("/", "/health", *PATHS)
 STREAM = {200: openapi.content("text/event-stream")}
 
 
-@cache
-def _data(name: str) -> bytes:
-    return PAGE.joinpath(name).read_bytes()
-
-
 def page(name: str = HOME) -> Response:
     """Return the response with a file of the chat page, by default its HTML."""
-    return Response(_data(name), media_type=MEDIA_TYPES[name.rpartition(".")[2]], headers=HEADERS)
+    return Response(PAGE.joinpath(name).read_bytes(), media_type=MEDIA_TYPES[name.rpartition(".")[2]], headers=HEADERS)
 
 
 def add_routes(app: FastAPI, metrics: Metrics) -> None:
@@ -74,9 +61,9 @@ def _add_posts(app: FastAPI) -> None:
     def post(*paths: str, answer: Any, stream: bool = False) -> Callable:
         """Return a decorator that serves a handler at `paths`.
 
-        The handler gets the request's model, body and exchange. It returns, possibly as an
-        awaitable, the JSON object of the response or a job. `answer`: record of the response, for
-        OpenAPI. `stream`: whether the request can ask for a stream.
+        The handler gets the request's model, body and exchange, and returns an awaitable of the
+        response's JSON object or of a job. `answer`: record of the response, for OpenAPI. `stream`:
+        whether a request can ask for a stream.
         """
 
         def add(handler: Callable[[ModelApi, Any, Exchange], Any]) -> None:
@@ -94,55 +81,55 @@ def _add_posts(app: FastAPI) -> None:
         return add
 
     @post("/v1/chat/completions", answer=openapi.ChatCompletion, stream=True)
-    def chat(api: ModelApi, body: ChatRequest, _: Exchange) -> Any:
+    def chat(api: ModelApi, body: schemas.ChatRequest, _: Exchange) -> Any:
         """Answer a conversation."""
         return api.chat(body)
 
     @post("/v1/completions", answer=openapi.Completion, stream=True)
-    def complete(api: ModelApi, body: CompletionRequest, _: Exchange) -> Any:
+    def complete(api: ModelApi, body: schemas.CompletionRequest, _: Exchange) -> Any:
         """Continue a text."""
         return api.complete(body)
 
     @post("/v1/responses", answer=openapi.ResponseAnswer, stream=True)
     def respond(api: ModelApi, body: ResponsesRequest, exchange: Exchange) -> Any:
-        """Answer a conversation, in the shape of OpenAI's responses."""
+        """Answer a conversation, in the shape of OpenAI's Responses API."""
         return start_response(api, body, store, exchange.api_key)
 
     @post("/v1/responses/input_tokens", answer=openapi.InputTokens)
     async def count_input(api: ModelApi, body: InputTokensRequest, exchange: Exchange) -> dict:
-        """Count the tokens of a response's prompt."""
+        """Count the tokens of the prompt of a response."""
         count = await count_response_tokens(api, body, store, exchange.api_key)
         return {"object": "response.input_tokens", "input_tokens": count}
 
     @post("/v1/messages", answer=openapi.MessageAnswer, stream=True)
     def send_message(api: ModelApi, body: MessagesRequest, _: Exchange) -> Any:
-        """Answer a conversation, in the shape of Anthropic's messages."""
+        """Answer a conversation, in the shape of Anthropic's Messages API."""
         return start_message(api, body)
 
     @post("/v1/messages/count_tokens", answer=openapi.TokenCount)
     async def count_tokens(api: ModelApi, body: CountTokensRequest, _: Exchange) -> dict:
-        """Count the tokens of a message's prompt."""
+        """Count the tokens of the prompt of a message."""
         return {"input_tokens": await count_message_tokens(api, body)}
 
     @post("/v1/embeddings", answer=openapi.Embeddings)
-    def embeddings(api: ModelApi, body: EmbeddingsRequest, _: Exchange) -> Any:
+    def embeddings(api: ModelApi, body: schemas.EmbeddingsRequest, _: Exchange) -> Any:
         """Embed texts."""
         return api.embeddings(body)
 
     # Cohere's, Jina's and vLLM's clients use different paths.
     @post("/v1/rerank", "/v2/rerank", "/rerank", answer=openapi.Ranking)
-    def rerank(api: ModelApi, body: RerankRequest, _: Exchange) -> Any:
+    def rerank(api: ModelApi, body: schemas.RerankRequest, _: Exchange) -> Any:
         """Order documents by their relevance to a query."""
         return api.rerank(body)
 
     @post("/tokenize", answer=openapi.Tokens)
-    async def tokenize(api: ModelApi, body: TokenizeRequest, _: Exchange) -> dict:
+    async def tokenize(api: ModelApi, body: schemas.TokenizeRequest, _: Exchange) -> dict:
         """Return the tokens of a text or of messages."""
         tokens = await api.tokenize(body)
         return {"tokens": tokens, "count": len(tokens), "context_length": api.context, "max_model_len": api.context}
 
     @post("/detokenize", answer=openapi.Detokenized)
-    async def detokenize(api: ModelApi, body: DetokenizeRequest, _: Exchange) -> dict:
+    async def detokenize(api: ModelApi, body: schemas.DetokenizeRequest, _: Exchange) -> dict:
         """Return the text of tokens."""
         text = await api.detokenize(body.tokens)
         # llama.cpp reads content and vLLM prompt.
@@ -187,11 +174,11 @@ def _add_gets(app: FastAPI, metrics: Metrics) -> None:
         """Describe one model."""
         return JSONResponse(models.describe(name)[0])
 
-    stopping = {503: {"model": openapi.Health, "description": "the server is ending"}}
+    stopping = {503: {"model": openapi.Health, "description": "the server is shutting down"}}
 
     @get("/health", openapi.Health, key=False, responses=stopping)
     async def health(request: Request) -> Response:
-        """Return whether the server takes requests."""
+        """Return whether the server accepts requests."""
         healthy = models.healthy
         return JSONResponse({"status": "ok" if healthy else "stopping"}, 200 if healthy else 503)
 
@@ -202,7 +189,7 @@ def _add_gets(app: FastAPI, metrics: Metrics) -> None:
 
     @get("/", key=False, response_class=HTMLResponse, responses={200: openapi.content("text/plain")})
     async def home(request: Request) -> Response:
-        """Return the chat page, or for an embedding model a hint."""
+        """Return the chat page, or for an embedding model the path to use instead."""
         return PlainTextResponse(models.home) if models.home else page()
 
     @get("/page/{file}", None, 404, key=False, response_class=Response,

@@ -1,4 +1,4 @@
-"""The models of a server, which are always open or opened on demand."""
+"""The models of a server: one that stays open, or several that requests open."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ from castiron.vmfb.manifest import Manifest
 class ServedModel:
     """A model of a server.
 
-    names: all names that requests may use. template: chat template, None without one. open:
-    function that opens it. api: its endpoints, None while it is closed. lock: lock for opening and
-    closing. users: number of requests that use it. last_used: end of the last request, in
-    `time.monotonic` seconds.
+    names: all names that requests may use. template: chat template. api: its endpoints, None while
+    it is closed. lock: held while the model is opened or closed. users: number of requests that use
+    it. last_used: end of the last request, in `time.monotonic` seconds.
     """
 
     name: str
@@ -45,16 +44,15 @@ class ServedModel:
 
     @property
     def bytes(self) -> int:
-        """Memory of the weights and of the states of all slots."""
-        need = needed(self.manifest, slots := slots_of(self.manifest))
-        return need.weights + need.state * slots
+        """The memory of the weights and of the states of all slots."""
+        return needed(self.manifest, slots_of(self.manifest)).total
 
 
 class ModelPool:
-    """A pool of models, which are opened when a request names them and closed when unused.
+    """The models of a server, opened when a request names them and closed when unused.
 
-    A request without a name uses the first model. While a model is being opened, requests for other
-    models continue.
+    A request that names no model uses the first one. While a model is being opened, requests for
+    other models continue.
     """
 
     def __init__(
@@ -67,16 +65,14 @@ class ModelPool:
         memory_limit: int | None = None,
         forget: Callable[[str], None] = lambda name: None,
     ):
-        """
-        Args:
-            open: function that opens a bundle under a name.
-            keep: seconds without a request after which a model is closed.
-            memory_limit: bytes for all open models, by default the machine's memory; unused models
-                are closed before a model is opened that exceeds it.
-            forget: callback with the name of a closed model.
+        """Serve bundles; raise PipelineError for one without a tokenizer, or for equal names.
 
-        Raises:
-            PipelineError: for bundles without a tokenizer, or with the same name.
+        Args:
+            open: opens a bundle under a name.
+            keep: seconds without a request until a model is closed.
+            memory_limit: max bytes of all open models, by default the machine's memory; the pool
+                closes unused models to stay below it.
+            forget: called with the name of a closed model.
         """
         self.models = [
             ServedModel(
@@ -99,14 +95,14 @@ class ModelPool:
 
     @contextlib.asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[ModelApi]:
-        """Yield the endpoints of the model that a request names, which stays open until the exit.
+        """Yield the endpoints of the model that a request names; the model stays open meanwhile.
 
-        Raises ApiError if no model has the name or it cannot be opened.
+        Raises ApiError if no model has the name, or if the model cannot be opened.
         """
         model = self.find(name)
         model.users += 1
         try:
-            # A client that leaves does not stop the opening, because others may wait for it.
+            # Opening continues if the client leaves, because other clients may wait for the model.
             yield model.api or await asyncio.shield(asyncio.ensure_future(self._opened(model)))
         finally:
             model.users -= 1
@@ -124,7 +120,7 @@ class ModelPool:
         return found[0]
 
     def describe(self, name: str | None = None) -> list[dict[str, Any]]:
-        """Return the records of /v1/models, of all models or of the one that `name` names."""
+        """Return the records of /v1/models for all models, or for the model with this name."""
         return [self._record(model, name or model.name) for model in (self.models if name is None else [self.find(name)])]
 
     def _record(self, model: ServedModel, name: str) -> dict[str, Any]:
@@ -149,7 +145,7 @@ class ModelPool:
 
     @property
     def home(self) -> str | None:
-        """The text that / shows for an embedding model, or None for the chat page."""
+        """The text to return at / for a single embedding model; None if / is the chat page."""
         api = self.models[0].api
         if api is None or api.has_chat or len(self.models) > 1:
             return None
@@ -177,7 +173,7 @@ class ModelPool:
             return model.api
 
     async def _free_memory(self, model: ServedModel) -> None:
-        """Close unused models, the least recently used first, until `model` fits."""
+        """Close unused models, the least recently used first, until `model` fits in memory."""
         for other in sorted(self.models, key=lambda m: m.last_used):
             # A model that is being opened counts as open.
             opened = [m for m in self.models if m is not model and (m.api or m.lock.locked())]
@@ -194,7 +190,7 @@ class ModelPool:
         async with model.lock:
             if model.api is None or model.users:
                 return
-            # The list has the last reference, so that the other thread frees weights and states.
+            # The list has the last reference, so that the other thread frees the weights and states.
             apis, model.api = [model.api], None
             self.forget(model.name)
 
@@ -218,7 +214,7 @@ class ModelPool:
         return sum(engine.unfinished for engine in self._engines)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the model that is open already; the others start when they are opened."""
+        """Start the engine of the model that is already open; others start when they are opened."""
         for engine in self._engines:
             engine.start(loop)
 
@@ -240,18 +236,18 @@ class ModelPool:
 
 
 def directory_name(bundle: Bundle) -> str:
-    """Return the name of the bundle's directory or file, without `.castiron`."""
+    """Return the name of a bundle's directory or file, without `.castiron`."""
     return bundle.path.resolve().name.removesuffix(".castiron")
 
 
 def _names(bundles: Sequence[Bundle]) -> list[str]:
-    """Return a name for each bundle: its own, or its directory's if another bundle has the same."""
+    """Return a name for each bundle: its own, or its directory's if two bundles have the same."""
     own = [bundle.manifest.name for bundle in bundles]
     names = [directory_name(bundle) if own.count(name) > 1 else name for bundle, name in zip(bundles, own)]
     for bundle, name in zip(bundles, names):
         check_tokenizer(bundle)
         if names.count(name) > 1:
-            raise PipelineError(f"two models are called {name}; rename the directory of one")
+            raise PipelineError(f"two models have the name {name}; rename the directory of one")
     return names
 
 

@@ -1,2 +1,1 @@
-"""Conversion between text and token ids: tokenizer, chat templates, tool calls, reasoning,
-grammars."""
+"""Convert text to token ids and back: tokenizer, templates, tool calls, reasoning, grammars."""

@@ -1,9 +1,7 @@
-"""Chat templates: from messages to the text that the model was trained on, as HF's
-apply_chat_template renders it.
+"""Chat templates: render messages as the text of a prompt, like HF's apply_chat_template.
 
-The operator chose the model and with it the template, a Jinja program, which runs in jinja2's
-immutable sandbox. Clients choose the messages, so rendering ends at limits of time and of
-characters.
+A template is a Jinja program of the model and runs in jinja2's immutable sandbox. Clients choose
+the messages, so rendering has limits of time and of characters.
 """
 
 from __future__ import annotations
@@ -17,56 +15,65 @@ from functools import cache, lru_cache
 from typing import Any
 
 from castiron.pipelines.errors import PipelineError
+from castiron.vmfb.record import short
 
 # Variables that `render` itself passes to a template; tools and documents are empty unless given.
 OWN_VARIABLES = ("messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token")
 # Limits of one rendering: processor time, checked at each piece of text, and characters.
 SECONDS, MAX_CHARACTERS = 3.0, 64 << 20
-MAX_ERROR = 200
+# Names of the message field that has the reasoning; the first one present counts.
+REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def render(
     template: str, messages: Sequence[Mapping], *, special_tokens: Mapping[str, str] | None = None, **variables: Any
 ) -> str:
-    """Return the text of `messages` ({"role", "content"} each) by the Jinja `template`.
+    """Return the text of `messages`, {"role", "content"} each, in the Jinja `template`.
 
-    special_tokens: the names that templates use (bos_token, eos_token, ...); `variables` are passed
-    as they are. PipelineError if the template is not valid Jinja, rejects the messages or exceeds a
-    limit.
+    `special_tokens`: text by name, such as bos_token. `variables`: further variables of the
+    template. PipelineError if it is not valid Jinja, rejects the messages or exceeds a limit.
     """
     known = {"add_generation_prompt": True, "tools": None, "documents": None, **(special_tokens or {}), **variables}
     pieces, characters, deadline = [], 0, time.thread_time() + SECONDS
     compiled = _compiled(template)
     try:
-        for piece in compiled.generate(messages=list(messages), **known):
+        for piece in compiled.generate(messages=[_with_reasoning(message) for message in messages], **known):
             pieces.append(piece)
             characters += len(piece)
             if characters > MAX_CHARACTERS:
-                raise PipelineError(f"chat template: its text exceeds {MAX_CHARACTERS} characters; send less")
+                raise PipelineError(f"the text of the chat template exceeds {MAX_CHARACTERS} characters; send less")
             if time.thread_time() > deadline:
-                raise PipelineError(f"chat template: rendering takes longer than {SECONDS:g} s; send fewer messages")
+                raise PipelineError(f"rendering the chat template takes longer than {SECONDS:g} s; send fewer messages")
     except PipelineError:
         raise
     except Exception as error:
         # Operations of a template may raise any exception.
-        raise PipelineError(f"chat template: it rejects these messages: {_short(error)}") from None
+        raise PipelineError(f"the chat template rejects these messages: {_short(error)}") from None
     return "".join(pieces)
 
 
+def _with_reasoning(message: Mapping) -> Mapping:
+    """Return the message with its reasoning under each name that templates read.
+
+    As in transformers, gpt-oss reads `thinking`, most others `reasoning_content`.
+    """
+    reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
 def prepare() -> None:
-    """Import jinja2 in a thread: it takes 40 ms."""
+    """Start to import jinja2, which takes 40 ms, in another thread."""
     threading.Thread(target=_environment, daemon=True).start()
 
 
 def variables_of(template: str) -> list[str]:
-    """Return the variables that a template reads and `render` does not pass, such as
-    enable_thinking; none for invalid Jinja."""
+    """Return the variables of a template that `render` does not set, such as enable_thinking."""
     reads, known = _names(template)
     return sorted(reads - known - set(OWN_VARIABLES))
 
 
 def reads_tools(template: str | None) -> bool:
-    """Whether a template shows the model the functions that it may call."""
+    """Return whether a template shows the model the tools (functions) that it may call."""
     return "tools" in _names(template or "")[0]
 
 
@@ -75,15 +82,14 @@ def check_variables(template: str | None, given: Mapping[str, object]) -> None:
     known = variables_of(template) if given and template else []
     for name in given:
         if name not in known:
-            has = f"; it reads {', '.join(known)}" if known else " nor any other"
-            raise PipelineError(f"the model's chat template does not read {name}{has}")
+            raise PipelineError(
+                f"the model's chat template does not read {name}; it reads {', '.join(known) or 'no variables'}"
+            )
 
 
 @lru_cache(maxsize=8)
 def _names(template: str) -> tuple[set[str], set[str]]:
-    """Return the variables that a template reads, and Jinja's own names; none for invalid Jinja."""
-    if not template:
-        return set(), set()
+    """Return the variables that a template reads, and Jinja's own; empty sets for invalid Jinja."""
     from jinja2 import TemplateError, meta
 
     environment = _environment()
@@ -99,10 +105,9 @@ def _compiled(template: str) -> Any:
 
     try:
         return _environment().from_string(template)
-    except TemplateSyntaxError as error:
-        raise PipelineError(f"chat template: not valid Jinja (line {error.lineno}: {_short(error)})") from None
     except Exception as error:
-        raise PipelineError(f"chat template: not valid Jinja ({_short(error)})") from None
+        line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
+        raise PipelineError(f"the chat template is not valid Jinja ({line}{_short(error)})") from None
 
 
 @cache
@@ -117,8 +122,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Renders {% generation %} blocks, which mark the assistant's tokens for training, as they
-        are."""
+        """Renders {% generation %} blocks, which mark tokens for training, as they are."""
 
         tags = {"generation"}
 
@@ -142,7 +146,5 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 
 def _short(error: Exception) -> str:
-    """Return the error's text in one short line: a template may write anything into it."""
-    text = str(error)[:MAX_ERROR] or type(error).__name__
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    return text[:180] + "..." * (len(text) > 180)
+    """Return the message of an error, which may come from a template, in one short line."""
+    return short(str(error) or type(error).__name__, 130)

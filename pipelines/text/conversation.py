@@ -1,14 +1,13 @@
-"""A conversation over an engine: its states stay cached between turns, and only new tokens are
-read."""
+"""A conversation over an engine, whose states stay cached between turns."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from castiron.pipelines.engine.context import default_limit, free_positions
+from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.engine.sampling import Sampler, Sampling
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.terminal import print_message
@@ -20,12 +19,9 @@ from castiron.vmfb.disk import reason
 from castiron.vmfb.staging import write_file
 from castiron.vmfb.state_file import StateError
 
-if TYPE_CHECKING:
-    from castiron.pipelines.engine.engine import Engine
-
-# Without --max-tokens, turns are dropped while less than this share of the context is free.
+# Without --max-tokens, turns are dropped while less than 1 / ANSWER_SHARE of the context is free.
 ANSWER_SHARE = 4
-# The share of the context dropped at once: what remains is read again, so not after every turn.
+# Dropping turns frees 1 / DROPPED_SHARE of the context at once, because the rest is read again.
 DROPPED_SHARE = 4
 ROLES = ("system", "user", "assistant")
 # Suffix of the state file beside a conversation's file.
@@ -35,18 +31,17 @@ Progress = Callable[[int, int], None]
 
 
 class Chat:
-    """Messages, and the engine that answers them.
+    """A conversation: its messages, and the engine that answers them.
 
     `messages`: {"role", "content"} each, the system message first if there is one. Every turn
-    renders all messages by the template and continues where the ids first differ from those in the
-    cache, so that it follows a template that rewrites its history. `dropped`: how many messages the
-    last turn dropped for space. `stream`: the last answer's, with its speed.
+    renders all messages and reads the tokens that differ from those in the cache. `dropped`: how
+    many messages the last turn dropped for space. `stream`: the last answer's, with its speed.
 
     Args:
-        max_tokens: the longest answer. Turns are dropped to have space for them, and a message that does
-            not leave it is rejected.
-        usual_tokens: the longest answer without `max_tokens`, less near the end of the context;
-            without both an answer may fill the context.
+        max_tokens: max tokens of an answer. Turns are dropped to have space for them, and a message
+            that leaves too little space is rejected.
+        usual_tokens: used without `max_tokens`; near the end of the context the answer may be
+            shorter. Without both an answer may fill the context.
     """
 
     def __init__(
@@ -62,7 +57,7 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the conversation except the system message; the cache stays."""
+        """Forget the conversation except the system message; the states stay cached."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def instruct(self, system: str | None) -> None:
@@ -73,10 +68,10 @@ class Chat:
         self.messages += others
 
     def answer(self, message: str, progress: Progress | None = None) -> Iterator[str]:
-        """Send a message and yield the answer's text as it comes, its reasoning as `Reasoning`.
+        """Send a message and yield pieces of the answer, those of its reasoning as `Reasoning`.
 
-        Closing the iterator early keeps the answer so far. PipelineError if the message does not
-        fit in the context; the conversation is then as before.
+        If the iterator is closed early, the answer so far stays in the conversation. PipelineError,
+        with the conversation unchanged, if the message does not fit in the context.
         """
         return self._answer([*self.messages, {"role": "user", "content": message}], progress)
 
@@ -85,7 +80,7 @@ class Chat:
         return self._answer(self.messages[: self._last_question() + 1], progress)
 
     def undo(self) -> str:
-        """Remove the user's last message with its answer, and return it; PipelineError without one."""
+        """Remove the user's last message and its answer; return the message."""
         last = self._last_question()
         message = self.messages[last]["content"]
         self.messages = self.messages[:last]
@@ -94,7 +89,7 @@ class Chat:
     def _last_question(self) -> int:
         questions = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
         if not questions:
-            raise PipelineError("nothing has been asked yet")
+            raise PipelineError("nothing has been asked yet; send a message first")
         return questions[-1]
 
     def _answer(self, messages: list[dict], progress: Progress | None) -> Iterator[str]:
@@ -122,10 +117,10 @@ class Chat:
                 self.messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
 
     def _fit(self, messages: list[dict]) -> tuple[list[dict], list[int], int]:
-        """Return messages that fit, their ids, and how many were dropped.
+        """Return the messages that fit, their ids, and how many were dropped.
 
-        If the answer has too little space, the oldest turns are dropped until it fits and at least
-        1 / DROPPED_SHARE of the context is free.
+        If the answer has too little space, the oldest turns are dropped until it has enough, and
+        until 1 / DROPPED_SHARE of the context is free.
         """
         context = self.engine.context
         needed = self.max_tokens or max(1, min(self.usual_tokens or context, context // ANSWER_SHARE))
@@ -144,14 +139,16 @@ class Chat:
         if free_positions(context, len(prompt)) < (self.max_tokens or 1):
             answer = f" and {needed} for the answer" if self.max_tokens else ""
             raise PipelineError(
-                f"this message needs {len(prompt)} tokens{answer} by itself and the context is {context}: shorten it, "
-                "or give a larger --context"
+                f"even without earlier messages, this one needs {len(prompt)} tokens{answer}, but the context is "
+                f"{context}; shorten it, or give a larger --context"
             )
         return messages, prompt, dropped
 
     def save(self, path: str | Path) -> None:
-        """Write the messages as JSON, {"messages": [{"role", "content"}, ...]}, and beside it the
-        state that has read them; PipelineError if a file cannot be written."""
+        """Write the messages to a JSON file, and their states (KV cache) to a file beside it.
+
+        The JSON is {"messages": [{"role", "content"}, ...]}. Raises PipelineError if that fails.
+        """
         text = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=2) + "\n"
         file = Path(path).resolve()
         try:
@@ -162,10 +159,10 @@ class Chat:
             raise PipelineError(f"{path} cannot be written: {reason(error)}") from None
 
     def load(self, path: str | Path) -> None:
-        """Take the messages of a file that `save` wrote, and the state beside it.
+        """Load the messages of a file that `save` wrote, and the states beside it.
 
-        PipelineError for any other file; the conversation is then unchanged. A state that cannot be
-        used is reported, and the conversation is read again with the next message.
+        PipelineError, with the conversation unchanged, for any other file. States that cannot be
+        used are reported, and the next turn reads the conversation again.
         """
         try:
             messages = json.loads(Path(path).read_text("utf-8"))["messages"]
@@ -176,7 +173,7 @@ class Chat:
         except (ValueError, TypeError, KeyError, RecursionError):
             is_valid = False
         if not is_valid:
-            raise PipelineError(f"{path} is not a conversation that /save wrote")
+            raise PipelineError(f"{path} is not a conversation; give a file that /save wrote")
         self.messages = messages
         self.system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
         state = Path(f"{path}{STATE}")

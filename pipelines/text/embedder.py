@@ -1,5 +1,4 @@
-"""Embeddings of texts as sentence-transformers computes them: a prompt before the text, cut to the
-model's length."""
+"""Compute embeddings of texts as sentence-transformers does, and the relevance of documents."""
 
 from __future__ import annotations
 
@@ -17,33 +16,31 @@ from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.encoder import Encoder
 
 # Error message after the name of a model that cannot rerank.
-NO_RERANKER = "generates text: rerank with a BERT or ModernBERT classifier of one label, or an embedding model"
-# Names of the prompts of queries and of documents.
+NO_RERANKER = "generates text; rerank with a BERT or ModernBERT classifier of one label, or an embedding model"
+# Names that models give to the prompts of queries and of documents; the first one present counts.
 QUERY, DOCUMENT = ("query",), ("document", "passage")
-# Text, or token ids as they are.
+# A text, or token ids.
 Given = str | Sequence[int]
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The ids of a text, special tokens included; `cut`: whether the text was cut to the model's
-    length."""
+    """The ids of a text, with special tokens, and whether it was cut to the model's max tokens."""
 
     ids: list[int]
     cut: bool = False
 
 
 class Embedder:
-    """An embedding or reranking model with its tokenizer and prompts. Threads may share it: one
-    runs at a time."""
+    """An embedding or reranking model with its tokenizer and prompts; threads may share it."""
 
     def __init__(self, bundle: Bundle | Path | str, threads: int | None = None):
-        """`threads` default to the physical cores. PipelineError for a model that generates text."""
+        """Load a bundle; PipelineError for a model that generates text."""
         self.bundle = bundle = open_bundle(bundle)
         if bundle.manifest.encoder is None:
             raise PipelineError(
-                f"{bundle.path} generates text and is not an embedding model: use castiron run; castiron embed takes a model "
-                "with a modules.json, as sentence-transformers saves it"
+                f"{bundle.path} generates text and is not an embedding model; use castiron run, or a model with a "
+                "modules.json, as sentence-transformers saves it"
             )
         self.name, self.facts, self.hidden = bundle.manifest.name, bundle.manifest.encoder, bundle.manifest.hidden
         self.encoder = Encoder(bundle, threads)
@@ -53,8 +50,7 @@ class Embedder:
         self._running = threading.Lock()
 
     def prompt(self, name: str | None = None) -> str:
-        """Return the text of a prompt, by default of the model's default one; PipelineError for an
-        unknown name."""
+        """Return the text of a prompt, or the default prompt; PipelineError for an unknown name."""
         name = self.facts.default_prompt if name is None else name
         if name is not None and name not in self.facts.prompts:
             known = ", ".join(self.facts.prompts) or "none"
@@ -62,8 +58,10 @@ class Embedder:
         return "" if name is None else self.facts.prompts[name]
 
     def tokens(self, text: Given, prompt: str = "") -> Tokens:
-        """Return the tokens of a text after a prompt, or given token ids unchanged; PipelineError
-        if there are no tokens or too many ids."""
+        """Return the tokens of a text with a prompt before it, or given ids unchanged.
+
+        Raises PipelineError for no tokens, or for more ids than the model's max tokens.
+        """
         if isinstance(text, str):
             # As in sentence-transformers, space at the ends does not count.
             text = (prompt + text).strip()
@@ -75,35 +73,36 @@ class Embedder:
         return tokens
 
     def _encode(self, text: str, second: str | None = None) -> tuple[Tokens, list[int]]:
-        """Return the tokens of a text or a pair, and for each token the index of its text: 0 or
-        1."""
+        """Return the tokens of a text or a pair, and for each token the index of its text."""
         if self.tokenizer is None:
-            raise PipelineError(f"{self.name} has no tokenizer, because its checkpoint had none: give token ids")
+            raise PipelineError(f"{self.name} has no tokenizer, because its checkpoint had none; give token ids")
         for part in (text, second or ""):
             check_utf8(part, "a text")
         found = encode_text(self.tokenizer.backend, text, second)
         return Tokens(found.ids, bool(found.overflowing)), found.type_ids
 
     def relevance_inputs(self, query: str, documents: Sequence[str]) -> list[Tokens]:
-        """Return the inputs whose vectors `relevance` needs: the query with each document for a
-        reranking model, otherwise the query and each document."""
+        """Return the tokens of the texts whose vectors `relevance` needs.
+
+        A reranking model needs the query with each document, others the query, then each document.
+        """
         if self.facts.relevance:
             return [self._pair(query, document) for document in documents]
         before = [self.prompt(next((n for n in names if n in self.facts.prompts), None)) for names in (QUERY, DOCUMENT)]
         return [self.tokens(query, before[0]), *(self.tokens(document, before[1]) for document in documents)]
 
     def _pair(self, query: str, document: str) -> Tokens:
-        """Return the tokens of a query and a document together, the longer one cut.
-
-        The embeddings of token types are in the embedding table after the vocabulary.
-        """
+        """Return the tokens of a query and a document together; if too many, the longer is cut."""
+        # The vocabulary size is added to the ids of the second text, if the model has token types.
         found, types = self._encode(query.strip(), document.strip())
         shift = self.bundle.manifest.vocab if self.facts.types else 0
         return Tokens([token + shift * (kind > 0) for token, kind in zip(found.ids, types)], found.cut)
 
     def relevance(self, vectors: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the relevance of each document, f64 [documents], from the vectors of
-        `relevance_inputs`: a reranking model's score, or the cosine."""
+        """Return the relevance of each document, f64 [documents].
+
+        It is the score of a reranking model, or the cosine. vectors: those of `relevance_inputs`.
+        """
         found = np.array(vectors, np.float64)
         if self.facts.relevance:
             numbers = found[:, 0]
@@ -112,8 +111,7 @@ class Embedder:
         return found[1:] @ found[0]
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[tuple[int, float]]:
-        """Return (index, relevance) of the documents, the most relevant first; prints how many
-        texts were cut."""
+        """Return (index, relevance) of the documents, best first; print how many texts were cut."""
         tokens = self.relevance_inputs(query, documents)
         print_cut(tokens, self.facts.max_tokens)
         return ranked(self.relevance([self.vector(found) for found in tokens])) if documents else []
@@ -138,12 +136,10 @@ class Embedder:
         self, texts: Iterable[Given], prompt_name: str | None = None, prompt: str | None = None,
         dimensions: int | None = None,
     ) -> np.ndarray:  # fmt: skip
-        """Return the vectors of texts, f32 [texts, dimensions], in their order; prints how many
-        were cut."""
+        """Return the vectors of texts, f32 [texts, dimensions]; print how many texts were cut."""
         self.check_vectors()
         before = self.prompt(prompt_name) if prompt is None else prompt
         tokens = [self.tokens(text, before) for text in texts]
-        self.check_dimensions(dimensions)
         print_cut(tokens, self.facts.max_tokens)
         rows = [self.vector(found, dimensions) for found in tokens]
         return np.stack(rows) if rows else np.empty((0, dimensions or self.hidden), np.float32)
@@ -155,9 +151,9 @@ def ranked(scores: np.ndarray) -> list[tuple[int, float]]:
 
 
 def cut_to(vector: np.ndarray, dimensions: int | None, normalised: bool) -> np.ndarray:
-    """Return the first `dimensions` numbers of a vector (Matryoshka embeddings, arXiv:2205.13147).
+    """Return the first `dimensions` numbers of a vector, scaled to length 1 if `normalised`.
 
-    `normalised`: whether to scale the result to length 1.
+    Matryoshka embeddings (arXiv:2205.13147) can be shortened in this way.
     """
     if dimensions is None or dimensions == vector.size:
         return vector

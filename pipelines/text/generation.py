@@ -1,21 +1,22 @@
-"""Text that an engine generates: encode prompts, stream one text, run many prompts, and open the
-draft model that proposes tokens."""
+"""Generate texts with an engine, from one or many prompts; score texts; open a draft model."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from castiron.pipelines.engine.draft import Draft
-from castiron.pipelines.engine.request import Event, Failed, Finished, Request, Tokens
+from castiron.pipelines.engine.engine import Engine
+from castiron.pipelines.engine.request import Event, Failed, Request, Tokens
+from castiron.pipelines.engine.speculation import Speculator
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.reasoning import Reasoning
 from castiron.pipelines.text.text_output import Delta, TextOutput
@@ -25,11 +26,7 @@ from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.manifest import VOCABULARY
 from castiron.vmfb.session import Session
 
-if TYPE_CHECKING:
-    from castiron.pipelines.engine.engine import Engine
-    from castiron.pipelines.engine.speculation import Speculator
-
-# Text as it is, token ids, or messages ({"role", "content"} each) for the chat template.
+# Plain text, token ids, or messages ({"role", "content"} each) for the chat template.
 Prompt = str | Collection[int] | Sequence[Mapping[str, Any]]
 
 
@@ -47,7 +44,7 @@ def encode_prompt(
         kinds = "text, messages or " if tokenizer else ""
         raise PipelineError(f"invalid prompt of type {type(prompt).__name__}; give {kinds}a list of token ids")
     if outside := [token for token in prompt if not 0 <= token < vocab]:
-        raise PipelineError(f"token {outside[0]} is outside the vocabulary of {vocab} tokens")
+        raise PipelineError(f"token {outside[0]} is outside the vocabulary; give ids from 0 to {vocab - 1}")
     return prompt
 
 
@@ -56,7 +53,7 @@ def is_messages(prompt: Any) -> bool:
 
 
 def is_prompt(value: Any) -> bool:
-    """Whether `value` is one prompt, rather than several."""
+    """Return whether `value` is one prompt, rather than several."""
     ids = isinstance(value, Collection) and bool(len(value)) and all(isinstance(token, Integral) for token in value)
     return isinstance(value, str) or ids or is_messages(value)
 
@@ -67,18 +64,17 @@ class Stream(Iterator[str]):
     Without a tokenizer the pieces are token ids. The model runs only while the caller waits for a
     piece.
 
-    Attributes, so far:
-        tokens: the ids. finish_reason: None until the end. repeated: whether a repetition loop was
-        the end. steps: the tokens chosen after the first. prefill_seconds, decode_seconds: spent
-        on the first token and on the steps, without what the caller does between them.
+    Attributes: `tokens`: the ids so far. `finish_reason`: None before the end. `repeated`: whether
+    a repetition loop ended the text. `steps`: tokens chosen after the first. `prefill_seconds`,
+    `decode_seconds`: time until the first token and of the steps, without the caller's time.
     """
 
     def __init__(self, engine: Engine, request: Request, *, reasoning: bool = False):
-        """`reasoning`: yield it too, as `Reasoning`."""
+        """Create a stream that starts at the first read; `reasoning`: yield it as `Reasoning`."""
         self.request, self._engine, self._reasoning = request, engine, reasoning
         self._events = engine.stream()
         self._pieces: deque[str] = deque()
-        self._started, self._start, self._seconds = False, 0.0, 0.0
+        self._start = self._seconds = 0.0
 
     def __next__(self) -> str:
         while not self._pieces:
@@ -88,10 +84,10 @@ class Stream(Iterator[str]):
         return self._pieces.popleft()
 
     def read(self) -> list[Event]:
-        """Return the next events; empty after the end. Raises the error of a request that failed."""
+        """Return the next events; none after the end. Raises the error of a request that failed."""
         start = time.monotonic()
-        if not self._started:
-            self._started, self._start = True, start
+        if not self._start:
+            self._start = start
             self._events.submit(self.request)
         events = [event for _, event in self._events.read()]
         self._seconds += time.monotonic() - start
@@ -101,8 +97,8 @@ class Stream(Iterator[str]):
         return events
 
     def run(self) -> Stream:
-        """Generate to the end without returning the text; return this stream."""
-        while not self._started or not self._events.idle:
+        """Generate the complete text; return this stream."""
+        while not self._start or not self._events.idle:
             self.read()
         return self
 
@@ -115,7 +111,7 @@ class Stream(Iterator[str]):
         return reasoning + [event.text] * bool(event.text)
 
     def close(self) -> None:
-        """Stop here; dropping the stream does the same."""
+        """Cancel the rest; dropping the stream does the same."""
         self._events.close()
 
     def __del__(self) -> None:
@@ -148,7 +144,7 @@ class Stream(Iterator[str]):
 
     @property
     def speculator(self) -> Speculator | None:
-        """The speculator of this request; None if there is none, or another request has one now."""
+        """The speculator of this request, None without one."""
         found = self._engine.scheduler.speculator
         return found if found and found.request is self.request else None
 
@@ -157,8 +153,8 @@ class Stream(Iterator[str]):
 class Result:
     """The result of prompt number `index`, counted from 0.
 
-    `finish_reason` is "stop", "length", "context" or, with an `error`, "error". `text` is None
-    without a tokenizer.
+    `text`: None without a tokenizer. `finish_reason`: "stop", "length", "context" or, with an
+    `error`, "error".
     """
 
     index: int
@@ -173,8 +169,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Scored:
-    """A text as its `tokens`, with `logprobs` f64 [tokens], NaN for the first. `top`: for each
-    token but the first the most probable tokens at its position, as (id, logprob)."""
+    """The tokens of a text and their `logprobs`, f64 [tokens], NaN for the first.
+
+    `top`: for each token after the first the most probable tokens there, as (id, logprob).
+    """
 
     tokens: list[int]
     logprobs: np.ndarray
@@ -186,12 +184,11 @@ class Scored:
         return float(self.logprobs[1:].sum())
 
 
-def generate_many(engine: Engine, prompts: Iterable[Prompt], make_request: Callable[[Prompt], Request]) -> Iterator[Result]:
-    """Yield a result for each prompt, in the order in which they end.
+def generate_many(engine: Engine, prompts: Iterable[Prompt], make_request: Callable[[Prompt], Request]) -> Generator[Result]:
+    """Yield a result for each prompt as it ends; it has an error if the prompt cannot be run.
 
     A prompt is taken from the iterable when a slot is free for it. The model runs only while the
-    caller waits for a result; closing the iterator cancels the rest. A prompt that cannot be run
-    has a result with an error.
+    caller waits for a result; closing the iterator cancels the rest.
     """
     waiting, stream = enumerate(prompts), engine.stream()
     running: dict[Request, tuple[int, list[str]]] = {}
@@ -222,47 +219,40 @@ def generate_many(engine: Engine, prompts: Iterable[Prompt], make_request: Calla
         stream.close()
 
 
-def score_many(engine: Engine, prompts: Iterable[Prompt], make_request: Callable[[Prompt], Request]) -> Iterator[Scored]:
-    """Yield the scores of each prompt, in their order; PipelineError for the first one that cannot
-    be scored.
+def score_many(engine: Engine, prompts: Iterable[Prompt], make_request: Callable[[Prompt], Request]) -> list[Scored]:
+    """Return the scores of each prompt; PipelineError for one that cannot be scored.
 
     `make_request` sets `prompt_logprobs`, and max_tokens 0.
     """
-    waiting, ahead, ended, stream = iter(prompts), deque[Request](), set[Request](), engine.stream()
-    try:
-        while True:
-            for prompt in islice(waiting, engine.slots - len(ahead)):
-                ahead.append(make_request(prompt))
-                stream.submit(ahead[-1])
-            if not ahead:
-                return
-            while ahead[0] not in ended:
-                for request, event in stream.read():
-                    if isinstance(event, Failed):
-                        raise event.error
-                    if isinstance(event, Finished):
-                        ended.add(request)
-            first = ahead.popleft()
-            ended.remove(first)
-            logprobs = np.array([np.nan, *(score.logprob for score in first.scores)])
-            yield Scored(first.prompt.tolist(), logprobs, [score.top[: first.prompt_logprobs] for score in first.scores])
-    finally:
-        stream.close()
+    requests: list[Request] = []
+
+    def remember(prompt: Prompt) -> Request:
+        requests.append(make_request(prompt))
+        return requests[-1]
+
+    with closing(generate_many(engine, prompts, remember)) as results:
+        for result in results:
+            if result.error:
+                raise result.error
+    found = []
+    for request in requests:
+        logprobs = np.array([np.nan, *(score.logprob for score in request.scores)])
+        top = [score.top[: request.prompt_logprobs] for score in request.scores]
+        found.append(Scored(request.prompt.tolist(), logprobs, top))
+    return found
 
 
 def open_draft(bundle: Bundle | Path | str, target: Bundle, threads: int | None = None) -> Draft:
-    """Open the draft model in `bundle` for the model in `target`.
-
-    Raises PipelineError if `check_draft` rejects it.
-    """
+    """Open the draft model in `bundle` for `target`; PipelineError if `check_draft` rejects it."""
     bundle = open_bundle(bundle)
     check_draft(bundle, target)
     return Draft(Session(bundle, threads), target.manifest.vocab)
 
 
 def check_draft(draft: Bundle, target: Bundle) -> None:
-    """Raise PipelineError for a draft that encodes texts or has another vocabulary, or for a model
-    without verify functions.
+    """Raise PipelineError if `draft` cannot be the draft model of `target`.
+
+    It must generate text with the same vocabulary, and the target must have verify functions.
     """
     if draft.manifest.encoder:
         raise PipelineError(f"{draft.path} is an embedding model and cannot be a draft; take one that generates text")
@@ -270,7 +260,7 @@ def check_draft(draft: Bundle, target: Bundle) -> None:
         raise PipelineError(f"{target.path} has no verify functions for a draft; compile it with --speculate 4,8")
     mine, others = draft.manifest, target.manifest
     files = [manifest.files.get(VOCABULARY) for manifest in (mine, others)]
-    # The same file is the same vocabulary; others may differ in their padding.
+    # Equal tokenizer files have equal vocabularies; different files may differ only in padding.
     if mine.vocab == others.vocab and (files[0] == files[1] is not None or not (draft.tokenizer or target.tokenizer)):
         return
     if not (draft.tokenizer and target.tokenizer):

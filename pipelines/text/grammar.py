@@ -1,13 +1,11 @@
-"""Grammars that a text has to match: JSON schemas, regular expressions, Lark or GBNF, by
-llguidance."""
+"""Grammars that a text has to match: JSON schemas, regular expressions, Lark or GBNF."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from functools import cached_property, lru_cache
@@ -19,42 +17,36 @@ from castiron.pipelines.child_process import ChildProcess, LimitExceeded, run_on
 from castiron.pipelines.engine.chooser import ConstraintError
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.reasoning import Marks
-from castiron.pipelines.text.vocabulary import Vocabulary, described
+from castiron.pipelines.text.vocabulary import Vocabulary
 
 # Limits of the child process that compiles a grammar first: processor time, memory.
 SECONDS, MAX_BYTES = 1.0, 1 << 30
-# Characters of a grammar, and how many compiled definitions are cached.
+# Max characters of a grammar, and how many compiled definitions are cached.
 MAX_CHARACTERS, MAX_CACHED = 1_000_000, 16
-# Memory of each text's grammar: a fixed part, and a part for each byte of its definition.
+# Estimated memory of each text's grammar: a fixed part, and a part for each byte of its definition.
 BASE_BYTES, BYTES_EACH = 1_000_000, 2
+# Texts that few tokenizers merge with the text after them.
+PRECEDING = ("\n", "=")
 
 
 class GrammarConstraint:
     """Constrains one text to its grammar, after the model's reasoning if there is any.
 
-    `forced`: tokens that must come next, as the tokenizer splits them, because the grammar leaves
-    no other text. `done`: the text is complete and cannot continue.
-
-    Args:
-        matcher: llguidance's, used by nothing else.
-        tokens, eos, encode: the vocabulary's.
-        marks: those that start and end reasoning, which may have started at the end of `prompt`.
+    `matcher`: an llguidance matcher that nothing else uses. `marks`: start and end marks of
+    reasoning. The prompt may end in a start mark; then reasoning comes first.
     """
 
-    def __init__(
-        self, matcher, tokens: Sequence[bytes], eos: Collection[int], encode: Callable[[str], list[int]],
-        marks: Marks = (), prompt: str = "",
-    ):  # fmt: skip
-        self._matcher, self._tokens, self.eos, self._encode = matcher, tokens, eos, encode
+    def __init__(self, matcher, grammars: Grammars, marks: Marks = (), prompt: str = ""):
+        self._matcher, self._grammars, self.eos = matcher, grammars, grammars.eos
         self.forced: deque[int] = deque()
         # The end marks of the reasoning that has started, and the last bytes since its start.
         self._ends = tuple(end.encode() for start, end in marks if prompt.rstrip().endswith(start))
         self._reasoning = b""
-        # Tokens that may start reasoning now, with the mark that ends it. A mark of several tokens
-        # could be the start of the text itself.
+        # Tokens that may start reasoning now, with its end mark. A mark of several tokens could be
+        # the start of the text itself.
         self._starts: dict[int, bytes] = {}
         if not self._ends and not any(prompt.rstrip().endswith(end) for _, end in marks):
-            self._starts = {ids[0]: end.encode() for start, end in marks if len(ids := encode(start)) == 1}
+            self._starts = {ids[0]: end.encode() for start, end in marks if len(ids := grammars.encode(start)) == 1}
         self._look_ahead()
 
     def copy(self) -> GrammarConstraint:
@@ -68,13 +60,12 @@ class GrammarConstraint:
         return not self._ends and self._matcher.is_stopped()
 
     def allows(self, token: int) -> bool:
-        """Whether `token` may come next."""
         if self.forced:
             return token == self.forced[0]
         return bool(self._ends) or token in self._starts or self._matcher.validate_tokens([token]) == 1
 
     def mask(self, vocab: int) -> np.ndarray:
-        """Return which tokens may come next, bool [vocab]; ConstraintError if none may."""
+        """Return which tokens may come next, bool [vocab]; ConstraintError if no token may."""
         found = np.full(vocab, bool(self._ends) and not self.forced)
         if self.forced:
             found[self.forced[0]] = True
@@ -95,7 +86,7 @@ class GrammarConstraint:
         return np.where(self.mask(len(logits)), logits, np.float32(-np.inf))
 
     def accept(self, token: int) -> None:
-        """Append `token`; ConstraintError if it is not allowed, or the grammar grows too large."""
+        """Append `token`; ConstraintError if it is not allowed or the grammar grows too large."""
         if self._ends:
             self._accept_reasoning(token)
         elif token in self._starts:
@@ -110,16 +101,19 @@ class GrammarConstraint:
 
     def _accept_reasoning(self, token: int) -> None:
         """Append a token of the reasoning, up to the mark that ends it."""
-        self._reasoning += self._tokens[token] if token < len(self._tokens) else b""
+        tokens = self._grammars.tokens
+        self._reasoning += tokens[token] if token < len(tokens) else b""
         for end in self._ends:
             _, found, rest = self._reasoning.partition(end)
             if found:
                 self._ends = ()
                 # The token may contain the mark and more.
-                if rest.strip() and not self._matcher.consume_tokens(self._encode(rest.decode("utf-8", "replace").lstrip())):
+                if rest.strip() and not self._matcher.consume_tokens(
+                    self._grammars.encode(rest.decode("utf-8", "replace").lstrip())
+                ):
                     raise self._error()
                 return
-        # A mark may have started.
+        # The end of the bytes may be a part of a mark: retain as many bytes as the longest one has.
         self._reasoning = self._reasoning[-max(map(len, self._ends)) :]
 
     def _look_ahead(self) -> None:
@@ -130,16 +124,13 @@ class GrammarConstraint:
 
     def _error(self) -> ConstraintError:
         reason = next(iter(self._matcher.get_error().splitlines()), "")
-        # llguidance's names for its ends are single words.
+        # llguidance returns a single word for a regular end, and text for an error.
         reason = reason if " " in reason else "no token of this model fits"
         return ConstraintError(f"the grammar cannot be followed any further: {reason}")
 
 
 class GrammarError(PipelineError):
-    """An error for a schema, regular expression or grammar that is not supported.
-
-    `kind`: the name of the argument of `Grammars.compile`, such as "json_schema".
-    """
+    """An unsupported schema, regular expression or grammar; `kind`: such as "json_schema"."""
 
     def __init__(self, kind: str, message: str):
         super().__init__(f"{kind.replace('_', ' ')}: {message}")
@@ -147,35 +138,30 @@ class GrammarError(PipelineError):
 
 
 class Grammar:
-    """A compiled grammar over one vocabulary.
-
-    `calls`: whether the text is tool calls; `nbytes`: approximate memory of each text.
-    """
+    """A compiled grammar; `calls`: whether texts are tool calls, `nbytes`: memory of each text."""
 
     def __init__(self, grammars: Grammars, matcher, nbytes: int, calls: bool):
         self._grammars, self._matcher, self.nbytes, self.calls = grammars, matcher, nbytes, calls
 
     def constraint(self, marks: Marks = (), prompt: str = "") -> GrammarConstraint:
-        """Return the constraint of one text after `prompt`; reasoning between `marks` is free."""
-        grammars = self._grammars
-        return GrammarConstraint(self._matcher.deep_copy(), grammars.tokens, grammars.eos, grammars.encode, marks, prompt)
+        """Return the constraint of one text after `prompt`; reasoning between `marks` is exempt."""
+        return GrammarConstraint(self._matcher.deep_copy(), self._grammars, marks, prompt)
 
 
 class Grammars:
-    """Compiles grammars over a vocabulary: first in a child process, within limits of time and
-    memory, then in this one."""
+    """Compiles grammars: first in a child process with limits, then in this process."""
 
     def __init__(self, backend, vocabulary: Vocabulary, eos: Sequence[int]):
-        """`backend`: the tokenizers library's tokenizer. `eos`: the tokens that end a text.
-        PipelineError if llguidance is not installed."""
+        """Prepare the vocabulary; PipelineError if llguidance is not installed.
+
+        `backend`: the tokenizers library's tokenizer. `eos`: the tokens that end a text.
+        """
         try:
-            import llguidance  # noqa: F401
+            from castiron.pipelines.text import grammar_compiler
         except ModuleNotFoundError:
             raise PipelineError("structured output needs llguidance: pip install 'castiron-llm[structured]'") from None
-        from castiron.pipelines.text import grammar_compiler
-
         self._compiler, self._backend = grammar_compiler, backend
-        # A vocabulary without an end gets one that no model emits.
+        # llguidance needs an end token: add one that no model emits if there is none.
         self.tokens = vocabulary.tokens if eos else [*vocabulary.tokens, b""]
         self.eos = tuple(eos) or (len(vocabulary.tokens),)
         self.special = vocabulary.special
@@ -189,42 +175,29 @@ class Grammars:
     def _index(self) -> Any:
         return self._compiler.make_index(self.tokens, self.special, self.eos, self.encode)
 
-    @cached_property
-    def _continuing_backend(self):
-        """The tokenizer without the space that some add before a text, because a text here
-        continues another."""
-        backend = self._backend
-        parts = json.dumps([described(backend.normalizer), described(backend.pre_tokenizer)])
-        if not re.search(r'"Prepend"|"prepend_scheme": "(always|first)"|"add_prefix_space": true', parts):
-            return backend
-        from tokenizers import Tokenizer
-
-        text = backend.to_str()
-        text = re.sub(r'("prepend_scheme": ?)"(?:always|first)"', r'\1"never"', text)
-        text = re.sub(r'("add_prefix_space": ?)true', r"\1false", text)
-        return Tokenizer.from_str(json.dumps(_without_prepend(json.loads(text))))
-
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text that continues another; their bytes are exactly its bytes."""
-        ids = self._continuing_backend.encode(text, add_special_tokens=False).ids
-        if b"".join(self.tokens[i] for i in ids) == text.encode():
-            return ids
+        """Return the ids of a text that continues another text."""
+        ids_of = lambda text: self._backend.encode(text, add_special_tokens=False).ids
+        # Some tokenizers add a space before a text. Then encode it after a short other text.
+        for before in ("", *PRECEDING):
+            ids = ids_of(before + text)[len(ids_of(before)) :]
+            if b"".join(self.tokens[i] for i in ids) == text.encode():
+                return ids
         return self._index.greedy_tokenize(text)
 
     def compile(
         self, *, json_schema: Mapping[str, Any] | bool | None = None, regex: str | None = None, grammar: str | None = None,
         tools: Mapping[str, Any] | None = None, compact_json: bool = False,
     ) -> Grammar:  # fmt: skip
-        """Compile one of: a JSON schema, a regular expression for the complete text, a grammar
-        (Lark or GBNF), or tool calls, as `Tools.grammar` describes them. `compact_json`: without
-        spaces.
+        """Compile one grammar for a complete text.
 
-        GrammarError, which names the keyword or the limit, for one that is not supported.
+        `grammar` is Lark or GBNF, `tools` the result of `Tools.grammar`. `compact_json`: JSON
+        without spaces. Raises GrammarError, which names the unsupported keyword or exceeded limit.
         """
         given = {"json_schema": json_schema, "regex": regex, "grammar": grammar, "tools": tools}
         kinds = [kind for kind, value in given.items() if value is not None]
         if len(kinds) != 1:
-            raise PipelineError("give one of json_schema, regex and grammar")
+            raise PipelineError(f"{len(kinds)} grammars are given; give one of json_schema, regex and grammar")
         kind = kinds[0]
         try:
             text = json.dumps(given[kind])
@@ -235,19 +208,17 @@ class Grammars:
             raise GrammarError(kind, f"too complex: {error}; simplify it") from None
         except RecursionError:
             raise GrammarError(kind, "it nests too deep") from None
-        # A grammar that fits in the child process's stack fits in this stack, which is twice as
-        # large.
+        # This stack is twice as large as the child process's, on which the grammar compiled.
         matcher = run_on_large_stack(self._compiler.make_matcher, self._index, definition)
         if matcher.is_error():
             raise GrammarError(kind, matcher.get_error())
         return Grammar(self, matcher, BASE_BYTES + BYTES_EACH * len(definition), calls=kind == "tools")
 
     async def compile_async(self, **given: Any) -> Grammar:
-        """Run `compile` outside the event loop and its threads; cancelling it kills the child
-        process."""
+        """Run `compile` in a thread of its own; cancelling it kills the child process."""
         queued = self._thread.submit(self.compile, **given)
         work = asyncio.wrap_future(queued)
-        # Retrieved, so that asyncio does not log the error of a cancelled request.
+        # Read the exception, so that asyncio does not log the error of a cancelled request.
         work.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             await asyncio.wait([work])
@@ -267,14 +238,3 @@ class Grammars:
             return self._child.call(self._compiler.compile_definition, kind, text, compact)
         except PipelineError as error:
             raise GrammarError(kind, str(error)) from None
-
-
-def _without_prepend(value: Any) -> Any:
-    """Return a tokenizer's JSON without normalizers that put something before the text."""
-    if isinstance(value, list):
-        return [_without_prepend(each) for each in value if not (isinstance(each, dict) and each.get("type") == "Prepend")]
-    if isinstance(value, dict):
-        if value.get("type") == "Prepend":
-            return None
-        return {name: _without_prepend(each) if name in ("normalizer", "normalizers") else each for name, each in value.items()}
-    return value

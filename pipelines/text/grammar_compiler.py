@@ -1,5 +1,4 @@
-"""Convert JSON schemas, regular expressions and grammars to llguidance's form, and run them once,
-in a child process.
+"""Convert grammars to llguidance's form and try each of them, in a child process.
 
 llguidance overflows its stack, or takes minutes, on some grammars of a few kilobytes.
 """
@@ -8,10 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import llguidance
+from llguidance.gbnf_to_lark import any_to_lark
+
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.text.special_tokens import strings_of
 from castiron.pipelines.text.tool_formats import OPTIONS, ToolGrammar
 
 # Max states of a text's lexer, which take 1 to 2 kB each.
@@ -20,8 +23,7 @@ MAX_STATES = 25_000
 # 10 ms (or 0.4 s for a long text that the grammar forces), during which other requests wait. An
 # enumeration of 20,000 values takes less.
 FIRST_FUEL, STEP_FUEL = 400_000, 50_000
-# Terminals that contain each other: llguidance's work at a token grows with the cube of their
-# depth.
+# Max nesting of terminals, because llguidance's work at a token grows with the cube of the depth.
 MAX_TERMINAL_DEPTH = 200
 # Keywords that don't constrain values.
 ANNOTATIONS = ("description", "title", "examples", "default", "$comment", "$schema", "$id")
@@ -43,31 +45,27 @@ ERRORS = (
 
 
 class Compiler:
-    """llguidance's index of a vocabulary, and the conversions over it."""
+    """Converts grammars for one vocabulary, and tries each with llguidance."""
 
     def __init__(self, tokens: Sequence[bytes], special: Sequence[int], eos: Sequence[int], marks: Mapping[str, int]):
-        """`marks`: the ids of special tokens by name."""
+        """Index a vocabulary; `marks`: the ids of special tokens by name."""
         self.marks = marks
         self.index = make_index(tokens, special, eos, lambda text: self.index.greedy_tokenize(text))
         # Some vocabularies lack the bytes of rare characters.
         self.bytes = frozenset(b"".join(tokens[i] for i in set(range(len(tokens))).difference(special)))
 
     def compile(self, kind: str, value: Any, compact: bool) -> str:
-        """Return `value` in llguidance's form; PipelineError if it is not supported or no token of
-        the model fits."""
+        """Return `value` in llguidance's form; PipelineError if unsupported or if no token fits."""
         definition = self.definition(kind, value, compact)
         matcher = make_matcher(self.index, definition)
         if matcher.is_error():
             raise PipelineError(_message(kind, matcher.get_error()))
-        # The work before the first token, which is done only now.
+        # Do the work before the first token now, because it may exceed a limit.
         matcher.compute_ff_tokens()
         matcher.compute_bitmask()
         return definition
 
     def definition(self, kind: str, value: Any, compact: bool) -> str:
-        import llguidance
-        from llguidance.gbnf_to_lark import any_to_lark
-
         matcher = llguidance.LLMatcher
         if kind == "regex":
             return matcher.grammar_from_regex(value)
@@ -91,11 +89,11 @@ class Compiler:
             raise PipelineError(_message(kind, str(error))) from None
 
     def checked_schema(self, schema: Any) -> Any:
-        for character in dict.fromkeys("".join(strings_of(schema))):
+        for character in dict.fromkeys("".join(strings_of(schema, ANNOTATIONS))):
             if not self.bytes.issuperset(character.encode("utf-8", "replace")):
-                raise PipelineError(f"this model's vocabulary has no bytes for {character!r}")
+                raise PipelineError(f"this model's vocabulary has no bytes for {character!r}; remove it from the schema")
         if isinstance(schema, bool):
-            # The two schemas that are not objects: everything, and nothing.
+            # The schema true allows every value, false none.
             return {} if schema else {"enum": []}
         return without_noops(schema)
 
@@ -104,21 +102,18 @@ _compiler: Compiler
 
 
 def start(tokens: Sequence[str], *more: Any) -> None:
-    """Prepare this process for `compile_definition` over a vocabulary. Arguments: those of
-    `Compiler`, with tokens in Latin-1."""
+    """Prepare this process for `compile_definition`; arguments of `Compiler`, tokens in Latin-1."""
     global _compiler
     _compiler = Compiler([token.encode("latin-1") for token in tokens], *more)
 
 
 def compile_definition(kind: str, value: str, compact: bool) -> str:
-    """Return `Compiler.compile` of `value`, which is in JSON, in the child process."""
+    """Run `Compiler.compile` of `value`, a JSON text, in the child process."""
     return _compiler.compile(kind, json.loads(value), compact)
 
 
 def make_index(tokens: Sequence[bytes], special: Sequence[int], eos: Sequence[int], encode: Callable[[str], list[int]]) -> Any:
-    """Return llguidance's index of a vocabulary; takes 0.25 s for 49,152 tokens. `encode`: returns the
-    ids of a text."""
-    import llguidance
+    """Return llguidance's index of a vocabulary; `encode` returns the ids of a text."""
 
     class Source:
         eos_token_id, bos_token_id = eos[0], None
@@ -131,8 +126,6 @@ def make_index(tokens: Sequence[bytes], special: Sequence[int], eos: Sequence[in
 
 
 def make_matcher(index: Any, definition: str) -> Any:
-    import llguidance
-
     limits = llguidance.LLParserLimits(max_lexer_states=MAX_STATES, initial_lexer_fuel=FIRST_FUEL, step_lexer_fuel=STEP_FUEL)
     return llguidance.LLMatcher(index, definition, log_level=0, limits=limits)
 
@@ -171,32 +164,18 @@ def without_noops(schema: Any) -> Any:
     return found
 
 
-def strings_of(schema: Any) -> Iterator[str]:
-    """Yield every string of a schema that a value may have to contain."""
-    if isinstance(schema, str):
-        yield schema
-    elif isinstance(schema, list):
-        for each in schema:
-            yield from strings_of(each)
-    elif isinstance(schema, Mapping):
-        for name, each in schema.items():
-            if name not in ANNOTATIONS:
-                yield name
-                yield from strings_of(each)
-
-
 def json_options(compact: bool) -> dict[str, Any]:
-    """Return llguidance's options for JSON. They allow one way to write space, because a model may
-    otherwise write space without end.
+    """Return llguidance's options for JSON.
 
-    Models are trained on `", "` and `": "`: they give fewer right answers in compact JSON.
+    They allow only one form of white space, because a model may otherwise repeat it without end.
     """
+    # Models are trained on ", " and ": ", and give fewer right answers in compact JSON.
     item, key = (",", ":") if compact else (", ", ": ")
     return {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
 
 
 def _message(kind: str, error: str) -> str:
-    """Return llguidance's error in one line, in words that a user of `kind` knows."""
+    """Return one line for llguidance's error, in terms that a user of `kind` knows."""
     for pattern, message in ERRORS if kind == "json_schema" else ():
         if found := re.search(pattern, error):
             return message.format(*(group.strip() for group in found.groups()))

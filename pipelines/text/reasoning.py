@@ -1,10 +1,9 @@
-"""The reasoning of a model, between marks such as <think> and </think>, separated from its answer
-as the text comes."""
+"""Separate a model's reasoning, between marks such as <think> and </think>, from its answer."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 # End marks of chat templates and tokenizers: </think>, [/THINK], </seed:think>, <|END_THINKING|>.
 # The start mark is the same without the slash, or with START for END.
@@ -18,8 +17,7 @@ class Reasoning(str):
 
 
 def marks_of(template: str, tokens: Iterable[str]) -> Marks:
-    """Return pairs of start and end marks: of `template` first, then of the vocabulary's added
-    `tokens`, without duplicates."""
+    """Return pairs of start and end marks: those in `template`, then those among added `tokens`."""
     ends = dict.fromkeys([*_END.findall(template), *(token for token in tokens if _END.fullmatch(token))])
     return tuple((_start_of(end), end) for end in ends)
 
@@ -31,82 +29,78 @@ def _start_of(end: str) -> str:
 class ReasoningSplitter:
     """Separates the reasoning at the start of a text from the answer after it.
 
-    Pieces go in, and come out as `Reasoning` and str as soon as they are final: only a possible
-    mark, and space next to one, is held back. Later marks are part of the answer, which may be
-    about them.
+    Methods return pieces, `Reasoning` or str, as soon as they are final: only a possible mark, and
+    space next to one, is held back. Marks inside the answer are part of the answer.
     """
 
     def __init__(self, marks: Marks, prompt: str = ""):
-        """`prompt`: what the text follows; it may end in a start mark."""
+        """Expect reasoning first if `prompt`, the text before, ends in a start mark."""
         self.marks = marks
         # End marks to look for in reasoning. A start mark counts only before the first word.
         self._ends = tuple(end for start, end in marks if prompt.rstrip().endswith(start))
-        self._started = bool(self._ends)
+        self.reasoning, self.done = bool(self._ends), False
         self._pending = ""
-        # Whether the current part is only space so far.
+        # Whether to leave out space, because the reasoning or the answer after it has no word yet.
         self._blank = True
-        self.reasoning = self._started
-        self.done = False
 
     def add(self, more: str) -> list[str]:
-        """Return the pieces that are final with `more`."""
+        """Append `more` to the text; return the pieces that are now final."""
         self._pending += more
         pieces: list[str] = []
-        while self._step(pieces):
-            pass
+        if not (self.reasoning or self.done):
+            self._start()
+        if self.reasoning:
+            text = self._pending.lstrip() if self._blank else self._pending
+            certain, end, rest = split_at_mark(text, self._ends)
+            # Hold back space, because the end mark may follow it.
+            words = certain.rstrip()
+            if words:
+                pieces.append(Reasoning(words))
+                self._blank = False
+            self._pending = rest if end else text[len(words) :]
+            if end:
+                self.reasoning, self.done, self._blank = False, True, True
+        if self.done:
+            text, self._pending = self._pending.lstrip() if self._blank else self._pending, ""
+            if text:
+                pieces.append(text)
+                self._blank = False
         return pieces
 
     def finish(self) -> list[str]:
-        """Return what was held back, at the end of the text."""
+        """End the text; return the pieces that were held back."""
         text, self._pending = self._pending, ""
         if self.reasoning:
-            text = text.strip() if self._blank else text.rstrip()
-            return [Reasoning(text)] if text else []
+            text = Reasoning(text.strip() if self._blank else text.rstrip())
         return [text] if text else []
 
-    def _step(self, pieces: list[str]) -> bool:
-        """Append final text to `pieces`; return whether the caller must call this again."""
-        if self.reasoning:
-            return self._step_reasoning(pieces)
-        if self.done:
-            # After reasoning an answer starts with its first word.
-            text = self._pending.lstrip() if self._blank and self._started else self._pending
-            self._blank = self._blank and not text
-            self._pending = ""
-            if text:
-                pieces.append(text)
-            return False
+    def _start(self) -> None:
+        """Decide whether the text starts with reasoning, once that is certain."""
         text = self._pending.lstrip()
         for start, end in self.marks:
             if text.startswith(start):
-                self._ends, self.reasoning, self._started = (end,), True, True
-                self._pending = text[len(start) :]
-                return True
+                self._ends, self.reasoning, self._pending = (end,), True, text[len(start) :]
+                return
         if not any(start.startswith(text) for start, _ in self.marks):
-            self.done = True
-            return True
-        return False
-
-    def _step_reasoning(self, pieces: list[str]) -> bool:
-        text = self._pending.lstrip() if self._blank else self._pending
-        found = min((at for end in self._ends if (at := text.find(end)) >= 0), default=-1)
-        certain = found if found >= 0 else min(prefix_start(text, end) for end in self._ends)
-        # Space may stand before the mark.
-        words = text[:certain].rstrip()
-        if words:
-            pieces.append(Reasoning(words))
-            self._blank = False
-        self._pending = text[len(words) :]
-        if found < 0:
-            return False
-        end = next(end for end in self._ends if text.startswith(end, found))
-        self.reasoning, self.done, self._blank = False, True, True
-        self._pending = text[found + len(end) :]
-        return True
+            self.done, self._blank = True, False
 
 
-def prefix_start(text: str, string: str) -> int:
-    """Return where the longest proper prefix of `string` starts that `text` ends in; the length of
-    `text` if there is none."""
-    starts = range(max(0, len(text) - len(string) + 1), len(text))
-    return next((start for start in starts if string.startswith(text[start:])), len(text))
+def split_at_mark(text: str, marks: Collection[str], final: bool = False) -> tuple[str, str, str]:
+    """Return the text before the first mark, the mark, and the text after it.
+
+    Without a mark: the text that is certain not to be part of one, "", and the rest of the text.
+    `final`: no text follows, so all of it is certain.
+    """
+    found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
+    start, mark = min(found, key=lambda one: one[0], default=(len(text), ""))
+    # A mark that starts before the one found may still be completed.
+    certain = min((_prefix_start(text, mark) for mark in marks if not final), default=len(text))
+    if certain < start:
+        return text[:certain], "", text[certain:]
+    return text[:start], mark, text[start + len(mark) :]
+
+
+def _prefix_start(text: str, mark: str) -> int:
+    """Return the start of the longest end of `text` that may begin `mark`; len(text) if none."""
+    starts = range(max(0, len(text) - len(mark) + 1), len(text))
+    return next((start for start in starts if mark.startswith(text[start:])), len(text))

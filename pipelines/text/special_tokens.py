@@ -1,9 +1,9 @@
-"""Special tokens that a message spells stay text, so that a message can't open or end a turn.
+"""Safe encoding of messages: text in a message that spells a special token stays text.
 
-A message that spells `<|im_end|>` gets a break in it before the template renders it: a character
-that no message contains. In the rendered text, only a spelling without a break is a special token.
-So a template may cut, join and quote messages, and a spelling that results from that stays text
-too.
+So a message can't open or end a turn with a spelling such as `<|im_end|>`. Before the template
+renders a message, each spelling in it gets a break: a character that no message contains. In the
+rendered text only a spelling without a break is a special token. This also holds if the template
+cuts, joins or quotes messages.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from typing import Any
 
 from castiron.pipelines.errors import PipelineError
 
-# Private use characters: no language has them.
+# Characters to choose the break from: private use characters, which no language has.
 BREAKS = range(0xE000, 0xF900)
-# Fields of an assistant's message that the model wrote.
+# Fields of an assistant's message that contain text of the model.
 ANSWERS = ("content", "reasoning_content")
-# Depth of the expression that finds spellings: few share longer prefixes.
+# Max depth of the regular expression that finds spellings: few spellings share longer prefixes.
 DEEPEST = 60
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer, and other tokens that its chat template writes as marks."""
+    """The special tokens of a tokenizer, and other tokens that its template writes as marks."""
 
     def __init__(self, tokenizer: Any, template: str, answers: Collection[str] = ()):
-        """`answers`: marks that a model writes in its answers, such as <think>: templates look for
-        them in an assistant's message."""
+        """`answers`: marks, such as <think>, that templates look for in assistants' messages."""
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder().values()
         self._added = {str(token.content): token.special for token in added if token.content}
@@ -47,30 +46,29 @@ class SpecialTokens:
         self._answers = answers
 
     def broken(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-        """Return a template's variables with a break in each spelling of a special token, or part
-        of a spelling at an end of a text; and the break, "" if none was needed. PipelineError for
-        values that nest too deep."""
+        """Return a template's variables with breaks in spellings of special tokens, and the break.
+
+        A part of a spelling at an end of a text gets one too. The break is "" if none is needed.
+        PipelineError for values that nest too deep.
+        """
         try:
-            return self._broken(given)
+            strings = list(strings_of(given))
+            if not any(self._everywhere.breaks(text) for text in strings if not self._ends.isdisjoint(text)):
+                return dict(given), ""
+            # The break must not be in a message, not even as an escape in JSON.
+            joined = "".join(strings).lower()
+            mark = next((c for c in map(chr, BREAKS) if c not in joined and f"u{ord(c):04x}" not in joined), None)
+            if mark is None:
+                raise PipelineError("the messages contain every character of Unicode's private use area; leave one out")
+            return self._parted(given, mark, self._everywhere), mark
         except RecursionError:
             raise PipelineError("the messages nest values too deep for a chat template; send them as text") from None
 
-    def _broken(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-        texts = [text for text in _strings(given) if not self._ends.isdisjoint(text)]
-        if not any(self._everywhere.breaks(text) for text in texts):
-            return dict(given), ""
-        # Also in JSON's escapes.
-        joined = "".join(_strings(given)).lower()
-        mark = next((c for c in map(chr, BREAKS) if c not in joined and f"u{ord(c):04x}" not in joined), None)
-        if mark is None:
-            raise PipelineError("the messages contain every character of Unicode's private use area; leave one out")
-        return self._parted(given, mark, self._everywhere), mark
-
     def sanitised(self, text: str, mark: str) -> tuple[Any, str]:
-        """Return a tokenizer and the text that it has to encode for a rendered text.
+        """Return a tokenizer, and the text that it has to encode instead of the rendered `text`.
 
-        Spellings with the break `mark` in them are text, and so are those that only normalisation
-        produces, such as full-width letters.
+        Spellings with the break `mark` become text, and so do those that only normalisation
+        produces, such as from full-width letters.
         """
         if not mark and not self._normalised:
             return self._tokenizer, text
@@ -146,22 +144,22 @@ class SpecialTokens:
 
 
 class Spellings:
-    """A search for spellings of special tokens, and for parts of them at the ends of a text.
-
-    It ignores case, because a template may change the case.
-    """
+    """A search for spellings of special tokens, in any case, and parts of them at a text's ends."""
 
     def __init__(self, words: Collection[str]):
         low = {word.lower() for word in words}
-        # They may overlap.
+        # A lookahead, because spellings may overlap.
         self._each = re.compile(f"(?={_any_of(low)})")
         parts = lambda cut: {part for word in low for n in range(1, len(word)) if _is_mark(part := cut(word, n), 1)}
         self._begun, self._ended = parts(lambda word, n: word[:n]), parts(lambda word, n: word[n:])
         self._longest = max(map(len, low), default=0)
 
     def breaks(self, text: str) -> list[int]:
-        """Return where to break `text`, ascending: after the first character of each spelling, and
-        at an end of the text where the template may complete a part of a spelling."""
+        """Return the indexes at which `text` needs a break, ascending.
+
+        They are after the first character of each spelling, and at an end of the text where the
+        template may complete a part of a spelling.
+        """
         low = text.lower()
         if len(low) != len(text):
             low = "".join(c.lower() if len(c.lower()) == 1 else c for c in text)
@@ -175,7 +173,7 @@ class Spellings:
 
 
 def _is_mark(word: str, min_length: int = 2) -> bool:
-    """Return whether `word` is a mark; a plain word is not, because it may be a role's name."""
+    """Return whether `word` is a mark and not a plain word, which may be the name of a role."""
     return len(word) >= min_length and not word.isspace() and not word.isalnum()
 
 
@@ -184,7 +182,7 @@ def _is_bracketed(word: str) -> bool:
 
 
 def _any_of(words: Collection[str], depth: int = 0) -> str:
-    """Return an expression that matches the longest of these words, and reads each character once."""
+    """Return a regular expression for the longest of `words`, which reads each character once."""
     if len(words) == 1 or depth == DEEPEST:
         return f"(?:{'|'.join(map(re.escape, sorted(words, key=len, reverse=True)))})"
     following: dict[str, list[str]] = {}
@@ -197,14 +195,15 @@ def _any_of(words: Collection[str], depth: int = 0) -> str:
     return f"(?:{'|'.join(parts)}){'?' if '' in words else ''}"
 
 
-def _strings(value: Any) -> Iterator[str]:
-    """Yield every string in `value`, keys included."""
+def strings_of(value: Any, skipped: Collection[str] = ()) -> Iterator[str]:
+    """Yield every string in a value, keys included, except the `skipped` keys and their values."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for key, each in value.items():
-            yield from _strings(key)
-            yield from _strings(each)
+            if key not in skipped:
+                yield from strings_of(key)
+                yield from strings_of(each, skipped)
     elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from _strings(each)
+            yield from strings_of(each, skipped)

@@ -1,4 +1,4 @@
-"""Turn a request's tokens into text as they come, separated from reasoning and tool calls."""
+"""Convert a request's tokens to text as they come, and separate reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from castiron.pipelines.engine.request import Event, Finished, Request, Token
-from castiron.pipelines.engine.sampling import REPEAT_WINDOW
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.text.reasoning import Reasoning, prefix_start
+from castiron.pipelines.text.reasoning import Reasoning, ReasoningSplitter, split_at_mark
 from castiron.pipelines.text.tokenizer import Detokeniser, Tokenizer
-from castiron.pipelines.text.tool_calls import Tools
+from castiron.pipelines.text.tool_calls import CallPart, Tools
 
 if TYPE_CHECKING:
     from castiron.pipelines.text.grammar import Grammar
-    from castiron.pipelines.text.tool_calls import CallPart
 
 
 @dataclass(frozen=True)
@@ -28,10 +26,7 @@ class TextToken(Token):
 
 @dataclass(frozen=True)
 class Delta(Event):
-    """More text that is final, and the tokens that it came from.
-
-    `reasoning`: what the model wrote before its answer; `calls`: pieces of tool calls.
-    """
+    """New text of the answer, reasoning and tool calls, and the tokens that they come from."""
 
     text: str = ""
     tokens: tuple[TextToken, ...] = ()
@@ -49,8 +44,7 @@ class Delta(Event):
 class StopStrings:
     """A filter that ends a text before the stop string that starts first.
 
-    It holds back only text that may be the start of a stop string. `self.met`: the stop string that
-    ended the text, None before.
+    It holds back only text that may start a stop string. `met`: the one that ended the text.
     """
 
     def __init__(self, strings: Collection[str]):
@@ -65,48 +59,20 @@ class StopStrings:
     def stopped(self) -> bool:
         return self.met is not None
 
-    def add(self, more: str) -> str:
-        """Add `more`; return the text that can no longer change."""
-        if self.stopped or not more:
-            return ""
-        if not self.strings:
-            return more
-        text = self._pending + more
-        cut, met = self._find(text)
-        # A stop string that starts before the one found may still be completed.
-        start = min(prefix_start(text, string) for string in self.strings)
-        if start < cut:
-            self._pending = text[start:]
-            return text[:start]
-        self.met, self._pending = met, ""
-        return text[:cut]
-
-    def finish(self) -> str:
-        """Return what was held back, at the end of the text."""
-        text, self._pending = self._pending, ""
+    def add(self, more: str, final: bool = False) -> str:
+        """Add `more`; return the text that can no longer change, with `final` all of it."""
         if self.stopped:
             return ""
-        cut, self.met = self._find(text)
-        return text[:cut]
-
-    def _find(self, text: str) -> tuple[int, str | None]:
-        """Return the start of the first stop string, and that string; the length of `text` and None
-        without one."""
-        found = [(at, string) for string in self.strings if (at := text.find(string)) >= 0]
-        return min(found, key=lambda one: one[0], default=(len(text), None))
+        text, met, self._pending = split_at_mark(self._pending + more, self.strings, final)
+        self.met = met or None
+        return text
 
 
 class TextOutput:
-    """An engine's Output that makes deltas, as soon as their text is final.
+    """An `Output` that converts tokens to `Delta`s as soon as their text is final.
 
-    `reasoning_tokens`: how many tokens were reasoning.
-
-    Args:
-        prompt: the ids that the text follows.
-        reasoning, tools: what to separate from the answer.
-
-    Raises:
-        PipelineError: a stop string is empty.
+    `prompt`: the ids that the text follows. `reasoning`, `tools`: what to separate from the answer.
+    `reasoning_tokens`: how many tokens were reasoning. PipelineError for an empty stop string.
     """
 
     def __init__(
@@ -116,18 +82,20 @@ class TextOutput:
         self.reasoning_tokens = 0
         self._detokeniser = Detokeniser(tokenizer)
         self._stops = StopStrings((stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings))
-        self._reasoning = tokenizer.reasoning_splitter(list(prompt)[-REPEAT_WINDOW:]) if reasoning else None
+        self._reasoning = (
+            ReasoningSplitter(tokenizer.marks, tokenizer.end_of(prompt)) if reasoning and tokenizer.marks else None
+        )
         if reasoning and tokenizer.tool_format and tokenizer.tool_format.kind == "harmony":
-            # Harmony's answers are messages to channels, with or without functions.
+            # Harmony (gpt-oss) writes every answer as messages to channels, even without functions.
             tools = tools or Tools(tokenizer.tool_format)
         self._calls = tools.reader() if tools else None
-        # Tokens whose text is not final; characters that are decoded, and those that were reported.
+        # Tokens whose text is not final; numbers of characters decoded and reported so far.
         self._pending: list[TextToken] = []
         self._decoded = self._reported = 0
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was met, or the only call that the text may have is complete."""
+        """Whether a stop string was met, or the only allowed call is complete."""
         return self._stops.stopped or bool(self._calls and self._calls.full)
 
     def add(self, token: Token) -> list[Event]:
@@ -145,9 +113,9 @@ class TextOutput:
         self._pending.append(TextToken(token.id, token.logprob, token.top, self._decoded))
 
     def _release(self, text: str, rest: bool = False) -> list[Event]:
-        """Add `text` and report what is final; with `rest`, at the end, also what was held back."""
+        """Add `text` and return the final events; with `rest`, at the end, also held-back text."""
         self._decoded += len(text)
-        final = self._stops.add(text) + (self._stops.finish() if rest else "")
+        final = self._stops.add(text, rest)
         self._reported += len(final)
         # Tokens whose text a stop string cut off are not reported.
         complete = rest and not self._stops.stopped
@@ -155,28 +123,24 @@ class TextOutput:
             return []
         tokens = tuple(token for token in self._pending if complete or token.offset < self._reported)
         self._pending = self._pending[len(tokens) :]
-        delta = self._without_calls(self._without_reasoning(Delta(final, tokens), rest), rest)
+        delta = self._separated(final, tokens, rest)
         return [delta] if delta.text or delta.reasoning or delta.calls or tokens else []
 
-    def _without_reasoning(self, delta: Delta, rest: bool) -> Delta:
-        if not self._reasoning:
-            return delta
-        before = self._reasoning.reasoning
-        pieces = self._reasoning.add(delta.text) + (self._reasoning.finish() if rest else [])
-        answer, reasoning = _separate(pieces)
-        if reasoning or before or self._reasoning.reasoning:
-            self.reasoning_tokens += len(delta.tokens)
-        return replace(delta, text=answer, reasoning=reasoning)
-
-    def _without_calls(self, delta: Delta, rest: bool) -> Delta:
-        if not self._calls:
-            return delta
-        pieces = self._calls.add(delta.text) + (self._calls.finish() if rest else [])
-        if any(isinstance(piece, Reasoning) for piece in pieces):
-            self.reasoning_tokens += len(delta.tokens)
-        answer, reasoning = _separate(piece for piece in pieces if isinstance(piece, str))
-        calls = tuple(piece for piece in pieces if not isinstance(piece, str))
-        return replace(delta, text=answer, reasoning=delta.reasoning + reasoning, calls=calls)
+    def _separated(self, text: str, tokens: tuple[TextToken, ...], rest: bool) -> Delta:
+        """Return a delta of `text`, with reasoning and tool calls apart from the answer."""
+        reasoning, calls, thinking = "", (), False
+        if self._reasoning:
+            thinking = self._reasoning.reasoning
+            pieces = self._reasoning.add(text) + (self._reasoning.finish() if rest else [])
+            text, reasoning = _separate(pieces)
+            thinking = thinking or self._reasoning.reasoning
+        if self._calls:
+            parts = self._calls.add(text) + (self._calls.finish() if rest else [])
+            text, more = _separate(part for part in parts if isinstance(part, str))
+            reasoning, calls = reasoning + more, tuple(part for part in parts if isinstance(part, CallPart))
+        if reasoning or thinking:
+            self.reasoning_tokens += len(tokens)
+        return Delta(text, tokens, reasoning, calls)
 
 
 def _separate(pieces: Iterable[str]) -> tuple[str, str]:
@@ -200,8 +164,7 @@ def text_request(
         options: of `Request`.
 
     Raises:
-        PipelineError: for the reasons of `Request`, and for stop strings or a grammar without a
-        tokenizer.
+        PipelineError: as `Request`, or for stop strings or a grammar without a tokenizer.
     """
     if tokenizer is None:
         if stop_strings or grammar:
@@ -210,8 +173,8 @@ def text_request(
         return Request(prompt, context, **options)
     constraint = None
     if grammar:
-        # Calls may be in a channel of their own.
+        # Harmony writes tool calls to another channel than answers, so they need other marks.
         marks = tokenizer.marks if grammar.calls else tokenizer.answer_marks
-        constraint = grammar.constraint(*((marks, tokenizer.end_of(list(prompt)[-REPEAT_WINDOW:])) if reasoning else ()))
+        constraint = grammar.constraint(marks, tokenizer.end_of(prompt)) if reasoning else grammar.constraint()
     output = TextOutput(tokenizer, prompt, stop_strings=stop_strings, reasoning=reasoning, tools=tools)
     return Request(prompt, context, constraint=constraint, output=output, **options)

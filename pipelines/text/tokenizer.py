@@ -1,4 +1,4 @@
-"""A bundle's tokenizer and chat template: text to token ids, and tokens back to text as they come."""
+"""A bundle's tokenizer and chat template, which convert text to token ids and back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.chat_template import check_variables, render
-from castiron.pipelines.text.reasoning import Marks, ReasoningSplitter, marks_of
+from castiron.pipelines.text.reasoning import Marks, marks_of
 from castiron.pipelines.text.special_tokens import SpecialTokens
 from castiron.pipelines.text.tool_formats import FORMATS, ToolFormat
 from castiron.pipelines.text.vocabulary import Vocabulary, read_vocabulary
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Texts of at least this many characters are encoded without blocking other threads.
 LONG = 20_000
-# Up to this many characters a text's tokens are always counted.
+# A text of at most this many characters is encoded before its length is checked.
 COUNTED = 100_000
 REPLACEMENT = "\ufffd"
 # Appended to the last message to find its end in the rendered text: private use characters.
@@ -34,32 +34,30 @@ PROMPT_END = 16
 
 
 def check_utf8(text: str, name: str = "the prompt") -> str:
-    """Return the text; PipelineError for lone surrogates, which a terminal in another encoding
-    sends."""
+    """Return the text; PipelineError for lone surrogates, as from a terminal that isn't UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise PipelineError(f"{name} is not valid UTF-8") from None
+        raise PipelineError(f"{name} is not valid UTF-8; encode it as UTF-8") from None
     return text
 
 
 @contextmanager
 def tokenizer_errors() -> Iterator[None]:
-    """Turn errors of the tokenizers library into PipelineError: it raises a bare Exception, or a
-    panic, which is not an Exception, for a text that a regular expression takes too long for."""
+    """Convert the tokenizers library's errors in the `with` body to PipelineError."""
     try:
         yield
     except BaseException as error:
+        # The library raises a bare Exception, or a panic, which is not an Exception.
         if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
-        raise PipelineError(f"the model's tokenizer does not take this text ({short(str(error))})") from None
+        raise PipelineError(f"the model's tokenizer fails on this text ({short(str(error))}); change the text") from None
 
 
 def encode_text(
     backend: tokenizers.Tokenizer, text: str, second: str | None = None, add_special_tokens: bool = True
 ) -> tokenizers.Encoding:
-    """Encode one text, or two together, without blocking other threads; PipelineError if the
-    library fails."""
+    """Encode one text, or two together; PipelineError if the library fails."""
     with tokenizer_errors():
         if len(text) > LONG and second is None:
             # For a single text the library holds Python's lock until it is done.
@@ -72,13 +70,10 @@ class Tokenizer:
 
     Args:
         backend: a tokenizer of the tokenizers library.
-        template_args: values of the template's variables, unless a call gives others.
-        vocabulary: reads the bundle's; by default it is computed from `backend`.
+        template_args: default values of the template's variables; PipelineError for unknown ones.
+        vocabulary: reads the bundle's vocabulary; by default it is computed from `backend`.
         tool_format: how the template writes calls of functions.
-        parse_special: special tokens in messages are special tokens, and not text.
-
-    Raises:
-        PipelineError: the template does not read a variable of `template_args`.
+        parse_special: whether special tokens in messages become tokens instead of text.
     """
 
     def __init__(
@@ -87,7 +82,7 @@ class Tokenizer:
         tool_format: ToolFormat | None = None, parse_special: bool = False,
     ):  # fmt: skip
         self.backend, self.chat_template, self.bos, self.eos = backend, chat_template, bos, tuple(eos)
-        # The file may have the padding and truncation of its training.
+        # The file may have the padding and truncation that were used for training.
         backend.no_truncation()
         backend.no_padding()
         self.template_args, self.tool_format, self.parse_special = dict(template_args or {}), tool_format, parse_special
@@ -97,7 +92,7 @@ class Tokenizer:
         self.marks = marks_of(chat_template or "", (str(token.content) for token in added.values()))
         tool_marks = (tool_format.begin, tool_format.end, *tool_format.marks) if tool_format else ()
         shown = {mark for marks in (*self.marks, tool_marks) for mark in marks}
-        # Special tokens are no text, apart from those around reasoning and tool calls.
+        # `decode` leaves out special tokens, except the marks of reasoning and tool calls.
         self._silent = frozenset(n for n, token in added.items() if token.special and str(token.content) not in shown)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -105,8 +100,7 @@ class Tokenizer:
         return encode_text(self.backend, check_utf8(text), add_special_tokens=add_special_tokens).ids
 
     def offsets(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return the character at which each token of a prompt starts, in the text itself or, for
-        ids, in the decoded text."""
+        """Return the character at which each token of a prompt, text or ids, starts in its text."""
         found, end = [], 0
         if not isinstance(prompt, str):
             detokeniser = Detokeniser(self)
@@ -122,24 +116,26 @@ class Tokenizer:
         return found
 
     def encode_chat(self, messages: Sequence[Mapping], **variables) -> list[int]:
-        """Return the ids of `messages` ({"role", "content"} each) in the chat template;
-        PipelineError if there is none."""
+        """Return the ids of `messages`, {"role", "content"} each, in the chat template."""
         return self._encode_rendered(*self._render_broken(messages, variables))
 
     def encode_unfinished_chat(self, messages: Sequence[Mapping], **variables) -> list[int]:
-        """Return the ids of `messages` up to the end of the last one's content, which the model
-        continues; PipelineError if the template does not show it."""
+        """Return the ids of `messages` up to the end of the last one, which the model continues.
+
+        Raises PipelineError if the template does not write the last message.
+        """
         *before, last = messages
         unfinished = [*before, {**last, "content": last["content"] + CUT}]
         rendered, mark = self._render_broken(unfinished, {**variables, "add_generation_prompt": False})
         text, found, _ = rendered.partition(CUT)
         if not found:
-            raise PipelineError("this model's chat template does not show the last message, so it cannot be continued")
+            raise PipelineError(
+                "this model's chat template leaves out the last message, so it cannot be continued; ask for a new answer"
+            )
         return self._encode_rendered(text, mark)
 
     def _render_broken(self, messages: Sequence[Mapping], variables: Mapping) -> tuple[str, str]:
-        """Return the template's text of `messages`, and the break in its spellings of special
-        tokens that are text."""
+        """Return the rendered text of `messages`, and the break of `SpecialTokens.broken` in it."""
         given, mark = {"messages": list(messages), **self.template_args, **variables}, ""
         if self.chat_template is not None and not self.parse_special:
             given, mark = self.special_tokens.broken(given)
@@ -152,7 +148,7 @@ class Tokenizer:
         return encode_text(*self.special_tokens.sanitised(check_utf8(text), mark), add_special_tokens=False).ids
 
     def render_chat(self, messages: Sequence[Mapping], **variables) -> str:
-        """Return the text whose ids `encode_chat` gives."""
+        """Return the text whose ids `encode_chat` returns."""
         return self._render(messages, **(self.template_args | variables))
 
     def _render(self, messages: Sequence[Mapping], **variables) -> str:
@@ -164,22 +160,17 @@ class Tokenizer:
 
     @cached_property
     def special_tokens(self) -> SpecialTokens:
-        """The special tokens of the template's text; made when messages are first encoded."""
+        """The special tokens that text in messages must not produce."""
         form, answers = self.tool_format, {mark for pair in self.marks for mark in pair}
-        # Harmony's marks open turns too.
+        # An assistant's message may contain the marks of calls, except Harmony's, which open turns.
         if form and form.name != "harmony":
             answers |= {form.begin, form.end, *form.marks}
         return SpecialTokens(self.backend, self.chat_template or "", answers)
 
-    def reasoning_splitter(self, prompt: Sequence[int]) -> ReasoningSplitter | None:
-        """Return a splitter that separates reasoning from the answer; None for a model without
-        reasoning marks. The reasoning may have started at the end of `prompt`."""
-        return ReasoningSplitter(self.marks, self.end_of(prompt)) if self.marks else None
-
-    def end_of(self, prompt: Sequence[int]) -> str:
+    def end_of(self, prompt: Iterable[int]) -> str:
         """Return the text of a prompt's last tokens, special ones included."""
         with tokenizer_errors():
-            return self.backend.decode(list(prompt[-PROMPT_END:]), skip_special_tokens=False)
+            return self.backend.decode([*prompt][-PROMPT_END:], skip_special_tokens=False)
 
     @property
     def answer_marks(self) -> Marks:
@@ -193,7 +184,7 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest entry in the vocabulary."""
+        """The length in characters of the longest entry in the vocabulary."""
         return max(map(len, self.backend.get_vocab()))
 
     @cached_property
@@ -205,8 +196,10 @@ class Tokenizer:
         return Grammars(self.backend, read(), self.eos)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of `tokens`, without special tokens other than the marks of reasoning and
-        tool calls."""
+        """Return the text of `tokens`.
+
+        Special tokens are left out, except the marks of reasoning and tool calls.
+        """
         with tokenizer_errors():
             return self.backend.decode([token for token in tokens if token not in self._silent], skip_special_tokens=False)
 
@@ -214,11 +207,10 @@ class Tokenizer:
 def load_tokenizer(
     bundle: Bundle | Path | str, template_args: Mapping[str, object] | None = None, parse_special: bool = False
 ) -> Tokenizer:
-    """Return the tokenizer of a bundle; PipelineError if it has none, if its file is not a
-    tokenizer, or for the reasons of `Tokenizer`."""
+    """Return the tokenizer of a bundle; PipelineError if it has none or an invalid one."""
     bundle = open_bundle(bundle)
     if bundle.tokenizer is None:
-        raise PipelineError(f"{bundle.path} has no tokenizer, because its checkpoint had none: give token ids with --tokens")
+        raise PipelineError(f"{bundle.path} has no tokenizer, because its checkpoint had none; give token ids with --tokens")
     from tokenizers import Tokenizer as Backend
 
     try:
@@ -235,20 +227,18 @@ def load_tokenizer(
 class Detokeniser:
     """A streaming detokenizer, whose pieces of text never end inside a character.
 
-    The texts that `add` and, at the end, `finish` return join to the text of all tokens decoded at
-    once. New tokens are decoded together with those before them, because a decoder may treat the
-    first token of a text differently.
+    New tokens are decoded together with those before them, because a decoder may treat the first
+    token of a text differently.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         self.tokens: list[int] = []
-        # tokens[start:done] are returned, tokens[done:] wait for the rest of a character.
+        # The text of tokens[start:done] was returned; tokens[done:] end inside a character.
         self.start = self.done = 0
 
     def add(self, token: int) -> str:
-        """Return the text that is final with this token; empty while a character is incomplete and
-        for a special token."""
+        """Return the text that is final with this token; empty while a character is incomplete."""
         self.tokens.append(token)
         returned, text = self._decode(self.done), self._decode(None)
         if len(text) <= len(returned) or text.endswith(REPLACEMENT):
@@ -257,7 +247,7 @@ class Detokeniser:
         return text[len(returned) :]
 
     def finish(self) -> str:
-        """Return an incomplete character at the end of the text as a replacement character."""
+        """Return an incomplete character at the end of the text, as a replacement character."""
         rest = self._decode(None)[len(self._decode(self.done)) :]
         self.start = self.done = len(self.tokens)
         return rest

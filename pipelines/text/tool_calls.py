@@ -1,4 +1,4 @@
-"""Tool calls, separated from the text of an answer as it comes."""
+"""Separate tool calls from the text of an answer as it comes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from castiron.pipelines.text.reasoning import Reasoning, prefix_start
+from castiron.pipelines.text.reasoning import Reasoning, split_at_mark
 from castiron.pipelines.text.tool_formats import HARMONY_MARKS, ToolFormat, read
 
 # Matches a call up to its arguments, in formats whose JSON can be passed on in pieces.
@@ -19,7 +19,7 @@ HEADS = {"json": JSON_HEAD, "list": JSON_HEAD, "named": re.compile(r"\s*([\w.-]+
 class CallPart:
     """A piece of call number `index` in a text.
 
-    The first piece of a call has the function's `name`; the `arguments` of all pieces join to JSON.
+    The first piece has the function's `name`; the `arguments` of all pieces join to JSON.
     """
 
     index: int
@@ -34,7 +34,7 @@ Piece = str | CallPart
 class Tools:
     """Functions that a model may call, in the format of its template.
 
-    schemas: JSON schemas of their parameters, by name. single: the text ends after the first call.
+    `schemas`: JSON schemas of their parameters, by name. `single`: the first call ends the text.
     """
 
     form: ToolFormat
@@ -42,8 +42,7 @@ class Tools:
     single: bool = False
 
     def grammar(self, schemas: Mapping[str, Any], *, answer: Any = None, free: bool = False) -> dict[str, Any]:
-        """Return the argument `tools` of `Grammars.compile` for a text of calls to the functions in
-        `schemas`; `answer` and `free` as in `ToolGrammar.text`."""
+        """Return the argument `tools` of `Grammars.compile`; options as of `ToolGrammar.text`."""
         return {"form": self.form.name, "schemas": dict(schemas), "parallel": not self.single, "answer": answer, "free": free}
 
     def reader(self) -> Calls | Harmony:
@@ -53,14 +52,14 @@ class Tools:
 class Calls:
     """A reader that separates tool calls from the text of an answer.
 
-    It holds back text that may be the start of a call, and passes it on unchanged if it is not.
+    It holds back only text that may be the start of a call.
     """
 
     def __init__(self, tools: Tools):
         self.tools, self.form = tools, tools.form
         self.count = 0
         self._pending = ""
-        # What followed the start mark of calls, and how much of it has been passed on.
+        # The text after the start mark of calls, and how many characters of it were passed on.
         self._payload: str | None = None
         self._done = 0
         self._value: _JsonObject | None = None
@@ -72,7 +71,7 @@ class Calls:
         return self.tools.single and self.count > 0 and self._value is None and (self._payload is None or not self.form.end)
 
     def add(self, more: str) -> list[Piece]:
-        """Return the pieces that are final with `more`."""
+        """Append `more` to the text; return the pieces that are now final."""
         self._pending += more
         pieces: list[Piece] = []
         while self._step(pieces):
@@ -96,20 +95,19 @@ class Calls:
             return self._step_payload(pieces)
         if not self.form.begin:
             return self._step_without_mark(pieces)
-        before, found, rest = self._pending.partition(self.form.begin)
+        certain, mark, rest = split_at_mark(self._pending, [self.form.begin])
         # Space before and between calls is not part of the answer.
-        certain = before if found else self._pending[: prefix_start(self._pending, self.form.begin)]
         words = certain.rstrip()
         if words:
             pieces.append(words)
-        if not found:
+        if not mark:
             self._pending = self._pending[len(words) :]
             return False
         self._pending, self._payload, self._done = rest, "", 0
         return True
 
     def _step_without_mark(self, pieces: list[Piece]) -> bool:
-        """Step in a format without a start mark: a text that starts as JSON is a call."""
+        """Read pending text in a format without a start mark: text that starts with { is a call."""
         start = self._pending.lstrip().removeprefix("<|python_tag|>").lstrip()
         if self._text or start and not start.startswith("{") and not "<|python_tag|>".startswith(start):
             pieces += [self._pending] * bool(self._pending)
@@ -121,23 +119,16 @@ class Calls:
         return True
 
     def _step_payload(self, pieces: list[Piece]) -> bool:
-        """Move held text to the payload, up to its end mark."""
-        end = self.form.end
-        if not end:
-            self._payload, self._pending = self._payload + self._pending, ""
-            self._emit_arguments(pieces)
-            return False
-        before, found, rest = self._pending.partition(end)
-        certain = before if found else self._pending[: prefix_start(self._pending, end)]
+        """Move pending text to the payload, up to its end mark if the format has one."""
+        certain, end, self._pending = split_at_mark(self._pending, [self.form.end] if self.form.end else [])
         self._payload += certain
         self._emit_arguments(pieces)
-        self._pending = rest if found else self._pending[len(certain) :]
-        if found:
+        if end:
             self._close(pieces, end)
-        return bool(found)
+        return bool(end)
 
     def _emit_arguments(self, pieces: list[Piece]) -> None:
-        """Pass on arguments in JSON as they come."""
+        """Add the arguments in JSON that have come so far to `pieces`."""
         head = HEADS.get(self.form.kind)
         while head and (self.count == 0 or not self.tools.single or self._value):
             if self._value is None:
@@ -153,11 +144,11 @@ class Calls:
                 self._done += len(more)
             if not self._value.complete:
                 return
-            if closing := re.compile(r"\s*\}").match(self._payload, self._done) if self.form.kind != "named" else True:
-                self._done = self._done if closing is True else closing.end()
-                self.count, self._value = self.count + 1, None
-            else:
+            # In JSON a bracket closes the call after its arguments.
+            closing = re.compile("" if self.form.kind == "named" else r"\s*\}").match(self._payload, self._done)
+            if not closing:
                 return
+            self._done, self.count, self._value = closing.end(), self.count + 1, None
 
     def _close(self, pieces: list[Piece], end: str = "") -> None:
         """Read the calls of a complete payload; `end` is the end mark that followed it."""
@@ -178,8 +169,7 @@ class Calls:
                 self.count += 1
 
     def _is_function(self, name: str) -> bool:
-        """Whether a name may be a function's; without a start mark, only the names in `schemas`
-        distinguish calls from JSON."""
+        # Without a start mark, only the names of functions distinguish calls from JSON.
         return bool(self.form.begin) or not self.tools.schemas or name in self.tools.schemas
 
 
@@ -210,15 +200,16 @@ RECIPIENT = re.compile(r"\s*(?:t|to|to=[\w.-]*)?\s*")
 
 
 class Harmony:
-    """Separates the messages of gpt-oss: the analysis channel is reasoning, a message to a function
-    is a call, the rest is the answer."""
+    """Separates the messages of gpt-oss, whose format is called Harmony.
+
+    The analysis channel is reasoning, a message to a function is a call, the rest is the answer.
+    """
 
     def __init__(self, tools: Tools):
         self.tools, self.count = tools, 0
         self._pending, self._header, self._body = "", "", False
         self._kind: str | None = "text"
-        # True until something other than a recipient comes: the prompt ends in the header of the
-        # first message.
+        # Whether the text may still be a recipient: the prompt ends in the first message's header.
         self._opening = True
 
     @property
@@ -228,16 +219,15 @@ class Harmony:
     def add(self, more: str) -> list[Piece]:
         self._pending += more
         pieces: list[Piece] = []
-        while found := re.search("|".join(map(re.escape, HARMONY_MARKS)), self._pending):
-            self._emit(self._pending[: found.start()], pieces)
-            self._pending = self._pending[found.end() :]
-            self._mark(found[0], pieces)
-        certain = min(prefix_start(self._pending, mark) for mark in HARMONY_MARKS)
-        if self._opening and RECIPIENT.fullmatch(self._pending, 0, certain):
-            return pieces
-        self._emit(self._pending[:certain], pieces)
-        self._pending = self._pending[certain:]
-        return pieces
+        while True:
+            certain, mark, rest = split_at_mark(self._pending, HARMONY_MARKS)
+            if not mark and self._opening and RECIPIENT.fullmatch(certain):
+                return pieces
+            self._emit(certain, pieces)
+            self._pending = rest
+            if not mark:
+                return pieces
+            self._mark(mark, pieces)
 
     def finish(self) -> list[Piece]:
         pieces: list[Piece] = []
@@ -278,7 +268,7 @@ class Harmony:
 
 
 def joined(parts: Sequence[CallPart]) -> list[tuple[str, str]]:
-    """Return complete calls as (name, arguments), from all their pieces."""
+    """Return the complete calls as (name, arguments)."""
     found: dict[int, list[str]] = {}
     for part in parts:
         entry = found.setdefault(part.index, ["", ""])

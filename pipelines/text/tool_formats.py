@@ -1,5 +1,4 @@
-"""The formats in which models write tool calls: which of them a chat template has, how its calls are
-read, and the grammar that constrains a text to them."""
+"""The formats in which models write tool calls: how calls are read, and grammars of calls."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from typing import Any
 from castiron.pipelines.errors import PipelineError
 
 Call = tuple[str, str]
-# Keywords that don't constrain values, and definitions for those that do.
+# Keywords that don't constrain values by themselves: annotations and definitions.
 ANNOTATIONS = {"description", "title", "default", "examples", "$schema", "$defs", "definitions"}
 TEXT = "/(.|\\n)*/"
 # The key of llguidance's options, which a schema may not set.
@@ -25,10 +24,10 @@ OPTIONS = "x-guidance"
 class ToolFormat:
     """How a model writes tool calls.
 
-    begin, end: marks around calls; an empty `end` means the end of the text, an empty `begin` that
-    a text of JSON is a call. kind: how a call is written. signs: a template of this format contains
-    at least one of these texts. quote: mark around strings. arguments: the key of the arguments in
-    JSON. marks: other special tokens in calls.
+    `kind`: how a call is written, between the marks `begin` and `end`. Without `begin` a text of
+    JSON is a call; without `end` the end of the text ends it. `signs`: a template of this format
+    contains one of these texts. `quote`: mark around strings. `arguments`: the key of the arguments
+    in JSON. `marks`: other special tokens in calls.
     """
 
     name: str
@@ -42,7 +41,7 @@ class ToolFormat:
 
 
 HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>")
-# The first one that matches a template counts.
+# By name; the first format that matches a template is the template's.
 FORMATS = {
     form.name: form
     for form in (
@@ -63,13 +62,12 @@ FORMATS = {
 
 
 def format_of(template: str | None) -> str | None:
-    """Return the name of a chat template's tool format; None if it has none that is known."""
+    """Return the name of a chat template's tool format; None if it is not known."""
     return next((name for name, form in FORMATS.items() if any(sign in (template or "") for sign in form.signs)), None)
 
 
 def read(form: ToolFormat, payload: str, schemas: Mapping[str, Any]) -> list[Call]:
-    """Return the calls of a complete payload as (name, arguments in JSON); ValueError if it has
-    none.
+    """Return the calls of a complete payload as (name, arguments in JSON); ValueError without one.
 
     `schemas` of the functions' parameters give the types in formats that do not write them.
     """
@@ -92,18 +90,12 @@ def _named(form: ToolFormat, payload: str, schemas: Mapping[str, Any]) -> list[C
 
 def _python(form: ToolFormat, payload: str, schemas: Mapping[str, Any]) -> list[Call]:
     """Read [f(a="x", b=1), g()], also with JSON's true, false and null."""
-    words = {"true": True, "false": False, "null": None}
 
-    def value(node: ast.AST) -> Any:
-        match node:
-            case ast.Name():
-                return words[node.id]
-            case ast.List() | ast.Tuple():
-                return [value(each) for each in node.elts]
-            case ast.Dict():
-                return {value(key): value(each) for key, each in zip(node.keys, node.values)}
-        return ast.literal_eval(node)
+    class Constants(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.Constant:
+            return ast.Constant({"true": True, "false": False, "null": None}[node.id])
 
+    value = lambda node: ast.literal_eval(Constants().visit(node))
     calls = ast.parse(payload, mode="eval").body
     found = calls.elts if isinstance(calls, ast.List) else [calls]
     return [
@@ -112,28 +104,14 @@ def _python(form: ToolFormat, payload: str, schemas: Mapping[str, Any]) -> list[
 
 
 def _gemma(form: ToolFormat, payload: str, schemas: Mapping[str, Any]) -> list[Call]:
-    """Read call:name{key:<|"|>text<|"|>,other:[1,true]}: JSON without quotes around keys, and special
-    tokens around strings."""
+    """Read call:name{key:<|"|>text<|"|>,other:[1,true]}: JSON whose strings have other quotes."""
     head = re.match(r"call:([^{]+)\{", payload)
-    texts: list[str] = []
     parts = payload[head.end() - 1 :].split(form.quote)
     if len(parts) % 2 == 0:
         raise ValueError("an unterminated string")
-    for index, part in enumerate(parts):
-        if index % 2:
-            texts.append(part)
-            parts[index] = f'"{len(texts) - 1}"'
-        else:
-            parts[index] = re.sub(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:", r'\1"\2":', part)
-
-    def value(found: Any) -> Any:
-        if isinstance(found, dict):
-            return {key: value(each) for key, each in found.items()}
-        if isinstance(found, list):
-            return [value(each) for each in found]
-        return texts[int(found)] if isinstance(found, str) else found
-
-    return [(_name(head[1].strip()), _arguments(value(json.loads("".join(parts)))))]
+    with_quotes = lambda keys: re.sub(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:", r'\1"\2":', keys)
+    parts = [json.dumps(part) if index % 2 else with_quotes(part) for index, part in enumerate(parts)]
+    return [(_name(head[1].strip()), _arguments(json.loads("".join(parts))))]
 
 
 def _xml(form: ToolFormat, payload: str, schemas: Mapping[str, Any]) -> list[Call]:
@@ -173,9 +151,9 @@ def _arguments(value: Any) -> str:
 
 
 class ToolGrammar:
-    """Builds a grammar in Lark.
+    """Builds a Lark grammar of calls.
 
-    `special`: the ids of marks that are special tokens, by name; `options`: llguidance's, for JSON.
+    `special`: the ids of marks that are special tokens, by name. `options`: llguidance's for JSON.
     """
 
     def __init__(self, form: str, special: Mapping[str, int], options: Mapping[str, Any]):
@@ -185,7 +163,7 @@ class ToolGrammar:
         self.mixed = False
 
     def text(self, schemas: Mapping[str, Any], parallel: bool, answer: Any = None, free: bool = False) -> str:
-        """Return the grammar of one call of a function.
+        """Return the grammar, in Lark, of one call of a function.
 
         Args:
             schemas: JSON schemas of the functions' parameters, by name.
@@ -194,7 +172,7 @@ class ToolGrammar:
             free: allow any text around calls, in a format with a start mark.
 
         Raises:
-            PipelineError: parameters that a format without JSON can't be constrained to.
+            PipelineError: a format without JSON cannot enforce a schema.
         """
         form, self.mixed = self.form, answer is not None and not self.form.begin
         write = getattr(self, f"_{form.kind}")
@@ -204,7 +182,7 @@ class ToolGrammar:
         begin, end = self.mark(form.begin) if form.kind != "harmony" else "", self.mark(form.end)
         line = quoted("\n")
         calls_list = f'"[" call{" (" + quoted(", ") + " call)*" if parallel else ""} "]"'
-        # What follows the start mark.
+        # Rules for the text after the start mark.
         bodies = {
             "json": f"{line} call {line} {end}" if begin else "call",
             "xml": f"{line} call {line} {end}",
@@ -233,13 +211,13 @@ class ToolGrammar:
         return f"<[{self.special[text]}]>" if text in self.special else quoted(text)
 
     def _rule(self, body: str, attributes: str = "") -> str:
-        """Add a rule; return its name."""
+        """Add a rule with this body to the grammar; return the rule's name."""
         name = f"rule_{len(self.rules)}"
         self.rules.append(f"{name}{attributes}: {body}")
         return name
 
     def _value(self, schema: Any, root: Mapping[str, Any]) -> str:
-        """Return the rule of JSON that matches a schema, which is part of `root`."""
+        """Return the rule of the JSON values of a schema; `root`: the schema that contains it."""
         shared = {key: value for key, value in root.items() if key in ("$defs", "definitions")}
         schema = schema if isinstance(schema, dict) else {}
         return self._rule(f"%json {json.dumps({**shared, **schema, OPTIONS: self.options})}")
@@ -250,7 +228,7 @@ class ToolGrammar:
 
     def _json(self, name: str, schema: Any) -> str:
         if self.mixed:
-            # The same lexemes as in the JSON of a schema: a longer one would hide the answer.
+            # Use the lexemes that an answer in JSON has: llguidance would prefer a longer lexeme.
             item, key = self.options["item_separator"], self.options["key_separator"]
             words = ["{", '"name"', key, json.dumps(name), item, f'"{self.form.arguments}"', key]
             return f"{' '.join(map(quoted, words))} {self._arguments(schema)} {quoted('}')}"
@@ -284,8 +262,7 @@ class ToolGrammar:
         return f"{quoted(f'call:{name}')} {self._gemma_value(name, {'type': 'object', **schema})}"
 
     def _gemma_value(self, name: str, schema: Any) -> str:
-        """Return the rule of a value in gemma's JSON: no quotes around keys, special tokens around
-        strings."""
+        """Return the rule of a value in Gemma's form of JSON, whose strings have other quotes."""
         quote = self.mark(self.form.quote)
         match type_of(schema):
             case "object":
@@ -301,7 +278,7 @@ class ToolGrammar:
         raise self._refusal(name)
 
     def _string(self, name: str, schema: Mapping[str, Any], end: str) -> str:
-        """Return the rule of a string without quotes that the first `end` ends, `end` included."""
+        """Return the rule of a string without quotes, up to and including the first `end`."""
         known = schema.keys() - ANNOTATIONS - {"type"}
         if not known:
             return f"{TEXT} {self.mark(end)}" if end in self.special else self._rule(f"{TEXT} {quoted(end)}", "[lazy]")
@@ -310,14 +287,13 @@ class ToolGrammar:
         raise self._refusal(name)
 
     def _members(self, name: str, schema: Any, write: Callable[[str, Any], str], between: str) -> str:
-        """Return the rule of an object's properties in their order; those that are not required may
-        be left out."""
+        """Return the rule of an object's properties in order; optional ones may be left out."""
         if schema.keys() - ANNOTATIONS - {"type", "properties", "required", "additionalProperties"}:
             raise self._refusal(name)
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not (isinstance(properties, dict) and isinstance(required, list)):
             raise self._refusal(name)
-        # What may follow before any property is written, and after one.
+        # Rules for what may follow before the first property and after a property.
         first = rest = self._rule('""')
         for key, value in reversed(properties.items()):
             member = self._rule(write(key, value))
@@ -336,8 +312,7 @@ def quoted(text: str) -> str:
 
 
 def type_of(schema: Any) -> str | None:
-    """Return the JSON type that a schema states if there is only one; "string" for an enum of
-    strings."""
+    """Return the only JSON type of a schema, "string" for an enum of strings; None for others."""
     if not isinstance(schema, dict):
         return None
     if "type" not in schema and are_strings(schema.get("enum")):

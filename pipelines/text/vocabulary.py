@@ -1,8 +1,7 @@
-"""The bytes of every token of a vocabulary: computed when a bundle is compiled, and stored in it."""
+"""The bytes of every token of a vocabulary, which compiling stores in the bundle."""
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,7 +12,7 @@ from castiron.pipelines.errors import PipelineError
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.manifest import VOCABULARY
 
-# Flag in a token's length: the token is special, so no text contains it.
+# Flag in the stored length of a token: the token is special, so no text contains it.
 SPECIAL = 1 << 31
 
 
@@ -27,12 +26,11 @@ class TokenBytes:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self.added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
-        self.byte_level = "ByteLevel" in json.dumps(described(tokenizer.decoder))
+        self.byte_level = b"ByteLevel" in (tokenizer.decoder.__getstate__() if tokenizer.decoder else b"")
         self.alphabet = byte_alphabet()
 
     def __call__(self, token: int) -> bytes:
-        """Return the bytes of a token; empty for an id that the tokenizer does not have, such as
-        padding of a vocabulary."""
+        """Return the bytes of a token; empty for an unused id, such as padding."""
         if token in self.added:
             return self.added[token].encode()
         name = self.tokenizer.id_to_token(token) or ""
@@ -47,14 +45,8 @@ class TokenBytes:
         return self(token).decode("utf-8", "replace")
 
 
-def described(part) -> dict:
-    """Return the JSON of a part of a tokenizer, such as its decoder; empty for None."""
-    return json.loads(part.__getstate__()) if part else {}
-
-
 def byte_alphabet() -> dict[str, int]:
-    """Return the byte of each character of the byte-level alphabet. Source: bytes_to_unicode in
-    GPT-2's encoder.py."""
+    """Return the byte of each character of GPT-2's byte-level alphabet (`bytes_to_unicode`)."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
@@ -62,11 +54,7 @@ def byte_alphabet() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The bytes of every token of a model.
-
-    tokens: bytes of each token, empty for ids that the tokenizer lacks. special: ids of special
-    tokens.
-    """
+    """The bytes of every token of a model, empty for unused ids, and the ids of special tokens."""
 
     tokens: list[bytes]
     special: tuple[int, ...]
@@ -100,7 +88,7 @@ class Vocabulary:
 
 
 def read_vocabulary(bundle: Bundle) -> Vocabulary:
-    """Return the vocabulary of a bundle, computed from its tokenizer if it has no vocabulary.bin."""
+    """Return the vocabulary of a bundle; it is computed from the tokenizer if it is not stored."""
     if VOCABULARY in bundle.manifest.files:
         with suppress(ValueError):
             found = Vocabulary.read(bundle.part(VOCABULARY).read_bytes())

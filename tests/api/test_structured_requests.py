@@ -88,8 +88,8 @@ def test_takes_the_fields_of_vllm_and_llama_cpp(client, body):
     [
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"contains": {}}}}}, "response_format",
          '"contains" cannot be honoured'),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "goes with the type"),
-        ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format.json_schema", "goes with"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "must be given with"),
+        ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format.json_schema", "only then"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "'json_object'"),
         ({"regex": "(a"}, "regex", "unclosed group"),
         ({"grammar": "root ::= x"}, "grammar", "'x' not found"),

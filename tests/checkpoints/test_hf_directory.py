@@ -143,7 +143,7 @@ BAD_DIRECTORIES = {
             shutil.copy(d / "model.safetensors", d / "b.safetensors"),
             _sharded(d, {"model.norm.weight": "a.safetensors", "model.embed_tokens.weight": "b.safetensors"}),
         ),
-        "and so has another shard",
+        "which another shard has too",
     ),
     "eos is text": (lambda d: (d / "generation_config.json").write_text('{"eos_token_id": "x"}'), "eos_token_id is 'x'"),
 }  # fmt: skip

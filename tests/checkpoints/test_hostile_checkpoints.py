@@ -29,7 +29,7 @@ from castiron.pipelines.compile.options import Options
 from castiron.pipelines.errors import user_errors
 from tests.support import hostile_checkpoints as hostile
 from tests.support.hostile_mutants import RAW, dumped, mutant, source_of
-from tests.support.tiny_gguf import write_llama
+from tests.support.tiny_gguf import HIDDEN, LAYERS, write_llama
 from tests.support.valid_checkpoints import HYBRIDS, write_valid
 
 FAMILIES = ("llama", "gemma3_text", "gemma4_text", "glm4_moe_lite", "gpt_oss", "falcon_h1", "lfm2", "llama with yarn",
@@ -113,6 +113,7 @@ def change(directory, file="config.json", **keys):
     path.write_bytes(dumped(json.loads(path.read_text()) | keys))
 
 
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -135,7 +136,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"model_type": ["llama"]}, "has no model_type"),
         ({"model_type": "x" * 5000}, "is not supported"),
         ({"layer_types": [[]]}, "neither a list of strings nor a list of numbers"),
-        ({"num_hidden_layers": 10**12}, "the tensors have 3 layers"),
+        *(({"num_hidden_layers": layers}, "the tensors have 3 layers") for layers in (4, 10**12, 10**400)),
+        *(({key: 10**12}, f"{key} is 1000000000000, but no tensor is longer than") for key in SIZES),
         ({"max_position_embeddings": 10**30}, "more than 2147483647"),
         ({"x": RAW + "0"}, "config.json is not valid JSON"),
         ({"id2label": RAW + "5"}, "config.json nests values deeper"),
@@ -158,6 +160,28 @@ def refusal(path) -> str:
     message = str(error.value).replace(str(path), "PATH")
     assert len(message) < hostile.LONGEST and message.isprintable() and time.process_time() - start < hostile.SECONDS
     return str(error.value)
+
+
+def test_more_experts_than_the_tensors_have_are_rejected(valid, tmp_path):
+    directory = shutil.copytree(next(path for path in valid if path.name == "gpt_oss"), tmp_path / "gpt_oss")
+    change(directory, num_local_experts=10**12)
+    assert "num_local_experts is 1000000000000, but the tensors have" in refusal(directory)
+
+
+@pytest.mark.parametrize(
+    ("key", "expected_message"),
+    [
+        ("block_count", f"num_hidden_layers is 2147483647, but the tensors have {LAYERS + 1} layers"),
+        ("embedding_length", "hidden_size is 2147483647, but no tensor is longer than"),
+        ("feed_forward_length", "intermediate_size is 2147483647, but no tensor is longer than"),
+        ("attention.head_count", "num_attention_heads is 2147483647, but no tensor is longer than"),
+    ],
+)
+def test_impossible_sizes_in_gguf_metadata_are_rejected(key, expected_message, tmp_path):
+    """Layer numbers in tensors' names are no more trusted: a high one counts as one layer."""
+    high = {"blk.999999999.attn_norm.weight": np.ones(HIDDEN, np.float32)}
+    path = write_llama(tmp_path / "tiny.gguf", {f"llama.{key}": 2**31 - 1, "llama.attention.head_count_kv": 1}, high)
+    assert expected_message in refusal(path)
 
 
 def test_pipes_and_devices_in_place_of_files_are_not_read(llama):

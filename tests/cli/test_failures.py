@@ -94,7 +94,9 @@ def missing(module: str) -> str:
 
 
 def test_a_clone_suggests_make_or_pip():
+    assert missing("nonsense") is None
     for extra, (target, modules) in errors.EXTRAS.items():
+        assert errors.requirements(extra), extra
         for message in map(missing, modules.split()):
             assert f"make {target} in {ROOT}, or " in message
             assert f"-m pip install -e {ROOT}[{extra}]" in message.replace("'", "")
@@ -106,15 +108,6 @@ def test_a_wheel_suggests_published_packages(monkeypatch):
     message = missing("transformers")
     assert "pip install torch==" in message and "transformers==" in message and "castiron[" not in message
     assert "iree-base-compiler==" in missing("iree.compiler")
-
-
-def test_every_extra_that_is_imported_lazily_has_packages():
-    for extra in errors.EXTRAS:
-        assert errors.requirements(extra), extra
-
-
-def test_a_missing_module_of_no_extra_is_a_bug():
-    assert missing("nonsense") is None
 
 
 def test_help_command_prints_the_help_of_the_command(capsys):

@@ -6,17 +6,26 @@ import json
 import re
 import threading
 
+import numpy as np
 import pytest
 
 from castiron.pipelines import terminal
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.compile import compiler as compiling
 from castiron.pipelines.compile.compiler import compile_model
 from castiron.pipelines.compile.options import Options
 from castiron.vmfb import compiler
-from castiron.vmfb.compiler import MIN_BYTES, SECONDS_PER_BYTE, compile_mlir, compile_modules, expected_seconds
+from castiron.vmfb.compiler import (
+    MIN_BYTES,
+    SECONDS_PER_BYTE,
+    CompileError,
+    compile_mlir,
+    compile_modules,
+    expected_seconds,
+)
 from castiron.vmfb.targets import TARGETS
 from tests.support.terminal import at_terminal
-from tests.support.tiny_gguf import write_llama
+from tests.support.tiny_gguf import HIDDEN, write_llama
 from tests.vmfb import toy
 
 
@@ -89,6 +98,7 @@ def test_compile_model_reports_shares_of_its_longest_stage(tmp_path, monkeypatch
 BAR = """
 import time
 from castiron.pipelines import terminal
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 terminal.ESTIMATE_AFTER, terminal.PATIENCE, terminal.INTERVAL = 0, 0, 0.02
 with terminal.Progress() as shown:
     shown('compile', 0.8)
@@ -104,3 +114,18 @@ def test_the_bar_shows_the_remaining_seconds():
     # The estimate counts only the progress since the stage began at 80 %.
     left = re.findall(r"compile +\[#+\.+\]  8\d%  \d+ s, about (\d+) s left", shown)
     assert int(left[-1]) > 9
+
+
+def test_a_fault_of_the_weights_ends_the_compiler(tmp_path, monkeypatch):
+    """Weights are checked and packed while modules are compiled."""
+    ended = []
+
+    def waiting(*arguments, cancelled, **options):
+        ended.append(cancelled.wait(60))
+        raise CompileError("the compilation was cancelled")
+
+    monkeypatch.setattr(compiling, "compile_modules", waiting)
+    path = write_llama(tmp_path / "nan.gguf", None, {"output_norm.weight": np.full(HIDDEN, np.nan, np.float32)})
+    with pytest.raises(CheckpointError, match="model.norm.weight has infinities or NaNs"):
+        compile_model(path, tmp_path / "out", Options(context=16, batch=(), speculate=(), threads=1))
+    assert ended == [True] and not (tmp_path / "out").exists()

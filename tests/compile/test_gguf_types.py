@@ -1,18 +1,24 @@
-"""A GGUF file of all supported types gives the same logits as its values in f32."""
+"""Bundles of GGUF files of all types, and for matrix instructions, give the logits of plain ones."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
 
 import gguf
 import numpy as np
 
 from castiron.emitter.codecs import CODECS, dequantise
+from castiron.emitter.kernels.mlir import isa
 from castiron.pipelines.compile.compiler import compile_model
 from castiron.pipelines.compile.options import Options
 from castiron.pipelines.evaluate.random_checkpoint import raw_rows
-from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb import targets
+from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.session import Session
 from tests.support import tiny_gguf
 
+TYPES = gguf.GGMLQuantizationType
 SIZES = {
     "llama.block_count": 3,
     "llama.embedding_length": 256,
@@ -24,6 +30,25 @@ LEAVES = {
     "ffn_gate": (512, 256), "ffn_up": (512, 256), "ffn_down": (256, 512),
 }  # fmt: skip
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+OPTIONS = Options(context=16, batch=(), speculate=())
+
+
+def compiled(checkpoint: Path, out: Path) -> tuple[Bundle, np.ndarray]:
+    """Return a checkpoint's bundle, and its logits after the prompt and after each of a few steps."""
+    bundle = open_bundle(compile_model(checkpoint, out, OPTIONS).bundle)
+    session = Session(bundle, 2)
+    session.prefill(PROMPT)
+    found = [np.array(session.logits())]
+    for token in PROMPT[:3]:
+        session.step(token)
+        found.append(np.array(session.logits()))
+    return bundle, np.stack(found)
+
+
+def agree(found: np.ndarray, want: np.ndarray) -> None:
+    """Check that logits differ by rounding only."""
+    assert 0 < np.abs(found - want).max() < 2e-5 * np.abs(want).max()
+    assert (found.argmax(axis=1) == want.argmax(axis=1)).all()
 
 
 def tensors(as_f32: bool) -> dict:
@@ -37,9 +62,8 @@ def tensors(as_f32: bool) -> dict:
         codec = list(CODECS)[(number - ups) % len(CODECS)]
         raw = raw_rows(codec, *shape, seed=number)
         values = dequantise(codec, raw)
-        kind = gguf.GGMLQuantizationType[codec.upper()]
         stored = raw if CODECS[codec].quantised else values
-        found[f"{name}.weight"] = values if as_f32 else (stored, kind)
+        found[f"{name}.weight"] = values if as_f32 else (stored, TYPES[codec.upper()])
     return found | {"output_norm.weight": np.ones(256, np.float32)}
 
 
@@ -48,12 +72,26 @@ def test_a_file_of_all_types_gives_the_logits_of_its_numbers(tmp_path):
     for as_f32 in (False, True):
         path = tmp_path / f"{'f32' if as_f32 else 'mixed'}.gguf"
         tiny_gguf.write_gguf(path, "llama", tiny_gguf.LLAMA_SIZES | SIZES, tensors(as_f32))
-        bundle = open_bundle(compile_model(path, tmp_path / path.stem, Options(context=16, batch=(), speculate=())).bundle)
+        bundle, found = compiled(path, tmp_path / path.stem)
         codecs.append(set(bundle.manifest.codecs))
-        session = Session(bundle, 2)
-        session.prefill(PROMPT)
-        found = [np.array(session.logits())]
-        session.step(7)
-        logits.append(np.stack([*found, np.array(session.logits())]))
-    assert codecs[0] == set(CODECS) and codecs[1] == {"f32"}
-    assert 0 < np.abs(logits[0] - logits[1]).max() < 2e-5 * np.abs(logits[1]).max()
+        logits.append(found)
+    assert codecs == [set(CODECS), {"f32"}]
+    agree(*logits)
+
+
+def test_a_bundle_on_matrix_units_gives_the_logits_of_others(tmp_path, monkeypatch):
+    """The model has each kind of packed panel: codecs with minima and without, bf16, f16 and f32."""
+    matrices = [(n, a) for n, a in tiny_gguf.llama_tensors().items() if a.ndim == 2 and a.shape[-1] % 32 == 0]
+    stored = [TYPES.Q4_1, TYPES.BF16, TYPES.F16, TYPES.F32, TYPES.Q8_0]
+    mixed = {name: (0.1 * array, stored[i % len(stored)]) for i, (name, array) in enumerate(matrices)}
+    checkpoint = tiny_gguf.write_llama(tmp_path / "tiny.gguf", tensors=mixed)
+    with monkeypatch.context() as amx:
+        # The host is a CPU with matrix instructions, in their plain form.
+        amx.setitem(isa.ISAS, "amx", isa.AMX.plain)
+        amx.setitem(targets.TARGETS, "host", replace(targets.TARGETS["host"], isa="amx"))
+        matrix, found = compiled(checkpoint, tmp_path / "matrix")
+    arithmetic = matrix.manifest.compile["arithmetic"]
+    assert list(arithmetic) == ["x in exact pieces of bf16 by plain"] and arithmetic.popitem()[1] > 5
+    exact, want = compiled(checkpoint, tmp_path / "exact")
+    assert not exact.manifest.compile["arithmetic"] or exact.manifest.target.isa == "amx"
+    agree(found, want)

@@ -162,19 +162,22 @@ def refused(model: Path, out: Path, expected_message: str, **options) -> None:
 def test_rejects_models_that_gguf_cannot_express(smollm2, tmp_path):
     out = tmp_path / "out.gguf"
     scaled = tiny.tiny_model("gemma2", tmp_path / "scaled", query_pre_attn_scalar=20)
-    refused(scaled, out, "a gemma2 model, and GGUF would change its .*; convert it with llama.cpp")
+    refused(scaled, out, "a gemma2 model that cannot be written as GGUF, which would change its .*; convert it with llama.cpp")
     sliding = tiny.tiny_model("mistral", tmp_path / "sliding", sliding_window=24)
-    refused(sliding, out, "a mistral model, and GGUF would change its windows; convert")
+    refused(sliding, out, "a mistral model that cannot be written as GGUF, which would change its windows; convert")
     model = tiny.tiny_model("llama", tmp_path / "model")
-    content = {**smollm2.tokenizer, "model": {**smollm2.tokenizer["model"], "type": "Unigram"}}
+    content = {**smollm2.tokenizer, "model": {"type": "WordLevel", "vocab": {"<unk>": 0}, "unk_token": "<unk>"}}
     (model / "tokenizer.json").write_text(json.dumps(content))
-    refused(model, out, "a tokenizer that is neither byte-level BPE nor")
+    refused(model, out, "its tokenizer is neither byte-level BPE nor SentencePiece")
     split = {"type": "Split", "pattern": {"Regex": "x"}, "behavior": "Isolated", "invert": False}
-    steps = {"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", "use_regex": False}]}
+    steps = {
+        "type": "Sequence",
+        "pretokenizers": [split, {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}],
+    }
     (model / "tokenizer.json").write_text(json.dumps({**smollm2.tokenizer, "pre_tokenizer": steps}))
-    refused(model, out, "splits text by rules without a name")
+    refused(model, out, "splits text by rules that have no name there")
     (model / "tokenizer.json").write_text(json.dumps({**smollm2.tokenizer, "normalizer": {"type": "Lowercase"}}))
-    refused(model, out, "would split text differently in GGUF")
+    refused(model, out, "cannot be written as GGUF, which would split text differently")
 
 
 def test_errors_are_one_line_and_leave_no_file(tmp_path, monkeypatch):

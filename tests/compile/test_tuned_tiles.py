@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from dataclasses import asdict, replace
 
 import pytest
@@ -179,28 +178,3 @@ def test_invalid_tiles_end_in_one_line(checkpoint, tmp_path, compiled):
         with pytest.raises(StoreError, match="tuned.json.*--no-tuned") as error:
             compile_model(checkpoint, tmp_path / "out", OPTIONS)
         assert "\n" not in str(error.value)
-
-
-def test_readers_never_see_a_partial_file():
-    """A thread reads while another one writes."""
-    key = Key("a cpu", "avx2", "3.13.0", "abcd", 2)
-    many = [Finding(key, f"product {n}", {"workgroups": n}, 1.0) for n in range(300)]
-    store.add_findings(many)
-    done = threading.Event()
-
-    def write():
-        try:
-            for _ in range(20):
-                store.add_findings(many)
-        finally:
-            done.set()
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    sizes = {len(store.read_findings())}
-    while not done.is_set():
-        sizes.add(len(store.read_findings()))
-    writer.join()
-    assert sizes == {300}
-    assert [path.name for path in store.store_path().parent.iterdir()] == ["tuned.json"]
-    json.loads(store.store_path().read_bytes())

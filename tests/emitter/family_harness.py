@@ -1,6 +1,4 @@
-"""A small random HF model next to our graph of it, through the interpreter: logits at every
-position, and greedy tokens.
-"""
+"""A small random HF model and our graph of it, which the interpreter runs."""
 
 from __future__ import annotations
 
@@ -36,22 +34,17 @@ class Model:
         self.reset()
 
     def reset(self) -> None:
-        """Forget every position.
-
-        What lies in the caches past a position must never matter, so they start as noise.
-        """
+        """Start at position 0, with noise in the caches, which must not matter."""
         noise = [np.random.default_rng(i).normal(size=s.shape).astype(np.float32) for i, s in enumerate(self.states)]
         self.caches = [n * (s.kind != "recurrent") for n, s in zip(noise, self.states)]
         self.position = 0
 
     def step(self, token: int) -> tuple[int, np.ndarray]:
-        """Argmax and logits [vocab] after one more token."""
+        """Return the argmax and logits [vocab] after one more token."""
         return self._run("decode_step", np.int32(token), np.int32(self.position), advance=1)
 
     def prefill(self, tokens: Sequence[int], width: int) -> tuple[int, np.ndarray]:
-        """Argmax and logits [vocab] after `tokens`, in chunks of `width` of which the last is
-        padded.
-        """
+        """Return argmax and logits [vocab] after `tokens`, in chunks of `width`, the last padded."""
         for start in range(0, len(tokens), width):
             chunk = np.zeros(width, np.int32)
             real = np.asarray(tokens[start : start + width], np.int32)
@@ -60,33 +53,40 @@ class Model:
         return result
 
     def _run(self, function: str, *inputs: np.ndarray, advance: int) -> tuple[int, np.ndarray]:
-        argmax, logits, *self.caches = interpreter.run(self.module, function, [*inputs, *self.caches], self.params)
+        argmax, logits = self.call(function, *inputs)
         self.position += advance
         return int(argmax), logits
+
+    def call(self, function: str, *inputs: np.ndarray) -> list[np.ndarray]:
+        """Run a function, update the caches, and return its other results."""
+        results = interpreter.run(self.module, function, [*inputs, *self.caches], self.params)
+        count = len(results) - len(self.caches)
+        self.caches = results[count:]
+        return results[:count]
 
 
 @dataclass
 class Pair:
-    """HF's model and the checkpoint that ours is built from."""
+    """HF's model, and the checkpoint from which ours is built."""
 
     oracle: object
     checkpoint: Checkpoint
 
-    def layers(self, context: int = CONTEXT, widths: Sequence[int] = WIDTHS) -> ModelModule:
-        """Our graph as layer operations; it calls for exactly the checkpoint's tensors."""
-        module = build(self.checkpoint.config, self._codec, context, widths)
+    def layers(self, context: int = CONTEXT, widths: Sequence[int] = WIDTHS, **functions) -> ModelModule:
+        """Return our graph as layer operations, which reads exactly the checkpoint's tensors."""
+        module = build(self.checkpoint.config, self._codec, context, widths, **functions)
         required = {w.name: w.shape for w in module.weights.values() if w.values is None}
         assert not missing_and_left_over(required, self.checkpoint)
         return module
 
     def prefill(self, width: int = LENGTH) -> ModelModule:
-        """Our graph's prefill of one width alone."""
+        """Return the graph of one prefill function."""
         module = self.layers(widths=(width,))
         del module.functions["decode_step"]
         return module
 
     def ours(self, lowering: str = "portable") -> Model:
-        """Our model, as `lowering` makes it."""
+        """Return our model after `lowering`."""
         return Model(self.checkpoint, lower(self.layers(), lowering))
 
     def _codec(self, name: str) -> str:
@@ -95,9 +95,7 @@ class Pair:
 
 
 def pair(model_type: str, directory: Path, seed: int = 0, **config) -> Pair:
-    """A tiny random model of this type, as `castiron.reference.tiny` makes it, in `directory`; one
-    that was made before is given again, as it is where it was, and nobody changes it.
-    """
+    """Return a tiny random model, which is written to `directory` unless one is in memory."""
     key = repr((model_type, seed, sorted(config.items())))
     if key not in _MADE:
         tiny_model(model_type, directory, seed=seed, **config)
@@ -110,24 +108,22 @@ _MADE: dict[str, Pair] = {}
 
 
 def prompt(vocab: int, length: int = LENGTH, seed: int = 7) -> list[int]:
-    """Random tokens."""
+    """Return random tokens."""
     return np.random.default_rng(seed).integers(0, vocab, length).tolist()
 
 
 @dataclass
 class Agreement:
-    """error: largest difference of a logit, as a share of the largest logit.
+    """The largest error of a logit, and the smallest margin of the top logit over the second.
 
-    margin: smallest lead of the top logit over the second, as the same share.
+    Both are relative to the largest logit.
     """
 
     error: float = 0.0
     margin: float = float("inf")
 
-    def add(self, logits: np.ndarray, expected: np.ndarray, margin: float | None = None) -> None:
-        """Take in the logits of one position and HF's; both must have their maximum at the same
-        token.
-        """
+    def add(self, logits: np.ndarray, expected: np.ndarray) -> None:
+        """Add the logits of one position and HF's, which must have the same argmax."""
         scale = float(np.abs(expected).max())
         top = np.sort(expected)[-2:]
         self.error = max(self.error, float(np.abs(logits - expected).max()) / scale)
@@ -135,6 +131,6 @@ class Agreement:
         assert int(np.argmax(logits)) == int(np.argmax(expected))
 
     def check(self) -> None:
-        """The difference is rounding, and the margins are far above it."""
+        """Assert that the error is rounding, and the margins far above it."""
         assert self.error < TOLERANCE
         assert self.margin > 10 * self.error

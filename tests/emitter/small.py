@@ -1,6 +1,4 @@
-"""A small module with everything that a printed module can have: parameters, a cache in place, a
-kernel, scopes.
-"""
+"""A small module with a parameter, a cache that is updated in place, a kernel and scopes."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ APPEND = """stream.executable private @append_row {
 
 
 def append_kernel() -> Kernel:
-    """Writes a row into the cache at (layer, position); a kernel as plain as can be."""
+    """Return a simple kernel that writes a row of a cache at (layer, position)."""
 
     def reference(row, position, cache, layer):
         cache = cache.copy()
@@ -52,11 +50,10 @@ def append_kernel() -> Kernel:
 
 
 def small_module(with_kernel: bool) -> Module:
-    """`step(token, pos, cache)`: writes the token's row of a bf16 table to layer 1, sums the cache,
-    multiplies by the table.
+    """Return a module with the function `step(token, pos, cache)`.
 
-    With the kernel it is for IREE alone; without, the cache is scaled by 0.1 first and any
-    StableHLO compiler takes it.
+    It writes the token's row of a bf16 table to layer 1, sums the cache, and multiplies by the
+    table. Without the kernel, the cache is first multiplied by 0.1.
     """
     module = Module("small")
     table = Param("embed.weight", TensorType((VOCAB, WIDTH), BF16), Source((("embed.weight", "bf16"),), lambda raw: raw))
@@ -84,7 +81,7 @@ def _write(cache: Value, row: Value, pos: Value) -> Value:
 
 
 def small_arguments() -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
-    """Inputs of `step` and the parameter, as they are stored."""
+    """Return the inputs of `step` and the parameter, as they are stored."""
     rng = np.random.default_rng(3)
     table = (rng.standard_normal((VOCAB, WIDTH)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     cache = rng.standard_normal(CACHE.shape).astype(np.float32)
@@ -92,7 +89,7 @@ def small_arguments() -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
 
 
 def small_results(with_kernel: bool) -> list[np.ndarray]:
-    """What `step` gives for `small_arguments`, written out in NumPy."""
+    """Return the results of `step` for `small_arguments`, computed with NumPy."""
     (token, pos, cache), params = small_arguments()
     table = to_f32(params["embed.weight"], BF16)
     cache = cache.copy() if with_kernel else cache * np.float32(0.1)

@@ -1,6 +1,4 @@
-"""The graph's builder: functions, scopes, parameters, and what is left behind when something goes
-wrong.
-"""
+"""The graph builder: functions, scopes, parameters, and its state after an error."""
 
 from __future__ import annotations
 
@@ -15,16 +13,6 @@ ROW = TensorType((4,), F32)
 
 def param(name: str, type_: TensorType = ROW) -> Param:
     return Param(name, type_, Source(((name, "f32"),), lambda raw: raw))
-
-
-def test_operations_carry_the_path_of_their_scopes():
-    module = Module("m")
-    with module.function("f", x=ROW) as (x,):
-        with scope("layers.3"), scope("attn"):
-            x = ops.negate(x)
-        x = ops.negate(x)
-        current_function().returns(x=x)
-    assert [op.path for op in module.functions["f"].ops] == ["layers.3.attn", ""]
 
 
 def test_an_error_leaves_no_scope_and_no_function_open():

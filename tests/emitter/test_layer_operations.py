@@ -1,6 +1,4 @@
-"""The table of layer operations: graphs of families hold it, and each kind of damage to one is
-caught and named.
-"""
+"""Graphs of families pass the checks of layer operations, which report each kind of damage."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ CONFIGS = {
     },
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "num_local_experts": 0},
 }
-# What is broken in an operation: result, operand or attribute, by kind and what the verifier says.
+# By kind of operation: the damaged part (result, operand or attribute), its value, and the error.
 DAMAGE = {
     "weight": [("result", TensorType((3,), F32), "the result's type is not the weight's")],
     "values": [("result", TensorType((3,), F32), "the result's type is not that of the tensor")],
@@ -106,7 +104,7 @@ def module(family: str) -> Module:
 
 
 def operation(kind: str) -> tuple[Module, Graph, Op]:
-    """A prefill with an operation of that kind, and the operation."""
+    """Return a module, its prefill with an operation of that kind, and the operation."""
     for family in CONFIGS:
         found = module(family)
         function = found.functions["prefill_8"]
@@ -117,7 +115,7 @@ def operation(kind: str) -> tuple[Module, Graph, Op]:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_what_families_write_holds_and_is_not_lowered(family):
+def test_graphs_of_families_are_valid_and_not_lowered(family):
     check(module(family), LAYERS)
     with pytest.raises(EmitError, match="unknown operation for this stage of lowering"):
         check(module(family), LOWERED)
@@ -125,7 +123,7 @@ def test_what_families_write_holds_and_is_not_lowered(family):
         check(lower(module(family), "portable"), LAYERS)
 
 
-def test_a_ring_that_a_chunk_would_overwrite_is_caught():
+def test_rejects_a_ring_that_a_chunk_would_overwrite():
     """Sixteen rows for chunks of eight tokens."""
     _, _, op = operation("attention")
     for window, problem in ((8, None), (9, "the layer is out of range, or the ring is too short for its window and tokens")):
@@ -133,7 +131,7 @@ def test_a_ring_that_a_chunk_would_overwrite_is_caught():
         assert LAYERS["attention"].check(op) == problem
 
 
-def test_bidirectional_attention_is_over_rows_of_one_layer():
+def test_bidirectional_attention_needs_a_cache_of_one_layer():
     _, _, op = operation("attention")
     op.attrs = {**op.attrs, "bidirectional": True}
     assert LAYERS["attention"].check(op) is None
@@ -146,7 +144,7 @@ def test_every_operation_of_the_table_is_damaged_here():
 
 
 @pytest.mark.parametrize(("kind", "what", "value", "words"), [(k, *row) for k, rows in DAMAGE.items() for row in rows])
-def test_damage_is_caught_before_lowering(kind, what, value, words):
+def test_rejects_damage_before_lowering(kind, what, value, words):
     broken, function, op = operation(kind)
     operands = list(op.operands)
     if what == "result":

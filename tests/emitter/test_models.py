@@ -271,7 +271,7 @@ CHUNKED = (1, 3, 4, 5, 15, 16, 17, 23, 24, 25, 33, LENGTH)
 
 
 def shape(family: str, index: int = 0) -> dict:
-    """Return the config keys of a family's model; the first of each family has a large epsilon."""
+    """Return the config keys of a family's model; the first model has a large epsilon."""
     epsilon = {} if index else {EPSILON_KEYS.get(family, "rms_norm_eps"): EPSILON}
     return {**SHAPES[family][index], **epsilon}
 
@@ -395,6 +395,6 @@ def test_steps_of_time_are_limited_where_hf_does_so(family, tmp_path):
     assert found == hf.greedy(models.oracle, tokens, 12).tokens
 
 
-def test_a_type_without_a_family_is_refused_with_those_there_are():
+def test_rejects_an_unknown_model_type():
     with pytest.raises(EmitError, match="'bloom' is not supported; supported are arcee, .* and [0-9]+ more"):
         build({"model_type": "bloom"}, lambda name: "f32", 8, ())

@@ -1,6 +1,4 @@
-"""Every family out of a GGUF file with quantised matrices, in both lowerings: HF's logits on what
-they stand for.
-"""
+"""Every family from a quantised GGUF file has HF's logits of the dequantised weights."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from tests.support.tiny_gguf import write_gguf
 
 Q8_0, Q4_0, Q5_1 = (gguf.GGMLQuantizationType[name] for name in ("Q8_0", "Q4_0", "Q5_1"))
 
-# Where castiron.reference.tiny's model has what a GGUF file cannot say: what it implies instead.
+# Config keys that a GGUF file cannot state, with the values that it implies.
 GGUF_SHAPES: dict[str, dict] = {
     "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16},
     "gemma3_text": {"head_dim": 32, "query_pre_attn_scalar": 32, "num_hidden_layers": 6, "layer_types": None},
@@ -67,8 +65,7 @@ GGUF_SHAPES: dict[str, dict] = {
 }
 # Parameters that HF has as [..., in, out].
 TRANSPOSED = {"gpt2": re.compile(r"c_(attn|proj|fc)\.weight"), "gpt_oss": re.compile(r"experts\.(gate_up|down)_proj$")}
-# llama.cpp has no architecture of its own for Mistral: such files are llama's, and cannot state a window. Files of the others
-# are not read.
+# Files of Mistral are of llama.cpp's architecture llama, which has no window. Files of the others are not read.
 WITHOUT_GGUF = {"mistral", "glm4_moe_lite", "lfm3", "qwen3_next"}
 
 
@@ -77,9 +74,7 @@ def test_every_family_that_llama_cpp_defines_is_tried():
 
 
 def kind_of(name: str, shape: tuple[int, ...]) -> gguf.GGMLQuantizationType | None:
-    """How a tensor is stored: v unlike q and k, down_proj unlike the rest, f32 where rows are no
-    blocks.
-    """
+    """Return a tensor's type: v and down_proj unlike others, f32 if rows are not made of blocks."""
     if len(shape) < 2 or shape[-1] % 32 or name.endswith("bias") or "norm" in name:
         return None
     if ".v_proj." in name or ".attn_v." in name:
@@ -88,10 +83,10 @@ def kind_of(name: str, shape: tuple[int, ...]) -> gguf.GGMLQuantizationType | No
 
 
 def round_to_stored(model: torch.nn.Module) -> None:
-    """Every matrix becomes what its quantised form stands for."""
+    """Replace every matrix by its quantised and dequantised values."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            # As [..., out, in], which is how a file has it.
+            # As [..., out, in], the order in a file.
             turned = TRANSPOSED.get(model.config.model_type)
             rows = weight.mT if turned and turned.search(name) else weight
             kind = kind_of(name, tuple(rows.shape))
@@ -101,7 +96,7 @@ def round_to_stored(model: torch.nn.Module) -> None:
 
 
 def quantised_pair(family: str, directory: Path) -> Pair:
-    """HF's model with the values of a quantised GGUF file, and that file."""
+    """Return HF's model with the values of a quantised GGUF file, and that file."""
     oracle = hf.load(tiny_model(family, directory / "drawn", **GGUF_SHAPES.get(family, {})), threads=1)
     round_to_stored(oracle)
     oracle.save_pretrained(directory)

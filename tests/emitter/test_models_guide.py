@@ -1,6 +1,4 @@
-"""The porting guide, followed to the letter: its family is exact, and its mistake is found where it
-says.
-"""
+"""The family of the porting guide is exact, and its mistake is found as the guide shows."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ SHAPES = ast.literal_eval(BLOCKS["tests/emitter/test_models.py"])["gemma"]
 DIFF_COMMAND = re.search(r"castiron diff DIR (.*)", GUIDE)[1].split()
 DIFF_OUTPUT = re.search(r"<!-- diff -->\n```\n(.*?)```", GUIDE, re.DOTALL)[1]
 
-# What the guide's `fused_heads` is part of: HF's `GPTNeoXForCausalLM` with its parallel residual.
+# HF's `GPTNeoXForCausalLM` with its parallel residual, without the guide's `fused_heads`.
 GPT_NEOX = """
 from castiron.emitter.ir import Value, scope
 from castiron.emitter.layers import activation, attention, embedding, layer_norm, linear, rope, rotary_tables, split_heads, wanted_rows
@@ -68,7 +66,7 @@ def forward(step, c):
 
 
 def put(monkeypatch, name: str, source: str, tiny_row: dict) -> None:
-    """Makes `source` the family `name`."""
+    """Make `source` the family `name`."""
     module = ModuleType(f"castiron.emitter.models.{name}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(source, "docs/porting.md", "exec"), module.__dict__)
@@ -78,7 +76,7 @@ def put(monkeypatch, name: str, source: str, tiny_row: dict) -> None:
 
 @pytest.fixture
 def followed(monkeypatch):
-    """`followed(source)` puts a variant of the guide's family in its place."""
+    """Return a function that replaces the guide's family by a variant."""
     return lambda source: put(monkeypatch, "gemma", source, tiny.FAMILIES["gemma"])
 
 
@@ -99,7 +97,7 @@ def test_the_fused_projection_of_the_guide_is_exact(gpt_neox, tmp_path):
 
 
 def check_exact(both) -> None:
-    """Logits of both lowerings are HF's, in a chunk and after single tokens."""
+    """Assert that logits of both lowerings are HF's, after a chunk and after single tokens."""
     tokens = prompt(both.checkpoint.config["vocab_size"], 30)
     expected = hf.logits(both.oracle, tokens)
     for lowering in ("portable", "kernels"):
@@ -118,12 +116,12 @@ def test_diff_finds_the_mistake_of_the_guide(followed, tmp_path, capsys):
 
 
 def _without_digits(text: str) -> str:
-    """Differences are rounding in part: only their size counts."""
+    """Replace differences, which are rounding in part, by their size."""
     return re.sub(r"\d\.\de-\d\d", lambda number: "large" if float(number[0]) > 1e-3 else "small", text).strip()
 
 
 def test_the_tests_of_the_guide_run_where_only_compile_llm_was_made(tmp_path):
-    """make installs what pytest needs, which `make compile-llm` did not."""
+    """`make test` installs pytest's packages, which `make compile-llm` does not."""
     assert "python -m pytest" not in GUIDE
     (line,) = re.findall(r"^    (make test .*)$", GUIDE, re.MULTILINE)
     shutil.copy(ROOT / "Makefile", tmp_path)

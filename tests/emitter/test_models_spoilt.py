@@ -1,6 +1,4 @@
-"""The tiny models notice: each detail of a family, left out or changed in its graph, moves the
-logits far from HF's.
-"""
+"""Each detail of a family, removed from its graph or changed, moves the logits far from HF's."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from castiron.reference import hf
 from tests.emitter.family_harness import LENGTH, TOLERANCE, Model, Pair, pair, prompt
 from tests.emitter.test_models import EPSILON, shape
 
-# A detail that is lost must stand out from rounding by this much, or the tiny models would not hold a family to it.
+# The min error of a lost detail, far above rounding.
 FAR = 20 * TOLERANCE
 
 # Without a rotary embedding a bias of k adds the same to every score of a query.
@@ -35,7 +33,7 @@ Spoil = Callable[[Op], None]
 
 
 def leave_out(op: Op, operand: int = 0) -> None:
-    """The operation gives its operand back."""
+    """Replace the operation by its operand."""
     op.kind, op.operands, op.attrs = "reshape", (op.operands[operand],), {}
 
 
@@ -70,7 +68,7 @@ _STATE, _LIKE = -3, {"causal_conv": 0, "gated_delta": 2, "selective_scan": 0}
 
 
 def without_recurrence(op: Op) -> None:
-    """Each token gives what it brings in, and nothing is carried on."""
+    """Return each token's own input, without a state."""
     op.kind, op.attrs, op.operands = "identity", {}, (op.operands[_LIKE[op.kind]], op.operands[_STATE])
 
 
@@ -91,7 +89,7 @@ def without_biases(op: Op) -> None:
 
 
 def spoilt_ways(op: Op, constants: set) -> Iterator[tuple[str, Spoil]]:
-    """What can be wrong with one operation of the graph, by name."""
+    """Yield faults of one operation of the graph, by name."""
     attrs = op.attrs
     if op.kind == "add":
         yield "the stream of a residual dropped", lambda op: leave_out(op, 1)
@@ -159,7 +157,7 @@ def spoilt_ways(op: Op, constants: set) -> Iterator[tuple[str, Spoil]]:
 
 
 def ways(module: ModelModule) -> dict[str, list[Callable[[ModelModule], None]]]:
-    """What can be wrong, by name, and the places where it can be: the middle layer first."""
+    """Return faults by name, each in up to three layers, the middle one first."""
     found: dict[str, list[tuple[str, int]]] = {}
     for i, op in enumerate(_ops(module)):
         for name, _ in spoilt_ways(op, _constants(module)):
@@ -180,12 +178,12 @@ def _constants(module: ModelModule) -> set:
 
 
 def _role(op: Op) -> str:
-    """The module path without the layer's number: where in a block an operation stands."""
+    """Return the module path without the number of the layer."""
     return ".".join(part for part in op.path.split(".") if not part.isdigit())
 
 
 def last_logits(models: Pair, module: ModelModule) -> np.ndarray:
-    # Not verified: the verifier would notice some of what is left out by the weights that nothing reads then.
+    # Without the verifier, which would report weights that nothing reads.
     lowered = Module("spoilt")
     for function in module.functions.values():
         rewrite(function, {**portable.RULES, "identity": lambda op, *operands: operands}, lowered)
@@ -233,6 +231,6 @@ def test_a_mask_shifted_by_one_is_noticed(spoilable, monkeypatch):
 
 
 def distance(logits: np.ndarray, expected: np.ndarray) -> float:
-    """Largest difference as a share of the largest logit; infinite for NaN."""
+    """Return the largest difference relative to the largest logit; infinite for NaN."""
     difference = float(np.abs(logits - expected).max()) / float(np.abs(expected).max())
     return difference if np.isfinite(difference) else float("inf")

@@ -1,6 +1,4 @@
-"""Every operation: the interpreter, IREE and XLA give the same, and wrong operands are refused in a
-useful sentence.
-"""
+"""The interpreter, IREE and XLA agree on every operation, and errors name wrong operands."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ ULP = {"f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0**-7}
 
 
 def difference(got: np.ndarray, want: np.ndarray, dtype: DType, ulps: float, floor: float) -> str:
-    """Why `got` is not `want` within the tolerance of a Case; empty if it is."""
+    """Return how `got` differs from `want` beyond the tolerance; empty if it does not."""
     if got.shape != want.shape:
         return f"shape {got.shape} is not {want.shape}"
     if dtype.kind != "float":
@@ -55,7 +53,7 @@ def check(case: Case, index: int, got: list[np.ndarray], want: list[np.ndarray],
 
 @pytest.fixture(scope="module")
 def wanted() -> list[list[np.ndarray]]:
-    """What the interpreter gives for every case."""
+    """The interpreter's results for every case."""
     module = module_of(all_cases())
     return [run(module, f"case_{i}", [a for _, a in case.inputs]) for i, case in enumerate(all_cases())]
 
@@ -67,7 +65,7 @@ def program(iree):
 
 
 def test_every_operation_has_a_case():
-    """A new operation without generated cases, or a function without an operation, fails here."""
+    """Every function of `ops` has an operation, and every operation has generated cases."""
     assert set(BY_KIND) == set(LOWERED) - {"parameter", "kernel"}
     public = {f.__name__ for f in vars(ops).values() if inspect.isfunction(f) and f.__module__ == ops.__name__}
     public = {name.rstrip("_") for name in public if not name.startswith("_")} - {"kernel_call"}
@@ -94,7 +92,7 @@ def test_xla_agrees(kind, wanted):
 F4, F5, I4, M23 = (TensorType(shape, d) for shape, d in (((4,), F32), ((5,), F32), ((4,), I32), ((2, 3), F32)))
 B4, H4, S = TensorType((4,), I1), TensorType((4,), F16), TensorType((), I32)
 
-# What is called, with operands of which types: each is refused.
+# The operation, a call of it, and invalid types of operands.
 REFUSED = [
     ("add", ops.add, F4, F5),
     ("multiply", ops.multiply, F4, H4),
@@ -137,7 +135,7 @@ REFUSED = [
 @pytest.mark.parametrize(
     "kind, call, types", [(k, c, t) for k, c, *t in REFUSED], ids=[f"{r[0]}-{i}" for i, r in enumerate(REFUSED)]
 )
-def test_wrong_operands_are_refused_with_op_operands_and_path(kind, call, types):
+def test_an_error_names_operation_operands_and_path(kind, call, types):
     module = Module("m")
     with pytest.raises(EmitError) as error, module.function("f", **{f"x{i}": t for i, t in enumerate(types)}) as inputs:
         with scope("layers.3"), scope("attn.q"):
@@ -145,7 +143,7 @@ def test_wrong_operands_are_refused_with_op_operands_and_path(kind, call, types)
     message = str(error.value)
     assert message.startswith(f"{kind}(") and " in layers.3.attn.q: " in message and "\n" not in message
     named = [str(t) for i, t in enumerate(types) if f"x{i}: {t}" in message]
-    # Start indices are named where they are what is wrong; everything else always is.
+    # Start indices are named only if they are wrong.
     assert named == [str(t) for t in types if t is not S or str(S) in named]
 
 
@@ -161,12 +159,12 @@ def test_wrong_operands_are_refused_with_op_operands_and_path(kind, call, types)
         (lambda: ops.constant(2**31, I32), "constant"),
     ],
 )
-def test_operations_without_operands_are_refused_by_name_and_path(call, words):
+def test_an_error_names_an_operation_without_operands(call, words):
     with pytest.raises(EmitError, match=rf"{words}\(\) in layers.1: "), Module("m").function("f"), scope("layers.1"):
         call()
 
 
-def test_what_changes_nothing_appends_nothing():
+def test_an_identity_is_not_appended():
     module = Module("m")
     with module.function("f", x=F4, s=TensorType((), F32)) as (x, s):
         assert ops.convert(x, F32) is x and ops.reshape(x, (4,)) is x and ops.dynamic_slice(s, (), ()) is s

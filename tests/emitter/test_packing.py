@@ -85,8 +85,6 @@ def test_interleave_alternates_blocks_of_16():
     gate, up = np.full((20, 18), 1, np.uint8), np.full((20, 18), 2, np.uint8)
     rows = interleave_rows(gate, up)[:, 0].reshape(4, 16)
     assert rows.tolist() == [[1] * 16, [2] * 16, [1] * 4 + [0] * 12, [2] * 4 + [0] * 12]
-    with pytest.raises(ValueError, match="shapes of gate and up differ"):
-        interleave_rows(gate, up[:5])
 
 
 def test_rejects_partial_blocks():

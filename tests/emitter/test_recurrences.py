@@ -84,7 +84,7 @@ def run(
 def defined(kind: str, given: list[np.ndarray], weights: Arrays, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return results and the last state of layer 1 by the kernel's definition, token by token in f64.
 
-    tests/emitter/test_models_kernels.py compares models of these definitions with HF's.
+    tests/emitter/test_models.py compares models of these definitions with HF's.
     """
     result, after = run(kind, "verify", given, weights, state, np.int32(0), lowering="kernels")
     return result, after[1]

@@ -1,8 +1,6 @@
-"""Rotary frequencies against transformers' own, and what a rope entry may say."""
+"""Rotary frequencies equal those of transformers, and invalid rope entries are rejected."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import pytest
@@ -92,15 +90,8 @@ def test_a_frequency_of_an_odd_rotary_dim_counts_as_a_pair():
     assert rotary(1e4, 5, None, 64).inv_freq.shape == (3,)
 
 
-def test_the_table_is_the_angle_of_each_position():
-    table = rotary(100.0, 4, None, 8)
-    np.testing.assert_allclose(table.table(8, np.sin)[5], [math.sin(5), math.sin(0.5)], rtol=1e-6)
-
-
 def test_far_away_the_angle_is_rounded_as_hf_rounds_it():
-    """Of 100,000 radians f32 holds two digits behind the point: the exact angle would be another
-    one.
-    """
+    """f32 stores 100,000 radians with two decimals, so that the exact angle would differ."""
     positions = 100_001
     config = LlamaConfig(hidden_size=32, num_attention_heads=2, max_position_embeddings=positions)
     theirs = LlamaRotaryEmbedding(config)
@@ -135,5 +126,5 @@ def test_every_kind_of_transformers_that_is_left_out_is_refused():
 
 
 def _last_bits(a: np.ndarray, b: np.ndarray) -> int:
-    """How many representable numbers lie between the two, at most."""
+    """Return the max number of representable numbers between the two."""
     return int(np.abs(a.view(np.int32).astype(np.int64) - b.view(np.int32)).max())

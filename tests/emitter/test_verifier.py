@@ -1,6 +1,4 @@
-"""The verifier against graphs that the builder would never make: each kind of damage is caught and
-named.
-"""
+"""The verifier reports each kind of damage to a graph."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def op_of(function: Graph, kind: str) -> Op:
 
 
 def first_case(kind: str) -> tuple[Module, Op]:
-    """A module of one generated use of the operation, and that operation."""
+    """Return a module with one generated use of the operation, and that operation."""
     case = next(c for c in all_cases() if c.kind == kind and (kind != "select" or c.inputs[1][0].dtype is not I1))
     module = module_of([case])
     return module, op_of(module.functions["case_0"], kind)
@@ -57,7 +55,7 @@ def test_rejects_a_result_with_a_wrong_shape(kind):
     if kind == "broadcast_in_dim":
         wrong = [op.operands[0].shape[:-1], tuple(n + 1 for n in shape[:-1])]
     if kind == "iota" or (kind == "constant" and op.attrs["value"].shape == ()):
-        # A splat and a count are of whatever shape the result is.
+        # A splat and an iota have any shape.
         wrong = []
     for other in wrong:
         retype(op, TensorType(other, dtype))
@@ -67,12 +65,12 @@ def test_rejects_a_result_with_a_wrong_shape(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rejects_a_result_with_a_wrong_element_type(kind):
-    """By the rule of the operation itself: nothing reads the result but the function's return."""
+    """The operation's own check reports it, because no other operation reads the result."""
     module, op = first_case(kind)
     known = op.results[0].dtype
     wrong = [d for d in DTYPES.values() if d is not known]
     if kind == "convert":
-        # Any type is right, as long as the extents fit; bf16 comes from floats only.
+        # Every element type is valid.
         wrong = []
     if kind == "bitcast_convert":
         wrong = [d for d in wrong if d is I1 or d.bits != known.bits]
@@ -86,7 +84,6 @@ def test_rejects_a_result_with_a_wrong_element_type(kind):
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("constant", "iota")])
 def test_rejects_an_operand_with_a_wrong_type(kind):
-    """One whose element type, or whose shape, is not what the operation was made for."""
     module, op = first_case(kind)
     function = module.functions["case_0"]
     operand = op.operands[-1]
@@ -218,14 +215,14 @@ def test_reports_damage_to_a_graph(damage, words):
 
 
 @pytest.mark.parametrize("name", ["", "0", "a b", "_x", "arg_3", "index_0", "x-y", "é "])
-def test_inputs_have_names_that_print(name):
+def test_rejects_invalid_names_of_inputs(name):
     with pytest.raises(EmitError, match="name"):
         check(damaged(lambda module, function: setattr(function.inputs[0], "name", name)), LOWERED)
 
 
 @pytest.mark.parametrize("name", ["value", "index", "xv", "keep", "token_2", "argmax"])
-def test_any_other_name_does_not_meet_the_printers_own(name):
-    """Names inside the region of argmax are of no concern to a function's inputs."""
+def test_any_other_name_differs_from_the_printers_own(name):
+    """The region of argmax has names of its own."""
     module = module_of([Case("argmax", ((TensorType((3,), F32), np.zeros(3, np.float32)),), ops.argmax)])
     module.functions["case_0"].inputs[0].name = name
     check(module, LOWERED)

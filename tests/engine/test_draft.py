@@ -31,12 +31,12 @@ from castiron.vmfb.session import Session
 from tests.engine.test_speculate import Parrot
 from tests.support import served
 from tests.support.fake_session import FakeSession
-from tests.support.generating import Generation, choose
+from tests.support.generating import Generation
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    """A canonical bundle: its verify functions sum in the order of decode_step, so draws are equal."""
+    """Return a canonical bundle, whose verify functions sum in the order of decode_step."""
     return open_bundle(served.bundle(tmp_path_factory.mktemp("target"), (4, 8), "canonical"))
 
 
@@ -74,7 +74,7 @@ SAMPLINGS = {
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_a_draft_does_not_change_the_tokens(target, small, eager, sampling):
-    """All proposals are right if the draft is the model itself; some are wrong for another model."""
+    """All proposals are right if the draft is the model itself; another model has wrong ones."""
     session, text = Session(target, 1), load_tokenizer(target)
     prompt = text.encode(PROMPT)
     grammar = text.grammar(regex="([a-e]{3,5}: <=>; ){9}")
@@ -150,7 +150,7 @@ def test_samples_follow_the_models_distribution(eager, monkeypatch, sampling):
 
 
 class ParrotDraft(FakeSession):
-    """A draft's session over a parrot's text and clock; the proposals at the indices `wrong` are wrong."""
+    """A draft's session over a parrot's text and clock; proposals at indices `wrong` are wrong."""
 
     vocab = 10**6
 
@@ -193,13 +193,11 @@ def ratio(right: float, costs: dict[int, float], step: float, read: float, promp
     parrot.now = 0.0
     text = Request(generated[:prompt], 10**6, max_tokens=300, stop_tokens=())
     speculator = Speculator(parrot, text, draft=proposing, clock=parrot.clock)
-    text.advance(parrot.prefill(generated[:prompt]))
+    text.advance(parrot.prefill(generated[:prompt]), parrot.logits)
     parrot.now = speculator.prompt_seconds = prompt * costs[1] * 0.04
     plain = parrot.now + 299 * costs[1]
     while text.finish_reason is None:
-        if not speculator.ready:
-            speculator.feed(text.tokens[-1:])
-        speculator.advance()
+        list(speculator.run(text.tokens[-1:]))
     assert text.tokens == generated[prompt : prompt + 300]
     return plain / parrot.now
 
@@ -307,17 +305,9 @@ def test_rejects_a_draft_with_another_vocabulary(monkeypatch):
             check_draft(bad, model)
 
 
-def test_a_lookahead_does_not_use_random_numbers():
-    plain, looked = (Sampler(Sampling(temperature=1.0, seed=4)) for _ in range(2))
-    logits = np.random.default_rng(0).normal(size=300).astype(np.float32)
-    expected = [choose(plain, logits) for _ in range(6)]
-    assert [looked.pick(logits, (), ahead=i)[0] for i in (3, 0, 1)] == [expected[i] for i in (3, 0, 1)]
-    assert [choose(looked, logits) for _ in range(6)] == expected
-
-
 def test_a_random_number_near_a_boundary_is_uncertain():
     sampler = Sampler(Sampling(temperature=1.0, seed=0))
     logits = np.zeros(4, np.float32)
     for number, sure in ((0.1, True), (0.25 + 1e-6, False), (0.5 - 1e-6, False), (1e-9, True), (1 - 1e-9, True)):
-        sampler._numbers.appendleft(number)
+        sampler.number = number
         assert sampler.pick(logits, ()) == (int(number * 4), sure)

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from castiron.pipelines.engine.sampling import REPEAT_WINDOW, Sampler, Sampling, _draw, candidates, penalise
 from castiron.pipelines.errors import PipelineError
+from tests.engine.test_scheduler import VOCAB, logits_after
+from tests.engine.test_scheduler import single_past_eos as greedy
 from tests.support.fake_session import FakeSession
 from tests.support.generating import Generation, choose
 
-VOCAB = 40
 CONTEXT = 30
 LOGITS = st.lists(st.integers(-40, 40), min_size=VOCAB, max_size=VOCAB).map(lambda v: np.array(v, np.float32) / 4)
 
@@ -24,16 +25,7 @@ class CountingSession(FakeSession):
         super().__init__(context, eos, (CONTEXT,))
 
     def logits(self) -> np.ndarray:
-        return np.random.default_rng(self.fed).standard_normal(VOCAB).astype(np.float32)
-
-
-def greedy(prompt: list[int], n: int) -> list[int]:
-    """Return the most probable token after each token, by definition."""
-    tokens = []
-    for _ in range(n):
-        logits = np.random.default_rng(prompt + tokens).standard_normal(VOCAB)
-        tokens.append(int(logits.astype(np.float32).argmax()))
-    return tokens
+        return logits_after(self.fed)
 
 
 @given(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=CONTEXT), st.data())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import openai
 import pytest
@@ -211,7 +209,7 @@ def test_the_stop_token_has_a_log_probability(client, by_itself):
 
 
 def test_offsets_of_tokens_are_those_of_their_characters(client, by_itself):
-    """Space belongs to the next word, special tokens have no characters, and a character may have several tokens."""
+    """Space belongs to the next word, and special tokens have no characters."""
     import tokenizers
     from tokenizers import models, pre_tokenizers, processors
 
@@ -232,12 +230,3 @@ def test_rejects_invalid_options_of_log_probabilities(client):
     assert error.value.param == "max_tokens"
     with pytest.raises(openai.BadRequestError, match="127 tokens"):
         client.completions.create(model="tiny", prompt="x" * 127, max_tokens=0, echo=True, logprobs=1)
-
-
-def test_threads_score_and_generate_at_the_same_time(model, by_itself, expected):
-    ids, found = by_itself.text.encode(TEXTS[2]), []
-    thread = threading.Thread(target=lambda: found.append(model.score(ids)))
-    thread.start()
-    assert model.generate(TEXTS[0], max_tokens=30, stop_tokens=()).tokens == by_itself.tokens(TEXTS[0], 30)
-    thread.join()
-    check(found[0], ids, expected(ids))

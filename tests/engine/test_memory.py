@@ -14,10 +14,7 @@ from castiron.vmfb.manifest import WEIGHTS
 from tests.support import toy_text
 from tests.vmfb import toy
 
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    return str(toy_text.write(tmp_path_factory.mktemp("bundle") / "toy"))
+bundle = toy_text.bundle
 
 
 def test_memory_counts_states_per_sequence_and_weights_per_process(bundle):

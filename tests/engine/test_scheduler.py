@@ -3,6 +3,7 @@ each request gets the tokens that it gets by itself."""
 
 from __future__ import annotations
 
+import itertools
 import weakref
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from castiron.pipelines.engine.admission import PATIENCE
+from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.engine.prefix_cache import PrefixCache
 from castiron.pipelines.engine.request import Failed, Request
 from castiron.pipelines.engine.sampling import Sampler, Sampling
@@ -18,6 +20,7 @@ from castiron.pipelines.text.text_output import Delta, text_request
 from castiron.pipelines.text.tokenizer import Tokenizer
 from castiron.vmfb.session import SessionError
 from tests.support.fake_session import FakeSession
+from tests.support.generating import generate_many
 from tests.support.served import tokenizer
 
 VOCAB, CONTEXT, EOS = 40, 100, 2
@@ -300,20 +303,6 @@ def test_a_stop_string_ends_its_own_sequence_only():
     assert [request.end.stop_string for request in requests] == cuts
 
 
-def test_a_failing_prompt_ends_by_itself():
-    batch = FakeBatch(2)
-    batch.broken_prompt = 9
-    scheduler = Scheduler(batch)
-    good, bad, later = Asked([3] * 5, 9), Asked([4, 9, 9], 9), Asked([5, 5], 9)
-    for request in (good, bad, later):
-        scheduler.submit(request.request)
-    run(scheduler)
-    assert isinstance(bad.end, Failed) and isinstance(bad.end.error, ModelFailed)
-    assert "broken prompt" in str(bad.end.error.__cause__)
-    good.check_as_single()
-    later.check_as_single()
-
-
 def test_a_failing_step_ends_its_requests_and_clears_their_slots():
     batch = FakeBatch(2)
     scheduler = Scheduler(batch)
@@ -351,3 +340,49 @@ def test_a_slot_in_use_is_never_given_away(takes):
         assert all(batch.slots[s].stored == stored for s, stored in before.items())
         batch.slots[slot].prefill(prompt[known:])
         cache.appended(slot, prompt[known:])
+
+
+def many(engine, prompts, **options):
+    return generate_many(engine, prompts, **{"max_tokens": 10, "text": TEXT, "stop_tokens": [EOS], **options})
+
+
+@given(st.integers(1, 4), st.lists(PROMPTS, max_size=12))
+def test_every_prompt_gets_the_same_result_as_by_itself(size, prompts):
+    results = list(many(Engine(FakeBatch(size)), iter(prompts)))
+    assert sorted(result.index for result in results) == list(range(len(prompts)))
+    for result in results:
+        expected = by_itself(prompts[result.index], 10)
+        assert result.tokens == expected and result.text == TEXT.decode(expected) and result.error is None
+        assert result.finish_reason == ("length" if len(expected) == 10 else "stop")
+
+
+def test_closing_cancels_requests_and_leaves_the_engine_usable():
+    engine = Engine(FakeBatch(2))
+    results = many(engine, itertools.repeat([3, 4, 5]))
+    next(results)
+    results.close()
+    assert [result.tokens for result in many(engine, [[6]])] == [by_itself([6], 10)]
+    assert engine.scheduler.idle
+
+
+def test_an_invalid_prompt_fails_by_itself():
+    batch = FakeBatch(2)
+    batch.broken_prompt = 9
+    bad = {1: [3] * (CONTEXT + 1), 2: [4, 9, 9], 3: [], 4: None, 5: [{"role": "user"}], 6: [VOCAB]}
+    message = {
+        1: "101 tokens",
+        2: "the model failed",
+        3: "no tokens",
+        4: "invalid prompt",
+        5: "no chat template",
+        6: "vocabulary",
+    }
+    prompts = [bad.get(index, [3, 4, index]) for index in range(9)]
+    results = {result.index: result for result in many(Engine(batch), prompts)}
+    for index, prompt in enumerate(prompts):
+        result = results[index]
+        if index in bad:
+            assert result.finish_reason == "error" and message[index] in str(result.error) and result.tokens == []
+        else:
+            assert result.tokens == by_itself(prompt, 10)
+    assert isinstance(results[2].error, ModelFailed) and "broken prompt" in str(results[2].error.__cause__)

@@ -91,13 +91,10 @@ class Parrot(FakeSession):
 def parrot_tokens(session, prompt, n, draft=None):
     text = Request(session.text[:prompt], session.context, max_tokens=n, stop_tokens=())
     speculator = Speculator(session, text, draft=draft, clock=session.clock)
-    text.advance(session.prefill(session.text[:prompt]))
+    text.advance(session.prefill(session.text[:prompt]), session.logits)
     while text.finish_reason is None:
-        if not speculator.ready:
-            speculator.feed(text.tokens[-1:])
-        speculator.advance()
-        if not speculator.ready:
-            assert session.position == prompt + len(text.tokens) - 1
+        list(speculator.run(text.tokens[-1:]))
+        assert session.position == prompt + len(text.tokens) - 1
     return text.tokens
 
 

@@ -121,7 +121,7 @@ def test_many_prompts_at_once_from_one_bundle(compiled, text, fresh):
 
 
 def test_finds_prefixes_in_snapshots(compiled, text, fresh):
-    """Prompts that continue the first one find it; a prompt that shares a part of it finds nothing."""
+    """Prompts that continue the first one find its states; a prompt with a part of it does not."""
     engine = Engine(compiled, 1)
     base = tuple(text.encode("The system message is long enough for what it says to be forgotten"))
     cached = []

@@ -6,12 +6,12 @@ import importlib.util
 import json
 import os
 
-import iree.runtime as rt
 import numpy as np
 import pytest
 
 from castiron.emitter.kernels.mlir.isa import ISAS
 from castiron.emitter.kernels.mlir.matrix import DEPTH
+from castiron.emitter.printer import print_module
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.evaluate import bench_engines as bench
@@ -27,10 +27,10 @@ from castiron.pipelines.evaluate.machine import (
     WIDE,
     Machine,
     chains_of,
-    mean_seconds,
-    probe_text,
+    module_of,
+    probes_of,
 )
-from castiron.vmfb.compiler import compile_mlir
+from castiron.vmfb.compiler import compile_modules
 from castiron.vmfb.targets import TARGETS
 from tests.support import toy_text
 from tests.support.tiny_gguf import write_llama
@@ -50,11 +50,8 @@ class FixedMachine:
     def __init__(self, threads):
         pass
 
-    def read_gb_s(self):
-        return 10.0
-
-    def peak_gflop_s(self):
-        return 100.0
+    def measure(self, limit):
+        return {"read_gb_s": 10.0, "peak_gflop_s": 100.0}[limit]
 
 
 @pytest.fixture
@@ -77,9 +74,10 @@ def test_the_json_object_has_its_documented_fields(bundle, fixed_machine, tmp_pa
     assert json.loads(output.read_text()) == result
     assert set(result) == {"castiron", "peers", "machine", "ratios", "settings", "missing", "notes"}
     ours = result["castiron"]
-    assert set(ours) == ENGINE_KEYS and all(ours[key] > 0 for key in ENGINE_KEYS - {"runs", "prefill_peak_share"})
     # The manifest of the toy bundle does not describe the work of its functions.
-    assert ours["prefill_peak_share"] is None and "estimate" in result["notes"]["castiron"]
+    shares = {"decode_roofline", "prefill_peak_share"}
+    assert set(ours) == ENGINE_KEYS and all(ours[key] is None for key in shares)
+    assert all(ours[key] > 0 for key in ENGINE_KEYS - {"runs", *shares})
     for key in ("decode_tok_s", "prefill_tok_s", "ttft_ms"):
         runs = ours["runs"][key]
         assert set(runs) == {"median", "min", "max", "values"}
@@ -105,12 +103,11 @@ def test_engines_take_turns_and_the_first_turn_is_not_counted(monkeypatch):
             self.engine = engine
             assert (settings.threads, settings.context) == (3, 40)
 
-        def ask(self, op, **arguments):
+        def ask(self, op, *arguments):
             log.append((self.engine, op))
-            turn = log.count((self.engine, op))
             if op in ("prefill", "decode"):
-                assert len(arguments["tokens"]) == {"prefill": 40, "decode": 8}[op]
-            return {"seconds": 0.5 * turn, "rss_mb": 7.0}
+                assert len(arguments[-1]) == {"prefill": 40, "decode": 8}[op]
+            return 7.0 if op == "memory" else 0.5 * log.count((self.engine, op))
 
         def close(self):
             log.append((self.engine, "close"))
@@ -129,18 +126,6 @@ def test_engines_take_turns_and_the_first_turn_is_not_counted(monkeypatch):
     assert measured["hf"].prefill == [40 / 1.0, 40 / 1.5, 40 / 2.0]
     assert measured["castiron"].first == [250.0] * 3 and measured["hf"].rss_mb == 7
     assert limits == {"read_gb_s": [10.0] * 3, "peak_gflop_s": [100.0] * 3}
-
-
-def test_a_limit_is_a_mean_over_the_given_seconds(monkeypatch):
-    now, took = [0.0], [0.25, 0.125, 0.25]
-
-    def call():
-        now[0] += took.pop(0)
-
-    monkeypatch.setattr("castiron.pipelines.evaluate.machine.time.perf_counter", lambda: now[0])
-    assert mean_seconds(call, 0.5) == (0.625 / 3, 3)
-    took.append(2.0)
-    assert mean_seconds(call, 0.0) == (2.0, 1)
 
 
 class FixedWork:
@@ -291,34 +276,28 @@ def test_hf_decodes_from_the_given_depth(tmp_path):
 def test_the_probes_do_the_arithmetic_that_is_counted():
     machine = Machine(1)
     # Bounds that also hold on a busy machine.
-    assert 0 < machine.read_gb_s(0.01) < 2000 and 0 < machine.peak_gflop_s(0.01) < 20000
-    assert 0 < machine.peak_bytes_gop_s(0.01) < 80000
-    for name, peak in (("pairs", machine.peak_pairs_gflop_s), ("matrix", machine.peak_matrix_gflop_s)):
-        assert peak(0.01) > 0 if name in machine._calls else peak() == 0
-    for name, (function, arguments, operand) in machine._calls.items():
-        machine._context.invoke(function, arguments, machine._results)
-        view = machine._results.get_as_object(0, rt.HalBufferView)
-        found = np.array(view.map().asarray(list(view.shape), np.dtype(np.float32)))
-        if name == "read":
-            # Every float is 1 and is added once.
-            assert found.sum() == READ_FLOATS
-        elif name == "dot":
-            # A sum starts at its word and adds the squares of the bytes 4, 3, 2 and 1.
-            one = (0x01020304 + DOT_ITERATIONS * DOTS * (16 + 9 + 4 + 1)) * chains_of(machine.isa)
-            assert np.allclose(found, (one + 2**31) % 2**32 - 2**31, rtol=1e-6)
-        elif name == "pairs":
-            chains = chains_of(machine.isa)
-            assert np.allclose(found, chains * (2 * FMA_ITERATIONS + (chains - 1) / 2))
-        elif name == "matrix":
-            assert np.allclose(found, HIGH * WIDE * DEPTH * MATRIX_ITERATIONS)
-        else:
-            values = operand.array[:-2].astype(np.float64)
-            a, b = operand.array[-2:].astype(np.float64)
-            expected = (values * a**FMA_ITERATIONS + b * (1 - a**FMA_ITERATIONS) / (1 - a)).sum(0)
-            assert np.allclose(found, expected, rtol=1e-3)
+    for limit, highest in (("read_gb_s", 2000), ("peak_gflop_s", 20000), ("peak_bytes_gop_s", 80000)):
+        assert 0 < machine.measure(limit, 0.01) < highest
+    assert machine.measure("no such limit") == 0
+    chains = chains_of(machine.isa)
+    found = {limit: probe.results["y"] for limit, probe in machine.probes.items() if probe.seconds(0)}
+    # Every float is 1 and is added once.
+    assert found["read_gb_s"].sum() == READ_FLOATS
+    # A sum starts at its word and adds the squares of the bytes 4, 3, 2 and 1.
+    one = (0x01020304 + DOT_ITERATIONS * DOTS * (16 + 9 + 4 + 1)) * chains
+    assert np.allclose(found["peak_bytes_gop_s"], (one + 2**31) % 2**32 - 2**31, rtol=1e-6)
+    values = machine.probes["peak_gflop_s"].copies[0]["x"].astype(np.float64)
+    a, b = values[-2:]
+    sums = (values[:-2] * a**FMA_ITERATIONS + b * (1 - a**FMA_ITERATIONS) / (1 - a)).sum(0)
+    assert np.allclose(found["peak_gflop_s"], sums, rtol=1e-3)
+    if "peak_pairs_gflop_s" in found:
+        assert np.allclose(found["peak_pairs_gflop_s"], chains * (2 * FMA_ITERATIONS + (chains - 1) / 2))
+    if "peak_matrix_gflop_s" in found:
+        assert np.allclose(found["peak_matrix_gflop_s"], HIGH * WIDE * DEPTH * MATRIX_ITERATIONS)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_the_probes_compile_for_every_kind_of_cpu(isa, tmp_path):
     target = next(target for target in TARGETS.values() if target.isa == isa and target.name != "host")
-    compile_mlir(probe_text(ISAS[isa]), target, tmp_path / "probe.vmfb")
+    probes = {f"{name}.vmfb": print_module(module_of(probe)) for name, probe in probes_of(ISAS[isa]).items()}
+    compile_modules(probes, target, tmp_path)

@@ -10,8 +10,8 @@ import pytest
 from castiron.emitter.kernels.weights.packing import unpack
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.compile.parts import KINDS
-from castiron.pipelines.evaluate import bench_kernel
-from castiron.pipelines.evaluate.machine import bound_of
+from castiron.pipelines.evaluate import bench_kernel, machine
+from castiron.pipelines.evaluate.machine import TimedKernel, bound_of
 from tests.cli.test_cli import complaint
 from tests.evaluate.test_bench import FixedMachine
 from tests.support.toy_text import read_json
@@ -35,7 +35,7 @@ CODECS = {"round_x": "q4_1", "gemv": "q4_k", "gemm_few": "q6_k", "gemm": "q8_0",
 def quick(monkeypatch):
     monkeypatch.setattr("castiron.pipelines.evaluate.machine.Machine", FixedMachine)
     monkeypatch.setattr(bench_kernel, "LOAD_SECONDS", 0.01)
-    monkeypatch.setattr(bench_kernel, "STREAMED_BYTES", 1 << 20)
+    monkeypatch.setattr(machine, "STREAMED_BYTES", 1 << 20)
 
 
 def shape_of(kind: str) -> str:
@@ -48,11 +48,10 @@ def timed(kind: str, codec: str, numerics: str = "exact", context: int = 160, ca
     asked = bench_kernel.kernel_run(kind, shape_of(kind), None, codec, numerics, 1, context, cache)
     sizes = [int(word) for word in shape_of(kind).split("x")]
     given = bench_kernel.operands(asked.kernel, codec, sizes, asked.settings["tokens"], asked.position)
-    runs = bench_kernel.Timed(asked.kernel, given, 1)
+    runs = TimedKernel(asked.kernel, given, 1)
     seconds, calls = runs.seconds(0.001)
     assert seconds > 0 and calls > 0
-    names = [name for name in asked.kernel.results if name not in asked.kernel.in_place]
-    return asked, given, dict(zip(names, (location.array for location in runs._buffers[0]), strict=True))
+    return asked, given, runs.results
 
 
 @pytest.mark.parametrize(("kind", "cache"), [(kind, "f32") for kind in KINDS] + [("attention_decode", "q8_0")])
@@ -69,29 +68,23 @@ def test_times_the_kernel_on_complete_operands(kind, cache):
 
 
 def test_calls_take_weights_like_trained_ones_in_turn(monkeypatch):
-    monkeypatch.setattr(bench_kernel, "STREAMED_BYTES", 100_000)
+    monkeypatch.setattr(machine, "STREAMED_BYTES", 100_000)
     asked = bench_kernel.kernel_run("gemv", "64x256", None, "q4_k", "exact", 1, 64)
     given = bench_kernel.operands(asked.kernel, "q4_k", [64, 256], 1, 0)
     weights = unpack("q4_k", given["weight"].view(np.uint8), 64, 256)
     assert np.isfinite(weights).all() and 0.01 < weights.std() < 0.2
-    runs = bench_kernel.Timed(asked.kernel, given, 1)
-    assert len(runs._arguments) == 100_000 // given["weight"].nbytes
+    copies = TimedKernel(asked.kernel, given, 1).copies
+    assert len(copies) == 100_000 // given["weight"].nbytes
     # All calls share the small operand.
-    locations = (
-        {copy["weight"].array.ctypes.data for copy in runs._buffers[2:]},
-        {copy["x"].array.ctypes.data for copy in runs._buffers[2:]},
-    )
-    assert list(map(len, locations)) == [len(runs._arguments), 1]
+    assert [len({copy[name].ctypes.data for copy in copies}) for name in ("weight", "x")] == [len(copies), 1]
 
 
-def test_fast_numerics_are_a_different_kernel_of_the_same_work():
+def test_numerics_and_the_position_are_those_of_the_options():
     exact, _, _ = timed("gemm", "q4_0")
     fast, _, found = timed("gemm", "q4_0", "fast")
     assert exact.kernel.name != fast.kernel.name and exact.kernel.work(0)[0] == fast.kernel.work(0)[0]
     assert np.isfinite(found["y"]).all()
-
-
-def test_a_cache_is_full():
+    # The cache is full after the call.
     asked, given, _ = timed("attention_decode", "f32", context=50)
     assert given["position"] == asked.position == 49
     asked, given, _ = timed("attention_prefill", "f32", context=160)

@@ -13,9 +13,8 @@ from castiron.emitter.kv_cache import CACHES
 from castiron.emitter.lowering import lower
 from castiron.emitter.models import build
 from castiron.pipelines.compile.bundle_manifest import work_of
-from castiron.pipelines.evaluate.bench import Workload, gguf_bytes, parameter_sizes
+from castiron.pipelines.evaluate.bench import Workload, gguf_bytes
 from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.manifest import WEIGHTS
 from tests.support import toy_text
 from tests.support.tiny_gguf import HIDDEN, INNER, LLAMA_SIZES, VOCAB, llama_tensors, write_gguf, write_llama
 
@@ -48,7 +47,7 @@ def workload(config: dict, codec: str, cache: str = "f32") -> Workload:
         "cache": cache,
         "states": module.functions["decode_step"].states,
     }
-    return Workload(SimpleNamespace(compile={"work": work}, functions=functions, **facts), 0)
+    return Workload(SimpleNamespace(compile={"work": work}, functions=functions, **facts))
 
 
 def matrices(config: dict, mlp: int = 3) -> int:
@@ -106,11 +105,11 @@ def test_a_sliding_window_limits_the_cache_bytes():
     assert workload(config, "q4_1").cache_bytes(1000, 8, 4) == 2 * 30 * 3 * 64 * 4 * 256
 
 
-def test_a_bundle_without_work_counts_its_parameters(tmp_path):
+def test_a_bundle_without_work_has_none(tmp_path):
     bundle = open_bundle(toy_text.write(tmp_path / "toy"))
-    found = Workload.of(bundle)
-    assert not found.known and found.weight_bytes == sum(parameter_sizes(bundle.part(WEIGHTS)).values()) > 0
-    assert found.cache_bytes(3, 5, 4) == 0 and found.elements is None and found.prefill_flops(8) is None
+    found = Workload(bundle.manifest)
+    assert not found.known and found.cache_bytes(3, 5, 4) == 0
+    assert found.weight_bytes is found.elements is found.prefill_flops(8) is None
 
 
 def test_gguf_bytes_count_chosen_experts_and_one_row_of_an_untied_table(tmp_path):

@@ -37,7 +37,7 @@ _LIMITS = {"max_position_embeddings": 126, "bos_token_id": None, "eos_token_id":
 
 @contextmanager
 def known() -> Iterator[None]:
-    """The families are castiron's inside."""
+    """Make the small families known to castiron inside the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "FAMILIES", (*models.FAMILIES, *FAMILIES))
         for name, module in FAMILIES.items():
@@ -50,21 +50,21 @@ def config_of(family: str) -> dict:
 
 
 def weights_of(family: str) -> dict[str, np.ndarray]:
-    """Drawn so that logits are spread and what was read long ago still counts."""
+    """Return random weights with which logits are spread and early tokens matter."""
     rng = np.random.default_rng(5)
     shapes = FAMILIES[family].shapes(config_of(family))
     return {name: (rng.normal(size=shape) * 2 / shape[-1] ** 0.5).astype(np.float32) for name, shape in shapes.items()}
 
 
 def logits_of(family: str, checkpoint: Path, tokens: list[int]) -> list[np.ndarray]:
-    """Logits [vocab] after each token, by the family's NumPy definition or by HF."""
+    """Return logits [vocab] after each token, by the family's NumPy definition or by HF."""
     if family in HYBRIDS:
         return list(hf.logits(hf.load(checkpoint, threads=1), tokens))
     return list(FAMILIES[family].define(config_of(family), weights_of(family), tokens))
 
 
 def write(family: str, directory: Path) -> Path:
-    """The checkpoint, with a tokenizer of a token a character."""
+    """Write the checkpoint, with a tokenizer of one token per character."""
     directory.mkdir(parents=True)
     if family in HYBRIDS:
         tiny_model(family, directory, **_SIZES, **_LIMITS, **HYBRIDS[family])

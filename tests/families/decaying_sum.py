@@ -36,7 +36,7 @@ def states(c: Config, context: int) -> tuple[State, ...]:
 
 
 def sums(step: Step, c: Config, layer: int, x: Value) -> Value:
-    """s_t = decay * s_(t-1) + x_t for x [T, hidden]; a chunk is a matmul with powers of decay."""
+    """Return s_t = decay * s_(t-1) + x_t for x [T, hidden], with a matmul for a chunk."""
     before, tokens = recurrent(step, "sum", layer), x.shape[0]
     if step.mode in ("decode", "batch"):
         after = add(scaled(before, c.decay), x)
@@ -60,14 +60,14 @@ def forward(step: Step, c: Config) -> Value:
 
 
 def shapes(config: Mapping) -> dict[str, tuple[int, ...]]:
-    """The checkpoint's tensors."""
+    """Return the shapes of the checkpoint's tensors by name."""
     vocab, hidden = config["vocab_size"], config["hidden_size"]
     layers = {f"model.layers.{i}.proj.weight": (hidden, hidden) for i in range(config["num_hidden_layers"])}
     return {"model.embed_tokens.weight": (vocab, hidden), **layers, "lm_head.weight": (vocab, hidden)}
 
 
 def define(config: Mapping, weights: Mapping[str, np.ndarray], tokens: Sequence[int]) -> Iterator[np.ndarray]:
-    """NumPy definition: logits [vocab] after each token."""
+    """Yield logits [vocab] after each token, computed with NumPy."""
     sums_by_layer = np.zeros((config["num_hidden_layers"], config["hidden_size"]))
     for token in tokens:
         x = weights["model.embed_tokens.weight"][token].astype(np.float64)

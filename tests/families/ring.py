@@ -33,7 +33,8 @@ def read(c: ConfigReader) -> Config:
 
 def states(c: Config, context: int) -> tuple[State, ...]:
     rows = (c.layers, context, KV_HEADS, HEAD_DIM)
-    return tuple(State(name, rows, kind="window", window=c.window) for name in ("keys", "values"))
+    layers = tuple(range(c.layers))
+    return tuple(State(name, rows, kind="window", window=c.window, layers=layers) for name in ("keys", "values"))
 
 
 def forward(step: Step, c: Config) -> Value:
@@ -43,13 +44,13 @@ def forward(step: Step, c: Config) -> Value:
             with scope(f"layers.{layer}"):
                 rows = zip("qkv", (HEADS, KV_HEADS, KV_HEADS))
                 q, k, v = (split_heads(linear(step, x, f"{name}_proj", n * HEAD_DIM), n) for name, n in rows)
-                out = attention(step, layer, q, k, v, HEAD_DIM**-0.5, c.window, cache=("keys", "values"))
+                out = attention(step, layer, q, k, v, HEAD_DIM**-0.5, c.window)
                 x = add(x, linear(step, out, "o_proj", c.hidden))
     return lm_head(step, wanted_rows(step, x), c.vocab, tied=False)
 
 
 def shapes(config: Mapping) -> dict[str, tuple[int, ...]]:
-    """The checkpoint's tensors."""
+    """Return the shapes of the checkpoint's tensors by name."""
     vocab, hidden = config["vocab_size"], config["hidden_size"]
     found = {"model.embed_tokens.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden)}
     for layer in range(config["num_hidden_layers"]):
@@ -60,7 +61,7 @@ def shapes(config: Mapping) -> dict[str, tuple[int, ...]]:
 
 
 def define(config: Mapping, weights: Mapping[str, np.ndarray], tokens: Sequence[int]) -> Iterator[np.ndarray]:
-    """NumPy definition: logits [vocab] after each token."""
+    """Yield logits [vocab] after each token, computed with NumPy."""
     rows: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(config["num_hidden_layers"])]
     for token in tokens:
         x = weights["model.embed_tokens.weight"][token].astype(np.float64)

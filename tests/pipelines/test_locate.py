@@ -20,15 +20,12 @@ from tests.support import toy_text
 from tests.support.tiny_gguf import write_llama
 from tests.support.toy_text import read_json
 
+bundle = toy_text.bundle
+
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     return tiny.tiny_model("llama", tmp_path_factory.mktemp("tiny") / "llama")
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    return toy_text.write(tmp_path_factory.mktemp("bundle") / "toy")
 
 
 def refusal(path) -> str:
@@ -78,13 +75,13 @@ def test_gguf_files_are_recognised_by_their_bytes_and_listed(tmp_path):
 
 def test_a_bundle_is_not_a_checkpoint(bundle, llama, tmp_path, capsys):
     packed = tmp_path / "toy.castiron"
-    assert cli.main(["pack", str(bundle), "-o", str(packed)]) == 0
-    for location in (bundle, packed):
+    assert cli.main(["pack", bundle, "-o", str(packed)]) == 0
+    for location in (Path(bundle), packed):
         assert is_bundle(location)
         assert "is a bundle; give the checkpoint" in refusal(location)
     assert not is_bundle(llama) and not is_bundle(tmp_path)
     capsys.readouterr()
-    assert cli.main(["compile", str(bundle), "-o", str(tmp_path / "out")]) == 1
+    assert cli.main(["compile", bundle, "-o", str(tmp_path / "out")]) == 1
     assert "is a bundle" in complaint(capsys)
 
 
@@ -173,7 +170,7 @@ def test_ignore_key_ignores_a_config_key(llama, tmp_path, capsys):
 
 def test_ignore_key_ignores_a_key_of_a_gguf_file(tmp_path):
     path = write_llama(tmp_path / "odd.gguf", {"llama.attention.sink_multiplier": 2.0})
-    with pytest.raises(CheckpointError, match="llama.attention.sink_multiplier; --ignore-key"):
+    with pytest.raises(CheckpointError, match="llama.attention.sink_multiplier; ignore one with --ignore-key"):
         open_checkpoint(path)
     assert open_checkpoint(path, ignore_keys=["llama.attention.sink_multiplier"]).config["model_type"] == "llama"
 

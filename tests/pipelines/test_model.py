@@ -297,7 +297,7 @@ def test_a_changed_checkpoint_is_compiled_again(checkpoint, tmp_path):
 
 
 def test_the_complete_bundle_follows_the_one_of_the_first_answer(checkpoint, tmp_path):
-    """`castiron run` compiles what it needs; other commands then compile the rest and pack nothing."""
+    """`castiron run` compiles what it needs; other commands compile the rest and pack nothing."""
     options = options_of(threads=1, context=64, prefill=(8, 32), batch=2, speculate=4)
     first = open_or_compile(checkpoint, options, one_sequence=True)
     assert [function.name for function in first.manifest.functions] == ["decode_step", "prefill_32"]

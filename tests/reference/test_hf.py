@@ -1,4 +1,4 @@
-"""HF's model as an oracle: f32, eager attention, ties to the lowest index, activations."""
+"""HF's model as a reference: f32, eager attention, ties to the lowest index, activations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_models_are_f32_and_plain(model):
     assert model.config._attn_implementation == "eager"
 
 
-def test_threads_are_those_asked_for(directory):
+def test_threads_are_set(directory):
     hf.load(directory, threads=2)
     assert torch.get_num_threads() == 2
     hf.load(directory, threads=1)
@@ -41,7 +41,7 @@ def test_experts_run_as_defined(tmp_path):
 
 
 def test_greedy_tokens_are_the_argmax_of_an_uncached_run(model):
-    """By its definition: the whole sequence anew for every token, without a cache."""
+    """The reference computes the complete sequence for every token, without a cache."""
     greedy, tokens = hf.greedy(model, PROMPT, 8), list(PROMPT)
     for token, margin in zip(greedy.tokens, greedy.margins, strict=True):
         last = hf.logits(model, tokens)[-1]
@@ -78,7 +78,7 @@ def test_activations_are_found_by_module_path(model):
     np.testing.assert_allclose(found["model.norm"] @ weight.T, found["lm_head"], rtol=1e-4, atol=1e-4)
 
 
-def test_capture_lets_go_at_its_end_and_refuses_unknown_names(model):
+def test_capture_ends_with_its_block_and_rejects_unknown_names(model):
     with hf.capture(model, ["model.norm"]) as found:
         hf.logits(model, PROMPT)
         assert found["model.norm"].shape == (5, 64)

@@ -1,4 +1,4 @@
-"""Small random models: every weight counts, tokens vary, and no choice hangs on rounding."""
+"""In small random models every weight matters, tokens vary, and margins exceed rounding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from castiron.reference.tiny import FAMILIES, tiny_model
 
 
 def prompts(vocab: int = 211) -> list[list[int]]:
-    """One token, a few, and more than any window of a tiny model."""
+    """Return prompts of one token, a few, and more than any window of a tiny model."""
     return [np.random.default_rng(n).integers(3, vocab, n).tolist() for n in (1, 6, 40)]
 
 
@@ -32,7 +32,7 @@ def models(tmp_path_factory):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_vary_by_margins_that_are_real(family, models, record_property):
-    """The smallest margin is ten times what the order of sums changes in a logit."""
+    """The smallest margin is ten times the effect of the order of sums on a logit."""
     model, margins, noise = models(family), [], []
     for prompt in prompts():
         greedy = hf.greedy(model, prompt, 16)
@@ -48,7 +48,7 @@ def test_tokens_vary_by_margins_that_are_real(family, models, record_property):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_weight_counts(family, models):
+def test_every_weight_matters(family, models):
     """Logits change clearly when any tensor is zero."""
     model, tokens = models(family), prompts()[2]
     want = hf.logits(model, tokens)
@@ -79,6 +79,6 @@ def test_settings_and_storage_are_the_callers(tmp_path):
         assert torch.equal(model.state_dict()[name], tensor.float())
 
 
-def test_an_unknown_family_is_refused_with_those_there_are(tmp_path):
+def test_rejects_an_unknown_family(tmp_path):
     with pytest.raises(ValueError, match="no tiny model of type 'bloom'; use one of llama, mistral"):
         tiny_model("bloom", tmp_path)

@@ -203,9 +203,9 @@ def test_an_export_is_imported_and_a_damaged_file_is_rejected(browser, server, t
     damaged["conversations"][1]["nodes"][1]["parent"] = 7
     for text, why in (
         (exported[:-9], "cannot be imported: it is not JSON, or was cut short."),
-        ('{"messages": []}', "it holds no conversations that were exported here."),
+        ('{"messages": []}', "it has no conversations that this page exported."),
         (exported.replace('"version": 1', '"version": 2'), "it is of version 2, and this page reads version 1."),
-        (json.dumps(damaged), "message 2 of a conversation follows none that it can follow."),
+        (json.dumps(damaged), "message 2 of a conversation has an invalid parent."),
     ):
         (tmp_path / "damaged.json").write_text(text)
         browser.choose_file("#file", tmp_path / "damaged.json")
@@ -297,7 +297,7 @@ def test_every_setting_is_in_the_request(browser, server):
     browser.run("document.querySelector('[name=schema]').value = '{'")
     send(browser, "And now?")
     browser.wait("document.querySelector('.problem')")
-    assert "The JSON schema in the settings is no JSON" in texts(browser, ".problem")[0] and len(server.asked) == 1
+    assert "The JSON schema in the settings is not JSON" in texts(browser, ".problem")[0] and len(server.asked) == 1
 
 
 def test_a_model_is_chosen_and_one_without_a_template_continues_text(browser, server):

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from castiron.pipelines.engine.scheduler import Scheduler
-from castiron.pipelines.server.metrics import Metrics
+from castiron.pipelines.server.metrics import Metrics, ModelMetrics
 from tests.engine.test_scheduler import CONTEXT, Asked, FakeBatch, run
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -29,8 +29,8 @@ request_time_per_output_token_seconds_bucket
 def page() -> str:
     """The page of two models; one has finished three requests and runs a fourth."""
     metrics = Metrics()
-    metrics.model("idle")
-    counting = metrics.model('a "model"\\')
+    ModelMetrics(metrics, "idle")
+    counting = ModelMetrics(metrics, 'a "model"\\')
     scheduler = Scheduler(FakeBatch(2), observer=counting)
     counting.watch(scheduler)
     for i in range(3):

@@ -10,7 +10,7 @@ import pytest
 
 from castiron.pipelines.server.routes import PATHS
 from tests.support.browser import needs_chromium
-from tests.support.chat_page import READY, press_button, put, send, talk, texts
+from tests.support.chat_page import READY, put, send, talk, texts
 from tests.support.served import CONTEXT, served
 
 # The model answers this question without markdown, so the page shows the text unchanged.
@@ -75,30 +75,6 @@ def test_every_file_of_the_page_has_the_strict_policy(server):
             policy = reply.headers["Content-Security-Policy"]
             assert "default-src 'none'" in policy and "unsafe" not in policy and "require-trusted-types-for 'script'" in policy
             assert reply.headers["X-Content-Type-Options"] == "nosniff" and reply.read()
-
-
-def test_an_answer_that_was_cut_goes_on_as_if_it_had_not_been(browser, server, reference):
-    browser.open(server.url)
-    browser.run("document.querySelector('[name=max_tokens]').value = '10'")
-    send(browser, QUESTION)
-    for count in (10, 20):
-        browser.wait(DONE)
-        answer = nodes(browser)[1]
-        assert answer["content"] == expected(reference)[:count] and answer["end"] == "length"
-        if count == 10:
-            press_button(browser, "Continue")
-
-
-def test_a_message_that_is_too_long_is_refused_in_words_and_can_be_edited(browser, server):
-    browser.open(server.url)
-    send(browser, "x" * (CONTEXT + 1))
-    browser.wait(PROBLEM)
-    assert f"maximum context length is {CONTEXT}" in texts(browser, ".problem")[0]
-    press_button(browser, "Edit")
-    browser.run("document.querySelector('.edit textarea').value = 'Hello'")
-    browser.press("Enter")
-    browser.wait(DONE)
-    assert texts(browser, ".user .body") == ["Hello"] and not texts(browser, ".problem, .gone, .note")
 
 
 def test_a_full_context_drops_the_oldest_turns_and_shows_a_note(browser, server, reference):

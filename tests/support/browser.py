@@ -21,7 +21,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 KEYS = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowUp": 38, "ArrowDown": 40, " ": 32, ",": 188, "/": 191, "?": 191}
 MODIFIERS = {"Control": 2, "Shift": 8}
 
-# Chromium reads commands from descriptor 3 and answers on 4; the pipes may come with these very numbers.
+# Chromium reads commands from descriptor 3 and answers on 4, which may be the pipes' own numbers.
 LAUNCHER = """
 import fcntl, os, sys
 pair = [fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3]]
@@ -42,15 +42,13 @@ needs_chromium = pytest.mark.skipif(
 
 
 class Browser:
-    """A browser with one page. Every method raises AssertionError for an error that the browser or
-    the page reports."""
+    """A browser with one page; every method raises AssertionError for an error of either."""
 
-    def __init__(self, program: str, profile: Path, size: tuple[int, int] = (900, 700)):
+    def __init__(self, program: str, profile: Path):
         ours, theirs = os.pipe(), os.pipe()
         flags = [
             "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-extensions",
-            "--disable-background-networking", "--remote-debugging-pipe", f"--user-data-dir={profile}",
-            f"--window-size={size[0]},{size[1]}", "about:blank",
+            "--disable-background-networking", "--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank",
         ]  # fmt: skip
         with open(profile.parent / "chromium.log", "wb") as log:
             self.process = subprocess.Popen(
@@ -65,7 +63,7 @@ class Browser:
         self.errors: list[str] = []
         self.requests: list[str] = []
         until = time.monotonic() + 60
-        # It answers before it has opened one.
+        # Chromium answers before it has opened a page.
         while not (pages := [one for one in self.call("Target.getTargets")["targetInfos"] if one["type"] == "page"]):
             assert time.monotonic() < until, "Chromium opens no page"
             time.sleep(0.02)
@@ -89,7 +87,7 @@ class Browser:
 
     def _read(self, seconds: float = 60) -> dict:
         while b"\0" not in self._buffer:
-            assert select.select([self._out], [], [], seconds)[0], "Chromium says nothing"
+            assert select.select([self._out], [], [], seconds)[0], "Chromium does not answer"
             data = os.read(self._out, 1 << 20)
             assert data, "Chromium has ended"
             self._buffer += data
@@ -107,14 +105,14 @@ class Browser:
             self.requests.append(params["request"]["url"])
 
     def open(self, url: str, *, dark: bool = False, again: bool = False) -> None:
-        """Open a new page; with `again`, keep the storage of the last one."""
+        """Open a page; with `again`, the storage of the last page stays."""
         self.requests = []
         if not again:
-            # What an open page would still keep on its way out.
+            # Leaves the open page first, because it stores its conversation then.
             self.call("Page.navigate", url="about:blank")
             self.call("Storage.clearDataForOrigin", origin=url.rstrip("/"), storageTypes="all")
-        wishes = {"prefers-color-scheme": "dark" if dark else "light", "prefers-reduced-motion": "reduce"}
-        self.call("Emulation.setEmulatedMedia", features=[{"name": name, "value": value} for name, value in wishes.items()])
+        media = {"prefers-color-scheme": "dark" if dark else "light", "prefers-reduced-motion": "reduce"}
+        self.call("Emulation.setEmulatedMedia", features=[{"name": name, "value": value} for name, value in media.items()])
         self.call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete'")
 
@@ -133,7 +131,7 @@ class Browser:
         """Wait until a JavaScript expression is true."""
         end = time.monotonic() + seconds
         while not self.run(f"!!({condition})"):
-            assert time.monotonic() < end, f"this never came true: {condition}"
+            assert time.monotonic() < end, f"timeout: {condition}"
             time.sleep(0.02)
 
     def type(self, text: str) -> None:
@@ -150,8 +148,7 @@ class Browser:
         self.call("Input.dispatchKeyEvent", type="keyUp", **key)
 
     def size(self, width: int, height: int, phone: bool = False) -> None:
-        """Set the size of the window; a phone also has a touch screen, and two device pixels per
-        CSS pixel."""
+        """Set the size of the window; a phone also has a touch screen and double resolution."""
         scale = 2 if phone else 1
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=phone)
         self.call("Emulation.setTouchEmulationEnabled", enabled=phone)

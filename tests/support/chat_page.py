@@ -1,5 +1,4 @@
-"""The chat page with a replacement for the server: a test sets its answers and decides when they
-come."""
+"""The chat page with a stand-in for the server; tests set its answers and when they arrive."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ def model(name: str = "iron", **facts) -> dict:
 
 
 def reply(*parts, end: str = "stop", **ends) -> list:
-    """Return the events of an answer. Strings are text, objects are other deltas, and WAIT pauses
-    the stream."""
+    """Return the events of an answer: strings are text, dicts other deltas, WAIT pauses it."""
     choices = [part if part is WAIT else {"delta": {"content": part} if isinstance(part, str) else part} for part in parts]
     choices.append({"delta": {}, "finish_reason": end, **ends})
     usage = {"prompt_tokens": 9, "completion_tokens": 4, "total_tokens": 13, "prompt_tokens_details": {"cached_tokens": 2}}
@@ -39,8 +37,10 @@ def refused(status: int, message: str, code: str | None = None) -> tuple[int, di
 
 
 class StandIn:
-    """A server with the given `models`. It appends each request to `asked` and sends the next of
-    `replies`: events of a stream, or (status, object)."""
+    """A server with `models`; it appends each request to `asked` and sends the next of `replies`.
+
+    A reply is a list of the events of a stream, or (status, object).
+    """
 
     def __init__(self):
         self.models, self.asked, self.replies, self.gate = [model()], [], [], threading.Semaphore(0)
@@ -114,11 +114,11 @@ def send(browser, text: str) -> None:
     browser.press("Enter")
 
 
-def press_button(browser, label: str, within: str = "body", last: bool = True) -> None:
-    """Click the button with this text or name; of several, the last."""
+def press_button(browser, label: str) -> None:
+    """Click the last visible button with this text or name."""
     browser.run(
-        f"[...document.querySelectorAll({within + ' button'!r})].filter(b => b.offsetParent && [b.textContent.trim(), "
-        f"b.getAttribute('aria-label')].includes({label!r})).at({-1 if last else 0}).click()"
+        "[...document.querySelectorAll('button')].findLast(b => b.offsetParent && [b.textContent.trim(), "
+        f"b.getAttribute('aria-label')].includes({label!r})).click()"
     )
 
 

@@ -1,4 +1,4 @@
-"""Write small random text encoders like sentence-transformers, and compute their vectors with torch."""
+"""Small random text encoders as of sentence-transformers, and their vectors by torch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ def write(
     family: str, directory: Path, *, pooling: str, dense: tuple[int, ...] = (), longest: int | None = None, bare: bool = True,
     **config,
 ) -> Path:  # fmt: skip
-    """Write an encoder with `dense` layers after pooling, for texts of up to `longest` tokens. bare: without the output head
-    and its prefix in tensor names."""
+    """Write an encoder with `dense` layers after pooling, for texts of up to `longest` tokens.
+
+    bare: without the output head and its prefix in tensor names.
+    """
     location = _single(family, directory, config) if family in ENCODERS else tiny.tiny_model(family, directory, **config)
     if bare and family not in ENCODERS:
         AutoModel.from_pretrained(location).save_pretrained(location)
@@ -72,7 +74,7 @@ def _single(family: str, directory: Path, config: dict, kind=AutoModel) -> Path:
 
 
 def write_classifier(family: str, directory: Path, activation: str | None = None, **config) -> Path:
-    """Write a classifier of two texts with one label. activation: the module that CrossEncoder applies to it."""
+    """Write a classifier of two texts with one label. activation: the module after it."""
     location = _single(family, directory, {"num_labels": 1, **config}, AutoModelForSequenceClassification)
     words = served.tokenizer()
     pair = "<s>:0 $A:0 </s>:0 $B:1 </s>:1"

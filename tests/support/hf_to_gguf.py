@@ -180,156 +180,99 @@ def tensors_of(directory: Path, config) -> dict[str, np.ndarray]:
     return tensors
 
 
+# GGUF's key -> names of HF's config attribute, of which a model has one.
+_NUMBERS = {
+    "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
+    "feed_forward_length": "n_inner intermediate_size", "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim", "attention.value_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "norm_eps rms_norm_eps",
+    "attention.layer_norm_epsilon": "layer_norm_eps norm_epsilon layer_norm_epsilon",
+    "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
+    "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling logit_scale", "shortconv.l_cache": "conv_L_cache",
+}  # fmt: skip
+_EXPERT_NUMBERS = {
+    "expert_count": "num_local_experts num_experts n_routed_experts", "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size", "leading_dense_block_count": "num_dense_layers",
+    "expert_shared_feed_forward_length":
+        "shared_expert_intermediate_size moe_shared_expert_intermediate_size shared_intermediate_size",
+}  # fmt: skip
+_HYBRID_NUMBERS = {
+    "ssm.conv_kernel": "mamba_d_conv linear_conv_kernel_dim conv_kernel",
+    "ssm.state_size": "mamba_d_state linear_key_head_dim ssm_state_size",
+    "ssm.group_count": "mamba_n_groups linear_num_key_heads n_groups",
+    "ssm.time_step_rank": "mamba_n_heads linear_num_value_heads mamba_num_heads",
+    "ssm.inner_size": "mamba_d_head linear_value_head_dim mamba_head_dim",
+}
+_WINDOWS = ("gemma2", "gemma3_text", "phi3", "cohere2", "gpt_oss", "exaone4", "olmo3")
+
+
 def metadata_of(config) -> dict:
     """Return the metadata that TextModel.set_gguf_parameters and the model's own class write."""
-    if config.model_type == "gemma4_text":
-        return {f"gemma4.{key}": value for key, value in gemma4_as_gguf.metadata(config).items()}
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if config.model_type == "gpt2":
-        return {f"gpt2.{key}": value for key, value in _gpt2_metadata(config).items()}
-    ropes = getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 1e4}
-    rope = ropes.get("full_attention", ropes)
-    keys = {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": getattr(config, "intermediate_size", 0),
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
-        "rope.freq_base": float(rope["rope_theta"]),
-    }
     kind = config.model_type
-    for key, name in {
-        "attention.layer_norm_rms_epsilon": {
-            "lfm2": "norm_eps",
-            "lfm2_moe": "norm_eps",
-            "nemotron_h": "layer_norm_epsilon",
-        }.get(kind, "rms_norm_eps"),
-        "attn_logit_softcapping": "attn_logit_softcapping",
-        "final_logit_softcapping": "final_logit_softcapping",
-        "attention.scale": "attention_multiplier",
-        "embedding_scale": "embedding_multiplier",
-        "residual_scale": "residual_multiplier",
-        "logit_scale": "logits_scaling",
-    }.items():
-        # The converter multiplies Falcon-H1's weights by its multipliers instead.
-        if getattr(config, name, None) is not None and (kind != "falcon_h1" or name == "rms_norm_eps"):
-            keys[key] = float(getattr(config, name))
-    if rope["rope_type"] == "dynamic":
-        # Hunyuan's scaling changes the base only.
-        keys["rope.freq_base"] *= rope["alpha"] ** (head_dim / (head_dim - 2))
-        keys |= {"rope.scaling.type": "none", "rope.scaling.factor": 1.0, "rope.scaling.original_context_length": 262144}
-    if kind == "cohere2":
-        keys["logit_scale"] = config.logit_scale
-    for name in ("layer_norm_eps", "norm_epsilon"):
-        if hasattr(config, name):
-            keys["attention.layer_norm_epsilon"] = getattr(config, name)
-    if kind in ("llama", "mixtral", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gemma", "arcee", "ernie4_5", "cohere2",
-                "gpt_oss", "hunyuan_v1_dense") and getattr(config, "head_dim", None):  # fmt: skip
-        keys["attention.key_length"] = keys["attention.value_length"] = head_dim
-    if kind in ("gemma2", "gemma3_text", "phi3", "cohere2", "gpt_oss"):
+    if kind == "gemma4_text":
+        return {f"gemma4.{key}": value for key, value in gemma4_as_gguf.metadata(config).items()}
+    names = _NUMBERS | (_EXPERT_NUMBERS if kind in _EXPERTS else {}) | (_HYBRID_NUMBERS if kind in _HYBRID else {})
+    found = {key: [getattr(config, name, None) for name in own.split()] for key, own in names.items()}
+    keys = {key: next((value for value in values if value is not None), None) for key, values in found.items()}
+    keys = {key: value for key, value in keys.items() if value is not None}
+    if kind != "gpt2":
+        keys |= _rope_metadata(config)
+    if kind in _WINDOWS:
         keys["attention.sliding_window"] = config.sliding_window or 0
-    if kind == "exaone4" and config.sliding_window is not None:
-        keys["attention.sliding_window"] = config.sliding_window
+    if kind in ("exaone4", "olmo3"):
         keys["attention.sliding_window_pattern"] = [type_ == "sliding_attention" for type_ in config.layer_types]
+    if kind in ("lfm2", "lfm2_moe", "granitemoehybrid", "nemotron_h"):
+        attends = [type_ == "full_attention" for type_ in config.layer_types]
+        keys["attention.head_count_kv"] = [config.num_key_value_heads * here for here in attends]
+    if kind in _HYBRID:
+        keys["ssm.inner_size"] *= keys["ssm.time_step_rank"]
     if kind == "phi3":
         keys["rope.scaling.original_context_length"] = config.original_max_position_embeddings
     if kind == "stablelm":
         keys["use_parallel_residual"] = config.use_parallel_residual
         del keys["rope.freq_base"]
-    if kind in _EXPERTS:
-        keys["expert_count"] = config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts
-        keys["expert_used_count"] = config.num_experts_per_tok
-    if kind == "qwen3_moe":
-        keys["expert_feed_forward_length"] = config.moe_intermediate_size
     if kind == "gpt_oss":
         keys["expert_feed_forward_length"] = config.intermediate_size
-    if kind == "ministral3":
-        keys["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
-        keys["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
-        keys["attention.key_length"] = keys["attention.value_length"] = head_dim
-    if kind == "olmo3":
-        keys["attention.sliding_window"] = config.sliding_window
-        keys["attention.sliding_window_pattern"] = [type_ == "sliding_attention" for type_ in config.layer_types]
     if kind == "lfm2_moe":
-        keys |= {"expert_feed_forward_length": config.moe_intermediate_size, "expert_gating_func": 2}
-        keys["leading_dense_block_count"] = config.num_dense_layers
-    if kind in _HYBRID:
-        keys |= _hybrid_metadata(config, keys)
-    if kind in ("lfm2", "lfm2_moe"):
-        keys["shortconv.l_cache"] = config.conv_L_cache
-        attends = [type_ == "full_attention" for type_ in config.layer_types]
-        keys["attention.head_count_kv"] = [config.num_key_value_heads * attending for attending in attends]
-    keys |= _rope_scaling(rope, config)
+        keys["expert_gating_func"] = 2
+    if kind == "falcon_h1":
+        # The converter multiplies the weights by the multipliers.
+        del keys["embedding_scale"]
+    if kind.startswith("qwen3_5"):
+        keys |= {"full_attention_interval": 2, "rope.dimension_sections": [2, 2, 2, 0]}
+    if kind == "qwen3_5_moe_text":
+        keys.pop("feed_forward_length", None)
+    if kind in ("granitemoehybrid", "nemotron_h"):
+        keys["rope.scaling.finetuned"] = False
+    if kind == "nemotron_h":
+        keys["attention.layer_norm_rms_epsilon"] = keys.pop("attention.layer_norm_epsilon")
+        keys["feed_forward_length"] = [
+            config.intermediate_size * (type_ == "mlp") or config.moe_intermediate_size * (type_ == "moe")
+            for type_ in config.layer_types
+        ]
+        keys |= {"expert_shared_count": config.n_shared_experts, "expert_weights_norm": config.norm_topk_prob}
+        keys |= {"expert_weights_scale": float(config.routed_scaling_factor), "expert_group_count": config.n_group}
+        keys |= {} if config.moe_latent_size is None else {"moe_latent_size": config.moe_latent_size}
     return {f"{GGUF_NAMES[kind]}.{key}": value for key, value in keys.items()}
 
 
-def _hybrid_metadata(config, keys: dict) -> dict:
-    """Return the keys of recurrent layers, and those with a number for each layer."""
-    kind = config.model_type
-    if kind.startswith("qwen3_5"):
-        found = {
-            "attention.key_length": config.head_dim,
-            "attention.value_length": config.head_dim,
-            "full_attention_interval": 2,
-            "rope.dimension_sections": [2, 2, 2, 0],
-            "ssm.conv_kernel": config.linear_conv_kernel_dim,
-            "ssm.state_size": config.linear_key_head_dim,
-            "ssm.group_count": config.linear_num_key_heads,
-            "ssm.time_step_rank": config.linear_num_value_heads,
-            "ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
-        }
-        if kind == "qwen3_5_moe_text":
-            found["expert_feed_forward_length"] = config.moe_intermediate_size
-            found["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
-            del keys["feed_forward_length"]
-        return found
-    attends = [type_ == "full_attention" for type_ in config.layer_types]
-    if kind == "nemotron_h":
-        fed = [config.intermediate_size * (type_ == "mlp") or config.moe_intermediate_size * (type_ == "moe")
-               for type_ in config.layer_types]  # fmt: skip
-        return ({} if config.moe_latent_size is None else {"moe_latent_size": config.moe_latent_size}) | {
-            "attention.key_length": config.head_dim,
-            "attention.value_length": config.head_dim,
-            "attention.head_count_kv": [config.num_key_value_heads * here for here in attends],
-            "feed_forward_length": fed,
-            "expert_feed_forward_length": config.moe_intermediate_size,
-            "expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size,
-            "expert_shared_count": config.n_shared_experts,
-            "expert_weights_norm": config.norm_topk_prob,
-            "expert_weights_scale": float(config.routed_scaling_factor),
-            "expert_group_count": config.n_group,
-            "rope.scaling.finetuned": False,
-            "ssm.conv_kernel": config.conv_kernel,
-            "ssm.state_size": config.ssm_state_size,
-            "ssm.group_count": config.n_groups,
-            "ssm.time_step_rank": config.mamba_num_heads,
-            "ssm.inner_size": config.mamba_num_heads * config.mamba_head_dim,
-        }
-    found = {
-        "ssm.conv_kernel": config.mamba_d_conv,
-        "ssm.state_size": config.mamba_d_state,
-        "ssm.group_count": config.mamba_n_groups,
-        "ssm.time_step_rank": config.mamba_n_heads,
-        "ssm.inner_size": config.mamba_n_heads * config.mamba_d_head,
+def _rope_metadata(config) -> dict:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    ropes = getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 1e4}
+    rope = ropes.get("full_attention", ropes)
+    keys = {
+        "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+        "rope.freq_base": float(rope["rope_theta"]),
     }
-    if kind == "falcon_h1":
-        return found | dict.fromkeys(("attention.key_length", "attention.value_length"), keys["rope.dimension_count"])
-    found["attention.head_count_kv"] = [config.num_key_value_heads * here for here in attends]
-    found["expert_shared_feed_forward_length"] = config.shared_intermediate_size
-    return found | {"rope.scaling.finetuned": False}
-
-
-def _gpt2_metadata(config) -> dict:
-    return {
-        "context_length": config.n_positions,
-        "embedding_length": config.n_embd,
-        "block_count": config.n_layer,
-        "feed_forward_length": config.n_inner or 4 * config.n_embd,
-        "attention.head_count": config.n_head,
-        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
-    }
+    if rope["rope_type"] == "dynamic":
+        # Hunyuan's scaling changes the base only.
+        keys["rope.freq_base"] *= rope["alpha"] ** (head_dim / (head_dim - 2))
+        keys |= {"rope.scaling.type": "none", "rope.scaling.factor": 1.0, "rope.scaling.original_context_length": 262144}
+    if "llama_4_scaling_beta" in rope:
+        keys["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+        keys["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+    return keys | _rope_scaling(rope, config)
 
 
 def _rope_scaling(rope: dict, config) -> dict:
@@ -356,11 +299,8 @@ def rope_tensors(config) -> dict[str, np.ndarray]:
     if rope.get("rope_type") == "longrope":
         return {f"rope_factors_{length}.weight": np.array(rope[f"{length}_factor"], np.float32) for length in ("long", "short")}
     if rope.get("rope_type") == "llama3":
-        return {
-            "rope_freqs.weight": _llama3_factors(
-                rope, getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
-            )
-        }
+        head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+        return {"rope_freqs.weight": _llama3_factors(rope, head_dim)}
     return {}
 
 

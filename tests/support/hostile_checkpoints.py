@@ -1,10 +1,10 @@
 """Read mutants of small checkpoints: each must be accepted, or rejected with a one-line error, within
 limits of time and memory.
 
-`test_hostile_checkpoints.py` reads some in one process. This command reads thousands, each under
-limits, in processes that may die:
+`test_hostile_checkpoints.py` reads some in one process. This command reads thousands in a process that
+may die:
 
-python -m tests.support.hostile_checkpoints --mutants 20000 --workers 2
+python -m tests.support.hostile_checkpoints --mutants 20000
 
 It prints how many were taken and refused, by how many lines of the sources, and all that were
 neither; its status is 1 if there are any. --only N reads one mutant. --beside reads mutants of
@@ -23,7 +23,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 import traceback
 import warnings
 from collections import Counter
@@ -45,10 +44,10 @@ Mutant = tuple[Path, int]
 def read_fully(path: Path) -> None:
     """Do all that castiron does with a checkpoint before iree-compile, and pack the weights."""
     from castiron.emitter.lowering import lower
+    from castiron.emitter.models import read_config
     from castiron.emitter.printer import print_module
     from castiron.pipelines.checkpoints.checkpoint import validate
     from castiron.pipelines.compile.build_model import build_model, open_source
-    from castiron.pipelines.compile.bundle_manifest import vocab_of
     from castiron.pipelines.compile.options import Options
     from castiron.pipelines.compile.weights import pack_parameter
 
@@ -61,7 +60,7 @@ def read_fully(path: Path) -> None:
     # One width of prefill is enough: the widths do not depend on the checkpoint.
     module = lower(build_model(checkpoint, options), options.lowering)
     print_module(module)
-    validate(checkpoint, vocab_of(checkpoint.config))
+    validate(checkpoint, read_config(checkpoint.config).vocab)
     for param in module.params.values():
         pack_parameter(checkpoint, param)
     json.dumps([checkpoint.config, checkpoint.generation_config], ensure_ascii=False).encode()
@@ -94,12 +93,8 @@ def fine(message: str) -> bool:
 
 def line_of(error: BaseException) -> str:
     """Return castiron's innermost source line in the error's traceback."""
-    own = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if "hostile.py" not in f.filename and "site-packages" not in f.filename
-    ]
-    own = [f for f in own if "/lib/python" not in f.filename]
+    foreign = ("hostile.py", "site-packages", "/lib/python")
+    own = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in foreign)]
     return f"{'/'.join(own[-1].filename.split('/')[-2:])}:{own[-1].lineno}" if own else "?"
 
 
@@ -126,14 +121,14 @@ def limited(path: Path) -> str:
 
 
 def work(folder: str, valid: list[Path], mutants: Any, results: Any) -> None:
-    """Receive mutants until None, and send the verdict on each."""
+    """Receive mutants, and send the verdict on each."""
     import castiron.pipelines.compile.compiler  # noqa: F401
 
     read_fully(next(p for p in valid if p.name in ("llama", "adapted")))
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, used + BYTES))
-    while (found := mutants.recv()) is not None:
-        source, number = found
+    while True:
+        source, number = mutants.recv()
         target = Path(folder) / f"{source.name} {number}"
         target.mkdir()
         message = limited(mutant(number, source, target))
@@ -145,59 +140,44 @@ class Worker:
     """A process that reads mutants, and is replaced when it dies or hangs."""
 
     def __init__(self, folder: str, valid: list[Path]):
-        self.folder, self.sound, self.process = folder, valid, None
-        self.mutant: Mutant | None = None
+        self.folder, self.valid, self.process = folder, valid, None
 
-    def start(self, mutant: Mutant) -> None:
+    def read(self, mutant: Mutant) -> str:
+        """Return the verdict on a mutant."""
         if self.process is None:
             there, self.mutants = multiprocessing.Pipe(duplex=False)
             self.results, here = multiprocessing.Pipe(duplex=False)
-            self.process = multiprocessing.Process(target=work, args=(self.folder, self.sound, there, here))
+            self.process = multiprocessing.Process(target=work, args=(self.folder, self.valid, there, here))
             self.process.start()
             there.close(), here.close()
-        self.mutant, self.since = mutant, time.monotonic()
         self.mutants.send(mutant)
-
-    def poll(self) -> str | None:
-        """Return the verdict on the current mutant; None while there is none."""
         try:
-            if self.results.poll(0.02):
+            if self.results.poll(WAIT):
                 return self.results.recv()
         except EOFError:
             self.process.join()
             code, self.process = self.process.exitcode, None
             name = signal.Signals(-code).name if code < 0 else code
             return "hang outside Python" if name in ("SIGPROF", "SIGVTALRM") else f"abort by {name}"
-        if time.monotonic() - self.since > WAIT:
+        self.stop()
+        return "hang without work"
+
+    def stop(self) -> None:
+        if self.process is not None:
             self.process.kill()
             self.process.join()
             self.process = None
-            return "hang without work"
-        return None
 
 
-def run(mutants: Sequence[Mutant], valid: list[Path], folder: str, workers: int) -> dict[str, list[tuple[str, int]]]:
+def run(mutants: Sequence[Mutant], valid: list[Path], folder: str) -> dict[str, list[tuple[str, int]]]:
     """Return verdict -> its mutants, each as the name of its source and its number."""
     multiprocessing.set_start_method("fork", force=True)
     os.environ["CASTIRON_CACHE"] = f"{folder}/cache"
     found: dict[str, list[tuple[str, int]]] = {}
-    waiting = iter(mutants)
-    busy = [Worker(folder, valid) for _ in range(workers)]
-    for worker in busy:
-        worker.start(next(waiting))
-    while busy:
-        for worker in list(busy):
-            if (message := worker.poll()) is None:
-                continue
-            source, number = worker.mutant
-            found.setdefault(message, []).append((source.name, number))
-            if (mutant := next(waiting, None)) is not None:
-                worker.start(mutant)
-                continue
-            busy.remove(worker)
-            if worker.process is not None:
-                worker.mutants.send(None)
-                worker.process.join()
+    worker = Worker(folder, valid)
+    for source, number in mutants:
+        found.setdefault(worker.read((source, number)), []).append((source.name, number))
+    worker.stop()
     return found
 
 
@@ -217,15 +197,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mutants", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument(
-        "--only", type=int, help="read this mutant only, with its traceback; print its path, and keep its files"
-    )
+    parser.add_argument("--only", type=int, help="read this mutant only, with its traceback, and keep its files")
     parser.add_argument("--corpus", action="store_true", help="print one mutant for each source line that refuses some")
     parser.add_argument("--replay", action="store_true", help="read the mutants of hostile_corpus.txt")
-    parser.add_argument(
-        "--beside", action="store_true", help="read mutants of adapters, and of encoders' and classifiers' files"
-    )
+    parser.add_argument("--beside", action="store_true", help="read mutants of adapters, encoders and classifiers")
     args = parser.parse_args()
     write = write_beside if args.beside else write_valid
     if args.only is not None:
@@ -242,7 +217,7 @@ def main() -> int:
         by_name = {path.name: path for path in valid}
         mutants = [(by_name[name], number) for name, number in stored]
         mutants = mutants or [(source_of(number, valid), number) for number in range(args.first, args.first + args.mutants)]
-        found = run(mutants, valid, folder, args.workers)
+        found = run(mutants, valid, folder)
     counts: Counter = Counter()
     for message, which in sorted(found.items(), key=lambda item: -len(item[1])):
         counts[message.split()[0]] += len(which)

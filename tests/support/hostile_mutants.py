@@ -1,5 +1,5 @@
-"""Make mutants of valid checkpoints: of their bytes, of the pieces of a GGUF file, of JSON values, and
-with a folder, pipe or device in place of a file. Mutant N of a checkpoint is always the same.
+"""Make mutants of valid checkpoints: of their bytes, of parts of a GGUF file, of JSON values, and of
+the kind of a file. Mutant N of a checkpoint is always the same.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from tests.support.hostile_gguf_tokenizers import BESIDE
 from tests.support.tiny_gguf import entry, raw_gguf, string, tensor_info
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
+STRINGS = ("", "\0", "yarn", "linear", "none", "llama", "gpt2", "x" * 5000, "a\x1b]0;x\x07\nb", "\u2581", "a" * (1 << 20),
+           b"\xff")  # fmt: skip
+TENSOR_NAMES = ("rope_freqs.weight", "x\x1b[31m\n", "x" * 5000, "rope_factors_long.weight")
+SHAPES = ((1 << 62, 4), (1,), (64,), (8,), (3, 5, 7, 2))
 _PACK = {U8: "B", I8: "b", U16: "H", I16: "h", U32: "I", I32: "i", F32: "f", BOOL: "?", U64: "Q", I64: "q", F64: "d"}
 
 
@@ -77,20 +81,9 @@ def gguf_bytes(source: Path, rng: random.Random) -> bytes:
                     infos.remove(chosen)
                 case 1:
                     digits = "9" * rng.choice((3, 50, 5000))
-                    chosen[0] = rng.choice(
-                        [
-                            f"blk.{digits}.attn_q.weight",
-                            "rope_freqs.weight",
-                            "x\x1b[31m\n",
-                            "x" * 5000,
-                            "rope_factors_long.weight",
-                            chosen[0] + ".bias",
-                        ]
-                    )
+                    chosen[0] = rng.choice([f"blk.{digits}.attn_q.weight", *TENSOR_NAMES, chosen[0] + ".bias"])
                 case 2:
-                    chosen[1] = rng.choice(
-                        [chosen[1][::-1], (*chosen[1], 1), (1 << 62, 4), (1,), (64,), (8,), (3, 5, 7, 2), chosen[1][:1]]
-                    )
+                    chosen[1] = rng.choice([chosen[1][::-1], (*chosen[1], 1), *SHAPES, chosen[1][:1]])
                 case 3:
                     chosen[2] = rng.choice([1, 2, 8, 12, 14, 30, 39, 9999])
                 case _:
@@ -117,22 +110,7 @@ def hostile_entry(rng: random.Random) -> tuple[int, Any]:
 
 def hostile_of(rng: random.Random, kind: int) -> Any:
     if kind == STRING:
-        return rng.choice(
-            [
-                "",
-                "\0",
-                "yarn",
-                "linear",
-                "none",
-                "llama",
-                "gpt2",
-                "x" * 5000,
-                "a\x1b]0;x\x07\nb",
-                "\u2581",
-                "a" * (1 << 20),
-                b"\xff",
-            ]
-        )
+        return rng.choice(STRINGS)
     if kind == ARRAY:
         return U32, [1, 2]
     if kind in (F32, F64):
@@ -257,9 +235,8 @@ def mutate_directory(rng: random.Random, folder: Path) -> None:
             # A folder, a pipe, an endless device, or nothing in place of a file.
             victim = rng.choice(sorted(folder.iterdir()))
             victim.unlink()
-            rng.choice(
-                (lambda: victim.mkdir(), lambda: os.mkfifo(victim), lambda: victim.symlink_to("/dev/zero"), lambda: None)
-            )()
+            kinds = (victim.mkdir, lambda: os.mkfifo(victim), lambda: victim.symlink_to("/dev/zero"), lambda: None)
+            rng.choice(kinds)()
         case "weights":
             mutate_weights(rng, weights)
         case _:
@@ -295,9 +272,8 @@ def mutate_weights(rng: random.Random, weights: Path) -> None:
         if rng.random() < 0.5:
             name = rng.choice(sorted(header))
             digits = "8" * rng.choice((2, 30, 5000))
-            header[rng.choice((name + "x", f"model.layers.{digits}.mlp.up_proj.weight", "\x1b[2J\n", "x" * 5000))] = header.pop(
-                name
-            )
+            names = (name + "x", f"model.layers.{digits}.mlp.up_proj.weight", "\x1b[2J\n", "x" * 5000)
+            header[rng.choice(names)] = header.pop(name)
         else:
             mutate_tree(rng, header)
         raw = dumped(header)

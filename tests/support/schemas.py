@@ -97,29 +97,18 @@ def tokenizer() -> tokenizers.Tokenizer:
 TEXT = Tokenizer(tokenizer(), eos=(0,))
 
 
-class Babbling:
-    """A model with random logits. Tokens that can end JSON get a bonus, so that texts stay
-    short."""
-
-    def __init__(self, text: Tokenizer, seed: int):
-        self.random = np.random.default_rng(seed)
-        size = text.backend.get_vocab_size()
-        ends = [i for i in range(size) if set(text.grammars.tokens[i]) & set(b'"]},') or i in text.eos]
-        self.bonus = np.zeros(size, np.float32)
-        self.bonus[ends] = 2
-
-    def logits(self) -> np.ndarray:
-        return self.random.normal(size=len(self.bonus)).astype(np.float32) + self.bonus
-
-
 def generate_text(text: Tokenizer, grammar, seed: int, limit: int = 2000) -> tuple[str, str]:
-    """Generate a text under `grammar` from random logits, greedily for an even seed; return it and
-    its finish reason."""
-    model = Babbling(text, seed)
+    """Return a text generated under `grammar` from random logits, and its finish reason.
+
+    An even seed generates greedily.
+    """
+    random, size = np.random.default_rng(seed), text.backend.get_vocab_size()
+    # Tokens that can end JSON are more probable, so that texts stay short.
+    bonus = 2.0 * np.array([bool(set(text.grammars.tokens[i]) & set(b'"]},')) or i in text.eos for i in range(size)])
     sampler = Sampler(Sampling(temperature=seed % 2, seed=seed))
     request = text_request([1], limit + 1, text, grammar=grammar, sampling=sampler, max_tokens=limit, stop_tokens=text.eos)
     generated = []
     while request.finish_reason is None:
-        logits = model.logits()
+        logits = (random.normal(size=size) + bonus).astype(np.float32)
         generated += [e.text for e in request.advance(int(logits.argmax()), lambda: logits) if hasattr(e, "text")]
     return "".join(generated), request.finish_reason

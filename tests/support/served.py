@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -110,33 +111,32 @@ sys.exit(main(sys.argv[3:]))
 """
 
 
-@contextlib.contextmanager
-def served(
-    path: Path,
-    log: Path,
-    *options: str,
-    slow: float = 0,
-    pause: Path | None = None,
-    **environment: str,
-):
+def served(path: Path, log: Path, *options: str, slow: float = 0, pause: Path | None = None, **environment: str):
     """Run `castiron serve` on a free port; kill it at the end if it still runs.
 
-    slow: seconds that each step takes at least. pause: a file that stops steps after the first
-    while it exists.
+    slow: min seconds of a step. pause: a file that stops steps after the first while it exists.
     """
     start = ["-c", SLOW, str(slow), str(pause or "")] if slow or pause else ["-m", "castiron"]
     command = [sys.executable, *start, "serve", str(path), "--port", "0", "--threads", "1", *options]
+    return running(command, log, {**os.environ, **environment}, Path(__file__).parents[2])
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
+
+
+@contextlib.contextmanager
+def running(command: list[str | Path], log: Path, environment: dict[str, str], folder: Path = Path("/")):
+    """Run a server; yield it when it has printed its address, and kill it at the end."""
     with open(log, "wb") as file:
-        process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=file, env={**os.environ, **environment},
-            cwd=Path(__file__).parents[2],
-        )  # fmt: skip
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file, env=environment, cwd=folder)
     try:
         while not (found := re.search(r"http://\S+", log.read_text())):
             assert process.poll() is None, log.read_text()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.05)
-        yield Served(process, found[0], log)
+        yield Served(process, found[0].replace("0.0.0.0", "127.0.0.1"), log)
     finally:
         if process.poll() is None:
             process.terminate()

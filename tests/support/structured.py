@@ -1,4 +1,4 @@
-"""Fixtures of tests of structured output and of scores: a small model with verify_4, and a schema."""
+"""Fixtures of structured output and scores: a small model with verify_4, and a schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small model with reasoning and tool calls whose answers tests set, and the events of streams."""
+"""A small model with reasoning and tool calls whose answers tests set, and stream events."""
 
 from __future__ import annotations
 

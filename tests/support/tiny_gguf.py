@@ -30,17 +30,9 @@ def write_gguf(path: Path, arch: str, metadata: dict, tensors: dict) -> Path:
     """
     writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata.items():
-        match value:
-            case bool():
-                writer.add_bool(key, value)
-            case int():
-                writer.add_uint32(key, value)
-            case float():
-                writer.add_float32(key, value)
-            case str():
-                writer.add_string(key, value)
-            case _:
-                writer.add_array(key, list(value))
+        scalars = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add = scalars.get(type(value), lambda key, value: writer.add_array(key, list(value)))
+        add(key, value)
     for name, tensor in tensors.items():
         values, kind = tensor if isinstance(tensor, tuple) else (tensor, gguf.GGMLQuantizationType.F32)
         raw = values if values.dtype == np.uint8 else gguf.quants.quantize(values, kind)
@@ -56,21 +48,11 @@ def llama_tensors(seed: int = 0) -> dict[str, np.ndarray]:
     """Random f32 tensors of a tied llama, in GGUF's names."""
     random = np.random.default_rng(seed)
     shapes = {"token_embd.weight": (VOCAB, HIDDEN), "output_norm.weight": (HIDDEN,)}
+    square, kv, up = (HIDDEN, HIDDEN), (KV_HEADS * HEAD_DIM, HIDDEN), (INNER, HIDDEN)
+    block = {"attn_norm": (HIDDEN,), "attn_q": square, "attn_k": kv, "attn_v": kv, "attn_output": square}
+    block |= {"ffn_norm": (HIDDEN,), "ffn_gate": up, "ffn_up": up, "ffn_down": (HIDDEN, INNER)}
     for layer in range(LAYERS):
-        shapes |= {
-            f"blk.{layer}.{leaf}.weight": shape
-            for leaf, shape in {
-                "attn_norm": (HIDDEN,),
-                "attn_q": (HIDDEN, HIDDEN),
-                "attn_k": (KV_HEADS * HEAD_DIM, HIDDEN),
-                "attn_v": (KV_HEADS * HEAD_DIM, HIDDEN),
-                "attn_output": (HIDDEN, HIDDEN),
-                "ffn_norm": (HIDDEN,),
-                "ffn_gate": (INNER, HIDDEN),
-                "ffn_up": (INNER, HIDDEN),
-                "ffn_down": (HIDDEN, INNER),
-            }.items()
-        }
+        shapes |= {f"blk.{layer}.{leaf}.weight": shape for leaf, shape in block.items()}
     return {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from castiron.vmfb.manifest import TEMPLATE, TOKENIZER, Tokens
@@ -35,6 +36,12 @@ def write(directory: Path, *, text: bool = True, source: dict | None = None) -> 
     """Write the bundle and return its directory; without `text` it has no tokenizer."""
     files = {TOKENIZER: tokenizer().to_str(), TEMPLATE: TEMPLATE_TEXT} if text else {}
     return toy.write(directory, files=files, config=CONFIG, tokens=Tokens(None, (EOS,)), source=source or {}).path
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory) -> str:
+    """Return the path of a toy bundle."""
+    return str(write(tmp_path_factory.mktemp("bundle") / "toy"))
 
 
 def read_json(captured: str) -> dict:

@@ -29,7 +29,7 @@ def by_itself(path):
 
 @pytest.fixture(scope="module")
 def embedding(path, tmp_path_factory):
-    """Return a model with embed_8, and a function that returns HF's hidden states [tokens, hidden]."""
+    """Return a model with embed_8, and a function from text to HF's states [tokens, hidden]."""
     checkpoint = path.parent / "checkpoint"
     out = tmp_path_factory.mktemp("embedding") / "bundle"
     castiron.compile(checkpoint, out, context=served.CONTEXT, batch=4, speculate=None, embed=8)
@@ -77,7 +77,12 @@ def test_rejects_texts_that_cannot_be_embedded(embedding, tmp_path):
     session.step(1)
     session.embed([1] * 8)
     assert session.position == 9
-    wrong = (([], "no tokens"), ([999], "vocabulary"), ([1] * 118, "past the context"), ([1] * 114, "in calls of 8"))
+    wrong = (
+        ([], "no tokens"),
+        ([999], "vocabulary"),
+        ([1] * 118, "past the context"),
+        ([1] * 114, "padded to complete calls of up to 8"),
+    )
     for tokens, why in wrong:
         with pytest.raises(SessionError, match=why):
             session.embed(tokens)

@@ -10,27 +10,22 @@ from pathlib import Path
 import pytest
 
 from castiron.pipelines.checkpoints.catalogue import CATALOGUE
-from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.cli import run
-from castiron.pipelines.compile import build_model as building
+from castiron.pipelines.compile import compiler
 from castiron.pipelines.compile.open_model import cached_path
 from castiron.pipelines.compile.options import Options
 from castiron.reference import tiny
 from tests.support import served, toy_text
 from tests.support.toy_text import read_json
 
+bundle = toy_text.bundle
 BOM = b"\xef\xbb\xbf"
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    return str(toy_text.write(tmp_path_factory.mktemp("bundle") / "toy"))
 
 
 @pytest.fixture
 def ask(bundle, tmp_path, monkeypatch, capsys):
-    """Return `ask(*argv, data)`: run `castiron run` with `data` on stdin; return its status and output."""
+    """Return a function that runs `castiron run` with `data` on stdin, for status and output."""
 
     def run_command(*argv: str, data: bytes = b"") -> tuple[int, str, str]:
         (tmp_path / "stdin").write_bytes(data)
@@ -44,7 +39,7 @@ def ask(bundle, tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def size(ask):
-    """Return `size(*argv, data)`: the tokens of the prompt, one a character, without the template's two."""
+    """Return a function that returns the prompt's tokens, one a character, without the template."""
 
     def prompt_tokens(*argv: str, data: bytes = b"") -> int:
         status, output, errors = ask(*argv, data=data)
@@ -143,11 +138,11 @@ def test_run_compiles_a_checkpoint_and_finds_it_cached(checkpoint, tmp_path, cap
 def test_run_fetches_and_compiles_a_catalogue_name(checkpoint, tmp_path, monkeypatch, capsys):
     asked = []
 
-    def opened(model, *more):
+    def found(model, progress=None):
         asked.append(model)
-        return open_checkpoint(checkpoint)
+        return checkpoint
 
-    monkeypatch.setattr(building, "open_checkpoint", opened)
+    monkeypatch.setattr(compiler, "find_checkpoint", found)
     monkeypatch.chdir(tmp_path)
     name = next(iter(CATALOGUE))
     assert cli.main(["run", name, "hi", "-n", "2", "--ignore-eos", "--json"]) == 0

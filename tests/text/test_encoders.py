@@ -157,7 +157,7 @@ def test_texts_have_prompts_and_are_cut(qwen, capfd):
         for wrong, why in (
             (lambda: model.embed("x", prompt_name="passage"), "no prompt 'passage'; its prompts are: query, document"),
             (lambda: model.embed("x", dimensions=65), "1 to 64"),
-            (lambda: model.embed("x", pooling="mean"), "pool by last"),
+            (lambda: model.embed("x", pooling="mean"), "always pools by last"),
             (lambda: model.embed([[1] * 61]), "has 61 tokens; .* embeds 1 to 60"),
             (lambda: model.generate("x"), "cannot generate text"),
         ):
@@ -306,13 +306,13 @@ def test_reads_or_rejects_module_configs(qwen, tmp_path):
         (pooling, lambda _: {"pooling_mode": "max"}, "the pooling mode is max"),
         (pooling, lambda _: {"pooling_mode": "mean", "include_prompt": False}, "include_prompt is false"),
         (modules, lambda value: value.append(dense), "unsupported module Dense"),
-        (modules, lambda value: value.pop(0), "doesn't begin with a Transformer"),
+        (modules, lambda value: value.pop(0), "the first two must be a Transformer"),
         (modules, lambda value: value.insert(2, dense), "no config.json, but modules.json names it"),
         (modules, lambda value: value.insert(2, dense | {"path": ".."}), "lacks a valid type or path"),
         (
             "config_sentence_transformers.json",
             lambda value: value.update(default_prompt_name="q"),
-            "default_prompt_name is 'q'",
+            "has no prompt 'q', its default_prompt_name",
         ),
     ):
         with pytest.raises(CheckpointError, match=why):
@@ -322,7 +322,7 @@ def test_reads_or_rejects_module_configs(qwen, tmp_path):
     with pytest.raises(castiron.EmitError, match=r"cannot generate text.*modules\.json"):
         build_model(checkpoint, Options())
     manifest = json.loads(dump(open_bundle(bundle).manifest))
-    for field, value, why in (("max_tokens", 65, "take 1 to 64"), ("default_prompt", "q", "not in encoder.prompts")):
+    for field, value, why in (("max_tokens", 65, "it must be from 1 to 64"), ("default_prompt", "q", "not in encoder.prompts")):
         with pytest.raises(BundleError, match=why):
             parse(json.dumps(manifest | {"encoder": manifest["encoder"] | {field: value}}).encode(), "x")
     with pytest.raises(BundleError, match="functions"):
@@ -355,7 +355,6 @@ def test_a_gguf_file_with_a_pooling_type_is_the_same_encoder(family, tmp_path):
     for name, tensor in found.tensors.items():
         np.testing.assert_allclose(tensor.dequantise(), directory.tensors[name].dequantise(), atol=1e-6, err_msg=name)
     ours, theirs = (read_config(c.config) for c in (found, directory))
-    windows = lambda c: getattr(c, "windows", None)
-    assert (ours.bidirectional, windows(ours)) == (theirs.bidirectional, windows(theirs))
+    assert (ours.bidirectional, ours.windows) == (theirs.bidirectional, theirs.windows)
     with pytest.raises(CheckpointError, match=r"pooling_type is 4, not 1 \(mean\)"):
         open_checkpoint(write_gguf(tmp_path / "y.gguf", arch, keys | {f"{arch}.pooling_type": 4}, tensors))

@@ -20,7 +20,7 @@ SPECIAL = "<|end|>"
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """Return a tokenizer like GPT-2's: every byte is a token, and some tokens end inside a character."""
+    """Return a tokenizer like GPT-2's: bytes are tokens, and some tokens end inside a character."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     # E4 BD, the first two bytes of many Chinese characters, and F0 9F, those of emoji.
     merges = [("ä", "½"), ("ð", "Ł"), ("h", "e"), ("Ġ", "t")]
@@ -33,7 +33,7 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def sentencepiece() -> tokenizers.Tokenizer:
-    """Return a tokenizer like Llama 2's: words start with ▁, and bytes are tokens only as a fallback."""
+    """Return a tokenizer like Llama 2's: words start with ▁, and bytes are a fallback."""
     tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "é", "▁a", "ab", "▁ab"]
     merges = [("▁", "a"), ("a", "b"), ("▁", "ab")]
     model = models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges, byte_fallback=True, unk_token="<unk>")
@@ -114,6 +114,7 @@ TEMPLATES = {
     "    {% else %}\n  {{ m.role }}: {{ m.content | trim }}{{ eos_token }}\n    {% endif %}\n  {% endfor %}\n",
     "controls": "{% for m in messages %}{% if loop.index0 == 2 %}{% continue %}{% endif %}{% generation %}{{ m.content }}"
     "{% endgeneration %}{% if loop.index0 == 3 %}{% break %}{% endif %}{% endfor %}",
+    "reasoning": "{% for m in messages %}{{ m.thinking }}|{{ m.reasoning_content }}|{{ m.reasoning }};{% endfor %}",
     "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + m.content|length %}{% endfor %}"
     "{{ ns.n }} {{ strftime_now('%Y') }} {{ {'b': [1, 'é'], 'a': none} | tojson(indent=2) }}{{ tools is none }}",
 }
@@ -124,7 +125,8 @@ def test_templates_render_as_in_transformers(name):
     from transformers.utils.chat_template_utils import render_jinja_template
 
     special = {"bos_token": "<s>", "eos_token": "</s>"}
-    for messages in (MESSAGES, MESSAGES[1:2]):
+    answers = [{"role": "assistant", "content": "", name: name} for name in ("reasoning_content", "thinking", "reasoning")]
+    for messages in (MESSAGES, MESSAGES[1:2], [*answers, answers[0] | answers[1]]):
         expected, _ = render_jinja_template(
             conversations=[messages], chat_template=TEMPLATES[name], add_generation_prompt=True, **special
         )
@@ -201,6 +203,6 @@ def test_reports_a_text_that_the_tokenizer_fails_on(expression, unknown):
     for generated in (text.encode, lambda words: text.encode_chat([{"role": "user", "content": words}]), text.offsets):
         for words in ("x" * 40 + "b", "x" * 30_000 + "b"):
             assert len(generated("a")) == 1
-            with pytest.raises(PipelineError, match="the model's tokenizer does not take this text") as error:
+            with pytest.raises(PipelineError, match="the model's tokenizer fails on this text") as error:
                 generated(words)
             assert len(str(error.value)) < 300

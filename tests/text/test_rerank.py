@@ -128,7 +128,10 @@ def test_rejects_other_classifiers(bert, tmp_path):
             {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
             "supported are classifiers with one label",
         ),
-        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Tanh"}}, "supported are Sigmoid, Identity"),
+        (
+            {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Tanh"}},
+            "supported are Sigmoid and Identity",
+        ),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | changed))
         with pytest.raises(CheckpointError, match=why):

@@ -253,7 +253,7 @@ def test_a_vocabulary_without_an_end_ends_where_the_grammar_does():
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=2, seed=5)], ids=["greedy", "sampled"])
 def test_logprobs_do_not_change_tokens(path, text, sampling):
-    """With logprobs every token is computed, also those that the grammar forces; these use no random numbers."""
+    """With logprobs also forced tokens are computed; these use no random numbers."""
     grammar, generated = text.grammar(regex="one [a-z]{3} two [a-z]{3} three"), []
     for top in (None, 2):
         request = castiron.text_request(text.encode("Hi"), 126, text, grammar=grammar, top_logprobs=top, sampling=sampling)

@@ -58,7 +58,7 @@ TEMPLATES = {
 
 
 def reported(tools: Tools, text: str, sizes: list[int]) -> tuple[str, str, list[tuple[str, str]]]:
-    """Return the reasoning, the answer and the calls of a text that comes in pieces of these sizes."""
+    """Return reasoning, answer and calls of a text that comes in pieces of these sizes."""
     reader, found, at = tools.reader(), [], 0
     for size in [*sizes, len(text)]:
         found += reader.add(text[at : at + size])
@@ -151,7 +151,7 @@ def test_counts_reasoning_tokens_of_channels():
     for token in text.encode(
         "<|channel|>analysis<|message|>Hm, so.<|end|><|start|>assistant<|channel|>final<|message|>Well then."
     ):
-        request.advance(token)
+        request.advance(token, None)
     assert 0 < request.output.reasoning_tokens <= len("Hm, so.")
 
 

@@ -118,7 +118,7 @@ def test_rejects_a_huge_archive_directory(tmp_path):
         file.write(b"PK\6\6" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, 1, 1, size - 4, 4))
         file.write(b"PK\6\7" + struct.pack("<IQI", 0, size, 1))
         file.write(b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, 2**16 - 1, 2**16 - 1, 2**32 - 1, 2**32 - 1, 0))
-    assert f"its directory is {size - 4} bytes, the limit is 1000000" in rejection(out)
+    assert f"its zip directory is {size - 4} bytes; the limit is 1000000" in rejection(out)
     with zipfile.ZipFile(out, "w") as archive:
         archive.writestr("\x1b[2J\n" * 5000, b"")
     assert len(message := rejection(out)) < 300 + len(str(out)) and message.isprintable()

@@ -155,7 +155,7 @@ threading.Thread(target=lambda held: time.sleep(100), args=(session,), daemon=Tr
 
 
 def resident() -> int:
-    """Return the bytes of memory of this process that are not of files."""
+    """Return the bytes of this process's memory that do not belong to files."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return sum(int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
 
@@ -265,8 +265,7 @@ print(os.wait()[1])
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_forked_child_needs_a_new_session(toy_dir, threads):
-    """A session with one thread works in a child; one with workers is rejected, instead of waiting
-    forever for the parent's workers."""
+    """A session with one thread works in a child; one with workers is rejected."""
     code = FORKING.format(path=str(toy_dir), threads=threads, first=TOKENS[:9], rest=TOKENS[9:15])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr

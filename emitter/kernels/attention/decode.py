@@ -50,10 +50,9 @@ UNIT = 32  # positions of parts are multiples of this; smaller parts repeat work
 class DecodeTokens:
     """The tokens of one call: `count` rows of queries and results.
 
-    kind "one": the next token of one sequence. "batch": one token of each of `count` sequences; the
-    caches have the layers of one sequence after another, and a row with a negative position is
-    idle, with unchanged caches and a result of zeros. "chunk": tokens of one sequence from `start`
-    on, the first `length` of which are real; the caches have their keys and values already.
+    kind "one": the next token of one sequence. "batch": one token of each of `count` sequences; a
+    row with a negative position is idle, with unchanged caches and a result of zeros. "chunk":
+    `length` tokens of one sequence, from `start` on; their keys and values are in the caches.
     """
 
     kind: str = "one"
@@ -76,10 +75,7 @@ class DecodeTokens:
         return {"position": TensorType((self.count,) if self.kind == "batch" else (), I32)}
 
     def position(self, b: Body, given: Mapping[str, Ssa], row: Index) -> tuple[Ssa, Ssa | None]:
-        """Return the position of the token in `row`, and an i1 that is true if the row is idle.
-
-        The i1 is None if rows are never idle. given: buffers of the kernel by name.
-        """
+        """Return the position of the token in `row`, and an i1 or None: whether the row is idle."""
         if self.kind == "one":
             return b.to_index(b.load(given["position"])), None
         if self.kind == "batch":
@@ -89,10 +85,7 @@ class DecodeTokens:
         return position, b.negate(b.less(row, b.to_index(b.load(given["length"]))))
 
     def runs(self, given: Mapping[str, np.ndarray]) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yield the index, the first row and the positions of each active sequence.
-
-        given: operands as arrays, for the NumPy reference.
-        """
+        """Yield the index, the first row and the positions of each active sequence, for NumPy."""
         if self.kind == "one":
             yield 0, 0, np.reshape(given["position"], 1)
         elif self.kind == "chunk":
@@ -107,10 +100,7 @@ class DecodeTokens:
         return (0, unit) if self.kind == "one" else (b.div(unit, units), b.rem(unit, units))
 
     def layer(self, b: Body, layer: Index, row: Index, layers: int) -> Index:
-        """Return the index in the caches of layer `layer` of the sequence in `row`.
-
-        layers: number of layers in the caches, of all sequences.
-        """
+        """Return the index of a layer of the sequence in `row`, among `layers` of all sequences."""
         return b.add(b.mul(row, layers // self.count), layer) if self.kind == "batch" else layer
 
 
@@ -139,23 +129,14 @@ def attention_decode(
     parts, a power of two. `counters` must be zero before the first call and are zero again after
     each; all layers share one tensor. The result `parts` is scratch memory.
 
-    A batch has qkv [B, row], position i32 [B] and out [B, heads*head_dim]; `layers` counts the
-    layers of all sequences. A chunk has qkv [T, row], start and length i32 in place of position,
-    and out [T, heads*head_dim]; the caches have the keys and values of the chunk already. Each
-    token gets the same bits as in a call with one token. `attention_prefill` is faster for a chunk,
-    because here each token loads keys and values again.
-
-    Appended rows, and the key and value of the token itself, are rounded to the storage type of
-    `cache`; everything else is f32. ring: number of rows of each layer in the caches if they are
-    ring buffers, more than the window, or None.
+    A batch has qkv [B, row] and position [B]; `layers` counts the layers of all sequences. A chunk
+    has qkv [T, row], and start and length i32 in place of position. Each token gets the same bits
+    as in a call with one token. ring: rows of each layer in the caches if they are ring buffers,
+    more than the window, or None.
     """
     heads, kv_heads, hd, window = layout.heads, layout.kv_heads, layout.head_dim, scores.window
     row_bytes = cache.row_bytes(hd)
-    if splits & (splits - 1) or splits < 2:
-        raise ValueError(f"attention_decode needs a power of two above 1 as splits: {splits}; use 2, 4, 8 or 16")
     rows = tokens.count
-    if tokens.kind == "batch" and layers % rows:
-        raise ValueError(f"{layers} layers are not a multiple of {rows} sequences; give the layers of all sequences")
     shape = _shape(layout, isa, cache)
     per = shape.per
     split_from = split_from or max(2 * TILE, SPLIT_BYTES // (2 * per * row_bytes))
@@ -257,10 +238,9 @@ def attention_decode(
 
 
 def head_parts(layout: HeadLayout, isa: Isa, cache: Cache) -> int:
-    """Return into how many equal parts to divide the query heads of each kv head.
+    """Return the smallest number of equal parts of a kv head's queries that fit the stack.
 
-    It is the smallest number for which a part fits the stack, or 1 if the norm is over complete
-    rows.
+    A norm over complete rows needs all heads, so it has one part.
     """
     if layout.qk_norm_row:
         return 1
@@ -285,8 +265,8 @@ def _shape(layout: HeadLayout, isa: Isa, cache: Cache) -> Shape:
 class _Parts:
     """Partial results of the workgroups that share one context, in scratch memory.
 
-    Each sequence has weighted values [heads, splits, head_dim], and references and sums of weights
-    [heads, splits]. rows: the number of sequences, and the index of this sequence.
+    These are weighted values [heads, splits, head_dim], and references and sums of weights [heads,
+    splits], of each sequence. rows: the number of sequences, and the index of this one.
     """
 
     def __init__(self, b: Body, scratch: Ssa, rows: tuple[int, Index], heads: int, splits: int, hd: int):

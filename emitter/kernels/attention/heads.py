@@ -40,12 +40,6 @@ class HeadLayout:
     qk_norm: float | None = None
     qk_norm_row: bool = False
 
-    def __post_init__(self) -> None:
-        if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} kv heads evenly; use a multiple")
-        if self.rotary_dim is not None and (self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim):
-            raise ValueError(f"rotary_dim must be even and within 2..{self.head_dim}, got {self.rotary_dim}")
-
     @property
     def group(self) -> int:
         """Return the number of query heads that share one kv head."""
@@ -72,11 +66,7 @@ class HeadLayout:
         return "_".join(parts)
 
     def operands(self, context: int) -> dict[str, TensorType]:
-        """Return the types of the operands that this layout needs, by name.
-
-        With rotary embedding: cos, sin [context, rotary_dim/2]. With a norm: its weights q_norm,
-        k_norm.
-        """
+        """Return the types of the operands that this layout needs, by name."""
         types: dict[str, TensorType] = {}
         if self.rotary_dim is not None:
             types |= dict.fromkeys(("cos", "sin"), TensorType((context, self.rotary_dim // 2), F32))
@@ -115,8 +105,7 @@ def prepare_head(
 ) -> None:
     """Normalise, rotate and scale the head at `source`, and store the result at `target`.
 
-    kind: "q" or "k". head: index of the head among those of this kind. given: buffers of the kernel
-    by name, including `HeadLayout.operands`. position: position of the token in the sequence.
+    kind: "q" or "k". head: index among heads of this kind. given: includes `HeadLayout.operands`.
     """
     hd = layout.head_dim
     inverse = None
@@ -158,11 +147,7 @@ def prepare_head(
 def prepared_heads(
     layout: HeadLayout, qkv: np.ndarray, positions: np.ndarray, given: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Normalise and rotate the heads of qkv [T, row] in NumPy in f64.
-
-    given: arrays of `HeadLayout.operands` by name. Returns q [T, heads, head_dim], and k and v [T,
-    kv_heads, head_dim].
-    """
+    """Normalise and rotate qkv [T, row] in NumPy in f64; return q, k, v [T, n, head_dim]."""
     T, hd = len(qkv), layout.head_dim
     q, k, v = np.split(qkv.astype(np.float64), [layout.keys, layout.keys + layout.kv_heads * hd], axis=-1)
 

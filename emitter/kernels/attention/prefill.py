@@ -29,7 +29,7 @@ copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
@@ -62,18 +62,15 @@ def attention_prefill(
     cache: Cache = EXACT,
     ring: int | None = None,
 ) -> Kernel:
-    """Return the kernel of attention for T tokens from position `start` on.
-
-    It runs after `rope_append`. The first `length` tokens are real, the others padding.
+    """Return the kernel of attention for T tokens from position `start` on, after `rope_append`.
 
     q [T, heads*head_dim] (rotated), start i32, length i32, (sinks [heads]), k_cache and v_cache
     [layers, context, kv_heads, *cache.row(head_dim)], layer -> out [T, heads*head_dim], zero in
     rows >= length.
 
     Token t attends to positions max(0, start + t - window + 1) .. start + t. If attention is
-    bidirectional, it also attends to the real positions up to start + t + window - 1. threads:
-    expected number of CPU threads. ring: number of rows of each layer in the caches if they are
-    ring buffers, at least window + T, or None.
+    bidirectional, it also attends to the real positions up to start + t + window - 1. ring: rows of
+    each layer in the caches if they are ring buffers, at least window + T, or None.
     """
     heads, kv_heads, hd, group, window = layout.heads, layout.kv_heads, layout.head_dim, layout.group, scores.window
     shape = _Shape(T * group, hd, isa, cache)
@@ -148,12 +145,10 @@ def attention_prefill(
 
 
 class _Shape:
-    """The sizes of a tile: `columns` in `vectors` of `width` lanes, and `rows` keys at once.
+    """The sizes of a tile, each of which divides the extent that it tiles.
 
-    self.out_columns, self.out_vectors: columns, and vectors of head_dim with self.out_width lanes,
-    whose weighted values are in registers. self.square: side of the blocks in which queries are
-    transposed. self.depth: elements of a key that are widened to f32 at once, or 0 if the cache is
-    f32. Every size divides the extent that it tiles.
+    A tile has `columns` in `vectors` of `width` lanes, and scores `rows` keys at once. Weighted
+    values of `out_columns` columns x `out_vectors` vectors of `out_width` lanes are in registers.
     """
 
     def __init__(self, columns: int, hd: int, isa: Isa, cache: Cache):
@@ -169,11 +164,12 @@ class _Shape:
         self.columns = next((n for n in sizes if columns % n == 0 and n * 4 * (hd + KEYS + 6) <= stack), self.width)
         self.vectors = self.columns // self.width
         self.rows = max(n for n in ROWS if n * self.vectors <= accumulators)
-        self.square = largest_width(self.width, hd)
+        self.square = largest_width(self.width, hd)  # side of the blocks in which queries are transposed
         self.out_width = largest_width(isa.lanes, hd)
         chunks = hd // self.out_width
         self.unroll = largest_width(4, hd)
         step = max(self.out_width, self.unroll)
+        # Elements of a key that are widened to f32 at once, or 0 if the cache is f32.
         self.depth = 0 if cache is EXACT else max(n for n in range(step, DEPTH + 1, step) if hd % n == 0)
         shapes = [
             (c, n)
@@ -189,12 +185,10 @@ class _Shape:
 
 
 class _Tile:
-    """A writer of one item: `shape.columns` columns from `column` on, of kv head `head`.
+    """A writer of one item: `shape.columns` columns, (token, query head) pairs, of one kv head.
 
-    A column is a (token, query head) pair. Buffers on the stack: queries [head_dim, columns];
-    scores of a block [KEYS, columns]; and for each column the maximum, the sum of weights and the
-    rescaling factor of the online softmax, the last visible position, and the row and offset in the
-    result.
+    For each column, the stack has the online softmax, the last visible position (`limits`), and the
+    row and offset in the result (`tokens`, `offsets`).
     """
 
     def __init__(self, b: Body, shape: _Shape, group: int, how: Scores, layer: Ssa, keys: Rows, values: Rows):
@@ -213,8 +207,7 @@ class _Tile:
     def begin(self, column: Index, head: Index, q: Ssa, out: Ssa, start: Index, real: Index, sinks: Ssa | None) -> None:
         """Transpose and scale the queries, clear rows of `out`, and start the online softmax.
 
-        column, head: first column and kv head of the tile. real: number of real tokens. sinks:
-        initial maxima, or None.
+        column, head: first column and kv head of the tile. real: number of real tokens.
         """
         b, shape = self.b, self.shape
         self.column, self.head, self.token = column, head, b.div(column, self.group)
@@ -261,13 +254,14 @@ class _Tile:
             self.add_values(c.index, d.index, first, count, out)
 
     def score_rows(self, first: Index, last: Index, j: Index) -> None:
-        """Store masked scores of `shape.rows` keys from `first` on, in self.scores from row j on.
-
-        Keys after `last` are replaced by key `last`, and their scores are masked.
-        """
+        """Store masked scores of `shape.rows` keys from `first` on, in self.scores from row j on."""
         b, shape = self.b, self.shape
         rows = [b.min(b.add(first, i), last) for i in range(shape.rows)]
-        self.fetch(rows, [b.min(b.add(first, shape.rows + i), last) for i in range(shape.rows)])
+        following = [b.min(b.add(first, shape.rows + i), last) for i in range(shape.rows)]
+        # Hardware does not prefetch such short rows.
+        for row, next_row in zip(rows, following, strict=True):
+            self.cached_keys.prefetch((self.layer, next_row, self.head))
+            self.cached_values.prefetch((self.layer, row, self.head), near=False)
         zeros = [b.splat(0.0, shape.width)] * (shape.rows * shape.vectors)
         if shape.depth:
             with b.loop(0, shape.hd, shape.depth, carry=zeros) as part:
@@ -278,7 +272,7 @@ class _Tile:
                         )
                         b.vstore(vector(0), self.keys, i, d.index)
                 part.give(*self.dots(part.index, shape.depth, part.values, lambda i, d: b.load(self.keys, i, d)))
-            totals = part.results
+            totals: Sequence[Ssa] = part.results
         else:
             rows_at = [self.cached_keys.indices((self.layer, row, self.head)) for row in rows]
             key = lambda i, d: b.load(self.cached_keys.buffer, *rows_at[i], d)
@@ -303,38 +297,19 @@ class _Tile:
                     score = b.mulf(self.how.capped(b, score), b.splat(LOG2_E, shape.width))
                 b.vstore(b.select(seen, score, never), self.scores, b.add(j, i), c)
 
-    def fetch(self, rows: list[Index], following: list[Index]) -> None:
-        """Prefetch the key rows `following` and the value rows `rows`.
-
-        Hardware does not prefetch such short rows.
-        """
-        for row, next_row in zip(rows, following, strict=True):
-            self.cached_keys.prefetch((self.layer, next_row, self.head))
-            self.cached_values.prefetch((self.layer, row, self.head), near=False)
-
-    def dots(self, first: Index, count: int, sums: list[Ssa], key: Callable[[int, Index], Ssa]) -> list[Ssa]:
-        """Return `sums` plus products of keys and queries over `count` elements from `first` on.
-
-        key(row, d): returns element first + d of a key as a scalar.
-        """
+    def dots(self, first: Index, count: int, sums: list[Ssa], key: Callable[[int, Index], Ssa]) -> Sequence[Ssa]:
+        """Return `sums` plus products of queries and keys over `count` elements from `first`."""
         b, shape = self.b, self.shape
-        with b.loop(0, count, shape.unroll, carry=sums) as loop:
-            sums = loop.values
-            for i in range(shape.unroll):
-                d = b.add(loop.index, i)
-                at = b.add(first, d)
-                queries = [b.vload(self.q, shape.width, at, c) for c in self.lanes]
-                keys = (b.broadcast(key(row, d), shape.width) for row in range(shape.rows))
-                sums = outer(b, keys, queries, sums)
-            loop.give(*sums)
-        return loop.results
+
+        def step(d: Index, sums: Sequence[Ssa]) -> list[Ssa]:
+            at = b.add(first, d)
+            queries = [b.vload(self.q, shape.width, at, c) for c in self.lanes]
+            return outer(b, (b.broadcast(key(row, d), shape.width) for row in range(shape.rows)), queries, sums)
+
+        return b.unrolled(count, shape.unroll, sums, step)
 
     def softmax(self, count: Index) -> None:
-        """Replace the scores of `count` keys by softmax weights.
-
-        Also update the maxima, the sums of weights, and the factors that rescale earlier weighted
-        values.
-        """
+        """Replace scores of `count` keys by softmax weights; update maxima, sums, rescaling."""
         b, shape = self.b, self.shape
         old = [b.vload(self.maxima, shape.width, c) for c in self.lanes]
         with b.loop(0, count, carry=old) as j:
@@ -358,10 +333,7 @@ class _Tile:
             b.vstore(total, self.sums, c)
 
     def add_values(self, column: Index, d: Index, first: Index, count: Index, out: Ssa) -> None:
-        """Update one block of registers of the result: out = rescale * out + weights @ values.
-
-        The block is out[column ..., d ...]; the values are `count` rows from `first` on.
-        """
+        """Compute out = rescale * out + weights @ `count` value rows, from `column` and d on."""
         b, shape = self.b, self.shape
         width = shape.out_width
         columns = [b.add(column, i) for i in range(shape.out_columns)]

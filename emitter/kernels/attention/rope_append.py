@@ -39,16 +39,14 @@ def rope_append(
     k_cache and v_cache [layers, context, kv_heads, *cache.row(head_dim)], layer -> q [T,
     heads*head_dim], k_cache, v_cache.
 
-    Token t has position start + t; only tokens t < length are appended. ring: number of rows of
-    each layer in the caches if they are ring buffers, or None.
+    Token t has position start + t; only tokens t < length are appended. ring: rows of each layer in
+    the caches if they are ring buffers, or None.
     """
     hd = layout.head_dim
     scalar = TensorType((), I32)
     caches = dict.fromkeys(("k_cache", "v_cache"), cache.type(layers, ring or context, layout.kv_heads, hd))
     operands = {"qkv": TensorType((T, layout.row), F32), **layout.operands(context), "start": scalar, "length": scalar}
-
-    parts = [f"rope_append_{layers}x{context}_{T}_{layout.suffix}_{isa.name}_r{ROWS}"]
-    parts += [f"ring{ring}"] * (ring is not None)
+    name = f"rope_append_{layers}x{context}_{T}_{layout.suffix}_{isa.name}_r{ROWS}"
 
     def write(b: Body, qkv: Ssa, start: Ssa, length: Ssa, k_cache: Ssa, v_cache: Ssa, layer: Ssa, q: Ssa, **given: Ssa) -> None:
         first = b.to_index(b.load(start))
@@ -81,7 +79,7 @@ def rope_append(
         return {"q": q.reshape(T, -1).astype(np.float32), "k_cache": k_cache, "v_cache": v_cache}
 
     return write_kernel(
-        "_".join([*parts, *[cache.name] * (cache is not EXACT)]),
+        name + f"_ring{ring}" * (ring is not None) + f"_{cache.name}" * (cache is not EXACT),
         {**operands, **caches, "layer": INDEX},
         {"q": TensorType((T, layout.heads * hd), F32), **caches},
         -(-T // ROWS),

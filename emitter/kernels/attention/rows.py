@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, vector_type
+from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
 from castiron.emitter.kernels.mlir.vector_math import as_bytes, low_bytes, numbers_of
 from castiron.emitter.kv_cache import SCALE_BYTES, Cache
 
@@ -24,9 +24,8 @@ LINE_BITS = 512  # bits of a cache line
 
 @dataclass(frozen=True)
 class Rows:
-    """Access to the rows of a KV cache, in vectors of `width` elements.
+    """A reader and writer of a KV cache's rows, of a (layer, position, kv head) each, by vectors.
 
-    Each (layer, position, kv head) has one row. b: body of the kernel. buffer: memref of the cache.
     ring: number of rows of a layer if the cache is a ring buffer, or None.
     """
 
@@ -83,8 +82,7 @@ class Rows:
     def part(self, at: Sequence[Index], first: Index, size: int) -> Callable[[int], Ssa]:
         """Return a function that loads the vector at element `first` + offset of the row `at`.
 
-        The offset is below `size`. `first` is a multiple of `size`, and `cache.cuts` accepts
-        `size`. Scales are loaded on first use.
+        Offsets are below `size`, which `cache.cuts` accepts, and which divides `first`.
         """
         b, group, scales, at = self.b, self.cache.group(self.head_dim), dict[int, Ssa](), self.indices(at)
         if not self.cache.grouped:
@@ -99,8 +97,6 @@ class Rows:
                 d = b.bitcast(b.vload(self.buffer, SCALE_BYTES, *at, g, 0), 1, "f32")
                 scales[within] = b.broadcast(b.extract(d, 0), self.width)
             codes = b.vload(self.buffer, self.width, *at, g, b.add(inner, SCALE_BYTES + k))
-            words, floats = vector_type(self.width, "i32"), vector_type(self.width)
-            wide = b.let(f"arith.extsi {codes} : {codes.type} to {words}", words)
-            return b.mulf(b.let(f"arith.sitofp {wide} : {words} to {floats}", floats), scales[within])
+            return b.mulf(b.convert("sitofp", b.convert("extsi", codes, "i32"), "f32"), scales[within])
 
         return vector

@@ -10,7 +10,7 @@ from castiron.emitter.kernels.mlir.body import Body, Ssa, number
 from castiron.emitter.kernels.mlir.vector_math import tanh
 from castiron.emitter.types import F32, TensorType
 
-NEVER = -1.0e30  # masked score: below every real one, and differences to it are finite
+NEVER = -1.0e30  # score of masked positions: below all others; finite, so that differences are not NaN
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,8 @@ class Scores:
 
     A score is (q . k) * scale, then softcap * tanh(score / softcap) if `softcap` is not None (Gemma
     2). window: number of positions, including its own, that a token attends to, or None for all.
-    bidirectional: whether a token also attends to later positions: to those less than `window`
-    ahead, or to all. sinks: whether each head has one more score without a key (gpt-oss), from the
-    operand `sinks` f32 [heads].
+    bidirectional: whether it also attends to later positions, to less than `window` or to all of
+    them. sinks: whether each head has one more score, without a key (gpt-oss).
     """
 
     scale: float

@@ -44,13 +44,7 @@ SLACK = 30.0  # how far a score may exceed its head's reference; e^30 is far fro
 
 
 class Shape:
-    """The tile sizes of a workgroup with `per` kv heads.
-
-    self.rows: positions that are scored at once, against self.heads query heads of a kv head.
-    self.columns: vectors, of self.width elements, in which weighted values of self.heads heads are
-    accumulated. self.unroll: vectors of a key in one iteration. self.together: elements of one key
-    that are multiplied before those of the next key; in q8_0 they share a scale.
-    """
+    """The tile sizes of a workgroup with `per` kv heads."""
 
     def __init__(self, layout: HeadLayout, isa: Isa, per: int, cache: Cache):
         hd = layout.head_dim
@@ -58,23 +52,23 @@ class Shape:
         self.width = largest_width(isa.lanes, hd)
         accumulators = isa.registers * 3 // 4
         chunks = hd // self.width
+        # `rows` positions are scored at once, against `heads` query heads of a kv head.
         self.heads = min(layout.group, accumulators)
         self.rows = 1
         while self.rows * 2 * self.heads <= accumulators and self.rows * 2 <= self.width:
             self.rows *= 2
+        # Vectors of weighted values in registers, and vectors of a key in one iteration.
         cut = [n for n in range(1, chunks + 1) if chunks % n == 0 and cache.cuts(hd, n * self.width)]
         self.columns = max(n for n in cut if n == 1 or n * self.heads <= accumulators)
         self.unroll = max(n for n in cut if n <= 8)
+        # Elements of a key that are multiplied before those of the next key; in q8_0 they share a scale.
         self.together = min(max(cache.group(hd), self.width), self.unroll * self.width)
         self.stack_bytes = 4 * (per * layout.group * (2 * hd + TILE + isa.lanes + 1) + hd)
 
 
 @dataclass(frozen=True)
 class Token:
-    """The token at `position` of one sequence: row `row` of qkv and of the result.
-
-    layer: index of the sequence's layer in the caches. given: the kernel's buffers by name.
-    """
+    """The token at `position`: a row of qkv and of the result, and a layer of the caches."""
 
     given: Mapping[str, Ssa]
     row: Index
@@ -85,13 +79,7 @@ class Token:
 class Workgroup:
     """A writer of the online softmax of kv heads first .. end - 1 over a range of positions.
 
-    cache_rows: rows of a layer in the caches. turns: whether the caches are ring buffers. shape.per
-    is the max number of kv heads.
-
-    Buffers on the stack for the query heads of these kv heads: self.q [heads, head_dim],
-    self.scores of a tile [heads, TILE], self.references [heads], self.sums of weights [heads,
-    lanes], whose lanes are added at the end, and self.values, the weighted values [heads,
-    head_dim]. self.k [head_dim] is the key of the token.
+    cache_rows: number of rows of a layer in the caches. turns: whether caches are ring buffers.
     """
 
     def __init__(
@@ -108,8 +96,8 @@ class Workgroup:
         self.k = b.stack(self.hd)
         self.scores = b.stack(own_heads, TILE)
         self.references = b.stack(own_heads)
-        self.sums = b.stack(own_heads, self.lanes)
-        self.values = b.stack(own_heads, self.hd)
+        self.sums = b.stack(own_heads, self.lanes)  # lanes are added at the end
+        self.values = b.stack(own_heads, self.hd)  # weighted values
 
     def begin(self, token: Token, first: Index, end: Index) -> None:
         """Prepare the queries of kv heads first .. end - 1 and clear the online softmax."""
@@ -133,10 +121,7 @@ class Workgroup:
         prepare_head(self.b, self.layout, self.lanes, kind, head, source, target, token.given, token.position, scale)
 
     def own(self, appended: bool = False) -> None:
-        """Start the online softmax with the key and value of the token itself.
-
-        appended: whether the caches have them already; otherwise they are appended.
-        """
+        """Start the online softmax with the token's key and value; append them if needed."""
         b, layout, hd = self.b, self.layout, self.hd
         with b.loop(self.first, self.end) as head:
             offset = b.add(b.mul(head.index, hd), layout.keys)
@@ -169,9 +154,9 @@ class Workgroup:
                     self.sink(g.index, b.add(b.mul(self.first, self.group), g.index), b.extract(score, 0), one)
 
     def sink(self, g: Index, head: Index, score: Ssa, one: Ssa) -> None:
-        """Add the sink of query head `head` to the online softmax at stack index g.
+        """Add a query head's sink to the online softmax at index g, whose only score is `score`.
 
-        score: the score of the token itself, the only score so far. one: the vector 1, 0, 0, ...
+        one: the vector 1, 0, 0, ...
         """
         b, lanes = self.b, self.lanes
         score, sink = (b.broadcast(x, lanes) for x in (score, b.load(self.token.given["sinks"], head)))
@@ -182,10 +167,7 @@ class Workgroup:
         b.store(b.extract(top, 0), self.references, g)
 
     def attend(self, start: Index, end: Index, ahead: bool) -> None:
-        """Add positions start .. end - 1 to the online softmax.
-
-        ahead: whether to load the next rows of the caches in advance.
-        """
+        """Add positions start .. end - 1 to the online softmax; ahead: read rows in advance."""
         with self.b.loop(start, end, TILE) as tile:
             self.tile(tile.index, end, ahead)
 
@@ -211,18 +193,14 @@ class Workgroup:
                     self.add_values(head.index, heads, d.index, first, count)
 
     def own_heads(self, head: Ssa, heads: range) -> list[Index]:
-        """Return the stack indices of query heads of kv head `head`.
-
-        heads: their indices among the query heads that share this kv head.
-        """
+        """Return the stack indices of these query heads of kv head `head`."""
         low = self.b.mul(self.b.sub(head, self.first), self.group)
         return [self.b.add(low, g) for g in heads]
 
     def touch(self, base: Ssa, row: Index, at: Index, lines: range) -> None:
-        """Load a word of each of the cache lines `lines`, so that they enter the CPU's cache.
+        """Load a word of each of the cache lines `lines` of the KV cache at address `base`.
 
-        base: address of a KV cache. Lines are counted from byte `at` of the heads of this
-        workgroup, in the rows of the KV cache from `row` on.
+        Lines are counted from byte `at` of the heads of this workgroup, in the rows from `row` on.
         """
         b, row_bytes = self.b, self.cache.row_bytes(self.hd)
         segment, size = self.shape.per * row_bytes, self.layout.kv_heads * row_bytes
@@ -236,8 +214,7 @@ class Workgroup:
     def score_rows(self, head: Ssa, row: Index, j: Ssa, rows: int, ahead: bool) -> None:
         """Store the scores of positions row .. row + rows - 1, from index j of the tile on.
 
-        ahead: whether to load in advance this head's share of the value rows of these positions and
-        of the key rows of the next positions.
+        ahead: whether to read this head's share of these value rows and of the next key rows ahead.
         """
         b, shape = self.b, self.shape
         near, following = row, b.add(row, rows)
@@ -279,8 +256,7 @@ class Workgroup:
     def softmax(self, head: Ssa, heads: range, blocks: Index) -> None:
         """Replace scores by weights exp(score - reference), and add the weights to self.sums.
 
-        blocks: number of vectors of scores. If the max score of a head is more than SLACK above its
-        reference, the reference first rises to it.
+        If a score is more than SLACK above a head's reference, the reference first rises to it.
         """
         b, lanes = self.b, self.lanes
         own_heads = self.own_heads(head, heads)
@@ -313,11 +289,7 @@ class Workgroup:
             b.vstore(b.mulf(value, b.broadcast(factor, self.width)), self.values, g, d.index)
 
     def add_values(self, head: Ssa, heads: range, d: Index, first: Ssa, count: Index) -> None:
-        """Multiply value rows by softmax weights and add the results to self.values.
-
-        The rows are those of positions first .. first + count - 1. Only elements d .. d +
-        self.columns * self.width - 1 of each head are computed.
-        """
+        """Add `count` value rows times softmax weights to `self.columns` vectors of values."""
         b, width = self.b, self.width
         own_heads = self.own_heads(head, heads)
         offsets = range(0, self.columns * width, width)

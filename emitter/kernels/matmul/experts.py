@@ -41,18 +41,17 @@ from castiron.emitter.kernels.matmul import gemm, gemm_int8
 from castiron.emitter.kernels.matmul.gemm import Gemm, GemmTiles
 from castiron.emitter.kernels.matmul.gemm_int8 import GemmInt8, GemmInt8Tiles
 from castiron.emitter.kernels.matmul.gemv import Gemv, GemvTiles
-from castiron.emitter.kernels.matmul.tiles import Buffers, Finish, even_share, panel_columns
+from castiron.emitter.kernels.matmul.tiles import Buffers, Finish, PanelTiles, even_share, panel_columns
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import PARTS, STACK_BYTES, Body, Index, Ssa, Type
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import outer
 from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.panel import Decoded, units
-from castiron.emitter.kernels.weights.records import CACHE_LINE
 
-# Minimum average of pairs for each expert to group them, with x in f32 and in int8.
+# Pairs are grouped from this average number for each expert on, with x in f32 and in int8.
 MIN_PAIRS, MIN_INT8_PAIRS = 3, 2
-DECODING = 4  # cost of decoding a block's weights, in pairs
+DECODING = 4  # cost of decoding the weights for a block, as a number of pairs that cost as much to compute
 # Maximum pairs of a block whose tiles decode weights in registers, without a panel, with x in f32 and in int8.
 DIRECT, DIRECT_INT8 = 32, 16
 UNITS = 8  # units of k of a float codec in one iteration
@@ -84,8 +83,8 @@ class ExpertGemvs:
 
 
 @dataclass(frozen=True)
-class GroupedTiles(GemmTiles):
-    """Tiles of `Grouped`; `tokens` is the number of (token, expert) pairs in a block.
+class _PairTiles(PanelTiles):
+    """Tiles of blocks of `tokens` (token, expert) pairs.
 
     rest: number of pairs in a tile at the end of a block, a divisor of `rows`. direct: a block of
     up to `direct` pairs is computed without a panel. few: number of pairs in a tile of such a
@@ -96,10 +95,17 @@ class GroupedTiles(GemmTiles):
     few: int = 1
     direct: int = 1
 
-    letters: ClassVar = GemmTiles.letters + "efn"
-
     def fit(self, matmul: Matmul) -> bool:
-        return _fits_lists(self, matmul) and super().fit(matmul)
+        fits_small = self.rows % self.rest == 0 and self.direct % self.few == 0 and self.direct <= self.tokens
+        lists = 4 * (matmul.experts + self.tokens)  # bytes of `Grouped.counts` and `Grouped.pairs`
+        return fits_small and self.stack_bytes(matmul) + lists <= STACK_BYTES and super().fit(matmul)
+
+
+@dataclass(frozen=True)
+class GroupedTiles(_PairTiles, GemmTiles):
+    """Tiles of `Grouped`."""
+
+    letters: ClassVar = GemmTiles.letters + "efn"
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> GroupedTiles:
@@ -114,17 +120,10 @@ class GroupedTiles(GemmTiles):
 
 
 @dataclass(frozen=True)
-class GroupedInt8Tiles(GemmInt8Tiles):
-    """Tiles of `GroupedInt8`, for x in int8; fields as in `GroupedTiles`."""
-
-    rest: int = 1
-    few: int = 1
-    direct: int = 1
+class GroupedInt8Tiles(_PairTiles, GemmInt8Tiles):
+    """Tiles of `GroupedInt8`."""
 
     letters: ClassVar = GemmInt8Tiles.letters + "efn"
-
-    def fit(self, matmul: Matmul) -> bool:
-        return _fits_lists(self, matmul) and super().fit(matmul)
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> GroupedInt8Tiles:
@@ -137,24 +136,14 @@ class GroupedInt8Tiles(GemmInt8Tiles):
         return cls(rows, wide, row_blocks, depth, tokens, workgroups=PARTS * threads, **small)
 
 
-def _fits_lists(tiles: GroupedTiles | GroupedInt8Tiles, matmul: Matmul) -> bool:
-    """Return whether counts and pairs fit the stack, and sizes of small tiles divide the large ones."""
-    lists = 4 * (matmul.experts + tiles.tokens)
-    fits_small = tiles.rows % tiles.rest == 0 and tiles.direct % tiles.few == 0 and tiles.direct <= tiles.tokens
-    return fits_small and tiles.stack_bytes(matmul) + lists <= STACK_BYTES
-
-
 def _small_tiles(isa: Isa, rows: int, direct: int) -> dict[str, int]:
-    """Return the fields `rest`, `few` and `direct` of GroupedTiles."""
+    """Return the fields `rest`, `few` and `direct` of _PairTiles."""
     few = min(8 if isa.lanes == LANES else 4, direct)
     return {"rest": max(1, rows // 3), "few": few, "direct": direct // few * few}
 
 
 def _pairs_of_block(matmul: Matmul, rows: int, limit: int) -> int:
-    """Return the number of pairs in a block, a multiple of `rows`.
-
-    It is at most `limit`, but at least one tile of `rows` pairs.
-    """
+    """Return the number of pairs in a block: tiles of `rows` pairs, at most `limit` or one tile."""
     return max(1, min(-(-matmul.tokens // rows), limit // rows)) * rows
 
 
@@ -215,10 +204,7 @@ class Grouped(Gemm):
             b.store(b.binary("addi", b.load(self.counts, expert), one), self.counts, expert)
 
     def _gather(self, expert: Index, first: Index, real: Index) -> None:
-        """Store in `self.pairs` the indices of the pairs of an expert, from its pair `first` on.
-
-        Unused entries have arbitrary valid indices. real: number of pairs that are not padding.
-        """
+        """Store in `self.pairs` the indices of the pairs of an expert, from its pair `first` on."""
         b = self.b
         with b.loop(0, real, carry=[b.index(0)]) as pair:
             number = pair.values[0]
@@ -231,8 +217,7 @@ class Grouped(Gemm):
     def _set(self, first_block: Index, block: Index, count: Index) -> None:
         """Compute the results of a set of row blocks for the `count` pairs of a block.
 
-        first_block: first row block of the set in the expert's weight. block: the same in the
-        stacked weight.
+        first_block, block: first row block of the set in the expert's and in the stacked weight.
         """
         b = self.b
         few = b.less(count, self.tiles.direct + 1)
@@ -261,11 +246,12 @@ class Grouped(Gemm):
         """Compute sums[token : token + rows] of `sides`: row block, vector of it, column in the sums."""
         b, lanes, unit = self.b, self.lanes, self.panel.unit
         x_row = self._x_rows(token, rows)
+        full, rest = divmod(self.in_features, unit)
 
-        def add(number: Index, sums: Sequence[Ssa], limit: int) -> list[Ssa]:
+        def add(number: Index, sums: Sequence[Ssa], count: int = unit) -> list[Ssa]:
             decoded = {block: Decoded(self.panel.records, block, number) for block, _, _ in sides}
             done = list(sums)
-            for j in range(min(unit, limit)):
+            for j in range(count):
                 weights = [decoded[block].weight(j, v) for block, v, _ in sides]
                 k = b.add(b.mul(number, unit), j)
                 x = (b.broadcast(b.load(self.buffers["x"], x_row(r), k), lanes) for r in range(rows))
@@ -273,28 +259,18 @@ class Grouped(Gemm):
             return done
 
         together = 1 if self.matmul.format.quantised else UNITS
-        full = self.in_features // (unit * together) * together
-        with b.loop(0, full, together, carry=[b.splat(0.0, lanes)] * (rows * len(sides))) as loop:
-            self._prefetch(sides, loop.index, together)
-            sums: Sequence[Ssa] = loop.values
-            for i in range(together):
-                sums = add(b.add(loop.index, i), sums, unit)
-            loop.give(*sums)
-        sums = loop.results
-        for number in range(full, -(-self.in_features // unit)):
-            sums = add(number, sums, self.in_features - number * unit)
-        for i, total in enumerate(sums):
+        zeros = [b.splat(0.0, lanes)] * (rows * len(sides))
+        sums = b.unrolled(full, together, zeros, add, lambda number: self._prefetch(sides, number, together))
+        for i, total in enumerate(add(full, sums, rest) if rest else sums):
             b.vstore(total, self.sums, b.add(token, i // len(sides)), sides[i % len(sides)][2])
 
     def _prefetch(self, sides: Sequence[tuple[Index, Index, Index]], unit: Index, units: int) -> None:
         """Prefetch `units` units from number `unit` on, for the row blocks after `sides`."""
-        b, records = self.b, self.panel.records
-        layout, groups = records.layout, records.layout.groups
-        record = b.div(unit, groups) if groups > 1 else unit
-        start, nbytes = (records.codes_at(b.rem(unit, groups)), layout.group_bytes) if groups > 1 else (0, layout.size * units)
-        for block in {block: None for block, _, _ in sides}:
-            for line in range(0, nbytes, CACHE_LINE):
-                records.prefetch(b.add(block, self.tiles.row_blocks), record, b.add(start, line))
+        b, records, groups = self.b, self.panel.records, self.panel.records.layout.groups
+        record = b.div(unit, groups)
+        start, nbytes = records.extent(b.rem(unit, groups))
+        nbytes *= units if groups == 1 else 1
+        records.prefetch_later((block for block, _, _ in sides), self.tiles.row_blocks, record, start, nbytes)
 
     def _multiply(self, first: Index, count: Index, k: Index, depth: int) -> None:
         b, rows, rest = self.b, self.tiles.rows, self.tiles.rest

@@ -24,7 +24,7 @@ zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -102,7 +102,7 @@ class Gemm:
             self._item(b.mul(b.rem(item.index, groups), tiles.row_blocks), b.mul(b.div(item.index, groups), tiles.tokens))
 
     def _item(self, first_block: Index, first: Index) -> None:
-        """Compute all results of `tiles.row_blocks` row blocks and `tiles.tokens` tokens."""
+        """Compute all results of `tiles.row_blocks` row blocks for `tiles.tokens` tokens."""
         b, tiles = self.b, self.tiles
         last = b.min(b.add(first, tiles.tokens), self.T)
         end = b.real(self.buffers.get("length"), first, last)
@@ -147,25 +147,16 @@ class Gemm:
 
     def _tile(self, row: Index, token: Index, rows: int, k: Index, depth: int) -> None:
         """Add x[token : token + rows, k : k + depth] @ panel to sums[row : row + rows]."""
-        b, lanes, unroll = self.b, self.lanes, self.tiles.unroll
+        b, lanes = self.b, self.lanes
         width, x_row = LANES * self.tiles.wide, self._x_rows(token, rows)
         with b.loop(0, self.columns, width) as column:
             at = [(b.add(row, r), b.add(column.index, c)) for r in range(rows) for c in range(0, width, lanes)]
 
-            def step(j: Index, sums: list[Ssa]) -> list[Ssa]:
+            def step(j: Index, sums: Sequence[Ssa]) -> list[Ssa]:
                 weights = [self.panel.row(j, b.add(column.index, c)) for c in range(0, width, lanes)]
                 x = (b.broadcast(b.load(self.buffers["x"], x_row(r), b.add(k, j)), lanes) for r in range(rows))
                 return outer(b, x, weights, sums)
 
-            sums = [b.vload(self.sums, lanes, *sum_at) for sum_at in at]
-            full = depth // unroll * unroll
-            with b.loop(0, full, unroll, carry=sums) as loop:
-                sums = loop.values
-                for u in range(unroll):
-                    sums = step(b.add(loop.index, u), sums)
-                loop.give(*sums)
-            sums = loop.results
-            for j in range(full, depth):
-                sums = step(j, sums)
+            sums = b.unrolled(depth, self.tiles.unroll, [b.vload(self.sums, lanes, *sum_at) for sum_at in at], step)
             for total, sum_at in zip(sums, at, strict=True):
                 b.vstore(total, self.sums, *sum_at)

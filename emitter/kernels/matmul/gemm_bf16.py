@@ -36,11 +36,7 @@ PAIRS = DEPTH // 2  # pairs of k in a step
 
 @dataclass(frozen=True)
 class GemmBf16Tiles(PanelTiles):
-    """Tiles of `gemm_bf16`.
-
-    tokens: a multiple of `tile_rows`, the rows of a tile of x. rows: rows of such a tile that are
-    multiplied at a time.
-    """
+    """Tiles of `gemm_bf16`; rows: rows of a tile of x that are multiplied at a time."""
 
     def depth_unit(self, matmul: Matmul) -> int:
         return DEPTH

@@ -19,6 +19,7 @@ unless |x| is below 1e-30.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -76,15 +77,14 @@ class GemmCanonical(Gemm):
                     total = b.fma(dots[r * len(columns) + i], scales[i], b.vload(self.sums, lanes, *at))
                     b.vstore(b.fma(minima[i], row_sums[r], total) if minima else total, self.sums, *at)
 
-    def _group(self, x_row, rows: int, k: Index, first: Index, columns: list[Index], sums: list[Ssa]) -> list[Ssa]:
+    def _group(self, x_row, rows: int, k: Index, first: Index, columns: list[Index], sums: list[Ssa]) -> Sequence[Ssa]:
         """Return sums plus x times the group of the panel that begins at `first`."""
-        b, lanes, unroll = self.b, self.lanes, min(self.tiles.unroll, self.panel.codec.group)
-        with b.loop(0, self.panel.codec.group, unroll, carry=sums) as loop:
-            sums = loop.values
-            for u in range(unroll):
-                j = b.add(first, b.add(loop.index, u))
-                codes = [b.vload(self.panel.codes, lanes, j, c) for c in columns]
-                x = (b.broadcast(b.load(self.buffers["x"], x_row(r), b.add(k, j)), lanes) for r in range(rows))
-                sums = outer(b, x, codes, sums)
-            loop.give(*sums)
-        return loop.results
+        b, lanes, size = self.b, self.lanes, self.panel.codec.group
+
+        def step(i: Index, sums: Sequence[Ssa]) -> list[Ssa]:
+            j = b.add(first, i)
+            codes = [b.vload(self.panel.codes, lanes, j, c) for c in columns]
+            x = (b.broadcast(b.load(self.buffers["x"], x_row(r), b.add(k, j)), lanes) for r in range(rows))
+            return outer(b, x, codes, sums)
+
+        return b.unrolled(size, min(self.tiles.unroll, size), sums, step)

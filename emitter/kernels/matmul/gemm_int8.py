@@ -29,7 +29,7 @@ from castiron.emitter.int8 import GROUP
 from castiron.emitter.kernels.matmul.gemm import MAX_TOKENS, Gemm
 from castiron.emitter.kernels.matmul.tiles import Buffers, PanelTiles, even_share, even_tokens, panel_columns, panel_workgroups
 from castiron.emitter.kernels.matmul_spec import Matmul
-from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index, Ssa, Type, batches, vector_type
+from castiron.emitter.kernels.mlir.body import I32, STACK_BYTES, Body, Index, Ssa, batches
 from castiron.emitter.kernels.mlir.dot import dot_of
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.weights.int8_codes import Int8Codes
@@ -62,7 +62,7 @@ class GemmInt8Tiles(PanelTiles):
 
 
 def row_bytes(depth: int, group: int) -> int:
-    """Return the bytes of stack for codes, scales and bases of one row of W with `depth` k."""
+    """Return the stack bytes of codes, scales and bases for `depth` elements of a row of W."""
     return depth + depth // group * 8
 
 
@@ -101,9 +101,9 @@ class GemmInt8(Gemm):
 class Step:
     """A writer of one step, which adds the products over GROUP k to f32 sums.
 
-    c are stored codes, plus a bias if `Dot` takes unsigned codes; n are bytes of x. For a codec
-    with minima, a step adds scale * (x_scale * sum(c n)) + base * sum(x). For other codecs, it adds
-    scale * (x_scale * (sum(c n) - (offset + bias) sum(n))).
+    For stored codes c (plus `Dot.bias`) and bytes n of x, it adds scale * (x_scale * sum(c n)) +
+    base * sum(x) if the codec has minima, otherwise scale * (x_scale * (sum(c n) - (offset + bias)
+    sum(n))).
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, buffers: Buffers):
@@ -121,9 +121,8 @@ class Step:
     ) -> list[Ssa]:
         """Return sums [rows * vectors] plus the products over the GROUP k with number `unit`.
 
-        rows: rows of x. quads(q): codes of each vector of outputs from quad q on, in the form that
-        `Dot.code` takes. sides: scale and base of each vector of outputs, for each group of the
-        codec.
+        quads(q): codes of each vector of outputs from quad q on, for `Dot.code`. sides: scale and
+        base of each vector of outputs, for each group of the codec.
         """
         b, vectors = self.b, len(sides[0])
         groups = [self._dots(rows, unit, part, quads, vectors) for part in range(self.parts)]
@@ -153,7 +152,7 @@ class Step:
     ) -> list[Ssa]:
         """Return sums plus the products of one step, for vector v of a row block of `records`.
 
-        unit: as in `add`. groups: the record, and the group in it, of each codec group of the step.
+        groups: the record, and the group in it, of each codec group of the step.
         """
         codes = [Int8Codes(records, block, *group) for group in groups]
         sides = [[records.scale_and_base(block, *group, v)] for group in groups]
@@ -174,17 +173,13 @@ class Step:
                 totals[i] = [dot.add(total, code, x) for total, code in zip(totals[i], codes, strict=True)]
         # The vectors of each row; an odd last row uses half of its block.
         by_row = [row for of_rows in totals for row in zip(*map(dot.words, of_rows), strict=True)]
-        return [self._float(words) for row in by_row[: len(rows)] for words in row]
+        return [b.convert("sitofp", words, "f32") for row in by_row[: len(rows)] for words in row]
 
     def _start(self, row: Index, unit: Index, part: int) -> Ssa:
         """Return the initial sum of a group: -(offset + bias) times the sum of x."""
         if not self.bias:
-            return self.b.constant("0", Type("i32"))
-        return self.b.binary("muli", self._sum(row, unit, part), self.b.constant(str(-self.bias), Type("i32")))
+            return self.b.constant("0", I32)
+        return self.b.binary("muli", self._sum(row, unit, part), self.b.constant(str(-self.bias), I32))
 
     def _sum(self, row: Index, unit: Index, part: int) -> Ssa:
         return self.b.load(self.buffers["x_sums"], row, self.b.add(self.b.mul(unit, self.parts), part))
-
-    def _float(self, words: Ssa) -> Ssa:
-        type_ = vector_type(self.lanes)
-        return self.b.let(f"arith.sitofp {words} : {words.type} to {type_}", type_)

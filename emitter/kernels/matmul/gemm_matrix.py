@@ -45,11 +45,7 @@ MAX_DEPTH = 512
 
 @dataclass(frozen=True)
 class GemmMatrixTiles(PanelTiles):
-    """Tiles of `gemm_matrix`.
-
-    The registers of the matrix unit contain `high` x `wide` blocks of accumulators, each [rows,
-    16].
-    """
+    """Tiles of `gemm_matrix`: registers hold `high` x `wide` blocks of sums [rows, 16]."""
 
     high: int
 
@@ -122,10 +118,7 @@ class GemmMatrix(Gemm):
                 self._tiles(tile.index, b.add(before, tile.index), step, k, depth)
 
     def _tiles(self, at: Index, tile: Index, high: int, k: Index, depth: int) -> None:
-        """Add x @ panel to the sums, for `high` tiles of x from number `tile` on.
-
-        at: first tile of the sums. k, depth: columns of x.
-        """
+        """Add x[:, k : k + depth] @ panel to sums from tile `at` on, for `high` tiles."""
         b, group = self.b, self.matmul.format.group
         first_step = b.div(k, DEPTH)
         with b.loop(0, self.tiles.row_blocks, self.tiles.wide) as block:
@@ -164,9 +157,8 @@ class GemmMatrix(Gemm):
     ) -> None:
         """Add accumulators `parts` to the sums.
 
-        of: for codes, the index of a group in the panel and in x. The kernel then multiplies
-        `parts` by the scale of the group, and adds the minimum of the group times the sum of x over
-        the group.
+        of: for codes, the index of their group in the panel and in x. The scale of the group then
+        multiplies `parts`, and its minimum the sum of x over the group.
         """
         b, lanes, rows, wide = self.b, self.lanes, self.tiles.rows, self.tiles.wide
         for i, part in enumerate(parts):

@@ -54,9 +54,9 @@ MIN_BYTES, ENOUGH_BYTES = 16 << 10, 1 << 20
 class GemvTiles(Tiles):
     """Tiles of `gemv`.
 
-    together: row blocks that share every load of x; 1 or 2 with a GLU. chains: independent
-    accumulators of a row, to hide the latency of fma. ahead: distance in records of prefetched
-    weights. unroll: records of a float codec in one iteration.
+    together: row blocks that share every load of x; 1 or 2 with a GLU. chains: accumulators of a
+    row. ahead: how many records before its use a record is prefetched. unroll: records of a float
+    codec in one iteration.
     """
 
     together: int = 2
@@ -88,10 +88,7 @@ class GemvTiles(Tiles):
 
 
 class Gemv:
-    """A writer of a GEMV, which computes row `y_row` of y from row `x_row` of x.
-
-    base: first row block of the weight, for an expert.
-    """
+    """A writer of a GEMV: row `y_row` of y from `x_row` of x; base: first row block."""
 
     def __init__(
         self,
@@ -147,11 +144,7 @@ class Gemv:
                     self.records.prefetch(block, record.index, line)
 
     def _sets(self, low: Index, high: Index, first: int, last: int, parts: Ssa | None) -> None:
-        """Compute sets low .. high - 1 of row blocks over records first .. last - 1.
-
-        parts: stack buffer for the totals of these sets between parts of x, or None if x has one
-        part.
-        """
+        """Compute sets low .. high - 1 over records first .. last - 1; parts: their totals."""
         b = self.b
         self.x.fill(first * self.layout.elements, last * self.layout.elements)
         with b.loop(low, high) as row:
@@ -178,10 +171,7 @@ class Gemv:
         return [b.min(block, self.row_blocks - 1) for block in row_blocks] if self.row_blocks % self.set else row_blocks
 
     def _dots(self, row_blocks: list[Index], first: int, last: int, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus the dot products over records first .. last - 1.
-
-        There is a total for each vector of each row block (`self.sides`).
-        """
+        """Return `totals` of `self.sides` plus the dot products over records first .. last - 1."""
         if not self.codec.quantised:
             return self._float_dots(row_blocks, first, last, totals)
         with self.b.loop(first, last, carry=totals) as record:
@@ -190,35 +180,24 @@ class Gemv:
         return record.results
 
     def _prefetches(self, row_blocks: list[Index], record: Index, offset: Index, nbytes: int) -> list[Callable[[], None]]:
-        """Return functions that prefetch the cache lines that are read `tiles.ahead` records later.
-
-        These may belong to the next set of row blocks. offset, nbytes: bytes of a record to
-        prefetch.
-        """
+        """Return functions that prefetch these bytes of the record `tiles.ahead` later."""
         b = self.b
-        then = b.add(record, self.tiles.ahead)
+        then = b.add(record, self.tiles.ahead)  # may be in the next set of row blocks
         skipped, record = b.mul(b.div(then, self.count), self.together), b.rem(then, self.count)
-        lines = range(0, nbytes, CACHE_LINE)
         return [
             partial(self.records.prefetch, b.add(block, skipped), record, b.add(offset, line))
-            for line in lines
+            for line in range(0, nbytes, CACHE_LINE)
             for block in row_blocks
         ]
 
     def _record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus the dot products over one record.
-
-        slot: index of the record in the prepared part of x.
-        """
+        """Return `totals` plus the dot products over a record, number `slot` of prepared x."""
         if self.layout.groups == 1:
             return self._group_record(row_blocks, record, slot, totals)
         return (self._canonical_record if self.canonical else self._super_record)(row_blocks, record, slot, totals)
 
     def _group_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus a record that has one group: d * sum(x code) + m * sum(x).
-
-        slot: index of the record in the prepared part of x.
-        """
+        """Return `totals` plus a record that has one group: d * sum(x code) + m * sum(x)."""
         b, records = self.b, self.records
         dots = self._group(row_blocks, record, 0, slot, self._prefetches(row_blocks, record, 0, self.size))
         done = []
@@ -231,11 +210,7 @@ class Gemv:
         return done
 
     def _super_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus a record of many groups.
-
-        It adds d * sum(scale * sum(x code)) + m * sum(minimum * sum(x)), with outer sums over the
-        groups.
-        """
+        """Return `totals` plus d * sum(scale * sum(x code)) + m * sum(minimum * sum(x))."""
         b, records, groups = self.b, self.records, self.layout.groups
         minima = self.codec.minimum != 0
         zeros = [b.splat(0.0, self.lanes)] * len(self.sides)
@@ -261,10 +236,7 @@ class Gemv:
         return done
 
     def _canonical_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus a record of many groups, one group after another.
-
-        For each group, it adds d * scale * sum(x code) + m * minimum * sum(x).
-        """
+        """Return `totals` plus d * scale * sum(x code) + m * minimum * sum(x) of each group."""
         b, records, groups = self.b, self.records, self.layout.groups
         with b.loop(0, groups, carry=totals) as g:
             soon = self._prefetches(row_blocks, record, records.codes_at(g.index), self.layout.group_bytes)
@@ -280,10 +252,9 @@ class Gemv:
     def _group(
         self, row_blocks: list[Index], record: Index, group: Index, slot: Index, soon: list[Callable[[], None]]
     ) -> list[Ssa]:
-        """Return sum(x code) of a group, as a vector for each of `self.sides`.
+        """Return sum(x code) of a group for each of `self.sides`; it is `slot` in the prepared x.
 
-        slot: index of the group in the prepared part of x. soon: prefetches, spread over the group
-        because a burst of prefetches stalls.
+        soon: prefetches, spread over the group because a burst of prefetches stalls.
         """
         b, chains = self.b, self.chains
         codes = [self.records.group_codes(block, record, group) for block in row_blocks]

@@ -64,10 +64,7 @@ def group_sums(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel
 
 
 class PreparedX:
-    """A stack buffer of prepared x: up to `capacity` elements of T rows of x from `row` on.
-
-    If the matmul has `rms_eps`, x has one row, which is RMS-normalised.
-    """
+    """A stack buffer of prepared x: up to `capacity` elements of T rows of x from `row` on."""
 
     def __init__(self, b: Body, matmul: Matmul, lanes: int, buffers: Mapping[str, Ssa], capacity: int, T: int, row: Index = 0):
         self.b, self.codec, self.lanes, self.in_features, self.T = b, matmul.format, lanes, matmul.in_features, T

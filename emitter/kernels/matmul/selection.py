@@ -45,9 +45,9 @@ def _choice(matmul: Matmul) -> tuple[str, type[Tiles], type[Any]]:
 def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool) -> str:
     """Return the best of `matmul_spec.NUMERICS` for a matmul; x is rounded only if `is_fast`.
 
-    x is not rounded where rounding gains nothing: for a single token, which is limited by memory
-    bandwidth, and for few pairs of a token and an expert, which rarely share the expert. For an
-    Isa's canonical form, "exact" kernels for few tokens and for float weights are canonical too.
+    Rounding gains nothing for a single token, which is limited by memory bandwidth, and for few
+    pairs of a token and an expert, which rarely share the expert. For an Isa's canonical form,
+    "exact" kernels for few tokens and for float weights are canonical too.
     """
     if isa.canonical:
         is_batched = matmul.experts or (matmul.format.quantised and matmul.tokens > small_batch.MAX_TOKENS)
@@ -82,10 +82,7 @@ def read_tiles(matmul: Matmul, values: Mapping[str, int]) -> Tiles:
 
 @cache
 def kernel_of(matmul: Matmul, isa: Isa, threads: int = 2, tiles: Tiles | None = None) -> Kernel:
-    """Return the kernel of a matmul; tiles: None for the default tiles.
-
-    Raises ValueError if the tiles do not fit the matmul.
-    """
+    """Return the kernel of a matmul, with default tiles if None; ValueError if they do not fit."""
     prefix, _, writer = _choice(matmul)
     tiles = tiles or default_tiles(matmul, isa, threads)
     if any(type(value) is not int or value < 1 for value in astuple(tiles)) or not tiles.fit(matmul):

@@ -26,7 +26,7 @@ registers over all k.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import ClassVar
@@ -37,7 +37,7 @@ from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.weights.packing import LANES
-from castiron.emitter.kernels.weights.records import CACHE_LINE, Records
+from castiron.emitter.kernels.weights.records import Records
 
 MAX_TOKENS = 8
 SUMS_BYTES = 8 << 10  # stack for the sums that share a prepared part of x
@@ -46,10 +46,9 @@ PARTS = 2  # workgroups for each thread
 
 @dataclass(frozen=True)
 class SmallBatchTiles(Tiles):
-    """Tiles of `small_batch`.
+    """Tiles of `small_batch`: `rows` tokens x `vectors` vectors of outputs are in registers.
 
-    Accumulators of `rows` tokens x `vectors` vectors of outputs are in registers. unroll: k of a
-    float codec in one iteration.
+    unroll: records of a float codec in one iteration.
     """
 
     rows: int
@@ -59,10 +58,7 @@ class SmallBatchTiles(Tiles):
     letters: ClassVar = "grvu"
 
     def row_blocks(self, isa: Isa, shared: int) -> int:
-        """Return the row blocks that a workgroup finishes at a time.
-
-        shared: `Epilogue.row_blocks`.
-        """
+        """Return how many row blocks are finished at a time; a result needs `shared` of them."""
         per_block = LANES // isa.lanes
         return lcm(lcm(per_block, self.vectors) // per_block, shared)
 
@@ -143,10 +139,10 @@ class SmallBatch:
             add_chunk(part.index, stop)
 
     def _tiles(self, first: Index, last: Index, end: Index, add: Callable[[list, Index, int], None]) -> None:
-        """Call add(sides, token, rows) for each tile of row blocks first .. last - 1.
+        """Call add(sides, token, rows) for each tile of row blocks and of tokens below `end`.
 
-        Tiles have tokens below `end`, rounded up to a complete tile. A side is a row block, a
-        vector of it, and its column in the sums. A short set computes its last block twice.
+        A side is a row block, a vector of it, and its column in the sums. A short set computes its
+        last block twice.
         """
         b, rows, vectors, per_block, unit = self.b, self.tiles.rows, self.tiles.vectors, self.records.vectors, self.unit
         full = self.T // rows * rows
@@ -175,8 +171,7 @@ class SmallBatch:
         start = b.mul(number, codec.group)
         tokens = [b.add(token, t) for t in range(rows)]
         codes = {block: records.group_codes(block, record, group) for block, _, _ in sides}
-        soon = (0, self.layout.size) if self.layout.groups == 1 else (records.codes_at(group), self.layout.group_bytes)
-        self._prefetch(sides, record, *soon)
+        records.prefetch_later(codes, self.unit, record, *records.extent(group))
         dots: list[list[Ssa | None]] = [[None] * len(sides) for _ in tokens]
         if codec.offset:
             dots = [[self.x.sum_of(number, t)] * len(sides) for t in tokens]
@@ -198,22 +193,14 @@ class SmallBatch:
                     total = b.fma(minimum, self.x.sum_of(number, t), total)
                 b.vstore(total, self.sums, t, column)
 
-    def _prefetch(self, sides: list, record: Index, offset: Index, nbytes: int) -> None:
-        """Prefetch `nbytes` bytes of a record, for the row blocks after those of `sides`.
-
-        offset: first byte in the record.
-        """
-        for block in {block: None for block, _, _ in sides}:
-            for line in range(0, nbytes, CACHE_LINE):
-                self.records.prefetch(self.b.add(block, self.unit), record, self.b.add(offset, line))
-
     def _float_tile(self, sides: list, token: Index, rows: int) -> None:
         """Compute the sums of `sides` and of tokens `token` to `token + rows`."""
         b, elements, unroll = self.b, self.layout.elements, self.tiles.unroll
+        full, rest = divmod(self.in_features, elements)
 
-        def add(record: Index, sums: list[Ssa], limit: int) -> list[Ssa]:
+        def add(record: Index, sums: Sequence[Ssa], count: int = elements) -> Sequence[Ssa]:
             weights = [self.records.elements(block, record, v) for block, v, _ in sides]
-            for e in range(min(elements, limit)):
+            for e in range(count):
                 k, done = b.add(b.mul(record, elements), e), []
                 for t in range(rows):
                     x = b.broadcast(b.load(self.buffers["x"], b.add(token, t), k), self.lanes)
@@ -222,17 +209,10 @@ class SmallBatch:
                 sums = done
             return sums
 
-        full = self.in_features // (elements * unroll) * unroll
-        zeros = [b.splat(0.0, self.lanes)] * (rows * len(sides))
-        with b.loop(0, full, unroll, carry=zeros) as loop:
-            sums = loop.values
-            self._prefetch(sides, loop.index, 0, self.layout.size * unroll)
-            for u in range(unroll):
-                sums = add(b.add(loop.index, u), sums, elements)
-            loop.give(*sums)
-        sums = loop.results
-        for record in range(full, self.count):
-            sums = add(record, sums, self.in_features - record * elements)
-        for n, total in enumerate(sums):
+        def prefetch(record: Index) -> None:
+            self.records.prefetch_later((block for block, _, _ in sides), self.unit, record, 0, self.layout.size * unroll)
+
+        sums = b.unrolled(full, unroll, [b.splat(0.0, self.lanes)] * (rows * len(sides)), add, prefetch)
+        for n, total in enumerate(add(full, sums, rest) if rest else sums):
             t, side = divmod(n, len(sides))
             b.vstore(total, self.sums, b.add(token, t), sides[side][2])

@@ -27,17 +27,14 @@ from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import Body, Index
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.weights.packing import LANES
-from castiron.emitter.kernels.weights.records import CACHE_LINE, Records
+from castiron.emitter.kernels.weights.records import Records
 
 MAX_ROWS = 8  # maximum rows of a tile; more sums spill registers
 
 
 @dataclass(frozen=True)
 class SmallBatchInt8Tiles(Tiles):
-    """Tiles of `small_batch_int8`.
-
-    rows: tokens whose accumulators, for one vector of outputs, are in registers.
-    """
+    """Tiles of `small_batch_int8`; rows: tokens whose sums, for one vector, are in registers."""
 
     rows: int
 
@@ -87,17 +84,8 @@ class SmallBatchInt8:
             first = b.mul(loop.index, parts)
             record, group = b.div(first, groups), b.rem(first, groups)
             numbers = [b.add(group, part) for part in range(parts)]
-            self._prefetch(block, record, group)
+            self.records.prefetch_later([block], self.set, record, *self.records.extent(group, parts))
             groups_at, tokens = [(record, number) for number in numbers], (b.add(token, r) for r in range(rows))
             loop.give(*self.step.add_records(loop.values, tokens, loop.index, self.records, block, groups_at, v))
         for r, total in enumerate(loop.results):
             b.vstore(total, self.sums, b.add(token, r), column)
-
-    def _prefetch(self, block: Index, record: Index, group: Index) -> None:
-        """Prefetch the same GROUP k of the next row blocks."""
-        layout = self.records.layout
-        start, nbytes = self.records.codes_at(group), layout.group_bytes * self.step.parts
-        if layout.groups == 1:
-            start, nbytes = 0, layout.size
-        for line in range(0, nbytes, CACHE_LINE):
-            self.records.prefetch(self.b.add(block, self.set), record, self.b.add(start, line))

@@ -21,9 +21,8 @@ Buffers = Mapping[str, Ssa]
 class Tiles(ABC):
     """The sizes of a matmul kernel that a tuning search may vary, all positive integers.
 
-    They change results by rounding only. workgroups: number of workgroups of the kernel, or for
-    each (token, expert) pair. letters: one letter for each field, which precedes the value of the
-    field in the name of the kernel.
+    They change results by rounding only. workgroups: number of workgroups of a kernel, or of a
+    (token, expert) pair. letters: a letter for each field, before its value in the kernel's name.
     """
 
     workgroups: int = field(default=12, kw_only=True)
@@ -46,12 +45,9 @@ class Tiles(ABC):
 
 @dataclass(frozen=True)
 class PanelTiles(Tiles):
-    """The tiles of kernels with a panel of weights.
+    """The tiles of kernels with a panel of `row_blocks` blocks of 16 columns x `depth` k.
 
-    Accumulators of `rows` tokens x (16 * `wide`) columns are in registers. row_blocks: blocks of 16
-    columns that share a panel; a multiple of `wide` and a divisor of the number of row blocks of
-    the weight. depth: number of k in a panel. tokens: tokens that share a panel, a multiple of
-    `rows`.
+    `tokens` tokens share a panel. Sums of `rows` tokens x (16 * `wide`) columns are in registers.
     """
 
     rows: int
@@ -86,11 +82,7 @@ class PanelTiles(Tiles):
 
 
 def panel_columns(matmul: Matmul, can_pair: bool) -> tuple[int, int]:
-    """Return the default `wide` and `row_blocks` of PanelTiles.
-
-    can_pair: whether accumulators of two row blocks fit in the registers; `wide` is then 2 if
-    possible.
-    """
+    """Return default `wide` and `row_blocks`; can_pair: whether sums of two fit registers."""
     shared = matmul.epilogue.row_blocks
     wide = 2 if can_pair and (shared == 2 or matmul.weight_shape[0] % 2 == 0) else 1
     return wide, max(wide, shared)
@@ -103,10 +95,7 @@ def even_tokens(tokens: int, limit: int, unit: int) -> int:
 
 
 def even_share(total: int, limit: int) -> int:
-    """Return the largest divisor of `total` up to `limit`, for parts of equal size.
-
-    If that divisor is below limit / 2, return `limit`, or `total` if that is smaller.
-    """
+    """Return the largest divisor of `total` up to `limit`; if it is below limit / 2, the limit."""
     limit = min(limit, total)
     share = next(n for n in range(limit, 0, -1) if total % n == 0)
     return share if 2 * share >= limit else limit
@@ -130,10 +119,7 @@ def each_block(b: Body, out_features: int, block: Index, store: Callable[[int], 
 
 
 class Finish:
-    """A writer that applies the epilogue to `sums` [tokens, 16 * row blocks] and stores y.
-
-    row_of: returns the row of y for a token.
-    """
+    """A writer that applies the epilogue to `sums` [tokens, columns] and stores y."""
 
     def __init__(
         self, b: Body, matmul: Matmul, lanes: int, buffers: Buffers, sums: Ssa, row_of: Callable[[Index], Index] = lambda t: t
@@ -142,7 +128,7 @@ class Finish:
         self.out_features, self.sums, self.row_of = matmul.out_features, sums, row_of
 
     def store(self, first_block: Index, row_blocks: Index, first: Index, end: Index, last: Index) -> None:
-        """Store results of `row_blocks` for tokens `first` to `end`, zeros from `end` to `last`.
+        """Store results for tokens `first` to `end`, zeros from `end` to `last`.
 
         Row 0 of the sums is token `first`; columns 0 to 15 are row block `first_block`.
         """
@@ -167,7 +153,7 @@ class Finish:
                 self._put(token.index, column, [b.splat(0.0, lanes)] * (LANES // lanes), ragged, add=False)
 
     def _put(self, token: Index, column: Index, results: list[Ssa], ragged: int, add: bool) -> None:
-        """Store a row of results of a token; add: whether to add bias and residual first."""
+        """Store the results of a token; add: whether to add bias and residual first."""
         b, lanes, row = self.b, self.lanes, self.row_of(token)
         for lane in range(0, ragged or LANES, 1 if ragged else lanes):
             y = results[lane // lanes]

@@ -46,19 +46,12 @@ def cut(b: Body, low: Ssa, high: Ssa) -> Ssa:
 
 
 def nearest(b: Body, low: Ssa, high: Ssa) -> Ssa:
-    """Round two vectors of f32 to the nearest bf16; return i32 pairs, `low` in the lower half.
-
-    Ties are rounded away from zero.
-    """
+    """Round two vectors of f32 to the nearest bf16, ties away from zero; return i32 pairs."""
     return cut(b, *(_up(b, each) for each in (low, high)))
 
 
 def pieces(b: Body, low: Ssa, high: Ssa, count: int) -> list[Ssa]:
-    """Split two vectors of f32 into `count` vectors of bf16 pairs, largest parts first.
-
-    For `count` 3, the parts of an element add up to it exactly. For `count` 1, elements are rounded
-    to the nearest bf16.
-    """
+    """Split two vectors of f32 exactly into 3 vectors of bf16 pairs, or round them to 1."""
     if count == 1:
         return [nearest(b, low, high)]
     found = [cut(b, low, high)]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partialmethod
 from typing import TypeVar
 
 STACK_BYTES = 30 << 10  # limit for buffers on the stack; IREE allows a kernel 32 KB
@@ -28,7 +29,7 @@ class Type:
         return Type(element, self.shape, self.kind)
 
 
-INDEX, I1, I32, I64, F32, POINTER = map(Type, ("index", "i1", "i32", "i64", "f32", "!llvm.ptr"))
+INDEX, I1, I32, F32, POINTER = map(Type, ("index", "i1", "i32", "f32", "!llvm.ptr"))
 
 
 def vector_type(width: int, element: str = "f32") -> Type:
@@ -91,15 +92,14 @@ class Loop:
         self.given: list[Ssa] = []
 
     def give(self, *values: Ssa) -> None:
-        """Carry these values to the next iteration."""
+        """Set the values that this iteration passes to the next one."""
         self.given = list(values)
 
 
 class Body:
-    """The body of one kernel function under construction.
+    """The body of one kernel function under construction; index arithmetic folds Python integers.
 
-    fenced: whether to keep compilers from fusing `mulf` and an addition into an fma. Operations on
-    indices fold Python integers: `add(0, x)` is `x`.
+    fenced: whether to keep compilers from fusing `mulf` and an addition into an fma.
     """
 
     def __init__(self, fenced: bool = False) -> None:
@@ -166,11 +166,9 @@ class Body:
     def add(self, a: Index, b: Index) -> Index:
         if isinstance(a, int) and isinstance(b, int):
             return a + b
-        if a == 0 and isinstance(a, int):
+        if a == 0:
             return b
-        if b == 0 and isinstance(b, int):
-            return a
-        return self._integer("addi", a, b)
+        return a if b == 0 else self._integer("addi", a, b)
 
     def sub(self, a: Index, b: Index) -> Index:
         return a - b if isinstance(a, int) and isinstance(b, int) else self._integer("subi", a, b)
@@ -178,15 +176,13 @@ class Body:
     def mul(self, a: Index, b: Index) -> Index:
         if isinstance(a, int) and isinstance(b, int):
             return a * b
-        if b == 1 and isinstance(b, int):
-            return a
-        return self._integer("muli", a, b)
+        return a if b == 1 else self._integer("muli", a, b)
 
     def div(self, a: Index, b: Index) -> Index:
         """Return the quotient of non-negative indices, rounded down."""
         if isinstance(a, int) and isinstance(b, int):
             return a // b
-        return a if b == 1 and isinstance(b, int) else self._integer("divui", a, b)
+        return a if b == 1 else self._integer("divui", a, b)
 
     def rem(self, a: Index, b: int) -> Index:
         """Return the remainder of a non-negative index divided by b."""
@@ -209,78 +205,64 @@ class Body:
     def equal(self, a: Index, b: Index) -> Ssa:
         return self.let(f"arith.cmpi eq, {self.index(a)}, {self.index(b)} : index", I1)
 
-    def both(self, a: Ssa, b: Ssa) -> Ssa:
-        return self.let(f"arith.andi {a}, {b} : {a.type}", a.type)
-
-    def either(self, a: Ssa, b: Ssa) -> Ssa:
-        return self.let(f"arith.ori {a}, {b} : {a.type}", a.type)
-
     def negate(self, a: Ssa) -> Ssa:
         """Return the logical negation of an i1."""
-        return self.let(f"arith.xori {a}, {self.constant('true', I1)} : i1", I1)
+        return self.binary("xori", a, self.constant("true", I1))
 
     def to_i32(self, i: Index) -> Ssa:
-        return self.let(f"arith.index_cast {self.index(i)} : index to i32", I32)
+        return self.convert("index_cast", self.index(i), "i32")
 
     def to_index(self, i: Ssa) -> Ssa:
-        return self.let(f"arith.index_cast {i} : {i.type} to index", INDEX)
+        return self.convert("index_cast", i, "index")
 
     def workgroup(self) -> Ssa:
         return self.let("stream.dispatch.workgroup.id[0] : index", INDEX)
 
     def share(self, count: Index, workgroup: Index, workgroups: int) -> tuple[Index, Index]:
-        """Return the first item and the end of a workgroup's share of `count` items.
-
-        If `count` is a Python integer and does not divide evenly, the first workgroups get one item
-        more. Threads take workgroups in turn, so that they finish within one item of each other.
-        """
+        """Return the first item and the end of a workgroup's share of `count` items."""
         if isinstance(count, Ssa):
             low = self.div(self.mul(workgroup, count), workgroups)
             return low, self.div(self.mul(self.add(workgroup, 1), count), workgroups)
+        # The first workgroups get one item more. Threads take them in turn, and finish within one item of each other.
         each, more = divmod(count, workgroups)
-
-        def first(n: Index) -> Index:
-            return self.add(self.mul(n, each), self.min(n, more) if more else 0)
-
+        first = lambda n: self.add(self.mul(n, each), self.min(n, more) if more else 0)
         return first(workgroup), first(self.add(workgroup, 1))
 
     def real(self, length: Ssa | None, low: Index, high: Index) -> Index:
-        """Return the end of the real rows among low .. high - 1; rows from `length` on are padding.
-
-        length: an i32 in memory, or None if there is no padding.
-        """
+        """Return `length`, an i32 in memory, limited to low .. high: the end of the real rows."""
         return high if length is None else self.max(self.min(self.to_index(self.load(length)), high), low)
 
     def binary(self, op: str, a: Ssa, b: Ssa) -> Ssa:
         return self.let(f"arith.{op} {a}, {b} : {a.type}", a.type)
 
-    def addf(self, a: Ssa, b: Ssa) -> Ssa:
-        return self.binary("addf", a, b)
-
-    def subf(self, a: Ssa, b: Ssa) -> Ssa:
-        return self.binary("subf", a, b)
+    addf = partialmethod(binary, "addf")
+    subf = partialmethod(binary, "subf")
+    divf = partialmethod(binary, "divf")
+    both = partialmethod(binary, "andi")
+    either = partialmethod(binary, "ori")
 
     def mulf(self, a: Ssa, b: Ssa) -> Ssa:
         y = self.binary("mulf", a, b)
         return self.intrinsic("llvm.arithmetic.fence", y.type, y) if self._fenced else y
-
-    def divf(self, a: Ssa, b: Ssa) -> Ssa:
-        return self.binary("divf", a, b)
 
     def bitcast(self, vector: Ssa, width: int, element: str) -> Ssa:
         """Return the same bits as `width` elements of another type."""
         type = vector_type(width, element)
         return self.let(f"vector.bitcast {vector} : {vector.type} to {type}", type)
 
+    def convert(self, op: str, x: Ssa, element: str) -> Ssa:
+        """Convert a scalar or a vector to another element type by the operation `arith.{op}`."""
+        type = x.type.of(element)
+        return self.let(f"arith.{op} {x} : {x.type} to {type}", type)
+
     def widened(self, x: Ssa) -> Ssa:
         """Convert a float, or a vector of floats, to f32, which is exact."""
-        type = x.type.of("f32")
-        return x if type == x.type else self.let(f"arith.extf {x} : {x.type} to {type}", type)
+        return x if x.type.element == "f32" else self.convert("extf", x, "f32")
 
     def narrowed(self, x: Ssa, buffer: Ssa) -> Ssa:
         """Round f32 values to the element type of `buffer`, to nearest even."""
-        type = x.type.of(buffer.type.element)
-        return x if type == x.type else self.let(f"arith.truncf {x} : {x.type} to {type}", type)
+        element = buffer.type.element
+        return x if x.type.element == element else self.convert("truncf", x, element)
 
     def fma(self, a: Ssa, b: Ssa, c: Ssa) -> Ssa:
         return self.let(f"math.fma {a}, {b}, {c} : {a.type}", a.type)
@@ -290,8 +272,7 @@ class Body:
 
     def compare(self, predicate: str, a: Ssa, b: Ssa) -> Ssa:
         op = "cmpi" if a.type.element.startswith("i") else "cmpf"
-        type = a.type.of("i1")
-        return self.let(f"arith.{op} {predicate}, {a}, {b} : {a.type}", type)
+        return self.let(f"arith.{op} {predicate}, {a}, {b} : {a.type}", a.type.of("i1"))
 
     def choose(self, condition: Ssa, a: Index, b: Index) -> Ssa:
         """Return index a if a condition is true, else index b."""
@@ -337,25 +318,26 @@ class Body:
         self.do(f"vector.store {value}, {self._at(buffer, indices)} : {buffer.type}, {value.type}")
 
     def atomic_add(self, value: Ssa, buffer: Ssa, *indices: Index) -> Ssa:
-        """Add to an i32 that workgroups share, atomically, and return its previous value.
-
-        The memory order is acquire-release: after this call, a workgroup sees everything that other
-        workgroups wrote before they called `atomic_add` on the same i32.
-        """
+        """Add to a shared i32 in acquire-release order; return its previous value."""
         target = f"{self._at(buffer, indices)} : ({value.type}, {buffer.type}) -> {value.type}"
         return self.let(f"memref.atomic_rmw addi {value}, {target}", value.type)
 
     def address(self, buffer: Ssa) -> Ssa:
         """Return the address of a memref as i64."""
         base = self.let(f"memref.extract_aligned_pointer_as_index {buffer} : {buffer.type} -> index", INDEX)
-        return self.let(f"arith.index_cast {base} : index to i64", I64)
+        return self.convert("index_cast", base, "i64")
+
+    def moved(self, address: Ssa, offset: Index) -> Ssa:
+        """Return `address` + `offset` bytes."""
+        return self.binary("addi", address, self.convert("index_cast", self.index(offset), "i64"))
+
+    def pointer(self, address: Ssa, offset: Index) -> Ssa:
+        """Return `address` + `offset` bytes as an LLVM pointer."""
+        return self.let(f"llvm.inttoptr {self.moved(address, offset)} : i64 to !llvm.ptr", POINTER)
 
     def touch(self, address: Ssa, offset: Index) -> None:
         """Load the word at `address` + `offset` bytes and discard it; compilers keep the load."""
-        bytes_ = self.let(f"arith.index_cast {self.index(offset)} : index to i64", I64)
-        at = self.binary("addi", address, bytes_)
-        pointer = self.let(f"llvm.inttoptr {at} : i64 to !llvm.ptr", POINTER)
-        self.let(f"llvm.load volatile {pointer} : !llvm.ptr -> i32", I32)
+        self.let(f"llvm.load volatile {self.pointer(address, offset)} : !llvm.ptr -> i32", I32)
 
     def prefetch(self, buffer: Ssa, *indices: Index, near: bool = True) -> None:
         """Prefetch the cache line of an element into L1 if `near`, otherwise into L2 only."""
@@ -376,14 +358,34 @@ class Body:
         self._depth += 1
         yield loop
         if carry:
-            if [v.type for v in loop.given] != [v.type for v in carry]:
-                raise ValueError(
-                    f"loop carries ({types}), but its body gives {[v.type for v in loop.given]}; give values of the same types"
-                )
             self.do(f"scf.yield {', '.join(loop.given)} : {types}")
         self._depth -= 1
         self.do("}")
         loop.results = [Ssa(f"{group}#{i}", v.type) for i, v in enumerate(carry)]
+
+    def unrolled(
+        self,
+        count: int,
+        unroll: int,
+        values: Sequence[Ssa],
+        step: Callable[[Index, Sequence[Ssa]], Sequence[Ssa]],
+        before: Callable[[Index], None] = lambda i: None,
+    ) -> Sequence[Ssa]:
+        """Return `values` after values = step(i, values) for i < count, `unroll` in each iteration.
+
+        before(i): called at the start of an iteration.
+        """
+        full = count // unroll * unroll
+        with self.loop(0, full, unroll, carry=values) as loop:
+            before(loop.index)
+            inside: Sequence[Ssa] = loop.values
+            for i in range(unroll):
+                inside = step(self.add(loop.index, i), inside)
+            loop.give(*inside)
+        values = loop.results
+        for i in range(full, count):
+            values = step(i, values)
+        return values
 
     @contextmanager
     def when(self, condition: Ssa) -> Iterator[None]:

@@ -33,11 +33,7 @@ LOW, HIGH = (0, 1, 4, 5), (2, 3, 6, 7)
 
 @dataclass(frozen=True)
 class Total:
-    """The accumulators of a dot product.
-
-    words: vectors of s32. halves: for `madd`, also a vector of s16 sums of `pairs` pairs of
-    products.
-    """
+    """The accumulators of a dot product: s32 `words`, and for `madd` s16 sums of `pairs` pairs."""
 
     words: tuple[Ssa, ...]
     halves: Ssa | None = None
@@ -45,10 +41,9 @@ class Total:
 
 
 class Dot:
-    """A writer of dot products of weight codes with bytes of x; lane l of a vector is output l.
+    """A writer of dot products of codes of `bits` bits with x; lane l of a vector is output l.
 
-    bits: bits of a code. Bytes of x are at most MAX_BYTE. One `add` takes `self.rows` rows of x and
-    `self.quads` quads along k.
+    One `add` takes `self.rows` rows of x and `self.quads` quads along k.
     """
 
     rows: ClassVar[int] = 1
@@ -75,10 +70,7 @@ class Dot:
         return (self.b.bitcast(quad, 4 * self.lanes, "i8"),)
 
     def x(self, x: Ssa, rows: Sequence[Index], quad: Index) -> tuple[Ssa, ...]:
-        """Load quads of x, from quad `quad` on, in the form that `add` takes.
-
-        x: memref [rows, quads]. rows: indices of up to `self.rows` rows.
-        """
+        """Load quads of these rows of x, from quad `quad` on, in the form that `add` takes."""
         (row,) = rows
         every = self.b.broadcast(self.b.load(x, row, quad), self.lanes)
         if self.dot == "plain":
@@ -145,10 +137,7 @@ class Dot:
 
 
 class BlockDot(Dot):
-    """The writer for `smmla`, whose totals have two vectors.
-
-    Lane 2 i + j has row i of x, and output j in the first vector or 2 + j in the second.
-    """
+    """The writer for `smmla`: lane 2 i + j of two vectors has row i of x, and output j or 2 + j."""
 
     rows = quads = 2
 

@@ -14,12 +14,10 @@ CANONICAL_LANES = 16
 
 @dataclass(frozen=True)
 class Isa:
-    """The vector unit of a CPU: its register sizes and special instructions.
+    """The vector unit of a CPU: `registers` vector registers of `lanes` f32, and instructions.
 
-    lanes: f32 elements of a vector register. registers: number of vector registers. dot:
-    instruction for dot products of bytes (`mlir.dot`). pairs: instruction for pairs of bf16
-    (`mlir.bf16_pairs`), or "". matrix: instruction for blocks of bf16 (`mlir.matrix`), or "".
-    canonical: whether kernels add in the canonical order (module docstring).
+    dot: for dot products of bytes (`mlir.dot`). pairs: for pairs of bf16 (`mlir.bf16_pairs`).
+    matrix: for blocks of bf16 (`mlir.matrix`). canonical: whether kernels add in canonical order.
     """
 
     name: str
@@ -37,10 +35,7 @@ class Isa:
 
     @property
     def plain(self) -> Isa:
-        """Return a copy without special instructions.
-
-        Its kernels have the same shapes and run on every CPU.
-        """
+        """Return a copy without special instructions; its kernels run on every CPU."""
         dot = "plain blocks" if self.dot == "smmla" else "plain"
         return replace(self, dot=dot, pairs=self.pairs and "plain", matrix=self.matrix and "plain")
 

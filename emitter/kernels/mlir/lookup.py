@@ -17,15 +17,14 @@ _BYTES = {4: "llvm.aarch64.neon.tbl1.v16i8", 8: "llvm.x86.avx2.pshuf.b", 16: "ll
 
 
 def entries(b: Body, isa: Isa, table: Sequence[int], indices: Ssa) -> Ssa:
-    """Return table[indices] as f32, for indices i32 [lanes]."""
+    """Return the table entry at each of the indices, i32 [lanes], as f32."""
     lanes = isa.lanes
     if _plain(isa):
         return _tree(b, table, lambda entry: b.splat(float(entry), lanes), lambda bit: b.isplat(1 << bit, lanes), indices)
     if lanes == NEON.lanes:
         found = b.bitcast(byte_entries(b, isa, table, indices), lanes, "i32")
         up = b.isplat(24, lanes)
-        full = b.binary("shrsi", b.binary("shli", found, up), up)
-        return b.let(f"arith.sitofp {full} : {full.type} to {vector_type(lanes)}", vector_type(lanes))
+        return b.convert("sitofp", b.binary("shrsi", b.binary("shli", found, up), up), "f32")
     if lanes == ENTRIES:
         return _call(b, "llvm.x86.avx512.permvar.sf.512", _floats(b, table), indices)
     low, high = (_call(b, "llvm.x86.avx2.permps", _floats(b, half), indices) for half in (table[:8], table[8:]))

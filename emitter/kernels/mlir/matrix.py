@@ -12,7 +12,7 @@ registers until they are stored.
 from __future__ import annotations
 
 from castiron.emitter.kernels.mlir.bf16_pairs import halves
-from castiron.emitter.kernels.mlir.body import POINTER, Body, Index, Ssa, Type, vector_type
+from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, Type, vector_type
 from castiron.emitter.kernels.mlir.isa import Isa
 
 COLUMNS = 16
@@ -25,10 +25,7 @@ Block = Ssa  # sums, x or weights: a tile, or an address
 
 
 class Matrix:
-    """A writer of block matmuls, which stores accumulators in `results` f32 [blocks, rows, 16].
-
-    rows: number of rows in a block of x, up to 16.
-    """
+    """A writer of matmuls of blocks of up to 16 rows, with results f32 [blocks, rows, 16]."""
 
     def __init__(self, b: Body, isa: Isa, rows: int, results: Ssa):
         self.b, self.rows, self.tiled, self.results = b, rows, isa.matrix == "amx", b.address(results)
@@ -37,7 +34,7 @@ class Matrix:
         """Return accumulators of zero for block `number` of the results."""
         if self.tiled:
             return self._tile("tilezero", self.rows)
-        address = self._address(self.results, number * self.rows * ROW_BYTES)
+        address = self.b.moved(self.results, number * self.rows * ROW_BYTES)
         with self.b.loop(0, self.rows) as row:
             self._put(self.b.splat(0.0, COLUMNS), address, self.b.mul(row.index, ROW_BYTES))
         return address
@@ -70,26 +67,19 @@ class Matrix:
     def store(self, sums: Block, number: int) -> None:
         """Store accumulators `sums` as block `number` of the results."""
         if self.tiled:
-            address = self._pointer(self.results, number * self.rows * ROW_BYTES)
+            address = self.b.pointer(self.results, number * self.rows * ROW_BYTES)
             self.b.do(self._call("tilestored64", "()", self._extent(self.rows), self._width, address, self._stride, sums))
 
     def _load(self, rows: int, base: Ssa, offset: Index) -> Block:
         if self.tiled:
-            return self._tile("tileloadd64", rows, self._pointer(base, offset), self._stride)
-        return self._address(base, offset)
+            return self._tile("tileloadd64", rows, self.b.pointer(base, offset), self._stride)
+        return self.b.moved(base, offset)
 
     def _at(self, base: Ssa, offset: Index, type: Type) -> Ssa:
-        return self.b.let(f"llvm.load {self._pointer(base, offset)} : !llvm.ptr -> {type}", type)
+        return self.b.let(f"llvm.load {self.b.pointer(base, offset)} : !llvm.ptr -> {type}", type)
 
     def _put(self, value: Ssa, base: Ssa, offset: Index) -> None:
-        self.b.do(f"llvm.store {value}, {self._pointer(base, offset)} : {value.type}, !llvm.ptr")
-
-    def _address(self, base: Ssa, offset: Index) -> Ssa:
-        offset = self.b.index(offset)
-        return self.b.binary("addi", base, self.b.let(f"arith.index_cast {offset} : index to i64", Type("i64")))
-
-    def _pointer(self, base: Ssa, offset: Index) -> Ssa:
-        return self.b.let(f"llvm.inttoptr {self._address(base, offset)} : i64 to !llvm.ptr", POINTER)
+        self.b.do(f"llvm.store {value}, {self.b.pointer(base, offset)} : {value.type}, !llvm.ptr")
 
     @property
     def _width(self) -> Ssa:

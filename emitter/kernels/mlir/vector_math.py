@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from castiron.emitter.int8 import MAX_BYTE, MIN_SCALED
-from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, largest_width, vector_type
+from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, largest_width
 
 LOG2_E = 1.44269504088896341
 # ln 2 in two parts; the first has so few bits that its product with a small integer is exact in f32 (Cody and Waite).
@@ -59,10 +59,9 @@ def _power(b: Body, shifted: Ssa) -> Ssa:
 
 
 def lane_sums(b: Body, vectors: Sequence[Ssa]) -> Ssa:
-    """Sum the lanes of each vector; return the sums as the lanes of one vector.
+    """Sum the lanes of 1, 2, 4, ... up to `width` vectors; return the sums as lanes of one vector.
 
-    vectors: 1, 2, 4, ... up to `width` of them. Lanes are added in the same order, by folding a
-    vector in halves, for every number of vectors. On x86 most shuffles stay within 128 bits.
+    Lanes are added in the same order, by folding a vector in halves, for every number of vectors.
     """
     vectors = list(vectors)
     width = vectors[0].width
@@ -79,7 +78,7 @@ def lane_sums(b: Body, vectors: Sequence[Ssa]) -> Ssa:
             low = [lane if not lane & fold else lane - fold + width for lane in lanes]
             high = [i + fold for i in low]
         else:
-            quad = min(4, width)
+            quad = min(4, width)  # so that on x86 most shuffles stay within 128 bits
             low = [lane // quad * quad + (lane % quad * 2) % quad + (lane % quad * 2 // quad) * width for lane in lanes]
             high = [i + 1 for i in low]
         vectors = [b.addf(b.shuffle(x, y, low), b.shuffle(x, y, high)) for x, y in pairs]
@@ -94,10 +93,7 @@ def lane_sums(b: Body, vectors: Sequence[Ssa]) -> Ssa:
 
 
 def row_sum(b: Body, count: int, lanes: int, read: Callable[[Index, int], Ssa]) -> Ssa:
-    """Return the sum of `count` elements, with up to four vector accumulators.
-
-    lanes: max width of a vector. read(index, width): returns `width` elements from `index` on.
-    """
+    """Return the sum of `count` elements; `read(index, width)` loads `width` of them."""
     width = largest_width(lanes, count)
     ways = largest_width(4, count // width)
     with b.loop(0, count, ways * width, carry=[b.splat(0.0, width)] * ways) as loop:
@@ -168,10 +164,7 @@ def rms_normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 
 def as_bytes(b: Body, parts: Sequence[Ssa]) -> tuple[list[Ssa], Ssa]:
-    """Quantise a group of f32 vectors to int8; return the shifted vectors and the scale.
-
-    A shifted vector is x / scale + ROUND, whose low bits are the bytes (`numbers_of`, `low_bytes`).
-    """
+    """Quantise a group of f32 vectors to int8; return vectors x / scale + ROUND, and the scale."""
     width = parts[0].width
     peak = lane_max(b, tree(b.maxf, [b.let(f"math.absf {part} : {part.type}", part.type) for part in parts]))
     zero = b.compare("olt", peak, b.f32(float(MIN_SCALED)))
@@ -180,13 +173,10 @@ def as_bytes(b: Body, parts: Sequence[Ssa]) -> tuple[list[Ssa], Ssa]:
 
 
 def numbers_of(b: Body, shifted: Ssa) -> Ssa:
-    """Return the quantised integers of a shifted vector (`as_bytes`) as f32."""
+    """Return the quantised integers of a vector of `as_bytes` as f32."""
     return b.subf(shifted, b.splat(ROUND, shifted.width))
 
 
 def low_bytes(b: Body, shifted: Ssa) -> Ssa:
-    """Return the quantised integers of a shifted vector (`as_bytes`) as i8, in lane order."""
-    width = shifted.width
-    words, bytes_ = vector_type(width, "i32"), vector_type(width, "i8")
-    bits = b.let(f"vector.bitcast {shifted} : {shifted.type} to {words}", words)
-    return b.let(f"arith.trunci {bits} : {words} to {bytes_}", bytes_)
+    """Return the quantised integers of a vector of `as_bytes` as i8, in lane order."""
+    return b.convert("trunci", b.bitcast(shifted, shifted.width, "i32"), "i8")

@@ -30,10 +30,7 @@ BLOCK = 512  # features of a workgroup
 def causal_conv(
     tokens: Tokens, features: int, positions: int, x: Columns, *, isa: Isa, bias: bool = False, activation: str | None = None
 ) -> Kernel:
-    """Return the kernel of y_t = act(bias + sum over i of w_i x_(t - n + 1 + i)).
-
-    This is torch's `Conv1d` with a group for each feature and n = `positions`. x: columns of the
-    operand x [T, width] that are convolved.
+    """Return the kernel of y_t = act(bias + sum over i of w_i x_(t - n + 1 + i)), n = `positions`.
 
     x [T, width], weight [n, features], (bias [features]), (positions i32 [T]), (length i32), state
     [layers, n - 1, features], layer -> y [T, features], state. Rows of padding are zero.
@@ -54,7 +51,7 @@ def causal_conv(
     units = -(-features // BLOCK)
 
     def write(b: Body, state: Ssa, layer: Ssa, y: Ssa, weight: Ssa, **given: Ssa) -> None:
-        share = tokens.share(b, units, layer, given.get("positions"), given.get("length"))
+        share = tokens.share(b, units, layer, given)
         low = b.mul(share.unit, BLOCK)
         high = b.min(b.add(low, BLOCK), features)
         with b.loop(low, high, step) as loop:

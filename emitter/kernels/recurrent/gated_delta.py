@@ -39,11 +39,10 @@ DECAY, BETA, OF_K, OF_Q = range(4)  # values computed for a token before the sta
 def gated_delta(
     tokens: Tokens, shape: Sequence[int], columns: Mapping[str, Columns], *, isa: Isa, norm_eps: float | None = None
 ) -> Kernel:
-    """Return the kernel of `recurrences.gated_delta`.
+    """Return the kernel of `recurrences.gated_delta`; shape: k_heads, heads, k_dim, v_dim.
 
-    shape: k_heads, heads, k_dim, v_dim. columns: the columns of the operands q, k, v, alpha and
-    beta (a and b in `recurrences`), and with a norm of z. norm_eps: epsilon of an RMS norm of each
-    head, whose result is multiplied by silu(z), or None.
+    alpha and beta are a and b in `recurrences`. norm_eps: epsilon of an RMS norm of each head,
+    whose result is multiplied by silu(z), or None.
 
     q, k, v, alpha, beta, (z) [T, width], rate and bias [heads], (norm [v_dim]), (positions i32
     [T]), (length i32), state [layers, heads, k_dim, v_dim], layer -> out [T, heads * v_dim], state.
@@ -65,7 +64,7 @@ def gated_delta(
     vectors, copied = _block(tokens, isa, k_dim, v_dim // width, width)
 
     def write(b: Body, layer: Ssa, **given: Ssa) -> None:
-        share = tokens.share(b, heads, layer, given.get("positions"), given.get("length"))
+        share = tokens.share(b, heads, layer, given)
         group = b.div(share.unit, heads // k_heads)
         sizes: dict[str, tuple[Index, int]] = {"q": (group, k_dim), "k": (group, k_dim)}
         sizes |= {name: (share.unit, size) for name, size in (("v", v_dim), ("z", v_dim), ("alpha", 1), ("beta", 1))}
@@ -134,9 +133,8 @@ def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tu
 class _Head:
     """A writer of the work of one workgroup: one head of one sequence.
 
-    sizes: k_dim, v_dim, vector width, vectors of columns computed together. given: operands and
-    result by name. at: the head's first column in each operand, by name. known: stack buffer [4,
-    tokens] of decay, beta, and the factors of k and of q.
+    sizes: k_dim, v_dim, vector width, vectors of columns computed together. at: the head's first
+    column in each operand. known: stack buffer [4, tokens], indexed by DECAY, BETA, OF_K and OF_Q.
     """
 
     b: Body
@@ -162,7 +160,7 @@ class _Head:
         return b.broadcast(b.load(self.given[name], t, b.add(self.at[name], d)), self.sizes[2])
 
     def know(self, t: Index) -> None:
-        """Compute decay, beta and the factors of k and q of a token, and store them in `known`."""
+        """Store decay, beta and the factors that scale k and q of a token in the buffer `known`."""
         b, k_dim, head = self.b, self.sizes[0], self.share.unit
 
         def inverse_length(name: str, factor: float) -> Ssa:
@@ -182,10 +180,7 @@ class _Head:
         b.store(inverse_length("q", k_dim**-0.5), self.known, OF_Q, slot)
 
     def block(self, column: Index, copy: Ssa | None) -> None:
-        """Update the columns of the state from `column` on, for all tokens.
-
-        copy: stack buffer for these columns, or None to update the state in memory.
-        """
+        """Update the state from `column` on, in a stack buffer `copy` or in memory."""
         b, (k_dim, _, width, vectors) = self.b, self.sizes
         state, offsets = self.given["state"], range(0, vectors * width, width)
         own: list[Index] = [self.share.at, self.share.unit]

@@ -30,9 +30,7 @@ STEP, DECAY = range(2)
 
 
 def selective_scan(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, Columns], *, isa: Isa) -> Kernel:
-    """Return the kernel of `recurrences.selective_scan`.
-
-    shape: groups, heads, head_dim, n. columns: the columns of the operands x, dt, B and C.
+    """Return the kernel of `recurrences.selective_scan`; shape: groups, heads, head_dim, n.
 
     x, dt, B, C [T, width], rate, bias and skip [heads], (positions i32 [T]), (length i32), state
     [layers, heads, head_dim, n], layer -> y [T, heads * head_dim], state. Rows of padding are zero.
@@ -51,7 +49,7 @@ def selective_scan(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, C
     rows = largest_width(min(width, isa.registers // 4), head_dim)
 
     def write(b: Body, state: Ssa, layer: Ssa, y: Ssa, **given: Ssa) -> None:
-        share = tokens.share(b, heads, layer, given.get("positions"), given.get("length"))
+        share = tokens.share(b, heads, layer, given)
         head = share.unit
         group = b.div(head, heads // groups)
         x_at = b.add(b.mul(head, head_dim), columns["x"].first)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -51,11 +51,11 @@ class Share:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a call: `count` tokens of one sequence, or one token of `count` sequences.
+    """The tokens of a call: `count` tokens of one sequence, or in a batch one of `count` sequences.
 
-    layers: number of layers in the state; all layers of a sequence come before those of the next
-    one. batch: whether there is one token for each sequence; a negative position means an idle
-    sequence. length: whether a run-time length gives the number of real tokens.
+    layers: first dimension of the state, which has all layers of one sequence after another.
+    length: whether a run-time length gives the number of real tokens. A sequence with a negative
+    position is idle.
     """
 
     count: int
@@ -81,22 +81,18 @@ class Tokens:
     def suffix(self) -> str:
         return f"{self.layers}_{'b' * self.batch}{self.count}" + "_length" * self.length
 
-    def share(self, b: Body, units: int, layer: Ssa, positions: Ssa | None, length: Ssa | None) -> Share:
+    def share(self, b: Body, units: int, layer: Ssa, given: Mapping[str, Ssa]) -> Share:
         """Return the share of this workgroup; each sequence has `units` workgroups."""
         unit: Index = b.workgroup()
         if not self.batch:
-            return Share(unit, layer, 0, b.real(length, 0, self.count), self.count)
-        assert positions is not None, "a batch has positions"
+            return Share(unit, layer, 0, b.real(given.get("length"), 0, self.count), self.count)
         row, unit = b.div(unit, units), b.rem(unit, units)
         after = b.add(row, 1)
-        end = b.choose(b.less(b.to_index(b.load(positions, row)), 0), row, after)
+        end = b.choose(b.less(b.to_index(b.load(given["positions"], row)), 0), row, after)
         return Share(unit, b.add(b.mul(row, self.layers // self.count), layer), row, end, after)
 
     def real(self, layer: int, given: dict[str, np.ndarray]) -> Iterator[tuple[int, range]]:
-        """Yield, for each active sequence, its index in the state and the rows of its real tokens.
-
-        given: operands as arrays, for NumPy references.
-        """
+        """Yield each active sequence's index in the state and the rows of its real tokens."""
         if not self.batch:
             yield layer, range(int(given.get("length", self.count)))
             return
@@ -107,10 +103,7 @@ class Tokens:
 
 @contextmanager
 def padding(b: Body, share: Share, low: Index, high: Index, step: int) -> Iterator[tuple[Ssa, Ssa]]:
-    """Open loops over rows of padding and over columns low .. high - 1; yield row and column.
-
-    step: columns of an iteration.
-    """
+    """Open loops over rows of padding and columns low .. high - 1; yield row and column."""
     with b.loop(share.end, share.high) as t, b.loop(low, high, step) as d:
         yield t.index, d.index
 

@@ -6,10 +6,12 @@ in this order. x has the same order.
 
 from __future__ import annotations
 
+from functools import reduce
+
 from castiron.emitter.kernels.mlir.body import Index, Ssa
 from castiron.emitter.kernels.mlir.dot import dot_of
 from castiron.emitter.kernels.mlir.lookup import byte_entries
-from castiron.emitter.kernels.weights.packing import LANES, TOP_CODES
+from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.records import GroupCodes, Records
 from castiron.emitter.kernels.x_formats import EVEN_ODD
 
@@ -22,10 +24,7 @@ class Int8Codes(GroupCodes):
         super().__init__(records, block, record, records.codes_at(group))
 
     def quads(self, q: int, v: Index) -> list[Ssa]:
-        """Return quads of vector v from quad q on, in the form that `Dot.code` takes.
-
-        There are `self.dot.quads` quads, and `self.dot.bias` is added to their codes.
-        """
+        """Return quads of vector v from quad q on, plus `self.dot.bias`, for `Dot.code`."""
         return self.dot.arranged([self._quad(q + i, v) for i in range(self.dot.quads)])
 
     def _quad(self, q: int, v: Index) -> Ssa:
@@ -42,25 +41,14 @@ class Int8Codes(GroupCodes):
                     at = word, shift - 8 * j
                     masks[at] = masks.get(at, 0) | mask << 8 * j
             parts = [self._signed_mask(self._up(self._word(word, v), -shift), mask) for (word, shift), mask in masks.items()]
-        quad = parts[0]
-        for part in parts[1:]:
-            quad = r.b.binary("ori", quad, part)
+        quad = reduce(r.b.either, parts)
         if r.codec.table:
             return byte_entries(r.b, r.isa, [code + self.dot.bias for code in r.codec.table], quad)
         return r.b.binary("xori", quad, r.b.isplat(-0x7F7F7F80, r.lanes)) if self.dot.bias else quad
 
-    def _pieces(self, k: int) -> tuple[tuple[int, int, int], ...]:
-        """Return the words, right shifts and masks that are or-ed to give stored code k."""
-        r, bits = self.records, self.records.codec.bits
-        beyond = k - r.layout.in_fields
-        if beyond >= 0:
-            return TOP_CODES[bits][beyond]
-        word, field = r.layout.field(k)
-        return ((word, bits * field, (1 << bits) - 1),)
-
     def _widened(self, k: int, v: Index) -> Ssa:
         r = self.records
-        return r.widened("extui", r.rows((self.block, self.record, r.b.add(self.offset, LANES * k)), v, "i8", 8), "i32")
+        return r.b.convert("extui", r.rows((self.block, self.record, r.b.add(self.offset, LANES * k)), v, "i8", 8), "i32")
 
     def _up(self, value: Ssa, by: int) -> Ssa:
         """Shift left by `by` bits, or right by -`by` bits if `by` is negative."""

@@ -44,17 +44,13 @@ TOP_CODES: dict[int, tuple[tuple[tuple[int, int, int], ...], ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a record: its size and the byte offsets of its parts.
-
-    size: bytes of a record. elements: number of k in a record. groups: number of codec groups in a
-    record. d, m, scales, minima, codes: byte offsets, or None if the codec lacks the part.
-    """
+    """The layout of a record: its size in bytes, and the byte offsets of its parts, d to codes."""
 
     size: int
-    elements: int
-    groups: int = 1
-    words: int = 0  # per group; 0 for 8-bit codes and floats
-    fields: int = 0  # codes per word
+    elements: int  # elements of each row in a record
+    groups: int = 1  # codec groups of each row in a record
+    words: int = 0  # i32 words of a group; 0 for 8-bit codes and floats
+    fields: int = 0  # codes in the fields of a word
     d: int = 0
     m: int | None = None
     scales: int | None = None
@@ -93,10 +89,7 @@ def layout(codec: Codec) -> Layout:
 
 
 def packed_shape(codec_name: str, out_features: int, in_features: int) -> tuple[int, int, int]:
-    """Return the shape [row blocks, records, record bytes] of a packed weight [out, in].
-
-    Raises ValueError if `in_features` is not a multiple of the codec block.
-    """
+    """Return the shape [row blocks, records, record bytes] of a packed weight [out, in]."""
     row_bytes(codec_name, in_features)
     record = layout(codec_of(codec_name))
     return -(-out_features // LANES), -(-in_features // record.elements), record.size
@@ -187,10 +180,7 @@ def _filled(raw: np.ndarray, axis: int, multiple: int) -> np.ndarray:
 
 
 def pack(codec_name: str, raw: np.ndarray) -> np.ndarray:
-    """Pack codec rows `raw`, u8 [out, row_bytes]; return u8 of shape `packed_shape`.
-
-    Raises ValueError if a row is not a multiple of the codec block.
-    """
+    """Pack codec rows `raw`, u8 [out, row_bytes]; return u8 of shape `packed_shape`."""
     codec = codec_of(codec_name)
     record = layout(codec)
     packed = np.empty(packed_shape(codec_name, len(raw), in_features_of(codec, raw)), np.uint8)
@@ -200,14 +190,9 @@ def pack(codec_name: str, raw: np.ndarray) -> np.ndarray:
         rows = _filled(raw[start * LANES : (start + step) * LANES], 0, LANES)
         _pack_row_blocks(codec, record, rows, packed[start : start + step])
 
-    starts = range(0, len(packed), step)
-    if len(starts) < 2:
-        for start in starts:
-            some(start)
-        return packed
     # NumPy releases the interpreter lock.
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
-        for _ in pool.map(some, starts):
+        for _ in pool.map(some, range(0, len(packed), step)):
             pass
     return packed
 
@@ -246,13 +231,7 @@ def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: 
 
 
 def interleave_rows(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """Interleave row blocks of gate and up, both raw [n, row_bytes], gate first.
-
-    Both are filled with zero rows to complete row blocks: the result has 2 * 16 * ceil(n / 16)
-    rows.
-    """
-    if gate.shape != up.shape:
-        raise ValueError(f"shapes of gate and up differ: {gate.shape} and {up.shape}; use weights of one shape and codec")
+    """Interleave row blocks of gate and up, raw [n, row_bytes], filled with zero rows."""
     fill = ((0, -len(gate) % LANES), (0, 0))
     row_blocks = [np.pad(rows, fill).reshape(-1, 1, LANES, rows.shape[1]) for rows in (gate, up)]
     return np.concatenate(row_blocks, axis=1).reshape(-1, gate.shape[1])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import reduce
+
 import numpy as np
 
 from castiron.emitter.codecs import Codec
-from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, vector_type
+from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.lookup import entries
 from castiron.emitter.kernels.weights.packing import LANES, TOP_CODES, layout
@@ -14,10 +17,7 @@ CACHE_LINE = 64
 
 
 def code_factors(codec: Codec) -> np.ndarray:
-    """Return the powers of two by which `GroupCodes.code` divides codes, as f32 [group].
-
-    A kernel multiplies x or the code by them.
-    """
+    """Return the powers of two by which `GroupCodes.code` divides codes, as f32 [group]."""
     record = layout(codec)
     if not record.fields or codec.table:
         return np.ones(codec.group or 1, np.float32)
@@ -28,10 +28,9 @@ def code_factors(codec: Codec) -> np.ndarray:
 
 
 class Records:
-    """A reader of a packed weight i8 [row blocks, records, bytes of a record].
+    """A reader of a packed weight i8 [row blocks, records, bytes], counted from row block `base`.
 
-    base: row block from which row blocks are counted. Vector v of a row block has its rows from v *
-    self.lanes on; `self.vectors` vectors have all 16 rows.
+    A row block has `self.vectors` vectors; vector v has its rows from v * self.lanes on.
     """
 
     def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, base: Index = 0):
@@ -41,26 +40,30 @@ class Records:
         self.vectors = LANES // isa.lanes
 
     def rows(self, at: tuple[Index, Index, Index], v: Index, element: str, bits: int) -> Ssa:
-        """Load vector v of 16 elements, one for each row, that are stored at `at`.
-
-        at: row block, record, and byte in the record. element, bits: type and width of an element.
-        """
+        """Load vector v of 16 elements, one for each row, at a row block, record and byte."""
         width = self.lanes * bits // 8
         block, record, offset = at
         data = self.b.vload(self.weight, width, self.b.add(block, self.base), record, self.b.add(offset, self.b.mul(v, width)))
         return data if bits == 8 else self.b.bitcast(data, self.lanes, element)
 
-    def widened(self, op: str, value: Ssa, element: str) -> Ssa:
-        type = vector_type(value.width, element)
-        return self.b.let(f"arith.{op} {value} : {value.type} to {type}", type)
-
     def _f16(self, at: tuple[Index, Index, Index], v: Index) -> Ssa:
-        return self.widened("extf", self.rows(at, v, "f16", 16), "f32")
+        return self.b.widened(self.rows(at, v, "f16", 16))
 
     def prefetch(self, block: Index, record: Index, offset: Index) -> None:
         """Prefetch the cache line of a byte, which may be past the end of the weight."""
-        at = ", ".join(self.b.index(i) for i in (self.b.add(block, self.base), record, offset))
-        self.b.do(f"memref.prefetch {self.weight}[{at}], read, locality<3>, data : {self.weight.type}")
+        self.b.prefetch(self.weight, self.b.add(block, self.base), record, offset)
+
+    def prefetch_later(self, blocks: Iterable[Index], step: int, record: Index, first: Index, nbytes: int) -> None:
+        """Prefetch bytes of a record from byte `first` on, `step` row blocks after `blocks`."""
+        for block in dict.fromkeys(blocks):
+            for line in range(0, nbytes, CACHE_LINE):
+                self.prefetch(self.b.add(block, step), record, self.b.add(first, line))
+
+    def extent(self, group: Index, count: int = 1) -> tuple[Index, int]:
+        """Return byte offset and size of `count` groups, or of the record if it has one group."""
+        if self.layout.groups == 1:
+            return 0, self.layout.size
+        return self.codes_at(group), self.layout.group_bytes * count
 
     def d(self, block: Index, record: Index, v: Index) -> Ssa:
         at = (block, record, self.layout.d)
@@ -68,7 +71,7 @@ class Records:
             return self._f16(at, v)
         # 2^(e - 128) by setting the exponent of an f32; the two smallest become 0.
         b, one = self.b, self.b.isplat(1, self.lanes)
-        exponent = b.binary("subi", b.binary("maxui", self.widened("extui", self.rows(at, v, "i8", 8), "i32"), one), one)
+        exponent = b.binary("subi", b.binary("maxui", b.convert("extui", self.rows(at, v, "i8", 8), "i32"), one), one)
         return b.bitcast(b.binary("shli", exponent, b.isplat(23, self.lanes)), self.lanes, "f32")
 
     def m(self, block: Index, record: Index, v: Index) -> Ssa | None:
@@ -78,8 +81,8 @@ class Records:
         if start is None:
             return None
         at = (block, record, self.b.add(self.b.mul(group, LANES), start))
-        wide = self.widened("extsi" if signed else "extui", self.rows(at, v, "i8", 8), "i32")
-        return self.widened("sitofp", wide, "f32")
+        wide = self.b.convert("extsi" if signed else "extui", self.rows(at, v, "i8", 8), "i32")
+        return self.b.convert("sitofp", wide, "f32")
 
     def group_scale(self, block: Index, record: Index, group: Index, v: Index) -> Ssa | None:
         """Return the factor of d in the scale of a group, or None if the codec has none."""
@@ -90,25 +93,21 @@ class Records:
         return self._factor(self.layout.minima, False, block, record, group, v)
 
     def scale_and_minimum(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
-        """Return d * scale and m * minimum of a group: the factors of sum(x * code) and sum(x).
-
-        The second is None if the codec has no minima.
-        """
-        times = lambda a, factor: a if factor is None else self.b.mulf(a, factor)
-        scale = times(self.d(block, record, v), self.group_scale(block, record, group, v))
+        """Return d * scale and m * minimum: factors of a group's sum(x * code) and sum(x)."""
+        scale = self._times(self.d(block, record, v), self.group_scale(block, record, group, v))
         minimum = self.m(block, record, v)
-        return scale, None if minimum is None else times(minimum, self.group_minimum(block, record, group, v))
+        return scale, None if minimum is None else self._times(minimum, self.group_minimum(block, record, group, v))
+
+    def _times(self, x: Ssa, factor: Ssa | None) -> Ssa:
+        return x if factor is None else self.b.mulf(x, factor)
 
     def scale_and_base(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
         """Return scale and base of a group: weight = scale * stored code + base."""
         b, codec = self.b, self.codec
         scale, base = self.d(block, record, v), self.m(block, record, v)
-        factor = self.group_scale(block, record, group, v)
-        if factor is not None:
-            scale = b.mulf(scale, factor)
+        scale = self._times(scale, self.group_scale(block, record, group, v))
         if base is not None:
-            factor = self.group_minimum(block, record, group, v)
-            base = base if factor is None else b.mulf(base, factor)
+            base = self._times(base, self.group_minimum(block, record, group, v))
             return scale, base if codec.minimum > 0 else b.mulf(base, b.splat(-1.0, self.lanes))
         if codec.offset:
             base = b.mulf(scale, b.splat(-codec.offset, self.lanes))
@@ -158,31 +157,26 @@ class GroupCodes:
         r, bits = self.records, self.records.codec.bits
         if bits == 8:
             at = (self.block, self.record, r.b.add(self.offset, LANES * k))
-            return r.widened("extsi", r.rows(at, v, "i8", 8), "i32")
-        beyond = k - r.layout.in_fields
-        if beyond >= 0:
-            pieces = [
-                self._masked(self._shifted(self._word(word, v), shift), mask) for word, shift, mask in TOP_CODES[bits][beyond]
-            ]
-            code = pieces[0]
-            for piece in pieces[1:]:
-                code = r.b.binary("ori", code, piece)
-            return code
-        word, field = r.layout.field(k)
-        shift = bits * field
-        if r.codec.table:
-            return self._masked(self._shifted(self._word(word, v), shift), (1 << bits) - 1)
+            return r.b.convert("extsi", r.rows(at, v, "i8", 8), "i32")
+        pieces = self._pieces(k)
+        if r.codec.table or k >= r.layout.in_fields:
+            return reduce(r.b.either, [self._masked(self._shifted(self._word(w, v), shift), mask) for w, shift, mask in pieces])
+        ((word, shift, mask),) = pieces
         if shift == 32 - bits:
             return self._shifted(self._word(word, v), shift)
-        return self._masked(self._word(word, v), ((1 << bits) - 1) << shift)
+        return self._masked(self._word(word, v), mask << shift)
+
+    def _pieces(self, k: int) -> tuple[tuple[int, int, int], ...]:
+        """Return the words, right shifts and masks that are or-ed to give stored code k."""
+        r, bits = self.records, self.records.codec.bits
+        if k >= r.layout.in_fields:
+            return TOP_CODES[bits][k - r.layout.in_fields]
+        word, field = r.layout.field(k)
+        return ((word, bits * field, (1 << bits) - 1),)
 
     def code(self, k: int, v: Index) -> Ssa:
-        """Return code k of vector v divided by `code_factors(codec)[k]` as f32, which is exact.
-
-        The code is as stored: the offset of the codec is not subtracted. Codecs with a table return
-        the entry.
-        """
+        """Return stored code k of vector v by `code_factors(codec)[k]`, or its table entry."""
         r = self.records
         if r.codec.table:
             return entries(r.b, r.isa, r.codec.table, self._stored(k, v))
-        return r.widened("sitofp", self._stored(k, v), "f32")
+        return r.b.convert("sitofp", self._stored(k, v), "f32")

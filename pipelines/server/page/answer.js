@@ -1,22 +1,22 @@
-// One answer: asked for with as much of the conversation as has room, and written into its node as it comes.
+// One answer: requested with as many messages as fit in the context, and written into its node as it arrives.
 import { count, pieces, ServerError } from "./server.js";
 import { fit, options, size } from "./request.js";
 import { path } from "./store.js";
 
-// Tokens by character of a conversation, as last seen of a model.
+// Tokens per character of the last conversation with each model.
 const rates = new Map();
-// Tokens of a text that is gone on with, where the settings say no other number.
+// Default max tokens that continue a text.
 const COMPLETION = 512;
 
-// The pieces of the answer behind the message at `index`, which is a question, or an answer that is gone on with. Moves
-// `chat.from` where the oldest messages have no room, and calls `dropped` then.
+// Yields the pieces of the answer to the question at `index`, or those that continue the answer at `index`. Sets `chat.from`
+// to the first message that fits in the context, and calls `dropped`.
 async function* asked(chat, index, fields, model, signal, dropped) {
   const body = options(fields, model), going = chat.nodes[index].role === "assistant";
   const indexes = path({ ...chat, head: index }), turns = indexes.map(i => ({ role: chat.nodes[i].role, content: chat.nodes[i].content }));
   if (!model.chat_template) {
     body.prompt = turns.map(({ content }) => content).join("");
     const room = model.context_length - await count(fields.key, model.id, body.prompt, signal);
-    if (room < 1) throw new ServerError(`The text fills the model's context of ${model.context_length} tokens: edit it, or begin a new one.`);
+    if (room < 1) throw new ServerError(`The text fills the model's context of ${model.context_length} tokens: edit it, or start a new one.`);
     body.max_tokens ??= Math.min(COMPLETION, room);
     yield* pieces("v1/completions", fields.key, body, signal);
     return;
@@ -49,7 +49,7 @@ function stats({ prompt_tokens, completion_tokens, total_tokens, prompt_tokens_d
     + `(${number(prompt_tokens_details?.cached_tokens ?? 0)} cached) · context ${number(used)} of ${number(context)}`;
 }
 
-// Writes the answer into `node`, and calls `painted(state)` as it grows, with what the model is doing.
+// Writes the answer into `node`, and calls `painted(state)` whenever it grows; `state` describes what the model does.
 export async function write(node, chat, index, fields, model, signal, painted, dropped) {
   const started = performance.now();
   let first = 0, last = 0;

@@ -1,4 +1,4 @@
-// The page: which conversation is shown, what is sent, and what the keys do.
+// The page: shows a conversation, sends messages and handles keys.
 import { write } from "./answer.js";
 import { $, h } from "./dom.js";
 import { showList, titleOf } from "./list.js";
@@ -8,9 +8,9 @@ import * as settings from "./settings.js";
 import * as store from "./store.js";
 
 const FULL = "The browser's storage is full: this conversation is not stored. Delete others, or export them.";
-// Milliseconds between two pictures, and two savings, of an answer that grows.
+// Milliseconds between two redraws, and between two saves, of an answer that grows.
 const PICTURE = 50, SAVING = 1000;
-// So much of an answer is read aloud by itself.
+// Max characters of an answer that a screen reader announces.
 const SPOKEN = 1500;
 const narrow = matchMedia("(max-width: 56rem)");
 
@@ -20,7 +20,7 @@ let models = [], model = null;
 // The answer that is being written: {chat, node, control}.
 let running = null;
 let messages = [];
-// What went wrong last, by conversation: {text, retry}.
+// The last error of each conversation: {text, retry}.
 const problems = new Map();
 
 const shown = () => store.path(chat);
@@ -45,7 +45,7 @@ function list() {
   document.title = chat.title ? `${chat.title} · castiron` : "castiron";
 }
 
-// Follows the text down unless the reader has scrolled up.
+// Scrolls to the end of the text, unless the reader has scrolled up.
 function follow(always) {
   const box = $("scroll");
   if (always || box.scrollHeight - box.scrollTop - box.clientHeight < 90) box.scrollTop = box.scrollHeight;
@@ -53,7 +53,7 @@ function follow(always) {
 
 const act = { edit, again: index => answer(index), goOn: index => answer(index), choose: index => { if (!running) { store.choose(chat, index); keep(chat); draw(); } } };
 
-// Shows the conversation as it is.
+// Draws the current conversation.
 function draw() {
   const indexes = shown();
   messages = indexes.map(index => new Message(chat, index, act));
@@ -74,7 +74,7 @@ function mark() {
   if (from > 0) messages[from].element.before(h("div", { class: "note" }, "The context is full: the model no longer sees the messages above."));
 }
 
-// Says what went wrong, or that a question has no answer.
+// Shows the last error, or that a question has no answer yet.
 function trouble() {
   document.querySelector(".problem")?.remove();
   const problem = problems.get(chat.id), last = messages.at(-1);
@@ -98,7 +98,7 @@ function busy() {
   $("stop").hidden = !running;
 }
 
-// Asks for an answer behind a question, or for more of an answer.
+// Requests an answer to a question, or more of an answer.
 async function answer(index) {
   if (running) return;
   const one = chat;
@@ -106,7 +106,7 @@ async function answer(index) {
     draw();
     document.querySelector(".problem")?.remove();
     if (!await findModels()) problems.set(one.id, { text: $("status").textContent, retry: () => answer(index) });
-    // Meanwhile another one may have been asked for.
+    // Meanwhile the user may have requested another answer.
     if (!model || running || chat !== one) { draw(); return; }
   }
   const before = one.head, going = one.nodes[index].role === "assistant";
@@ -136,7 +136,7 @@ async function answer(index) {
   }
   clearTimeout(timer);
   if (!filled(node)) {
-    // Nothing came: all is as it was before.
+    // The answer is empty, so the conversation is restored.
     one.nodes.pop();
     one.head = before;
   }
@@ -152,7 +152,7 @@ async function answer(index) {
 
 const filled = node => node.content || node.reasoning || node.calls.length;
 
-// The last picture of an answer; one that went wrong, or was none, changes what is shown around it.
+// Draws a finished answer; an answer that failed or is empty changes the messages around it too.
 function finish(node) {
   const message = messages.find(one => one.node === node);
   if (!filled(node) || problems.has(chat.id) || !message) { draw(); return; }
@@ -161,7 +161,7 @@ function finish(node) {
   follow();
 }
 
-// Adds a question behind `parent` and asks it.
+// Adds a question after the message `parent`, and requests its answer.
 function ask(text, parent) {
   store.add(chat, "user", text, parent);
   chat.changed = Date.now();
@@ -180,7 +180,7 @@ function send(event) {
   const last = chat.nodes[chat.head];
   $("input").value = "";
   grow();
-  // A question that has no answer makes room for the next.
+  // The new question replaces a question without an answer.
   ask(text, last?.role === "user" ? last.parent : chat.head);
 }
 
@@ -220,11 +220,11 @@ async function importFile(file) {
     if (file.size > store.LARGEST_IMPORT) throw new Error(`it is larger than ${store.LARGEST_IMPORT / 1e6} MB`);
     const found = store.imported(await file.text());
     for (const one of found) {
-      // What is here already and differs stays beside it.
+      // A conversation that differs from the one with its id is added under a new id.
       const here = chats.get(one.id);
       if (here && JSON.stringify(here) !== JSON.stringify(one)) one.id = store.create().id;
       if (chats.get(one.id)) continue;
-      if (!store.save(one)) throw new Error("the browser's storage is full; what had room is here");
+      if (!store.save(one)) throw new Error("the browser's storage is full; the conversations that fit are imported");
       chats.set(one.id, one);
     }
     toast(`${found.length} conversation${found.length === 1 ? "" : "s"} read.`);
@@ -232,7 +232,7 @@ async function importFile(file) {
   list();
 }
 
-// On a narrow screen the list lies over the rest; on a wide one it stands beside it, or not.
+// Shows or hides the list, which covers the conversation on a narrow screen and is beside it on a wide one.
 function side(open) {
   document.body.classList.toggle("side", open);
   document.body.classList.toggle("no-side", !open);
@@ -249,13 +249,13 @@ function askForKey() {
   $("fields").elements.key.focus();
 }
 
-// Whether there is a model to ask.
+// Reads the server's models; returns whether one can answer.
 async function findModels() {
   try { models = await askModels(settings.values().key); } catch (error) {
     if (error.code === "invalid_api_key") askForKey(); else $("status").textContent = error.message;
     return false;
   }
-  if (!models.length) { $("status").textContent = "This server has no model that answers."; return false; }
+  if (!models.length) { $("status").textContent = "This server has no model that generates text."; return false; }
   choose(models.find(one => one.id === store.loadSettings().model) ?? models[0]);
   $("model").replaceChildren(...models.map(({ id }) => h("option", { value: id }, id)));
   $("model").value = model.id;
@@ -269,7 +269,7 @@ function choose(one) {
   model = one;
   settings.describe(model);
   $("input").placeholder = plain() ? "Text" : "Message";
-  $("empty-text").textContent = plain() ? "This model has no chat template: it goes on with your text as it stands." : "Enter sends, Shift+Enter begins a new line.";
+  $("empty-text").textContent = plain() ? "This model has no chat template: it continues your text as it is." : "Enter sends, Shift+Enter starts a new line.";
 }
 
 $("form").addEventListener("submit", send);
@@ -320,7 +320,7 @@ addEventListener("keydown", event => {
   else running?.control.abort();
 });
 addEventListener("pagehide", () => { if (running && filled(running.node)) store.save(running.chat); });
-// Another page of this browser has stored something.
+// Another page of this browser has changed the storage.
 addEventListener("storage", event => {
   const id = store.idOf(event.key);
   if (!id || running?.chat.id === id) return;

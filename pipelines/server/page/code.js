@@ -1,4 +1,4 @@
-// Blocks of code: the language's name, a button that copies, and a little colour.
+// Blocks of code, with the language's name, a copy button and syntax colours.
 import { copyButton, h } from "./dom.js";
 
 const WORDS = new Set(`abstract and as async await bool break case catch char class const continue def default defer del do double
@@ -6,16 +6,16 @@ const WORDS = new Set(`abstract and as async await bool break case catch char cl
  import in int interface is lambda let local long loop match mod module mut namespace new nil none not null of or package pass
  private protected public pub raise return select self short static string struct super switch this throw trait true try type
  typeof union unless unsafe until use using var void where while with yield`.split(/\s+/));
-// A language whose comments begin with #, or with --; others have // and /* */.
+// Languages whose comments start with #, and with --; others have // and /* */.
 const HASH = /^(py|python|sh|bash|zsh|shell|console|ruby|rb|perl|yaml|yml|toml|ini|r|make|makefile|dockerfile|cmake|nix|awk)$/;
 const DASH = /^(sql|lua|haskell|hs|elm|ada)$/;
 const PLAIN = /^(|text|txt|plain|plaintext|output|log|markdown|md|csv|html|xml|svg)$/;
-// What no end is in sight for runs to where the line or the text ends, so that every character is read once.
+// A string or comment without an end goes on to the end of the line or text, so that every character is read once.
 const rule = comment => new RegExp(
   `(${comment})|("""[^]*?(?:"""|$)|"(?:\\\\.|[^"\\\\\\n])*"?|'(?:\\\\.|[^'\\\\\\n])*'?|\`(?:\\\\[^]|[^\`\\\\])*\`?)`
   + "|(\\b\\d[\\w.]*)|([A-Za-z_]\\w*)", "g");
 const RULES = { hash: rule("#[^\\n]*"), dash: rule("--[^\\n]*"), slash: rule("\\/\\/[^\\n]*|\\/\\*[^]*?(?:\\*\\/|$)") };
-// Beyond so many characters colour costs more than it is worth.
+// Max characters of a block with colours.
 const LONGEST = 30_000;
 
 function colour(element, text, language) {

@@ -1,8 +1,8 @@
-// Elements, made of tags, attributes and text; nothing here or elsewhere is ever read as HTML.
+// Make elements from tags, attributes and text; no text is ever read as HTML.
 
 export const $ = id => document.getElementById(id);
 
-// An element; an attribute that begins with "on" is a listener, true is there and empty, false or null is left out.
+// Makes an element. An attribute "on..." is a listener; true sets an empty attribute, false and null set none.
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -13,7 +13,7 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
-// One of the drawings at the top of the page.
+// Makes an icon, one of the symbols at the top of the page.
 export function icon(name) {
   const space = "http://www.w3.org/2000/svg", svg = document.createElementNS(space, "svg"), use = document.createElementNS(space, "use");
   use.setAttribute("href", `#i-${name}`);
@@ -22,8 +22,8 @@ export function icon(name) {
   return svg;
 }
 
-// Copies text; pages that did not come by https or from this machine have no clipboard but the selection's.
-export async function copy(text) {
+// Copies text; without https or localhost, a page can only copy its selection.
+async function copy(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
   const area = h("textarea", { class: "unseen", readonly: true, "aria-hidden": "true" });
   area.value = text;
@@ -35,12 +35,12 @@ export async function copy(text) {
   before?.focus();
 }
 
-// A button that copies what `text` gives, and says so for a moment.
-export function copyButton(text, label = "Copy") {
+// Makes a button that copies the result of `text`.
+export function copyButton(text) {
   const button = h("button", { type: "button", class: "small", onclick: async () => {
     await copy(text());
     button.textContent = "Copied";
-    setTimeout(() => { button.textContent = label; }, 1500);
-  } }, label);
+    setTimeout(() => { button.textContent = "Copy"; }, 1500);
+  } }, "Copy");
   return button;
 }

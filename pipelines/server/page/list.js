@@ -1,11 +1,11 @@
-// The list of conversations: search, rename, delete.
+// The list of conversations, which can be searched, renamed and deleted.
 import { $, h, icon } from "./dom.js";
 
 const holds = (chat, wanted) => [chat.title, ...chat.nodes.map(node => node.content)].some(text => text.toLowerCase().includes(wanted));
 
 export const titleOf = chat => chat.title || "New conversation";
 
-// Shows those of `chats` that the search finds; `act` has open(chat), rename(chat, title) and remove(chat).
+// Shows the conversations that match the search; `act` has open(chat), rename(chat, title) and remove(chat).
 export function showList(chats, current, act) {
   const wanted = $("search").value.trim().toLowerCase();
   const found = [...chats.values()].filter(chat => chat.nodes.length && (!wanted || holds(chat, wanted))).sort((a, b) => b.changed - a.changed);

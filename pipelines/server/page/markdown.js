@@ -1,4 +1,4 @@
-// Markdown as models write it, into elements: what is no markdown, HTML above all, stays the text that it is.
+// Make elements from Markdown; all other text, such as HTML, stays text.
 import { codeBlock } from "./code.js";
 import { h } from "./dom.js";
 
@@ -8,7 +8,7 @@ const RULE = /^ {0,3}(?:(?:\*[ \t]*){3,}|(?:-[ \t]*){3,}|(?:_[ \t]*){3,})$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])(?:[ \t]+|$)/;
 const DELIMITERS = /^[ \t]*\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
-// Quotes, lists and emphasis deeper than this are text: nobody writes them, and a browser's stack has an end.
+// Max depth of quotes, lists and emphasis, because a browser's stack is limited; deeper ones stay text.
 const DEEPEST = 12;
 
 const blank = line => !line.trim();
@@ -25,14 +25,14 @@ function isTable(lines, at) {
   return lines[at].includes("|") && next.includes("|") && DELIMITERS.test(next) && cells(lines[at]).length === cells(next).length;
 }
 
-// Whether a line ends the paragraph before it.
+// Returns whether a line ends the paragraph before it.
 function begins(lines, at) {
   const line = lines[at], item = ITEM.exec(line);
   return FENCE.test(line) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line)
     || (item && item[0].length < line.length && /^([-*+]|1[.)])$/.test(item[2])) || isTable(lines, at);
 }
 
-// The blocks of lines: where each starts, and what makes its element.
+// Returns the blocks of some lines: where each starts, and a function that makes its element.
 function parse(lines, depth = 0) {
   const found = [];
   for (let at = 0; at < lines.length;) {
@@ -67,12 +67,12 @@ function leaf(lines, at) {
   return { end, paragraph: text, make: () => inline(h("p"), text) };
 }
 
-// A quote or a list, or nothing.
+// Returns the quote or list at a line, or null.
 function container(lines, at, depth) {
   if (RULE.test(lines[at])) return null;
   let end = at;
   if (QUOTE.test(lines[at])) {
-    // A line without its mark goes on with the paragraph before it.
+    // A line without > continues the paragraph before it.
     while (end < lines.length && (QUOTE.test(lines[end]) || end > at && !blank(lines[end]) && !blank(lines[end - 1].replace(QUOTE, ""))
       && !begins(lines, end))) end++;
     const inner = lines.slice(at, end).map(line => line.replace(QUOTE, ""));
@@ -90,7 +90,7 @@ function container(lines, at, depth) {
       const line = lines[end];
       if (blank(line)) body.push("");
       else if (indent(line) >= item[1].length + 2) body.push(strip(line, width));
-      // As in quotes, and never past an item.
+      // A line without indent continues the paragraph before it, unless it is an item.
       else if (!blank(body.at(-1)) && !begins(lines, end) && !ITEM.test(line)) body.push(line.trim());
       else break;
     }
@@ -110,7 +110,7 @@ function container(lines, at, depth) {
 
 const box = mark => (mark === "[ ] " ? "☐ " : "☑ ");
 
-// Blocks as an element's children; of a tight list paragraphs are bare.
+// Appends blocks to an element; in a tight list, paragraphs have no element of their own.
 function fill(element, found, tight = false) {
   for (const { make, paragraph } of found) {
     if (tight && paragraph !== undefined) inline(element, paragraph);
@@ -133,7 +133,7 @@ const TOKEN = /\\([!-/:-@[-`{-~])|(`+)|(!?\[)|(\])|(\*+|_+|~~)|<(https?:\/\/[^\s
 const LINK = /\((?:<([^<>\n]{1,2000})>|([^\s()<>]{1,2000}(?:\([^\s()<>]{0,200}\)[^\s()<>]{0,200}){0,5}))(?:[ \t]+"[^"\n]{0,500}")?\)/y;
 const LETTER = /[\p{L}\p{N}]/u;
 
-// The address of a link that does no more than open a page or a letter, else nothing.
+// Returns the address if a link may have it: a web page or a mail address; otherwise null.
 function safe(address) {
   try {
     const { protocol, href } = new URL(address);
@@ -143,8 +143,7 @@ function safe(address) {
 
 const anchor = { target: "_blank", rel: "noopener noreferrer nofollow" };
 
-// Appends text with code, emphasis, links and line breaks to `root`, in one pass: what is opened and not closed becomes the
-// text that it was.
+// Appends text with code, emphasis, links and line breaks to `root`, in one pass. Marks that are never closed stay text.
 function inline(root, text) {
   const open = [], unclosed = new Set();
   let into = root, at = 0;
@@ -193,7 +192,7 @@ function inline(root, text) {
       return 0;
     }
     const element = leave(index);
-    // A link in a link is none.
+    // A link inside a link becomes text.
     for (const inner of element.querySelectorAll("a")) inner.replaceWith(inner.textContent);
     if (!element.textContent) element.append(href);
     Object.entries({ ...anchor, href }).forEach(pair => element.setAttribute(...pair));
@@ -217,7 +216,7 @@ function inline(root, text) {
     else if (closing) at += link();
     else if (run) emphasis(run, text[match.index - 1] ?? " ", text[at] ?? " ");
     else if (pointed ?? address) {
-      // A full stop ends the sentence, and a bracket what was opened before the address.
+      // A full stop or bracket after an address is not part of it.
       const target = pointed ?? address.replace(/[.,;:!?]+$/, ""), shown = !pointed && !target.includes("(") ? target.replace(/\)+[.,;:!?]*$/, "") : target;
       const href = safe(shown);
       into.append(href ? h("a", { ...anchor, href }, shown) : shown);
@@ -229,7 +228,7 @@ function inline(root, text) {
   return root;
 }
 
-// Text in an element that grows; finished blocks are not rebuilt.
+// A Markdown text in an element; when the text grows, finished blocks are not rebuilt.
 export class Markdown {
   constructor(element) {
     this.element = element;

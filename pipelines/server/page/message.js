@@ -1,9 +1,9 @@
-// A message as it is shown: reasoning, calls, the text, and its buttons.
+// A message on the page: its reasoning, tool calls, text and buttons.
 import { copyButton, h } from "./dom.js";
 import { Markdown } from "./markdown.js";
 import { siblings } from "./store.js";
 
-// Of an end, what the line below says more.
+// Notes below an answer, by why it ended.
 const NOTES = { length: "cut at its limit", repetition: "stopped where it repeated itself", stopped: "stopped", broken: "broken off" };
 
 const button = (label, onclick, name) => h("button", { type: "button", class: "small", onclick, "aria-label": name }, label);
@@ -28,7 +28,7 @@ export class Message {
     else this.markdown = new Markdown(this.body);
   }
 
-  // Shows the node as it is now; `busy` while it is being written, `last` where nothing follows it.
+  // Draws the node; `busy`: it is being written, `last`: no message follows it.
   paint(busy, last) {
     const { node, element } = this;
     element.classList.toggle("busy", busy);
@@ -84,7 +84,7 @@ export class Message {
     this.foot.replaceChildren(...parts);
   }
 
-  // The message in a field; what is sent from it stands beside the old one.
+  // Replaces the message by a text field; the edited message becomes another version of this one.
   edit() {
     const area = h("textarea", { rows: "1", "aria-label": "Edit your message" });
     const done = () => {

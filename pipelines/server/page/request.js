@@ -1,14 +1,14 @@
-// From a conversation and the settings to a request: what is asked for, and how much of the conversation has room.
+// Make requests from a conversation and the settings.
 
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
-// What a template writes around a message, in characters; the tokens that an answer is left at least, if they fit.
+// Characters that a template adds to a message, and tokens to leave free for an answer.
 const FRAME = 16, ANSWER = 1024;
 
-// Variables of chat templates that have a model think before it answers, or not.
+// Variables of chat templates that switch reasoning on or off.
 export const switches = model => ["enable_thinking", "thinking"].filter(name => model?.template_variables?.includes(name));
 export const efforts = model => model?.template_variables?.includes("reasoning_effort");
 
-// The fields of a request that the settings say; an Error for a schema that is none.
+// Returns the request's fields from the settings; throws an Error for an invalid schema.
 export function options(fields, model) {
   const body = { model: model.id, stream: true, stream_options: { include_usage: true }, repetition_stop: true };
   for (const name of NUMBERS) if (fields[name]) body[name] = Number(fields[name]);
@@ -16,7 +16,7 @@ export function options(fields, model) {
   if (stop.length) body.stop = stop;
   if (fields.schema?.trim()) {
     let schema;
-    try { schema = JSON.parse(fields.schema); } catch (error) { throw new Error(`The JSON schema in the settings is no JSON: ${error.message}.`); }
+    try { schema = JSON.parse(fields.schema); } catch (error) { throw new Error(`The JSON schema in the settings is not JSON: ${error.message}.`); }
     body.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
   }
   if (!model.chat_template) return body;
@@ -28,9 +28,9 @@ export function options(fields, model) {
 
 export const size = (system, turns) => turns.reduce((sum, { content }) => sum + content.length + FRAME, system.length);
 
-// The index of the first of `turns` that is sent: the oldest ones are dropped if those from `from` on leave no space for an
-// answer, or if the server rejected them as too long. A quarter is dropped at once, because the server must prefill the rest
-// again. `rate` is tokens per character, `context` tokens; 0 while they are not known.
+// Returns the index of the first of `turns` to send: drops the oldest ones if those since `from` leave no space for an answer,
+// or if the server rejected them as too long. Drops a quarter at once, because the server must prefill the rest again.
+// `rate`: tokens per character, 0 if unknown. `context`: the model's context in tokens.
 export function fit(system, turns, from, { rate, context }, tooLong) {
   const all = size(system, turns.slice(from)), limit = context - Math.min(context / 4, ANSWER);
   if (!tooLong && !(context && all * rate > limit)) return from;

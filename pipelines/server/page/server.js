@@ -1,6 +1,6 @@
-// What the server is asked and what it answers, as it comes.
+// Requests to the server, and its answers as they arrive.
 
-// What went wrong, in a sentence; `code` is the server's word for it, and "unreachable" or "broken" this page's own.
+// An error with a message for the user; `code` is the server's error code, undefined for the page's own errors.
 export class ServerError extends Error {
   constructor(message, code) {
     super(message);
@@ -15,7 +15,7 @@ async function ask(path, key, options = {}) {
     response = await fetch(path, { ...options, headers });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServerError("The server cannot be reached. Is it still running?", "unreachable");
+    throw new ServerError("The server cannot be reached. Is it still running?");
   }
   if (response.ok) return response;
   const { error } = await response.json().catch(() => ({}));
@@ -24,18 +24,18 @@ async function ask(path, key, options = {}) {
 
 const post = (path, key, body, signal) => ask(path, key, { method: "POST", body: JSON.stringify(body), signal });
 
-// The models that answer, each as /v1/models describes it.
+// Returns the models that generate text, as /v1/models describes them.
 export async function models(key) {
   const { data } = await (await ask("v1/models", key)).json();
   return data.filter(model => model.sampling);
 }
 
-// How many tokens a text has.
+// Returns the number of tokens of a text.
 export async function count(key, model, prompt, signal) {
   return (await (await post("tokenize", key, { model, prompt, add_special: true }, signal)).json()).count;
 }
 
-// The data of complete server-sent events, wherever the network splits them.
+// Yields the data of server-sent events, which may arrive in parts.
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
@@ -48,10 +48,10 @@ async function* events(response) {
   }
 }
 
-// Pieces of an answer: {text}, {reasoning}, {call: {index, name, arguments}}, {end} and {usage}.
+// Yields the pieces of an answer: {text}, {reasoning}, {call: {index, name, arguments}}, {end} or {usage}.
 export async function* pieces(path, key, body, signal) {
   const response = await post(path, key, body, signal);
-  const broken = new ServerError("The connection broke before the answer was complete.", "broken");
+  const broken = new ServerError("The connection broke before the answer was complete.");
   try {
     for await (const data of events(response)) {
       if (data === "[DONE]") return;

@@ -1,4 +1,4 @@
-// The settings' dialog: what stands in its fields is what the next request is asked with.
+// The settings dialog; the next request uses the values of its fields.
 import { $, h } from "./dom.js";
 import { efforts, switches } from "./request.js";
 import { loadSettings, saveSettings } from "./store.js";

@@ -22,7 +22,7 @@ function checked(given) {
   const nodes = given.nodes.map((node, index) => {
     if (!ROLES.includes(node?.role) || !text(node.content)) bad(`message ${index + 1} of a conversation has no role or content`);
     const { role, content, parent } = node, above = given.nodes[parent];
-    if (!Number.isInteger(parent) || parent < -1 || parent >= index || (above?.role ?? "assistant") === role) bad(`message ${index + 1} of a conversation follows none that it can follow`);
+    if (!Number.isInteger(parent) || parent < -1 || parent >= index || (above?.role ?? "assistant") === role) bad(`message ${index + 1} of a conversation has an invalid parent`);
     const more = { reasoning: [node.reasoning, node.thoughts].find(one => text(one)) ?? "", end: ENDS.includes(node.end) ? node.end : "", stats: text(node.stats, 300) ? node.stats : "" };
     const calls = [node.calls].flat().filter(call => text(call?.name) && text(call.arguments)).map(call => ({ name: call.name, arguments: call.arguments }));
     return role === "user" ? { role, content, parent } : { role, content, parent, ...more, calls };
@@ -35,18 +35,18 @@ function read(key) {
   try { return JSON.parse(localStorage.getItem(key)); } catch { return null; }
 }
 
-// All conversations by id; an entry that is damaged is passed over.
+// Returns all valid conversations by id.
 export function load() {
   const chats = new Map();
   let keys = [];
-  try { keys = Object.keys(localStorage).filter(key => key.startsWith(CHAT)); } catch { /* A browser may have no storage. */ }
+  try { keys = Object.keys(localStorage).filter(key => key.startsWith(CHAT)); } catch { /* The browser has no storage. */ }
   for (const key of keys) {
-    try { chats.set(key.slice(CHAT.length), checked(read(key))); } catch { /* Nor what another program left there. */ }
+    try { chats.set(key.slice(CHAT.length), checked(read(key))); } catch { /* The entry is damaged. */ }
   }
   return chats;
 }
 
-// Whether there was room for it.
+// Returns whether the value fits in the storage.
 function write(key, value) {
   try { localStorage.setItem(key, JSON.stringify(value)); return true; } catch { return false; }
 }
@@ -57,29 +57,29 @@ export const loadSettings = () => read(SETTINGS) ?? {};
 export const saveSettings = values => write(SETTINGS, values);
 
 export function remove(id) {
-  try { localStorage.removeItem(CHAT + id); } catch { /* As above. */ }
+  try { localStorage.removeItem(CHAT + id); } catch { /* The browser has no storage. */ }
 }
 
 export function forget() {
-  try { Object.keys(localStorage).filter(key => key.startsWith(PREFIX)).forEach(key => localStorage.removeItem(key)); } catch { /* As above. */ }
+  try { Object.keys(localStorage).filter(key => key.startsWith(PREFIX)).forEach(key => localStorage.removeItem(key)); } catch { /* The browser has no storage. */ }
 }
 
-// The indexes of the messages from the first to the last one shown.
+// Returns the indexes of the messages shown, first to last.
 export function path(chat) {
   const found = [];
   for (let index = chat.head; index >= 0; index = chat.nodes[index].parent) found.unshift(index);
   return found;
 }
 
-// The messages that could stand where one stands.
+// Returns the indexes of all versions of a message.
 export const siblings = (chat, index) => chat.nodes.flatMap((node, other) => (node.parent === chat.nodes[index].parent ? [other] : []));
 
-// Shows a message and, of what follows it, the newest.
+// Shows a message, and the newest messages after it.
 export function choose(chat, index) {
   for (let next = index; next >= 0; next = chat.nodes.findLastIndex(node => node.parent === next)) chat.head = next;
 }
 
-// Adds a message behind `parent` and shows it.
+// Adds a message after `parent`, and shows it.
 export function add(chat, role, content, parent) {
   const node = { role, content, parent, ...(role === "assistant" && { reasoning: "", calls: [], end: "", stats: "" }) };
   chat.head = chat.nodes.push(node) - 1;
@@ -89,11 +89,11 @@ export function add(chat, role, content, parent) {
 
 export const exported = chats => JSON.stringify({ format: FORMAT, version: 1, conversations: chats }, null, 1);
 
-// The conversations of an exported file; an Error that says what is wrong with it.
+// Returns the conversations of an exported file; throws an Error that names what is invalid.
 export function imported(data) {
   let file;
   try { file = JSON.parse(data); } catch { throw new Error("it is not JSON, or was cut short"); }
-  if (file?.format !== FORMAT || !Array.isArray(file.conversations)) throw new Error("it holds no conversations that were exported here");
+  if (file?.format !== FORMAT || !Array.isArray(file.conversations)) throw new Error("it has no conversations that this page exported");
   if (file.version !== 1) throw new Error(`it is of version ${String(file.version).slice(0, 20)}, and this page reads version 1`);
   return file.conversations.map(checked);
 }
