@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ import pytest
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.files import require_free_space
 from castiron.vmfb import bundle
-from castiron.vmfb.bundle import Bundle, open_bundle, pack_bundle
+from castiron.vmfb.bundle import Bundle, BundleWriter, open_bundle, pack_bundle
 from castiron.vmfb.compiler import compile_mlir
 from castiron.vmfb.manifest import WEIGHTS, BundleError
 from castiron.vmfb.session import Session
@@ -74,6 +75,21 @@ def test_the_next_run_completes_a_killed_one(work, source, tmp_path):
     assert [process.exitcode for process in both] == [0, 0]
     expected = faults.contents(tmp_path / "complete")
     assert faults.contents(tmp_path / "killed") == faults.contents(tmp_path / "simultaneous") == expected
+
+
+def test_simultaneous_commits_to_one_folder_all_succeed(source, tmp_path):
+    made = open_bundle(source, run=False)
+
+    def commit(_: int) -> Path:
+        with BundleWriter(tmp_path / "out") as writer:
+            for name in made.manifest.files:
+                writer.link(made, name)
+            return writer.commit(made.manifest).path
+
+    with ThreadPoolExecutor(8) as pool:
+        assert len(list(pool.map(commit, range(200)))) == 200
+    assert open_bundle(tmp_path / "out", run=False).manifest == made.manifest
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".out")]
 
 
 def test_an_open_bundle_is_not_affected_by_replacement(compile_cache, tmp_path):

@@ -260,6 +260,15 @@ def test_a_users_packages_may_have_the_names_of_castirons_folders(tmp_path):
         assert done.returncode == 0 and "smollm2" in done.stdout, done.stderr
 
 
+def test_castiron_is_imported_beside_a_clone_of_that_name(tmp_path):
+    """The folder of a clone would be a namespace package, which an import hook finds too late."""
+    (tmp_path / "castiron" / "emitter").mkdir(parents=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", "import castiron; print(castiron.load)"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.startswith("<function load"), done.stderr
+
+
 def run_in(directory: Path, *command: str) -> subprocess.CompletedProcess:
     # Variables of a make that runs these tests must not reach this one.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PYTEST_ARGS"))}
