@@ -63,7 +63,7 @@ class Epilogue:
 
     @property
     def row_blocks(self) -> int:
-        """Return how many row blocks of W 16 results need: 2 with a GLU, otherwise 1."""
+        """Return how many row blocks of W are read for 16 results: 2 with a GLU, otherwise 1."""
         return 2 if self.glu else 1
 
     def weight_rows(self, out_features: int) -> int:

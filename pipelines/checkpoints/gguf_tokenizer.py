@@ -59,7 +59,7 @@ _DEEPSEEK_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
 
 def _step(kind: str, **fields: Any) -> dict:
-    """Return a pre-tokenizer of the tokenizers library: a Split at `regex`, or another kind."""
+    """Return a pre-tokenizer of type `kind` with these fields; a Split takes `regex` only."""
     if kind == "Split":
         fields = {"pattern": {"Regex": fields["regex"]}, "behavior": "Isolated", "invert": False}
     return {"type": kind, **fields}

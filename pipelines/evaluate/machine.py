@@ -323,8 +323,10 @@ def amount(kernel: Mapping, unit: str, position: int) -> int:
 
 
 def describe(limits: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return the machine's CPU name, cores, memory in GB and system, and its limits, which were
-    measured several times."""
+    """Return the machine's CPU name, cores, memory in GB and system, and its measured limits.
+
+    limits: measurements of bandwidth and peak by name; the result has their medians.
+    """
     import platform
 
     from castiron.vmfb.cpu import host_cpu, physical_cores

@@ -120,7 +120,7 @@ def _unit(x: np.ndarray) -> np.ndarray:
 
 
 def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tuple[int, bool]:
-    """Return how many vectors of columns to update together, and whether to copy them first."""
+    """Return how many vectors of columns to update together, and whether they fit the stack."""
     limit = isa.registers // 4
     if tokens.in_turn > 1:
         fitting = (STACK_BYTES - 16 * tokens.in_turn) // (4 * k_dim * width)

@@ -231,7 +231,7 @@ def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: 
 
 
 def interleave_rows(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """Interleave row blocks of gate and up, raw [n, row_bytes], filled with zero rows."""
+    """Alternate row blocks of gate and up, raw [n, row_bytes] padded to complete blocks of zeros."""
     fill = ((0, -len(gate) % LANES), (0, 0))
     row_blocks = [np.pad(rows, fill).reshape(-1, 1, LANES, rows.shape[1]) for rows in (gate, up)]
     return np.concatenate(row_blocks, axis=1).reshape(-1, gate.shape[1])
