@@ -18,7 +18,7 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests import aarch64, tiers
+from tests import aarch64
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("emitter", "pipelines", "vmfb", "reference")
@@ -389,23 +389,6 @@ def test_make_coverage_prints_each_package_and_returns_the_status(installed_tree
     python = installed_tree / ".venv/bin/python"
     python.write_text(python.read_text() + 'case "$*" in *pytest*) exit 3;; esac\n')
     assert run_in(installed_tree, "make", "coverage").returncode != 0
-
-
-def test_every_line_of_the_full_tier_names_an_existing_test():
-    for line in tiers.FULL:
-        file, _, test = line.partition("::")
-        name = re.match(r"\w*", test)[0]
-        assert any(f"def {name}" in path.read_text() for path in ROOT.glob(file) if path.is_file()), line
-
-
-def test_real_checkpoints_are_tested_by_their_tier_only():
-    real, full, quick = (
-        "tests/models/test_real_templates.py::test_a",
-        "tests/evaluate/test_bench.py::test_a",
-        "tests/x.py::test_a",
-    )
-    tiers_of = lambda test: [tier for tier in ("quick", "full", "all", "models") if tiers.is_in(test, tier)]
-    assert (tiers_of(real), tiers_of(full), tiers_of(quick)) == (["models"], ["full", "all"], ["quick", "all"])
 
 
 def test_ci_runs_every_test_and_returns_the_status(installed_tree):
