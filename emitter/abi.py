@@ -55,8 +55,7 @@ class State:
 
     kind: one of `KINDS`. window: for the kind `window`, how many positions a query attends to, the
     query's position included; 0 for other kinds. storage: the format of the elements, a key of
-    `STORAGE`. layers: the model's layers whose data is in the buffer, in the order of dimension 0;
-    empty if the model family computes a layer's index in the buffer.
+    `STORAGE`. layers: the model's layers whose data is in the buffer, in the order of dimension 0.
     """
 
     name: str
@@ -93,10 +92,7 @@ class State:
 
 
 def ring_rows(window: int, tokens: int) -> int:
-    """Return the min number of rows of a ring buffer for a `window` and calls of `tokens` tokens.
-
-    With fewer rows, the last token of a call would overwrite a row that the first one attends to.
-    """
+    """Return the min rows of a ring in which a call overwrites no row that it attends to."""
     return window + tokens
 
 

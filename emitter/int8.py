@@ -10,10 +10,7 @@ MIN_SCALED = np.float32(1e-30)  # a group whose max is smaller counts as 0, beca
 
 
 def as_bytes(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantise groups f32 [..., n]: return integers f64 [..., n] and a scale per group, f32 [...].
-
-    The integers are from -127 to 127, rounded to nearest even.
-    """
+    """Quantise groups f32 [..., n] to integers -127 to 127, f64 [..., n], and scales f32 [...]."""
     peak = np.abs(groups).max(axis=-1)
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.where(peak < MIN_SCALED, np.float32(0), np.float32(MAX_BYTE) / peak).astype(np.float32)

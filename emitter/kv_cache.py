@@ -86,11 +86,6 @@ CACHES = {name: Cache(name, DTYPES[dtype]) for name, dtype in STORAGE.items()}
 EXACT = CACHES["f32"]
 
 
-def kv_cache(layers: int, context: int, kv_heads: int, head_dim: int) -> tuple[State, State]:
-    """Return the states of keys and values, each f32 [layers, context, kv_heads, head_dim]."""
-    return State("k", shape := (layers, context, kv_heads, head_dim)), State("v", shape)
-
-
 def layer_caches(windows: Mapping[int, int | None], context: int, kv_heads: int, head_dim: int) -> tuple[State, ...]:
     """Return caches for layers with full attention, and ring buffers for layers with a window.
 
@@ -125,8 +120,7 @@ def cut_to_rings(states: Sequence[State], tokens: int) -> tuple[State, ...]:
 def stored_as(states: Sequence[State], cache: str) -> tuple[State, ...]:
     """Return the states with caches in the row format `cache`, a key of `CACHES`.
 
-    Recurrent states are always f32: their rounding errors would add up from token to token, and
-    these states do not grow with the context.
+    Recurrent states stay f32, because their rounding errors would add up from token to token.
     """
     if cache not in STORAGE:
         raise EmitError(f"unknown cache type {cache!r}; use one of {', '.join(STORAGE)}")

@@ -131,8 +131,7 @@ def _experts(op: Op) -> str | None:
 def _recurrence(fits: Callable[[list[tuple[int, ...]], tuple[int, ...]], bool]) -> Callable[[Op], str | None]:
     """Return the check of an operation that updates a recurrent state.
 
-    fits: gets the shapes of the other operands and the result, and the shape of one layer's state;
-    returns whether they agree.
+    fits: compares the shapes of the other operands and the result with that of a layer's state.
     """
 
     def rule(op: Op) -> str | None:

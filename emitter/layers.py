@@ -45,10 +45,7 @@ def embedding(step: Step, name: str, vocab: int, hidden: int, scale: float = 1.0
 
 
 def positions(step: Step) -> Value:
-    """Return the positions i32 [T] of the step's tokens, clamped to 0 <= position < context.
-
-    Only idle sequences of a batch (negative positions) and padding are outside this range.
-    """
+    """Return the positions i32 [T] of the tokens, clamped for padding and idle sequences."""
     shape = step.tokens.shape
     if step.mode == "batch":
         return ops.maximum(step.start, ops.constant(0, I32, shape))
@@ -199,15 +196,14 @@ def attention(
     q is [T, heads, head_dim]; the result is [T, heads * head_dim]. Keys and values are rounded to
     the cache's storage format before any query reads them; everything else is f32.
 
-    layer: index of the layer in the model. If no state lists it in `State.layers`, it is the index
-    in the states `k` and `v`.
+    layer: index of the layer in the model, which the cache lists in `State.layers`.
     window: a query at position p attends to positions j with p - window < j <= p.
     softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2, arXiv:2408.00118).
     sinks: [heads], an extra score in the softmax of each head (gpt-oss, arXiv:2508.10925).
     bidirectional: a query attends to all j with |p - j| < window; only in functions that take a
     complete text (role encode). Their states have space for one layer; every layer overwrites it.
     """
-    cache, layer = (("k", "v"), 0) if bidirectional else step.cache_of(layer)
+    cache, layer = step.cache_of(0 if bidirectional else layer)
     k_cache, v_cache = (step.states[name] for name in cache)
     record = step.records[cache[0]]
     if bidirectional and step.role != "encode":

@@ -26,8 +26,7 @@ class Operation:
     """A kind of operation: its check and its MLIR text.
 
     operands, results: how many an operation has, None if the number varies. problem: returns an
-    error message for an invalid operation, None for a valid one. text: returns the MLIR text of an
-    operation, given the names of its operands.
+    error message, or None for a valid operation. text: gets the names of the operands.
     """
 
     operands: int | None
@@ -62,10 +61,7 @@ def build(
 
 
 def _moves(rule: Callable[[Op], str | None]) -> Callable[[Op], str | None]:
-    """Return `rule` extended by a check that the element type does not change.
-
-    For operations that move elements without changing them, such as `transpose`.
-    """
+    """Return `rule` with a check that elements keep their type, as in `transpose`."""
 
     def with_dtype(op: Op) -> str | None:
         return "the element type changes" if op.operands[0].dtype is not op.results[0].dtype else rule(op)

@@ -156,10 +156,7 @@ def gather_rows(table: Value, ids: Value) -> Value:
 
 
 def kernel_call(kernel: Kernel, /, **operands: Value | int) -> dict[str, Value]:
-    """Append the call of a kernel; return its results by name.
-
-    operands: a Value for each tensor, an integer for each operand of type "index".
-    """
+    """Append a kernel call, with integers for operands of type index; return results by name."""
     tensors = {name: v for name, v in operands.items() if isinstance(v, Value)}
     if {name: tensors[name].type if name in tensors else INDEX for name in operands} != kernel.operands:
         expected = ", ".join(f"{name}: {t}" for name, t in kernel.operands.items())

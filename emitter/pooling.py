@@ -81,7 +81,7 @@ class Pooling:
 
     def states(self, hidden: int) -> list[State]:
         """Return the states that a text of several calls needs: a sum for `mean`, else none."""
-        return [State(SUM, (1, hidden), "recurrent")] if self.mode == "mean" else []
+        return [State(SUM, (1, hidden), "recurrent", layers=(0,))] if self.mode == "mean" else []
 
     def pool(self, step: Step, x: Value, chunks: bool) -> Value:
         """Return the embedding f32 [features] of hidden states x [T, hidden].

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from castiron.emitter.ir import Graph, Module, Op
+from castiron.emitter.ir import Graph, Module
 from castiron.emitter.layer_operations import LAYERS
 from castiron.emitter.operations import LOWERED, Table, quoted
 from castiron.emitter.types import EmitError
@@ -35,17 +35,9 @@ def print_module(module: Module, weights: str = "parameters") -> str:
 
 
 def print_layers(module: Module) -> str:
-    """Return the text of a module before lowering: layer operations are `"castiron.linear"(...)`.
-
-    MLIR's own tools read it with --allow-unregistered-dialect.
-    """
+    """Return the text before lowering, for MLIR's tools with --allow-unregistered-dialect."""
     lines = [line for f in module.functions.values() for line in _function(module, f, "parameters", LAYERS)]
     return "\n".join([f"module @{module.name} {{", *lines, "}", ""])
-
-
-def argument_params(module: Module, function: Graph) -> list[str]:
-    """Return the parameters that `weights="arguments"` adds after a function's inputs, in order."""
-    return [op.attrs["name"] for op in function.ops if op.kind == "parameter"]
 
 
 def _kernels(module: Module) -> dict[str, Any]:
@@ -59,25 +51,11 @@ def _kernels(module: Module) -> dict[str, Any]:
     return found
 
 
-class _Names(dict):
-    """SSA names of a function's values: inputs by name, results numbered in order."""
-
-    def __init__(self, function: Graph) -> None:
-        super().__init__({v: f"%{v.name}" for v in function.inputs})
-        self.count = 0
-
-    def define(self, op: Op) -> str:
-        """Name the results of `op`; return the left-hand side of its line."""
-        name, many = f"%{self.count}", len(op.results) > 1
-        self.count += 1
-        for i, value in enumerate(op.results):
-            self[value] = f"{name}#{i}" if many else name
-        return f"{name}:{len(op.results)}" if many else name
-
-
 def _function(module: Module, function: Graph, weights: str, table: Table = LOWERED) -> list[str]:
     """Return the MLIR lines of a function; `table` has the printers of its operations."""
-    names, taken = _Names(function), {value.name for value in function.inputs}
+    # Inputs have their names, and the results of operation n are called %n, or %n#0, %n#1 and so on.
+    names, count = {v: f"%{v.name}" for v in function.inputs}, 0
+    taken = {value.name for value in function.inputs}
     arguments = []
     for value in function.inputs:
         tied = [i for i, v in function.storage.items() if v is value and weights == "parameters"]
@@ -95,7 +73,11 @@ def _function(module: Module, function: Graph, weights: str, table: Table = LOWE
         if op.kind not in table:
             raise EmitError(f"{op.kind} in {op.path or 'the module'} is not a StableHLO operation; lower the module first")
         text = table[op.kind].text(op, [names[v] for v in op.operands])
-        body.append(f'    {names.define(op)} = {text} loc("{op.path or function.name}")')
+        many = len(op.results) > 1
+        names |= {value: f"%{count}#{i}" if many else f"%{count}" for i, value in enumerate(op.results)}
+        results = f"%{count}:{len(op.results)}" if many else f"%{count}"
+        count += 1
+        body.append(f'    {results} = {text} loc("{op.path or function.name}")')
     types = ", ".join(str(v.type) for v in function.outputs)
     body.append(f"    return {', '.join(names[v] for v in function.outputs)} : {types}")
     return [f"  func.func public @{function.name}({', '.join(arguments)}) -> ({types}) {{", *body, "  }"]

@@ -221,10 +221,7 @@ def _halves(*numbers: np.ndarray) -> list[np.ndarray]:
 
 
 def _planes(codes: np.ndarray, run: int, bits: int) -> np.ndarray:
-    """Return codes [n, k] of `bits` bits packed in bytes [n, k * bits / 8].
-
-    This is the inverse of `codecs._bit_plane`.
-    """
+    """Pack codes [n, k] in bytes [n, k * bits / 8]: the inverse of `codecs._bit_plane`."""
     fields = codes.reshape(len(codes), -1, 8 // bits, run)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return np.bitwise_or.reduce(fields << shifts, axis=2).reshape(len(codes), -1)
@@ -235,10 +232,7 @@ def _unsigned(codes: np.ndarray, offset: int) -> np.ndarray:
 
 
 def _six_bits(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
-    """Return scales and minima [n, 8] u8, all below 64, packed in bytes [n, 12].
-
-    This is the inverse of `codecs._six_bit_scales`.
-    """
+    """Pack scales and minima [n, 8] u8 in bytes [n, 12]: inverse of `codecs._six_bit_scales`."""
     (s, s_top), (m, m_top) = ((part[:, :4], part[:, 4:]) for part in (scales, minima))
     return np.concatenate([s | s_top >> 4 << 6, m | m_top >> 4 << 6, s_top & 15 | m_top << 4], axis=1)
 

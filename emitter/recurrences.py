@@ -1,8 +1,8 @@
 """Layer operations with a recurrent state: causal convolution, gated delta rule, selective scan.
 
 A recurrent state does not grow with the sequence; each layer has a slice of it. The results are the
-same whether tokens come one by one, in chunks, padded, or in a batch with other sequences. Here
-`layer` is a layer's index among the layers that have such a state.
+same whether tokens come one by one, in chunks, padded, or in a batch with other sequences. `layer`
+is a layer's index in the model, which the state lists in `State.layers`.
 """
 
 from __future__ import annotations
@@ -71,23 +71,23 @@ def _rate(step: Step, heads: int) -> Value:
 def _recur(step: Step, kind: str, operands: Sequence[Value], layer: int, name: str, like: Value) -> Value:
     """Append the operation `kind`, with a result of the type of `like`; update the state `name`."""
     state = step.states[name]
-    _check_layer(step, kind, name, layer, operands)
     numbers = (step.start,) + ((step.length,) if step.length is not None else ())
-    attrs = {"layer": layer, "mode": step.mode}
+    attrs = {"layer": _index(step, kind, name, layer, operands), "mode": step.mode}
     result, step.states[name] = build(LAYERS, kind, (*operands, state, *numbers), (like.type, state.type), attrs)
     return result
 
 
-def _check_layer(step: Step, kind: str, name: str, layer: int, operands: Sequence[Value] = ()) -> None:
-    state = step.states[name]
-    if step.records[name].kind != "recurrent" or not 0 <= layer < state.shape[0] // step.sequences:
-        raise fail(kind, f"no recurrent state {name!r} for layer {layer}", (*operands, state))
+def _index(step: Step, kind: str, name: str, layer: int, operands: Sequence[Value] = ()) -> int:
+    """Return the index of a layer in the recurrent state `name`."""
+    record = step.records[name]
+    if record.kind != "recurrent" or layer not in record.layers:
+        raise fail(kind, f"no recurrent state {name!r} for layer {layer}", (*operands, step.states[name]))
+    return record.layers.index(layer)
 
 
 def recurrent(step: Step, name: str, layer: int) -> Value:
     """Return a layer's state `name` before the step: [1, ...], or [T, ...] in a batch of T."""
-    _check_layer(step, "recurrent", name, layer)
-    return of_layer(step.states[name], layer, step.sequences)
+    return of_layer(step.states[name], _index(step, "recurrent", name, layer), step.sequences)
 
 
 def carry(step: Step, name: str, layer: int, after: Value) -> None:
@@ -100,7 +100,7 @@ def carry(step: Step, name: str, layer: int, after: Value) -> None:
     if after.shape != (step.tokens.shape[0], *state.shape[1:]):
         raise fail("carry", f"needs state {name!r} after each token, [T, ...]", (after, state))
     last = where_active(step.start, after, before) if step.mode == "batch" else last_row(step, after)
-    step.states[name] = with_layer(state, layer, last)
+    step.states[name] = with_layer(state, _index(step, "carry", name, layer), last)
 
 
 def of_layer(state: Value, layer: int, sequences: int) -> Value:

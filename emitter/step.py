@@ -151,10 +151,7 @@ class Step:
 
     def cache_of(self, layer: int) -> tuple[tuple[str, str], int]:
         """Return the names of the states with a layer's keys and values, and its index in both."""
-        holding = [state for state in self.records.values() if layer in state.layers]
-        if not holding:
-            return ("k", "v"), layer
-        keys, values = holding
+        keys, values = (s for s in self.records.values() if layer in s.layers and s.kind != "recurrent")
         return (keys.name, values.name), keys.layers.index(layer)
 
     def weight(self, name: str, shape: Sequence[int], codec: str | None = None, transform=None) -> Value:

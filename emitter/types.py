@@ -28,10 +28,7 @@ def is_positive(value: object) -> bool:
 
 @dataclass(frozen=True)
 class DType:
-    """An element type. `name` is its StableHLO spelling, `numpy` the type of stored arrays.
-
-    NumPy lacks bf16, which is stored as its upper 16 bits in uint16.
-    """
+    """An element type: StableHLO name, and type of NumPy arrays (bf16 as its bits in uint16)."""
 
     name: str
     bits: int

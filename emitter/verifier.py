@@ -13,10 +13,7 @@ from castiron.emitter.types import DTYPES, EmitError, TensorType
 
 
 def check(module: Module, table: Table) -> None:
-    """Check every function of a module; raise EmitError for the first problem.
-
-    The error names the function, the operation and its module path. table: the allowed operations.
-    """
+    """Raise EmitError for the first problem of a module; `table` has the allowed operations."""
     if not module.functions:
         raise EmitError(f"module {module.name} has no function")
     read: set[str] = set()

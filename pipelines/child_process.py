@@ -48,8 +48,7 @@ class ChildProcess:
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return `function(*arguments)`, run in the child process.
 
-        `function` is defined at module level; arguments and result are JSON values. Raises the
-        PipelineError of the function, or LimitExceeded for any other failure.
+        Arguments and result are JSON values. Errors other than PipelineError become LimitExceeded.
         """
         with self._lock:
             try:

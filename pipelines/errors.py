@@ -31,16 +31,16 @@ USER_ERRORS = (
     ("castiron.vmfb.program", "SessionError"),
     ("castiron.vmfb.state_file", "StateError"),
 )
-# Extra of pyproject.toml -> the Makefile's target that installs it, and the modules that it provides.
+# Extra of pyproject.toml -> the modules that it provides.
 EXTRAS = {
-    "compile": ("compile-llm", "iree.compiler gguf safetensors"),
-    "verify": ("test", "torch transformers accelerate peft sentencepiece"),
-    "hub": ("compile-llm", "huggingface_hub"),
-    "serve": ("compile-llm", "fastapi httptools prometheus_client pydantic starlette uvicorn"),
-    "bench": ("bench", "llama_cpp"),
-    "terminal": ("compile-llm", "prompt_toolkit shtab"),
-    "parquet": ("test-all", "pyarrow"),
-    "ray": ("test-all", "ray"),
+    "compile": "iree.compiler gguf safetensors",
+    "verify": "torch transformers accelerate peft sentencepiece",
+    "hub": "huggingface_hub",
+    "serve": "fastapi httptools prometheus_client pydantic starlette uvicorn",
+    "bench": "llama_cpp",
+    "terminal": "prompt_toolkit shtab",
+    "parquet": "pyarrow",
+    "ray": "ray",
 }
 
 
@@ -72,20 +72,13 @@ def error_message(error: Exception) -> str | None:
 def install_command(module: str | None) -> str | None:
     """Return the command that installs a module; None if no extra of castiron provides it."""
     names = {module, (module or "").partition(".")[0]}
-    for extra, (target, modules) in EXTRAS.items():
-        if names.isdisjoint(modules.split()):
-            continue
-        if (root := clone()) is not None:
-            package = shlex.quote(f"{root}[{extra}]")
-            return f"make {target} in {root}, or {shlex.quote(sys.executable)} -m pip install -e {package}"
-        return f"{shlex.quote(sys.executable)} -m pip install {' '.join(map(shlex.quote, requirements(extra)))}"
-    return None
-
-
-def clone() -> Path | None:
-    """Return the root of the git clone that this castiron runs from; None for a wheel."""
+    extra = next((extra for extra, modules in EXTRAS.items() if not names.isdisjoint(modules.split())), None)
+    if extra is None:
+        return None
     root = Path(castiron.__file__).parents[1]
-    return root if (root / "pyproject.toml").is_file() and (root / "Makefile").is_file() else None
+    in_clone = (root / "pyproject.toml").is_file() and (root / "Makefile").is_file()
+    packages = ["-e", f"{root}[{extra}]"] if in_clone else requirements(extra)
+    return shlex.join([sys.executable, "-m", "pip", "install", *packages])
 
 
 def requirements(extra: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Read small files in bounded memory, and check free disk space.
+"""Read small files in bounded memory, check free disk space, and hash castiron's own sources.
 
 A path that a user or a checkpoint names may be a pipe, a device or a file as large as the disk.
 """
@@ -6,9 +6,11 @@ A path that a user or a checkpoint names may be a pipe, a device or a file as la
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import shutil
 import stat
+from functools import cache
 from pathlib import Path
 
 from castiron.pipelines.errors import PipelineError
@@ -19,6 +21,10 @@ from castiron.vmfb.staging import remove_abandoned
 MAX_BYTES = 100_000_000
 # Max JSON values in a file, counted by separators; a tokenizer of 260,000 tokens has 1.8 million.
 MAX_VALUES = 4_000_000
+ROOT = Path(__file__).parents[1]
+# Sources that decide the content of a bundle, and those that decide which tiles are fastest.
+BUNDLE_SOURCES = ("emitter", "vmfb", "pipelines/checkpoints", "pipelines/compile", "pipelines/text")
+KERNEL_SOURCES = ("emitter/kernels", "emitter/codecs.py", "emitter/types.py")
 
 
 def read_regular(path: Path) -> bytes:
@@ -38,10 +44,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def has_too_many_values(text: str | bytes, limit: int = MAX_VALUES) -> bool:
-    """Return whether JSON text may have more than `limit` values.
-
-    Parsed values take up to 30 times the memory of their text.
-    """
+    """Return whether JSON text may have over `limit` values, which take 30 times its memory."""
     marks = ",[{" if isinstance(text, str) else (b",", b"[", b"{")
     return sum(map(text.count, marks)) > limit
 
@@ -49,8 +52,7 @@ def has_too_many_values(text: str | bytes, limit: int = MAX_VALUES) -> bool:
 def require_free_space(path: Path | str, needed: int, what: str) -> None:
     """Raise PipelineError unless the disk of `path`, which need not exist, has `needed` bytes free.
 
-    First removes temporary files that killed processes left beside `path`. what: the work that
-    needs the space, for the error message.
+    what: the work that needs the space. Temporary files of killed processes are removed first.
     """
     path = Path(path).absolute()
     remove_abandoned(path.parent)
@@ -58,3 +60,13 @@ def require_free_space(path: Path | str, needed: int, what: str) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise PipelineError(f"{what} needs {megabytes(needed)}, but {folder} has {megabytes(free)} free; delete files there")
+
+
+@cache
+def sources_hash(*paths: str) -> str:
+    """Return a hash of files, and of the Python files in folders, relative to `ROOT`."""
+    digest = hashlib.sha256()
+    for path in (ROOT / path for path in paths):
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(f"{file.relative_to(ROOT)} {file.stat().st_size}\n".encode() + file.read_bytes())
+    return digest.hexdigest()

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from castiron.emitter.shorten import shorten_list
 from castiron.pipelines.errors import CheckpointError, PipelineError
 from castiron.pipelines.files import has_too_many_values, read_regular
 from castiron.vmfb.record import short
@@ -15,7 +16,6 @@ from castiron.vmfb.record import short
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 ADAPTER = "adapter_config.json"
 PARTS = (".safetensors", ".json", ".bin", ".pt", ".pth")
-MAX_LISTED = 5
 # Prefix of models' folders in the hub's cache: models--org--name.
 FOLDER = "models--"
 MAIN = "main"
@@ -59,16 +59,6 @@ class HubName(NamedTuple):
     def __str__(self) -> str:
         revision = "" if self.revision == MAIN else f"@{self.revision}"
         return self.repository + revision + (f":{self.wanted}" if self.wanted else "")
-
-
-def with_options(model: str | None, file: str | None, revision: str | None) -> str | None:
-    """Return a hub name with the values of --file and --revision; PipelineError for a path."""
-    if file is None and revision is None:
-        return model
-    name = None if model is None or Path(model).exists() else HubName.read(model)
-    if name is None:
-        raise PipelineError(f"--file and --revision need a hub name, org/name: {model or 'no MODEL'}; remove them")
-    return f"hf.co/{name._replace(wanted=file or name.wanted, revision=revision or name.revision)}"
 
 
 def cache_folder() -> Path:
@@ -118,36 +108,41 @@ def is_archive(path: Path) -> bool:
 
 
 def checkpoint_path(path: Path) -> Path:
-    """Return `path`, or its snapshot if it is a model's folder in the hub's cache.
+    """Return `path`; raise CheckpointError for what users mistake for a checkpoint.
 
-    Raises CheckpointError for a bundle, an adapter, a file of a checkpoint or a folder of models.
+    This is a bundle, an adapter, one file of a checkpoint, a folder of GGUF files, or a model's
+    folder in the hub's cache.
     """
     if path.is_file() and path.name.endswith(PARTS) and _head(path) != b"GGUF":
         raise CheckpointError(f"{path} is one file of a checkpoint; give its directory, {path.absolute().parent}")
     if is_bundle(path):
         raise CheckpointError(f"{path} is a bundle; give the checkpoint that it was compiled from")
     if (path / ADAPTER).is_file() and not any((path / name).exists() for name in WEIGHTS):
-        raise _adapter_error(path)
-    if path.name.startswith(FOLDER) and path.is_dir() or path.name == "snapshots" and path.parent.name.startswith(FOLDER):
-        return _snapshot(path.parent if path.name == "snapshots" else path)
-    if _has_no_config(path) and (models := sorted(path.glob(FOLDER + "*"))):
-        raise CheckpointError(f"{path} is the hub's cache; give a model's folder in it: {_names(models)}")
-    if _has_no_config(path) and (files := sorted(path.glob("*.gguf"))):
-        raise CheckpointError(f"{path} has no config.json but GGUF files; give one of {_names(files)}")
+        config = _json(path / ADAPTER)
+        base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+        of = f" of {short(base)}" if isinstance(base, str) and base else ""
+        raise CheckpointError(f"{path} is an adapter{of}, not a model; give its base, and this with --adapter")
+    if path.is_dir() and not (path / "config.json").exists():
+        if path.name.startswith(FOLDER):
+            name = path.name.removeprefix(FOLDER).replace("--", "/", 1)
+            raise CheckpointError(f"{path} is a folder of the hub's cache; give the model's name, {name}")
+        if files := sorted(path.glob("*.gguf")):
+            names = shorten_list(file.name for file in files)
+            raise CheckpointError(f"{path} has no config.json but GGUF files; give one of {names}")
     return path
 
 
 def model_name(path: Path) -> str:
     """Return the name of the model at `path`.
 
-    In the hub's cache it is the repository's name, elsewhere the last part of `path` without .gguf.
+    For a snapshot in the hub's cache it is the repository's name, else the last part of `path`
+    without .gguf.
     """
     path = Path(os.path.abspath(path))
-    repository = next((part for part in (path, *path.parents[:2]) if part.name.startswith(FOLDER)), None)
-    if repository is None:
-        return as_text(path.name.removesuffix(".gguf"))
-    owner, _, name = repository.name.removeprefix(FOLDER).partition("--")
-    return as_text(name or owner)
+    source = source_of(path)
+    if source and "file" not in source:
+        return as_text(source["repository"].rpartition("/")[2])
+    return as_text(path.name.removesuffix(".gguf"))
 
 
 def as_text(name: str | os.PathLike) -> str:
@@ -171,42 +166,3 @@ def _head(path: Path) -> bytes:
             return file.read(4)
     except OSError:
         return b""
-
-
-def _has_no_config(path: Path) -> bool:
-    return path.is_dir() and not (path / "config.json").exists()
-
-
-def _adapter_error(path: Path) -> CheckpointError:
-    config = _json(path / ADAPTER)
-    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
-    of = f" of {short(base)}" if isinstance(base, str) and base else ""
-    return CheckpointError(f"{path} is an adapter{of}, not a model; give its base, and this with --adapter")
-
-
-def _snapshot(path: Path) -> Path:
-    """Return the snapshot that refs/main names in a cache folder, or else the only snapshot."""
-    try:
-        named = read_regular(path / "refs" / "main").decode(errors="replace").strip()
-        # Accept a plain folder name only: a path in refs/main could lead out of the cache.
-        if named and Path(named).name == named != ".." and (found := path / "snapshots" / named).is_dir():
-            return _model_in(found)
-    except OSError:
-        pass
-    snapshots = sorted(entry for entry in path.glob("snapshots/*") if entry.is_dir())
-    if len(snapshots) == 1:
-        return _model_in(snapshots[0])
-    if not snapshots:
-        raise CheckpointError(f"{path} has no snapshot; fetch the model again")
-    raise CheckpointError(f"{path} has several snapshots; give one of {_names(snapshots)}")
-
-
-def _model_in(snapshot: Path) -> Path:
-    """Return the path of the snapshot, or of its GGUF file if it has exactly one and no config."""
-    files = sorted(snapshot.glob("*.gguf")) if _has_no_config(snapshot) else []
-    return files[0] if len(files) == 1 else checkpoint_path(snapshot)
-
-
-def _names(paths: list[Path]) -> str:
-    more = f" and {len(paths) - MAX_LISTED} more" if len(paths) > MAX_LISTED else ""
-    return ", ".join(path.name for path in paths[:MAX_LISTED]) + more

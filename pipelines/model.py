@@ -105,14 +105,7 @@ class Model:
         self, bundle: Bundle | Path | str, threads: int | None = None, prefix_cache: str | Path | None = None,
         draft: Bundle | Path | str | None = None, parse_special: bool = False,
     ):  # fmt: skip
-        """Open a bundle.
-
-        Args:
-            threads: CPU threads, by default one per physical core.
-            prefix_cache: a folder that stores the states of long prefixes.
-            draft: a bundle with a draft model, used while a single prompt runs.
-            parse_special: whether special tokens in messages become tokens instead of text.
-        """
+        """Open a bundle; the arguments are those of `castiron.load`."""
         self.bundle = open_bundle(bundle)
         # A model either embeds texts or generates them: one of the two stays None.
         self._embedder: Embedder | None = None
@@ -172,10 +165,7 @@ class Model:
         return result
 
     def generate_many(self, prompts: Iterable[Prompt], **asking: Unpack[Asking]) -> Iterator[Result]:
-        """Yield a Result for each prompt as it ends.
-
-        A prompt is taken from the iterable when a slot is free for it.
-        """
+        """Yield a Result for each prompt as it ends; take a prompt when a slot is free for it."""
         return generate_many(self._open_engine(), prompts, self._requests(asking))
 
     def chat(self, messages: str | Sequence[Message], **asking: Unpack[Asking]) -> Result:

@@ -1,12 +1,11 @@
 """Print messages and progress bars on stderr; format sizes and counts; sanitise text."""
 
-import contextlib
 import os
 import re
+import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 
 # Seconds that a stage runs before its bar is drawn.
 PATIENCE = 0.4
@@ -102,7 +101,7 @@ class Progress:
             left = f", about {seconds * (1 - self.done) / (self.done - self.start_done):.0f} s left"
         note = f"  {self.note}" if self.note else ""
         # A line that wraps cannot be erased.
-        self._write(f"\r\x1b[K{f'{self.stage}{bar}{note}  {seconds:.0f} s{left}'[: _columns() - 1]}")
+        self._write(f"\r\x1b[K{f'{self.stage}{bar}{note}  {seconds:.0f} s{left}'[: shutil.get_terminal_size().columns - 1]}")
         self._drawn = True
 
     def _erase(self) -> None:
@@ -113,38 +112,3 @@ class Progress:
     def _write(self, text: str) -> None:
         sys.stderr.write(text)
         sys.stderr.flush()
-
-
-def _columns() -> int:
-    try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
-    except (OSError, ValueError):
-        return 80
-
-
-@contextlib.contextmanager
-def clock(report: Callable[[float], None], expected: Callable[[], float]) -> Iterator[None]:
-    """Call `report` repeatedly with the estimated share of the `with` body that is done, 0 to 1.
-
-    expected: returns the seconds that the body usually takes. The estimate is 0.9 after this time,
-    and then approaches 1.
-    """
-    over = threading.Event()
-
-    def tick() -> None:
-        start, seconds = time.monotonic(), max(expected(), 1e-3)
-        while not over.wait(INTERVAL):
-            report(share_of((time.monotonic() - start) / seconds))
-
-    thread = threading.Thread(target=tick, name="clock", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def share_of(time_share: float) -> float:
-    """Return the share of the work to display after `time_share` times the expected time."""
-    return time_share * 0.9 if time_share <= 1 else 1 - 0.1 / time_share

@@ -15,22 +15,10 @@ from pathlib import Path
 class LlamaCpp:
     """llama.cpp with llama-cpp-python's defaults: f16 cache, int8 activations."""
 
-    extra_buffers = True
-
     def __init__(self, model: str | Path, threads: int, context: int):
         """Load a GGUF file; raise ValueError if llama.cpp cannot load it."""
-        from llama_cpp import Llama, llama_cpp
+        from llama_cpp import Llama
 
-        if not self.extra_buffers:
-            # Llama has no argument for this option, but it starts from the library's default parameters.
-            defaults = llama_cpp.llama_model_default_params
-
-            def without_extra_buffers():
-                parameters = defaults()
-                parameters.use_extra_bufts = False
-                return parameters
-
-            llama_cpp.llama_model_default_params = without_extra_buffers
         self.llama = Llama(
             str(model), n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False, logits_all=False
         )
@@ -55,15 +43,6 @@ class LlamaCpp:
         """Return the greedy token after `tokens`."""
         self.prefill(tokens)
         return self.llama.sample(temp=0.0)
-
-
-class PlainLlamaCpp(LlamaCpp):
-    """llama.cpp without repacking of weights, which crashes on some machines with AMX.
-
-    Use it in a separate process, because it changes llama-cpp-python's defaults for all models.
-    """
-
-    extra_buffers = False
 
 
 class HuggingFace:
@@ -110,9 +89,7 @@ class HuggingFace:
         return out.logits
 
 
-ENGINES = {"llama.cpp": LlamaCpp, "llama.cpp without its extra buffers": PlainLlamaCpp, "hf": HuggingFace}
-# Replacement for an engine that crashed.
-AFTER_CRASH = {"llama.cpp": "llama.cpp without its extra buffers"}
+ENGINES = {"llama.cpp": LlamaCpp, "hf": HuggingFace}
 # Engine: the module that it needs, and how to install that.
 PEERS = {
     "llama.cpp": ("llama_cpp", "pip install llama-cpp-python==0.3.36"),

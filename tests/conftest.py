@@ -13,7 +13,7 @@ import re
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import iree.runtime as rt
@@ -78,28 +78,18 @@ _ELEMENT_TYPES = {
     "bf16": HalElementType.BFLOAT_16,
     "i1": HalElementType.BOOL_8,
     "i8": HalElementType.INT_8,
-    "ui8": HalElementType.UINT_8,
     "i32": HalElementType.INT_32,
-    "ui32": HalElementType.UINT_32,
-    "i64": HalElementType.INT_64,
 }
 
 
 class IreeProgram:
     """A compiled module: `run` calls a function with NumPy arrays, stored as `DType.numpy` says (bf16 as uint16)."""
 
-    def __init__(self, vmfb: Path, params: Mapping[str, np.ndarray]):
+    def __init__(self, vmfb: Path):
         instance = rt.VmInstance()
         self._device = device(1)
         self._module = rt.VmModule.mmap(instance, str(vmfb))
-        index = rt.ParameterIndex()
-        # The index only points at the bytes.
-        self._kept = {name: np.ascontiguousarray(array) for name, array in params.items()}
-        for name, array in self._kept.items():
-            index.add_buffer(name, array.reshape(-1).view(np.uint8))
-        modules = [rt.create_hal_module(instance, self._device), self._module]
-        modules.insert(1, rt.create_io_parameters_module(instance, index.create_provider(scope="model")))
-        self._context = rt.VmContext(instance, modules)
+        self._context = rt.VmContext(instance, [rt.create_hal_module(instance, self._device), self._module])
 
     def run(self, function: str, args: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Outputs of `function`; arguments that outputs live in are copied first and stay as they were."""
@@ -140,11 +130,11 @@ def _signature(declaration: str) -> tuple[list[TensorType], list[TensorType]]:
 
 @pytest.fixture(scope="session")
 def iree(tmp_path_factory) -> Callable[..., IreeProgram]:
-    """`iree(text, params={}) -> IreeProgram`: the product's own compiler driver and flags for this machine."""
+    """`iree(text) -> IreeProgram`: the product's own compiler driver and flags for this machine."""
 
-    def load(text: str, params: Mapping[str, np.ndarray] = {}) -> IreeProgram:
+    def load(text: str) -> IreeProgram:
         vmfb = tmp_path_factory.mktemp("program") / "model.vmfb"
         compile_mlir(text, TARGETS["host"], vmfb)
-        return IreeProgram(vmfb, params)
+        return IreeProgram(vmfb)
 
     return load

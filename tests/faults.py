@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from castiron.pipelines.checkpoints import catalogue
-from castiron.pipelines.checkpoints.catalogue import CATALOGUE, CatalogueModel, Part
+from castiron.pipelines.checkpoints.catalogue import CATALOGUE, CatalogueModel
 from castiron.pipelines.errors import error_message
 from castiron.vmfb.bundle import BundleWriter, open_bundle, pack_bundle
 from castiron.vmfb.compiler import compile_mlir
@@ -66,7 +66,7 @@ def fetch_small(root: Path) -> None:
         return 0, ""
 
     complete = b"".join(halves)
-    parts = tuple(Part(f"toy-part{number}", "toy/part") for number in (0, 1))
+    parts = tuple((f"toy-part{number}", "toy/part") for number in (0, 1))
     CATALOGUE["toy"] = CatalogueModel("toy", "toy.gguf", hashlib.sha256(complete).hexdigest(), len(complete), "none", parts)
     catalogue._run, os.environ["CASTIRON_CACHE"] = run, str(root)
     catalogue.fetch("toy")

@@ -141,21 +141,15 @@ def test_canonical_logits_have_the_bits_of_the_host(machine, tmp_path, family):
     check_bits(logits_there(machine, there, prompt), check_prompts(here, prompt))
 
 
-@pytest.mark.parametrize("numerics", ["exact", "canonical"])
-def test_smollm2_gives_the_tokens_of_the_host(machine, tmp_path, numerics):
-    def compiled(target: str) -> Path:
-        options = {"context": 64, "batch": (), "speculate": (), "numerics": numerics}
-        return compile_model(SMOLLM2, tmp_path / target, Options(target=target, **options)).bundle
-
-    here, there, asked = compiled("host"), compiled("aarch64"), ("--raw", "-p", "The capital of France is", "-n", "8")
+def test_smollm2_gives_the_text_of_the_host(machine, tmp_path):
+    options = {"context": 64, "batch": (), "speculate": ()}
+    here, there = (compile_model(SMOLLM2, tmp_path / t, Options(target=t, **options)).bundle for t in ("host", "aarch64"))
+    asked = ("--raw", "-p", "The capital of France is", "-n", "8")
     command = [sys.executable, "-m", "castiron", "run", here, *asked, "--json"]
     wanted = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     found = answer(machine, there, *asked)
     assert found["text"] == wanted["text"] and found["tokens"] == wanted["tokens"]
     assert len(wanted["tokens"]) == 8
-    if numerics == "canonical":
-        tokens = [1, 2, 3, 504, 1049, 17000, 12, 9]
-        check_bits(logits_there(machine, there, tokens), check_prompts(here, tokens))
 
 
 def kernels_of(target: str) -> list[Case]:

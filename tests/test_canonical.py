@@ -74,25 +74,25 @@ def test_every_way_and_every_cpu_gives_the_same_bits(way, tmp_path):
             assert digest(check_prompts(other, PROMPT)) == wanted, target
 
 
-# Soft caps and windows; scans and norms of groups; the delta rule and experts; rotary embedding before a norm.
+# Soft caps and windows; scans and norms of groups; the delta rule and experts; rotary embedding before a norm; norms of rows.
 FAMILIES = {
     "gemma2": {},
     "nemotron_h": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "full_attention", "moe"]},
     "qwen3_5_moe_text": {},
     "hunyuan_v1_dense": {},
+    "olmo2": {},
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_kind_of_layer_keeps_its_bits(family, tmp_path):
     made = tiny_model(family, tmp_path / "checkpoint", **FAMILIES[family])
-    path = compile_bundle(made, tmp_path / "bundle", context=31, batch=(), speculate=())
+    path = compile_bundle(made, tmp_path / "bundle", context=31, cache="q8_0", batch=(), speculate=())
     check_prompts(path, np.random.default_rng(2).integers(3, 200, 28).tolist())
 
 
 def test_a_text_has_one_vector_whatever_its_call_takes(tmp_path):
-    """Calls of other widths, threads and vector units give the same bits, with bidirectional attention
-    of a window and of the complete text."""
+    """Other widths, threads and vector units give the same bits with bidirectional attention."""
     sizes = {"num_hidden_layers": 2, "local_attention": 64, "global_attn_every_n_layers": 2}
     made = encoders.write("modernbert", tmp_path / "model", pooling="mean", longest=100, **sizes)
     v3 = "host" if missing_features(resolve("x86-64-v3")) else "x86-64-v3"

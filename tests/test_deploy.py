@@ -1,5 +1,4 @@
-"""A bundle runs elsewhere: with four packages, offline, read-only, as another user, and without
-castiron."""
+"""A bundle runs elsewhere: with four packages, offline, read-only and as another user."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ def python(away) -> Path:
 
 @pytest.fixture(scope="session")
 def copies(away, tmp_path_factory) -> dict[str, Path]:
-    """A toy bundle, as a directory and packed, and castiron's code for running it, in the read-only
-    home of another user."""
+    """Another user's read-only home, with a toy bundle in both forms and the runtime's code."""
     bundle = toy_text.write(tmp_path_factory.mktemp("deploy") / "toy")
     home = away / "home" / "other"
     shutil.copytree(bundle, home / "toy")

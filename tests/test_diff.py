@@ -24,8 +24,8 @@ def checkpoint_dir(tmp_path_factory):
 @pytest.mark.parametrize("lowering", ["portable", "kernels"])
 def test_every_module_of_a_correct_model_agrees(checkpoint_dir, lowering):
     found = compare(open_checkpoint(checkpoint_dir), TOKENS, 1e-3, lowering)
-    assert found.first is None and found.operations == []
-    names = [m.module for m in found.modules]
+    assert found["first"] is None and found["operations"] == []
+    names = [each["module"] for each in found["modules"]]
     assert names[0] == "model.embed_tokens" and names[-1] == "lm_head" and "model.layers.2" in names
 
 
@@ -53,7 +53,7 @@ def test_a_forgotten_residual_is_found_in_its_block(checkpoint_dir, monkeypatch)
 
     monkeypatch.setattr(decoder, "add", lambda x, y: y)
     found = compare(open_checkpoint(checkpoint_dir), TOKENS, 1e-3)
-    assert found.modules[found.first].module == "model.layers.0.post_attention_layernorm"
+    assert found["first"] == "model.layers.0.post_attention_layernorm"
 
 
 def test_one_token_is_rejected(checkpoint_dir, capsys):

@@ -1,5 +1,4 @@
-"""Test the complete path from a checkpoint to HF's tokens, on a small random model, with both
-lowerings and two compilers."""
+"""Test the path from a checkpoint to HF's tokens, with both lowerings and compilers."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from castiron.emitter.printer import argument_params, print_module
+from castiron.emitter.printer import print_module
 from castiron.emitter.types import EmitError
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
@@ -20,7 +19,7 @@ from castiron.pipelines.compile.weights import pack_parameter
 from castiron.reference import hf, tiny, xla
 from castiron.vmfb.bundle import open_bundle
 from castiron.vmfb.compiler import compiler_path
-from castiron.vmfb.session import Session, SessionError
+from castiron.vmfb.session import Session
 from castiron.vmfb.targets import resolve
 
 CONTEXT = 160
@@ -30,8 +29,7 @@ LENGTHS = (1, 2, 7, 8, 9, 31, 33, 40, 127, 129, 137)
 
 @pytest.fixture(scope="session")
 def checkpoint_dir(tmp_path_factory):
-    """Write a llama with grouped heads, a head_dim other than hidden / heads, biases and an untied
-    output head."""
+    """Write a llama with grouped heads, biases, an untied output head and its own head_dim."""
     options = {"head_dim": 24, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
     return tiny.tiny_model("llama", tmp_path_factory.mktemp("tiny") / "llama", **options)
 
@@ -89,28 +87,9 @@ def test_prefill_in_any_chunks_equals_token_by_token(bundle, length):
         np.testing.assert_allclose(other.logits(), complete.logits(), atol=2e-5 * np.ptp(complete.logits()))
 
 
-def test_a_continued_chat_equals_a_fresh_one(bundle):
-    turns = [prompt(13, seed) for seed in range(4)]
-    session, history = Session(bundle, 1), []
-    for turn in turns:
-        history += turn
-        answer = greedy(session, turn, 5)
-        assert answer == greedy(Session(bundle, 1), history, 5)
-        # The last token of an answer is not in the cache yet: the next turn begins with it.
-        session.step(answer[-1])
-        history += answer
-
-
 def test_the_context_works_to_its_last_position(bundle, oracle):
     tokens = prompt(CONTEXT - 5)
     assert greedy(Session(bundle, 1), tokens, 6) == hf.greedy(oracle, tokens, 6).tokens
-    full = Session(bundle, 1)
-    full.prefill(prompt(CONTEXT))
-    assert full.position == CONTEXT
-    with pytest.raises(SessionError, match=str(CONTEXT)):
-        full.step(5)
-    with pytest.raises(SessionError, match=str(CONTEXT)):
-        Session(bundle, 1).prefill(prompt(CONTEXT + 1))
 
 
 def test_portable_text_is_exact_through_xla(checkpoint_dir, oracle):
@@ -120,7 +99,7 @@ def test_portable_text_is_exact_through_xla(checkpoint_dir, oracle):
     text = print_module(module, weights="arguments")
     params = {name: pack_parameter(checkpoint, param) for name, param in module.params.items()}
     programs = {
-        name: (xla.compile_stablehlo(text, name), [params[p] for p in argument_params(module, function)])
+        name: (xla.compile_stablehlo(text, name), [params[op.attrs["name"]] for op in function.ops if op.kind == "parameter"])
         for name, function in module.functions.items()
         if name in ("prefill_32", "decode_step")
     }
@@ -165,8 +144,7 @@ def stream_sizes(checkpoint_dir, lowering: str, cache: str, context: int, tmp_pa
 @pytest.mark.parametrize(("cache", "item_bytes"), [("f32", 4), ("f16", 2)])
 @pytest.mark.parametrize("lowering", ["kernels", "portable"])
 def test_no_copy_of_the_cache(checkpoint_dir, lowering, cache, item_bytes, tmp_path):
-    """Each copy is smaller than one layer of a cache. With kernels, transient allocations do not
-    grow with the context."""
+    """Copies are smaller than a layer's cache, and kernels' allocations do not grow with it."""
     layer_bytes = 256 * 2 * 24 * item_bytes
     sizes = stream_sizes(checkpoint_dir, lowering, cache, 256, tmp_path)
     assert max(sizes["copy"], default=0) < layer_bytes and sizes["alloc"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import configparser
 import json
 import math
 import os
@@ -21,20 +20,19 @@ import yaml
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.engine.memory import megabytes
 from castiron.pipelines.server.metrics import Metrics
-from castiron.reference.tiny import tiny_model
 from tests.support import served as serving
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {
     name: (DOCS / f"{name}.md").read_text(encoding="utf-8")
-    for name in ("index", "batch", "serving", "structured", "endpoints", "finetune", "troubleshooting", "trust")
+    for name in ("index", "batch", "serving", "structured", "endpoints", "embeddings", "finetune", "troubleshooting", "trust")
 }
-MODEL = "smollm2-135m-instruct"
+MODEL, EMBEDDING_MODEL = "smollm2-135m-instruct", "embeddinggemma-300m"
 # Pages that other files test, or without commands.
 ELSEWHERE = set(
-    "architecture caches commands guarantees coming-from emitter cluster chat embeddings models kernels deploy python porting "
-    "scores states".split()
+    "architecture caches commands guarantees coming-from emitter cluster chat models kernels deploy python porting scores "
+    "states".split()
 )
 
 
@@ -49,20 +47,23 @@ def lines(page: str) -> list[str]:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """Write a tiny model with a tokenizer and a chat template, named like the model of the pages."""
-    location = tiny_model("llama", tmp_path_factory.mktemp("models") / MODEL, num_hidden_layers=1, max_position_embeddings=4096)
-    serving.tokenizer().save(str(location / "tokenizer.json"))
-    # A template with tools in the form of Llama 3.
-    template = '{% if tools %}{{ tools | tojson }} "parameters": dictionary{% endif %}' + serving.TEMPLATE
-    config = {"chat_template": template, "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
-    (location / "tokenizer_config.json").write_text(json.dumps(config))
-    return location
+    location, config = tmp_path_factory.mktemp("models") / MODEL, {"num_hidden_layers": 1, "max_position_embeddings": 4096}
+    return serving.checkpoint(location, serving.TOOLS_TEMPLATE, **config)
 
 
 @pytest.fixture(scope="session")
 def folder(checkpoint, tmp_path_factory):
-    """Make the current directory of the pages' commands, with the bundle that they start from."""
+    """Make the current directory of the pages' commands, with the models that they start from."""
+    # Its import takes seconds.
+    from tests.support import encoders
+
     location = tmp_path_factory.mktemp("guides")
     assert cli.main(["compile", str(checkpoint), "-o", str(location / "build" / MODEL), "--context", "1024"]) == 0
+    config = {"use_bidirectional_attention": True, "num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
+    embedding = location / "models" / EMBEDDING_MODEL
+    embedding.parent.mkdir()
+    encoders.write("gemma3_text", embedding, pooling="mean", dense=(80, 64), longest=48, **config)
+    assert cli.main(["compile", str(embedding), "-o", str(location / "build" / EMBEDDING_MODEL)]) == 0
     return location
 
 
@@ -103,7 +104,7 @@ def test_a_command_of_a_page_works(page, line, folder, checkpoint):
     assert done.returncode == 0, done.stderr[-2000:]
     if "--json" in line:
         assert "error" not in json.loads(done.stdout)
-    elif " -o " not in line:
+    elif " -o " not in line and " > " not in line:
         assert done.stdout.strip()
 
 
@@ -126,20 +127,20 @@ def test_the_server_answers_its_clients_and_requires_a_key(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_snippets_of_structured_output_and_endpoints_run(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("page", "model"), [("structured", MODEL), ("endpoints", MODEL), ("embeddings", EMBEDDING_MODEL)])
+def test_the_snippets_of_a_page_run(page, model, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
-    with serving.served(folder / "build" / MODEL, tmp_path / "log") as running:
+    with serving.served(folder / "build" / model, tmp_path / "log") as running:
         here = lambda text: text.replace("http://127.0.0.1:8000", running.url)
-        for page in ("structured", "endpoints"):
-            asked = [line for line in lines(page) if line.startswith("curl ")]
-            for line in asked:
-                done = subprocess.run([*shlex.split(here(line)), "--silent", "--fail"], capture_output=True, text=True)
-                assert done.returncode == 0, line
-                answer = json.loads(done.stdout)
-                assert page == "endpoints" or answer["choices"][0]["message"]["content"] in ("yes", "no")
-            for code in blocks(page, "python"):
-                exec(compile(here(code), f"docs/{page}.md", "exec"), {"__name__": "page"})
-            assert asked
+        asked = [line for line in lines(page) if line.startswith("curl ")]
+        for line in asked:
+            done = subprocess.run([*shlex.split(here(line)), "--silent", "--fail"], capture_output=True, text=True)
+            assert done.returncode == 0, line
+            answer = json.loads(done.stdout)
+            assert page != "structured" or answer["choices"][0]["message"]["content"] in ("yes", "no")
+        for code in blocks(page, "python"):
+            exec(compile(here(code), f"docs/{page}.md", "exec"), {"__name__": "page"})
+        assert asked
 
 
 def serve_arguments(words: list[str]):
@@ -161,16 +162,6 @@ def test_the_proxy_has_the_servers_body_limit_and_a_longer_timeout():
     assert value("client_max_body_size") == plain.max_body and value("proxy_read_timeout") > plain.timeout
     assert f"http://127.0.0.1:{plain.port};" in text and "proxy_buffering off;" in text
     assert text.count("{") == text.count("}") and all(re.search(r"[{};]$", line) for line in text.splitlines() if line.strip())
-
-
-def test_the_systemd_unit_is_complete_and_waits_for_the_servers_grace():
-    (text,) = blocks("serving", "ini")
-    unit = configparser.ConfigParser(strict=False)
-    unit.optionxform = str
-    unit.read_string(text)
-    assert {"Unit", "Service", "Install"} == set(unit.sections())
-    arguments = serve_arguments(shlex.split(unit["Service"]["ExecStart"]))
-    assert int(unit["Service"]["TimeoutStopSec"]) > arguments.grace
 
 
 def test_the_container_has_the_locked_packages_and_a_valid_command():

@@ -53,8 +53,7 @@ def requirements(*extras: str) -> list[Requirement]:
 
 
 def imports(path: Path) -> set[tuple[str, bool]]:
-    """Return (top-level module, whether at import time) for each import of a file; castiron.vmfb
-    is `vmfb`."""
+    """Return (module, whether at import time) for each import; castiron.vmfb is `vmfb`."""
     found = set()
 
     def top(module: str) -> str:
@@ -80,8 +79,7 @@ def sources(package: str) -> list[Path]:
 
 
 def may_measure(path: Path) -> bool:
-    """Return whether the file measures or compares, and so may import `reference` and test
-    packages."""
+    """Return whether the file measures or compares, and so may import test packages."""
     return path.parent == ROOT / "pipelines/evaluate" or path in (
         ROOT / "pipelines/cli/bench.py",
         ROOT / "pipelines/cli/evaluate.py",
@@ -93,8 +91,7 @@ def locked(*names: str) -> dict[str, str]:
 
 
 def needed(which: str) -> dict[str, Requirement]:
-    """Return the direct and indirect requirements of a lock's extras by name; fail if the locks
-    lack one or have another version."""
+    """Return all requirements of a lock's extras by name; fail if the locks lack one."""
     names, extras = LOCKS[which]
     versions = locked(*names)
     waiting = requirements(*extras) if which != "docs" else [Requirement(line) for line in EXTRAS["docs"]]
@@ -182,11 +179,7 @@ def test_the_import_contracts_find_an_import_that_is_only_for_types(tree):
     assert done.returncode == 1 and "gguf_file -> castiron.pipelines.engine.request" in printed, printed + done.stderr
 
 
-LAZY = {
-    "grammar_compiler.py": {("llguidance", True)},
-    "main.py": {("shtab", False)},
-    "chat.py": {("prompt_toolkit", False)},
-}
+LAZY = {"grammar_compiler.py": {("llguidance", True)}, "main.py": {("shtab", False)}, "chat.py": {("prompt_toolkit", False)}}
 
 
 def test_the_emitter_and_running_a_bundle_import_no_packages_of_extras():
@@ -199,7 +192,7 @@ def test_the_emitter_and_running_a_bundle_import_no_packages_of_extras():
         *sources("pipelines/engine"),
         *sources("pipelines/text"),
         *(ROOT / "pipelines").glob("*.py"),
-        *(ROOT / f"pipelines/cli/{name}.py" for name in ("main", "options", "run", "chat", "answer_output")),
+        *(ROOT / f"pipelines/cli/{name}.py" for name in ("main", "options", "run", "chat")),
     ]
     for path in files:
         # Structured output needs an extra, and reports it; line editing is plain without its own.

@@ -80,8 +80,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def measure(folder, server, monkeypatch, capsys):
-    """Return a function that runs a command of the page on the test's server, with `more` arguments,
-    and returns the printed value of each metric."""
+    """Return a function that runs a command of the page and returns its metrics."""
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.tasks import TaskManager
 

@@ -7,10 +7,11 @@ import pytest
 
 from castiron.pipelines.engine.context import move_to
 from castiron.pipelines.engine.prefix_cache import Paused
+from castiron.reference import hf
 from castiron.vmfb.batch import Batch
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.session import MAX_SNAPSHOTS, Session, SessionError
-from tests.families.checkpoints import FAMILIES, HYBRIDS, VOCAB, bundle, logits_of
+from tests.families.checkpoints import FAMILIES, HYBRIDS, VOCAB, bundle
 
 TOKENS = np.random.default_rng(11).integers(0, VOCAB, 60).tolist()
 CASES = [*((f, l) for f in FAMILIES for l in ("kernels", "portable")), *((f, "kernels") for f in HYBRIDS)]
@@ -23,8 +24,8 @@ def compiled(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(compiled):
-    """Return the logits after each of TOKENS, by definition of the family."""
-    return logits_of(compiled.manifest.config["model_type"], compiled.path.parent / "checkpoint", TOKENS)
+    """Return HF's logits after each of TOKENS."""
+    return list(hf.logits(hf.load(compiled.path.parent / "checkpoint", threads=1), TOKENS))
 
 
 def agrees(session: Session, expected: list[np.ndarray]) -> None:
@@ -34,9 +35,9 @@ def agrees(session: Session, expected: list[np.ndarray]) -> None:
 
 
 def test_the_manifest_has_the_kinds_of_states(compiled):
-    kinds = {"decaying_sum": {"recurrent"}, "ring": {"window"}}
-    family = compiled.manifest.config["model_type"]
-    assert {state.kind for state in compiled.manifest.states} == kinds.get(family, {"positional", "recurrent"})
+    kinds = {"mamba": {"recurrent"}, "ring": {"window"}}
+    name = compiled.path.parent.parent.name
+    assert {state.kind for state in compiled.manifest.states} == kinds.get(name, {"positional", "recurrent"})
 
 
 @pytest.mark.parametrize("pieces", [[1] * 20, [60], [5, 1, 9, 32, 3, 10], [8, 33], [3, 3, 3, 7], [31, 1, 1, 5]])
@@ -136,23 +137,16 @@ def ringed(compiled: Bundle) -> bool:
     return compiled.manifest.states[0].kind == "window"
 
 
-def test_the_last_snapshots_are_retained(compiled):
+def test_the_last_snapshots_are_retained_and_only_one_of_large_ones(compiled, monkeypatch):
     session = Session(compiled, 1)
-    for _ in range(MAX_SNAPSHOTS + 3):
-        session.prefill(TOKENS[:8])
-        session.keep()
-    session.prefill(TOKENS)
-    assert session.reachable(8 * 3) == 0 and session.reachable(8 * 4 + 7) == 8 * 4
-
-
-def test_of_large_snapshots_only_the_last_is_retained(compiled, monkeypatch):
-    monkeypatch.setattr("castiron.vmfb.session.MAX_SNAPSHOT_BYTES", 0)
-    session = Session(compiled, 1)
-    for _ in range(2):
-        session.prefill(TOKENS[:8])
-        session.keep()
-    session.prefill(TOKENS)
-    assert [session.reachable(p) for p in (15, 17)] == [0, 16]
+    for count, position in ((MAX_SNAPSHOTS + 3, 8 * 4), (2, 8 * 2)):
+        session.rewind(0)
+        for _ in range(count):
+            session.prefill(TOKENS[:8])
+            session.keep()
+        session.prefill(TOKENS)
+        assert session.reachable(position - 1) == 0 and session.reachable(position + 7) == position
+        monkeypatch.setattr("castiron.vmfb.session.MAX_SNAPSHOT_BYTES", 0)
 
 
 def test_a_snapshot_is_stale_after_an_earlier_rewind(compiled, expected):

@@ -6,7 +6,6 @@ PKWARE's APPNOTE 6.3 with ZIP64; extra fields align the entries, as Android's zi
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import io
@@ -20,9 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from castiron.vmfb.cache import cache_folder, clear
 from castiron.vmfb.disk import naming, reason
-from castiron.vmfb.manifest import BundleError, File, is_bundle_file
+from castiron.vmfb.manifest import BundleError, is_bundle_file
 from castiron.vmfb.record import short
 from castiron.vmfb.staging import replace_file
 
@@ -35,7 +33,6 @@ _ZIP64_EXTRA = 20
 _PADDING = struct.Struct("<HH")
 _PADDING_ID = 0xD935
 _CHUNK = 1 << 20
-CACHED_DAYS = 7.0
 # Limit in bytes for the zip directory, which includes each entry's padding.
 _MAX_DIRECTORY = 1_000_000
 
@@ -137,27 +134,6 @@ def open_archive(path: Path) -> dict[str, Part]:
     if MANIFEST not in found:
         raise invalid("no manifest.json")
     return found
-
-
-def unpack(part: Part, name: str, file: File) -> Path:
-    """Return the path of a copy of `part` in the cache; make the copy if it does not exist.
-
-    Remove copies that were not used for `CACHED_DAYS`. Raise BundleError if the part's sha256
-    differs from `file.sha256`.
-    """
-    path = cache_folder("unpacked") / file.sha256[:16] / name
-    with contextlib.suppress(OSError):
-        if Part.of(path).sha256() == file.sha256:
-            os.utime(path)
-            return path
-    clear(("unpacked",), CACHED_DAYS)
-    try:
-        with replace_file(path) as copy:
-            if part.sha256(copy.write) != file.sha256:
-                raise changed_file(part)
-    except OSError as error:
-        raise BundleError(f"cannot unpack {part} into {path.parent}: {reason(error)}; or unzip the bundle yourself") from None
-    return path
 
 
 def write_archive(

@@ -19,10 +19,9 @@ Span = tuple[int, int]
 
 
 class Cover:
-    """A planner that finds the cheapest batch calls for the slots (sequences) that have a token.
+    """A planner of batch calls: the cheapest, then the fewest, then the narrowest for given slots.
 
-    Of equally cheap plans it takes the one with fewer calls, then the one with narrower calls. A
-    call begins at a multiple of its width, which is its number of slots.
+    A call begins at a multiple of its width, which is its number of slots (sequences).
     """
 
     def __init__(self, size: int, costs: Mapping[int, float]):
@@ -49,8 +48,7 @@ class Cover:
 def costs_of(manifest: Manifest) -> dict[int, float]:
     """Return the relative time of a decode call by its width; 0 if the kernels' work is unknown.
 
-    A kernel takes the longer of its compute time and its read time at position 0. Work that grows
-    with the position is the same in every plan.
+    A kernel takes the longer of its compute time and its read time, both at position 0.
     """
     functions = [manifest.function("decode"), *(manifest.function("batch", width) for width in manifest.widths("batch"))]
     work = manifest.compile.get("work", {})
@@ -92,8 +90,7 @@ class Batch:
     def step(self, tokens: Mapping[int, int]) -> dict[int, int]:
         """Append a token to each of the given slots; return the argmax by slot, -1 for NaN logits.
 
-        Raise SessionError, before any work, for a slot that does not exist, an id outside the
-        vocabulary or a full context.
+        Raise SessionError, before any work, for an invalid slot or token, or a full context.
         """
         for slot, token in tokens.items():
             if not 0 <= slot < self.size:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from castiron.vmfb.archive import MANIFEST, Part, changed_file, open_archive, unpack, write_archive
+from castiron.vmfb.archive import MANIFEST, Part, changed_file, open_archive, write_archive
 from castiron.vmfb.cache import cache_root, keep
 from castiron.vmfb.cpu import can_use_tiles, host_arch, host_cpu
 from castiron.vmfb.disk import naming, reason
@@ -52,14 +52,13 @@ class Bundle:
         return self.parts[name] if self.parts else Part.of(self.path / name)
 
     def file(self, name: str) -> Path:
-        """Return a path of the file `name`: of a copy in the cache if the bundle is packed."""
-        return unpack(self.part(name), name, self.manifest.files[name]) if self.packed else self.path / name
+        """Return the path of the file `name`; raise BundleError if the bundle is packed."""
+        if self.packed:
+            raise BundleError(f"IREE's tools cannot read a packed bundle: {self.path}; unzip it into a directory")
+        return self.path / name
 
     def with_context(self, context: int) -> Bundle:
-        """Return this bundle with `context` positions per sequence.
-
-        Raise BundleError if `context` is less than 1 or exceeds the manifest's `max_context`.
-        """
+        """Return this bundle with another context; raise BundleError above `max_context`."""
         if not 1 <= context <= self.manifest.max_context:
             limit = self.manifest.max_context
             raise BundleError(
@@ -294,10 +293,7 @@ class BundleWriter:
         return {name: File(part.size, known.get(name) or part.sha256()) for name, part in parts.items()}
 
     def commit(self, manifest: Manifest, hashes: Mapping[str, str] | None = None) -> Bundle:
-        """Write `manifest` with all files, and rename the bundle to its target.
-
-        hashes: the sha256 by file name of files whose sha256 is known already.
-        """
+        """Write the manifest and rename the bundle to its target; `hashes`: known sha256s."""
         files = self._files(hashes or {})
         if absent := [name for name, required in FILES.items() if required and name not in files]:
             raise BundleError(f"incomplete bundle: {self.target} would have no {absent[0]}; write it before the commit")

@@ -27,7 +27,6 @@ KINDS = {
     "bundles": "bundles of models that were named or loaded",
     "fetched": "bundles fetched by nodes of a cluster",
     "compile": "modules that iree-compile compiled",
-    "unpacked": "files of packed bundles, for IREE's tools",
     "verified": "which bundles passed the hash check",
     "calibrated": "activation statistics, for compile --calibrate",
     "tuned": "tiles that castiron tune found",

@@ -11,11 +11,10 @@ import json
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +30,6 @@ from castiron.vmfb.targets import Target
 QUIET_FLAGS = ("--mlir-print-op-on-diagnostic=false", "--mlir-print-stacktrace-on-diagnostic=false")
 SHOWN_ERRORS, SHOWN_WIDTH = 3, 300
 MAX_CACHE_BYTES, MAX_FAILURES = 512 * 2**20, 20
-# The time of a compilation is estimated from up to MAX_RECORDS earlier ones, else from the speed
-# of two cores: 20 s per megabyte of text.
-MAX_RECORDS, SECONDS_PER_BYTE = 8, 20e-6
-# Smaller texts do not show the speed, because starting the compiler takes most of their time.
-MIN_BYTES = 50_000
 # Interval in seconds at which a waiting thread checks whether the compiler has ended.
 POLL_SECONDS = 0.02
 
@@ -136,16 +130,6 @@ def compile_flags(target: Target, extra_flags: Sequence[str] = ()) -> tuple[str,
     return (*target.flags, *QUIET_FLAGS, *extra_flags)
 
 
-def expected_seconds(texts: Collection[str], cache_dir: Path | None = None) -> float:
-    """Estimate the seconds that `compile_modules` takes from earlier compilations."""
-    store = Path(cache_dir) if cache_dir else cache_root() / "compile"
-    records = (_recall(path) or {} for path in _newest_first(store.glob("*.json"))[:MAX_RECORDS])
-    rates = [r["seconds"] / r["bytes"] for r in records if r.get("bytes", 0) >= MIN_BYTES]
-    at_a_time = min(physical_cores(), len(texts)) or 1
-    size = max(sum(map(len, texts)) / at_a_time, max(map(len, texts), default=0))
-    return size * (statistics.median(rates) if rates else SECONDS_PER_BYTE)
-
-
 def _key(text: str, flags: Sequence[str], target: Target) -> str:
     """Return the cache key of a compilation, a sha256 in hex."""
     facts = [compiler_version(), list(flags), target.cpu, list(target.features), text]
@@ -187,7 +171,7 @@ def _compile(text: str, flags: tuple[str, ...], store: Path, key: str, cancelled
         if status or not output_file.is_file():
             raise _failure(status, output, log, source, store / "failed" / key[:16])
         made = output_file.read_bytes()
-        record = {"seconds": seconds, "log": log, "bytes": len(text), "sha256": hashlib.sha256(made).hexdigest()}
+        record = {"seconds": seconds, "log": log, "sha256": hashlib.sha256(made).hexdigest()}
         cached_file = store / f"{key}.vmfb"
         try:
             os.replace(output_file, cached_file)

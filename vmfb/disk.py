@@ -44,10 +44,7 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def files_below(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield the file at `path`, or all files below the folder `path`, with their `stat` results.
-
-    Files that are removed meanwhile are left out.
-    """
+    """Yield each file at or below `path` with its `stat` result, except files removed meanwhile."""
     below = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
     for file in chain((path,), below):
         with contextlib.suppress(OSError):

@@ -12,7 +12,7 @@ from castiron.emitter.abi import ROLES, Function, Signature, State, functions, r
 from castiron.vmfb.record import Json, RecordError, from_json, short, to_json
 from castiron.vmfb.targets import Target
 
-SCHEMA = 6
+SCHEMA = 7
 MODEL, WEIGHTS, TOKENIZER, VOCABULARY, TEMPLATE, LOG, TEXT = (
     "model.vmfb", "weights.irpa", "tokenizer.json", "vocabulary.bin", "chat_template.jinja", "compile.log", "model.mlir",
 )  # fmt: skip
@@ -87,7 +87,7 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
-class Encoder:
+class EncoderConfig:
     """The properties of an embedding model (vectors of `Manifest.hidden` numbers) or a reranker.
 
     Attributes:
@@ -136,7 +136,7 @@ class Manifest:
         codecs: number of tensors by codec.
         files: size and hash of each file by name; BundleWriter sets it.
         hidden: length of the vectors that functions return, 0 if none does.
-        tool_format: name of the format in which the chat template writes tool calls.
+        tool_format: how the model writes tool calls, the fields of `text.tool_formats.ToolFormat`.
     """
 
     name: str
@@ -160,8 +160,8 @@ class Manifest:
     speed: Json | None = None
     files: dict[str, File] = field(default_factory=dict)
     hidden: int = 0
-    encoder: Encoder | None = None
-    tool_format: str | None = None
+    encoder: EncoderConfig | None = None
+    tool_format: dict | None = None
     schema: int = SCHEMA
 
     @property
@@ -337,7 +337,7 @@ def _check_functions(manifest: Manifest) -> None:
         )
 
 
-def _check_encoder(manifest: Manifest, encoder: Encoder) -> None:
+def _check_encoder(manifest: Manifest, encoder: EncoderConfig) -> None:
     if encoder.default_prompt is not None and encoder.default_prompt not in encoder.prompts:
         raise RecordError(f"encoder.default_prompt is {encoder.default_prompt!r}, which is not in encoder.prompts")
     limit = max(manifest.widths("encode")) if encoder.single_call else manifest.context

@@ -11,7 +11,6 @@ import re
 import struct
 import sys
 import threading
-import time
 import weakref
 import zipfile
 import zlib
@@ -253,7 +252,6 @@ class Call:
             self._arguments.push_ref(operand.view)
         self._name = entry.name
         self._vocab, self._workers = program.vocab, program.threads > 1
-        self.seconds = 0.0
         _calls.add(self)
 
     def invoke(self) -> None:
@@ -266,17 +264,6 @@ class Call:
             raise SessionError(
                 f"the IREE runtime failed in {self._name} ({_reason(error)}); compile the bundle again"
             ) from None
-
-    def count_seconds(self) -> None:
-        """Add the runtime's time to `seconds` from now on; other calls do not pay for the clock."""
-        run = self._run
-
-        def counted(*arguments: object) -> None:
-            start = time.perf_counter()
-            run(*arguments)
-            self.seconds += time.perf_counter() - start
-
-        self._run = counted
 
     def _result(self, index: int, dtype: np.dtype, shape: tuple[int, ...] | None = None) -> np.ndarray:
         """Return a result without a copy; pass `shape` if it is known, because that is faster."""

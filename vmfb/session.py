@@ -79,12 +79,6 @@ class Session:
         self._last = call
         return call.argmax()
 
-    def count_runtime(self) -> Callable[[], float]:
-        """Start to time steps; return a function that returns their seconds in the runtime."""
-        call = self._decode
-        call.count_seconds()
-        return lambda: call.seconds
-
     @exclusive
     def prefill(self, tokens: Sequence[int], progress: Callable[[int, int], None] | None = None) -> int:
         """Append `tokens` in chunks, and return the argmax of the logits after them.
@@ -174,10 +168,7 @@ class Session:
         return np.stack(list(self.verified_rows())) if token is None else self._verified().call.logits(token)
 
     def verified_rows(self) -> Iterator[np.ndarray]:
-        """Return an iterator over the logits of the last `verify`, f32 `[vocab]` for each token.
-
-        The next call overwrites these logits.
-        """
+        """Iterate over the last `verify`'s logits, f32 `[vocab]`, which the next call overwrites."""
         last = self._verified()
         return (last.call.logits(row) for row in range(last.row + 1))
 
@@ -212,10 +203,7 @@ class Session:
 
     @exclusive
     def snapshot(self, ahead: int | None = None) -> Snapshot:
-        """Return what `restore` needs to return to this position after up to `ahead` more tokens.
-
-        ahead: by default, as many as the context allows.
-        """
+        """Return what `restore` needs after up to `ahead` more tokens; default: a full context."""
         ahead = self.context - self.position if ahead is None else ahead
         taken = Snapshot(self.position, tuple(state.save(self.position, ahead) for state in self._states))
         self._snapshots.add(taken)

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -20,7 +20,13 @@ Saved: TypeAlias = tuple[np.ndarray, int]
 
 
 class Positional:
-    """A state with a row for each position. `now` is the position of the sequence."""
+    """A state with a row for each position. `now` is the position of the sequence.
+
+    furthest: in a ring buffer, the position after the last row written, if the sequence was rewound
+    since then.
+    """
+
+    furthest = 0
 
     def __init__(self, array: np.ndarray, window: int):
         self.array, self.window = array, window
@@ -32,20 +38,25 @@ class Positional:
     def go_back(self, now: int, position: int) -> None:
         """Go back from `now` to `position`, which `can_return` allows."""
 
+    def load(self, rows: np.ndarray, position: int, furthest: int) -> None:
+        """Set the state to the `rows` of a sequence at `position`."""
+        self.array[:, :position] = rows[:, :position]
+
     def save(self, now: int, ahead: int) -> Saved | None:
         """Return what `restore` needs after up to `ahead` more tokens; None if it needs nothing."""
-        return None
+        return None if self.can_return(now + ahead, now) else (self.rows(now).copy(), self.furthest)
 
     def restore(self, now: int, position: int, saved: Saved | None) -> None:
         """Go back from `now` to the `position` at which `saved` was made."""
-        self.go_back(now, position)
+        if saved is None:
+            self.go_back(now, position)
+        else:
+            self.load(saved[0], position, saved[1])
 
-    def copy(self, other: Any, now: int, position: int, saved: Saved | None) -> None:
-        """Copy the state that `other`, whose position is `now`, had at `position`.
-
-        saved: what `other` saved at `position`, if it cannot go back there without it.
-        """
-        self.array[:, :position] = other.array[:, :position]
+    def copy(self, other: Positional, now: int, position: int, saved: Saved | None) -> None:
+        """Copy the state that `other`, now at `now`, had at `position`; `saved`: its snapshot."""
+        rows, furthest = saved or (other.array, max(other.furthest, now))
+        self.load(rows, position, furthest)
 
     def rows(self, position: int) -> np.ndarray:
         """Return a view of the rows of a sequence at `position`, for `take`."""
@@ -61,16 +72,11 @@ class Positional:
 
     def take(self, rows: np.ndarray, position: int) -> None:
         """Load the `rows` of another sequence at `position`, or later if `begins` allows it."""
-        self.array[:, :position] = rows[:, :position]
+        self.load(rows, position, position)
 
 
 class Window(Positional):
-    """A ring buffer of rows.
-
-    furthest: the position after the last row written, if the sequence was rewound since then.
-    """
-
-    furthest = 0
+    """A ring buffer of rows."""
 
     def can_return(self, now: int, position: int) -> bool:
         forgotten = max(self.furthest, now) - self.array.shape[1]
@@ -80,17 +86,10 @@ class Window(Positional):
         # The token at position 0 attends to no row.
         self.furthest = max(self.furthest, now) if position else 0
 
-    def save(self, now: int, ahead: int) -> Saved | None:
-        return None if self.can_return(now + ahead, now) else (self.array[:, :now].copy(), self.furthest)
-
-    def restore(self, now: int, position: int, saved: Saved | None) -> None:
-        if saved is None:
-            self.go_back(now, position)
-        else:
-            self._load(position, *saved)
-
-    def copy(self, other: Any, now: int, position: int, saved: Saved | None) -> None:
-        self._load(position, *(saved or (other.array, max(other.furthest, now))))
+    def load(self, rows: np.ndarray, position: int, furthest: int) -> None:
+        # A ring that has not wrapped uses only the rows before the position.
+        super().load(rows, position, furthest)
+        self.furthest = furthest
 
     def settled(self, position: int) -> bool:
         return self.furthest <= position
@@ -100,16 +99,11 @@ class Window(Positional):
 
     def take(self, rows: np.ndarray, position: int) -> None:
         # The writer's position is unknown, so assume the furthest position that `begins` allows.
-        self._load(position, rows, self._first_seen(position) + self.array.shape[1])
+        self.load(rows, position, self._first_seen(position) + self.array.shape[1])
 
     def _first_seen(self, position: int) -> int:
         """Return the first position that the token at `position` attends to."""
         return max(0, position - self.window + 1)
-
-    def _load(self, position: int, rows: np.ndarray, furthest: int) -> None:
-        """Copy the rows of the first `position` tokens, and set `furthest`."""
-        # A ring that has not wrapped uses only the rows before the position.
-        self.array[:, :position], self.furthest = rows[:, :position], furthest
 
 
 class Recurrent(Positional):
@@ -122,25 +116,14 @@ class Recurrent(Positional):
         if position == 0:
             self.array[:] = 0
 
-    def save(self, now: int, ahead: int) -> Saved | None:
-        return self.array.copy(), now
-
-    def restore(self, now: int, position: int, saved: Saved | None) -> None:
-        if saved is not None:
-            self.array[:] = saved[0]
-
-    def copy(self, other: Any, now: int, position: int, saved: Saved | None) -> None:
-        self.array[:] = other.array if saved is None else saved[0]
-        self.go_back(now, position)
+    def load(self, rows: np.ndarray, position: int, furthest: int) -> None:
+        self.array[:] = rows if position else 0
 
     def rows(self, position: int) -> np.ndarray:
         return self.array
 
     def begins(self, written: int, position: int) -> bool:
         return position == written
-
-    def take(self, rows: np.ndarray, position: int) -> None:
-        self.array[:] = rows
 
 
 KINDS: dict[str, type[Positional]] = {"positional": Positional, "window": Window, "recurrent": Recurrent}

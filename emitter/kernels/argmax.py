@@ -11,13 +11,11 @@ each workgroup: one row of logits [rows, vocab]
   out = index, or 0 where best is still -inf                                                     memory
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np
 
-from castiron.emitter.kernels.kernel import Kernel, write_kernel
+from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, largest_width
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import lane_max, tree
@@ -54,20 +52,20 @@ def argmax(vocab: int, *, isa: Isa, rows: int | None = None) -> Kernel:
         if full < vocab:
             top = block_max(full, vocab, largest_width(isa.lanes, vocab - full), 1)
             better = b.compare("ogt", top, best)
-            best, first = b.select(better, top, best), b.select(better, b.index(full), first)
+            best, first = b.select(better, top, best), b.select(better, full, first)
         last = b.min(b.add(first, BLOCK), vocab)
         # The loop runs backwards, so that it writes the lowest index last.
         with b.loop(0, b.sub(last, first), carry=[first]) as loop:
             at = b.sub(b.sub(last, 1), loop.index)
             equal = b.compare("oeq", b.load(logits, *lead, at), best)
-            loop.give(b.choose(equal, at, loop.values[0]))
+            loop.give(b.select(equal, at, loop.values[0]))
         found = b.compare("ogt", best, lowest)
-        b.store(b.to_i32(b.select(found, loop.results[0], b.index(0))), index, *lead)
+        b.store(b.to_i32(b.select(found, loop.results[0], 0)), index, *lead)
 
     def reference(logits: np.ndarray) -> dict[str, np.ndarray]:
         return {"index": np.array(np.argmax(np.where(np.isnan(logits), -np.inf, logits), -1), np.int32)}
 
-    return write_kernel(
+    return Kernel(
         f"argmax_{'x'.join(map(str, shape))}_{isa.name}_b{BLOCK}",
         {"logits": TensorType(shape, F32)},
         {"index": TensorType(shape[:-1], I32)},

@@ -8,14 +8,12 @@ each workgroup: a share of the tokens
       for j in depth: out[token, k + j] = panel[j, id % 16]                                      memory
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np
 
 from castiron.emitter.codecs import codec_of
-from castiron.emitter.kernels.kernel import Kernel, write_kernel
+from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.weights.packing import LANES, packed_shape, unpack
@@ -64,7 +62,7 @@ def embed(codec_name: str, vocab: int, hidden: int, T: int, *, isa: Isa) -> Kern
         row_blocks = unpack(codec_name, weight[rows // LANES], LANES * T, hidden)
         return {"y": row_blocks.reshape(T, LANES, hidden)[np.arange(T), rows % LANES]}
 
-    return write_kernel(
+    return Kernel(
         f"embed_{codec_name}_{T}_{vocab}x{hidden}_{isa.name}",
         operands,
         {"y": result},

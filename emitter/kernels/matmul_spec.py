@@ -1,17 +1,16 @@
 """The specification of a matmul of activations with packed weights, without tile sizes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
 
 from castiron.emitter.codecs import Codec, codec_of, row_bytes
-from castiron.emitter.kernels.epilogue import Epilogue
+from castiron.emitter.kernels.epilogue import ACTIVATIONS
 from castiron.emitter.kernels.mlir.body import number
 from castiron.emitter.kernels.mlir.vector_math import rms_normed
-from castiron.emitter.kernels.weights.packing import packed_shape, unpack
-from castiron.emitter.kernels.x_formats import EXACT, joined, nearest, of_bytes, rounded_types, split_type
+from castiron.emitter.kernels.round_x import of_bytes, rounded_types
+from castiron.emitter.kernels.split_x import EXACT, joined, nearest, split_type
+from castiron.emitter.kernels.weights.packing import LANES, packed_shape, unpack
 from castiron.emitter.types import F32, I8, I32, TensorType
 
 # How a kernel receives x.
@@ -28,10 +27,10 @@ class Matmul:
     """The specification of y = x W^T, for x [tokens, in] and a packed weight W [out, in].
 
     codec: name of the codec of W. rms_eps: epsilon of an RMS norm of x, for one token, or None.
-    glu: activation in act(gate) * up, or None; W then contains gate and up
-    (`Epilogue.weight_rows`). bias, residual: whether the kernel adds a bias or a residual to y.
-    length: whether a run-time length limits the real rows of x; later rows are padding, and their
-    results are zero. numerics: one of NUMERICS.
+    glu: activation in act(gate) * up, or None; row blocks of gate and of up then alternate in W,
+    gate first (`weights.packing.interleave_rows`). bias, residual: whether the kernel adds a bias
+    or a residual to y. length: whether a run-time length limits the real rows of x; later rows are
+    padding, and their results are zero. numerics: one of NUMERICS.
 
     experts: number of experts, whose weights are concatenated, or 0. With experts, `tokens` is the
     number of (token, expert) pairs, and each row of x has `per_row` consecutive pairs.
@@ -61,21 +60,25 @@ class Matmul:
         sizes = f"{self.codec}_{self.tokens}x{self.out_features}x{self.in_features}"
         if self.experts:
             sizes += f"_of{self.experts}by{self.per_row}"
+        numerics = f"_{self.numerics}" * (self.numerics != "exact")
         norm = "" if self.rms_eps is None else f"_rms{number(self.rms_eps)}"
-        return sizes + f"_{self.numerics}" * (self.numerics != "exact") + norm + self.epilogue.name + "_length" * self.length
+        glu = f"_{self.glu}" if self.glu else ""
+        flags = "_bias" * self.bias + "_residual" * self.residual + "_length" * self.length
+        return sizes + numerics + norm + glu + flags
 
     @property
     def format(self) -> Codec:
         return codec_of(self.codec)
 
     @property
-    def epilogue(self) -> Epilogue:
-        return Epilogue(self.bias, self.residual, self.glu)
+    def blocks_per_result(self) -> int:
+        """Return how many row blocks of W are read for 16 results: 2 with a GLU, otherwise 1."""
+        return 2 if self.glu else 1
 
     @property
     def weight_rows(self) -> int:
         """Return the number of rows of the packed weight; with experts, of one expert."""
-        return self.epilogue.weight_rows(self.out_features)
+        return -(-self.out_features // LANES) * 2 * LANES if self.glu else self.out_features
 
     @property
     def weight_shape(self) -> tuple[int, int, int]:
@@ -135,7 +138,11 @@ class Matmul:
             weights = weight.reshape(self.experts, *self.weight_shape)
             for pair in range(real):
                 dots[pair] = x[pair // self.per_row] @ self._unpacked(weights[given["chosen"][pair]]).T
-        y = self.epilogue.define(dots, self.out_features, given.get("bias"), given.get("residual"))
+        if self.glu is not None:
+            pairs = dots.reshape(self.tokens, -1, 2, LANES)
+            activated = ACTIVATIONS[self.glu][1](pairs[:, :, 0]) * pairs[:, :, 1]
+            dots = activated.reshape(self.tokens, -1)[:, : self.out_features]
+        y = (dots + given.get("bias", 0) + given.get("residual", 0)).astype(np.float32)
         y[real:] = 0
         return {"y": y}
 
@@ -157,7 +164,7 @@ class Matmul:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of operands and result, with the weights of at most one expert a pair."""
+        """Return the bytes of operands and result, with the weights of one expert for each pair."""
         types = self.operands() | self.results()
         weight = types.pop("weight").nbytes
         if self.experts:

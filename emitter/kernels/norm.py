@@ -7,17 +7,14 @@
         for d in hidden: out[row, d] = x * inverse * weight[d]      layer norm: (x - mean) and + bias[d]; memory
       for row >= length: out[row] = 0                               if `length` is given
 
-Each sum over a row uses up to four vector accumulators, whose lanes are added after the row.
-The second read of the row, for the result, hits the cache.
+Each sum over a row uses up to four vector accumulators.
 """
-
-from __future__ import annotations
 
 from functools import cache
 
 import numpy as np
 
-from castiron.emitter.kernels.kernel import Kernel, write_kernel
+from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.mlir.body import Body, Ssa, largest_width, number
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import inverse_rms, rms_normed, row_sum
@@ -70,7 +67,7 @@ def norm(kind: str, T: int, hidden: int, eps: float, *, isa: Isa, length: bool =
         y[:real] = rms_normed(wide, weight.astype(np.float64), eps) + given.get("bias", 0)
         return {"y": y}
 
-    return write_kernel(
+    return Kernel(
         f"{kind}_{T}x{hidden}_{number(eps)}" + "_bias" * bias + "_length" * length + f"_{isa.name}_r{ROWS}",
         operands,
         {"y": rows},

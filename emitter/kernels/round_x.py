@@ -6,23 +6,52 @@ each workgroup: `ROWS` rows of x [T, in]
     n = round(x / scale)                         to nearest, ties to even; 0 if the scale is almost 0
     y = four n in an i32, eight k in the order EVEN_ODD
     scales = scale
-    sums = scale * sum(n) if the codec has minima, otherwise sum(n)
+    sums = scale * sum(n) for each codec group if the codec has minima, otherwise sum(n)
 """
-
-from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
+
+from castiron.emitter import int8
 from castiron.emitter.codecs import Codec
 from castiron.emitter.int8 import GROUP
-from castiron.emitter.kernels.kernel import Kernel, write_kernel
+from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, batches
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import as_bytes, lane_sums, low_bytes, numbers_of, tree
-from castiron.emitter.kernels.x_formats import EVEN_ODD, rounded, rounded_types
-from castiron.emitter.types import F32, TensorType
+from castiron.emitter.types import F32, I32, TensorType
 
+# Masking a word of eight 4-bit codes once gives four bytes: codes 0, 2, 4, 6; shifted, 1, 3, 5, 7 (`weights.records`).
+EVEN_ODD = (0, 2, 4, 6, 1, 3, 5, 7)
 ROWS = 4  # rows that a workgroup takes
+
+
+def rounded_types(rows: int, in_features: int, codec: Codec) -> dict[str, TensorType]:
+    """Return the types of the results of `round_x` for x [rows, in] and weights of a codec."""
+    return {
+        "y": TensorType((rows, in_features // 4), I32),
+        "scales": TensorType((rows, in_features // GROUP), F32),
+        "sums": TensorType((rows, in_features // codec.group), F32 if codec.minimum else I32),
+    }
+
+
+def rounded(x: np.ndarray, codec: Codec) -> dict[str, np.ndarray]:
+    """Quantise x [rows, in] to int8 in NumPy: the reference of the kernel `round_x`."""
+    numbers, scales = int8.as_bytes(x.astype(np.float32).reshape(len(x), -1, GROUP))
+    ordered = numbers.reshape(-1, 8)[:, EVEN_ODD].astype(np.int8)
+    sums = numbers.reshape(len(x), -1, codec.group).sum(axis=2)
+    if codec.minimum:
+        sums = sums * np.repeat(scales, GROUP // codec.group, axis=1)
+    types = rounded_types(len(x), x.shape[1], codec)
+    return {"y": ordered.reshape(len(x), -1).view("<i4"), "scales": scales, "sums": sums.astype(types["sums"].dtype.numpy)}
+
+
+def of_bytes(words: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return int8 x as f64 [rows, in], from the results y (`words`) and `scales` of `round_x`."""
+    numbers = np.ascontiguousarray(words).view(np.int8).reshape(-1, 8)[:, np.argsort(EVEN_ODD)]
+    groups = numbers.astype(np.float64).reshape(*scales.shape, GROUP)
+    return (groups * scales[..., None]).reshape(len(words), -1)
 
 
 @cache
@@ -46,7 +75,7 @@ def round_x(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
             _store_bytes(b, shifted, y, t.index, b.div(start, 4))
 
     kind = f"by{codec.group}{'f32' if codec.minimum else 'i32'}"
-    return write_kernel(
+    return Kernel(
         f"round_x_{rows}x{in_features}_{kind}_{isa.name}",
         {"x": TensorType((rows, in_features), F32)},
         rounded_types(rows, in_features, codec),

@@ -6,21 +6,67 @@ each workgroup: a tile of up to 16 rows of x [T, in]
     for piece:
       pieces = pairs of the high 16 bits of x, or of the nearest bf16 if there is one piece
       x -= the piece
-"""
 
-from __future__ import annotations
+An i32 contains a pair of k, the even k in the lower half. Rows and k are padded with zeros to
+complete tiles, of up to 16 rows, and steps of 32 k.
+"""
 
 from functools import cache
 
 import numpy as np
 
-from castiron.emitter.kernels.kernel import Kernel, write_kernel
+from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.mlir.bf16_pairs import pieces
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import lane_sums
-from castiron.emitter.kernels.x_formats import DEPTH, HALF, split, split_type, tile_rows
-from castiron.emitter.types import F32, TensorType
+from castiron.emitter.types import F32, I32, TensorType
+
+EXACT = 3  # number of bf16 that represent an f32 exactly
+ROWS = 16  # maximum rows of a tile
+DEPTH = 32  # k of a step
+HALF = DEPTH // 2
+
+
+def tile_rows(rows: int) -> int:
+    return min(ROWS, rows)
+
+
+def split_type(rows: int, in_features: int, count: int) -> TensorType:
+    """Return the type [count, tiles, steps of 32 k, rows of a tile, 16 pairs of k] of `split_x`."""
+    tile = tile_rows(rows)
+    return TensorType((count, -(-rows // tile), -(-in_features // DEPTH), tile, HALF), I32)
+
+
+def _cut(x: np.ndarray) -> np.ndarray:
+    """Truncate each f32 to bf16, its upper 16 bits; return the bf16 as f32."""
+    return (x.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def nearest(x: np.ndarray) -> np.ndarray:
+    """Return the bf16 nearest to each f32, ties away from zero, as f32."""
+    return _cut((np.ascontiguousarray(x, np.float32).view(np.uint32) + np.uint32(0x8000)).view(np.float32))
+
+
+def split(x: np.ndarray, count: int) -> np.ndarray:
+    """Split x [rows, in] into `count` bf16 in NumPy: the reference of the kernel `split_x`."""
+    parts, rest = [], x.astype(np.float32)
+    for _ in range(count):
+        parts.append(_cut(rest) if count > 1 else nearest(rest))
+        rest = rest - parts[-1]
+    _, tiles, steps, tile, _ = split_type(len(x), x.shape[1], count).shape
+    filled = np.zeros((count, tiles * tile, steps * DEPTH), np.uint16)
+    filled[:, : len(x), : x.shape[1]] = np.stack(parts).view(np.uint32) >> 16
+    words = filled.view("<i4").reshape(count, tiles, tile, steps, HALF)
+    return np.ascontiguousarray(words.transpose(0, 1, 3, 2, 4))
+
+
+def joined(words: np.ndarray, rows: int, in_features: int) -> np.ndarray:
+    """Return x as f64 [rows, in] from the result of `split_x`: add the bf16 of each element."""
+    count, tiles, steps, tile, _ = words.shape
+    halves = np.ascontiguousarray(words.transpose(0, 1, 3, 2, 4)).view(np.uint16).reshape(count, tiles * tile, steps * DEPTH)
+    values = (halves.astype(np.uint32) << 16).view(np.float32).astype(np.float64).sum(axis=0)
+    return values[:rows, :in_features]
 
 
 @cache
@@ -72,7 +118,7 @@ def split_x(rows: int, in_features: int, count: int, group: int = 0, *, isa: Isa
             found["sums"] = x.reshape(rows, -1, group).sum(axis=2, dtype=np.float64).astype(np.float32)
         return found
 
-    return write_kernel(
+    return Kernel(
         f"split_x_{rows}x{in_features}_{count}{f'_by{group}' if group else ''}_{isa.name}",
         {"x": TensorType((rows, in_features), F32)},
         results,

@@ -10,14 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
 from castiron.emitter import ops
 from castiron.emitter.ir import Module, Op, Value
 from castiron.emitter.lowering.rewrite import Rule, rewrite
-from castiron.emitter.types import F32, EmitError
-
-LARGEST = float(np.finfo(np.float32).max)
+from castiron.emitter.types import F32, LARGEST, EmitError
 
 
 def multiply(op: Op, a: Value, b: Value) -> Value:

@@ -65,6 +65,8 @@ class _Heads:
 
 
 class _Uses:
+    """The producer and uses of each value of a function, and the fusions found so far."""
+
     def __init__(self, function: Graph) -> None:
         self.producer = {value: op for op in function.ops for value in op.results}
         self.uses = users(function)
@@ -88,10 +90,7 @@ class _Uses:
 
 
 def fuse(function: Graph, norm_limit: int) -> Graph:
-    """Return a copy of the function with all fusions applied.
-
-    norm_limit: the widest RMS norm, in elements of a row, that is fused into a matmul.
-    """
+    """Return a copy of the function with all fusions; norms over `norm_limit` features stay."""
     graph = _Uses(function)
     for op in function.ops:
         if op.kind == "attention":

@@ -38,10 +38,7 @@ from castiron.emitter.types import F32, I32, TensorType
 
 @dataclass
 class Context:
-    """The state that the lowering rules share.
-
-    counters: the current value of the counters of attention kernels, by tensor type.
-    """
+    """The state that the lowering rules share; `counters`: those of attention kernels, by type."""
 
     isa: Isa
     threads: int
@@ -54,11 +51,9 @@ class Context:
 
 
 def _length(rows: int) -> Value | None:
-    """Return the number of rows that are not padding, or None if there is only one row.
-
-    It is a constant if there is no padding, so that all functions with as many rows share kernels.
-    """
+    """Return the number of rows that are not padding, or None if there is only one row."""
     length = current_function().length
+    # A constant if there is no padding, so that all functions with as many rows share kernels.
     return None if rows == 1 else ops.constant(rows, I32, ()) if length is None else length
 
 
@@ -183,7 +178,7 @@ def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> V
 
 
 def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple[Tokens, dict[str, Value]]:
-    """Return the tokens of a recurrent layer, and its operand with their positions or number."""
+    """Return a recurrent kernel's `Tokens`, and its operand with their positions or number."""
     if op.attrs["mode"] == "batch":
         return Tokens(count, state.shape[0], batch=True), {"positions": numbers[0]}
     length = numbers[1:] if count > 1 else ()
@@ -191,10 +186,7 @@ def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple
 
 
 def _columns(x: Value) -> tuple[Value, Columns]:
-    """Return a value [T, width] and its columns that contain x [T, ...].
-
-    If x is a slice, the value is the sliced operand, so that no copy is needed.
-    """
+    """Return the value [T, width] that x [T, ...] is sliced from, if any, and the columns of x."""
     tokens, first, made = x.shape[0], 0, current_function().ops
     rows = x
     while op := next((op for op in reversed(made) if rows in op.results), None):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,31 +15,16 @@ from castiron.emitter.kv_cache import CACHES, SCALE_BYTES, Cache
 from castiron.emitter.types import F32, I8, I32
 
 
-@dataclass(frozen=True)
-class _Attention:
-    """Attention of the tokens of one sequence from position `start` on, over `layer` of its caches.
-
-    sinks: [heads]. length: number of real tokens in a prefill; in a batch, 1 if the sequence is
-    active and 0 if it is idle.
-    """
-
-    op: Op
-    sinks: Value | None
-    layer: int
-    start: Value
-    length: Value | None
-
-
 def attention(
     op: Op, q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value, start: Value, *rest: Any
 ) -> tuple[Value, ...]:
     """Return the result and the caches of attention; rest: (length of a prefill), (sinks)."""
     *given, stored = rest if op.attrs["sinks"] else (*rest, None)
     sinks = stored.value() if stored is not None else None
-    attend: Callable[..., tuple[Value, Value, Value]] = _over_ring if op.attrs["cache"] == "window" else _over_positions
+    over = _over_ring if op.attrs["cache"] == "window" else _over_positions
+    attend: Callable[..., tuple[Value, Value, Value]] = partial(over, op, sinks)
     if op.attrs["mode"] != "batch":
-        own = _Attention(op, sinks, op.attrs["layer"], start, given[0] if given else None)
-        return attend(own, q, k, v, k_cache, v_cache)
+        return attend(op.attrs["layer"], start, given[0] if given else None, q, k, v, k_cache, v_cache)
     sequences = q.shape[0]
     layers, outs = k_cache.shape[0] // sequences, []
     for i in range(sequences):
@@ -49,8 +34,7 @@ def attention(
         runs = ops.compare("GE", position, ops.constant(0, I32, ()))
         one = ops.select(runs, ops.constant(1, I32, ()), ops.constant(0, I32, ()))
         position = ops.maximum(position, ops.constant(0, I32, ()))
-        own = _Attention(op, sinks, i * layers + op.attrs["layer"], position, one)
-        out, k_cache, v_cache = attend(own, *rows, k_cache, v_cache)
+        out, k_cache, v_cache = attend(i * layers + op.attrs["layer"], position, one, *rows, k_cache, v_cache)
         outs.append(out)
     return ops.concatenate(outs, 0), k_cache, v_cache
 
@@ -67,9 +51,15 @@ def _with_layer(cache: Value, layer: int, rows: Value, first: Value) -> Value:
     return ops.dynamic_update_slice(cache, ops.reshape(rows, (1, *rows.shape)), at)
 
 
-def _over_positions(a: _Attention, q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value) -> tuple[Value, Value, Value]:
-    """Compute attention over caches of every position; rows of padding are never read."""
-    op, layer, start, length = a.op, a.layer, a.start, a.length
+def _over_positions(
+    op: Op, sinks: Value | None, layer: int, start: Value, length: Value | None,
+    q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value,
+) -> tuple[Value, Value, Value]:  # fmt: skip
+    """Compute attention of one sequence over `layer` of caches of every position.
+
+    length: number of real tokens from `start` on, None if all are; 0 for an idle sequence of a
+    batch. Rows of padding are never read.
+    """
     tokens, context, stored = q.shape[0], k_cache.shape[1], CACHES[op.attrs["storage"]]
     k, v = _rounded(k, stored), _rounded(v, stored)
     if op.attrs["mode"] == "batch" and length is not None:
@@ -81,7 +71,7 @@ def _over_positions(a: _Attention, q: Value, k: Value, v: Value, k_cache: Value,
     else:
         seen = _seen(_positions(start, shape), ops.iota(shape, 1), op.attrs["window"])
     cached_k, cached_v = (_widened(_of_layer(cache, layer), stored) for cache in (k_cache, v_cache))
-    return _attend(op, a.sinks, q, cached_k, cached_v, seen), k_cache, v_cache
+    return _attend(op, sinks, q, cached_k, cached_v, seen), k_cache, v_cache
 
 
 def _rounded(x: Value, stored: Cache) -> Value:
@@ -119,9 +109,11 @@ def _stored_or_new(new: Value, cache: Value, layer: int, start: Value, length: V
     return ops.select(runs, new, ops.reshape(old, new.shape))
 
 
-def _over_ring(a: _Attention, q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value) -> tuple[Value, Value, Value]:
-    """Append the real tokens to ring buffers, and compute attention over them."""
-    op, layer, start, length = a.op, a.layer, a.start, a.length
+def _over_ring(
+    op: Op, sinks: Value | None, layer: int, start: Value, length: Value | None,
+    q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value,
+) -> tuple[Value, Value, Value]:  # fmt: skip
+    """Append the `length` real tokens of one sequence to ring buffers, and attend to them."""
     tokens, rows, stored = q.shape[0], k_cache.shape[1], CACHES[op.attrs["storage"]]
     every = ops.constant(tokens, I32, ())
     # Each row gets its last real position, if that position is new.
@@ -140,7 +132,7 @@ def _over_ring(a: _Attention, q: Value, k: Value, v: Value, k_cache: Value, v_ca
     position = ops.broadcast_in_dim(_ring_positions(ops.add(start, every), rows), (tokens, rows), (1,))
     taken = ops.compare("GE", position, ops.constant(0, I32, position.shape))
     seen = ops.and_(taken, _seen(_positions(start, position.shape), position, op.attrs["window"]))
-    out = _attend(op, a.sinks, q, _widened(cached_k, stored), _widened(cached_v, stored), seen)
+    out = _attend(op, sinks, q, _widened(cached_k, stored), _widened(cached_v, stored), seen)
     zero = ops.constant(0, I32, ())
     return out, _with_layer(k_cache, layer, cached_k, zero), _with_layer(v_cache, layer, cached_v, zero)
 

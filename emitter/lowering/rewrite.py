@@ -12,10 +12,7 @@ Rule = Callable[..., Any]
 
 
 def rewrite(function: Graph, rules: Mapping[str, Rule], into: Module) -> None:
-    """Add a copy of `function` to the module `into`, without unused operations.
-
-    rules: by kind of operation; operations of other kinds are copied unchanged.
-    """
+    """Add a copy of `function` to `into`; `rules` replace operations, by kind of operation."""
     inputs = [Value(v.type, v.name) for v in function.inputs]
     mapped: dict[Value, Any] = dict(zip(function.inputs, inputs))
     length = None if function.length is None else mapped[function.length]
@@ -29,16 +26,11 @@ def rewrite(function: Graph, rules: Mapping[str, Rule], into: Module) -> None:
             mapped.update(zip(op.results, results if isinstance(results, tuple) else (results,), strict=True))
     outputs = {name: mapped[v] for name, v in zip(function.output_names, function.outputs)}
     copy.returns({i: mapped[v] for i, v in function.storage.items()}, **outputs)
-    drop_dead(copy)
-    into.functions[copy.name] = copy
-
-
-def drop_dead(function: Graph) -> None:
-    """Remove operations whose results are unused."""
-    live = set(function.outputs)
-    live_ops = []
-    for op in reversed(function.ops):
+    # Operations whose results are unused are dropped.
+    live, live_ops = set(copy.outputs), []
+    for op in reversed(copy.ops):
         if live.intersection(op.results):
             live.update(op.operands)
             live_ops.append(op)
-    function.ops = live_ops[::-1]
+    copy.ops = live_ops[::-1]
+    into.functions[copy.name] = copy

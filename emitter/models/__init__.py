@@ -17,7 +17,7 @@ from typing import Any
 from castiron.emitter import ops
 from castiron.emitter.abi import ROLES, State, functions, ring_rows
 from castiron.emitter.ir import Graph, Value, current_function
-from castiron.emitter.kv_cache import cut_to_rings, kv_cache, layer_caches, stored_as
+from castiron.emitter.kv_cache import cut_to_rings, layer_caches, stored_as
 from castiron.emitter.layers import argmax
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.pooling import Pooling
@@ -116,7 +116,7 @@ def is_bidirectional(c: Any) -> bool:
 def _states(model: ModuleType, c: Any, context: int, max_width: int, pooling: Pooling | None) -> list[State]:
     if is_bidirectional(c):
         # A complete text needs the rows of one layer only, which the next layer overwrites.
-        return [*kv_cache(1, context, c.kv_heads, c.head_dim)]
+        return [*layer_caches({0: None}, context, c.kv_heads, c.head_dim)]
     of_pooling = pooling.states(c.hidden) if pooling else ()
     if hasattr(model, "states"):
         return [*model.states(c, context), *of_pooling]

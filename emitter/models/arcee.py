@@ -3,7 +3,7 @@
 from castiron.emitter.ir import Value
 from castiron.emitter.layers import activation, linear
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
-from castiron.emitter.models.decoder import decoder, pre_norm_block
+from castiron.emitter.models.decoder import decoder, residual_block
 from castiron.emitter.models.llama import Config, self_attention
 from castiron.emitter.step import Step
 
@@ -24,4 +24,4 @@ def mlp(step: Step, c: Config, layer: int, x: Value) -> Value:
 
 
 def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, pre_norm_block(self_attention, mlp))
+    return decoder(step, c, residual_block(self_attention, mlp))

@@ -79,9 +79,8 @@ class ConfigReader:
     def take(self, key: str, default: Any = ..., kinds: type | tuple[type, ...] = (int,), minimum: int = 1) -> Any:
         """Return the value of `key`, or `default` if it is absent or null.
 
-        Raise EmitError if there is neither, if the value has none of the types `kinds`, or if it is
-        invalid: an integer below `minimum`, a float outside f32 or not above zero for keys in
-        `POSITIVE`, a list of other things than strings or numbers, or an invalid rope entry.
+        Raise EmitError if there is neither, or if the value is not one of `kinds`, below `minimum`
+        or otherwise invalid (`_problem`, `check_entry`).
         """
         self._taken.add(key)
         value = self.config.get(key)
@@ -181,8 +180,7 @@ class ConfigReader:
     def rotary(self, head_dim: int, max_positions: int, theta: float = 10000.0, partial: float | None = None) -> Rotary:
         """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
 
-        theta: HF's default of `rope_theta`. partial: HF's default share of a head that is rotated;
-        None if the family always rotates complete heads.
+        theta: HF's default. partial: HF's default share of a head to rotate, None if always 1.
         """
         entry = self.take("rope_scaling", None, dict) or self.take("rope_parameters", None, dict) or {}
         self._taken |= {"rope_parameters", "rope_scaling"}
@@ -192,21 +190,23 @@ class ConfigReader:
             raise self._error("partial_rotary_factor", f"is {shorten(share)}; this family rotates complete heads")
         return self.frequencies(entry, int(head_dim * share), max_positions, self.number("rope_theta", theta))
 
-    def rotaries(self, head_dim: int, max_positions: int, full: float, sliding: float) -> tuple[Rotary, Rotary]:
+    def rotaries(self, head_dims: Sequence[int], max_positions: int, full: Mapping, sliding: Mapping) -> tuple[Rotary, Rotary]:
         """Read the frequencies of layers with full attention, and of those with a sliding window.
 
-        `rope_parameters` has an entry for each; before transformers 5, `rope_scaling` applied to
-        full attention. full, sliding: the defaults of `rope_theta` in the two entries.
+        head_dims: of the two types of layers. full, sliding: HF's default entries. Before
+        transformers 5, `rope_scaling` was the entry of full attention.
         """
-        nested = self.take("rope_parameters", {}, dict)
-        entries = [nested.get(kind) or {} for kind in (FULL, SLIDING)]
-        if not all(isinstance(entry, dict) for entry in entries):
+        nested, defaults = self.take("rope_parameters", {}, dict), (full, sliding)
+        if nested and set(nested) != {FULL, SLIDING}:
+            raise self._error("rope_parameters", f"must have the keys {FULL!r} and {SLIDING!r} only")
+        entries = [nested.get(kind) or default for kind, default in zip((FULL, SLIDING), defaults)]
+        if not all(isinstance(entry, Mapping) for entry in entries):
             raise self._error("rope_parameters", "must have an object for each type of layer")
         entries[0] = {**entries[0], **self.take("rope_scaling", {}, dict)}
-        if set(nested) - {FULL, SLIDING}:
-            raise self._error("rope_parameters", f"must have the keys {FULL!r} and {SLIDING!r} only")
-        thetas = zip(entries, (full, sliding))
-        of_full, of_sliding = (self.frequencies(entry, head_dim, max_positions, theta) for entry, theta in thetas)
+        of_full, of_sliding = (
+            self.frequencies(entry, head_dim, max_positions, default["rope_theta"])
+            for entry, head_dim, default in zip(entries, head_dims, defaults)
+        )
         return of_full, of_sliding
 
     def frequencies(self, entry: Mapping, rotary_dim: int, max_positions: int, theta: float) -> Rotary:
@@ -230,9 +230,9 @@ class ConfigReader:
     ) -> C:
         """Return an instance of the family's dataclass `config`.
 
-        A field gets its value from `own`, else from `readers` below, else from the config key with
-        the field's name; the field's default is the key's. positions, theta, partial: HF's defaults
-        of `max_position_embeddings` (`...`: the key is required), `rope_theta` and
+        A field that is not in `own` is read from the config: by `readers` below, or, if the field
+        has a default, from the key of its name. positions, theta, partial: HF's defaults of
+        `max_position_embeddings` (`...`: the key is required), `rope_theta` and
         `partial_rotary_factor`.
         """
         hidden = own.get("hidden") or self.take("hidden_size")
@@ -250,6 +250,8 @@ class ConfigReader:
             "eps": lambda: self.number("rms_norm_eps", 1e-6),
             "hidden_act": lambda: self.choice("hidden_act", ACTIVATION_NAMES, "silu"),
             "tied": lambda: self.flag("tie_word_embeddings", False),
+            "attention_bias": lambda: False,
+            "mlp_bias": lambda: False,
             "rotary": lambda: self.rotary(head_dim, self.take("max_position_embeddings", positions), theta, partial),
             "windows": lambda: [None] * layers,
             "bidirectional": lambda: False,
@@ -258,17 +260,16 @@ class ConfigReader:
             bool: self.flag, int: self.take, float: self.number, tuple: self.numbers,
         }  # fmt: skip
         for field in fields(config):  # type: ignore[arg-type]
-            if field.name in readers and field.name not in own:
-                own[field.name] = readers[field.name]()
-            elif field.default is not MISSING and field.name not in own:
+            if field.name in own:
+                continue
+            if field.default is not MISSING:
                 own[field.name] = kinds[type(field.default)](field.name, field.default)
+            elif field.name in readers:
+                own[field.name] = readers[field.name]()
         return config(**own)
 
     def finish(self) -> tuple[str, ...]:
-        """Return the unread keys that have no effect, without those in `IGNORABLE`.
-
-        Raise EmitError if any other key is unread.
-        """
+        """Return the unread keys, except `IGNORABLE`; raise EmitError if one has an effect."""
         rest = sorted(set(self.config) - self._taken - IGNORABLE)
         if unknown := [shorten(key, 60) for key in rest if self._has_effect(key)]:
             more = f" and {len(unknown) - _MAX_KEYS_IN_ERROR} more" * (len(unknown) > _MAX_KEYS_IN_ERROR)

@@ -41,9 +41,15 @@ class ModelConfig:
 
 
 class DecoderConfig(ModelConfig):
-    """The config of a decoder. tied: whether the head uses the embedding's weight."""
+    """The config of a decoder. tied: whether the head uses the embedding's weight.
+
+    attention_bias, mlp_bias: whether linear layers have biases. They are False in a family that
+    does not declare them again with a default, which makes `ConfigReader.read` read the keys.
+    """
 
     tied: bool
+    attention_bias: bool
+    mlp_bias: bool
     rotary: Rotary
 
     @property
@@ -75,17 +81,12 @@ class HybridConfig(DecoderConfig):
 
     layer_types: tuple[str, ...]
 
-    def count(self, kind: str) -> int:
-        """Return the number of layers of a type, which is dimension 0 of their states."""
-        return self.layer_types.count(kind)
-
-    def slot(self, layer: int) -> int:
-        """Return the index of a layer among the layers of its type."""
-        return self.layer_types[:layer].count(self.layer_types[layer])
+    def of_type(self, kind: str) -> tuple[int, ...]:
+        """Return the layers of a type, in order."""
+        return tuple(layer for layer, own in enumerate(self.layer_types) if own == kind)
 
 
 C = TypeVar("C", bound=DecoderConfig)
-H = TypeVar("H", bound=HybridConfig)
 # A function from (step, config, layer, x [T, hidden], tables) to [T, hidden]: a block, or the attention in it.
 Block: TypeAlias = Callable[[Step, C, int, Value, Any], Value]
 # A function from (step, config, layer, x [T, hidden]) to [T, hidden].
@@ -95,74 +96,46 @@ Norm: TypeAlias = Callable[[Step, Value, str, float], Value]
 
 
 def mlp(step: Step, c: DecoderConfig, layer: int, x: Value) -> Value:
-    """Apply Llama's gated MLP, without biases."""
-    return gated_mlp(step, x, c.intermediate, c.hidden_act)
+    """Apply Llama's gated MLP."""
+    return gated_mlp(step, x, c.intermediate, c.hidden_act, c.mlp_bias)
 
 
-def pre_norm_block(self_attention: Block[C], mlp: Mlp[C], norm: Norm = rms_norm, mlp_name: str = "mlp") -> Block[C]:
-    """Return a block with norms before attention and MLP, as in Llama."""
-
-    def block(step: Step, c: C, layer: int, x: Value, tables: Any) -> Value:
-        h = norm(step, x, "input_layernorm", c.eps)
-        with scope("self_attn"):
-            x = add(x, self_attention(step, c, layer, h, tables))
-        h = norm(step, x, "post_attention_layernorm", c.eps)
-        with scope(mlp_name):
-            return add(x, mlp(step, c, layer, h))
-
-    return block
+# Names of a block's norms: before and after attention, before and after the MLP; None where there is none.
+Norms: TypeAlias = tuple[str | None, str | None, str | None, str | None]
+PRE_NORM: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
+POST_NORM: Norms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+SANDWICH_NORM: Norms = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)  # fmt: skip
 
 
-def post_norm_block(self_attention: Block[C], mlp: Mlp[C]) -> Block[C]:
-    """Return a block with norms after attention and MLP, as in OLMo 2."""
-
-    def block(step: Step, c: C, layer: int, x: Value, tables: Any) -> Value:
-        with scope("self_attn"):
-            h = self_attention(step, c, layer, x, tables)
-        x = add(x, rms_norm(step, h, "post_attention_layernorm", c.eps))
-        with scope("mlp"):
-            h = mlp(step, c, layer, x)
-        return add(x, rms_norm(step, h, "post_feedforward_layernorm", c.eps))
-
-    return block
-
-
-def sandwich_norm_block(self_attention: Block[C], mlp: Mlp[C], norm: Norm) -> Block[C]:
-    """Return a block with norms before and after attention and MLP, as in Gemma 2."""
-
-    def block(step: Step, c: C, layer: int, x: Value, tables: Any) -> Value:
-        h = norm(step, x, "input_layernorm", c.eps)
-        with scope("self_attn"):
-            h = self_attention(step, c, layer, h, tables)
-        x = add(x, norm(step, h, "post_attention_layernorm", c.eps))
-        h = norm(step, x, "pre_feedforward_layernorm", c.eps)
-        with scope("mlp"):
-            h = mlp(step, c, layer, h)
-        return add(x, norm(step, h, "post_feedforward_layernorm", c.eps))
-
-    return block
-
-
-def hybrid_block(
-    mixers: Mapping[str, tuple[str, Block[H]]],
-    mlp: Mlp[H],
+def residual_block(
+    mixers: Block[C] | Mapping[str, tuple[str, Block[Any]]],
+    mlp: Mlp[C],
+    norms: Norms = PRE_NORM,
     norm: Norm = rms_norm,
-    names: tuple[str, str, str] = ("input_layernorm", "post_attention_layernorm", "mlp"),
-) -> Block[H]:
-    """Return a block with norms before mixer and MLP, in which the layer's type selects the mixer.
+    mlp_name: str = "mlp",
+) -> Block[C]:
+    """Return a block that adds the result of attention to x, then that of an MLP.
 
-    mixers: maps a layer's type to the name and function of its attention or recurrence. names: of
-    the first norm, the second norm and the MLP.
+    norms: `PRE_NORM` as in Llama, `POST_NORM` as in OLMo 2, `SANDWICH_NORM` as in Gemma 2, or other
+    names. mixers: the attention of every layer, called `self_attn`; or a mapping from each type of
+    layer in `HybridConfig.layer_types` to the name and function of its attention or recurrence.
     """
 
-    def block(step: Step, c: H, layer: int, x: Value, tables: Any) -> Value:
-        mixer_name, mixer = mixers[c.layer_types[layer]]
-        h = norm(step, x, names[0], c.eps)
-        with scope(mixer_name):
-            x = add(x, mixer(step, c, layer, h, tables))
-        h = norm(step, x, names[1], c.eps)
-        with scope(names[2]):
-            return add(x, mlp(step, c, layer, h))
+    def residual(step: Step, c: C, x: Value, name: str, branch: Callable[[Value], Value], names: Sequence[str | None]) -> Value:
+        before, after = names
+        h = x if before is None else norm(step, x, before, c.eps)
+        with scope(name):
+            h = branch(h)
+            if after is None:
+                return add(x, h)
+        return add(x, norm(step, h, after, c.eps))
+
+    def block(step: Step, c: Any, layer: int, x: Value, tables: Any) -> Value:
+        name, mixer = mixers[c.layer_types[layer]] if isinstance(mixers, Mapping) else ("self_attn", mixers)
+        x = residual(step, c, x, name, lambda h: mixer(step, c, layer, h, tables), norms[:2])
+        return residual(step, c, x, mlp_name, lambda h: mlp(step, c, layer, h), norms[2:])
 
     return block
 

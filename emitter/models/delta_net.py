@@ -6,7 +6,7 @@ from typing import Any
 
 from castiron.emitter.abi import State
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.kv_cache import kv_cache
+from castiron.emitter.kv_cache import layer_caches
 from castiron.emitter.layers import (
     activation,
     attention,
@@ -21,7 +21,7 @@ from castiron.emitter.layers import (
     split_heads,
 )
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import Block, HybridConfig, Mlp, decoder, hybrid_block
+from castiron.emitter.models.decoder import Block, HybridConfig, Mlp, decoder, residual_block
 from castiron.emitter.ops import add, broadcast_in_dim, logistic, multiply, reshape, slice_
 from castiron.emitter.recurrences import causal_conv, gated_delta
 from castiron.emitter.step import Step
@@ -76,10 +76,10 @@ class MoeConfig(DeltaConfig):
 
 
 def states(c: DeltaConfig, context: int) -> tuple[State, ...]:
-    layers = c.count(LINEAR)
-    conv = State("conv", (layers, c.conv_positions - 1, 2 * c.keys + c.values), kind="recurrent")
-    delta = State("delta", (layers, c.value_heads, c.key_dim, c.value_dim), kind="recurrent")
-    return (*kv_cache(c.count(FULL), context, c.kv_heads, c.head_dim), conv, delta)
+    layers = c.of_type(LINEAR)
+    conv = State("conv", (len(layers), c.conv_positions - 1, 2 * c.keys + c.values), "recurrent", layers=layers)
+    delta = State("delta", (len(layers), c.value_heads, c.key_dim, c.value_dim), "recurrent", layers=layers)
+    return (*layer_caches(dict.fromkeys(c.of_type(FULL)), context, c.kv_heads, c.head_dim), conv, delta)
 
 
 def self_attention(step: Step, c: DeltaConfig, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
@@ -89,7 +89,7 @@ def self_attention(step: Step, c: DeltaConfig, layer: int, x: Value, tables: tup
     v = split_heads(linear(step, x, "v_proj", c.kv_heads * c.head_dim, c.attention_bias), c.kv_heads)
     q, k = rms_norm_plus_one(step, split_heads(q, c.heads), "q_norm", c.eps), rms_norm_plus_one(step, k, "k_norm", c.eps)
     q, k = rope(step, q, tables), rope(step, k, tables)
-    out = attention(step, c.slot(layer), q, k, v, scale=c.head_dim**-0.5)
+    out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5)
     return linear(step, multiply(out, logistic(gate)), "o_proj", c.hidden, c.attention_bias)
 
 
@@ -99,11 +99,11 @@ def delta_net(step: Step, c: DeltaConfig, layer: int, qkv: Value, z: Value, a: V
     qkv: q, k and v before the convolution, [T, 2 keys + values]. z: the output gate, [T, values].
     a, b: [T, value_heads], as in `gated_delta`.
     """
-    slot, tokens = c.slot(layer), qkv.shape[0]
-    qkv = activation(causal_conv(step, slot, qkv, "conv1d", bias=False), c.hidden_act)
+    tokens = qkv.shape[0]
+    qkv = activation(causal_conv(step, layer, qkv, "conv1d", bias=False), c.hidden_act)
     q, k = (split_heads(slice_(qkv, (0, i * c.keys), (tokens, (i + 1) * c.keys)), c.key_heads) for i in range(2))
     v = split_heads(slice_(qkv, (0, 2 * c.keys), qkv.shape), c.value_heads)
-    out = rms_norm(step, gated_delta(step, slot, q, k, v, a, b), "norm", c.eps)
+    out = rms_norm(step, gated_delta(step, layer, q, k, v, a, b), "norm", c.eps)
     out = multiply(out, activation(split_heads(z, c.value_heads), "silu"))
     return linear(step, reshape(out, (tokens, c.values)), "out_proj", c.hidden)
 
@@ -111,7 +111,7 @@ def delta_net(step: Step, c: DeltaConfig, layer: int, qkv: Value, z: Value, a: V
 def delta_decoder(step: Step, c: DeltaConfig, linear_attn: Block[Any], mlp: Mlp[Any]) -> Value:
     """Return the logits of a decoder whose mixers are `linear_attn` and gated attention."""
     mixers = {FULL: ("self_attn", self_attention), LINEAR: ("linear_attn", linear_attn)}
-    return decoder(step, c, hybrid_block(mixers, mlp, rms_norm_plus_one), rms_norm_plus_one)
+    return decoder(step, c, residual_block(mixers, mlp, norm=rms_norm_plus_one), rms_norm_plus_one)
 
 
 def sparse_mlp(step: Step, c: MoeConfig, layer: int, x: Value) -> Value:

@@ -1,19 +1,18 @@
 """ERNIE 4.5 (dense) as in HF `Ernie4_5ForCausalLM`: Llama with interleaved rotary pairs."""
 
 from castiron.emitter.ir import Value
-from castiron.emitter.layers import attention, gated_mlp, linear, qkv_heads, rope
+from castiron.emitter.layers import attention, linear, qkv_heads, rope
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig, decoder, pre_norm_block
+from castiron.emitter.models.decoder import DecoderConfig, decoder, mlp, residual_block
 from castiron.emitter.step import Step
 
 
-class Config(DecoderConfig):
-    use_bias: bool = False
-
-
-def read(c: ConfigReader) -> Config:
+def read(c: ConfigReader) -> DecoderConfig:
+    bias = c.flag("use_bias", False)
     return c.read(
-        Config,
+        DecoderConfig,
+        attention_bias=bias,
+        mlp_bias=bias,
         positions=131072,
         theta=500000.0,
         head_dim=c.nullable("head_dim", 128) or c.take("hidden_size") // c.take("num_attention_heads"),
@@ -23,16 +22,12 @@ def read(c: ConfigReader) -> Config:
     )
 
 
-def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    q, k, v = qkv_heads(step, x, c.heads, c.kv_heads, c.head_dim, c.use_bias)
+def self_attention(step: Step, c: DecoderConfig, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
+    q, k, v = qkv_heads(step, x, c.heads, c.kv_heads, c.head_dim, c.attention_bias)
     q, k = rope(step, q, tables, interleaved=True), rope(step, k, tables, interleaved=True)
     out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5)
-    return linear(step, out, "o_proj", c.hidden, c.use_bias)
+    return linear(step, out, "o_proj", c.hidden, c.attention_bias)
 
 
-def mlp(step: Step, c: Config, layer: int, x: Value) -> Value:
-    return gated_mlp(step, x, c.intermediate, c.hidden_act, c.use_bias)
-
-
-def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, pre_norm_block(self_attention, mlp))
+def forward(step: Step, c: DecoderConfig) -> Value:
+    return decoder(step, c, residual_block(self_attention, mlp))

@@ -5,7 +5,7 @@ Each layer has attention and Mamba 2 in parallel, with multipliers (muP, arXiv:2
 
 from castiron.emitter.abi import State
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.kv_cache import kv_cache
+from castiron.emitter.kv_cache import layer_caches
 from castiron.emitter.layers import activation, attention, linear, linear_parts, qkv_heads, rms_norm, rope, scaled
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder
@@ -48,7 +48,7 @@ def read(c: ConfigReader) -> Config:
 
 
 def states(c: Config, context: int) -> tuple[State, ...]:
-    return (*kv_cache(c.layers, context, c.kv_heads, c.head_dim), *c.mamba.states(c.layers))
+    return (*layer_caches(dict(enumerate(c.windows)), context, c.kv_heads, c.head_dim), *c.mamba.states(range(c.layers)))
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:

@@ -3,7 +3,7 @@
 from castiron.emitter.ir import Value
 from castiron.emitter.layers import attention, linear, qkv_heads, rms_norm_plus_one, rope
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig, decoder, mlp, pre_norm_block
+from castiron.emitter.models.decoder import DecoderConfig, decoder, mlp, residual_block
 from castiron.emitter.step import Step
 
 
@@ -33,5 +33,5 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
 
 
 def forward(step: Step, c: Config) -> Value:
-    block = pre_norm_block(self_attention, mlp, rms_norm_plus_one)
+    block = residual_block(self_attention, mlp, norm=rms_norm_plus_one)
     return decoder(step, c, block, rms_norm_plus_one, embedding_scale=c.hidden**0.5)

@@ -6,7 +6,7 @@ It is Gemma with soft caps, four norms in a block, and a sliding window in every
 from castiron.emitter.ir import Value
 from castiron.emitter.layers import attention, linear, qkv_heads, rms_norm_plus_one, rope, softcapped
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig, decoder, mlp, sandwich_norm_block
+from castiron.emitter.models.decoder import SANDWICH_NORM, DecoderConfig, decoder, mlp, residual_block
 from castiron.emitter.step import Step
 
 
@@ -42,6 +42,6 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
 
 
 def forward(step: Step, c: Config) -> Value:
-    block = sandwich_norm_block(self_attention, mlp, rms_norm_plus_one)
+    block = residual_block(self_attention, mlp, SANDWICH_NORM, rms_norm_plus_one)
     logits = decoder(step, c, block, rms_norm_plus_one, embedding_scale=c.hidden**0.5)
     return softcapped(logits, c.final_logit_softcapping)

@@ -6,7 +6,7 @@ EmbeddingGemma (arXiv:2509.20354) is the same with bidirectional attention.
 from castiron.emitter.ir import Value
 from castiron.emitter.layers import attention, linear, qkv_heads, rms_norm_plus_one, rope, softcapped
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
-from castiron.emitter.models.decoder import SlidingConfig, decoder, mlp, sandwich_norm_block
+from castiron.emitter.models.decoder import SANDWICH_NORM, SlidingConfig, decoder, mlp, residual_block
 from castiron.emitter.step import Step
 
 
@@ -21,12 +21,12 @@ def read(c: ConfigReader) -> Config:
     # HF reads this key, but its attention does not use it.
     c.require("attn_logit_softcapping")
     pattern = c.take("sliding_window_pattern", c.take("_sliding_window_pattern", 6))
-    thetas = c.number("rope_theta", 1000000.0), c.number("rope_local_base_freq", 10000.0)
+    thetas = ({"rope_theta": c.number(*key)} for key in (("rope_theta", 1000000.0), ("rope_local_base_freq", 10000.0)))
     bidirectional, window = c.flag("use_bidirectional_attention", False), c.nullable("sliding_window", 4096)
     if bidirectional and window is not None:
         # HF's window counts earlier and later tokens; castiron's counts one side and the token itself.
         window = window // 2 + 1
-    full, sliding = c.rotaries(head_dim, c.take("max_position_embeddings", 131072), *thetas)
+    full, sliding = c.rotaries([head_dim] * 2, c.take("max_position_embeddings", 131072), *thetas)
     return c.read(
         Config,
         rotary=full,
@@ -50,6 +50,6 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
 
 
 def forward(step: Step, c: Config) -> Value:
-    block = sandwich_norm_block(self_attention, mlp, rms_norm_plus_one)
+    block = residual_block(self_attention, mlp, SANDWICH_NORM, rms_norm_plus_one)
     logits = decoder(step, c, block, rms_norm_plus_one, embedding_scale=c.hidden**0.5)
     return softcapped(logits, c.final_logit_softcapping)

@@ -30,9 +30,14 @@ from castiron.emitter.layers import (
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
 from castiron.emitter.models.decoder import SlidingConfig
 from castiron.emitter.ops import add, broadcast_in_dim, gather_rows, multiply, reshape, slice_
-from castiron.emitter.rotary import Rotary
 from castiron.emitter.step import Step
 from castiron.emitter.types import EmitError
+
+# HF's defaults for `rope_parameters`: of layers with full attention, and of those with a sliding window.
+_ROPES = (
+    {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+    {"rope_type": "default", "rope_theta": 10000.0},
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +86,8 @@ def read(c: ConfigReader) -> Config:
     windows = [*c.windows(layers, c.take("sliding_window", 512), lambda layer: (layer + 1) % 6 != 0)[:-1], None]
     keys_are_values = c.flag("attention_k_eq_v", False)
     full = full_heads(c, windows, keys_are_values)
-    full_rotary, sliding_rotary = rotaries(c, full.get("head_dim", head_dim), head_dim)
+    head_dims = full.get("head_dim", head_dim), head_dim
+    full_rotary, sliding_rotary = c.rotaries(head_dims, c.take("max_position_embeddings", 131072), *_ROPES)
     own = layers - c.take("num_kv_shared_layers", 0, minimum=0)
     if {bool(window) for window in windows[:own]} != {bool(window) for window in windows}:
         raise EmitError("'num_kv_shared_layers' in the gemma4_text config leaves a type of layer without a KV cache; reduce it")
@@ -89,7 +95,7 @@ def read(c: ConfigReader) -> Config:
     return c.read(
         Config,
         rotary=full_rotary,
-        head_dim=full.get("head_dim", head_dim),
+        head_dim=head_dims[0],
         kv_heads=full.get("num_key_value_heads", kv_heads),
         hidden_act=c.choice("hidden_activation", ACTIVATION_NAMES, "gelu_pytorch_tanh"),
         tied=c.flag("tie_word_embeddings", True),
@@ -127,24 +133,6 @@ def full_heads(c: ConfigReader, windows: list[int | None], keys_are_values: bool
             "'num_key_value_heads' for every full layer, and no other entries"
         )
     return first
-
-
-def rotaries(c: ConfigReader, full: int, sliding: int) -> tuple[Rotary, Rotary]:
-    """Return the frequencies of layers with full attention and of those with a sliding window.
-
-    full, sliding: the head_dim of the two types of layers.
-    """
-    default = {
-        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-    }
-    entries, positions = c.take("rope_parameters", default, dict), c.take("max_position_embeddings", 131072)
-    if set(entries) != set(default):
-        raise EmitError(
-            f"'rope_parameters' in the gemma4_text config must have the keys {' and '.join(map(repr, default))} only"
-        )
-    of_full = c.frequencies(entries["full_attention"], full, positions, 10000.0)
-    return of_full, c.frequencies(entries["sliding_attention"], sliding, positions, 10000.0)
 
 
 def states(c: Config, context: int) -> tuple[State, ...]:

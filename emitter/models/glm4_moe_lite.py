@@ -10,7 +10,7 @@ import math
 from castiron.emitter.ir import Value, scope
 from castiron.emitter.layers import attention, experts, gated_mlp, linear, rms_norm, rope, route, scaled, split_heads, values
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig, decoder, pre_norm_block
+from castiron.emitter.models.decoder import DecoderConfig, decoder, residual_block
 from castiron.emitter.ops import add, concatenate, dot_general, reshape, slice_, transpose
 from castiron.emitter.step import Step
 from castiron.emitter.types import EmitError
@@ -22,15 +22,15 @@ _LATENT_EPS = 1e-6
 class Config(DecoderConfig):
     """The config of latent attention.
 
-    head_dim: width of the cache's one head: `latent` features, then `turning` rotated features.
-    plain: features of a query head without rotary embedding. scale: the factor of attention scores.
+    head_dim: width of the cache's one head: `kv_lora_rank` features of the latent vector, then
+    `qk_rope_head_dim` rotated features. scale: the factor of attention scores.
     """
 
     attention_bias: bool = False
-    query_latent: int | None
-    latent: int
-    turning: int
-    plain: int
+    q_lora_rank: int | None
+    kv_lora_rank: int = 512
+    qk_rope_head_dim: int = 64
+    qk_nope_head_dim: int = 192
     v_head_dim: int = 256
     scale: float
     rope_interleave: bool = True
@@ -50,20 +50,17 @@ def read(c: ConfigReader) -> Config:
     heads, layers = c.take("num_attention_heads"), c.take("num_hidden_layers")
     if c.take("num_key_value_heads", 20) != heads:
         raise EmitError("'num_key_value_heads' in the glm4_moe_lite config must equal 'num_attention_heads'")
-    latent, turning, plain = c.take("kv_lora_rank", 512), c.take("qk_rope_head_dim", 64), c.take("qk_nope_head_dim", 192)
-    c.require("head_dim", turning)
+    rotated, not_rotated = c.take("qk_rope_head_dim", 64), c.take("qk_nope_head_dim", 192)
+    c.require("head_dim", rotated)
     count, per_token = c.take("n_routed_experts"), c.take("num_experts_per_tok", 4)
     return c.read(
         Config,
-        head_dim=latent + turning,
+        head_dim=c.take("kv_lora_rank", 512) + rotated,
         kv_heads=1,
         eps=c.number("rms_norm_eps", 1e-5),
-        rotary=c.rotary(turning, c.take("max_position_embeddings", 202752)),
-        query_latent=c.nullable("q_lora_rank", 768),
-        latent=latent,
-        turning=turning,
-        plain=plain,
-        scale=(plain + turning) ** -0.5 * yarn_scale(c) ** 2,
+        rotary=c.rotary(rotated, c.take("max_position_embeddings", 202752)),
+        q_lora_rank=c.nullable("q_lora_rank", 768),
+        scale=(rotated + not_rotated) ** -0.5 * yarn_scale(c) ** 2,
         sparse=sparse_layers(c, layers),
         experts=count,
         experts_per_token=per_token,
@@ -91,30 +88,30 @@ def yarn_scale(c: ConfigReader) -> float:
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    tokens, rows = x.shape[0], c.heads * (c.plain + c.turning)
-    if c.query_latent is None:
+    tokens, rows = x.shape[0], c.heads * (c.qk_nope_head_dim + c.qk_rope_head_dim)
+    if c.q_lora_rank is None:
         q = linear(step, x, "q_proj", rows)
     else:
-        q = linear(step, x, "q_a_proj", c.query_latent, c.attention_bias)
+        q = linear(step, x, "q_a_proj", c.q_lora_rank, c.attention_bias)
         q = linear(step, rms_norm(step, q, "q_a_layernorm", _LATENT_EPS), "q_b_proj", rows)
     q = split_heads(q, c.heads)
-    both = linear(step, x, "kv_a_proj_with_mqa", c.latent + c.turning, c.attention_bias)
-    latent = rms_norm(step, slice_(both, (0, 0), (tokens, c.latent)), "kv_a_layernorm", _LATENT_EPS)
-    k = rope(step, split_heads(slice_(both, (0, c.latent), both.shape), 1), tables, c.rope_interleave)
+    both = linear(step, x, "kv_a_proj_with_mqa", c.kv_lora_rank + c.qk_rope_head_dim, c.attention_bias)
+    latent = rms_norm(step, slice_(both, (0, 0), (tokens, c.kv_lora_rank)), "kv_a_layernorm", _LATENT_EPS)
+    k = rope(step, split_heads(slice_(both, (0, c.kv_lora_rank), both.shape), 1), tables, c.rope_interleave)
     k = concatenate((split_heads(latent, 1), k), 2)
 
     with scope("kv_b_proj"):
-        w = values(step, "weight", (c.heads * (c.plain + c.v_head_dim), c.latent))
-        w = reshape(w, (c.heads, c.plain + c.v_head_dim, c.latent))
-        of_keys = slice_(w, (0, 0, 0), (c.heads, c.plain, c.latent))
-        of_values = slice_(w, (0, c.plain, 0), w.shape)
-    turned = rope(step, slice_(q, (0, 0, c.plain), q.shape), tables, c.rope_interleave)
+        w = values(step, "weight", (c.heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank))
+        w = reshape(w, (c.heads, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank))
+        of_keys = slice_(w, (0, 0, 0), (c.heads, c.qk_nope_head_dim, c.kv_lora_rank))
+        of_values = slice_(w, (0, c.qk_nope_head_dim, 0), w.shape)
+    turned = rope(step, slice_(q, (0, 0, c.qk_nope_head_dim), q.shape), tables, c.rope_interleave)
     # [T, heads, plain] . [heads, plain, latent] -> [heads, T, latent]
-    q = dot_general(slice_(q, (0, 0, 0), (tokens, c.heads, c.plain)), of_keys, ((2,), (1,)), ((1,), (0,)))
+    q = dot_general(slice_(q, (0, 0, 0), (tokens, c.heads, c.qk_nope_head_dim)), of_keys, ((2,), (1,)), ((1,), (0,)))
     q = concatenate((transpose(q, (1, 0, 2)), turned), 2)
 
     out = split_heads(attention(step, layer, q, k, k, c.scale), c.heads)
-    out = slice_(out, (0, 0, 0), (tokens, c.heads, c.latent))
+    out = slice_(out, (0, 0, 0), (tokens, c.heads, c.kv_lora_rank))
     # [T, heads, latent] . [heads, value, latent] -> [heads, T, value]
     out = transpose(dot_general(out, of_values, ((2,), (2,)), ((1,), (0,))), (1, 0, 2))
     return linear(step, reshape(out, (tokens, c.heads * c.v_head_dim)), "o_proj", c.hidden, c.attention_bias)
@@ -135,4 +132,4 @@ def mlp(step: Step, c: Config, layer: int, x: Value) -> Value:
 
 
 def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, pre_norm_block(self_attention, mlp))
+    return decoder(step, c, residual_block(self_attention, mlp))

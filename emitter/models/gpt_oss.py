@@ -6,7 +6,7 @@ Every other layer has a sliding window. Each head has a sink: an extra score wit
 from castiron.emitter.ir import Value, scope
 from castiron.emitter.layers import ClampedSwiGLU, attention, experts, linear, qkv_heads, rope, route
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig, decoder, pre_norm_block
+from castiron.emitter.models.decoder import DecoderConfig, decoder, residual_block
 from castiron.emitter.step import Step
 from castiron.emitter.types import EmitError
 
@@ -68,4 +68,4 @@ def mlp(step: Step, c: Config, layer: int, x: Value) -> Value:
 
 
 def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, pre_norm_block(self_attention, mlp))
+    return decoder(step, c, residual_block(self_attention, mlp))

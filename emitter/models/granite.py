@@ -1,9 +1,11 @@
 """Granite 3 as in HF `GraniteForCausalLM`: Llama with four multipliers (muP, arXiv:2203.03466)."""
 
+from typing import Any
+
 from castiron.emitter.ir import Value
 from castiron.emitter.layers import attention, gated_mlp, linear, qkv_heads, rope, scaled
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig, decoder, pre_norm_block
+from castiron.emitter.models.decoder import Block, DecoderConfig, decoder, residual_block
 from castiron.emitter.ops import constant, divide
 from castiron.emitter.step import Step
 from castiron.emitter.types import F32
@@ -36,7 +38,11 @@ def mlp(step: Step, c: Config, layer: int, x: Value) -> Value:
     return scaled(gated_mlp(step, x, c.intermediate, c.hidden_act, c.mlp_bias), c.residual_multiplier)
 
 
-def forward(step: Step, c: Config) -> Value:
-    block = pre_norm_block(self_attention, mlp)
+def granite_decoder(step: Step, c: Any, block: Block[Any]) -> Value:
+    """Return the logits of a decoder with the multipliers of a `GraniteConfig`."""
     logits = decoder(step, c, block, embedding_multiplier=c.embedding_multiplier)
     return divide(logits, constant(c.logits_scaling, F32, logits.shape))
+
+
+def forward(step: Step, c: Config) -> Value:
+    return granite_decoder(step, c, residual_block(self_attention, mlp))

@@ -5,11 +5,9 @@ from typing import Any
 from castiron.emitter.ir import Value, scope
 from castiron.emitter.layers import experts, linear, route, scaled
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import decoder, pre_norm_block
-from castiron.emitter.models.granite import GraniteConfig, self_attention
-from castiron.emitter.ops import constant, divide
+from castiron.emitter.models.decoder import residual_block
+from castiron.emitter.models.granite import GraniteConfig, granite_decoder, self_attention
 from castiron.emitter.step import Step
-from castiron.emitter.types import F32
 
 
 class Config(GraniteConfig):
@@ -43,6 +41,4 @@ def block_sparse_moe(step: Step, c: Config, layer: int, x: Value) -> Value:
 
 
 def forward(step: Step, c: Config) -> Value:
-    block = pre_norm_block(self_attention, block_sparse_moe, mlp_name="block_sparse_moe")
-    logits = decoder(step, c, block, embedding_multiplier=c.embedding_multiplier)
-    return divide(logits, constant(c.logits_scaling, F32, logits.shape))
+    return granite_decoder(step, c, residual_block(self_attention, block_sparse_moe, mlp_name="block_sparse_moe"))

@@ -8,28 +8,23 @@ from typing import Any
 
 from castiron.emitter.abi import State
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.kv_cache import kv_cache
+from castiron.emitter.kv_cache import layer_caches
 from castiron.emitter.layers import activation, attention, linear, linear_parts, qkv_heads, rms_norm, rope, scaled
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import HybridConfig, decoder
+from castiron.emitter.models.decoder import HybridConfig
+from castiron.emitter.models.granite import GraniteConfig, granite_decoder
 from castiron.emitter.models.granitemoe import sparse_mlp
 from castiron.emitter.models.mamba2 import Mamba, gated_scan
-from castiron.emitter.ops import add, constant, divide, multiply
+from castiron.emitter.ops import add, multiply
 from castiron.emitter.step import Step
-from castiron.emitter.types import F32
 
 MAMBA, FULL = "linear_attention", "full_attention"
 
 
-class Config(HybridConfig):
+class Config(GraniteConfig, HybridConfig):
     """The config. intermediate: hidden width of a routed expert. rotates: whether rope is used."""
 
-    attention_bias: bool = False
     rotates: bool
-    embedding_multiplier: float = 1.0
-    attention_multiplier: float = 1.0
-    residual_multiplier: float = 1.0
-    logits_scaling: float = 1.0
     experts: int
     num_experts_per_tok: int = 2
     shared_intermediate_size: int = 1024
@@ -54,19 +49,19 @@ def read(c: ConfigReader) -> Config:
 
 
 def states(c: Config, context: int) -> tuple[State, ...]:
-    return (*kv_cache(c.count(FULL), context, c.kv_heads, c.head_dim), *c.mamba.states(c.count(MAMBA)))
+    return (*layer_caches(dict.fromkeys(c.of_type(FULL)), context, c.kv_heads, c.head_dim), *c.mamba.states(c.of_type(MAMBA)))
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value] | None) -> Value:
     q, k, v = qkv_heads(step, x, c.heads, c.kv_heads, c.head_dim, c.attention_bias)
     if tables:
         q, k = rope(step, q, tables), rope(step, k, tables)
-    out = attention(step, c.slot(layer), q, k, v, scale=c.attention_multiplier)
+    out = attention(step, layer, q, k, v, scale=c.attention_multiplier)
     return linear(step, out, "o_proj", c.hidden, c.attention_bias)
 
 
 def mamba(step: Step, c: Config, layer: int, x: Value) -> Value:
-    out = gated_scan(step, c.mamba, c.slot(layer), x, c.hidden_act, c.eps)
+    out = gated_scan(step, c.mamba, layer, x, c.hidden_act, c.eps)
     return linear(step, out, "out_proj", c.hidden, c.mamba.proj_bias)
 
 
@@ -94,5 +89,4 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def forward(step: Step, c: Config) -> Value:
-    logits = decoder(step, c, block, embedding_multiplier=c.embedding_multiplier)
-    return divide(logits, constant(c.logits_scaling, F32, logits.shape))
+    return granite_decoder(step, c, block)

@@ -3,7 +3,7 @@
 from castiron.emitter.ir import Value
 from castiron.emitter.layers import attention, linear, qkv_heads, rms_norm, rope
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig, decoder, mlp, pre_norm_block
+from castiron.emitter.models.decoder import DecoderConfig, decoder, mlp, residual_block
 from castiron.emitter.rotary import Rotary
 from castiron.emitter.step import Step
 
@@ -44,4 +44,4 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
 
 
 def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, pre_norm_block(self_attention, mlp))
+    return decoder(step, c, residual_block(self_attention, mlp))

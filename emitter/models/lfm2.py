@@ -2,10 +2,10 @@
 
 from castiron.emitter.abi import State
 from castiron.emitter.ir import Value
-from castiron.emitter.kv_cache import kv_cache
+from castiron.emitter.kv_cache import layer_caches
 from castiron.emitter.layers import activation, attention, linear, qkv_heads, rms_norm, rope
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import HybridConfig, decoder, hybrid_block
+from castiron.emitter.models.decoder import HybridConfig, Norms, decoder, residual_block
 from castiron.emitter.ops import multiply, slice_
 from castiron.emitter.recurrences import causal_conv
 from castiron.emitter.step import Step
@@ -45,22 +45,23 @@ def feed_forward_size(c: ConfigReader) -> int:
 
 
 def states(c: Config, context: int) -> tuple[State, ...]:
-    conv = State("conv", (c.count(CONV), c.conv_positions - 1, c.hidden), kind="recurrent")
-    return (*kv_cache(c.count(FULL), context, c.kv_heads, c.head_dim), conv)
+    convs = c.of_type(CONV)
+    conv = State("conv", (len(convs), c.conv_positions - 1, c.hidden), "recurrent", layers=convs)
+    return (*layer_caches(dict.fromkeys(c.of_type(FULL)), context, c.kv_heads, c.head_dim), conv)
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
     q, k, v = qkv_heads(step, x, c.heads, c.kv_heads, c.head_dim)
     q, k = rms_norm(step, q, "q_layernorm", c.eps), rms_norm(step, k, "k_layernorm", c.eps)
     q, k = rope(step, q, tables), rope(step, k, tables)
-    out = attention(step, c.slot(layer), q, k, v, scale=c.head_dim**-0.5)
+    out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5)
     return linear(step, out, "out_proj", c.hidden)
 
 
 def short_conv(step: Step, c: Config, layer: int, x: Value, tables: object) -> Value:
     rows = linear(step, x, "in_proj", 3 * c.hidden, c.conv_bias)
     before, after, x = (slice_(rows, (0, i * c.hidden), (x.shape[0], (i + 1) * c.hidden)) for i in range(3))
-    y = causal_conv(step, c.slot(layer), multiply(before, x), "conv", c.conv_bias)
+    y = causal_conv(step, layer, multiply(before, x), "conv", c.conv_bias)
     return linear(step, multiply(after, y), "out_proj", c.hidden, c.conv_bias)
 
 
@@ -70,8 +71,9 @@ def feed_forward(step: Step, c: Config, layer: int, x: Value) -> Value:
 
 
 OPERATORS = {FULL: ("self_attn", self_attention), CONV: ("conv", short_conv)}
-NAMES = "operator_norm", "ffn_norm", "feed_forward"
+NORMS: Norms = ("operator_norm", None, "ffn_norm", None)
 
 
 def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, hybrid_block(OPERATORS, feed_forward, names=NAMES), last_norm="embedding_norm")
+    block = residual_block(OPERATORS, feed_forward, NORMS, mlp_name="feed_forward")
+    return decoder(step, c, block, last_norm="embedding_norm")

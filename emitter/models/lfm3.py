@@ -5,22 +5,23 @@ sliding window in some layers.
 """
 
 from castiron.emitter.abi import State
-from castiron.emitter.ir import Value, scope
+from castiron.emitter.ir import Value
 from castiron.emitter.kv_cache import layer_caches
 from castiron.emitter.layers import attention, linear, qkv_heads, rms_norm, rope, split_heads
 from castiron.emitter.models import lfm2
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import SlidingConfig, decoder
-from castiron.emitter.models.lfm2 import CONV, FULL, feed_forward, short_conv
-from castiron.emitter.ops import add, broadcast_in_dim, logistic, multiply, reshape
+from castiron.emitter.models.decoder import Norms, SlidingConfig, decoder, residual_block
+from castiron.emitter.models.lfm2 import CONV, FULL, NORMS, feed_forward, short_conv
+from castiron.emitter.ops import broadcast_in_dim, logistic, multiply, reshape
 from castiron.emitter.step import Step
 from castiron.emitter.types import EmitError
 
 SLIDING = "sliding_attention"
-_ROPES = {
-    FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
-    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-}
+# HF's defaults for `rope_parameters`: of layers with full attention, and of those with a sliding window.
+_ROPES = (
+    {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    {"rope_type": "default", "rope_theta": 1e4},
+)
 
 
 class Config(SlidingConfig, lfm2.Config):
@@ -36,10 +37,7 @@ def read(c: ConfigReader) -> Config:
     window = c.nullable("sliding_window", 256)
     if window is None and SLIDING in types:
         raise EmitError("the lfm3 config has layers with a sliding window, but no 'sliding_window'")
-    entries, positions = c.take("rope_parameters", _ROPES, dict), c.take("max_position_embeddings", 128000)
-    if not set(types) - {CONV} <= set(entries) <= {FULL, SLIDING}:
-        raise EmitError(f"'rope_parameters' in the lfm3 config must have the keys {FULL!r} and {SLIDING!r} only")
-    of_full, of_sliding = (c.frequencies(entries.get(k) or _ROPES[k], head_dim, positions, 1e6) for k in (FULL, SLIDING))
+    of_full, of_sliding = c.rotaries([head_dim] * 2, c.take("max_position_embeddings", 128000), *_ROPES)
     return c.read(
         Config,
         head_dim=head_dim,
@@ -57,7 +55,8 @@ def read(c: ConfigReader) -> Config:
 def states(c: Config, context: int) -> tuple[State, ...]:
     """Return the KV caches, the rings of sliding windows, and the convolution states."""
     windows = {layer: c.windows[layer] for layer, kind in enumerate(c.layer_types) if kind != CONV}
-    conv = State("conv", (c.count(CONV), c.conv_positions - 1, c.hidden), kind="recurrent")
+    convs = c.of_type(CONV)
+    conv = State("conv", (len(convs), c.conv_positions - 1, c.hidden), "recurrent", layers=convs)
     return (*layer_caches(windows, context, c.kv_heads, c.head_dim), conv)
 
 
@@ -73,24 +72,11 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
     return linear(step, out, "o_proj", c.hidden, c.attention_bias)
 
 
-def after(step: Step, c: Config, x: Value, name: str) -> Value:
-    return rms_norm(step, x, name, c.eps) if c.use_sandwich_norm else x
-
-
-def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    h = rms_norm(step, x, "operator_norm", c.eps)
-    if c.layer_types[layer] == CONV:
-        with scope("conv"):
-            h = short_conv(step, c, layer, h, tables)
-    else:
-        with scope("self_attn"):
-            h = self_attention(step, c, layer, h, tables)
-    x = add(x, after(step, c, h, "post_operator_norm"))
-    h = rms_norm(step, x, "ffn_norm", c.eps)
-    with scope("feed_forward"):
-        h = feed_forward(step, c, layer, h)
-    return add(x, after(step, c, h, "post_ffn_norm"))
+OPERATORS = {kind: ("self_attn", self_attention) for kind in (FULL, SLIDING)} | {CONV: ("conv", short_conv)}
+SANDWICH_NORMS: Norms = ("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm")
 
 
 def forward(step: Step, c: Config) -> Value:
+    norms = SANDWICH_NORMS if c.use_sandwich_norm else NORMS
+    block = residual_block(OPERATORS, feed_forward, norms, mlp_name="feed_forward")
     return decoder(step, c, block, last_norm="embedding_norm")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -74,9 +75,11 @@ class Mamba:
         """Return the number of features of B, or of C, over all groups."""
         return self.groups * self.state
 
-    def states(self, layers: int) -> tuple[State, State]:
-        conv = State("conv", (layers, self.positions - 1, self.features + 2 * self.shared), kind="recurrent")
-        return conv, State("scan", (layers, self.heads, self.head_dim, self.state), kind="recurrent")
+    def states(self, layers: Sequence[int]) -> tuple[State, State]:
+        """Return the states of the model's `layers` with Mamba 2."""
+        count, own = len(layers), tuple(layers)
+        conv = State("conv", (count, self.positions - 1, self.features + 2 * self.shared), "recurrent", layers=own)
+        return conv, State("scan", (count, self.heads, self.head_dim, self.state), "recurrent", layers=own)
 
 
 def time_step_limit(c: ConfigReader) -> tuple[float, float]:
@@ -103,22 +106,22 @@ def limited(step: Step, dt: Value, limit: tuple[float, float]) -> Value:
     return dt
 
 
-def scan(step: Step, m: Mamba, slot: int, rows: Value, dt: Value, function: str) -> Value:
+def scan(step: Step, m: Mamba, layer: int, rows: Value, dt: Value, function: str) -> Value:
     """Apply the convolution, the activation `function` and the selective scan: [T, features].
 
     rows: x, B and C before the convolution, [T, features + 2 shared]. dt: [T, heads].
     """
-    rows, tokens = activation(causal_conv(step, slot, rows, "conv1d", m.conv_bias), function), rows.shape[0]
+    rows, tokens = activation(causal_conv(step, layer, rows, "conv1d", m.conv_bias), function), rows.shape[0]
     x = split_heads(slice_(rows, (0, 0), (tokens, m.features)), m.heads)
     firsts = m.features, m.features + m.shared
     b, c = (split_heads(slice_(rows, (0, first), (tokens, first + m.shared)), m.groups) for first in firsts)
     dt = limited(step, dt, m.limit)
-    return reshape(selective_scan(step, slot, x, dt, b, c), (tokens, m.features))
+    return reshape(selective_scan(step, layer, x, dt, b, c), (tokens, m.features))
 
 
-def gated_scan(step: Step, m: Mamba, slot: int, x: Value, function: str, eps: float) -> Value:
+def gated_scan(step: Step, m: Mamba, layer: int, x: Value, function: str, eps: float) -> Value:
     """Apply `in_proj`, the scan, its gate and a norm by group: [T, hidden] to [T, features]."""
     sizes = {"gate": m.features, "conv_in": m.features + 2 * m.shared, "dt": m.heads}
     gate, rows, dt = linear_parts(step, x, "in_proj", sizes, m.proj_bias)
-    out = multiply(scan(step, m, slot, rows, dt, function), activation(gate, "silu"))
+    out = multiply(scan(step, m, layer, rows, dt, function), activation(gate, "silu"))
     return rms_norm(step, out, "norm", eps, groups=m.groups)

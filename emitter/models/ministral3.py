@@ -8,7 +8,7 @@ import numpy as np
 from castiron.emitter.ir import Value
 from castiron.emitter.layers import attention, linear, qkv_heads, rope, rotary_tables
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig, decoder, mlp, pre_norm_block
+from castiron.emitter.models.decoder import DecoderConfig, decoder, mlp, residual_block
 from castiron.emitter.step import Step
 from castiron.emitter.types import EmitError
 
@@ -75,4 +75,4 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: Sequence
 
 
 def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, pre_norm_block(self_attention, mlp))
+    return decoder(step, c, residual_block(self_attention, mlp))

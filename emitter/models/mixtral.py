@@ -3,8 +3,8 @@
 from castiron.emitter.ir import Value, scope
 from castiron.emitter.layers import experts, linear, route
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig, decoder, pre_norm_block
-from castiron.emitter.models.mistral import self_attention
+from castiron.emitter.models.decoder import DecoderConfig, decoder, residual_block
+from castiron.emitter.models.llama import self_attention
 from castiron.emitter.step import Step
 
 
@@ -31,4 +31,4 @@ def block_sparse_moe(step: Step, c: Config, layer: int, x: Value) -> Value:
 
 
 def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, pre_norm_block(self_attention, block_sparse_moe, mlp_name="block_sparse_moe"))
+    return decoder(step, c, residual_block(self_attention, block_sparse_moe, mlp_name="block_sparse_moe"))

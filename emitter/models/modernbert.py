@@ -26,8 +26,8 @@ def read(c: ConfigReader) -> Config:
     every = c.take("global_attn_every_n_layers", 3)
     # HF's window counts earlier and later tokens; castiron's counts one side and the token itself.
     window = c.take("local_attention", 128) // 2 + 1
-    thetas = c.number("global_rope_theta", 160000.0), c.number("local_rope_theta", 10000.0)
-    full, sliding = c.rotaries(hidden // heads, c.take("max_position_embeddings", 8192), *thetas)
+    thetas = ({"rope_theta": c.number(*key)} for key in (("global_rope_theta", 160000.0), ("local_rope_theta", 10000.0)))
+    full, sliding = c.rotaries([hidden // heads] * 2, c.take("max_position_embeddings", 8192), *thetas)
     return c.read(
         Config,
         kv_heads=heads,

@@ -10,7 +10,7 @@ import numpy as np
 
 from castiron.emitter.abi import State
 from castiron.emitter.ir import Value, scope
-from castiron.emitter.kv_cache import kv_cache
+from castiron.emitter.kv_cache import layer_caches
 from castiron.emitter.layers import (
     activation,
     attention,
@@ -111,16 +111,16 @@ def layer_kinds(c: ConfigReader) -> tuple[str, ...]:
 
 
 def states(c: Config, context: int) -> tuple[State, ...]:
-    return (*kv_cache(c.count(FULL), context, c.kv_heads, c.head_dim), *c.mamba.states(c.count(MAMBA)))
+    return (*layer_caches(dict.fromkeys(c.of_type(FULL)), context, c.kv_heads, c.head_dim), *c.mamba.states(c.of_type(MAMBA)))
 
 
 def self_attention(step: Step, c: Config, layer: int, x: Value) -> Value:
     q, k, v = qkv_heads(step, x, c.heads, c.kv_heads, c.head_dim)
-    return linear(step, attention(step, c.slot(layer), q, k, v, scale=c.head_dim**-0.5), "o_proj", c.hidden)
+    return linear(step, attention(step, layer, q, k, v, scale=c.head_dim**-0.5), "o_proj", c.hidden)
 
 
 def mamba(step: Step, c: Config, layer: int, x: Value) -> Value:
-    out = gated_scan(step, c.mamba, c.slot(layer), x, c.mamba_act, c.eps)
+    out = gated_scan(step, c.mamba, layer, x, c.mamba_act, c.eps)
     return linear(step, out, "out_proj", c.hidden, c.out_bias)
 
 

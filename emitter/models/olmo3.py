@@ -6,12 +6,12 @@ Every fourth layer has full attention; only those layers have a rope scaling.
 from castiron.emitter.ir import Value
 from castiron.emitter.models import olmo2
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import SlidingConfig, decoder, mlp, post_norm_block
+from castiron.emitter.models.decoder import POST_NORM, SlidingConfig, decoder, mlp, residual_block
 from castiron.emitter.models.olmo2 import self_attention
 from castiron.emitter.step import Step
 
 
-class Config(SlidingConfig, olmo2.Config):
+class Config(olmo2.Config, SlidingConfig):
     """The config of OLMo 2, with sliding windows."""
 
 
@@ -19,8 +19,8 @@ def read(c: ConfigReader) -> Config:
     heads = c.take("num_attention_heads")
     head_dim = c.take("head_dim", c.take("hidden_size") // heads)
     # HF uses `rope_theta` only in layers with full attention.
-    theta = c.number("rope_theta", 500000.0)
-    full, sliding = c.rotaries(head_dim, c.take("max_position_embeddings", 2048), theta, 500000.0)
+    thetas = {"rope_theta": c.number("rope_theta", 500000.0)}, {"rope_theta": 500000.0}
+    full, sliding = c.rotaries([head_dim] * 2, c.take("max_position_embeddings", 2048), *thetas)
     return c.read(
         Config,
         rotary=full,
@@ -33,4 +33,4 @@ def read(c: ConfigReader) -> Config:
 
 
 def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, post_norm_block(self_attention, mlp))
+    return decoder(step, c, residual_block(self_attention, mlp, POST_NORM))

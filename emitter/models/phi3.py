@@ -3,7 +3,7 @@
 from castiron.emitter.ir import Value
 from castiron.emitter.layers import activation, attention, linear, linear_parts, rope, split_heads
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import DecoderConfig, decoder, pre_norm_block
+from castiron.emitter.models.decoder import DecoderConfig, decoder, residual_block
 from castiron.emitter.ops import multiply
 from castiron.emitter.step import Step
 
@@ -38,4 +38,4 @@ def mlp(step: Step, c: DecoderConfig, layer: int, x: Value) -> Value:
 
 
 def forward(step: Step, c: DecoderConfig) -> Value:
-    return decoder(step, c, pre_norm_block(self_attention, mlp))
+    return decoder(step, c, residual_block(self_attention, mlp))

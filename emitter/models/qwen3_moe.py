@@ -4,7 +4,7 @@ from castiron.emitter.ir import Value, scope
 from castiron.emitter.layers import experts, gated_mlp, linear, route
 from castiron.emitter.models import qwen3
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import decoder, pre_norm_block
+from castiron.emitter.models.decoder import decoder, residual_block
 from castiron.emitter.models.qwen3 import self_attention
 from castiron.emitter.step import Step
 
@@ -45,4 +45,4 @@ def mlp(step: Step, c: Config, layer: int, x: Value) -> Value:
 
 
 def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, pre_norm_block(self_attention, mlp))
+    return decoder(step, c, residual_block(self_attention, mlp))

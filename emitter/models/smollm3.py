@@ -4,7 +4,7 @@ from castiron.emitter.ir import Value
 from castiron.emitter.layers import attention, linear, qkv_heads, rope
 from castiron.emitter.models import llama
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import decoder, pre_norm_block
+from castiron.emitter.models.decoder import decoder, mlp, residual_block
 from castiron.emitter.step import Step
 from castiron.emitter.types import EmitError
 
@@ -47,4 +47,4 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
 
 
 def forward(step: Step, c: Config) -> Value:
-    return decoder(step, c, pre_norm_block(self_attention, llama.mlp))
+    return decoder(step, c, residual_block(self_attention, mlp))

@@ -18,7 +18,7 @@ from castiron.pipelines.engine.context import default_limit, free_positions
 from castiron.pipelines.engine.request import Event, Failed, Finished, Request
 from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.text.chat_template import check_variables, reads_tools
+from castiron.pipelines.text.chat_template import check_variables
 from castiron.pipelines.text.grammar import Grammar, GrammarError
 from castiron.pipelines.text.text_output import Delta, TextOutput, text_request
 from castiron.pipelines.text.tokenizer import Tokenizer
@@ -164,7 +164,7 @@ class GenerationApi(ModelApi):
         if forced and form and schema is None:
             raise invalid("tool_choice", f"tool_choice requires a call, but {form.param} a text answer; give one of them")
         # The grammar of an answer in harmony format (gpt-oss) begins with the final channel, after any tool calls.
-        if tools and (forced or schema is not None and tools.form.kind != "harmony"):
+        if tools and (forced or schema is not None and tools.form.style != "harmony"):
             # If the answer must consist of tool calls, it has no text, so response_format does not apply.
             grammar = {"tools": tools.grammar(forced or tools.schemas, answer=None if forced else schema)}
         elif tools and not form and (schemas := _schemas_of_optional_calls(body, tools)):
@@ -234,11 +234,6 @@ class GenerationApi(ModelApi):
             if choice not in (None, "none", "auto"):
                 raise invalid("tool_choice", "tool_choice needs tools; give tools, or leave tool_choice out")
             return None, {}
-        if form is None or not reads_tools(self.tokenizer.chat_template):
-            reason = "does not read tools; leave them out"
-            if reads_tools(self.tokenizer.chat_template):
-                reason = "calls tools in an unknown form; describe them in a message instead"
-            raise unsupported("tools", f"this model's chat template {reason}")
         if choice == "none":
             return None, {}
         schemas = {tool.function.name: tool.function.parameters or NO_PARAMETERS for tool in body.tools}
@@ -375,7 +370,7 @@ def _schemas_of_optional_calls(body: ChatRequest, tools: Tools) -> dict[str, Any
     """
     strict = {tool.function.name for tool in body.tools or () if tool.function.strict}
     form = tools.form
-    if not strict or not form.begin or form.kind == "harmony":
+    if not strict or not form.triggers:
         return {}
-    loose = form.kind in ("json", "list", "named")
+    loose = form.style == "json"
     return {name: ANY_OBJECT if loose and name not in strict else schema for name, schema in tools.schemas.items()}

@@ -6,32 +6,14 @@ import json
 from collections.abc import Collection, Iterable
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from castiron.pipelines.api import schemas
 from castiron.pipelines.api.api_errors import ApiError, unsupported
 from castiron.pipelines.api.model_api import ModelApi
-from castiron.pipelines.api.parse_body import (
-    Content,
-    Item,
-    OneOf,
-    TextPart,
-    fields_renamed,
-    parse_item,
-    parse_one_of,
-    text_of,
-    text_of_part,
-)
+from castiron.pipelines.api.parse_body import fields_renamed, parse_record
 from castiron.pipelines.api.replies import Block, BlocksReply
-from castiron.pipelines.api.schemas import (
-    Body,
-    ChatRequest,
-    DirectCallers,
-    FunctionIdentifier,
-    GenerationFields,
-    Objects,
-    StopString,
-    Unsupported,
-)
+from castiron.pipelines.api.schemas import Body, ByType, ChatRequest, Content, GenerationFields, TextPart, Unsupported, text_of
 from castiron.pipelines.engine.request import Finished
 from castiron.pipelines.text.text_output import Delta
 from castiron.pipelines.text.vocabulary import TokenBytes
@@ -46,68 +28,56 @@ DELTAS = {
 }  # fmt: skip
 
 
-class CacheableItem(Item):
-    """An object with `cache_control`, which has no effect: shared prefixes are always cached."""
-
-    cache_control: Any = None
-
-
-class ThinkingBlock(Item):
+class ThinkingBlock(Body):
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None
 
 
-class RedactedThinkingBlock(Item):
+class RedactedThinkingBlock(Body):
     """Reasoning that another server has encrypted; it is left out of the prompt."""
 
     type: Literal["redacted_thinking"]
     data: str
 
 
-class ToolUseBlock(CacheableItem):
-    expected: ClassVar[dict[str, str]] = {"input": "an object"}
-
+class ToolUseBlock(Body):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
     caller: Any = None
+    cache_control: Any = None
 
 
-class ToolResultBlock(CacheableItem):
+class ToolResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Content | None = None
     is_error: bool | None = None
+    cache_control: Any = None
 
 
-# Types of blocks besides text, by the role of their message.
-BLOCKS: dict[str, dict[str, type[Item]]] = {
-    "assistant": {"thinking": ThinkingBlock, "redacted_thinking": RedactedThinkingBlock, "tool_use": ToolUseBlock},
-    "user": {"tool_result": ToolResultBlock},
-    "system": {},
-}
-AnyBlock = Annotated[dict[str, Any], OneOf(TextPart, *(block for blocks in BLOCKS.values() for block in blocks.values()))]
+AnyBlock = TextPart | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+Blocks = Annotated[list[Annotated[AnyBlock, ByType()]], Field(fail_fast=True)]
 
 
 class Turn(Body):
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[AnyBlock], Field(fail_fast=True)]
-
-    def has_block(self, kind: str) -> bool:
-        return not isinstance(self.content, str) and any(block.get("type") == kind for block in self.content)
+    content: Annotated[Blocks, BeforeValidator(schemas.parts_of, json_schema_input_type=str | Blocks)]
 
 
-class CustomTool(CacheableItem):
-    type: Literal["custom"] | None = None
-    name: FunctionIdentifier
+class CustomTool(Body):
+    type: Literal["custom", None] = None
+    name: schemas.FunctionIdentifier
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
     eager_input_streaming: bool | None = None
     defer_loading: Literal[False] | None = None
-    allowed_callers: DirectCallers | None = None
+    allowed_callers: schemas.DirectCallers | None = None
+    # It has no effect, like all fields of this name: shared prefixes are always cached.
+    cache_control: Any = None
 
 
 class ToolChoice(Body):
@@ -143,12 +113,13 @@ class PromptOfMessage(Body):
 
     expected: ClassVar[dict[str, str]] = {
         "content": "a string or a list of blocks",
+        "input": "an object",
         "system": "a string or a list of blocks of type text",
     }
 
     messages: Annotated[list[Turn], Field(min_length=1, fail_fast=True)]
     system: Content | None = None
-    tools: Annotated[list[Annotated[dict[str, Any], OneOf(CustomTool)]], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Annotated[list[Annotated[CustomTool, ByType("custom")]], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -160,7 +131,7 @@ class PromptOfMessage(Body):
     # Unsupported fields; values that have no effect are accepted.
     speed: Annotated[Any, Unsupported("standard")] = None
     mcp_servers: Annotated[Any, Unsupported([])] = None
-    context_management: dict[str, Objects] | None = None
+    context_management: dict[str, schemas.Objects] | None = None
     # With this error code Anthropic's clients retry with the complete conversation.
     thread: Annotated[Any, Unsupported(code="thread_unsupported_request")] = None
 
@@ -168,8 +139,8 @@ class PromptOfMessage(Body):
     def continues_last_message(self) -> bool:
         """Whether the answer continues the last message, a text of the assistant."""
         last = self.messages[-1]
-        has_text = bool(last.content) if isinstance(last.content, str) else last.has_block("text")
-        return last.role == "assistant" and has_text and not last.has_block("tool_use")
+        has_text = any(isinstance(block, TextPart) and block.text for block in last.content)
+        return last.role == "assistant" and has_text and not any(isinstance(block, ToolUseBlock) for block in last.content)
 
 
 class CountTokensRequest(PromptOfMessage):
@@ -182,7 +153,7 @@ class MessagesRequest(PromptOfMessage, GenerationFields):
     """POST /v1/messages."""
 
     max_tokens: int = Field(ge=1)
-    stop_sequences: Annotated[list[StopString], Field(max_length=16)] | None = None
+    stop_sequences: Annotated[list[schemas.StopString], Field(max_length=16)] | None = None
     metadata: Metadata | None = None
     service_tier: Annotated[Any, Unsupported("auto", "standard_only")] = None
     container: Annotated[Any, Unsupported()] = None
@@ -214,10 +185,10 @@ def chat_request(body: PromptOfMessage, variables: Collection[str]) -> ChatReque
         # clear_thinking has no effect: the chat template decides which earlier reasoning is in the prompt.
         if not str(edit.get("type")).startswith("clear_thinking"):
             raise unsupported(f"context_management.edits.{index}", "this server does not edit conversations; leave it out")
-    system = text_of(body.system, "system")
+    system = text_of(body.system)
     messages = [{"role": "system", "content": system}] if system else []
-    for index, turn in enumerate(body.messages):
-        messages += _messages_of(turn, f"messages.{index}.content")
+    for turn in body.messages:
+        messages += _messages_of(turn)
     given = {"messages": messages, "chat_template_kwargs": body.chat_template_kwargs}
     given |= _tools(body) | _reasoning_fields(body, variables)
     if body.output_config and (form := body.output_config.format):
@@ -225,45 +196,35 @@ def chat_request(body: PromptOfMessage, variables: Collection[str]) -> ChatReque
     if isinstance(body, MessagesRequest):
         given |= {name: getattr(body, name) for name in GenerationFields.model_fields}
         given |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
-    return parse_item(ChatRequest, given, "")
+    return parse_record(ChatRequest, given)
 
 
-def _messages_of(turn: Turn, path: str) -> list[dict[str, Any]]:
-    """Convert a turn to chat messages: one per tool result, one per run of other blocks.
-
-    `path`: path of the turn's content in the request, for error messages.
-    """
-    if isinstance(turn.content, str):
-        return [{"role": turn.role, "content": turn.content}]
+def _messages_of(turn: Turn) -> list[dict[str, Any]]:
+    """Convert a turn to chat messages: one per tool result, one per run of other blocks."""
     found: list[dict[str, Any]] = []
-    for index, block in enumerate(turn.content):
-        here, blocks = f"{path}.{index}", BLOCKS[turn.role]
-        # The type may be an unhashable value, which a list can be searched for and a dict cannot.
-        item = parse_one_of(blocks, block, here) if block.get("type") in [*blocks] else None
-        if isinstance(item, ToolResultBlock):
-            text = text_of(item.content, f"{here}.content")
-            text = f"Error: {text}" if item.is_error else text
-            found.append({"role": "tool", "tool_call_id": item.tool_use_id, "content": text})
+    for block in turn.content:
+        if isinstance(block, ToolResultBlock):
+            text = "Error: " * bool(block.is_error) + text_of(block.content)
+            found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
             continue
         if not (found and found[-1]["role"] == turn.role):
             found.append({"role": turn.role, "content": ""})
         message = found[-1]
-        match item:
-            case None:
-                message["content"] += text_of_part(block, here)
-            case ThinkingBlock(thinking=text):
-                message["reasoning_content"] = message.get("reasoning_content", "") + text
-            case ToolUseBlock(id=call, name=name):
-                function = {"name": name, "arguments": json.dumps(item.input, ensure_ascii=False)}
-                message.setdefault("tool_calls", []).append({"id": call, "type": "function", "function": function})
+        match block:
+            case TextPart():
+                message["content"] += block.text
+            case ThinkingBlock():
+                message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
+            case ToolUseBlock():
+                function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+                message.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
     return found or [{"role": turn.role, "content": ""}]
 
 
 def _tools(body: PromptOfMessage) -> dict[str, Any]:
     """Return the chat fields tools, tool_choice and parallel_tool_calls."""
     tools, choice = [], body.tool_choice
-    for index, given in enumerate(body.tools or ()):
-        tool = parse_one_of({"custom": CustomTool}, given, f"tools.{index}", "custom")
+    for tool in body.tools or ():
         function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
         tools.append({"type": "function", "function": function})
     if choice is None:

@@ -1,20 +1,15 @@
-"""Parse and validate request bodies.
-
-In the bodies of `/v1/responses` and `/v1/messages`, some lists contain objects of different types.
-Those objects are validated later, when the body is converted to a chat request (`parse_one_of`).
-"""
+"""Parse and validate request bodies."""
 
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError
+from pydantic import ValidationError
 from pydantic_core import from_json
 
 from castiron.pipelines.api.api_errors import ApiError, invalid, unsupported
-from castiron.pipelines.api.schemas import Body, Unsupported
+from castiron.pipelines.api.schemas import TAG, Body
 
 Model = TypeVar("Model", bound=Body)
 # Max strings, lists and objects of a body: each takes a microsecond to parse, and delays other requests.
@@ -48,24 +43,12 @@ def parse_body(record: type[Model], data: bytes) -> Model:
         value = from_json(data, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body of this request is not valid JSON: {error}") from None
-    try:
-        body = record.model_validate(value)
-    except ValidationError as error:
-        raise field_error(error, record.expected) from None
-    given = {name: value for name in record.model_fields if (value := getattr(body, name)) is not None}
-    for name, value in given.items():
-        for mark in record.model_fields[name].metadata:
-            if isinstance(mark, Unsupported) and not mark.allows(value):
-                raise ApiError(400, f"{name} is not supported by this server; leave it out", name, mark.code)
+    body = parse_record(record, value)
     for name, other in SYNONYMS:
-        if name in given and given[name] != given.get(other, given[name]):
+        if len({getattr(body, name, None), getattr(body, other, None)} - {None}) > 1:
             raise invalid(name, f"{name} and {other} differ; give one of them")
-    if (options := given.get("stream_options")) is not None:
-        if not given.get("stream"):
-            raise invalid("stream_options", "stream_options needs stream to be true; set it, or leave stream_options out")
-        if options.include_obfuscation:
-            name = "stream_options.include_obfuscation"
-            raise unsupported(name, "not supported by this server; leave it out")
+    if getattr(body, "stream_options", None) and not body.stream:
+        raise invalid("stream_options", "stream_options needs stream to be true; set it, or leave stream_options out")
     return body
 
 
@@ -79,91 +62,31 @@ def check_values(data: bytes) -> None:
             raise ApiError(400, f"the body of this request has more than {MAX_VALUES} strings, lists and objects; send less")
 
 
-def field_error(found: ValidationError, expected: Mapping[str, str] = MappingProxyType({}), path: str = "") -> ApiError:
-    """Return the first validation error as an ApiError in OpenAI's words.
-
-    `expected`: descriptions of valid values by field, which take precedence over EXPECTED. `path`:
-    path of the field that holds the validated object.
-    """
-    error, expected = found.errors(include_url=False, include_context=False)[0], {**EXPECTED, **expected}
-    parts = [*filter(None, [path]), *map(str, error["loc"])]
-    param = ".".join(parts) or None
-    if error["type"] == "missing":
-        return ApiError(400, f"you must provide {param}", param, "missing_required_parameter")
-    for depth, part in enumerate(parts):
-        if part in expected:
-            param = ".".join(parts[: depth + 1])
-            return invalid(param, f"{param} must be {expected[part]}")
-    if error["type"] == "extra_forbidden":
-        return ApiError(400, f"Unrecognized request argument supplied: {param}", param, "unknown_parameter")
-    message = error["msg"][0].lower() + error["msg"][1:]
-    return invalid(param, f"{param or 'the body'}: {message}")
-
-
-class OneOf:
-    """An annotation of a dict field: OpenAPI describes it as one of `records`.
-
-    `parse_one_of` parses the dict later.
-    """
-
-    def __init__(self, *records: type[BaseModel]):
-        self.records = records
-
-    def __get_pydantic_json_schema__(self, _: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"anyOf": [handler(record.__pydantic_core_schema__) for record in self.records]}
-
-
-class Item(Body):
-    """A record for `parse_item`: a null field is the same as a missing one."""
-
-    model_config = ConfigDict(json_schema_extra={"additionalProperties": {"type": "null"}})
-
-
-class TextPart(BaseModel):
-    """A text part; other fields, such as those for caching and citations, are ignored."""
-
-    model_config = ConfigDict(extra="allow")
-    type: Literal["text", "input_text", "output_text"]
-    text: str
-
-
-TEXT_TYPES = get_args(TextPart.model_fields["type"].annotation)
-# Content of a message: a text or a list of text parts.
-Content = str | Annotated[list[Annotated[dict[str, Any], OneOf(TextPart)]], Field(fail_fast=True)]
-
-
-def parse_item(record: type[Model], value: Any, path: str) -> Model:
-    """Validate the value of the field `path`; raise ApiError 400 with the first invalid field."""
-    if isinstance(value, dict):
-        value = {name: each for name, each in value.items() if each is not None}
+def parse_record(record: type[Model], value: Any) -> Model:
+    """Return `value` as a record; raise ApiError 400 with the first invalid field."""
     try:
         return record.model_validate(value)
-    except ValidationError as error:
-        raise field_error(error, record.expected, path) from None
-
-
-def parse_one_of(records: Mapping[str, type[Model]], value: Mapping[str, Any], path: str, default: str | None = None) -> Model:
-    """Validate `value` as the record for its `type`, or for `default` if it has no type."""
-    name = value.get("type") or default
-    if not isinstance(name, str) or name not in records:
-        raise unsupported(f"{path}.type", f"{name!r:.60} is not supported by this server; it takes {', '.join(records)}")
-    return parse_item(records[name], value, path)
-
-
-def text_of(content: str | list[dict[str, Any]] | None, path: str) -> str:
-    """Return the text of a message's content; raise ApiError 400 for an image or other part."""
-    if isinstance(content, str) or content is None:
-        return content or ""
-    return "".join(text_of_part(part, f"{path}.{index}") for index, part in enumerate(content))
-
-
-def text_of_part(part: Mapping[str, Any], path: str) -> str:
-    """Return the text of a text part; raise ApiError 400 for another part."""
-    if (kind := part.get("type")) not in TEXT_TYPES:
-        raise unsupported(path, f"this model reads text only; leave out the part of type {kind!r:.60}")
-    if not isinstance(text := part.get("text"), str):
-        raise invalid(f"{path}.text", f"{path}.text must be a string")
-    return text
+    except ValidationError as found:
+        error, expected = found.errors(include_url=False)[0], {**EXPECTED, **record.expected}
+    kind, parts = error["type"], [part for part in map(str, error["loc"]) if not part.startswith(TAG)]
+    param = ".".join(parts) or None
+    if kind == "missing":
+        raise ApiError(400, f"you must provide {param}", param, "missing_required_parameter")
+    if kind == "union_tag_invalid":
+        given = error["input"].get("type") if isinstance(error["input"], dict) else error["input"]
+        takes = error["ctx"]["expected_tags"].replace(TAG, "").replace("'", "")
+        raise unsupported(f"{param}.type", f"{given!r:.60} is not supported by this server; it takes {takes}")
+    for depth, part in enumerate(parts):
+        # After the name of a list comes the index of its invalid value, and a type it may have.
+        after = parts[depth + 1 :]
+        if part in expected and ("str" in after or not "".join(after[:1]).isdigit()):
+            param = ".".join(parts[: depth + 1])
+            raise invalid(param, f"{param} must be {expected[part]}")
+    if kind == "extra_forbidden":
+        raise ApiError(400, f"Unrecognized request argument supplied: {param}", param, "unknown_parameter")
+    if "unsupported" in kind:
+        raise ApiError(400, f"{param} {error['msg']}", param, kind)
+    raise invalid(param, f"{param or 'the body'}: {error['msg'][0].lower()}{error['msg'][1:]}")
 
 
 @contextmanager

@@ -15,13 +15,15 @@ from castiron.pipelines.api.parse_body import fields_renamed
 from castiron.pipelines.api.replies import Block, BlocksReply
 from castiron.pipelines.api.responses_request import (
     FIELDS,
+    Namespace,
     PromptOfResponse,
     ResponsesRequest,
+    StoredItem,
     chat_request,
     messages_of,
     names_in_namespaces,
 )
-from castiron.pipelines.api.schemas import ChatRequest, Message
+from castiron.pipelines.api.schemas import Body, ChatRequest, Message
 from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.text.vocabulary import TokenBytes
 
@@ -49,7 +51,7 @@ class Stored:
 
     owner: bytes
     body: bytes
-    items: Mapping[str, dict[str, Any]]
+    items: Mapping[str, StoredItem]
     messages: Sequence[Message]
     bytes: int
 
@@ -65,10 +67,12 @@ class ResponseStore:
         self._items: dict[str, str] = {}
 
     def put(self, owner: bytes, response: dict, messages: Sequence[Message]) -> None:
-        """Store a response, and the messages of the conversation up to its end."""
+        """Store a response, and the `messages` of the conversation before it."""
         body = json.dumps(response, ensure_ascii=False, separators=(",", ":")).encode()
+        output = PromptOfResponse(input=response.get("output")).items(lambda name: None)
+        messages = [*messages, *messages_of(output)]
         size = len(body) + sum(len(message.model_dump_json()) for message in messages)
-        items = {item["id"]: _without_logprobs(item) for item in response.get("output", ())}
+        items = {item.id or "": item for item in output}
         self._stored[response["id"]] = Stored(owner, body, items, messages, size)
         self._items |= dict.fromkeys(items, response["id"])
         while len(self._stored) > self.count or sum(each.bytes for each in self._stored.values()) > self.bytes:
@@ -82,7 +86,7 @@ class ResponseStore:
         self._stored.move_to_end(name)
         return found
 
-    def item(self, owner: bytes, name: str) -> dict[str, Any] | None:
+    def item(self, owner: bytes, name: str) -> StoredItem | None:
         """Return the output item with the id `name`, or None."""
         found = self.get(owner, self._items.get(name, ""))
         return found.items[name] if found else None
@@ -108,18 +112,13 @@ class ResponseStore:
 NO_STORE = ResponseStore(count=0)
 
 
-def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
-    """Return an item without log-probabilities, which take a hundred times its memory."""
-    return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]} if "content" in item else item
-
-
 async def start_response(api: ModelApi, body: ResponsesRequest, store: ResponseStore = NO_STORE, owner: bytes = b"") -> Any:
     """Start the answer to a /v1/responses request and return its job."""
     is_stored = store.count > 0 and body.store is not False
 
     def put(response: dict) -> None:
         if is_stored:
-            store.put(owner, response, [*conversation, *messages_of(response["output"], "output")])
+            store.put(owner, response, conversation)
 
     with fields_renamed(FIELDS):
         chat, conversation = _chat(body, store, owner)
@@ -159,14 +158,18 @@ class ResponsesReply(BlocksReply):
         self.put, self.names = put, names_in_namespaces(body.tools or ())
         self._number = 0
         text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
-        tools = [tool if "tools" in tool else {"strict": None, "parameters": None, **tool} for tool in body.tools or ()]
+        nulls = {"strict": None, "parameters": None}
+        tools = [
+            ({} if isinstance(tool, Namespace) else nulls) | tool.model_dump(exclude_none=True) for tool in body.tools or ()
+        ]
+        choice = body.tool_choice.model_dump(exclude_none=True) if isinstance(body.tool_choice, Body) else body.tool_choice
         self.answer = {
             "id": self.head["id"], "object": "response", "created_at": self.head["created"], "completed_at": None,
             "status": "in_progress", "background": False, "error": None, "incomplete_details": None, "model": model,
             "output": [], "parallel_tool_calls": body.parallel_tool_calls is not False, "metadata": body.metadata or {},
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "service_tier": "default", "store": is_stored, "temperature": sampling.temperature,
-            "text": {"format": {"type": "text"}, "verbosity": "medium", **text}, "tool_choice": body.tool_choice or "auto",
+            "text": {"format": {"type": "text"}, "verbosity": "medium", **text}, "tool_choice": choice or "auto",
             "tools": tools, "top_logprobs": body.top_logprobs or 0, "top_p": sampling.top_p, "truncation": "disabled",
             "usage": None, **body.model_dump(include=set(ECHOED)),
         }  # fmt: skip

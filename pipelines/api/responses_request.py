@@ -6,22 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
+from castiron.pipelines.api import schemas
 from castiron.pipelines.api.api_errors import ApiError, unsupported
-from castiron.pipelines.api.parse_body import Content, Item, OneOf, TextPart, parse_item, parse_one_of, text_of
-from castiron.pipelines.api.schemas import (
-    Body,
-    ChatRequest,
-    DirectCallers,
-    Function,
-    FunctionIdentifier,
-    GenerationFields,
-    JsonSchema,
-    Message,
-    Objects,
-    Unsupported,
-)
+from castiron.pipelines.api.parse_body import parse_record
+from castiron.pipelines.api.schemas import Body, ByType, ChatRequest, Content, GenerationFields, Message, Unsupported, text_of
 
 # Names of this API's fields, by the chat fields that they are converted to.
 FIELDS = {
@@ -31,29 +21,21 @@ FIELDS = {
 LOGPROBS = "message.output_text.logprobs"
 
 
-class Refusal(BaseModel):
-    """A refusal of an earlier answer, which is read as text."""
-
-    model_config = ConfigDict(extra="allow")
-    type: Literal["refusal"]
-    refusal: str
-
-
-class StoredItem(Item):
-    """An item that may be from an earlier answer."""
+class Item(Body):
+    """An item of the input, which may be from an earlier answer."""
 
     id: str | None = None
     status: str | None = None
 
 
-class InputMessage(StoredItem):
+class InputMessage(Item):
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Annotated[list[Annotated[dict[str, Any], OneOf(TextPart, Refusal)]], Field(fail_fast=True)]
-    type: Literal["message"] | None = None
+    content: Content
+    type: Literal["message", None] = None
     phase: str | None = None
 
 
-class FunctionCall(StoredItem):
+class FunctionCall(Item):
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -63,9 +45,7 @@ class FunctionCall(StoredItem):
     parsed_arguments: Any = None
 
 
-class FunctionCallOutput(StoredItem):
-    expected: ClassVar[dict[str, str]] = {"output": "a string or a list of parts of type input_text"}
-
+class FunctionCallOutput(Item):
     type: Literal["function_call_output"]
     call_id: str
     output: Content
@@ -73,12 +53,12 @@ class FunctionCallOutput(StoredItem):
     namespace: str | None = None
 
 
-class ReasoningItem(StoredItem):
+class ReasoningItem(Item):
     """Reasoning of an earlier answer; encrypted reasoning is not supported."""
 
     type: Literal["reasoning"]
-    summary: Objects | None = None
-    content: Objects | None = None
+    summary: schemas.Objects | None = None
+    content: schemas.Objects | None = None
 
     @property
     def text(self) -> str:
@@ -86,53 +66,52 @@ class ReasoningItem(StoredItem):
         return "".join(text for part in parts if isinstance(text := part.get("text"), str))
 
 
-class ItemReference(Item):
+class ItemReference(Body):
     """A reference to an item of a stored response."""
 
     type: Literal["item_reference"]
     id: str
 
 
-ITEMS: dict[str, type[Body]] = {
-    "message": InputMessage, "function_call": FunctionCall, "function_call_output": FunctionCallOutput,
-    "reasoning": ReasoningItem,
-}  # fmt: skip
-AnyItem = Annotated[dict[str, Any], OneOf(*ITEMS.values(), ItemReference)]
+StoredItem = InputMessage | FunctionCall | FunctionCallOutput | ReasoningItem
+AnyItem = Annotated[StoredItem | ItemReference, ByType("message")]
+Items = Annotated[list[AnyItem], Field(fail_fast=True)]
 
 
-class FunctionTool(Item, Function):
+def _as_items(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+class FunctionTool(schemas.Function):
     type: Literal["function"]
     defer_loading: Literal[False] | None = None
-    allowed_callers: DirectCallers | None = None
+    allowed_callers: schemas.DirectCallers | None = None
 
 
-class Namespace(Item):
+class Namespace(Body):
     """Functions that the model calls as `NAMESPACE.NAME`."""
 
     type: Literal["namespace"]
-    name: FunctionIdentifier
+    name: schemas.FunctionIdentifier
     description: str | None = None
-    tools: Annotated[list[Annotated[dict[str, Any], OneOf(FunctionTool)]], Field(fail_fast=True)]
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)]
 
 
-AnyTool = Annotated[dict[str, Any], OneOf(FunctionTool, Namespace)]
-
-
-class AllowedTools(Item):
-    """A tool choice that lists the tools which the answer may call."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Objects
-
-
-class ChosenFunction(Item):
+class ChosenFunction(Body):
     type: Literal["function"]
     name: str
     namespace: str | None = None
 
 
-class TextFormat(JsonSchema):
+class AllowedTools(Body):
+    """A tool choice that lists the tools which the answer may call."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenFunction], Field(fail_fast=True)]
+
+
+class TextFormat(schemas.JsonSchema):
     """The form of the answer; `schema` is required for the type json_schema."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -154,24 +133,21 @@ class Reasoning(Body):
     context: Literal["auto"] | None = None
 
 
-class ObfuscationOptions(Body):
-    include_obfuscation: bool | None = None
-
-
 class PromptOfResponse(Body):
     """The fields of /v1/responses that determine the prompt."""
 
     expected: ClassVar[dict[str, str]] = {
         "input": "a string or a list of items",
+        "output": "a string or a list of parts of type input_text",
         "tool_choice": 'none, auto, required, {"type": "function", "name": ...} or {"type": "allowed_tools", ...}',
         "verbosity": "medium if it is given",
     }
 
-    input: str | Annotated[list[AnyItem], Field(fail_fast=True)] | None = None
+    input: Annotated[Items, BeforeValidator(_as_items, json_schema_input_type=str | Items)] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: Annotated[list[AnyTool], Field(max_length=128, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    tools: Annotated[list[Annotated[FunctionTool | Namespace, ByType()]], Field(max_length=128, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Annotated[ChosenFunction | AllowedTools, ByType()] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
@@ -179,18 +155,15 @@ class PromptOfResponse(Body):
     truncation: Annotated[Any, Unsupported("disabled")] = None
     conversation: Annotated[Any, Unsupported()] = None
 
-    def items(self, stored: Callable[[str], dict[str, Any] | None]) -> list[dict[str, Any]]:
+    def items(self, stored: Callable[[str], StoredItem | None]) -> list[StoredItem]:
         """Return the input's items, with references replaced by the items that `stored` returns."""
-        if isinstance(self.input, str):
-            return [{"role": "user", "content": self.input}]
-        found = list(self.input or ())
-        for index, item in enumerate(found):
-            if item.get("type") != "item_reference":
-                continue
-            name = parse_item(ItemReference, item, f"input.{index}").id
-            if (item := stored(name)) is None:
-                raise unsupported(f"input.{index}.id", f"no such item: {name!r:.80}; send the item itself")
-            found[index] = item
+        found: list[StoredItem] = []
+        for index, item in enumerate(self.input or ()):
+            if isinstance(item, ItemReference):
+                if (referred := stored(item.id)) is None:
+                    raise unsupported(f"input.{index}.id", f"no such item: {item.id!r:.80}; send the item itself")
+                item = referred
+            found.append(item)
         return found
 
 
@@ -205,7 +178,7 @@ class ResponsesRequest(PromptOfResponse, GenerationFields):
 
     max_output_tokens: int | None = Field(None, ge=1)
     store: bool | None = None
-    stream_options: ObfuscationOptions | None = None
+    stream_options: dict[str, bool] | None = None
     include: Annotated[list[Literal[
         "message.output_text.logprobs", "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
         "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
@@ -236,7 +209,7 @@ class ResponsesRequest(PromptOfResponse, GenerationFields):
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
 
-def messages_of(items: Sequence[dict[str, Any]], path: str = "input") -> list[Message]:
+def messages_of(items: Iterable[StoredItem]) -> list[Message]:
     """Convert items to chat messages: consecutive reasoning, text and calls become one."""
     found: list[dict[str, Any]] = []
 
@@ -247,34 +220,25 @@ def messages_of(items: Sequence[dict[str, Any]], path: str = "input") -> list[Me
             found.append({"role": "assistant"})
         found[-1][field] = value
 
-    for index, item in enumerate(items):
-        here = f"{path}.{index}"
-        match parse_one_of(ITEMS, item, here, "message"):
-            case InputMessage(role="assistant", content=content):
-                assistant("content", text_of(_without_refusals(content), f"{here}.content"))
-            case InputMessage(role=role, content=content):
-                found.append({"role": role, "content": text_of(content, f"{here}.content")})
-            case ReasoningItem() as reasoning:
-                if reasoning.text:
-                    assistant("reasoning_content", reasoning.text)
-            case FunctionCall() as call:
-                function = {"name": full_name(call.namespace, call.name), "arguments": call.arguments}
-                chat_call = {"id": call.call_id, "type": "function", "function": function}
+    for item in items:
+        match item:
+            case InputMessage(role="assistant"):
+                assistant("content", text_of(item.content))
+            case InputMessage():
+                found.append({"role": item.role, "content": text_of(item.content)})
+            case ReasoningItem():
+                if item.text:
+                    assistant("reasoning_content", item.text)
+            case FunctionCall():
+                function = {"name": full_name(item.namespace, item.name), "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
                 if found and "tool_calls" in found[-1]:
-                    found[-1]["tool_calls"].append(chat_call)
+                    found[-1]["tool_calls"].append(call)
                 else:
-                    assistant("tool_calls", [chat_call])
-            case FunctionCallOutput() as result:
-                text = text_of(result.output, f"{here}.output")
-                found.append({"role": "tool", "tool_call_id": result.call_id, "content": text})
+                    assistant("tool_calls", [call])
+            case FunctionCallOutput():
+                found.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
     return [Message(**message) for message in found]
-
-
-def _without_refusals(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Return the content of an assistant message with refusals converted to text."""
-    if isinstance(content, str):
-        return content
-    return [{"type": "text", "text": part.get("refusal")} if part.get("type") == "refusal" else part for part in content]
 
 
 def chat_request(body: PromptOfResponse, before: Sequence[Message], messages: Sequence[Message]) -> ChatRequest:
@@ -285,7 +249,7 @@ def chat_request(body: PromptOfResponse, before: Sequence[Message], messages: Se
     first = list(takewhile(lambda message: message.role in ("system", "developer"), conversation))
     if len(first) > 1:
         # Many templates read one system message only.
-        text = "\n\n".join(message.plain()["content"] for message in first)
+        text = "\n\n".join(text_of(message.content) for message in first)
         conversation[: len(first)] = [Message(role="system", content=text)]
     if not conversation:
         raise ApiError(400, "you must provide input", "input", "missing_required_parameter")
@@ -304,7 +268,7 @@ def chat_request(body: PromptOfResponse, before: Sequence[Message], messages: Se
         given |= {name: getattr(body, name) for name in GenerationFields.model_fields} | {"max_tokens": body.max_output_tokens}
         if body.logprobs:
             given |= {"logprobs": True, "top_logprobs": body.top_logprobs}
-    return parse_item(ChatRequest, given, "")
+    return parse_record(ChatRequest, given)
 
 
 def full_name(namespace: str | None, name: str) -> str:
@@ -312,44 +276,36 @@ def full_name(namespace: str | None, name: str) -> str:
     return f"{namespace}.{name}" if namespace else name
 
 
-def names_in_namespaces(tools: Iterable[dict[str, Any]]) -> dict[str, dict[str, str]]:
+def names_in_namespaces(tools: Iterable[FunctionTool | Namespace]) -> dict[str, dict[str, str]]:
     """Return {"name": ..., "namespace": ...} by full name, for each function in a namespace."""
     return {
-        full_name(space["name"], function["name"]): {"name": function["name"], "namespace": space["name"]}
+        full_name(space.name, function.name): {"name": function.name, "namespace": space.name}
         for space in tools
-        if space.get("type") == "namespace"
-        for function in space["tools"]
+        if isinstance(space, Namespace)
+        for function in space.tools
     }
 
 
-def _functions(tools: Iterable[dict[str, Any]]) -> list[Function]:
-    """Return all functions with their full names; raise ApiError for tools of other types."""
-    found: list[Function] = []
-    for index, given in enumerate(tools):
-        path = f"tools.{index}"
-        tool = parse_one_of({"function": FunctionTool, "namespace": Namespace}, given, path)
-        space = tool if isinstance(tool, Namespace) else None
-        inner = [(path, given)] if space is None else [(f"{path}.tools.{i}", each) for i, each in enumerate(space.tools)]
-        for here, each in inner:
-            function = parse_one_of({"function": FunctionTool}, each, here)
-            # Chat requests have no namespaces, so the description of one is put before its first function's.
-            descriptions = [space.description if space and each is space.tools[0] else None, function.description]
-            fields = {"name": full_name(space and space.name, function.name), "parameters": function.parameters}
-            fields |= {"description": " ".join(filter(None, descriptions)) or None, "strict": function.strict}
-            found.append(parse_item(Function, fields, here))
-    return found
+def _function(tool: FunctionTool, space: Namespace | None = None) -> dict[str, Any]:
+    """Return the function of a chat request, which has no namespaces."""
+    # The description of a namespace is put before that of its first function.
+    descriptions = [space.description if space and tool is space.tools[0] else None, tool.description]
+    return {
+        "name": full_name(space and space.name, tool.name), "description": " ".join(filter(None, descriptions)) or None,
+        "parameters": tool.parameters, "strict": tool.strict,
+    }  # fmt: skip
 
 
 def _chosen_tools(body: PromptOfResponse) -> dict[str, Any]:
     """Return the chat fields tools and tool_choice."""
-    functions, choice = _functions(body.tools or ()), body.tool_choice
-    if isinstance(choice, dict):
-        chosen = parse_one_of({"function": ChosenFunction, "allowed_tools": AllowedTools}, choice, "tool_choice")
-        if isinstance(chosen, AllowedTools):
-            allowed = [parse_item(ChosenFunction, tool, f"tool_choice.tools.{i}") for i, tool in enumerate(chosen.tools)]
-            names = {full_name(each.namespace, each.name) for each in allowed}
-            functions, choice = [each for each in functions if each.name in names], chosen.mode
-        else:
-            choice = {"type": "function", "function": {"name": full_name(chosen.namespace, chosen.name)}}
+    functions: list[dict[str, Any]] = []
+    for tool in body.tools or ():
+        functions += [_function(each, tool) for each in tool.tools] if isinstance(tool, Namespace) else [_function(tool)]
+    choice: Any = body.tool_choice
+    if isinstance(choice, AllowedTools):
+        names = {full_name(each.namespace, each.name) for each in choice.tools}
+        functions, choice = [each for each in functions if each["name"] in names], choice.mode
+    elif isinstance(choice, ChosenFunction):
+        choice = {"type": "function", "function": {"name": full_name(choice.namespace, choice.name)}}
     tools = [{"type": "function", "function": each} for each in functions]
     return {"tools": tools or None, "tool_choice": choice}

@@ -5,9 +5,11 @@ fields that only label the request or the customer.
 """
 
 import json
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterable
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, StringConstraints, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Stops = StopString | Annotated[list[StopString], Field(max_length=16)]
@@ -24,6 +26,8 @@ DirectCallers = Annotated[list[Literal["direct"]], Field(fail_fast=True)]
 # Values of vLLM's fields: a JSON schema as an object or as text, and a list of possible answers.
 Schema = dict[str, Any] | bool | str
 Choices = Annotated[list[str], Field(min_length=1, max_length=4096, fail_fast=True)]
+# Prefix of the parts of an error's path that are types of records, not fields.
+TAG = "type="
 # Max choices of a request; each takes a slot or waits for one.
 MAX_CHOICES = 128
 # OpenAI's limits for the texts of an embeddings request and the entries of logit_bias.
@@ -38,30 +42,91 @@ class Unsupported:
     def __init__(self, *values: Any, code: str = "unsupported_parameter"):
         self.values, self.code = values, code
 
-    def allows(self, value: Any) -> bool:
-        """Return whether a request may have this value; 0 and False differ here."""
-        return any(value == allowed and type(value) is type(allowed) for allowed in self.values)
+    def _check(self, value: Any) -> Any:
+        # 0 and False differ here.
+        if any(value == allowed and type(value) is type(allowed) for allowed in self.values):
+            return value
+        raise PydanticCustomError(self.code, "is not supported by this server; leave it out")
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, *_: Any) -> dict[str, Any]:
         return {"enum": [None, *self.values]}
 
 
-class Body(BaseModel):
-    """A request body with exactly these fields; null is the same as leaving a field out."""
+class ByType:
+    """An annotation of a union of records, of which the field `type` selects one.
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    # Descriptions of the fields of this record, for error messages.
+    `default`: the type of an object that has none.
+    """
+
+    def __init__(self, default: str | None = None):
+        self.default = default
+
+    def _tag(self, value: Any) -> str:
+        return TAG + str((value.get("type") if isinstance(value, dict) else getattr(value, "type", None)) or self.default)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        choices = {
+            TAG + name: handler.generate_schema(record)
+            for record in get_args(source) or (source,)
+            for name in get_args(record.model_fields["type"].annotation)
+            if name
+        }
+        return core_schema.tagged_union_schema(choices, self._tag)
+
+
+class Body(BaseModel):
+    """An object of a request with exactly these fields; null is the same as leaving a field out."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra={"additionalProperties": {"type": "null"}}
+    )
+    # Descriptions of the values of fields, for error messages.
     expected: ClassVar[dict[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _stop_at_the_first_unknown_field(cls, value: Any) -> Any:
-        """Remove all unknown fields but the first, because each costs time to report."""
-        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+    def _without_nulls(cls, value: Any) -> Any:
+        """Remove null fields, and all unknown fields but the first, which is reported."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields) and None not in value.values():
             return value
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = next(name for name in value if name not in known)
-        return {name: each for name, each in value.items() if name in known or name == unknown}
+        given = {name: each for name, each in value.items() if each is not None}
+        unknown = next((name for name in given if name not in known), None)
+        return {name: each for name, each in given.items() if name in known or name == unknown}
+
+
+class TextPart(Body):
+    """A text; other fields, such as those for caching and citations, have no effect."""
+
+    model_config = ConfigDict(extra="ignore", json_schema_extra={})
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class RefusalPart(Body):
+    """A refusal of an earlier turn, which is read as text."""
+
+    model_config = ConfigDict(extra="ignore", json_schema_extra={})
+    type: Literal["refusal"]
+    text: str = Field(alias="refusal")
+
+
+def parts_of(value: Any) -> Any:
+    """Return a text as a list of one text part; other values as they are."""
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+Parts = Annotated[list[Annotated[TextPart | RefusalPart, ByType()]], Field(fail_fast=True)]
+# Content of a message: a text or a list of parts.
+Content = Annotated[Parts, BeforeValidator(parts_of, json_schema_input_type=str | Parts)]
+
+
+def text_of(content: Iterable[TextPart | RefusalPart] | None) -> str:
+    """Return the text of all parts."""
+    return "".join(part.text for part in content or ())
 
 
 class StreamOptions(Body):
@@ -69,7 +134,7 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
+    include_obfuscation: Annotated[Any, Unsupported(False)] = None
 
 
 class JsonSchema(Body):
@@ -159,36 +224,19 @@ class CompletionFields(GenerationFields):
     return_token_ids: Annotated[Any, Unsupported(False)] = None
 
 
-class ContentPart(Body):
-    """A text part; `cache_control` has no effect, because shared prefixes are always cached."""
-
-    type: Literal["text"]
-    text: str
-    cache_control: Any = None
-
-
-class RefusalPart(Body):
-    """A refusal of an earlier turn, which is read as text."""
-
-    type: Literal["refusal"]
-    text: str = Field(alias="refusal")
-
-
 class Message(BaseModel):
     """A message; other fields than role and content are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[ContentPart | RefusalPart], Field(fail_fast=True)] | None = None
+    content: Content | None = None
 
     def plain(self) -> dict:
         """Return the message for chat templates: content as a string, role developer as system."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
         extra = dict(self.model_extra or {})
         if isinstance(calls := extra.get("tool_calls"), list):
             extra["tool_calls"] = [_with_object(call) for call in calls]
-        return {**extra, "role": "system" if self.role == "developer" else self.role, "content": text}
+        return {**extra, "role": "system" if self.role == "developer" else self.role, "content": text_of(self.content)}
 
 
 def _with_object(call: Any) -> Any:

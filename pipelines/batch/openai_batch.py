@@ -1,4 +1,4 @@
-"""Rows in OpenAI's batch format, answered without HTTP; needs the extra `serve`.
+"""Records in OpenAI's batch format, answered without HTTP; needs the extra `serve`.
 
 The format is that of https://platform.openai.com/docs/api-reference/batch. A request has custom_id,
 method, url and body; a result has id, custom_id, response {status_code, request_id, body}, error.
@@ -23,7 +23,7 @@ from castiron.pipelines.api.model_api import Limits, ModelApi
 from castiron.pipelines.api.parse_body import parse_body
 from castiron.pipelines.api.responses import start_response
 from castiron.pipelines.api.responses_request import ResponsesRequest
-from castiron.pipelines.batch.rows import Outcome, Row, Work
+from castiron.pipelines.batch.records import Outcome, Record, Work
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.embedder import Embedder, Tokens
 from castiron.pipelines.text.tokenizer import Tokenizer
@@ -39,19 +39,6 @@ ENDPOINTS: dict[str, tuple[type[schemas.Body], Callable[[Any, Any], Coroutine[An
     MESSAGES: (MessagesRequest, start_message),
     "/v1/embeddings": (schemas.EmbeddingsRequest, lambda api, body: api.embeddings(body)),
     "/v1/rerank": (schemas.RerankRequest, lambda api, body: api.rerank(body)),
-}
-# Second names of the job's options in bodies.
-ALIASES = {"max_tokens": "max_completion_tokens", "repeat_penalty": "repetition_penalty"}
-# The job's options whose name or value in a body differs from that of a completion, by endpoint.
-NAMES: dict[str, dict[str, tuple[str, Callable[[Any], Any]]]] = {
-    RESPONSES: {
-        "max_tokens": ("max_output_tokens", lambda value: value),
-        "response_format": ("text", lambda value: {"format": _schema(value) | {"name": "answer"}}),
-    },
-    MESSAGES: {
-        "stop": ("stop_sequences", lambda value: value),
-        "response_format": ("output_config", lambda value: {"format": _schema(value)}),
-    },
 }
 # Fields of an answer that differ between runs: times, and counts of cached prompt tokens.
 TIMES = ("created", "created_at", "completed_at")
@@ -75,29 +62,23 @@ class Collector:
 
 
 class OpenAI:
-    """Rows that are requests in OpenAI's batch format, with the answers of `castiron serve`."""
+    """The `Format` of OpenAI's batch files; answers are those of `castiron serve`."""
 
-    def __init__(
-        self, manifest: Manifest, tokenizer: Tokenizer, names: list[str], defaults: Mapping[str, Any],
-        embedder: Embedder | None = None,
-    ):  # fmt: skip
-        """Answer rows for one model.
-
-        names: the model's names in bodies. defaults: options for bodies that do not set them.
-        """
-        self.defaults, self.loop = dict(defaults), asyncio.new_event_loop()
+    def __init__(self, manifest: Manifest, tokenizer: Tokenizer, names: list[str], embedder: Embedder | None = None):
+        """Answer records for one model; names: the model's names in bodies."""
+        self.loop = asyncio.new_event_loop()
         self.api: ModelApi
         engine: Any = Collector(embedder)
         if embedder:
             self.api = EmbeddingsApi(engine, names, Limits())
         else:
-            self.api = GenerationApi(engine, tokenizer, names, manifest, Limits(temperature=defaults.get("temperature")))
+            self.api = GenerationApi(engine, tokenizer, names, manifest, Limits())
 
-    def draws(self, row: Row) -> bool:
+    def samples(self, record: Record) -> bool:
         if not isinstance(self.api, GenerationApi):
             return False
         try:
-            body = _body(row.fields)
+            body = _body(record.fields)
         except PipelineError:
             return False
         if body.get("seed") is not None:
@@ -105,76 +86,57 @@ class OpenAI:
         temperature = body.get("temperature")
         return bool(self.api.sampling.temperature if temperature is None else temperature)
 
-    def work(self, row: Row, key: str, seed: int) -> Work:
-        fields, url = _request(row.fields)
+    def work(self, record: Record, seed: int) -> Work:
+        fields, url = _request(record.fields)
         kind, start = ENDPOINTS[url]
         if issubclass(kind, schemas.GenerationFields):
             if fields.get("stream"):
                 raise ApiError(400, "batch jobs do not stream; leave stream out", "stream", "unsupported_parameter")
-            fields = self._with_defaults(fields, url) | ({"seed": seed} if self.draws(row) else {})
+            fields = fields | ({"seed": seed} if self.samples(record) else {})
         body = parse_body(kind, json.dumps(fields).encode())
         self.api.check_model(body.model)
         job = self._wait(start(self.api, body))
         if not isinstance(job, Job):
-            return Work(row, key, lambda: self._answered(row, key, job.answer()))
-        # The rows of a window do not share a limit, because only rows in slots use memory.
+            return Work(record, lambda: self._answered(record, job.answer()))
+        # The records of a window do not share a limit, because only records in slots use memory.
         job.share.release()
         listen = lambda request, event: job.events.put_nowait((request, event))
-        return Work(row, key, lambda: self._answered(row, key, job.answer(), job), job.requests, listen)  # type: ignore
+        return Work(record, lambda: self._answered(record, job.answer(), job), job.requests, listen)  # type: ignore
 
-    def failed(self, row: Row, key: str, error: Exception) -> Outcome:
+    def failed(self, record: Record, error: Exception) -> Outcome:
         if isinstance(error, ApiError):
-            return self._outcome(row, key, error.response(str(row.fields.get("url"))), None, failed=True)
-        return self._outcome(row, key, None, {"code": "invalid_request", "message": str(error)}, failed=True)
+            return self._outcome(record, error.response(str(record.fields.get("url"))), None, failed=True)
+        return self._outcome(record, None, {"code": "invalid_request", "message": str(error)}, failed=True)
 
-    def _with_defaults(self, body: Mapping[str, Any], url: str) -> dict[str, Any]:
-        """Return the body, with the job's options for fields that it does not set."""
-        present = {name for name, value in body.items() if value is not None}
-        found, names = dict(body), NAMES.get(url, {})
-        for name, value in self.defaults.items():
-            field, convert = names.get(name, (name, lambda value: value))
-            if name == "response_format" and {"grammar", "regex"} & present:
-                continue
-            if not {field, ALIASES.get(name)} & present:
-                found[field] = convert(value)
-            elif name != field and isinstance(found.get(field), dict):
-                # The body sets other members of this object.
-                found[field] = convert(value) | found[field]
-        return found
-
-    def _answered(self, row: Row, key: str, answer: Coroutine[Any, Any, dict], job: Job | None = None) -> Outcome:
+    def _answered(self, record: Record, answer: Coroutine[Any, Any, dict], job: Job | None = None) -> Outcome:
         requests = job.requests if job else []
         counts = {"generated": sum(len(r.tokens) for r in requests), "cached": sum(r.cached for r in requests)}
         used = job.usage if job else None
         try:
             body = self._wait(answer)
         except (ApiError, PipelineError) as error:
-            return self.failed(row, key, error if isinstance(error, ApiError) else api_error(error))
+            return self.failed(record, error if isinstance(error, ApiError) else api_error(error))
         counts["prompt"] = (used or body["usage"])["prompt_tokens"]
-        return self._outcome(row, key, (200, reproducible(body, key)), None, **counts)
+        return self._outcome(record, (200, reproducible(body, record.key)), None, **counts)
 
     def _outcome(
-        self, row: Row, key: str, answer: tuple[int, Any] | None, error: Any, failed: bool = False, **counts: int
+        self, record: Record, answer: tuple[int, Any] | None, error: Any, failed: bool = False, **counts: int
     ) -> Outcome:
-        name = row.fields.get("custom_id")
-        response = answer and {"status_code": answer[0], "request_id": key, "body": answer[1]}
-        found = {"id": f"batch_req_{key}", "custom_id": name if isinstance(name, str) else None, "response": response}
-        return Outcome({**found, "error": error}, failed, keeps=False, **counts)
+        name = record.fields.get("custom_id")
+        response = answer and {"status_code": answer[0], "request_id": record.key, "body": answer[1]}
+        found = {"id": f"batch_req_{record.key}", "custom_id": name if isinstance(name, str) else None, "response": response}
+        return Outcome({**found, "error": error}, failed, **counts)
 
     def _wait(self, answer: Coroutine) -> Any:
         return self.loop.run_until_complete(answer)
 
 
-def _schema(response_format: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "json_schema", "schema": response_format["json_schema"]["schema"]}
-
-
 def _request(fields: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the body and the URL of a row; raise PipelineError for an invalid request."""
+    """Return the body and the URL of a record; raise PipelineError for an invalid request."""
     if unknown := [name for name in fields if name not in FIELDS]:
         raise PipelineError(f"unknown field: {unknown[0][:40]!r}; use {', '.join(FIELDS)}")
     if not isinstance(fields.get("custom_id"), str):
-        raise PipelineError("custom_id must be a string; give each row one")
+        raise PipelineError("custom_id must be a string; give each record one")
     if fields.get("method", "POST") != "POST":
         raise PipelineError(f"unsupported method: {str(fields['method'])[:40]}; use POST")
     url = fields.get("url")
@@ -197,7 +159,7 @@ def _body(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def reproducible(body: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return an answer with ids made from the row's key, times of 0, and no cache counts.
+    """Return an answer with ids made from the record's key, times of 0, and no cache counts.
 
     Changes parts of `body` in place.
     """

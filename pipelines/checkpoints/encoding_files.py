@@ -14,11 +14,9 @@ from castiron.pipelines.checkpoints.hf_files import json_object, json_value, rea
 
 MODULES = "modules.json"
 _PROMPTS, _LIMITS = "config_sentence_transformers.json", "sentence_*_config.json"
-# sentence-transformers' names of pooling, today's and those of older files.
+# sentence-transformers' names of pooling. Older files have a flag for each mode, and two other names.
 _MODES = {"mean": "mean", "lasttoken": "last", "cls": "cls"}
-_OLD_MODES = {"mean": "mean_tokens", "lasttoken": "lasttoken", "cls": "cls_token"}
-_OLD_PREFIX = "pooling_mode_"
-_OLD_KEYS = {_OLD_PREFIX + key for key in _OLD_MODES.values()}
+_FLAG, _OLD_NAMES = "pooling_mode_", {"mean_tokens": "mean", "cls_token": "cls"}
 _ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu"}
 _TENSORS = "model.safetensors"
 
@@ -30,9 +28,8 @@ def read_encoding(path: Path) -> Encoding | None:
         return None
     modules = [_module(path, entry) for entry in (found if isinstance(found, list) else [])]
     if [kind for kind, _ in modules[:2]] != ["Transformer", "Pooling"] or modules[0][1]:
-        raise CheckpointError(
-            f"{path / MODULES} has unsupported modules; the first two must be a Transformer in this folder and a Pooling"
-        )
+        first = "the first two must be a Transformer in this folder and a Pooling"
+        raise CheckpointError(f"{path / MODULES} has unsupported modules; {first}")
     pooling, tensors = Pooling(_mode(path / modules[1][1]), normalised=False), {}
     for kind, folder in modules[2:]:
         if kind == "Normalize" and not pooling.normalised:
@@ -71,8 +68,8 @@ def _mode(folder: Path) -> str:
     config = _config(folder)
     modes = config.get("pooling_mode")
     if modes is None:
-        modes = [name for name, key in _OLD_MODES.items() if config.get(_OLD_PREFIX + key)]
-        modes += [key for key, on in config.items() if key.startswith(_OLD_PREFIX) and on and key not in _OLD_KEYS]
+        flagged = [key.removeprefix(_FLAG) for key, on in config.items() if key.startswith(_FLAG) and on]
+        modes = [_OLD_NAMES.get(name, name) for name in flagged]
     modes = modes if isinstance(modes, list) else [modes]
     if len(modes) != 1 or modes[0] not in tuple(_MODES):
         found = shorten_list(map(str, modes), max_length=100) if modes else "missing"
@@ -87,13 +84,10 @@ def _dense(folder: Path, name: str) -> Dense:
     features, bias = config.get("out_features"), config.get("bias", True)
     activation = str(config.get("activation_function", "Tanh")).rpartition(".")[2]
     if activation not in _ACTIVATIONS or config.get("module_input_name", "sentence_embedding") != "sentence_embedding":
-        raise CheckpointError(
-            f"{folder}: unsupported Dense layer; it must read the embedding and use one of {', '.join(_ACTIVATIONS)}"
-        )
+        known = ", ".join(_ACTIVATIONS)
+        raise CheckpointError(f"{folder}: unsupported Dense layer; it must read the embedding and use one of {known}")
     if not isinstance(features, int) or features < 1 or not isinstance(bias, bool):
-        raise CheckpointError(
-            f"{folder / 'config.json'}: out_features must be an integer above 0, and bias true or false; fetch it again"
-        )
+        raise CheckpointError(f"{folder}: out_features must be an integer above 0, and bias true or false; fetch it again")
     return Dense(name, features, bias, _ACTIVATIONS[activation])
 
 
@@ -115,10 +109,7 @@ def _tokens(value: Any) -> int | None:
 
 
 def base_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors by name, with `model.` before the names of a base model without a head.
-
-    HF's `Qwen3Model` is such a base model.
-    """
+    """Return tensors by name, with `model.` before names of a headless model such as Qwen3Model."""
     if "embed_tokens.weight" not in tensors:
         return dict(tensors)
     named = {name: name if name.startswith(("lm_head.", "model.")) else f"model.{name}" for name in tensors}
@@ -129,7 +120,7 @@ def base_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class Head:
     """The layers that a reranker of a model family has after the transformer."""
 
-    tensors: Mapping[str, str]  # name in the file -> name among the layers after pooling
+    modules: Mapping[str, str]  # name in the file -> name among the layers after pooling
     pooling: Callable[[dict], Pooling]  # makes the record of these layers from the config
     types: bool = False  # whether tokens of the second text have token type 1
 
@@ -145,25 +136,15 @@ def _modernbert(config: dict) -> Pooling:
     return Pooling(config.get("classifier_pooling", "cls"), (head, Dense("classifier", 1, True)), False)
 
 
-_CLASSIFIER = {f"classifier.{part}": f"classifier.linear.{part}" for part in ("weight", "bias")}
 # The layers of a reranker after the transformer, by model type.
 HEADS = {
-    "bert": Head(
-        {f"bert.pooler.dense.{part}": f"pooler.linear.{part}" for part in ("weight", "bias")} | _CLASSIFIER, _bert, True
-    ),
-    "modernbert": Head(
-        {f"head.dense.{part}": f"head.linear.{part}" for part in ("weight", "bias")}
-        | {f"head.norm.{part}": f"head.norm.{part}" for part in ("weight", "bias")} | _CLASSIFIER,
-        _modernbert,
-    ),
-}  # fmt: skip
+    "bert": Head({"bert.pooler.dense": "pooler.linear", "classifier": "classifier.linear"}, _bert, types=True),
+    "modernbert": Head({"head.dense": "head.linear", "head.norm": "head.norm", "classifier": "classifier.linear"}, _modernbert),
+}
 
 
 def read_classifier(path: Path, config: dict, stored: Mapping[str, Tensor]) -> Encoding | None:
-    """Return the encoding of a reranker, an HF sequence classifier; None for other models.
-
-    stored: tensors by their names in the files.
-    """
+    """Return the encoding of a reranker, an HF sequence classifier; None for other models."""
     kinds = config.get("architectures")
     kind = kinds[0] if isinstance(kinds, list) and kinds else None
     if not isinstance(kind, str) or not kind.endswith("ForSequenceClassification"):
@@ -177,11 +158,10 @@ def read_classifier(path: Path, config: dict, stored: Mapping[str, Tensor]) -> E
     pooling = head.pooling(config)
     activations = _ACTIVATIONS.values()
     if pooling.mode not in ("cls", "mean") or any(dense.activation not in tuple(activations) for dense in pooling.dense):
-        raise CheckpointError(
-            f"{path}: unsupported pooling or activation of the classifier; supported are the poolings cls and mean, and the "
-            f"activations {', '.join(activations)}"
-        )
-    tensors = {name: replace(stored[own], name=name) for own, name in head.tensors.items() if own in stored}
+        known = f"supported are the poolings cls and mean, and the activations {', '.join(activations)}"
+        raise CheckpointError(f"{path}: unsupported pooling or activation of the classifier; {known}")
+    names = {f"{name}.{part}": f"{own}.{part}" for name, own in head.modules.items() for part in ("weight", "bias")}
+    tensors = {own: replace(stored[name], name=own) for name, own in names.items() if name in stored}
     return Encoding(
         pooling, max_tokens=tokenizer_limit(path), tensors=tensors, relevance=_relevance(path, config), types=head.types
     )

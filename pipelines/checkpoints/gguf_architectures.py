@@ -31,7 +31,6 @@ _GEMMA2 = Architecture(
 _GEMMA3 = replace(
     _GEMMA2,
     model_type="gemma3_text",
-    tensors={**names.GEMMA_TENSORS, **names.QK_NORMS},
     floats={**names.RMS, "rope.freq_base_swa": "rope_local_base_freq", **names.FINAL_CAP},
     constants=names.GEMMA3,
     rules=("full_rotary", "gemma_scale", "layer_types", "rope_scaling"),
@@ -47,7 +46,6 @@ _OLMO2 = Architecture(
 )
 _QWEN3 = Architecture(
     "qwen3",
-    tensors={**names.LLAMA_TENSORS, **names.QK_NORMS},
     constants={**names.SILU, **names.NO_WINDOW},
     flags=names.ATTENTION_BIAS,
 )
@@ -119,7 +117,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     MIXTRAL: replace(
         _LLAMA,
         model_type="mixtral",
-        tensors={**names.ATTENTION, **names.PRE_NORMS, "ffn_gate_inp": "block_sparse_moe.gate"},
+        tensors={**names.COMMON_TENSORS, "ffn_gate_inp": "block_sparse_moe.gate"},
         per_index=experts("block_sparse_moe", "w1", "w3", "w2"),
         ints={**names.SIZES_AND_HEAD, **names.EXPERTS_USED, "expert_count": "num_local_experts"},
         constants={**names.SILU, "sliding_window": None},
@@ -131,7 +129,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3moe": replace(
         _QWEN3,
         model_type="qwen3_moe",
-        tensors={**names.ATTENTION, **names.QK_NORMS, **names.PRE_NORMS, "ffn_gate_inp": "mlp.gate"},
+        tensors={**names.COMMON_TENSORS, "ffn_gate_inp": "mlp.gate"},
         per_index=experts("mlp"),
         ints={**names.SIZES_AND_HEAD, **names.EXPERT_SIZES},
         # llama.cpp always normalises the chosen experts' weights, and every layer has experts.
@@ -150,7 +148,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma4": Architecture(
         "gemma4_text",
         tensors={
-            **names.GEMMA_TENSORS, **names.QK_NORMS, "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
+            **names.GEMMA_TENSORS, "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
             "post_norm": "post_per_layer_input_norm", "ffn_gate_inp": "router.proj",
             "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "post_ffw_norm_1": "post_feedforward_layernorm_1",
             "post_ffw_norm_2": "post_feedforward_layernorm_2",
@@ -189,9 +187,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "arcee": replace(
         _LLAMA,
         model_type="arcee",
-        tensors={name: own for name, own in names.LLAMA_TENSORS.items() if name != "ffn_gate"},
         constants={"hidden_act": "relu2"},
-        flags={**names.ATTENTION_BIAS, "mlp_bias": "ffn_up.bias"},
     ),
     "exaone4": Architecture(
         "exaone4",
@@ -201,7 +197,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "cohere2": Architecture(
         "cohere2",
-        tensors={**names.ATTENTION, **names.MLP, "attn_norm": "input_layernorm"},
         ints={**names.SIZES_AND_HEAD, **names.WINDOW},
         floats={**names.LAYER_NORM, "logit_scale": "logit_scale"},
         constants={**names.SILU, "attention_bias": False},
@@ -211,14 +206,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "hunyuan-dense": Architecture(
         "hunyuan_v1_dense",
         tensors={
-            **names.LLAMA_TENSORS, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm",
+            **names.COMMON_TENSORS, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm",
         },
         flags=names.ATTENTION_BIAS,
     ),
     "granitemoe": replace(
         _GRANITE,
         model_type="granitemoe",
-        tensors={**names.ATTENTION, **names.PRE_NORMS, "ffn_gate_inp": "block_sparse_moe.router.layer"},
+        tensors={**names.COMMON_TENSORS, "ffn_gate_inp": "block_sparse_moe.router.layer"},
         per_index=experts("block_sparse_moe"),
         ints={**names.SIZES, **names.EXPERTS_USED, "expert_count": "num_local_experts"},
         flags=names.ATTENTION_BIAS,
@@ -258,10 +253,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "phi3": Architecture(
         "phi3",
-        tensors={
-            **names.PRE_NORMS, "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj",
-            "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj",
-        },
+        tensors={**names.COMMON_TENSORS, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
         ints={**names.SIZES, **names.WINDOW},
         rules=("partial_rotary", "phi3_rope"),
     ),
@@ -298,7 +290,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "starcoder2": Architecture(
         "starcoder2",
-        tensors={**names.ATTENTION, **names.PRE_NORMS, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        tensors={**names.COMMON_TENSORS, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
         ints=names.SIZES,
         floats={**names.ROPE, "attention.layer_norm_epsilon": "norm_epsilon"},
         # The converter drops sliding_window, which llama.cpp doesn't compute.
@@ -361,8 +353,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _QWEN35,
         model_type="qwen3_5_moe_text",
         tensors={
-            **{name: own for name, own in _QWEN35.tensors.items() if name not in names.MLP}, "ffn_gate_inp": "mlp.gate",
-            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+            **_QWEN35.tensors, "ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
             **{f"{name}_shexp": own.replace("mlp", "mlp.shared_expert") for name, own in names.MLP.items()},
         },
         per_index=experts("mlp"),

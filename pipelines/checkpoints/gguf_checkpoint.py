@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from castiron.emitter.codecs import CODECS, dequantise
+from castiron.emitter.codecs import CODECS
 from castiron.emitter.shorten import shorten, shorten_text
 from castiron.pipelines.checkpoints.checkpoint import HEAD, Checkpoint, CheckpointError, Tensor, without, without_shared
 from castiron.pipelines.checkpoints.gguf_config import architecture_of, encoding_of, hf_config, sampling_config
-from castiron.pipelines.checkpoints.gguf_file import GgufFile, GgufTensor, read_gguf
+from castiron.pipelines.checkpoints.gguf_file import GgufFile, read_gguf
 from castiron.pipelines.checkpoints.gguf_metadata import Architecture
 from castiron.pipelines.checkpoints.gguf_rules import RULES_OF_ROPE_TENSOR
 from castiron.pipelines.checkpoints.gguf_tokenizer import eos_token_ids, tokenizer_json
@@ -59,10 +59,7 @@ def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
 
 
 def hf_tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Tensor]:
-    """Return the model's tensors by HF name.
-
-    Unknown tensors keep GGUF's names, so that `missing_and_left_over` reports them.
-    """
+    """Return the model's tensors by HF name; unknown ones keep GGUF's, to be reported later."""
     tensors: dict[str, Tensor] = {}
     for stored in file.tensors.values():
         # Blocks after the last layer are for multi-token prediction, which castiron doesn't run.
@@ -78,11 +75,10 @@ def hf_tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Ten
     return tensors
 
 
-def _named(file: GgufFile, row: Architecture, config: dict, stored: GgufTensor) -> Iterator[Tensor]:
+def _named(file: GgufFile, row: Architecture, config: dict, tensor: Tensor) -> Iterator[Tensor]:
     """Yield the HF tensors that are made from one tensor of the file, such as one per expert."""
-    block, named = _BLOCK.fullmatch(stored.name), _NAMED.fullmatch(stored.name)
+    block, named = _BLOCK.fullmatch(tensor.name), _NAMED.fullmatch(tensor.name)
     prefix = row.block.format(int(block[1])) if block else ""
-    tensor = Tensor(stored.name, stored.shape, stored.codec, stored.name, lambda: file.rows(stored))
     if block and block[2] in row.vectors:
         yield _vector(replace(tensor, name=prefix + row.vectors[block[2]]), tiled(row, config, block[2]))
         return
@@ -95,7 +91,7 @@ def _named(file: GgufFile, row: Architecture, config: dict, stored: GgufTensor) 
         tensor = replace(tensor, name=prefix + own + ("" if leaf in row.bare else f".{suffix}"))
     order = tiled(row, config, leaf)
     if layer and leaf in row.per_index:
-        _check_rank(file, stored, 2, 3)
+        _check_rank(file, tensor, 2, 3)
         yield from _stacked(tensor, row.per_index[leaf], prefix, suffix)
     elif layer and leaf in row.permuted:
         yield _unpermuted(file.path, tensor, config[row.permuted[leaf]])
@@ -104,7 +100,7 @@ def _named(file: GgufFile, row: Architecture, config: dict, stored: GgufTensor) 
             parts = [part for name in leaves if (part := file.tensors.get(f"blk.{layer}.{name}.{suffix}"))]
             yield _joined(file, parts, f"{prefix}{row.joined[leaves]}.{suffix}")
     elif layer and leaf in _FILTERS and suffix == "weight":
-        _check_rank(file, stored, 2)
+        _check_rank(file, tensor, 2)
         yield _filter(tensor, order)
     elif order is not None and row.tiled[leaf] == "columns":
         yield _reordered_columns(tensor, order, config["linear_value_head_dim"])
@@ -114,12 +110,10 @@ def _named(file: GgufFile, row: Architecture, config: dict, stored: GgufTensor) 
         yield _minus_one(tensor) if own and row.norms_plus_one and leaf.endswith("norm") else tensor
 
 
-def _check_rank(file: GgufFile, stored: GgufTensor, *ranks: int) -> None:
-    if len(stored.shape) not in ranks:
-        wanted = " or ".join(map(str, ranks))
-        raise CheckpointError(
-            f"{file.path}: {shorten_text(stored.name)} has {len(stored.shape)} dimensions, not {wanted}; fetch it again"
-        )
+def _check_rank(file: GgufFile, tensor: Tensor, *ranks: int) -> None:
+    if len(tensor.shape) not in ranks:
+        found = f"{shorten_text(tensor.source)} has {len(tensor.shape)} dimensions"
+        raise CheckpointError(f"{file.path}: {found}, not {' or '.join(map(str, ranks))}; fetch it again")
 
 
 def _minus_one(tensor: Tensor) -> Tensor:
@@ -149,24 +143,21 @@ def _filter(tensor: Tensor, order: np.ndarray | None) -> Tensor:
     return replace(tensor, shape=(features, 1, positions), read=read)
 
 
-def _joined(file: GgufFile, parts: list[GgufTensor], name: str) -> Tensor:
+def _joined(file: GgufFile, parts: list[Tensor], name: str) -> Tensor:
     """Return the rows of several matrices as one matrix, in f32 if their codecs differ."""
     for part in parts:
         _check_rank(file, part, 2)
     codecs = {part.codec for part in parts}
 
     def read() -> np.ndarray:
-        rows = [file.rows(part) for part in parts]
-        if len(codecs) > 1:
-            rows = [dequantise(part.codec, own).view(np.uint8) for part, own in zip(parts, rows)]
-        return np.concatenate(rows)
+        return np.concatenate([part.data if len(codecs) == 1 else part.dequantise().view(np.uint8) for part in parts])
 
     codec = parts[0].codec if len(codecs) == 1 else "f32"
     return Tensor(name, (sum(part.shape[0] for part in parts), parts[0].shape[1]), codec, parts[0].name, read)
 
 
 def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
-    """Return the index in the file of each row or column of HF's tensor; None for equal orders."""
+    """Return the GGUF index of each row or column of HF's tensor; None if the orders are equal."""
     kind = row.tiled.get(leaf.partition(".")[0])
     keys, values = config.get("linear_num_key_heads", 1), config.get("linear_num_value_heads", 1)
     if kind is None or keys in (1, values):
@@ -193,8 +184,7 @@ def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Tens
 def _stacked(tensor: Tensor, found: str | tuple[str, ...], prefix: str, suffix: str) -> Iterator[Tensor]:
     """Yield the tensors that a tensor of the file stacks, such as one per expert.
 
-    found: HF name of one of them, with `{}` for its index, or several names that get equal parts of
-    its rows.
+    found: HF name with `{}` for the index, or several names that share a stacked matrix's rows.
     """
     names = (found,) if isinstance(found, str) else found
     shape = tensor.shape[1:]
@@ -208,10 +198,7 @@ def _stacked(tensor: Tensor, found: str | tuple[str, ...], prefix: str, suffix: 
 
 
 def _unpermuted(path: Path, tensor: Tensor, heads: int) -> Tensor:
-    """Return a tensor with its rows in HF's order, (head, half, pair), not (head, pair, half).
-
-    This is the inverse of `permute` in llama.cpp's converter.
-    """
+    """Undo llama.cpp's `permute`: rows (head, pair, half) become (head, half, pair)."""
     out = tensor.shape[0]
     if out % (2 * heads):
         raise CheckpointError(f"{path}: {shorten_text(tensor.source)} has {out} rows, not a multiple of 2 x {heads} heads")

@@ -71,10 +71,7 @@ def hf_config(file: GgufFile) -> dict:
     shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
     reject_impossible_sizes(file.path, config, shapes)
     if head_dim(config) == 0:
-        heads = config["num_attention_heads"]
-        raise metadata.error(
-            f"embedding_length is {config['hidden_size']}, too small for {heads} attention heads; fetch the file again"
-        )
+        raise metadata.invalid("embedding_length", f"at least {config['num_attention_heads']}, the number of heads")
     config.setdefault("rope_theta", _ROPE_BASE)
     for name, leaf in row.flags.items():
         config[name] = metadata.has(0, leaf)
@@ -93,9 +90,7 @@ def hf_config(file: GgufFile) -> dict:
         raise CheckpointError(f"{file.path} has no two-dimensional token_embd.weight; fetch the complete model")
     config["vocab_size"] = embedding.shape[0]
     if unread := metadata.unread():
-        raise metadata.error(
-            f"unknown metadata may change the result: {shorten_list(unread)}; ignore one with --ignore-key KEY"
-        )
+        raise metadata.error(f"unknown metadata may change the result: {shorten_list(unread)}; ignore a key with --ignore-key")
     return config
 
 

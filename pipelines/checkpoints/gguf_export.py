@@ -9,19 +9,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
 
 from castiron.emitter.models import read_config
-from castiron.pipelines.checkpoints.checkpoint import HEAD, Checkpoint, CheckpointError, Tensor, tokenizer_of
+from castiron.pipelines.checkpoints.checkpoint import HEAD, SAMPLE, Checkpoint, CheckpointError, Tensor, tokenizer_of
 from castiron.pipelines.checkpoints.gguf_architectures import ARCHITECTURES
 from castiron.pipelines.checkpoints.gguf_config import hf_config
-from castiron.pipelines.checkpoints.gguf_file import GgufFile, GgufTensor, NewTensor, Value, as_read
+from castiron.pipelines.checkpoints.gguf_file import GgufFile, Value, as_read
 from castiron.pipelines.checkpoints.gguf_metadata import Architecture
 from castiron.pipelines.checkpoints.gguf_rules import head_dim, llama3_factors
-from castiron.pipelines.checkpoints.gguf_tokenizer import PRE_TOKENIZERS, SPACE, PreTokenizer, tokenizer_json
+from castiron.pipelines.checkpoints.gguf_tokenizer import PRE_TOKENIZERS, SPACE, tokenizer_json
 
 # Model types that llama.cpp converts to the architecture of another type.
 _SAME_AS = {"mistral": "llama"}
@@ -39,11 +39,6 @@ _PREFIX = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's llama_token_type
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _CONVERT = "convert it with llama.cpp's convert_hf_to_gguf.py, and quantise the file that this writes"
-# Text on which pre-tokenizers differ: scripts, numbers, contractions, code, white space.
-SAMPLE = (
-    "Hello, world! I'm sure they'll say it's 12345.678 ÷ 9, WE'RE told.\n\n\tdef f(x):\n        return x ** 2  # ok\r\n"
-    "naïve Ångström e\u0301 Привет мир 你好,世界 こんにちは 안녕 مرحبا नमस्ते 🚀   trailing   \u00a0 ___ {}[]<|>\n \n  end "
-)
 
 # A function from HF's name of a tensor, and a codec, to its bytes.
 Read = Callable[[str, str], np.ndarray]
@@ -56,10 +51,8 @@ def architecture_for(checkpoint: Checkpoint) -> tuple[str, Architecture]:
     known = ((name, row) for name, row in reversed(ARCHITECTURES.items()) if not (row.vectors or row.joined or row.tiled))
     rows = {row.model_type: (name.partition(" ")[0], row) for name, row in known}
     if (found := rows.get(_SAME_AS.get(model_type, model_type))) is None:
-        names = ", ".join(sorted(rows.keys() | _SAME_AS))
-        raise CheckpointError(
-            f"{checkpoint.path} is a {model_type} model, which cannot be written as GGUF; supported are {names}"
-        )
+        names = f"supported are {', '.join(sorted(rows.keys() | _SAME_AS))}"
+        raise CheckpointError(f"{checkpoint.path} is a {model_type} model, which cannot be written as GGUF; {names}")
     return found
 
 
@@ -127,7 +120,7 @@ def _rope_keys(config: dict) -> dict[str, Value]:
     return keys
 
 
-def _rope_tensors(config: dict) -> Iterator[NewTensor]:
+def _rope_tensors(config: dict) -> Iterator[Tensor]:
     """Yield the GGUF tensors that contain divisors of rotary frequencies."""
     entry = config.get("rope_scaling") or {}
     factors: dict[str, np.ndarray] = {}
@@ -138,19 +131,19 @@ def _rope_tensors(config: dict) -> Iterator[NewTensor]:
     if entry.get("rope_type") == "longrope":
         factors = {f"rope_factors_{length}.weight": np.array(entry[f"{length}_factor"]) for length in ("long", "short")}
     for name, values in factors.items():
-        yield NewTensor(name, values.shape, "f32", lambda values=values: values.astype("<f4"))
+        yield Tensor(name, values.shape, "f32", name, lambda values=values: values.astype("<f4").view(np.uint8))
 
 
-def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, str], read: Read) -> list[NewTensor]:
+def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, str], read: Read) -> list[Tensor]:
     """Return the tensors under GGUF's names, rearranged as llama.cpp's converter does.
 
-    codecs: codec of each matrix, by HF's name; vectors and routers are f32.
+    codecs: codec of each matrix, by HF's name.
     """
     _, row = architecture_for(checkpoint)
     leaves, tops = ({own: leaf for leaf, own in names.items()} for names in (row.tensors, row.top))
     stacks = {re.compile(re.escape(own).replace(r"\{\}", r"(\d+)")): leaf for leaf, own in row.per_index.items()}
     block = re.compile(re.escape(row.block).replace(r"\{\}", r"(\d+)") + r"(.+)\.(weight|bias)")
-    found: list[NewTensor] = list(_rope_tensors(config))
+    found: list[Tensor] = list(_rope_tensors(config))
     stacked: dict[tuple[str, str], dict[int, Tensor]] = {}
     for tensor in checkpoint.tensors.values():
         # HF names without .weight or .bias get .weight in GGUF.
@@ -158,22 +151,19 @@ def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, st
         layer, top = block.fullmatch(name), _TOP.fullmatch(name)
         if layer and (leaf := leaves.get(layer[2])):
             heads = config[row.permuted[leaf]] if leaf in row.permuted else 0
-            plus_one = row.norms_plus_one and leaf.endswith("norm")
-            found.append(_exported(tensor, f"blk.{layer[1]}.{leaf}.{layer[3]}", codecs, read, heads, plus_one))
+            found.append(_exported(tensor, f"blk.{layer[1]}.{leaf}.{layer[3]}", codecs, read, row, heads))
         elif layer and (match := next(((m, leaf) for form, leaf in stacks.items() if (m := form.fullmatch(layer[2]))), None)):
             stack = f"blk.{layer[1]}.{match[1]}.{layer[3]}", codecs[tensor.name]
             stacked.setdefault(stack, {})[int(match[0][1])] = tensor
         elif top is None or top[1] not in tops:
-            raise CheckpointError(
-                f"{checkpoint.path} cannot be written as GGUF, which has no name for {tensor.name}; {_CONVERT}"
-            )
+            raise CheckpointError(f"{checkpoint.path}: GGUF has no name for the tensor {tensor.name}; {_CONVERT}")
         elif tensor.name != HEAD or not config.get("tie_word_embeddings"):
-            plus_one = row.norms_plus_one and top[1].endswith("norm")
-            found.append(_exported(tensor, f"{tops[top[1]]}.{top[2]}", codecs, read, 0, plus_one))
+            found.append(_exported(tensor, f"{tops[top[1]]}.{top[2]}", codecs, read, row))
     return found + [_stack(name, codec, parts, read) for (name, codec), parts in stacked.items()]
 
 
-def _exported(tensor: Tensor, name: str, codecs: Mapping[str, str], read: Read, heads: int, plus_one: bool) -> NewTensor:
+def _exported(tensor: Tensor, name: str, codecs: Mapping[str, str], read: Read, row: Architecture, heads: int = 0) -> Tensor:
+    """Return a tensor under GGUF's `name`; heads: those by which its rows are permuted, if any."""
     small = _SMALL.fullmatch(name)
     codec = "f32" if small or len(tensor.shape) == 1 else codecs[tensor.name]
     # A filter of a convolution is [features, 1, n] in HF.
@@ -181,31 +171,27 @@ def _exported(tensor: Tensor, name: str, codecs: Mapping[str, str], read: Read, 
 
     def data() -> np.ndarray:
         rows = read(tensor.name, codec)
-        if plus_one:
+        if row.norms_plus_one and name.endswith("norm.weight"):
             rows = (rows.view("<f4") + np.float32(1)).view(np.uint8)
         if heads:
             # HF's (head, half, pair) to (head, pair, half): the converter's `permute`.
             rows = rows.reshape(heads, 2, tensor.shape[0] // heads // 2, -1).swapaxes(1, 2)
         return rows.reshape(*shape[:-1], -1) if shape != tensor.shape else rows
 
-    return NewTensor(name, shape, codec, data)
+    return Tensor(name, shape, codec, tensor.name, data)
 
 
-def _stack(name: str, codec: str, parts: dict[int, Tensor], read: Read) -> NewTensor:
+def _stack(name: str, codec: str, parts: dict[int, Tensor], read: Read) -> Tensor:
     ordered = [parts[number] for number in sorted(parts)]
-    codec = "f32" if len(ordered[0].shape) == 1 else codec
-    return NewTensor(name, (len(ordered), *ordered[0].shape), codec, lambda: np.stack([read(t.name, codec) for t in ordered]))
+    first = ordered[0]
+    codec = "f32" if len(first.shape) == 1 else codec
+    data = lambda: np.stack([read(tensor.name, codec) for tensor in ordered])
+    return Tensor(name, (len(ordered), *first.shape), codec, first.name, data)
 
 
-def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tensors: list[NewTensor]) -> None:
+def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tensors: list[Tensor]) -> None:
     """Raise CheckpointError unless the metadata gives the same model config as the checkpoint."""
-    table, data = {}, b""
-    for tensor in tensors:
-        # Only the values of rope tensors influence the config.
-        own = tensor.read().tobytes() if tensor.name.startswith("rope") else b""
-        table[tensor.name] = GgufTensor(tensor.name, tensor.shape, tensor.codec, len(data), len(own))
-        data += own
-    file = GgufFile(checkpoint.path, 3, as_read(metadata), table, np.frombuffer(data, np.uint8))
+    file = GgufFile(checkpoint.path, as_read(metadata), {tensor.name: tensor for tensor in tensors})
     ours, theirs = (read_config(config) for config in (checkpoint.config, hf_config(file)))
     if differing := sorted(_differing(ours, theirs)):
         model = f"{checkpoint.path} is a {checkpoint.config['model_type']} model that cannot be written as GGUF"
@@ -229,10 +215,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def export_tokenizer(checkpoint: Checkpoint, vocab: int) -> dict[str, Value]:
-    """Return the metadata of the checkpoint's tokenizer, for `vocab` rows of embeddings.
-
-    Supported are byte-level BPE (llama.cpp's "gpt2") and BPE with byte fallback ("llama").
-    """
+    """Return the metadata of the checkpoint's tokenizer, for `vocab` rows of embeddings."""
     if checkpoint.tokenizer is None:
         return {_PREFIX + "model": "no_vocab"}
     tokenizer = tokenizer_of(checkpoint.tokenizer, checkpoint.path)
@@ -255,23 +238,19 @@ def export_tokenizer(checkpoint: Checkpoint, vocab: int) -> dict[str, Value]:
     keys |= {"add_bos_token": before > 0, "add_eos_token": len(complete) > before + len(plain)}
     metadata = {_PREFIX + key: value for key, value in keys.items()}
     stored = as_read({"general.architecture": architecture_for(checkpoint)[0], **metadata})
-    back = tokenizer_json(GgufFile(checkpoint.path, 3, stored, {}, np.empty(0, np.uint8)))
+    back = tokenizer_json(GgufFile(checkpoint.path, stored, {}))
     if tokenizer_of(back, checkpoint.path).encode(SAMPLE).ids != complete:
         raise CheckpointError(f"{checkpoint.path} cannot be written as GGUF, which would split text differently; {_CONVERT}")
-    return metadata | ({"tokenizer.chat_template": checkpoint.chat_template} if checkpoint.chat_template else {})
+    return metadata
 
 
 def _byte_level(checkpoint: Checkpoint, found: dict, steps: list[dict], vocab: int) -> dict[str, Value]:
     """Return the metadata of a byte-level BPE tokenizer with the pre-tokenizer's `steps`."""
-    splits = [step["pattern"].get("Regex") for step in steps if step["type"] == "Split"]
-    row = PreTokenizer(
-        split=splits[0] if splits else None,
-        digits=any(step["type"] == "Digits" for step in steps),
-        ignore_merges=found["model"]["ignore_merges"],
-        nfc=(found["normalizer"] or {}).get("type") == "NFC",
-    )
-    # add_bos_token is written, so the default doesn't matter.
-    name = next((name for name, known in PRE_TOKENIZERS.items() if replace(known, adds_bos=False) == row), None)
+    nfc, ignore_merges = (found["normalizer"] or {}).get("type") == "NFC", found["model"]["ignore_merges"]
+    rows = ((name, row) for name, row in PRE_TOKENIZERS.items() if (row.nfc, row.ignore_merges) == (nfc, ignore_merges))
+    # Other differences, such as the options of ByteLevel, show when SAMPLE is tokenized.
+    kinds_of = lambda steps: [(step["type"], step.get("pattern")) for step in steps]
+    name = next((name for name, row in rows if kinds_of(row.steps) == kinds_of(steps)), None)
     if name is None:
         unfit = "its tokenizer splits text by rules that have no name there"
         raise CheckpointError(f"{checkpoint.path} cannot be written as GGUF: {unfit}; {_CONVERT}")
@@ -283,8 +262,7 @@ def _byte_level(checkpoint: Checkpoint, found: dict, steps: list[dict], vocab: i
 def _sentencepiece(found: dict, steps: list[dict], vocab: int) -> dict[str, Value]:
     """Return the metadata of a SentencePiece BPE tokenizer, which has scores instead of merges.
 
-    llama.cpp joins the pair whose result has the best score, so a token's score is minus the index
-    of the first merge that makes it.
+    A token's score is minus the index of the first merge that makes it.
     """
     tokens, kinds = _tokens(found, vocab)
     ranks: dict[str, int] = {}
@@ -306,10 +284,7 @@ def _sentencepiece(found: dict, steps: list[dict], vocab: int) -> dict[str, Valu
 
 
 def _steps(step: dict | None, parts: str) -> Iterator[dict]:
-    """Yield the steps of a normalizer or pre-tokenizer.
-
-    parts: the key under which tokenizer.json lists the steps of a Sequence.
-    """
+    """Yield the steps of a normalizer or pre-tokenizer; a Sequence lists them under `parts`."""
     if step and step["type"] == "Sequence":
         for part in step[parts]:
             yield from _steps(part, parts)

@@ -5,7 +5,6 @@ and takes 13 s for a vocabulary of 262,144 that takes 0.5 s here. The checks inc
 `gguf_init_from_file`. `gguf.GGUFWriter` can't copy another file's metadata with its types.
 """
 
-import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,9 +13,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from castiron.emitter.codecs import CODECS, row_bytes
+from castiron.emitter.codecs import CODECS
 from castiron.emitter.shorten import shorten
-from castiron.pipelines.checkpoints.checkpoint import CheckpointError, map_file
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Tensor, map_file
 
 CODEC_OF_GGML_TYPE = {
     0: "f32", 1: "f16", 30: "bf16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0",
@@ -41,19 +40,9 @@ _MAX_STRING_BYTES, _STRING_OVERHEAD = 200_000_000, 100
 # Max number of metadata entries, and of tensors; models have a few thousand.
 _MAX_ENTRIES = 200_000
 
-# A value of metadata to write.
+# The bytes of an entry, and a value of metadata to write.
+Buffer = bytes | memoryview
 Value = int | float | bool | str | Sequence[str] | Sequence[int] | Sequence[float] | Sequence[bool]
-
-
-@dataclass(frozen=True)
-class GgufTensor:
-    """A tensor in a GGUF file."""
-
-    name: str
-    shape: tuple[int, ...]  # in NumPy's order
-    codec: str
-    offset: int  # in bytes from the beginning of the file
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -61,22 +50,13 @@ class GgufFile:
     """A mapped GGUF file."""
 
     path: Path
-    version: int
     metadata: dict  # by key a str, int, float, bool, list[str], or NumPy array of numbers
-    tensors: dict[str, GgufTensor]
-    data: np.ndarray  # the file's bytes, u8
-    entries: dict[str, tuple[int, int]] = field(default_factory=dict)  # start and end of each metadata entry
-
-    def rows(self, tensor: GgufTensor) -> np.ndarray:
-        """Return the tensor's bytes, u8 [*shape[:-1], row_bytes], a view of the mapped file."""
-        return self.data[tensor.offset : tensor.offset + tensor.nbytes].reshape(*tensor.shape[:-1], -1)
+    tensors: dict[str, Tensor]
+    entries: dict[str, memoryview] = field(default_factory=dict)  # bytes of each metadata entry
 
 
 class _Cursor:
-    """A reader that moves forward through the mapped file, never past its end.
-
-    what: name of the value in error messages.
-    """
+    """A reader of the mapped file that never reads past its end; `what` names a value in errors."""
 
     def __init__(self, path: Path, view: memoryview):
         self.path, self.view, self.at, self.string_bytes = path, view, 0, 0
@@ -145,28 +125,22 @@ class _Cursor:
 def read_gguf(path: Path) -> GgufFile:
     """Map the GGUF file at `path` and parse its header; CheckpointError if it is invalid."""
     cursor = _Cursor(path, view := map_file(path))
-    version = _version(cursor)
-    tensor_count = cursor.count(_SMALLEST_TENSOR, "tensors", _MAX_ENTRIES)
-    metadata, alignment, ranges = _metadata(cursor, cursor.count(_SMALLEST_ENTRY, "metadata entries", _MAX_ENTRIES))
-    tensors = _tensors(cursor, tensor_count, alignment)
-    return GgufFile(path, version, metadata, tensors, np.frombuffer(view, np.uint8), ranges)
-
-
-def _version(cursor: _Cursor) -> int:
-    if cursor.view[:4] != b"GGUF":
-        raise CheckpointError(f"{cursor.path} is not a GGUF file; give a GGUF file or an HF directory")
+    if view[:4] != b"GGUF":
+        raise CheckpointError(f"{path} is not a GGUF file; give a GGUF file or an HF directory")
     cursor.take(4, "its header")
     version = cursor.number(_U32, "its header")
     if version & 0xFFFF == 0 and version:
-        raise CheckpointError(f"{cursor.path} is a big-endian GGUF file; convert it again as little-endian")
+        raise CheckpointError(f"{path} is a big-endian GGUF file; convert it again as little-endian")
     if version not in (2, 3):
-        raise CheckpointError(f"{cursor.path} is GGUF version {version}, not 2 or 3; convert it again")
-    return version
+        raise CheckpointError(f"{path} is GGUF version {version}, not 2 or 3; convert it again")
+    tensor_count = cursor.count(_SMALLEST_TENSOR, "tensors", _MAX_ENTRIES)
+    metadata, alignment, entries = _metadata(cursor, cursor.count(_SMALLEST_ENTRY, "metadata entries", _MAX_ENTRIES))
+    return GgufFile(path, metadata, _tensors(cursor, tensor_count, alignment), entries)
 
 
-def _metadata(cursor: _Cursor, count: int) -> tuple[dict, int, dict[str, tuple[int, int]]]:
-    """Return the entries, the alignment, and the start and end offset of each entry in the file."""
-    metadata, alignment, ranges = {}, ALIGNMENT, {}
+def _metadata(cursor: _Cursor, count: int) -> tuple[dict, int, dict[str, memoryview]]:
+    """Return the metadata, the alignment, and the bytes of each entry of the metadata."""
+    metadata, alignment, entries = {}, ALIGNMENT, {}
     for _ in range(count):
         start = cursor.at
         key = cursor.string("a metadata key")
@@ -176,38 +150,43 @@ def _metadata(cursor: _Cursor, count: int) -> tuple[dict, int, dict[str, tuple[i
             raise cursor.invalid(f"the metadata key {shorten(key)} appears twice")
         kind = cursor.number(_U32, f"the type of {shorten(key)}")
         metadata[key] = cursor.value(kind, shorten(key))
-        ranges[key] = start, cursor.at
+        entries[key] = cursor.view[start : cursor.at]
         if key == "general.alignment":
             alignment = metadata[key]
             if kind != _UINT32 or alignment == 0 or alignment & (alignment - 1):
                 raise cursor.invalid(f"general.alignment is {shorten(alignment)}; it must be a 32-bit power of two")
-    return metadata, alignment, ranges
+    return metadata, alignment, entries
 
 
-def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, GgufTensor]:
+def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tensor]:
     """Return the tensors; their data must be aligned, inside the file, and not overlap."""
-    found: dict[str, GgufTensor] = {}
+    found: dict[str, tuple[Tensor, int]] = {}  # with the offset in the data section
     for _ in range(count):
-        tensor = _tensor(cursor)
-        if tensor.name in found:
-            raise cursor.invalid(f"the tensor {shorten(tensor.name)} appears twice")
-        found[tensor.name] = tensor
+        name = cursor.string("a tensor's name")
+        if name in found:
+            raise cursor.invalid(f"the tensor {shorten(name)} appears twice")
+        found[name] = _tensor(cursor, name)
     start, end, before = -(-cursor.at // alignment) * alignment, 0, ""
-    for tensor in sorted(found.values(), key=lambda tensor: tensor.offset):
-        name, offset = shorten(tensor.name), start + tensor.offset
-        if tensor.offset % alignment:
-            raise cursor.invalid(f"the data of {name} starts at {tensor.offset}, not a multiple of {alignment}")
-        if offset + tensor.nbytes > len(cursor.view):
+    for tensor, offset in sorted(found.values(), key=lambda item: item[1]):
+        name = shorten(tensor.name)
+        if offset % alignment:
+            raise cursor.invalid(f"the data of {name} starts at {offset}, not a multiple of {alignment}")
+        if start + offset + tensor.nbytes > len(cursor.view):
             raise cursor.invalid(f"the data of {name} ends past the file's {len(cursor.view)} bytes; fetch it again")
-        if offset < end:
+        if start + offset < end:
             raise cursor.invalid(f"the data of {before} and of {name} overlap")
-        end, before = offset + tensor.nbytes, name
-    return {name: replace(tensor, offset=start + tensor.offset) for name, tensor in found.items()}
+        end, before = start + offset + tensor.nbytes, name
+    data = np.frombuffer(cursor.view, np.uint8)[start:]
+    return {name: replace(tensor, read=_reader(data[offset:], tensor)) for name, (tensor, offset) in found.items()}
 
 
-def _tensor(cursor: _Cursor) -> GgufTensor:
-    """Read a tensor's entry; its offset counts from the start of the data section."""
-    name = cursor.string("a tensor's name")
+def _reader(data: np.ndarray, tensor: Tensor) -> Callable[[], np.ndarray]:
+    """Return the function that returns a tensor's bytes, at the start of `data`."""
+    return lambda: data[: tensor.nbytes].reshape(*tensor.shape[:-1], -1)
+
+
+def _tensor(cursor: _Cursor, name: str) -> tuple[Tensor, int]:
+    """Read a tensor's entry after its name; return it with the offset of its data."""
     what = shorten(name)
     rank = cursor.number(_U32, f"the rank of {what}")
     if not 1 <= rank <= _MAX_DIMENSIONS:
@@ -226,28 +205,13 @@ def _tensor(cursor: _Cursor) -> GgufTensor:
         raise CheckpointError(f"{cursor.path}: {what} has the unsupported type {named}; supported are {known}")
     if shape[-1] % (block := CODECS[codec].block):
         raise cursor.invalid(f"a row of {what} has {shape[-1]} elements, not a multiple of {codec}'s block of {block}")
-    return GgufTensor(name, shape, codec, cursor.number(_U64, f"the offset of {what}"), tensor_bytes(shape, codec))
+    unread = lambda: np.empty(0, np.uint8)
+    return Tensor(name, shape, codec, name, unread), cursor.number(_U64, f"the offset of {what}")
 
 
-@dataclass(frozen=True)
-class NewTensor:
-    """A tensor to write, with its shape in NumPy's order; `read` computes its bytes."""
-
-    name: str
-    shape: tuple[int, ...]
-    codec: str
-    read: Callable[[], np.ndarray]
-
-    @property
-    def nbytes(self) -> int:
-        return tensor_bytes(self.shape, self.codec)
-
-
-def write_gguf(
-    out: BinaryIO, entries: Sequence[bytes], tensors: Sequence[NewTensor], progress: Callable[[float], None]
-) -> None:
+def write_gguf(out: BinaryIO, entries: Sequence[Buffer], tensors: Sequence[Tensor], progress: Callable[[float], None]) -> None:
     """Write a GGUF file of entries from `metadata_entry`; `progress` gets the share written."""
-    out.write(header(entries, [(tensor.name, tensor.shape, tensor.codec) for tensor in tensors]))
+    out.write(header(entries, tensors))
     written, total = 0, sum(padded(tensor.nbytes) for tensor in tensors)
     for tensor in tensors:
         data = np.ascontiguousarray(tensor.read()).reshape(-1).view(np.uint8)
@@ -259,20 +223,15 @@ def write_gguf(
         progress(written / total)
 
 
-def header(entries: Sequence[bytes], tensors: Sequence[tuple[str, tuple[int, ...], str]]) -> bytes:
-    """Return a file's bytes before the tensors' data; tensors: name, shape and codec of each."""
+def header(entries: Sequence[Buffer], tensors: Sequence[Tensor]) -> bytes:
+    """Return a file's bytes before the tensors' data."""
     rows, offset = [], 0
-    for name, shape, codec in tensors:
-        dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-        rows.append(_string(name) + dims + struct.pack("<IQ", GGML_TYPE[codec], offset))
-        offset += padded(tensor_bytes(shape, codec))
+    for tensor in tensors:
+        dims = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *reversed(tensor.shape))
+        rows.append(_string(tensor.name) + dims + struct.pack("<IQ", GGML_TYPE[tensor.codec], offset))
+        offset += padded(tensor.nbytes)
     found = b"GGUF" + struct.pack("<IQQ", 3, len(rows), len(entries)) + b"".join([*entries, *rows])
     return found + bytes(-len(found) % ALIGNMENT)
-
-
-def tensor_bytes(shape: tuple[int, ...], codec: str) -> int:
-    """Return a tensor's size in bytes; ValueError if the codec's blocks don't divide a row."""
-    return math.prod(shape[:-1]) * row_bytes(codec, shape[-1])
 
 
 def padded(nbytes: int) -> int:

@@ -19,15 +19,12 @@ _SILENT_KEYS |= {f"dense_{n}_feat_{end}" for n in (2, 3) for end in ("in", "out"
 
 
 class Metadata:
-    """The metadata keys under a prefix, by default the architecture's, such as `llama.`.
-
-    It records which keys were read, so that `unread` can list the others.
-    """
+    """The metadata keys under a prefix, by default the architecture's, such as `llama.`."""
 
     def __init__(self, file: GgufFile, prefix: str | None = None):
         self.file = file
         self.prefix = prefix or architecture_name(file) + "."
-        self._read: set[str] = set()
+        self._read: set[str] = set()  # `unread` lists the other keys
 
     def error(self, message: str) -> CheckpointError:
         """Return an error that begins with the file's path."""
@@ -48,7 +45,7 @@ class Metadata:
         value = self.get(key, default)
         if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
             value = value[0].item()  # a number per layer, all equal
-        if value is not None and (not isinstance(value, type_) or isinstance(value, bool)):
+        if value is not None and (not isinstance(value, type_) or (isinstance(value, bool) and type_ is not bool)):
             raise self.invalid(key, wanted)
         return value
 
@@ -68,10 +65,11 @@ class Metadata:
 
     def string(self, key: str, default: str | None = None) -> str | None:
         """Return the string under a key; `default` if the file lacks the key."""
-        value = self.get(key, default)
-        if value is not None and not isinstance(value, str):
-            raise self.invalid(key, "a string")
-        return value
+        return self._typed(key, str, "a string", default)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return the boolean under a key; `default` if the file lacks the key."""
+        return self._typed(key, bool, "true or false", default)
 
     def required(self, key: str) -> int:
         """Return the integer above 0 under a key that the file must have."""
@@ -122,8 +120,9 @@ QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"
 MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
-LLAMA_TENSORS = {**ATTENTION, **MLP, **PRE_NORMS}
-GEMMA_TENSORS = {**LLAMA_TENSORS, **POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
+# What most architectures have; a name that a file lacks does no harm.
+COMMON_TENSORS = {**ATTENTION, **MLP, **PRE_NORMS, **QK_NORMS}
+GEMMA_TENSORS = {**COMMON_TENSORS, **POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 
 
 def experts(parent: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Names:
@@ -178,7 +177,7 @@ GEMMA3 = {
 }  # fmt: skip
 LLAMA_PERMUTED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 ATTENTION_BIAS = {"attention_bias": "attn_q.bias"}
-LLAMA_FLAGS = {**ATTENTION_BIAS, "mlp_bias": "ffn_gate.bias"}
+LLAMA_FLAGS = {**ATTENTION_BIAS, "mlp_bias": "ffn_up.bias"}
 
 
 @dataclass(frozen=True)
@@ -191,7 +190,7 @@ class Architecture:
 
     model_type: str
     # Leaf -> HF leaf.
-    tensors: Names = field(default_factory=lambda: LLAMA_TENSORS)
+    tensors: Names = field(default_factory=lambda: COMMON_TENSORS)
     # Leaf of a stack, such as all experts -> HF leaf of part `{}`, or several that share its rows.
     per_index: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     # Metadata key without its prefix -> config key.

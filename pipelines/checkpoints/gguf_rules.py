@@ -8,7 +8,6 @@ import math
 
 import numpy as np
 
-from castiron.emitter.codecs import dequantise
 from castiron.pipelines.checkpoints.gguf_metadata import PERIOD, Metadata
 
 _PERIOD = 4  # llama.cpp's default: every fourth layer has full attention, or no rotary embedding
@@ -31,7 +30,7 @@ RULES_OF_ROPE_TENSOR = {
 def _factors(metadata: Metadata, name: str) -> np.ndarray | None:
     """Return the divisors of rotary frequencies in the tensor `name`, f32 [rotary_dim / 2]."""
     tensor = metadata.file.tensors.get(name)
-    return None if tensor is None else dequantise(tensor.codec, metadata.file.rows(tensor)).reshape(-1)
+    return None if tensor is None else tensor.dequantise().reshape(-1)
 
 
 def head_dim(config: dict) -> int:
@@ -56,9 +55,7 @@ def rope_factors(config: dict, metadata: Metadata) -> None:
     if factors is None or np.all(factors == 1):
         return
     if config.get("rope_scaling"):
-        raise metadata.error(
-            "rope_freqs.weight and rope.scaling keys are both present, but only one of them can apply; convert the model again"
-        )
+        raise metadata.error("has rope_freqs.weight and rope.scaling keys, but only one of them can apply; convert it again")
     factor = float(factors.max())
     if len(factors) * 2 == head_dim(config):
         expected = llama3_factors(head_dim(config), config["rope_theta"], factor, *_LLAMA3.values())
@@ -121,9 +118,7 @@ def phi3_rope(config: dict, metadata: Metadata) -> None:
     config["original_max_position_embeddings"] = original
     long, short = (_factors(metadata, f"rope_factors_{length}.weight") for length in ("long", "short"))
     if (long is None) != (short is None):
-        raise metadata.error(
-            "only one of rope_factors_long.weight and rope_factors_short.weight is present; convert the model again"
-        )
+        raise metadata.error("has only one of rope_factors_long.weight and rope_factors_short.weight; convert it again")
     if long is not None:
         config["rope_scaling"] = {"rope_type": "longrope", "long_factor": long.tolist(), "short_factor": short.tolist()}
         if attention_factor is not None:
@@ -188,29 +183,26 @@ def layer_types(config: dict, metadata: Metadata) -> None:
 
 
 def gpt_oss_yarn(config: dict, metadata: Metadata) -> None:
-    """Set gpt-oss's variant of YaRN, whose correction range is not rounded."""
+    """Set gpt-oss's YaRN: HF does not round its correction range, for which GGUF has no key."""
     scaling = config.setdefault("rope_scaling", {"rope_type": "default"})
     if scaling["rope_type"] == "yarn":
-        # HF doesn't round YaRN's correction range for this model only; GGUF has no key for that.
         scaling["truncate"] = False
 
 
 def smollm3_layers(config: dict, metadata: Metadata) -> None:
     """Set `no_rope_layers`: 1 for a layer with a rotary embedding, 0 for every fourth layer."""
-    layers, config["no_rope_layer_interval"] = range(1, config["num_hidden_layers"] + 1), _PERIOD
-    config["no_rope_layers"] = [int(layer % _PERIOD != 0) for layer in layers]
+    config["no_rope_layer_interval"] = _PERIOD
+    config["no_rope_layers"] = [int((layer + 1) % _PERIOD != 0) for layer in range(config["num_hidden_layers"])]
 
 
 def _kv_heads(config: dict, metadata: Metadata) -> list[int]:
     """Set the number of key-value heads; return it by layer, 0 for a layer without attention."""
-    heads = metadata.by_layer("attention.head_count_kv")
-    counts = {count for count in heads if count}
-    if len(counts) > 1 or any(config["num_attention_heads"] % count for count in counts):
-        raise metadata.invalid(
-            "attention.head_count_kv", f"a divisor of {config['num_attention_heads']} heads, the same for all attention layers"
-        )
-    config["num_key_value_heads"] = counts.pop() if counts else config["num_attention_heads"]
-    return heads
+    kv_heads, heads = metadata.by_layer("attention.head_count_kv"), config["num_attention_heads"]
+    counts = {count for count in kv_heads if count}
+    if len(counts) > 1 or any(heads % count for count in counts):
+        raise metadata.invalid("attention.head_count_kv", f"a divisor of {heads} heads, the same for all attention layers")
+    config["num_key_value_heads"] = counts.pop() if counts else heads
+    return kv_heads
 
 
 def lfm2_layers(config: dict, metadata: Metadata) -> None:
@@ -282,18 +274,15 @@ def delta_layers(config: dict, metadata: Metadata) -> None:
 
 def gemma4_layers(config: dict, metadata: Metadata) -> None:
     """Set what differs by layer in Gemma 4: type, heads, MLP width, shared keys and values."""
-    layers, heads = config["num_hidden_layers"], metadata.by_layer("attention.head_count_kv")
-    config["layer_types"] = kinds = _gemma4_kinds(layers, metadata)
-    full = kinds.index("full_attention")
-    config["num_key_value_heads"] = heads[kinds.index("sliding_attention") if "sliding_attention" in kinds else full]
-    config["num_global_key_value_heads"] = heads[full]
-    config["attention_k_eq_v"] = not metadata.has(full, "attn_v.weight")
-    by_kind = {"sliding_attention": config["num_key_value_heads"], "full_attention": heads[full]}
-    if heads != [by_kind[kind] for kind in kinds] or any(not n or config["num_attention_heads"] % n for n in heads):
-        raise metadata.invalid(
-            "attention.head_count_kv", f"a divisor of {config['num_attention_heads']} heads, one for each type of layer"
-        )
-    if not config["attention_k_eq_v"] and len(set(heads)) > 1:
+    heads, kv_heads = config["num_attention_heads"], metadata.by_layer("attention.head_count_kv")
+    config["layer_types"] = kinds = _gemma4_kinds(config["num_hidden_layers"], metadata)
+    by_kind = dict(zip(kinds, kv_heads))
+    if kv_heads != [by_kind[kind] for kind in kinds] or any(not n or heads % n for n in kv_heads):
+        raise metadata.invalid("attention.head_count_kv", f"a divisor of {heads} heads, one for each type of layer")
+    config["num_global_key_value_heads"] = by_kind["full_attention"]
+    config["num_key_value_heads"] = by_kind.get("sliding_attention", by_kind["full_attention"])
+    config["attention_k_eq_v"] = not metadata.has(kinds.index("full_attention"), "attn_v.weight")
+    if not config["attention_k_eq_v"] and len(set(kv_heads)) > 1:
         raise metadata.error("full-attention layers with value projections and their own number of KV heads are not supported")
     _gemma4_widths(config, metadata)
     config["head_dim"], config["global_head_dim"] = (_gemma4_head(metadata, ending) for ending in ("_swa", ""))
@@ -340,10 +329,8 @@ def llama_head_dim(config: dict, metadata: Metadata) -> None:
 
 
 def gemma_scale(config: dict, metadata: Metadata) -> None:
-    """Set query_pre_attn_scalar: hidden size / heads in the two 27B models, else head_dim.
-
-    GGUF has no key for it (llama.cpp, src/models/gemma2.cpp and gemma3.cpp).
-    """
+    """Set query_pre_attn_scalar: hidden size / heads in the two 27B models, else head_dim."""
+    # GGUF has no key for it, so the number of layers decides (llama.cpp, src/models/gemma2.cpp and gemma3.cpp).
     large = {"gemma2": 46, "gemma3_text": 62}[config["model_type"]]
     per_head = config["hidden_size"] // config["num_attention_heads"]
     config["query_pre_attn_scalar"] = per_head if config["num_hidden_layers"] == large else head_dim(config)
@@ -351,8 +338,5 @@ def gemma_scale(config: dict, metadata: Metadata) -> None:
 
 def stablelm_residual(config: dict, metadata: Metadata) -> None:
     """Set `use_parallel_residual` for StableLM: true if a block has one norm instead of two."""
-    parallel = not metadata.has(0, "ffn_norm.weight")
-    stated = metadata.get("use_parallel_residual")
-    if isinstance(stated, bool) and stated != parallel:
-        raise metadata.invalid("use_parallel_residual", f"{parallel}, as the tensors have it")
-    config["use_parallel_residual"] = parallel
+    metadata.get("use_parallel_residual")  # repeats what the tensors show
+    config["use_parallel_residual"] = not metadata.has(0, "ffn_norm.weight")

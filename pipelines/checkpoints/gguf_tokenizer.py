@@ -91,36 +91,44 @@ _FALCON = (
 )
 
 
+def _words(regex: str | None = None, digits: bool = False) -> tuple[dict, ...]:
+    """Return the steps that split text by a regular expression, by default GPT-2's.
+
+    digits: whether each digit is a word.
+    """
+    before = [_step("Digits", individual_digits=True)] if digits else []
+    before += [_step("Split", regex=regex)] if regex else []
+    return (*before, _byte_level_step(use_regex=regex is None))
+
+
 @dataclass(frozen=True)
 class PreTokenizer:
     """How text is split before byte-level BPE."""
 
-    split: str | None = None  # regular expression that matches words; None for GPT-2's
-    digits: bool = False  # whether each digit is a word
+    steps: tuple[dict, ...] = _words()  # pre-tokenizers of the tokenizers library
     ignore_merges: bool = False  # whether a word in the vocabulary is one token even if no merges make it
     nfc: bool = False  # whether text is normalised to NFC first
     adds_bos: bool = False  # whether BOS is added by default
-    steps: tuple[dict, ...] = ()  # pre-tokenizers of the tokenizers library, instead of split and digits
 
 
 # By `tokenizer.ggml.pre`, in llama.cpp's names (llama-vocab.cpp).
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("gpt-2", "phi-2"), PreTokenizer()),
     **dict.fromkeys(("mpt", "olmo"), PreTokenizer(nfc=True)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), PreTokenizer(digits=True)),
-    "command-r": PreTokenizer(digits=True, nfc=True),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), PreTokenizer(_words(digits=True))),
+    "command-r": PreTokenizer(_words(digits=True), nfc=True),
     **dict.fromkeys(
         ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "lfm2", "pixtral"),
-        PreTokenizer(_LLAMA3, ignore_merges=True, adds_bos=True),
+        PreTokenizer(_words(_LLAMA3), ignore_merges=True, adds_bos=True),
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer(_LLAMA3)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), PreTokenizer(_QWEN2, nfc=True)),
-    "qwen35": PreTokenizer(_QWEN35, nfc=True),
-    "tekken": PreTokenizer(_TEKKEN, ignore_merges=True, adds_bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizer(_GPT4O)),
-    "deepseek-llm": PreTokenizer(steps=_DEEPSEEK_LLM),
-    "deepseek-coder": PreTokenizer(steps=_DEEPSEEK_CODER),
-    "falcon": PreTokenizer(steps=_FALCON),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer(_words(_LLAMA3))),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), PreTokenizer(_words(_QWEN2), nfc=True)),
+    "qwen35": PreTokenizer(_words(_QWEN35), nfc=True),
+    "tekken": PreTokenizer(_words(_TEKKEN), ignore_merges=True, adds_bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizer(_words(_GPT4O))),
+    "deepseek-llm": PreTokenizer(_DEEPSEEK_LLM),
+    "deepseek-coder": PreTokenizer(_DEEPSEEK_CODER),
+    "falcon": PreTokenizer(_FALCON),
 }
 
 
@@ -145,13 +153,6 @@ class _Metadata(Metadata):
             return None
         if not isinstance(value, np.ndarray) or len(value) != len(self.tokens):
             raise self.error(f"{_PREFIX}{key} is not a list of {len(self.tokens)} numbers, one for each token")
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        """Return the boolean under a key; `default` if the file lacks the key."""
-        value = self.get(key, default)
-        if not isinstance(value, bool):
-            raise self.invalid(key, "true or false")
         return value
 
     def token(self, key: str) -> str | None:
@@ -195,15 +196,11 @@ def _byte_level(metadata: _Metadata) -> dict:
     vocabulary = {token: number for number, token in enumerate(metadata.tokens)}
     merges = list(_merges_of_file(metadata, vocabulary))
     bpe = {"type": "BPE", "vocab": vocabulary, "merges": merges, "ignore_merges": row.ignore_merges}
-    splits = [_step("Digits", individual_digits=True)] if row.digits else []
-    if row.split is not None:
-        splits.append(_step("Split", regex=row.split))
-    steps = row.steps or (*splits, _byte_level_step(use_regex=row.split is None))
     return _tokenizer(
         metadata,
         model=bpe,
         normalizer={"type": "NFC"} if row.nfc else None,
-        pre_tokenizer={"type": "Sequence", "pretokenizers": list(steps)},
+        pre_tokenizer={"type": "Sequence", "pretokenizers": list(row.steps)},
         decoder={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         added_tokens=list(_added_tokens(metadata)),
         adds_bos=row.adds_bos,
@@ -215,9 +212,7 @@ def _merges_of_file(metadata: _Metadata, vocabulary: dict[str, int]) -> Iterator
     for merge in metadata.strings("merges"):
         left, _, right = merge.partition(" ")
         if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
-            raise metadata.error(
-                f"the merge {shorten(merge)} has parts or a result that are not tokens; convert the model again"
-            )
+            raise metadata.error(f"the merge {shorten(merge)} has a part or a result that is not a token; convert it again")
         yield [left, right]
 
 
@@ -256,10 +251,9 @@ def _sentencepiece(metadata: _Metadata, gemma4: bool) -> dict:
 
 
 def _merges_of_vocabulary(metadata: _Metadata, tokens: list[str], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Return BPE merges that tokenize as SentencePiece does.
+    """Return BPE merges in the order of SentencePiece: by the score of the token that they make.
 
-    SentencePiece joins the pair whose result has the best score; BPE joins the pair that comes
-    first in this list. Gemma's pairs are ordered by the id of their result.
+    Gemma's pairs are ordered by the id of their result.
     """
     if sum(len(token) ** 2 for token in tokens) > _MAX_SQUARES:
         raise metadata.error(f"the {len(tokens):,} tokens are too long for a SentencePiece vocabulary; fetch the file again")
@@ -279,10 +273,7 @@ def _merges_of_vocabulary(metadata: _Metadata, tokens: list[str], vocabulary: di
 
 
 def _added_tokens(metadata: _Metadata) -> Iterator[dict]:
-    """Yield tokenizer.json's added tokens, which are matched before BPE.
-
-    Control tokens and those with a role, such as BOS, are special.
-    """
+    """Yield added tokens, matched before BPE; control tokens and those with a role are special."""
     roles = ("bos", "eos", "unknown", "padding", "eot")
     named = {number for role in roles if isinstance(number := metadata.get(f"{role}_token_id"), int)}
     types = metadata.numbers("token_type")

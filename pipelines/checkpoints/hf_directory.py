@@ -80,9 +80,8 @@ def shards_of(path: Path) -> dict[str, list[str] | None]:
     shards: dict[str, list[str] | None] = {}
     for name, shard in files.items():
         if Path(shard).name != shard or "\0" in shard or len(shard.encode()) > _MAX_NAME:
-            raise CheckpointError(
-                f"{path / INDEX} has {shorten_text(name)} in {shorten(shard)}, which is not a file name; fetch it again"
-            )
+            invalid = f"{path / INDEX} has {shorten_text(name)} in {shorten(shard)}"
+            raise CheckpointError(f"{invalid}, which is not a file name; fetch it again")
         shards.setdefault(shard, []).append(name)
     return shards
 
@@ -97,9 +96,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         if absent := sorted(name for name in set(expected or ()) - set(stored) if not is_ignorable(name)):
             raise CheckpointError(f"{path / shard} lacks {shorten_list(absent)}, which {INDEX} lists for it; fetch it again")
         if twice := stored.keys() & tensors.keys():
-            raise CheckpointError(
-                f"{path / shard} has {shorten_text(min(twice))}, which another shard has too; fetch both again"
-            )
+            raise CheckpointError(f"{path / shard} has {shorten_text(min(twice))}, as another shard has; fetch both again")
         tensors |= stored
     return tensors
 

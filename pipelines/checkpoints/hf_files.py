@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +35,14 @@ def text_of(path: Path) -> str | None:
 
 
 def json_value(path: Path) -> Any:
-    """Return the value of a JSON file; None if it doesn't exist.
-
-    Raises CheckpointError for invalid JSON, numbers over 4,300 digits, and lone surrogates.
-    """
+    """Return the value of a JSON file; None if it doesn't exist."""
     text = text_of(path)
     if text is None:
         return None
     if has_too_many_values(text):
         raise CheckpointError(f"{path} has too many JSON values; fetch it again")
     try:
-        content = json.loads(text)
+        content = json.loads(text)  # a number of over 4,300 digits is a ValueError
         # json.dumps cannot write a string with half of a surrogate pair.
         if _HALF_OF_A_PAIR.search(text):
             json.dumps(content, ensure_ascii=False).encode()
@@ -77,10 +73,9 @@ def json_object(path: Path) -> dict | None:
 
 
 def read_safetensors(path: Path, allow_bytes: bool = False) -> dict[str, Tensor]:
-    """Return the file's tensors by name, as views of the mapped bytes.
+    """Return the tensors that are not `is_ignorable`, by name, as views of the mapped file.
 
-    Tensors that `is_ignorable` accepts are left out. allow_bytes: whether tensors may have the type
-    U8, besides those of CODEC_OF_DTYPE.
+    allow_bytes: whether tensors may have the type U8, besides those of CODEC_OF_DTYPE.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -95,7 +90,7 @@ def read_safetensors(path: Path, allow_bytes: bool = False) -> dict[str, Tensor]
             pass  # opening checks the header, that shapes fit their bytes, and that bytes neither overlap nor end early
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a valid safetensors file ({shorten_text(str(error))}); fetch it again") from None
-    header = json.loads(head, object_pairs_hook=lambda pairs: _unique(path, pairs))
+    header = json.loads(head)
     data = np.frombuffer(view, np.uint8)[_HEADER_LENGTH_BYTES + size :]
     names = [name for name in header if name != "__metadata__" and not is_ignorable(name)]
     return {name: _tensor(path, name, header[name], data, allow_bytes) for name in names}
@@ -104,9 +99,7 @@ def read_safetensors(path: Path, allow_bytes: bool = False) -> dict[str, Tensor]
 def _tensor(path: Path, name: str, entry: dict, data: np.ndarray, allow_bytes: bool) -> Tensor:
     shape, dtype, (start, end) = tuple(entry["shape"]), entry["dtype"], entry["data_offsets"]
     if len(shape) > _MAX_DIMENSIONS:
-        raise CheckpointError(
-            f"{path}: {shorten_text(name)} has {len(shape)} dimensions; the limit is {_MAX_DIMENSIONS}: fetch it again"
-        )
+        raise CheckpointError(f"{path}: {shorten_text(name)} has {len(shape)} dimensions; the limit is {_MAX_DIMENSIONS}")
     codec = BYTES if dtype == BYTES and allow_bytes else CODEC_OF_DTYPE.get(dtype)
     if codec is None:
         raise unsupported_type(path, name, dtype)
@@ -120,13 +113,3 @@ def unsupported_type(path: Path, name: str, dtype: str) -> CheckpointError:
     """Return the error for a tensor of an unsupported type."""
     unsupported = f"{shorten_text(name)} has the unsupported type {shorten_text(dtype)}"
     return CheckpointError(f"{path}: {unsupported}; supported are {', '.join(CODEC_OF_DTYPE)}")
-
-
-def _unique(path: Path, pairs: list[tuple]) -> dict:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        duplicate = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise CheckpointError(
-            f"{path} is not a valid safetensors file: {shorten(duplicate)} appears twice in its header; fetch it again"
-        )
-    return found

@@ -98,13 +98,12 @@ class Layout:
     parts: name of a tensor that families read -> its rows. The name is a template with the groups
     of the match, and `{}` for an expert's number if the stored tensor stacks all experts. A stored
     tensor without parts is dropped.
-    scales: for a tensor of MXFP4 blocks, template of the name of the tensor with their exponents.
     """
 
     pattern: str
     parts: Mapping[str, Rows]
     transposed: bool = False  # whether the stored matrix is [in, out]
-    scales: str | None = None
+    scales: str | None = None  # for MXFP4 blocks, template of the name of the tensor with their exponents
 
     def matches(self, tensor: Tensor, scales: Tensor | None) -> bool:
         """Return whether the stored tensor and its scales have the shapes of this layout."""
@@ -191,7 +190,7 @@ def family_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _parts(layout: Layout, match: re.Match, tensor: Tensor, scales: Tensor | None) -> Iterator[Tensor]:
-    """Yield the tensors that families read from one stored tensor; match: `layout.pattern`'s."""
+    """Yield the tensors that families read from one stored tensor, whose name has the `match`."""
     for template, rows in layout.parts.items():
         name = match.expand(template)
         for index in range(tensor.shape[0]) if "{}" in name else (None,):

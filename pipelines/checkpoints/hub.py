@@ -51,13 +51,11 @@ def fetch(name: HubName, progress: Progress | None = None) -> Path:
     """Fetch the missing files of a model, and return the path of its snapshot or GGUF file.
 
     `progress` gets ("fetch", share done). If the hub can't be reached, the cached files are used.
-    CheckpointError for a model that doesn't exist, is gated, or differs from the hub's sha256.
     """
     try:
         return _fetch(name, progress or (lambda stage, done: None))
     except Unreachable as error:
-        path = cached(name)
-        if path is None:
+        if (path := cached(name)) is None:
             lacking = f"{error}, and {cache_folder()} lacks files of it"
             raise CheckpointError(f"{name}: no such file or directory; {lacking}") from None
         print_message(f"{error}; using the files of {name} in {cache_folder()}")
@@ -95,12 +93,10 @@ def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | No
         if len(files) == 1:
             return next(iter(files))
         if files:
-            raise CheckpointError(f"{repository} has several GGUF files; choose one with --file, or as {name}:Q4_K_M: {listed}")
+            raise CheckpointError(f"{repository} has several GGUF files; choose one as {name}:Q4_K_M: {listed}")
         if "adapter_config.json" in sizes:
             raise CheckpointError(f"{repository} is an adapter, not a model; give its base model, and this with --adapter DIR")
-        raise CheckpointError(
-            f"{repository} has neither {CONFIG} with {SINGLE} or {INDEX}, nor a GGUF file; choose one that has"
-        )
+        raise CheckpointError(f"{repository} has neither {CONFIG} with {SINGLE} or {INDEX}, nor a GGUF file; choose another")
     matching = [file for file in files if _matches(file, name.wanted)]
     if len(matching) == 1:
         return matching[0]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from castiron.pipelines.checkpoints import hub
 from castiron.pipelines.checkpoints.catalogue import CATALOGUE, fetch, not_found
-from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError
+from castiron.pipelines.checkpoints.checkpoint import Checkpoint
 from castiron.pipelines.checkpoints.encoding_files import MODULES
 from castiron.pipelines.checkpoints.gguf_checkpoint import open_gguf
 from castiron.pipelines.checkpoints.hf_directory import CONFIG, open_hf_directory, shards_of
@@ -17,10 +17,9 @@ from castiron.vmfb.archive import Part
 def open_checkpoint(
     model: str | Path, progress: Callable[[str, float], None] | None = None, ignore_keys: Sequence[str] = ()
 ) -> Checkpoint:
-    """Open a GGUF file, an HF directory, a folder of the hub's cache, or a model by name.
+    """Open a GGUF file, an HF directory, or a model by name.
 
-    A model of the catalogue or the hub is fetched if it isn't cached; `progress` gets ("fetch",
-    share done). ignore_keys: keys to leave out of the config or the GGUF metadata.
+    `progress` gets ("fetch", share done). ignore_keys: keys to leave out of config or metadata.
     """
     path = find_checkpoint(model, progress)
     return open_hf_directory(path, ignore_keys) if path.is_dir() else open_gguf(path, ignore_keys)
@@ -40,17 +39,11 @@ def find_checkpoint(model: str | Path, progress: Callable[[str, float], None] | 
 
 
 def checkpoint_sha256(path: Path) -> str:
-    """Return one sha256, in hex, over the files that decide the logits.
-
-    They are a GGUF file, or a directory's config.json, safetensors files, and layers after an
-    embedding model's pooling.
-    """
-    try:
-        if path.is_file():
-            return Part.of(path).sha256()
-        dense = (file.relative_to(path) for file in path.glob("*_Dense/*") if (path / MODULES).exists())
-        names = sorted([CONFIG, *shards_of(path), *map(str, dense)])
-        lines = [f"{name} {Part.of(path / name).sha256()}\n" for name in names]
-    except OSError as error:
-        raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from None
+    """Return one sha256, in hex, over the files of a checkpoint that decide the logits."""
+    if path.is_file():
+        return Part.of(path).sha256()
+    # The layers after an embedding model's pooling are in separate folders.
+    dense = (file.relative_to(path) for file in path.glob("*_Dense/*") if (path / MODULES).exists())
+    names = sorted([CONFIG, *shards_of(path), *map(str, dense)])
+    lines = [f"{name} {Part.of(path / name).sha256()}\n" for name in names]
     return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -1,8 +1,8 @@
 """Run the requests of a file, as many at once as the bundle's batch functions have slots.
 
 A record is a prompt (text or token ids) or messages, with other columns, which its result keeps; or
-a request in OpenAI's batch format (custom_id, method, url and body). IN and OUT are JSON lines,
-gzipped JSON lines or Parquet, by their extension; - is JSON lines on stdin or stdout.
+a request in OpenAI's batch format (custom_id, method, url and body). IN and OUT are JSON lines or
+Parquet, by their extension; - is JSON lines on stdin or stdout.
 
 If a record fails, its result has the error. OUT appears when all records are done; until then the
 results are in OUT.journal. The same command continues an interrupted job, and computes only records
@@ -24,7 +24,7 @@ from castiron.pipelines.terminal import Progress, counted, print_message
 
 if TYPE_CHECKING:
     from castiron.pipelines.batch.job import Answer, Summary
-    from castiron.pipelines.batch.rows import Kind, Requests, Row
+    from castiron.pipelines.batch.records import Conversion, Format, Record
     from castiron.pipelines.engine.engine import Engine
     from castiron.vmfb.bundle import Bundle
 
@@ -40,25 +40,26 @@ Each record has its own seed, made from --seed and its number: the same job give
 A result has generated (text), finish_reason, prompt_tokens, generated_tokens, error, and
 reasoning_content of a reasoning model; with --embed: embedding, prompt_tokens, truncated and error.
 
---json prints one object: rows (number of records), before (done by an earlier run), failed,
+--json prints one object: records (number of records), before (done by an earlier run), failed,
 prompt_tokens, generated_tokens, cached_tokens (of the prompts), duplicates (records with the
 custom_id of an earlier one), seconds, tok_s, output.
 """
 # Seconds between two progress lines where stderr is not a terminal.
 REPORT_SECONDS = 60.0
-# Options that change answers, without seed and schema: they are part of a record's key.
-ANSWER_OPTIONS = {
-    "max_tokens", "ignore_eos", "system", "raw", "template_arg", "temperature", "top_k", "top_p", "min_p", "repeat_penalty",
-    "stop", "repetition_stop", "embed", "prompt_name", "dimensions", "name",
+# Options for plain prompts: requests in OpenAI's format have their own.
+PROMPT_OPTIONS = {
+    "max_tokens", "ignore_eos", "system", "raw", "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "stop",
+    "repetition_stop", "json_schema",
 }  # fmt: skip
+# Options that change answers, besides the seed: they are part of a record's key.
+ANSWER_OPTIONS = PROMPT_OPTIONS | {"template_arg", "embed", "prompt_name", "dimensions", "name"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
-    parser.add_argument("input", metavar="IN", help="records: .jsonl, .jsonl.gz or .parquet; - is JSON lines on stdin")
+    parser.add_argument("input", metavar="IN", help="records: .jsonl or .parquet; - is JSON lines on stdin")
     parser.add_argument("-o", "--output", metavar="OUT", required=True,
                         help="results, in the same formats; - is stdout, which cannot be continued")  # fmt: skip
-    parser.add_argument("--ordered", action="store_true", help="write results in the order of the records")
     options.add_options(parser, "-n --max-tokens", "-c --context", "--json")
     parser.add_argument("--ray", metavar="ADDRESS", help="run on a Ray cluster: host:port, auto, or local")
     group = parser.add_argument_group("prompt")
@@ -74,11 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from castiron.pipelines.batch.job import open_rows, run_job
-    from castiron.pipelines.batch.rows import kind_of
+    from castiron.pipelines.batch.job import open_records, run_job
+    from castiron.pipelines.batch.records import is_table
 
     output = None if args.output == "-" else Path(args.output)
-    kind_of(args.output)
+    is_table(args.output)
     if output is None and args.json:
         raise PipelineError("--json prints its object on stdout, where the results go; give -o a file")
     if output and output.is_dir():
@@ -87,16 +88,16 @@ def main(args: argparse.Namespace) -> int:
         raise PipelineError(f"output is the input: {args.output}; give another file")
     if output is None:
         print_message("results on stdout are not stored: if this job is interrupted, the next run starts from the beginning")
-    rows, args.json_schema = open_rows(args.input), options.read_schema(args.json_schema)
+    records, args.json_schema = open_records(args.input), options.read_schema(args.json_schema)
     try:
         with engine(args, options.open_model(args.bundle, args)) as (key, answer), Progress() as progress:
-            summary = run_job(rows, key, answer, output, ordered=args.ordered, report=progress_reporter(progress))
+            summary = run_job(records, key, answer, output, progress_reporter(progress))
     except KeyboardInterrupt:
         if output:
             print_message("finished results are stored; the same command continues")
         raise
     if summary.duplicates:
-        print_message(f"{counted(summary.duplicates, 'row')} with a custom_id of an earlier row")
+        print_message(f"{counted(summary.duplicates, 'record')} with a custom_id of an earlier record")
     print_message(summary_line(summary) + (f"; results in {output}" if output else ""))
     if args.json:
         rounded = {"seconds": round(summary.seconds, 3), "tok_s": round(summary.tokens_per_second, 1), "output": args.output}
@@ -105,29 +106,29 @@ def main(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def engine(args: argparse.Namespace, bundle: "Bundle") -> "Iterator[tuple[Callable[[Row], str], Answer]]":
+def engine(args: argparse.Namespace, bundle: "Bundle") -> "Iterator[tuple[Callable[[Record], str], Answer]]":
     """Yield a function that returns a record's key, and one that answers records."""
     from castiron.pipelines.batch.job import answering
 
     if args.ray is None:
-        requests, engine = prepare(args, bundle)
-        yield requests.key, answering(engine, requests)
+        conversion, engine = prepare(args, bundle)
+        yield conversion.key, answering(engine, conversion)
         return
     from castiron.pipelines.cluster.actors import answering_on_cluster, connected
 
     # Invalid options are rejected here, before a node gets the job.
-    requests, _ = prepare(args, bundle, runs=False)
+    conversion, _ = prepare(args, bundle, runs=False)
     with connected(args.ray):
-        yield requests.key, answering_on_cluster(args, bundle, prepare)
+        yield conversion.key, answering_on_cluster(args, bundle, prepare)
 
 
-def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "tuple[Requests, Engine | None]":
-    """Return the object that makes requests from records, and the engine that runs them.
+def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "tuple[Conversion, Engine | None]":
+    """Return the conversion of records to requests, and the engine that runs these.
 
     The engine is None for embeddings, and if `runs` is false. args.json_schema is the schema, not
     its path.
     """
-    from castiron.pipelines.batch.rows import Requests, identity
+    from castiron.pipelines.batch.records import Conversion, identity
     from castiron.pipelines.engine.engine import Engine
     from castiron.pipelines.engine.memory import print_memory, slots_of
 
@@ -135,21 +136,20 @@ def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "t
     bundle = bundle if args.context is None else bundle.with_context(args.context)
     manifest, seed = bundle.manifest, args.seed or 0
     given = {name: value for name, value in vars(args).items() if name in ANSWER_OPTIONS}
-    job_identity = identity(manifest, given | {"seed": seed, "json_schema": args.json_schema})
+    job_identity = identity(manifest, given | {"seed": seed})
     if args.embed or manifest.encoder:
-        return Requests(*embedding_rows(args, bundle), job_identity, seed), None
-    requests = Requests(*text_rows(args, bundle), job_identity, seed)
+        return Conversion(*embedding_formats(args, bundle), job_identity, seed), None
+    conversion = Conversion(*text_formats(args, bundle), job_identity, seed)
     if not runs:
-        return requests, None
+        return conversion, None
     print_memory(manifest, slots_of(manifest))
-    return requests, Engine(bundle, args.threads, store=options.prefix_store(args, manifest), fill_slots=True)
+    return conversion, Engine(bundle, args.threads, store=options.prefix_store(args, manifest), fill_slots=True)
 
 
-def text_rows(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Kind, Callable[[], Kind]]":
-    """Return the `Kind` of records with a prompt or messages, and a function that returns the
-    `Kind` of records in OpenAI's batch format."""
+def text_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, Callable[[], Format]]":
+    """Return the `Format` of records with a prompt, and a function that returns OpenAI's format."""
     from castiron.pipelines.batch.openai_batch import OpenAI
-    from castiron.pipelines.batch.plain_rows import PromptOptions, Prompts
+    from castiron.pipelines.batch.plain_records import Prompts
     from castiron.pipelines.text.tokenizer import load_tokenizer
 
     if args.prompt_name or args.dimensions:
@@ -158,35 +158,33 @@ def text_rows(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Kind, Callab
     unseeded = argparse.Namespace(**vars(args) | {"seed": None})
     sampling, (max_tokens, default) = options.sampling_of(unseeded), options.length_of(args.max_tokens)
     replace(sampling, seed=args.seed)
-    text, schema = load_tokenizer(bundle, dict(args.template_arg)), args.json_schema
-    wanted = PromptOptions(
-        max_tokens, default, sampling, args.stop, args.ignore_eos, args.repetition_stop, args.raw, args.system,
-        json_schema=schema,
+    text = load_tokenizer(bundle, dict(args.template_arg))
+    plain = Prompts(
+        bundle.manifest, text, max_tokens, default, sampling, args.stop, args.ignore_eos, args.repetition_stop, args.raw,
+        args.system, args.json_schema,
     )  # fmt: skip
 
-    def openai() -> "Kind":
-        defaults = {name: getattr(args, name) for name in (*options.DRAWING, "temperature", "repeat_penalty") if name != "seed"}
-        defaults |= {name: getattr(args, name) or None for name in ("ignore_eos", "repetition_stop", "stop")}
-        defaults["max_tokens"] = None if args.max_tokens == -1 else args.max_tokens
-        if schema is not None:
-            defaults["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
-        given = {name: value for name, value in defaults.items() if value is not None}
-        return OpenAI(bundle.manifest, text, names(args, bundle), given)
+    def openai() -> "Format":
+        values = {name: getattr(args, name) for name in sorted(PROMPT_OPTIONS)}
+        if given := [name for name, value in values.items() if value is not False and value not in (None, [])]:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            print_message(f"no effect on requests in OpenAI's format: {flags}; set these options in their bodies")
+        return OpenAI(bundle.manifest, text, names(args, bundle))
 
-    return Prompts(bundle.manifest, text, wanted), openai
+    return plain, openai
 
 
-def embedding_rows(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Kind, Callable[[], Kind]]":
-    """Return the `Kind` of records with a text to embed, and a function as from `text_rows`."""
+def embedding_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, Callable[[], Format]]":
+    """Return the `Format` of records with a text, and a function that returns OpenAI's format."""
     from castiron.pipelines.batch.openai_batch import OpenAI
-    from castiron.pipelines.batch.plain_rows import Embeddings
+    from castiron.pipelines.batch.plain_records import Embeddings
     from castiron.pipelines.text.embedder import Embedder
 
     encoder = bundle.manifest.encoder
     if not args.embed and not (encoder and encoder.relevance):
         raise PipelineError(f"{bundle.path} is an embedding model and cannot generate text; add --embed for vectors")
     embedder = Embedder(bundle, args.threads)
-    openai = lambda: OpenAI(bundle.manifest, embedder.tokenizer, names(args, bundle), {}, embedder)
+    openai = lambda: OpenAI(bundle.manifest, embedder.tokenizer, names(args, bundle), embedder)
     return Embeddings(embedder, embedder.prompt(args.prompt_name), args.dimensions), openai
 
 
@@ -202,14 +200,14 @@ def progress_reporter(progress: Progress) -> "Callable[[Summary, float | None], 
 
     def report(summary: "Summary", share: float | None) -> None:
         nonlocal last
-        note = f"{counted(summary.rows, 'row')}, {summary.tokens_per_second:,.0f} tok/s"
+        note = f"{counted(summary.records, 'record')}, {summary.tokens_per_second:,.0f} tok/s"
         if progress.shown:
             # The summary replaces a full bar.
-            progress("rows", min(share or 0.0, 0.999), note)
+            progress("records", min(share or 0.0, 0.999), note)
         elif time.monotonic() - last > REPORT_SECONDS:
             last = time.monotonic()
             # Records that an earlier run finished took no time in this run.
-            own = share * summary.done / summary.rows if share else 0.0
+            own = share * (1 - summary.before / summary.records) if share else 0.0
             left = f", about {summary.seconds * (1 - share) / own:,.0f} s left" if share and own else ""
             print_message(f"{note}{left}")
 
@@ -219,9 +217,9 @@ def progress_reporter(progress: Progress) -> "Callable[[Summary, float | None], 
 def summary_line(summary: "Summary") -> str:
     """Format the counts of a job."""
     counts = [f"{number:,} {what}" for number, what in ((summary.failed, "failed"), (summary.before, "done before")) if number]
-    rows = counted(summary.rows, "row") + (f" ({', '.join(counts)})" if counts else "")
+    records = counted(summary.records, "record") + (f" ({', '.join(counts)})" if counts else "")
     cached = f" ({summary.cached_tokens:,} cached)" if summary.cached_tokens else ""
     return (
-        f"{rows}; prompts {summary.prompt_tokens:,} tokens{cached}, answers {summary.generated_tokens:,}, in "
+        f"{records}; prompts {summary.prompt_tokens:,} tokens{cached}, answers {summary.generated_tokens:,}, in "
         f"{summary.seconds:,.1f} s: {summary.tokens_per_second:,.1f} tok/s"
     )

@@ -32,10 +32,11 @@ examples:
 {KERNELS}
 
 --json prints one object: castiron and peers (by name), each with decode_tok_s, prefill_tok_s,
-decode_roofline (share of the read bandwidth), prefill_peak_share (of the f32 peak), ttft_ms (from
-process start to the first token after a 32-token prompt), rss_mb (peak) and runs (median, min, max,
-values); machine with read_gb_s and peak_gflop_s; ratios (above 1: castiron is better); settings;
-missing (peers that could not be measured, and why); notes. A share of unknown work is null.
+ttft_ms (from process start to the first token after a 32-token prompt), rss_mb (peak) and runs
+(median, min, max, values); castiron also has decode_roofline (share of the read bandwidth) and
+prefill_peak_share (of the f32 peak), null for unknown work; machine with read_gb_s and
+peak_gflop_s; ratios (above 1: castiron is better); settings; missing (peers that could not be
+measured, and why).
 With --kernel: kernel, us (a call without overhead_us, the time of an empty call), calls, bytes,
 flops, gb_s, gflop_s, bound (memory, compute or cache), limit_share (null in cache), runs, machine,
 settings.

@@ -28,12 +28,11 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 examples:
   castiron cache
-  castiron cache clear compile unpacked --older-than 30
+  castiron cache clear compile models --older-than 30
   castiron cache add build/model system.txt --prefix-cache states
 
 models      checkpoints fetched by name
 compile     output of iree-compile; above 512 MB the least recently used files go
-unpacked    program and weights of packed bundles, for IREE's tools; files unused for a week may go
 verified    which bundles' hashes were checked
 calibrated  activation sizes on a text, for compile --calibrate
 tuned       tiles that castiron tune found
@@ -71,8 +70,12 @@ def main(args: argparse.Namespace) -> int:
     rows = cache.clear(kinds, args.older_than or 0.0) if clears else [row for row in cache.usage() if row.kind in kinds]
     total = sum(row.bytes for row in rows)
     if args.json:
-        facts = {"folder": str(cache.cache_root()), "bytes": total, "cleared": clears, "kinds": list(map(usage_json, rows))}
-        print(json.dumps(facts))
+        when = lambda seconds: None if seconds is None else time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+        found = [
+            {"kind": row.kind, "about": KINDS[row.kind], "files": row.files, "bytes": row.bytes, "newest": when(row.newest)}
+            for row in rows
+        ]
+        print(json.dumps({"folder": str(cache.cache_root()), "bytes": total, "cleared": clears, "kinds": found}))
         return 0
     if not clears:
         print(f"{cache.cache_root()}: {megabytes(total)}")
@@ -81,12 +84,6 @@ def main(args: argparse.Namespace) -> int:
     if clears:
         print(f"{megabytes(total)} cleared from {cache.cache_root()}")
     return 0
-
-
-def usage_json(row: cache.Usage) -> dict:
-    """Return the entry for one kind of cached files in the object that --json prints."""
-    newest = None if row.newest is None else time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(row.newest))
-    return {"kind": row.kind, "about": KINDS[row.kind], "files": row.files, "bytes": row.bytes, "newest": newest}
 
 
 def add(args: argparse.Namespace) -> int:
@@ -117,7 +114,7 @@ def add(args: argparse.Namespace) -> int:
 def prefix_tokens(text: "Tokenizer", prefix: str, raw: bool) -> "np.ndarray":
     """Return the first token ids, i32 [n], of every conversation with this system message.
 
-    raw: of every text that begins with this text.
+    raw: return those of every plain text that begins with `prefix` instead.
     """
     import numpy as np
 

@@ -7,7 +7,6 @@ the system message stays.
 
 import argparse
 import contextlib
-import glob
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -29,8 +28,7 @@ examples:
   printf 'What is the capital of France?\\nAnd of Italy?\\n' | castiron chat build/model
 
 Answers go to stdout, messages to stderr. A paste is one message, and so are the lines between two
-"""; a line that ends in \\ continues on the next one. Typed messages are stored in chat/history in
-castiron's cache folder ($CASTIRON_CACHE, else $XDG_CACHE_HOME/castiron, else ~/.cache/castiron).
+""". Typed messages are stored in chat/history in castiron's cache folder (see castiron help cache).
 '''
 PROMPT, MORE = "> ", ". "
 BLOCK = '"""'
@@ -47,8 +45,8 @@ COMMANDS = {
 }
 HELP = "\n".join(f"{f'{name} {arguments}':17}{does}" for name, (arguments, does) in COMMANDS.items())
 HELP += '''
-Ctrl-C stops an answer. A paste is one message; so are the lines between two """, and a line that ends in \\ continues
-on the next one. Tab completes commands, settings and files; the up arrow recalls what was typed.'''
+Ctrl-C stops an answer. A paste is one message, and so are the lines between two """. Tab completes commands, settings
+and files; the up arrow recalls what was typed.'''
 # Fields of Sampling that have an option.
 SAMPLING = {"temperature": float, "top-k": int, "top-p": float, "min-p": float, "repeat-penalty": float, "seed": int}
 SETTINGS = (*SAMPLING, "max-tokens", "system")
@@ -96,7 +94,7 @@ class Console:
 
     def __init__(self, chat: "Chat", quiet: bool = False, history: Path | None = None):
         self.chat, self.quiet = chat, quiet
-        self.input = ChatInput(completions, history)
+        self.input = ChatInput(history)
         self.run_command: dict[str, Callable[[str], None]] = {
             "/retry": lambda _: self.answer(chat.retry),
             "/undo": self.undo,
@@ -166,14 +164,13 @@ class Console:
         print_message(f"{counted(len(self.chat.messages), 'message')} {where} {path}")
 
     def answer(self, ask: Callable[[Callable[[int, int], None]], Iterator[str]]) -> None:
-        """Print the answer that `ask` streams.
+        """Print an answer as it streams.
 
-        `ask`: takes a callback for the progress of prefill and returns an iterator of text.
+        `ask`: takes a callback for the progress of prefill, and returns an iterator over the text.
         """
-        from castiron.pipelines.cli.answer_output import AnswerOutput, Wrapper, columns
+        from castiron.pipelines.cli.run import AnswerOutput
 
-        chat, wrapper = self.chat, Wrapper()
-        stopped = False
+        chat, stopped = self.chat, False
         deltas = ask(lambda done, total: progress("reading", done / total))
         if chat.dropped:
             print_message(f"the context of {chat.engine.context} is full: the {chat.dropped} oldest messages were dropped")
@@ -183,7 +180,7 @@ class Console:
             except KeyboardInterrupt:
                 stopped, first = True, ""
 
-        output = AnswerOutput(wrap=lambda text: wrapper.wrap(text, columns(sys.stdout)))
+        output = AnswerOutput()
         try:
             if not stopped:
                 output.write(first)
@@ -260,53 +257,24 @@ def _number(name: str, value: str, kind: type) -> float:
         raise PipelineError(f"invalid {name}: {value!r}; give {'an integer' if kind is int else 'a number'}") from None
 
 
-def completions(line: str) -> list[str]:
-    """Return the completions of a typed line: commands, settings and files."""
-    command, space, rest = line.partition(" ")
-    if not space:
-        found = [f"{name} " if arguments else name for name, (arguments, _) in COMMANDS.items()]
-        return [name for name in found if line and name.startswith(line)]
-    if COMMANDS.get(command, ("",))[0] == "FILE":
-        return [f"{command} {path}" for path in _paths(rest)]
-    if command == "/set":
-        return [f"{command} {name} " for name in SETTINGS if name.startswith(rest)]
-    return []
-
-
-def _paths(prefix: str) -> list[str]:
-    """Return the paths that begin with `prefix`; ~ stays, and directories end in a slash."""
-    expanded = os.path.expanduser(prefix)
-    found = sorted(glob.glob(f"{glob.escape(expanded)}*"))
-    return [prefix + path[len(expanded) :] + "/" * os.path.isdir(path) for path in found]
-
-
 class ChatInput:
-    """A reader of messages from stdin.
+    """A reader of messages from stdin; history: file that stores typed messages."""
 
-    complete: returns the completions of a typed line. history: file that stores typed messages.
-    """
-
-    def __init__(self, complete: Callable[[str], list[str]], history: Path | None = None):
+    def __init__(self, history: Path | None = None):
         self.terminal = sys.stdin.isatty()
-        self.session = _prompt_session(complete, history) if self.terminal else None
+        self.session = _prompt_session(history) if self.terminal else None
 
     def message(self) -> tuple[str, bool] | None:
         """Return the next message, and whether it may be a command; None at the end of stdin.
 
-        A message is a line, the lines of one paste, lines joined by a backslash at their end, or
-        the lines between three quotes. Ctrl-C discards them and raises KeyboardInterrupt.
+        A message is a line, the lines of one paste, or the lines between three quotes. Ctrl-C
+        discards them and raises KeyboardInterrupt.
         """
-        lines: list[str] = []
-        while (line := self._line(MORE if lines else PROMPT)) is not None:
-            if not lines and line.lstrip().startswith(BLOCK) and ("\n" not in line or line.rstrip().endswith(BLOCK)):
-                return self._block(line.lstrip()[len(BLOCK) :]), False
-            lines.append(line)
-            if not line.endswith("\\"):
-                break
-            lines[-1] = line[:-1]
-        if not lines:
+        if (line := self._line(PROMPT)) is None:
             return None
-        message = "\n".join(lines).rstrip("\n")
+        if line.lstrip().startswith(BLOCK) and ("\n" not in line or line.rstrip().endswith(BLOCK)):
+            return self._block(line.lstrip()[len(BLOCK) :]), False
+        message = line.rstrip("\n")
         return message, "\n" not in message
 
     def _block(self, line: str | None) -> str:
@@ -330,11 +298,12 @@ class ChatInput:
             return None
 
 
-def _prompt_session(complete: Callable[[str], list[str]], history: Path | None) -> Any:
+def _prompt_session(history: Path | None) -> Any:
     """Return a prompt_toolkit session with completion and history; None without prompt_toolkit."""
     try:
         from prompt_toolkit import PromptSession
-        from prompt_toolkit.completion import Completer, Completion
+        from prompt_toolkit.completion import Completer, DummyCompleter, PathCompleter, WordCompleter
+        from prompt_toolkit.document import Document
         from prompt_toolkit.history import FileHistory
         from prompt_toolkit.output import create_output
         from prompt_toolkit.shortcuts import CompleteStyle
@@ -345,9 +314,20 @@ def _prompt_session(complete: Callable[[str], list[str]], history: Path | None) 
         return None
 
     class LineCompleter(Completer):
+        """Complete commands, settings after /set, and files after /save and /load."""
+
+        commands = WordCompleter([f"{name} " if needed else name for name, (needed, _) in COMMANDS.items()], sentence=True)
+        arguments = {
+            "FILE": PathCompleter(expanduser=True),
+            "NAME VALUE": WordCompleter([f"{name} " for name in SETTINGS], sentence=True),
+        }
+
         def get_completions(self, document, complete_event):
-            line = document.text_before_cursor
-            return (Completion(found, -len(line)) for found in complete(line))
+            command, space, rest = document.text_before_cursor.partition(" ")
+            if not space:
+                return self.commands.get_completions(document, complete_event)
+            completer = self.arguments.get(COMMANDS.get(command, ("",))[0], DummyCompleter())
+            return completer.get_completions(Document(rest), complete_event)
 
     stored = None
     if history:

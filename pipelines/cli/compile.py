@@ -16,7 +16,7 @@ EXAMPLES = """\
 examples:
   castiron compile smollm2-135m-instruct
   castiron compile ~/models/Llama-3.2-1B-Instruct -o build/llama --context 4096
-  castiron compile org/name-GGUF --file Q4_K_M --cache q8_0
+  castiron compile org/name-GGUF:Q4_K_M --cache q8_0
   castiron compile ~/models/base --adapter outputs/checkpoint-500 --weights q4_k_m --calibrate examples.txt
   castiron compile build/model --module mine.vmfb    # --keep writes the flags of iree-compile
 
@@ -53,24 +53,29 @@ def main(args: argparse.Namespace) -> int:
     out, keep = args.output or default_bundle(args.model), args.keep and Path(args.keep)
     with Progress() as progress:
         report = compile_model(args.model, out, compile_options(args), progress, keep=keep, evaluate=own_accuracy)
-    if report.accuracy:
-        print_message(f"numerics {args.numerics}, {report.accuracy}")
+    manifest, up_to_date, seconds = report.manifest, report.up_to_date, report.seconds
+    if manifest.accuracy:
+        print_message(f"numerics {args.numerics}, {manifest.accuracy}")
     elif args.numerics == "fast":
         print_message(f"numerics {args.numerics}: accuracy not measured; run castiron evaluate on a {args.target} machine")
-    tokenizer = "tokenizer.json" in report.files
+    files, left_out = {name: file.size for name, file in manifest.files.items()}, manifest.source["left_out"]
+    tokenizer = "tokenizer.json" in files
     if args.json:
-        print(json.dumps(asdict(report) | {"bundle": str(report.bundle), "tokenizer": tokenizer}))
+        facts = {"bundle": str(report.bundle), "up_to_date": up_to_date, "seconds": seconds, "files": files}
+        accuracy = manifest.accuracy and asdict(manifest.accuracy)
+        facts |= {"cache": manifest.cache, "tokenizer": tokenizer, "left_out": left_out, "accuracy": accuracy}
+        print(json.dumps(facts))
         return 0
-    size = megabytes(sum(report.files.values())) + ("" if report.cache == "f32" else f", {report.cache} cache")
-    if report.up_to_date:
+    size = megabytes(sum(files.values())) + ("" if manifest.cache == "f32" else f", {manifest.cache} cache")
+    if up_to_date:
         print(f"{out}: up to date, {size}")
     else:
-        stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in report.seconds.items())
+        stages = ", ".join(f"{stage} {taken:.1f} s" for stage, taken in seconds.items())
         print(f"{out}: {size} ({stages})")
     if args.keep:
         print(f"{args.keep}: MLIR and compiler commands")
-    if report.left_out:
-        print(f"left out: {in_words(report.left_out)}")
+    if left_out:
+        print(f"left out: {in_words(left_out)}")
     if not tokenizer:
         print("no tokenizer: this bundle takes token ids only; use castiron run DIR --tokens 1,2,3")
     return 0

@@ -14,7 +14,7 @@ EXAMPLES = """\
 examples:
   castiron diff smollm2-135m-instruct
   castiron diff ~/models/new-family --tokens 1,2,3,4,5,6,7,8
-  castiron diff model.gguf -p "The quick brown fox" --all
+  castiron diff model.gguf -p "The quick brown fox" --json
 
 The exit status is 1 if anything differs. --json prints one object: equal, first (module),
 operations (kind and path), modules (name and difference).
@@ -30,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "--lowering", default="portable", help="graph to run: portable (default) or kernels")
     parser.add_argument("--tolerance", type=float, default=1e-3, metavar="X",
                         help="difference that counts as equal, by HF's root mean square (default: 0.001)")  # fmt: skip
-    parser.add_argument("--all", action="store_true", help="list every module, not only those before the difference")
     add_options(parser, "--json", "--ignore-key")
 
 
@@ -44,14 +43,8 @@ def main(args: argparse.Namespace) -> int:
         progress("comparing", 0.0)
         found = compare(checkpoint, tokens, args.tolerance, args.lowering)
         progress("comparing", 1.0)
-    if args.json:
-        first = found.modules[found.first].module if found.first is not None else None
-        modules = [{"module": m.module, "difference": m.difference} for m in found.modules]
-        facts = {"equal": found.first is None, "first": first, "operations": found.operations, "modules": modules}
-        print(json.dumps(facts))
-    else:
-        print("\n".join(report(found, args.all)))
-    return 0 if found.first is None else 1
+    print(json.dumps(found) if args.json else "\n".join(report(found)))
+    return 0 if found["equal"] else 1
 
 
 def tokens_of(args: argparse.Namespace, checkpoint) -> list[int]:
@@ -72,19 +65,15 @@ def tokens_of(args: argparse.Namespace, checkpoint) -> list[int]:
     return tokens
 
 
-def report(found, everything: bool) -> list[str]:
-    """Format the result as text: all modules, or a few before the first difference."""
-    width = max(len(m.module) for m in found.modules)
-    shown = range(len(found.modules))
-    if not everything:
-        around = found.first if found.first is not None else len(found.modules) - 1
-        shown = range(max(0, around - 3), min(len(found.modules), around + 1))
-    lines = [f"{m.module:<{width}}  {m.difference:.1e}" for m in (found.modules[i] for i in shown)]
-    if found.first is None:
-        worst = max(found.modules, key=lambda m: m.difference)
-        return [
-            *lines,
-            f"all {len(found.modules)} modules agree; the largest difference is {worst.difference:.1e} in {worst.module}",
-        ]
-    lines.append(f"first difference: {found.modules[found.first].module}, after these operations:")
-    return lines + [f"  {kind:<12} {path}" for kind, path in found.operations]
+def report(found: dict) -> list[str]:
+    """Format the result as text, with the last modules up to the first difference."""
+    modules, first = found["modules"], found["first"]
+    width = max(len(each["module"]) for each in modules)
+    end = next((i for i, each in enumerate(modules) if each["module"] == first), len(modules) - 1)
+    lines = [f"{each['module']:<{width}}  {each['difference']:.1e}" for each in modules[max(0, end - 3) : end + 1]]
+    if first is None:
+        worst = max(modules, key=lambda each: each["difference"])
+        largest = f"{worst['difference']:.1e} in {worst['module']}"
+        return [*lines, f"all {len(modules)} modules agree; the largest difference is {largest}"]
+    lines.append(f"first difference: {first}, after these operations:")
+    return lines + [f"  {kind:<12} {path}" for kind, path in found["operations"]]

@@ -59,7 +59,8 @@ def main(args: argparse.Namespace) -> int:
         if args.output:
             vectors.append(vector)
         else:
-            rows[-1]["embedding"] = numbers(vector)
+            # The shortest decimals that read back as the same f32.
+            rows[-1]["embedding"] = [float(str(x)) for x in vector]
         if not args.output and not args.json:
             print(json.dumps(rows[-1]), flush=True)
     if args.output:
@@ -88,8 +89,3 @@ def texts_of(args: argparse.Namespace) -> Iterator[str]:
     if not lines:
         raise PipelineError(f"{'stdin' if source == '-' else source} is empty; give one text per line")
     yield from lines
-
-
-def numbers(vector) -> list[float]:
-    """Return f32 values as the shortest decimals that read back as the same f32."""
-    return [float(str(x)) for x in vector]

@@ -9,7 +9,7 @@ import json
 import sys
 from collections import Counter
 
-from castiron.emitter.ir import Graph, Module
+from castiron.emitter.ir import Module
 from castiron.emitter.printer import print_module
 from castiron.pipelines.cli.options import add_checkpoint, add_compile_options, add_options, compile_options
 from castiron.pipelines.compile import parts
@@ -60,7 +60,9 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         facts = {
             "text": None if args.output else text,
-            "functions": {name: kinds(function) for name, function in module.functions.items()},
+            "functions": {
+                name: dict(Counter(op.kind for op in function.ops).most_common()) for name, function in module.functions.items()
+            },
             "parameters": {param.name: str(param.type) for param in module.params.values()},
         }
         print(json.dumps(facts))
@@ -110,8 +112,3 @@ def _kernel(args: argparse.Namespace) -> Module:
         cache=options.cache,
     )
     return parts.kernel_module(kernel)
-
-
-def kinds(function: Graph) -> dict[str, int]:
-    """Return the number of operations of each kind in a function, most frequent first."""
-    return dict(Counter(op.kind for op in function.ops).most_common())

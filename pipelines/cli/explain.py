@@ -8,12 +8,8 @@ little. "no kernel" is the rest of the call, which is timed without the profiler
 
 import argparse
 import json
-import re
 import statistics
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib.resources import files
+from collections.abc import Mapping
 from typing import Any
 
 from castiron.pipelines.cli.options import add_options
@@ -22,25 +18,22 @@ from castiron.pipelines.evaluate.machine import PEAKS, Machine, amount, bound_of
 from castiron.pipelines.terminal import counted, sanitised
 from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.cpu import physical_cores
-from castiron.vmfb.disk import write_text
 from castiron.vmfb.profile import Dispatch, Profile, median_of, profile
 
 EXAMPLES = """\
 examples:
   castiron explain build/smollm2-135m-instruct --position 4096 --threads 1
-  castiron explain build/smollm2-135m-instruct --function prefill_128 --html prefill.html --json
+  castiron explain build/smollm2-135m-instruct --function prefill_128 --json
 
 --json prints one object: function, position, threads, machine (read_gb_s, peak_gflop_s and other
-peaks), call_ms, peak_share (of the f32 peak), python_us, rest_ms and dispatches (kernel, paths,
-calls, ms, bytes, flops, bound: memory, compute or cache, and limit_share, null in cache).
+peaks), call_ms, peak_share (of the f32 peak), rest_ms and dispatches (kernel, paths, calls, ms,
+bytes, flops, bound: memory, compute or cache, and limit_share, null in cache).
 """
-# Columns of a line, and of its bar.
-WIDTH, BAR = 100, 8
+# Columns of a line.
+WIDTH = 100
 REST = "no kernel"
 # Times that the call and the limits are measured in turn.
 ROUNDS = 3
-# Decode steps in which the time of Python is measured.
-PYTHON_STEPS = 200
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,16 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--function", default="decode_step", metavar="NAME",
                         help="decode_step (default), prefill_128, verify_8, ...")  # fmt: skip
     parser.add_argument("--position", type=int, default=64, metavar="N", help="tokens in the KV cache (default: 64)")
-    parser.add_argument("--html", metavar="FILE", help="write a page with the time by module and the graph by layer")
     add_options(parser, "--threads", "--json")
 
 
 def main(args: argparse.Namespace) -> int:
     bundle = open_bundle(args.bundle)
     result = explain(bundle, args.function, args.position, args.threads)
-    if args.html:
-        work = bundle.manifest.compile.get("work", {}).get(args.function, {})
-        write_text(args.html, page(result, bundle.manifest.name, list(work)))
     print(json.dumps(result) if args.json else sanitised("\n".join(table(result))))
     return 0
 
@@ -80,11 +69,10 @@ def explain(bundle: Bundle, function_name: str, position: int, threads: int | No
         values.append({name: machine.measure(name) for name in sorted(names, reverse=True)})
     measured = median_of(rounds)
     limits = {name: statistics.median(value[name] for value in values) for name in values[0]}
-    python = python_microseconds(bundle, measured.threads) if function.role == "decode" else None
-    return described(measured, [kernel_row(row, work, position, limits) for row in measured.dispatches], limits, python)
+    return described(measured, [kernel_row(dispatch, work, position, limits) for dispatch in measured.dispatches], limits)
 
 
-def described(measured: Profile, rows: list[dict], limits: Mapping[str, float], python_us: float | None) -> dict[str, Any]:
+def described(measured: Profile, rows: list[dict], limits: Mapping[str, float]) -> dict[str, Any]:
     """Return the JSON object of a call and its kernels."""
     flops = sum(row["flops"] or 0 for row in rows)
     return {
@@ -93,26 +81,11 @@ def described(measured: Profile, rows: list[dict], limits: Mapping[str, float], 
         "threads": measured.threads,
         "machine": limits,
         "call_ms": measured.seconds * 1e3,
-        "python_us": python_us,
         "dispatches": rows,
         # At least 0, because kernels are timed in other calls.
         "rest_ms": max(0.0, measured.seconds * 1e3 - sum(row["ms"] for row in rows)),
         "peak_share": flops / measured.seconds / (limits["peak_gflop_s"] * 1e9),
     }
-
-
-def python_microseconds(bundle: Bundle, threads: int) -> float:
-    """Return the median microseconds that a decode step spends outside the runtime."""
-    from castiron.vmfb.session import Session
-
-    session = Session(bundle, threads)
-    inside = session.count_runtime()
-    outside, token = [], 0
-    for _ in range(min(PYTHON_STEPS, session.context)):
-        start, before = time.perf_counter(), inside()
-        token = session.step(token)
-        outside.append(time.perf_counter() - start - (inside() - before))
-    return statistics.median(outside) * 1e6
 
 
 def kernel_row(dispatch: Dispatch, work: Mapping[str, Mapping], position: int, limits: Mapping[str, float]) -> dict[str, Any]:
@@ -136,91 +109,26 @@ def kernel_row(dispatch: Dispatch, work: Mapping[str, Mapping], position: int, l
 
 def table(result: Mapping[str, Any]) -> list[str]:
     """Format the result as lines of at most WIDTH columns."""
-    machine, python, rows = result["machine"], result["python_us"], result["dispatches"]
-    rest = result["rest_ms"]
+    machine, rows, rest = result["machine"], result["dispatches"], result["rest_ms"]
     total = sum(row["ms"] for row in rows) + rest
     threads = result["threads"]
     lines = [
-        f"{result['function']} at position {result['position']} on {counted(threads, 'thread')}: "
-        f"{result['call_ms']:.2f} ms" + (f", of which Python {python:.0f} us" if python is not None else ""),
+        f"{result['function']} at position {result['position']} on {counted(threads, 'thread')}: {result['call_ms']:.2f} ms",
         f"the call takes {result['peak_share']:.0%} of the f32 peak; this machine reads {machine['read_gb_s']:.1f} GB/s "
         "and computes",
         f"{machine['peak_gflop_s']:.0f} GFLOP/s (f32)"
         + "".join(f", {machine[name]:.0f} ({of})" for name, of in list(PEAKS.items())[1:] if name in machine),
         "",
-        f"{'ms':>8} {'share':>6} {'':{BAR}} {'calls':>5} {'us/call':>8} {'MB':>7} {'MFLOP':>8} {'of limit':>8}  where",
+        f"{'ms':>8} {'share':>6} {'calls':>5} {'us/call':>8} {'MB':>7} {'MFLOP':>8} {'of limit':>8}  where",
     ]
     for row in rows:
         known = row["bytes"] is not None
         work = f"{row['bytes'] / 1e6:7.1f} {row['flops'] / 1e6:8.1f}" if known else f"{'?':>7} {'?':>8}"
+        where = " ".join(path.removeprefix("model.") for path in row["paths"]) or "(made by IREE)"
         lines.append(
-            f"{row['ms']:8.3f} {row['ms'] / total:6.1%} {bar(row['ms'] / total, BAR):{BAR}} {row['calls']:5} "
-            f"{row['ms'] * 1e3 / row['calls']:8.1f} {work} {of_limit(row):>8}  {where(row)}"
+            f"{row['ms']:8.3f} {row['ms'] / total:6.1%} {row['calls']:5} "
+            f"{row['ms'] * 1e3 / row['calls']:8.1f} {work} {of_limit(row):>8}  {where}"
         )
         lines.append(f"{'':16}{row['kernel']}")
-    lines.append(f"{rest:8.3f} {rest / total:6.1%} {bar(rest / total, BAR):{BAR}} {'':40}  {REST}")
+    lines.append(f"{rest:8.3f} {rest / total:6.1%} {'':40}  {REST}")
     return [line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…" for line in lines]
-
-
-def where(row: Mapping[str, Any]) -> str:
-    """Return the kernel's module paths, without "model."."""
-    return " ".join(path.removeprefix("model.") for path in row["paths"]) or "(made by IREE)"
-
-
-def bar(share: float, width: int) -> str:
-    """Draw a bar for `share` (0 to 1) of `width` columns, in eighths of a column."""
-    eighths = round(min(max(share, 0.0), 1.0) * width * 8)
-    return "█" * (eighths // 8) + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[eighths % 8]
-
-
-@dataclass
-class Frame:
-    """A node of the flame graph: a module, or a kernel in it, with its milliseconds."""
-
-    name: str
-    ms: float = 0.0
-    below: dict[str, "Frame"] = field(default_factory=dict)
-
-    def add(self, names: Sequence[str], ms: float) -> None:
-        self.ms += ms
-        if names:
-            self.below.setdefault(names[0], Frame(names[0])).add(names[1:], ms)
-
-
-def flame(result: Mapping[str, Any]) -> Frame:
-    """Return the flame graph of the call: modules by path, with kernels as leaves.
-
-    A kernel's time is divided equally between the modules that it computes.
-    """
-    root = Frame(result["function"])
-    for row in result["dispatches"]:
-        paths = row["paths"] or ["made by IREE"]
-        for path in paths:
-            # `layers.*` is one frame.
-            root.add([*re.split(r"\.(?!\*)", path.removeprefix("model.")), row["kernel"]], row["ms"] / len(paths))
-    root.add([REST], result["rest_ms"])
-    return root
-
-
-def page(result: Mapping[str, Any], title: str, order: Sequence[str]) -> str:
-    """Return the HTML page; order: the function's kernels in the order of their first call."""
-    import jinja2
-
-    root = flame(result)
-    before, block, after = by_layer(result["dispatches"], order)
-    environment = jinja2.Environment(autoescape=True, keep_trailing_newline=True)
-    template = environment.from_string(files("castiron.pipelines.evaluate").joinpath("explain.html").read_text("utf-8"))
-    return template.render(
-        result=result, title=title, root=root, total=root.ms or 1.0, rest=result["rest_ms"], rest_name=REST, before=before,
-        block=block, layers=max((row["calls"] // len(row["paths"]) for row in block), default=1), after=after,
-        where=where, of_limit=of_limit,
-    )  # fmt: skip
-
-
-def by_layer(rows: Sequence[Mapping], order: Sequence[str]) -> tuple[Sequence[Mapping], Sequence[Mapping], Sequence[Mapping]]:
-    """Return the kernels before the layers, in the layers and after them, each in `order`."""
-    known = [row for row in rows if row["kernel"].removesuffix("_fn") in order]
-    known.sort(key=lambda row: order.index(row["kernel"].removesuffix("_fn")))
-    inside = [i for i, row in enumerate(known) if any("layers." in path for path in row["paths"])]
-    first, end = (inside[0], inside[-1] + 1) if inside else (len(known), len(known))
-    return known[:first], known[first:end], known[end:]

@@ -82,12 +82,19 @@ def bundle(path: str) -> tuple[dict, list[str]]:
         ("module", module and f"not castiron's: {module['module']} ({module['sha256'][:16]}…)"),
         ("versions", f"castiron {manifest.versions.castiron}, IREE {manifest.versions.iree}"),
         ("tokenizer", "yes" if "tokenizer.json" in manifest.files else "none: takes token ids only"),
-        ("tool calls", manifest.tool_format or "none: the chat template has no known format"),
+        ("tool calls", tool_call_example(manifest.tool_format)),
         ("accuracy", manifest.accuracy and str(manifest.accuracy)),
         ("speed", manifest.speed and json.dumps(manifest.speed)),
         *((name, f"{megabytes(file.size)}  sha256 {file.sha256[:16]}…") for name, file in manifest.files.items()),
     ]
     return json.loads(dump(manifest)), table(rows)
+
+
+def tool_call_example(form: dict | None) -> str:
+    """Return an example of a tool call in the format of a manifest."""
+    from castiron.pipelines.text.tool_formats import HERMES, ToolFormat
+
+    return ToolFormat(**form).example() if form else f"{HERMES.example()} (the chat template has none)"
 
 
 def encoder(manifest: Manifest) -> list[tuple[str, str]]:
@@ -107,6 +114,8 @@ def encoder(manifest: Manifest) -> list[tuple[str, str]]:
 def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
     """Return the JSON object of a checkpoint, and lines that describe it (and every tensor)."""
     from castiron.emitter.codecs import row_bytes
+    from castiron.emitter.models import ignored_keys
+    from castiron.emitter.types import EmitError
     from castiron.pipelines.checkpoints.hf_tensors import in_words
     from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 
@@ -116,7 +125,12 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
     sizes = {
         name: prod(tensor.shape[:-1]) * row_bytes(tensor.codec, tensor.shape[-1]) for name, tensor in found.tensors.items()
     }
-    ignored, refused = understood(found.config)
+    ignored: Sequence[str] = ()
+    refused: str | None = None
+    try:
+        ignored = ignored_keys(found.config)
+    except EmitError as error:
+        refused = str(error)
     elements = sum(prod(tensor.shape) for tensor in found.tensors.values())
     counts = Counter(tensor.codec for tensor in found.tensors.values())
     rows = [
@@ -153,17 +167,6 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
         "encodes": found.encoding is not None,
     }
     return facts, lines
-
-
-def understood(config: dict) -> tuple[tuple[str, ...], str | None]:
-    """Return the config keys that compiling ignores, and the error that it raises, if any."""
-    from castiron.emitter.models import ignored_keys
-    from castiron.emitter.types import EmitError
-
-    try:
-        return ignored_keys(config), None
-    except EmitError as error:
-        return (), str(error)
 
 
 def table(rows: Sequence[tuple[str, object]]) -> list[str]:

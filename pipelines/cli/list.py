@@ -1,4 +1,4 @@
-"""List the models of the catalogue, bundles, and supported formats.
+"""List the models of the catalogue, and bundles.
 
 Bundles are those in ./build and in the folders given: directories with a manifest.json, and files
 that castiron pack wrote. Only manifests are read.
@@ -6,7 +6,6 @@ that castiron pack wrote. Only manifests are read.
 
 import argparse
 import json
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,10 +19,8 @@ examples:
   castiron list
   castiron list ~/bundles model.castiron --json
 
---json prints one object: catalogue (name, bytes, licence, fetched), bundles (path, name,
-model_type, context, weights, target, bytes, packed; or path and error), families (values of
-model_type), encoders, text_parts (of models that also see or hear), gguf_architectures, gguf_types,
-safetensors_types.
+--json prints one object: catalogue (name, bytes, licence, fetched) and bundles (path, name,
+model_type, context, weights, target, bytes, packed; or path and error).
 """
 FOLDER = Path("build")
 
@@ -38,25 +35,19 @@ def main(args: argparse.Namespace) -> int:
     if missing := [path for path in named if not path.exists()]:
         raise PipelineError(f"{missing[0]}: no such file or directory; give a bundle or a folder of bundles")
     found = dict.fromkeys(bundle for path in (FOLDER, *named) for bundle in bundles_at(path))
-    result = {"catalogue": catalogue(), "bundles": [bundle(path) for path in found], **formats()}
+    result = {"catalogue": catalogue(), "bundles": [bundle(path) for path in found]}
     print(json.dumps(result, ensure_ascii=False) if args.json else sanitised("\n".join(table(result))))
     return 0
 
 
 def bundles_at(path: Path) -> Iterator[Path]:
-    """Yield `path` itself if it is a bundle, else the bundles in it."""
+    """Yield `path` itself if it is a bundle, else the bundles in it; they may be invalid."""
+    is_directory = lambda entry: (entry / "manifest.json").is_file() and not entry.name.startswith(".")
+    is_bundle = lambda entry: is_directory(entry) or entry.suffix == ".castiron" and is_archive(entry)
     if is_bundle(path):
         yield path
     elif path.is_dir():
-        yield from sorted(entry for entry in path.iterdir() if is_bundle(entry))
-
-
-def is_bundle(path: Path) -> bool:
-    """Return whether `path` is a directory with a manifest, or a packed file; it may be invalid."""
-    if path.is_dir():
-        # Staging directories begin with a dot.
-        return (path / "manifest.json").is_file() and not path.name.startswith(".")
-    return path.suffix == ".castiron" and is_archive(path)
+        yield from sorted(filter(is_bundle, path.iterdir()))
 
 
 def catalogue() -> list[dict]:
@@ -92,24 +83,6 @@ def bundle(path: Path) -> dict:
     }
 
 
-def formats() -> dict[str, list[str]]:
-    """Return the model families and file formats that castiron reads."""
-    from castiron.emitter.models import ENCODERS, FAMILIES
-    from castiron.pipelines.checkpoints.gguf_architectures import architecture_names
-    from castiron.pipelines.checkpoints.gguf_file import CODEC_OF_GGML_TYPE
-    from castiron.pipelines.checkpoints.hf_files import CODEC_OF_DTYPE
-    from castiron.pipelines.checkpoints.hf_tensors import TEXT_PARTS
-
-    return {
-        "families": sorted(FAMILIES),
-        "encoders": sorted(ENCODERS),
-        "text_parts": sorted(TEXT_PARTS),
-        "gguf_architectures": sorted(architecture_names()),
-        "gguf_types": [codec.upper() for codec in CODEC_OF_GGML_TYPE.values()],
-        "safetensors_types": list(CODEC_OF_DTYPE),
-    }
-
-
 def table(result: dict) -> list[str]:
     """Format the result as text."""
     width = max(map(len, [row["name"] for row in result["catalogue"]] + [row["path"] for row in result["bundles"]]))
@@ -124,7 +97,4 @@ def table(result: dict) -> list[str]:
             continue
         facts = f"{row['model_type']}, context {row['context']}, {row['weights']} weights, {row['target']}"
         lines.append(f"  {row['path']:<{width}}  {megabytes(row['bytes']):>10}  {facts}")
-    for key in ("families", "encoders", "text_parts", "gguf_architectures", "gguf_types", "safetensors_types"):
-        text = f"{key.replace('_', ' ').replace('gguf', 'GGUF'):<20}{', '.join(result[key])}"
-        lines += ["", *textwrap.wrap(text, 100, subsequent_indent=" " * 20, break_on_hyphens=False)]
     return lines

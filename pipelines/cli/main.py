@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import castiron
-from castiron.pipelines.cli.options import check_models_exist, check_threads, choose_on_hub
+from castiron.pipelines.cli.options import check_models_exist, check_threads
 from castiron.pipelines.errors import error_message
 from castiron.pipelines.terminal import sanitised
 
@@ -30,7 +30,7 @@ GROUPS = {
         "embed": "compute the vectors of texts with an embedding model",
     },
     "models": {
-        "list": "list models, bundles and supported formats",
+        "list": "list models of the catalogue, and bundles",
         "inspect": "describe a checkpoint or a bundle",
         "quantise": "write a checkpoint as a quantised GGUF file",
         "pack": "write a bundle as one file",
@@ -94,7 +94,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parse(argv, as_json)
         check_models_exist(args)
         check_threads(args)
-        choose_on_hub(args)
         status = args.main(args)
         sys.stdout.flush()
         return status
@@ -159,7 +158,7 @@ def completion(shell: str) -> str:
 
 
 def help_text() -> str:
-    """Return the text of `castiron --help`: every command, with the group before its first one."""
+    """Return the text of `castiron --help`, which lists every command in its group."""
     lines = []
     for title, group in GROUPS.items():
         for name, summary in group.items():
@@ -182,7 +181,8 @@ def _print_and_exit(text: str) -> NoReturn:
 def _open_closed_streams() -> None:
     """Open the null device for each closed standard stream.
 
-    The next file that is opened would otherwise get its number, and receive messages.
+    Otherwise the next opened file would get the number of the stream, and messages would be written
+    to it.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:

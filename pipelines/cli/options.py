@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from castiron.emitter.abi import NUMERICS, STORAGE
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.locate import HubName, model_name, with_options
+from castiron.pipelines.locate import HubName, model_name
 from castiron.pipelines.terminal import print_message
 
 if TYPE_CHECKING:
@@ -116,18 +116,9 @@ def add_options(parser: argparse._ActionsContainer, *options: str, **changes: An
 
 
 def add_checkpoint(parser: argparse.ArgumentParser, **changes: str) -> None:
-    """Add MODEL, --file and --revision to a parser; `choose_on_hub` merges them."""
+    """Add the MODEL argument of commands that read checkpoints."""
     arguments = {"metavar": "MODEL", "help": "GGUF file, HF directory, catalogue name, or org/name on the hub"}
     parser.add_argument("model", **arguments | changes)
-    group = parser.add_argument_group("model on the hub")
-    group.add_argument("--file", metavar="NAME", help="GGUF file of the repository, or the end of its name: Q4_K_M")
-    group.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the repository (default: main)")
-
-
-def choose_on_hub(args: argparse.Namespace) -> None:
-    """Merge --file and --revision into MODEL, because `open_checkpoint` takes one string."""
-    if hasattr(args, "revision"):
-        args.model = with_options(args.model, args.file, args.revision)
 
 
 def check_models_exist(args: argparse.Namespace) -> None:
@@ -194,7 +185,7 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
 def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False) -> "Bundle":
     """Open a bundle, or compile a checkpoint and open its bundle.
 
-    one_sequence: only the functions for one sequence are needed.
+    one_sequence: compile only the functions that a single sequence needs.
     """
     from castiron.pipelines.compile.open_model import open_or_compile
 
@@ -260,8 +251,8 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, model_default: bool
 def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None = None) -> "Sampling":
     """Return the sampling of the options, with defaults from the generation_config if given.
 
-    PipelineError for a value out of its range, an empty stop string, and options without effect in
-    greedy decoding; with an explicit --temperature 0 a message names these instead.
+    PipelineError for a value out of its range, an empty stop string, or options without effect in
+    greedy decoding. With an explicit --temperature 0, a message names such options instead.
     """
     from castiron.pipelines.engine.sampling import Sampling, model_sampling
     from castiron.pipelines.text.text_output import StopStrings

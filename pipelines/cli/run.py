@@ -15,14 +15,13 @@ import select
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from castiron.pipelines.cli import options
-from castiron.pipelines.cli.answer_output import AnswerOutput
 from castiron.pipelines.engine.context import default_limit, free_positions
 from castiron.pipelines.engine.memory import peak_rss_mb
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.terminal import Progress, print_message
+from castiron.pipelines.terminal import Progress, print_message, sanitised
 from castiron.pipelines.text.chat_template import prepare
 from castiron.pipelines.text.generation import Stream
 from castiron.pipelines.text.reasoning import Reasoning
@@ -32,6 +31,7 @@ from castiron.pipelines.text.tokenizer import Tokenizer, load_tokenizer
 if TYPE_CHECKING:
     from castiron.pipelines.text.grammar import Grammar
 
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 EXAMPLES = """\
 examples:
   castiron run smollm2-135m-instruct "Why is the sky blue?"
@@ -239,3 +239,33 @@ def speed(stream: Stream, default: int | None, thinking: bool) -> str:
     if stream.finish_reason == "length" and default:
         parts.append(f"stopped at {default} tokens: -n N allows more, -n -1 as many as the context holds")
     return f"castiron: {'; '.join(parts)}"
+
+
+class AnswerOutput:
+    """A writer of a streamed answer on stdout.
+
+    At a terminal, control characters are escaped and reasoning is dimmed. A pipe gets the text
+    unchanged, without reasoning.
+    """
+
+    def __init__(self, out: TextIO | None = None):
+        self.out = out or sys.stdout
+        self.shown = self.out.isatty()
+        self.dims = self.shown and os.environ.get("TERM") != "dumb"
+        # Whether the last text was reasoning, and the answer has not begun.
+        self.thinking = False
+
+    def write(self, part: str) -> None:
+        """Print a part of the answer; `Reasoning` is dimmed, or left out of a pipe."""
+        text = sanitised(part) if self.shown else part
+        if isinstance(part, Reasoning):
+            self.thinking = True
+            if not self.shown:
+                return
+            text = f"{DIM}{text}{PLAIN}" if self.dims else text
+        else:
+            starts = self.thinking and bool(part.strip())
+            self.thinking = self.thinking and not starts
+            text = f"\n\n{text}" if starts and self.shown else text
+        self.out.write(text)
+        self.out.flush()

@@ -2,7 +2,8 @@
 
 Candidates are timed in the model's own functions, on its weights. One is used if it is over 3 %
 faster than the shipped tiles twice, and if the model with all of them gives the same greedy tokens.
-Results are stored at the end. Run nothing else meanwhile.
+Results are stored at the end, and not searched again before castiron cache clear tuned. Run nothing
+else meanwhile.
 """
 
 import argparse
@@ -19,12 +20,11 @@ EXAMPLES = """\
 examples:
   castiron tune smollm2-135m-instruct
   castiron tune smollm2-135m-instruct --functions decode_step --threads 1
-  castiron tune model.gguf --again --json
+  castiron tune model.gguf --json
 
 --json prints one object: model, cpu, threads, store (the file, or null), matmuls (name, function,
-default_us, gain, tiles or null, cached: found earlier), decode (tokens/s with the shipped tiles and
-with the tuned ones, and their ratio; or null), failed_rounds (that did not compile), changed_tokens
-(matmuls with faster tiles, if these changed a token; then none is used), seconds.
+default_us, gain, tiles or null, cached: found earlier), failed_rounds (that did not compile),
+changed_tokens (matmuls with faster tiles, if these changed a token; then none is used), seconds.
 """
 
 
@@ -32,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
     parser.add_argument("--functions", type=lambda names: names.split(","), default=[], metavar="NAME[,NAME]",
                         help="tune these functions: decode_step, prefill_128, ... (default: all)")  # fmt: skip
-    parser.add_argument("--again", action="store_true", help="search again for matmuls that were tuned before")
     add_options(parser, "--json")
     add_compile_options(parser)
 
@@ -40,16 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.compile import tile_store as store
     from castiron.pipelines.errors import PipelineError
-    from castiron.pipelines.evaluate.tune import Bench, answers, compare_decoding, prompts_of, search
+    from castiron.pipelines.evaluate.tune import Bench, answers, prompts_of, search
 
-    options, start, decode = compile_options(args), time.monotonic(), None
+    options, start = compile_options(args), time.monotonic()
     if options.target != "host" or options.lowering != "kernels":
         raise PipelineError("castiron tune measures kernels on this machine; remove --target and --lowering")
     with TemporaryDirectory(prefix="castiron-") as directory, Progress() as progress:
         bench = Bench(args.model, options, args.functions, Path(directory), progress)
         prompts, matmuls = prompts_of(bench.bundle), bench.matmuls()
         key = store.key_of(bench.target, bench.threads)
-        known = {} if args.again else store.findings_of(key)
+        known = store.findings_of(key)
         searches = {name: each for name, each in matmuls.items() if name not in known}
         failed = search(bench, searches, progress)
         found = {name: each.tiles for name, each in searches.items() if each.tiles is not None}
@@ -58,7 +57,6 @@ def main(args: argparse.Namespace) -> int:
             bundles = bench.bundle, bench.compiled(found, "tuned", progress)
             default, tuned = (answers(bundle, bench.threads, prompts) for bundle in bundles)
             changed = default != tuned
-            decode = None if changed else compare_decoding(bundles, bench.threads, prompts[0])
     for name, each in searches.items():
         tiles = None if changed or each.tiles is None else asdict(each.tiles)
         known[name] = store.Finding(key, name, tiles, round(each.gain, 3) if tiles else 1.0)
@@ -76,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
     ]
     result = {
         "model": args.model, "cpu": key.cpu, "threads": key.threads, "store": path, "matmuls": rows,
-        "decode": decode, "failed_rounds": failed, "changed_tokens": sorted(found) if changed else [],
+        "failed_rounds": failed, "changed_tokens": sorted(found) if changed else [],
         "seconds": round(time.monotonic() - start, 1),
     }  # fmt: skip
     print(json.dumps(result) if args.json else "\n".join(table(result)))
@@ -97,8 +95,6 @@ def table(result: dict) -> list[str]:
         lines.append(f"{row['name']:{width}}  {row['function']:13} {time_:>10} {gain:>6}  {tiles}")
     better = sum(row["tiles"] is not None for row in rows)
     lines += ["", f"{better} of {len(rows)} matmuls have better tiles on {result['threads']} threads of {result['cpu']}"]
-    if decode := result["decode"]:
-        lines[-1] += f"; decode {decode['default_tok_s']} -> {decode['tuned_tok_s']} tok/s"
     if better and result["store"]:
         lines.append(f"castiron compile now uses them: {result['store']}")
     return lines

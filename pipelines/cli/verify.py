@@ -53,8 +53,11 @@ def main(args: argparse.Namespace) -> int:
         raise PipelineError(f"-n is {args.max_tokens}; it must be at least 1")
     bundle = require_generation(open_bundle(args.bundle))
     given = [Prompt("--tokens", tokens=tuple(args.tokens))] if args.tokens else None
-    gathered = encoded_prompts(bundle, args.prompts, given)
-    prompts, skipped = fitting(gathered, bundle.manifest.context, args.max_tokens)
+    gathered, context = encoded_prompts(bundle, args.prompts, given), bundle.manifest.context
+    prompts = [(prompt, tokens) for prompt, tokens in gathered if len(tokens) + args.max_tokens - 1 <= context]
+    skipped = [prompt.name for prompt, tokens in gathered if len(tokens) + args.max_tokens - 1 > context]
+    if not prompts:
+        raise PipelineError(f"no prompt and {args.max_tokens} tokens fit the bundle's context of {context}; lower -n")
     source = checkpoint_of(bundle, args.checkpoint)
     session = Session(bundle, threads=args.threads)
     found = []
@@ -67,31 +70,21 @@ def main(args: argparse.Namespace) -> int:
             found.append(compare(session, model, prompt, tokens, args.max_tokens))
             if not args.json:
                 progress.print(line(found[-1]))
-    exact = all(comparison.first_difference is None for comparison in found)
+    exact = sum(each["exact"] for each in found)
     if args.json:
-        facts = {"exact": exact, "compared": len(found), "tokens": args.max_tokens, "skipped": skipped,
-                 "prompts": [comparison.as_json() for comparison in found]}  # fmt: skip
+        facts = {"exact": exact == len(found), "compared": len(found), "tokens": args.max_tokens, "skipped": skipped,
+                 "prompts": found}  # fmt: skip
         print(json.dumps(facts, ensure_ascii=False))
     else:
         if skipped:
-            print_message(f"skipped, longer than the context of {bundle.manifest.context}: {', '.join(skipped)}")
-        count = sum(comparison.first_difference is None for comparison in found)
-        print(f"{count} of {len(found)} prompts exact over {args.max_tokens} tokens each")
-    return 0 if exact else 1
+            print_message(f"skipped, longer than the context of {context}: {', '.join(skipped)}")
+        print(f"{exact} of {len(found)} prompts exact over {args.max_tokens} tokens each")
+    return 0 if exact == len(found) else 1
 
 
-def fitting(prompts: list, context: int, n: int) -> tuple[list, list[str]]:
-    """Return the prompts that fit the context with `n` tokens, and the names of the others."""
-    fits = [(prompt, tokens) for prompt, tokens in prompts if len(tokens) + n - 1 <= context]
-    if not fits:
-        raise PipelineError(f"no prompt and {n} tokens fit the bundle's context of {context}; lower -n")
-    return fits, [prompt.name for prompt, tokens in prompts if len(tokens) + n - 1 > context]
-
-
-def line(comparison) -> str:
+def line(facts: dict) -> str:
     """Format the comparison of one prompt."""
-    facts = comparison.as_json()
-    head = f"{facts['name']:<20.20}  {facts['prompt_tokens']:>5} + {len(comparison.tokens)} tokens  "
+    head = f"{facts['name']:<20.20}  {facts['prompt_tokens']:>5} + {len(facts['tokens'])} tokens  "
     if facts["exact"]:
         return f"exact   {head}HF's smallest margin {facts['smallest_hf_margin']:.4f}"
     return (

@@ -1,4 +1,4 @@
-"""Ray actors that answer rows: for Ray's datasets (`Generate`) and for batch jobs."""
+"""Ray actors that answer records: for Ray's datasets (`Generate`) and for batch jobs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -17,8 +17,8 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from castiron.pipelines.batch.job import Answer, Answered, Keyed, answering
-from castiron.pipelines.batch.rows import Outcome, Requests
+from castiron.pipelines.batch.job import Answer, Answered, answering
+from castiron.pipelines.batch.records import Conversion, Outcome, Record
 from castiron.pipelines.cluster.bundle_source import BundleSource, Stored, bundle_at, store
 from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.errors import PipelineError, user_errors
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 # Columns that `Generate` adds to a row.
 ANSWER = ("generated", "finish_reason", "generated_tokens", "error")
-# Max and min rows of a window, which is one call of an actor, and max calls of an actor in flight: with two, it never waits.
+# Max and min records of a window, which is one call of an actor, and max calls of an actor in flight: with two, it never waits.
 MAX_WINDOW, MIN_WINDOW, WINDOWS_AHEAD = 128, 16, 2
-# The job fails if so many actors die while they run the same rows.
+# The job fails if so many actors die while they run the same records.
 MAX_DEATHS = 3
-# Seconds between checks for new nodes, and for new rows while they arrive slowly; seconds without a node until a message.
-NODE_POLL, ROW_POLL, NODE_WAIT = 2.0, 0.2, 30.0
+# Seconds between checks for new nodes, and for new records while they arrive slowly; seconds without a node until a message.
+NODE_POLL, RECORD_POLL, NODE_WAIT = 2.0, 0.2, 30.0
 
-# The function `prepare` of `castiron batch`: its arguments and a bundle -> the conversion of rows, and the engine.
-Prepare = Callable[[argparse.Namespace, Bundle], tuple[Requests, Engine | None]]
+# The function `prepare` of `castiron batch`: its arguments and a bundle -> the conversion of records, and the engine.
+Prepare = Callable[[argparse.Namespace, Bundle], tuple[Conversion, Engine | None]]
 # The id of a node, and the number of an actor there.
 Slot = tuple[str, int]
 
@@ -75,17 +75,17 @@ class Generate:
         self.prompt, self.messages, self.options = prompt, messages, options
         self.model = Model(bundle_at(bundle), threads or cpus_of_actor())
 
-    def __call__(self, batch: pa.Table | Mapping[str, Any]) -> pa.Table | dict[str, Any]:
-        """Return the rows with their answers: a table for a table, arrays for arrays."""
-        if not (isinstance(batch, Mapping) or hasattr(batch, "column_names")):
-            raise PipelineError(f"unsupported batch: {type(batch).__name__}; use batch_format pyarrow or numpy")
-        names = batch.keys() if isinstance(batch, Mapping) else batch.column_names
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        """Return the rows with their answers."""
+        if not hasattr(batch, "column_names"):
+            raise PipelineError(f'unsupported batch: {type(batch).__name__}; give batch_format="pyarrow" to map_batches')
+        names = batch.column_names
         if taken := [name for name in ANSWER if name in names]:
             raise PipelineError(f"the rows already have a column {taken[0]}, in which answers are stored; rename or drop it")
         if not {self.prompt, self.messages} & set(names):
             raise PipelineError(f"the rows have neither column {self.prompt} nor {self.messages}: {', '.join(names)}; add one")
-        columns = {name: _values(batch, name) for name in (self.prompt, self.messages) if name in names}
-        return _with_answers(batch, self.answers([_prompt(values) for values in zip(*columns.values())]))
+        columns = [batch.column(name).to_pylist() for name in (self.prompt, self.messages) if name in names]
+        return _with_answers(batch, self.answers([_prompt(values) for values in zip(*columns)]))
 
     def answers(self, prompts: Sequence[Any]) -> list[Result]:
         """Return a result for each prompt, in order; prompts with a shared prefix run together."""
@@ -102,38 +102,21 @@ def cpus_of_actor() -> int | None:
 
 
 def _prompt(values: Sequence[Any]) -> Any:
-    """Return the only prompt among a row's values; None, which is an invalid prompt, otherwise."""
-    given = [value for value in map(_plain, values) if value is not None]
-    return given[0] if len(given) == 1 else None
+    """Return the only prompt among a row's values; otherwise None, which is an invalid prompt."""
+    from castiron.pipelines.batch.parquet import without_nulls
+
+    given = [value for value in values if value is not None]
+    return without_nulls(given[0]) if len(given) == 1 else None
 
 
-def _values(batch: pa.Table | Mapping[str, Any], name: str) -> list[Any]:
-    return list(batch[name]) if isinstance(batch, Mapping) else batch.column(name).to_pylist()
-
-
-def _plain(value: Any) -> Any:
-    """Convert messages to lists and dicts, without the null fields that other rows have."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items() if item is not None}
-    return value
-
-
-def _with_answers(batch: pa.Table | Mapping[str, Any], results: Sequence[Result]) -> pa.Table | dict[str, Any]:
+def _with_answers(batch: pa.Table, results: Sequence[Result]) -> pa.Table:
     """Return a batch with the columns of `ANSWER`."""
-    rows = [(r.text, None, None, str(r.error)) if r.error else (r.text, r.finish_reason, len(r.tokens), None) for r in results]
-    answers = {name: [row[i] for row in rows] for i, name in enumerate(ANSWER)}
-    if isinstance(batch, Mapping):
-        import numpy as np
-
-        return {**batch, **{name: np.array(column, object) for name, column in answers.items()}}
     import pyarrow as pa
 
-    for name, column in answers.items():
-        batch = batch.append_column(name, pa.array(column, pa.int64() if name == "generated_tokens" else pa.string()))
+    rows = [(r.text, None, None, str(r.error)) if r.error else (r.text, r.finish_reason, len(r.tokens), None) for r in results]
+    for i, name in enumerate(ANSWER):
+        type_ = pa.int64() if name == "generated_tokens" else pa.string()
+        batch = batch.append_column(name, pa.array([row[i] for row in rows], type_))
     return batch
 
 
@@ -151,14 +134,14 @@ class BatchActor:
         except (BundleError, OSError):
             return False
 
-    def answers(self, rows: list[Keyed], stored: Stored | None) -> list[tuple[int, Outcome]]:
-        """Return the index and outcome of each row; `stored`: None for the bundle at the path."""
+    def answers(self, records: list[Record], stored: Stored | None) -> list[tuple[int, Outcome]]:
+        """Return (index, outcome) of each record; `stored`: the bundle, if this node lacks it."""
         if self.answer is None:
             found = open_bundle(self.path if stored is None else bundle_at(stored), full_check=self.args.trust == "never")
             # With the job's path, because requests may name the model by its file name.
-            requests, engine = self.prepare(self.args, replace(found, path=self.path))
-            self.answer = answering(engine, requests)
-        return [(row.index, outcome) for row, _, outcome in self.answer(iter(rows))]
+            conversion, engine = self.prepare(self.args, replace(found, path=self.path))
+            self.answer = answering(engine, conversion)
+        return [(record.index, outcome) for record, outcome in self.answer(iter(records))]
 
 
 class Engines:
@@ -217,42 +200,42 @@ class Engines:
 
 
 class Windows:
-    """The rows of a job in windows, which shrink so that all actors finish at one time."""
+    """The records of a job in windows, which shrink so that all actors finish together."""
 
-    def __init__(self, rows: Iterator[Keyed | None]):
-        self.rows, self.waiting = rows, deque[Keyed]()
+    def __init__(self, records: Iterator[Record | None]):
+        self.records, self.waiting = records, deque[Record]()
         # The windows of actors that died.
-        self.again: deque[list[Keyed]] = deque()
+        self.again: deque[list[Record]] = deque()
         self.ended = False
 
-    def next(self, actors: int) -> list[Keyed]:
-        """Return the next window for one of `actors` actors; empty while no row has arrived."""
+    def next(self, actors: int) -> list[Record]:
+        """Return the next window for one of `actors` actors; empty while no record has arrived."""
         if self.again:
             return self.again.popleft()
         while not self.ended and len(self.waiting) < actors * WINDOWS_AHEAD * MAX_WINDOW:
             try:
-                row = next(self.rows)
+                record = next(self.records)
             except StopIteration:
                 self.ended = True
                 break
-            if row is None:
+            if record is None:
                 break
-            self.waiting.append(row)
+            self.waiting.append(record)
         size = min(MAX_WINDOW, max(MIN_WINDOW, len(self.waiting) // (actors * WINDOWS_AHEAD)))
         return [self.waiting.popleft() for _ in range(min(size, len(self.waiting)))]
 
     @property
     def done(self) -> bool:
-        """Whether all rows have been given to actors."""
+        """Whether all records have been given to actors."""
         return self.ended and not self.waiting and not self.again
 
 
 def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prepare) -> Answer:
-    """Return an `Answer` that runs the rows of `castiron batch` on the connected cluster."""
+    """Return an `Answer` that runs the records of `castiron batch` on the connected cluster."""
 
-    def answer(rows: Iterator[Keyed | None]) -> Iterator[Answered]:
-        engines, windows = Engines(args, bundle, prepare), Windows(rows)
-        running: dict[ray.ObjectRef, tuple[Slot, list[Keyed]]] = {}
+    def answer(records: Iterator[Record | None]) -> Iterator[Answered]:
+        engines, windows = Engines(args, bundle, prepare), Windows(records)
+        running: dict[ray.ObjectRef, tuple[Slot, list[Record]]] = {}
         deaths: Counter[int] = Counter()
         try:
             while True:
@@ -265,7 +248,7 @@ def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prep
                             running[engines.actors[slot].answers.remote(window, stored)] = slot, window
                 if not running and engines.ready and windows.done:
                     return
-                for call in engines.wait(list(running), NODE_POLL if windows.ended else ROW_POLL):
+                for call in engines.wait(list(running), NODE_POLL if windows.ended else RECORD_POLL):
                     if call in engines.starting:
                         engines.finish_start(call)
                         continue
@@ -279,16 +262,16 @@ def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prep
                         engines.remove(slot)
                         lost = [other for other, (its_slot, _) in running.items() if its_slot == slot]
                         windows.again += [window, *(running.pop(other)[1] for other in lost)]
-                        first, last = window[0][0].index, window[-1][0].index
+                        first, last = window[0].index, window[-1].index
                         deaths[first] += 1
                         if deaths[first] == MAX_DEATHS:
                             raise PipelineError(
-                                f"{MAX_DEATHS} actors died while they ran rows {first} to {last}; see Ray's logs, then "
+                                f"{MAX_DEATHS} actors died while they ran records {first} to {last}; see Ray's logs, then "
                                 "run the same command to continue"
                             ) from None
                         continue
-                    for row, key in window:
-                        yield row, key, found[row.index]
+                    for record in window:
+                        yield record, found[record.index]
         finally:
             for actor in engines.actors.values():
                 ray.kill(actor)

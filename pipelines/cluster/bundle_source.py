@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from castiron.pipelines.errors import PipelineError
-from castiron.vmfb.archive import MANIFEST
 from castiron.vmfb.bundle import Bundle, open_bundle, pack_bundle
 from castiron.vmfb.cache import cache_folder
-from castiron.vmfb.manifest import BundleError, dump, is_bundle_file, parse
+from castiron.vmfb.manifest import BundleError, dump
 from castiron.vmfb.staging import locked, staging_folder
 
 if TYPE_CHECKING:
@@ -35,7 +33,7 @@ class Stored:
     data: ray.ObjectRef
 
 
-# A path that every node has, a URL for fsspec, or the result of `store`.
+# A path that every node has, the URL of a packed bundle for fsspec, or the result of `store`.
 BundleSource = str | os.PathLike[str] | Stored
 
 
@@ -71,12 +69,9 @@ def bundle_at(source: BundleSource) -> Bundle:
         files, path = fsspec.core.url_to_fs(url)
         if "file" in files.protocol:
             return open_bundle(path)
-        is_directory = files.exists(f"{path}/{MANIFEST}")
-        # A value that changes with the contents, if this kind of store reports one.
-        version = files.ukey(f"{path}/{MANIFEST}" if is_directory else path)
-        key = hashlib.sha256(f"{url} {version}".encode()).hexdigest()
-        fetch = _fetch_directory if is_directory else lambda files, path, out: files.get_file(path, str(out))
-        return _fetched(key, url, lambda out: fetch(files, path, out))
+        # `ukey` changes with the contents, if this kind of store reports that.
+        key = hashlib.sha256(f"{url} {files.ukey(path)}".encode()).hexdigest()
+        return _fetched(key, url, lambda out: files.get_file(path, str(out)))
     except (BundleError, PipelineError):
         raise
     except FileNotFoundError:
@@ -85,16 +80,6 @@ def bundle_at(source: BundleSource) -> Bundle:
         # Every kind of store has its own exceptions.
         why = " ".join(str(error).split()) or type(error).__name__
         raise PipelineError(f"cannot fetch {url}: {why:.300}") from error
-
-
-def _fetch_directory(files, path: str, out: Path) -> None:
-    """Fetch the files that the manifest names, and no others."""
-    out.mkdir()
-    manifest = out / MANIFEST
-    files.get_file(f"{path}/{MANIFEST}", str(manifest))
-    for name in parse(manifest.read_bytes(), f"{path}/{MANIFEST}").files:
-        if is_bundle_file(name):
-            files.get_file(f"{path}/{name}", str(out / name))
 
 
 def _fetched(key: str, source: str, fetch: Callable[[Path], Any]) -> Bundle:
@@ -113,6 +98,6 @@ def _fetched(key: str, source: str, fetch: Callable[[Path], Any]) -> Bundle:
         try:
             open_bundle(path, run=False)
         except BundleError as error:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            path.unlink()
             raise BundleError(f"invalid bundle at {source}: {error}") from None
     return open_bundle(path)

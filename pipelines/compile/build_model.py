@@ -59,10 +59,7 @@ def encoder_sizes(checkpoint: Checkpoint, options: Options) -> EncoderSizes | No
 
 
 def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
-    """Build the model's layer operations, and check that the checkpoint has the tensors they read.
-
-    Raises EmitError for an unsupported config, CheckpointError for missing or superfluous tensors.
-    """
+    """Build the model's layer operations; reject a checkpoint with other tensors than they read."""
     codecs = codecs_of(checkpoint, options.weights)
     codec = lambda name: codecs.get(name, "f32")
     if sizes := encoder_sizes(checkpoint, options):

@@ -6,6 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import castiron
@@ -22,9 +23,9 @@ from castiron.pipelines.compile.options import Options, context_of, max_context_
 from castiron.pipelines.compile.tile_store import TileFields
 from castiron.pipelines.compile.weights import codecs_of
 from castiron.pipelines.locate import as_text, model_name, source_of
-from castiron.pipelines.text.tool_formats import format_of
+from castiron.pipelines.text.derive_tool_format import tool_format_of
 from castiron.vmfb.compiler import compiler_version
-from castiron.vmfb.manifest import Encoder, Manifest, Tokens, Versions
+from castiron.vmfb.manifest import EncoderConfig, Manifest, Tokens, Versions
 from castiron.vmfb.targets import Target
 
 
@@ -39,7 +40,7 @@ def manifest_of(
 ) -> Manifest:
     """Return a bundle's manifest without its files and accuracy.
 
-    compile_info: further entries of the manifest's `compile`, such as the seconds of each stage.
+    compile_info: entries of the manifest's `compile` besides `_module_facts`.
     """
     first, config, sizes = next(iter(module.functions.values())), checkpoint.config, encoder_sizes(checkpoint, options)
     context = sizes.context if sizes else context_of(config, options)
@@ -62,7 +63,7 @@ def manifest_of(
         versions=Versions(castiron.__version__, compiler_version()),
         tokens=Tokens(checkpoint.bos_token_id, tuple(checkpoint.eos_token_ids)),
         generation=checkpoint.generation_config,
-        tool_format=format_of(checkpoint.chat_template),
+        tool_format=_tool_format(checkpoint),
         source=_source(model, checkpoint, options),
         compile=compile_info | _module_facts(module, options, target, tiles, max_context),
     )
@@ -90,9 +91,19 @@ def _source(model: str | Path, checkpoint: Checkpoint, options: Options) -> dict
     return source
 
 
-def _encoder(checkpoint: Checkpoint, sizes: EncoderSizes) -> Encoder:
+def _tool_format(checkpoint: Checkpoint) -> dict | None:
+    """Return the fields of the template's `ToolFormat`; None if it has no known one."""
+    added = (checkpoint.tokenizer or {}).get("added_tokens") or ()
+    texts = {token["id"]: token["content"] for token in added}
+    ids = {"bos_token": checkpoint.bos_token_id, "eos_token": next(iter(checkpoint.eos_token_ids), None)}
+    special = {name: texts[index] for name, index in ids.items() if index in texts}
+    form = tool_format_of(checkpoint.chat_template, special)
+    return asdict(form) if form else None
+
+
+def _encoder(checkpoint: Checkpoint, sizes: EncoderSizes) -> EncoderConfig:
     encoding = checkpoint.encoding
-    return Encoder(
+    return EncoderConfig(
         encoding.pooling.mode, encoding.pooling.normalised, sizes.single_call, sizes.max_tokens,
         tuple(dense.features for dense in encoding.pooling.dense), dict(encoding.prompts), encoding.default_prompt,
         encoding.lower_case, encoding.relevance, encoding.types,

@@ -48,18 +48,14 @@ MIN_SHARE = 1e-3
 
 
 def text_sha256(text: str | Path) -> str:
-    """Return a text file's sha256 in hex; PipelineError if it cannot be read."""
-    try:
-        return hashlib.sha256(Path(text).read_bytes()).hexdigest()
-    except OSError as error:
-        raise PipelineError(f"{text} cannot be read: {error.strerror}") from None
+    """Return a text file's sha256 in hex."""
+    return hashlib.sha256(Path(text).read_bytes()).hexdigest()
 
 
 def calibrate(checkpoint: Checkpoint, options: Options, progress: Progress) -> Importance:
     """Return the importance of each weight's columns, measured on the text `options.calibrate`.
 
-    It is the mean square of the column's input, divided by the mean over all columns. Without a
-    text all columns are equal.
+    It is the mean square of the column's input, divided by the mean over all columns.
     """
     text = options.calibrate
     if not text:
@@ -151,11 +147,10 @@ def watched(model: ModelModule, function: Graph) -> list[tuple[str, ...]]:
 
 
 def watched_experts(module: Module, function: Graph, known: Set[str]) -> list[tuple[tuple[str, ...], ...]]:
-    """Add a result to a lowered function for each experts' matmul that `watched` does not cover.
+    """Add a result to a lowered function for each experts' matmul whose weights are not in `known`.
 
     It is the sum of squared inputs over the tokens that chose each expert, f32 [experts, in].
-    known: weights that `watched` covers. Returns, for each result and each of its rows, the names
-    of the weights that read this input.
+    Returns, for each result and each of its rows, the names of the weights that read this input.
     """
     made = {result: op for op in function.ops for result in op.results}
     names, sums = [], []

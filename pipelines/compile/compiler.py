@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,14 @@ from castiron.pipelines.compile.build_model import build_model, build_module, op
 from castiron.pipelines.compile.bundle_manifest import manifest_of
 from castiron.pipelines.compile.calibration import calibrate, text_sha256
 from castiron.pipelines.compile.options import Options, Progress
-from castiron.pipelines.compile.source_hash import BUNDLE_SOURCES, sources_hash
 from castiron.pipelines.compile.tile_store import TileFields, tuned_tiles
 from castiron.pipelines.compile.weights import UNIFORM, write_parameters
-from castiron.pipelines.files import require_free_space
-from castiron.pipelines.terminal import clock
+from castiron.pipelines.files import BUNDLE_SOURCES, require_free_space, sources_hash
 from castiron.pipelines.text.vocabulary import Vocabulary
 from castiron.vmfb.bundle import Bundle, BundleWriter, open_bundle
-from castiron.vmfb.compiler import compile_flags, compile_modules, compiler_version, expected_seconds
+from castiron.vmfb.compiler import compile_flags, compile_modules, compiler_version
 from castiron.vmfb.disk import naming
-from castiron.vmfb.manifest import MODEL, TOKENIZER, VOCABULARY, WEIGHTS, Accuracy, BundleError, module_name
+from castiron.vmfb.manifest import MODEL, TOKENIZER, VOCABULARY, WEIGHTS, Accuracy, BundleError, Manifest, module_name
 from castiron.vmfb.targets import Target, missing_features, resolve
 
 # Called with a bundle and a progress function (done, total); returns the bundle's distance from exact numerics.
@@ -53,10 +51,7 @@ class CompileReport:
     bundle: Path
     up_to_date: bool  # whether the bundle existed already and was not compiled again
     seconds: dict[str, float]  # time taken by each stage
-    files: dict[str, int]  # size in bytes of each file of the bundle
-    cache: str  # element type of the KV caches
-    accuracy: Accuracy | None = None  # measured distance of fast numerics from exact ones
-    left_out: dict[str, int] = field(default_factory=dict)  # number of dropped tensors by prefix
+    manifest: Manifest
 
 
 def compile_model(
@@ -75,11 +70,9 @@ def compile_model(
     A bundle of the same inputs is not compiled again. An error leaves no files.
 
     Args:
-        progress: called with (stage, share done).
         tiles: replace those of `tuned_tiles`.
         keep: folder for the MLIR and the commands that compile it.
-        evaluate: called with a bundle of fast numerics if this machine can run it; its result goes
-            into the manifest.
+        evaluate: called if the numerics are fast and this machine can run them.
         packed: another bundle, whose weights file is linked if the new one would be the same.
         announce: called after reading the checkpoint, unless an up-to-date bundle exists.
     """
@@ -95,7 +88,7 @@ def compile_model(
     used = {name: tiles[name] for name in facts.get("matmuls", ()) if name in tiles}
     up_to_date = before is not None and facts.get("key") == key and facts.get("tuned") == used
     if up_to_date and keep is None:
-        return _report(before, True, {})
+        return CompileReport(before.path, True, {}, before.manifest)
     checkpoint = open_source(path, options, progress)
     announce()
 
@@ -119,7 +112,7 @@ def compile_model(
         with naming(keep):
             _write_sources(keep, build_model(checkpoint, options), text, compile_flags(target, options.iree_flags), out)
     if up_to_date:
-        return _report(before, True, {})
+        return CompileReport(before.path, True, {}, before.manifest)
     cancelled, compiling = threading.Event(), threading.Event()
 
     def report_pack(name: str, done: float) -> None:
@@ -151,7 +144,7 @@ def compile_model(
         texts = module_texts(module)
         with _beside(lambda: pack(writer), cancelled) as packing:
             compiling.set()
-            with stage("compile"), clock(lambda done: report("compile", done), lambda: expected_seconds(texts.values())):
+            with stage("compile"):
                 result = compile_modules(texts, target, writer.directory, extra_flags=options.iree_flags, cancelled=cancelled)
             compiling.clear()
             with stage("pack"):
@@ -171,7 +164,7 @@ def compile_model(
                 accuracy = evaluate(writer.staged(manifest, hashes), lambda done, total: report("evaluate", done / total))
             manifest = replace(manifest, accuracy=accuracy)
         bundle = writer.commit(manifest, hashes)
-    return _report(bundle, False, seconds)
+    return CompileReport(bundle.path, False, seconds, bundle.manifest)
 
 
 @contextmanager
@@ -218,12 +211,6 @@ def existing(out: Path) -> Bundle | None:
         return None
 
 
-def _report(bundle: Bundle, up_to_date: bool, seconds: dict[str, float]) -> CompileReport:
-    manifest = bundle.manifest
-    sizes, left_out = {name: file.size for name, file in manifest.files.items()}, manifest.source["left_out"]
-    return CompileReport(bundle.path, up_to_date, seconds, sizes, manifest.cache, manifest.accuracy, left_out)
-
-
 def _weights_key(path: Path, options: Options, target: Target, module: Module) -> str:
     """Return a hash, in hex, of everything that the packed weights depend on."""
     types = sorted((param.name, str(param.type)) for param in module.params.values())
@@ -232,14 +219,11 @@ def _weights_key(path: Path, options: Options, target: Target, module: Module) -
 
 
 def _key(path: Path, options: Options, target: Target) -> str:
-    """Return a hash, in hex, of everything that a bundle depends on except its tiles.
-
-    path: the checkpoint, whose content is not read.
-    """
+    """Return a hash, in hex, of everything that a bundle depends on except its tiles."""
     path = path.resolve()
     # The layers after an encoder's pooling are in separate folders.
     own = [*path.iterdir(), *(path.glob("*/*") if (path / MODULES).exists() else ())] if path.is_dir() else [path]
-    files = sorted(p for p in own if p.is_file())
+    files = sorted(p for p in own if p.is_file())  # their content is not read
     stamps = [(str(p.relative_to(path)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     chosen = asdict(options) | {"threads": options.threads_or_cores}
     del chosen["tuned"]  # compared as tiles

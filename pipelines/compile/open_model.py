@@ -37,13 +37,9 @@ def open_or_compile(
 ) -> Bundle:
     """Open a bundle, or the cached bundle of a checkpoint; compile it if it is not up to date.
 
-    Args:
-        model: a bundle, its path, a GGUF file, an HF directory, or a catalogue or hub name.
-        progress, evaluate: arguments of `compile_model`; without `progress` a terminal shows a bar.
-        full_check: argument of `open_bundle`.
-        announce: print a line to stderr before compiling.
-        one_sequence: compile only what one prompt at a time needs, unless the complete bundle is
-            cached.
+    progress, evaluate: arguments of `compile_model`; without `progress` a terminal shows a bar.
+    announce: whether to print a line to stderr before compiling. one_sequence: whether to compile
+    only what one prompt at a time needs, unless the complete bundle is cached.
     """
     path = model.path if isinstance(model, Bundle) else Path(model).expanduser()
     if is_bundle(model):

@@ -79,12 +79,9 @@ def context_of(config: dict, options: Options) -> int:
 
 
 def max_context_of(config: dict, options: Options) -> int:
-    """Return the positions of the states: those requested, or the model's limit, at most 131,072.
-
-    Kernels read only the used positions of a state. The portable lowering reads all positions, so
-    its states have only those of the default context.
-    """
+    """Return the positions of the states: as requested, or the model's limit, at most 131,072."""
     if options.max_context is not None:
         return options.max_context
     context = context_of(config, options)
+    # Kernels read the used positions of a state only; the portable lowering reads all positions.
     return context if options.lowering == "portable" else max(context, min(read_config(config).max_positions, MAX_CONTEXT))

@@ -48,9 +48,8 @@ def extract_function(module: Module, name: str) -> Module:
 def extract_layer(module: Module, layer: int) -> Module:
     """Return a module whose functions have only the operations of one layer.
 
-    Values computed outside the layer become arguments: inputs and states keep their names, others
-    have the module path of the operation that computes them. Results are the values that the rest
-    of the function reads, under the names that they have as arguments of the next layer.
+    Values computed outside the layer become arguments, and values that the rest of the function
+    reads become results, under the names of `_names`.
     """
     layers = {layer_of(op) for function in module.functions.values() for op in function.ops} - {None}
     if layer not in layers:
@@ -106,7 +105,7 @@ def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None
 def _names(function: Graph) -> dict[Value, str]:
     """Return names of the function's inputs, and of the values that another layer reads.
 
-    An updated state has the name of its input, other values the module path of their operation.
+    An updated state is named after its input, other values after their operation's module path.
     """
     readers: dict[Value, set[int | None]] = {value: {None} for value in function.outputs}
     for op in function.ops:
@@ -161,11 +160,6 @@ class Kind:
     make: Callable[[str, KernelRequest], Kernel]  # makes the kernel from its name and the request
 
     @property
-    def is_matmul(self) -> bool:
-        """Return whether the kernel is a matmul."""
-        return self.make is _matmul
-
-    @property
     def tokens_words(self) -> str:
         """Return the values that --tokens takes, as text for the help."""
         default, minimum, maximum = self.tokens
@@ -218,10 +212,9 @@ def _recurrent(name: str, asked: KernelRequest) -> Kernel:
 
 
 def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, KernelRequest], Kernel]:
-    """Return a function that lowers a model of one layer and returns its first kernel of a name.
+    """Return a function that takes a kernel out of a model of one layer, with sizes under `keys`.
 
-    The model's config has the request's sizes under `keys`. The kernel is taken from `function`, or
-    from decode_step for one token.
+    The kernel is the first of its name in `function`, or in decode_step for one token.
     """
 
     def make(name: str, asked: KernelRequest) -> Kernel:
@@ -231,12 +224,9 @@ def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, Kern
             **dict(zip(keys, asked.sizes)),
         }  # fmt: skip
         tokens = asked.tokens
-        some = {kind: (tokens,) if function == kind and tokens > 1 else () for kind in ("prefill", "verify", "decode_batch")}
-
-        def codec(weight: str) -> str:
-            return asked.codec if "embed_tokens" in weight else "f32"
-
-        model = build(config, codec, asked.context, some["prefill"], some["verify"], some["decode_batch"], cache=asked.cache)
+        widths = [(tokens,) if function == kind and tokens > 1 else () for kind in ("prefill", "verify", "decode_batch")]
+        codec = lambda weight: asked.codec if "embed_tokens" in weight else "f32"
+        model = build(config, codec, asked.context, *widths, cache=asked.cache)
         lowered = lower(model, "kernels", asked.isa, asked.threads)
         chosen = lowered.functions[f"{function}_{tokens}" if tokens > 1 else "decode_step"]
         kernels = (op.attrs["kernel"] for op in chosen.ops if op.kind == "kernel")
@@ -272,8 +262,7 @@ KINDS: dict[str, Kind] = {
 def named_kernel(name: str, shape: str, *, tokens: int | None = None, **options: Any) -> Kernel:
     """Return the kernel `name` (a key of KINDS) with the default tiles.
 
-    shape: sizes joined by `x`. options: other fields of KernelRequest. PipelineError for options
-    that don't fit the kernel.
+    shape: sizes joined by `x`. options: other fields of KernelRequest.
     """
     kind = KINDS.get(name)
     if kind is None:
@@ -286,7 +275,7 @@ def named_kernel(name: str, shape: str, *, tokens: int | None = None, **options:
     if tokens < minimum or (maximum is not None and tokens > maximum):
         raise PipelineError(f"{name} does not take {tokens} tokens; --tokens takes {kind.tokens_words}")
     asked = KernelRequest(tuple(map(int, words)), tokens, **options)
-    if asked.numerics != "exact" and not (kind.is_matmul or kind.make is _split_x):
+    if asked.numerics != "exact" and kind.make not in (_matmul, _split_x):
         raise PipelineError(f"{name} is not a matmul, so its numerics are exact; leave --numerics out")
     try:
         return kind.make(name, replace(asked, context=max(asked.context, tokens)))

@@ -12,8 +12,8 @@ from castiron.emitter.kernels.matmul.tiles import Tiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.pipelines.compile.options import Options
-from castiron.pipelines.compile.source_hash import KERNEL_SOURCES, sources_hash
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.files import KERNEL_SOURCES, sources_hash
 from castiron.vmfb import cache
 from castiron.vmfb.compiler import compiler_version
 from castiron.vmfb.cpu import host_cpu
@@ -24,10 +24,6 @@ from castiron.vmfb.targets import Target
 TileFields = Mapping[str, Mapping[str, int]]
 
 SCHEMA = 2
-
-
-class StoreError(PipelineError):
-    """The error for an invalid `tuned.json`."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ def key_of(target: Target, threads: int) -> Key:
 
 
 def read_findings() -> tuple[Finding, ...]:
-    """Return all findings, () if the file can't be read; StoreError if its content is invalid."""
+    """Return all findings; () if the file can't be read."""
     path = store_path()
     try:
         value = json.loads(path.read_bytes())
@@ -77,9 +73,8 @@ def read_findings() -> tuple[Finding, ...]:
         return from_json(_Store, value).findings
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return ()
-    except (OSError, ValueError, RecursionError, RecordError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise StoreError(f"{path} was not written by castiron tune ({reason}); delete it, or compile with --no-tuned") from None
+    except (ValueError, RecursionError, RecordError) as error:
+        raise PipelineError(f"{path} is not of castiron tune ({error}); delete it, or compile with --no-tuned") from None
 
 
 def add_findings(findings: Iterable[Finding]) -> bool:
@@ -111,4 +106,4 @@ def tiles_for(matmul: Matmul, tuned: TileFields, isa: Isa, threads: int) -> Tile
         kernel_of(matmul, isa, threads, tiles)
         return tiles
     except ValueError as error:
-        raise StoreError(f"{store_path()} has invalid tiles ({error}); delete it, or compile with --no-tuned") from None
+        raise PipelineError(f"{store_path()} has invalid tiles ({error}); delete it, or compile with --no-tuned") from None

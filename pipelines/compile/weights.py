@@ -49,8 +49,7 @@ def codecs_of(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
     """Return the codec of every tensor by name, for a value of --weights.
 
     Vectors keep their codec. With a quantised `weights`, so do routers, other small matrices,
-    experts trained in MXFP4, and matrices whose rows are not a multiple of any block. Raises
-    CheckpointError if another matrix is quantised already.
+    experts trained in MXFP4, and matrices whose rows are not a multiple of any block.
     """
     matrices = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1]
     codecs = {tensor.name: tensor.codec for tensor in checkpoint.tensors.values()}
@@ -64,25 +63,11 @@ def codecs_of(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
         raise CheckpointError(f"{already}; give the checkpoint in f32, bf16 or f16, or leave --weights {weights} out")
     wanted = _mixed(checkpoint, matrices, weights) if weights in MIXES else {}
     for tensor in matrices:
-        if _is_quantisable(tensor):
+        # A convolution's filter has three dimensions, as a stack of all experts has.
+        is_matrix = len(tensor.shape) == 2 or (len(tensor.shape) == 3 and ".experts." in tensor.name)
+        if is_matrix and not _UNQUANTISED.fullmatch(tensor.name):
             codecs[tensor.name] = _fitting(tensor, wanted.get(tensor.name, weights))
     return codecs
-
-
-def use_more_bits(layer: int, layers: int) -> bool:
-    """Return whether a mix spends more bits on a layer.
-
-    It does so for the first and last eighth of the layers, and for every third layer between them
-    (llama-quant.cpp).
-    """
-    eighth = layers // 8
-    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
-
-
-def _is_quantisable(tensor: Tensor) -> bool:
-    """Return whether a tensor is a matrix to quantise, or a stack of all experts' matrices."""
-    experts = len(tensor.shape) == 3 and ".experts." in tensor.name
-    return (len(tensor.shape) == 2 or experts) and not _UNQUANTISED.fullmatch(tensor.name)
 
 
 def _fitting(tensor: Tensor, codec: str) -> str:
@@ -105,7 +90,9 @@ def _mixed(checkpoint: Checkpoint, matrices: list[Tensor], mix: str) -> dict[str
     }
 
     def more_bits(name: str, pattern: re.Pattern) -> bool:
-        return use_more_bits(found[pattern].index(_layer_of(name)), len(found[pattern]))
+        """Return whether a tensor is in the first or last eighth, or a third layer between them."""
+        layer, layers = found[pattern].index(_layer_of(name)), len(found[pattern])
+        return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
     def codec_of(name: str) -> str:
         if name in heads:
@@ -142,9 +129,8 @@ def write_parameters(
 ) -> str:
     """Pack a module's parameters into the IRPA file `path`; return its sha256."""
     params = sorted(module.params.values(), key=lambda param: param.name)
-    packed = [
-        (p.name, lambda p=p: pack_parameter(checkpoint, p, importance), (p.type.shape, p.type.dtype.numpy)) for p in params
-    ]
+    pack = lambda param: lambda: pack_parameter(checkpoint, param, importance)
+    packed = [(param.name, pack(param), (param.type.shape, param.type.dtype.numpy)) for param in params]
     return write_irpa(path, packed, lambda done, total: progress(done / total))
 
 

@@ -1,26 +1,22 @@
-"""Measure a bundle and other engines ("peers"): speed, time to first token and memory, as shares of
-the machine's limits.
+"""Measure a bundle and other engines ("peers"): speed, time to first token and memory.
 
-The bundle's manifest has the work of each kernel (`castiron.pipelines.compile.bundle_manifest`);
-llama.cpp's bytes come from the tensors of the GGUF file.
+The shares of castiron come from the work of each kernel, which the bundle's manifest has
+(`castiron.pipelines.compile.bundle_manifest`).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from castiron.emitter.abi import ELEMENT_BYTES
-from castiron.emitter.kv_cache import SCALE_BYTES
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.evaluate.bench_engines import Engine, Settings, measure
+from castiron.pipelines.evaluate.bench_engines import Engine, Progress, Settings, measure
 from castiron.pipelines.evaluate.machine import Machine, amount, describe, spread
 from castiron.pipelines.evaluate.verify import checkpoint_of
 from castiron.pipelines.terminal import counted, print_message
@@ -28,35 +24,32 @@ from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.chunks import chunks
 from castiron.vmfb.manifest import Manifest
 
-Progress = Callable[[str, float], None]
-
 
 def bench(
     bundle: Bundle, settings: Settings, against: Sequence[str], checkpoint: str | None, progress: Progress
 ) -> dict[str, Any]:
     """Measure a bundle and the peers `against`; return the object that --json prints.
 
-    checkpoint: what peers read; by default the one that the bundle was compiled from.
+    checkpoint: the one that peers read; by default that from which the bundle was compiled.
     """
     if settings.context > bundle.manifest.context:
         raise PipelineError(
             f"settings need {settings.context} positions, but the bundle's context is {bundle.manifest.context}; lower "
             "--prompt, --gen or --depth, or compile with a larger --context"
         )
-    workload = Workload(bundle.manifest)
-    engines = {"castiron": Engine("castiron", str(bundle.path), workload.weight_bytes, workload.cache_item_bytes)}
-    absent = add_peers(engines, workload, against, checkpoint_of(bundle, checkpoint, any_format=True) if against else Path())
-    _print_remarks(absent)
+    engines = {"castiron": Engine("castiron", str(bundle.path))}
+    absent = add_peers(engines, against, checkpoint_of(bundle, checkpoint, any_format=True) if against else Path())
     progress("compiling the probes of the machine", 0.0)
     tokens = np.random.default_rng(0).integers(bundle.manifest.vocab, size=settings.context).tolist()
-    rounds, missing, notes = measure(engines, settings, tokens, Machine(settings.threads), progress)
-    _print_remarks(missing | notes)
+    rounds, failed = measure(engines, settings, tokens, Machine(settings.threads), progress)
+    missing = absent | failed
+    for name, reason in missing.items():
+        print_message(f"{name}: {reason}")
     limits = {name: statistics.median(values) for name, values in rounds.items()}
-    peers = {name: summarise(engine, settings, workload, limits) for name, engine in engines.items()}
-    ours = peers.pop("castiron")
-    manifest = bundle.manifest
+    peers = {name: summarise(engine) for name, engine in engines.items()}
+    ours, manifest = peers.pop("castiron"), bundle.manifest
     return {
-        "castiron": ours,
+        "castiron": ours | Workload(manifest).shares(settings, ours, limits),
         "peers": peers,
         "machine": describe(rounds),
         "ratios": {name: ratios(ours, peer) for name, peer in peers.items()},
@@ -64,12 +57,11 @@ def bench(
             "model": manifest.name, "weights": manifest.weights, "numerics": manifest.numerics, "cache": manifest.cache,
             **asdict(settings),
         },
-        "missing": absent | missing,
-        "notes": notes,
+        "missing": missing,
     }  # fmt: skip
 
 
-def add_peers(engines: dict[str, Engine], workload: Workload, against: Sequence[str], source: Path) -> dict[str, str]:
+def add_peers(engines: dict[str, Engine], against: Sequence[str], source: Path) -> dict[str, str]:
     """Add the peers that can read `source` to `engines`; return why each other peer is missing."""
     from castiron.reference.peers import PEERS
 
@@ -80,38 +72,16 @@ def add_peers(engines: dict[str, Engine], workload: Workload, against: Sequence[
             missing[name] = f"not installed: {install}"
         elif name == "llama.cpp" and source.is_dir():
             missing[name] = f"reads GGUF files, and {source} is a directory; give a file with --checkpoint"
-        elif name == "llama.cpp":
-            engines[name] = Engine(name, str(source), gguf_bytes(source), 2)
         else:
-            elements = workload.elements
-            engines[name] = Engine(name, str(source), elements and elements * 4, 4)
+            engines[name] = Engine(name, str(source))
     return missing
 
 
-def _print_remarks(remarks: Mapping[str, str]) -> None:
-    for name, remark in remarks.items():
-        print_message(f"{name}: {remark}")
-
-
-def summarise(engine: Engine, settings: Settings, workload: Workload, limits: Mapping[str, float]) -> dict[str, Any]:
-    """Return the measurements of one engine as JSON values.
-
-    decode_roofline: share of the read bandwidth that decoding needs for weights and KV cache.
-    prefill_peak_share: share of the f32 peak that prefill needs; an engine that rounds activations
-    to int8 may exceed 1. Both are None if the engine's work is unknown.
-    """
-    nbytes, flops = engine.weight_bytes, workload.prefill_flops(settings.prompt)
-    if nbytes is not None:
-        nbytes += workload.cache_bytes(settings.depth, settings.gen, engine.cache_item_bytes)
-    decode, prefill = statistics.median(engine.decode), statistics.median(engine.prefill)
-
-    # Work per token at `rate` tokens/s, as a share of a limit in 10^9 units/s.
-    share = lambda work, rate, limit: None if work is None else round(work * rate / (limit * 1e9), 4)
+def summarise(engine: Engine) -> dict[str, Any]:
+    """Return the measurements of one engine as JSON values."""
     return {
-        "decode_tok_s": round(decode, 2),
-        "prefill_tok_s": round(prefill, 2),
-        "decode_roofline": share(nbytes, decode, limits["read_gb_s"]),
-        "prefill_peak_share": share(flops and flops / settings.prompt, prefill, limits["peak_gflop_s"]),
+        "decode_tok_s": round(statistics.median(engine.decode), 2),
+        "prefill_tok_s": round(statistics.median(engine.prefill), 2),
         "ttft_ms": round(statistics.median(engine.first), 1),
         "rss_mb": round(engine.rss_mb, 1),
         "runs": {
@@ -135,7 +105,6 @@ def ratios(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> dict[str, float]
 def table(result: Mapping[str, Any]) -> str:
     """Format the result as text."""
     settings, machine = result["settings"], result["machine"]
-    percent = lambda share: "?" if share is None else f"{share:.0%}"
     lines = [
         f"{settings['model']}, {counted(settings['threads'], 'thread')}, decode {settings['gen']} from position "
         f"{settings['depth']}, prefill {settings['prompt']}",
@@ -144,9 +113,12 @@ def table(result: Mapping[str, Any]) -> str:
         f"{'':<12}{'decode tok/s':>14}{'of limit':>10}{'prefill tok/s':>15}{'of peak':>9}{'first ms':>10}{'RSS MB':>8}",
     ]
     for name, engine in {"castiron": result["castiron"], **result["peers"]}.items():
+        roofline, peak = (
+            f"{share:.0%}" if (share := engine.get(key)) is not None else ""
+            for key in ("decode_roofline", "prefill_peak_share")
+        )
         lines.append(
-            f"{name:<12}{engine['decode_tok_s']:>14.1f}{percent(engine['decode_roofline']):>10}"
-            f"{engine['prefill_tok_s']:>15.1f}{percent(engine['prefill_peak_share']):>9}"
+            f"{name:<12}{engine['decode_tok_s']:>14.1f}{roofline:>10}{engine['prefill_tok_s']:>15.1f}{peak:>9}"
             f"{engine['ttft_ms']:>10.0f}{engine['rss_mb']:>8.0f}"
         )
     for name, ratio in result["ratios"].items():
@@ -159,61 +131,47 @@ def table(result: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a bundle: bytes read for one token, and FLOP to prefill a prompt.
-
-    If the manifest has no work of kernels (the lowering `portable`), `cache_bytes` returns 0, and
-    the other values are None.
-    """
+    """The work of a bundle: bytes read for one token, and FLOP to prefill a prompt."""
 
     manifest: Manifest
 
-    @property
-    def known(self) -> bool:
-        """Whether the manifest has the work of every kernel."""
-        return bool(self._kernels()) and all("weights" in kernel for kernel in self._kernels())
+    def shares(self, settings: Settings, measured: Mapping[str, Any], limits: Mapping[str, float]) -> dict[str, float | None]:
+        """Return the shares of the machine's limits that the `measured` rates reach.
 
-    @property
-    def weight_bytes(self) -> int | None:
-        """Bytes of weights read for a token, with one row of embeddings and the chosen experts."""
-        return sum(k["calls"] * k["weights"] for k in self._kernels()) if self.known else None
-
-    @property
-    def elements(self) -> int | None:
-        """Number of weights in the matmuls of one token; each weight takes one multiply-add."""
-        return sum(k["calls"] * k["flops"][0] // 2 for k in self._kernels() if "tokens" in k) if self.known else None
-
-    @property
-    def cache_item_bytes(self) -> float:
-        """Bytes per element of the KV caches, including the element's share of a q8_0 scale."""
-        if self.manifest.cache != "q8_0":
-            return ELEMENT_BYTES[self.manifest.cache]
-        size = next(state.shape[-1] for state in self.manifest.states if state.kind != "recurrent")
-        return size / (size - SCALE_BYTES)
-
-    def cache_bytes(self, depth: int, tokens: int, item_bytes: float) -> float:
-        """Return the mean bytes of KV cache that a token reads.
-
-        depth, tokens: position of the first token, and number of tokens. item_bytes: bytes per
-        element of the cache.
+        decode_roofline: share of the read bandwidth, for weights and KV cache. prefill_peak_share:
+        share of the f32 peak, which may exceed 1 if activations are rounded to int8. Both are None
+        for a bundle of the lowering `portable`, whose manifest has no work of kernels.
         """
-        if not self.known:
-            return 0.0
+        if not self._kernels() or not all("weights" in kernel for kernel in self._kernels()):
+            return {"decode_roofline": None, "prefill_peak_share": None}
+        nbytes, flops = self.decode_bytes(settings.depth, settings.gen), self.prefill_flops(settings.prompt)
+        read, computed = nbytes * measured["decode_tok_s"], flops / settings.prompt * measured["prefill_tok_s"]
+        return {
+            "decode_roofline": round(read / limits["read_gb_s"] / 1e9, 4),
+            "prefill_peak_share": round(computed / limits["peak_gflop_s"] / 1e9, 4),
+        }
+
+    def decode_bytes(self, depth: int, tokens: int) -> float:
+        """Return the mean bytes of weights and KV cache that a token reads.
+
+        Weights include one row of embeddings and the chosen experts. depth, tokens: position of the
+        first token, and number of tokens.
+        """
+        weights = sum(kernel["calls"] * kernel["weights"] for kernel in self._kernels())
         # A kernel whose bytes grow with the position reads one position at 0.
-        read = sum(
+        cache = sum(
             kernel["calls"] * (amount(kernel, "bytes", position) - kernel["bytes"][0] + kernel["bytes"][1])
             for kernel in self._kernels()
             if kernel["bytes"][1]
             for position in range(depth, depth + tokens)
         )
-        return read * item_bytes / self.cache_item_bytes / tokens
+        return weights + cache / tokens
 
-    def prefill_flops(self, tokens: int) -> float | None:
+    def prefill_flops(self, tokens: int) -> float:
         """Return the FLOP to prefill `tokens` tokens from position 0, with the last one's logits.
 
         A call with fewer tokens than its width counts in proportion.
         """
-        if not self.known:
-            return None
         names = {function.width: function.name for function in self.manifest.functions if function.role == "prefill"}
         names[1] = "decode_step"
         done, total = 0, 0.0
@@ -228,25 +186,3 @@ class Workload:
 
     def _kernels(self, function: str = "decode_step") -> list[dict]:
         return list(self.manifest.compile.get("work", {}).get(function, {}).values())
-
-
-def gguf_bytes(path: Path) -> int:
-    """Return the bytes of weights that llama.cpp reads from a GGUF file for one token.
-
-    Only the chosen experts count, and one row of an embedding table that is not the output head.
-    """
-    from castiron.pipelines.checkpoints.gguf_file import read_gguf
-
-    file = read_gguf(path)
-    prefix = f"{file.metadata.get('general.architecture')}."
-    experts = file.metadata.get(prefix + "expert_count", 0)
-    chosen = file.metadata.get(prefix + "expert_used_count", experts)
-    read = 0
-    for tensor in file.tensors.values():
-        rows = prod(tensor.shape[:-1])
-        if len(tensor.shape) == 3 and tensor.shape[0] == experts:
-            read += tensor.nbytes * chosen // experts
-        else:
-            table = tensor.name == "token_embd.weight" and "output.weight" in file.tensors
-            read += tensor.nbytes // rows if table else tensor.nbytes
-    return read

@@ -6,16 +6,18 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from castiron.pipelines.engine.memory import peak_rss_mb
 from castiron.pipelines.errors import PipelineError
+
+if TYPE_CHECKING:
+    # Not imported by the process of an engine, whose start is timed.
+    from castiron.pipelines.evaluate.machine import Machine
 
 # Prompt tokens for the time to first token, which includes the start of the process.
 FIRST_PROMPT = 32
@@ -23,6 +25,8 @@ FIRST_PROMPT = 32
 FIRST_ROUNDS = 3
 # Wait before each turn: the threads of the previous engine fall asleep.
 PAUSE_SECONDS = 0.05
+
+Progress = Callable[[str, float], None]
 
 # A forked process would have this one's libraries and memory.
 _SPAWN = multiprocessing.get_context("spawn")
@@ -49,28 +53,24 @@ class Settings:
 
 
 class EngineError(PipelineError):
-    """The failure of an engine; signal: name of the signal that killed its process, or None."""
+    """The failure of an engine's process."""
 
     def __init__(self, engine: str, reason: str, status: int | None):
         """Make the error of `engine`; status: exit status of its process, None if still running."""
-        self.engine, self.signal = engine, signal.Signals(-status).name if status and status < 0 else None
-        self.reason = f"crashed ({self.signal})" if self.signal else f"ended: {reason or 'it gave no reason'}"
+        crash = f"crashed ({signal.Signals(-status).name})" if status and status < 0 else None
+        self.engine, self.reason = engine, crash or f"ended: {reason or 'it gave no reason'}"
         super().__init__(f"{engine} {self.reason}")
 
 
 @dataclass
 class Engine:
-    """An engine and its measurements, one value per round.
+    """An engine, the path of the model that it reads, and its measurements, one value per round.
 
-    variant: name of the engine in `reference.peers`; a crash changes it. weight_bytes: bytes of
-    weights read for one decoded token, None if unknown. cache_item_bytes: bytes per element of the
-    KV cache. decode, prefill: tokens/s. first: milliseconds to the first token.
+    decode, prefill: tokens/s. first: milliseconds to the first token.
     """
 
-    variant: str
+    name: str
     model: str
-    weight_bytes: float | None
-    cache_item_bytes: float
     decode: list[float] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
@@ -141,119 +141,95 @@ def serve_engine(pipe: Connection, name: str, model: str, threads: int, context:
 def time_to_first_token(engine: str, model: str, settings: Settings, tokens: Sequence[int]) -> float:
     """Return the seconds from the start of a process to the first token after a prompt."""
     start = time.perf_counter()
-    if engine != "castiron":
-        worker = Worker(engine, model, settings)
-        worker.ask("first", tokens)
-        seconds = time.perf_counter() - start
-        worker.close()
-        return seconds
-    # Time the command that a user types.
-    ids = ",".join(map(str, tokens))
-    command = [sys.executable, "-m", "castiron", "run", model, "--tokens", ids, "-n", "1", "--ignore-eos",
-               "--threads", str(settings.threads), "--json"]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True) as run:
-        line = run.stdout.readline()
-        seconds = time.perf_counter() - start
-        _, errors = run.communicate()
-    if run.returncode or not line:
-        raise EngineError(engine, (errors.strip().splitlines() or [""])[-1], run.returncode)
+    worker = Worker(engine, model, settings)
+    worker.ask("first", tokens)
+    seconds = time.perf_counter() - start
+    worker.close()
     return seconds
 
 
 def measure(
-    engines: dict[str, Engine],
-    settings: Settings,
-    tokens: Sequence[int],
-    machine,
-    progress: Callable[[str, float], None],
-) -> tuple[dict[str, list[float]], dict[str, str], dict[str, str]]:
+    engines: dict[str, Engine], settings: Settings, tokens: Sequence[int], machine: Machine, progress: Progress
+) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Run every engine `settings.rounds` times in turn, after a turn that warms caches and clocks.
 
-    If a peer fails, the measurement starts again without it, or with a variant that avoids the
-    likely cause of its crash. EngineError if castiron fails.
+    A peer that fails is removed from `engines`. EngineError if castiron fails.
 
-    Returns the machine's limits (read_gb_s, peak_gflop_s), one value per round; why peers are
-    missing; and notes about variants.
+    Returns the machine's limits (read_gb_s, peak_gflop_s), one value per round, and why peers are
+    missing.
     """
-    from castiron.reference.peers import AFTER_CRASH
-
-    missing: dict[str, str] = {}
-    notes: dict[str, str] = {}
-    while True:
-        try:
-            return _measure_rounds(engines, settings, tokens, machine, progress), missing, notes
-        except EngineError as error:
-            if error.engine == "castiron":
-                raise
-            for engine in engines.values():
-                engine.decode, engine.prefill, engine.first = [], [], []
-            name = next(name for name, engine in engines.items() if engine.variant == error.engine)
-            if error.signal and name not in notes and name in AFTER_CRASH:
-                engines[name].variant = AFTER_CRASH[name]
-                notes[name] = f"crashed ({error.signal}); measured as {AFTER_CRASH[name]}"
-                continue
-            crash = notes.pop(name, "").partition(";")[0]
-            missing[name] = f"{crash}, and {error}" if crash else error.reason
-            del engines[name]
-
-
-def _measure_rounds(engines: dict[str, Engine], settings: Settings, tokens, machine, progress) -> dict[str, list[float]]:
     workers: dict[str, Worker] = {}
     limits: dict[str, list[float]] = {"read_gb_s": [], "peak_gflop_s": []}
+    missing: dict[str, str] = {}
 
     def take_turns(
-        stage: str, turn: Callable[[str, Engine], float], rounds: int, limit: str = ""
-    ) -> list[tuple[Engine, float]]:
-        measured = []
+        stage: str, turn: Callable[[Engine], float], keep: Callable[[Engine, float], None], rounds: int, limit: str = ""
+    ) -> None:
         for done in range(rounds + 1):
             progress(stage, done / (rounds + 1))
-            for name, engine in engines.items():
+            for engine in list(engines.values()):
                 time.sleep(PAUSE_SECONDS)
-                measured.append((engine, turn(name, engine)))
+                try:
+                    value = turn(engine)
+                except EngineError as error:
+                    if engine.name == "castiron":
+                        raise
+                    missing[engine.name] = error.reason
+                    del engines[engine.name]
+                    continue
+                if done:
+                    keep(engine, value)
             if limit and done:
                 limits[limit].append(machine.measure(limit))
         progress(stage, 1.0)
-        return measured[len(engines) :]
+
+    def load(engine: Engine) -> float:
+        workers[engine.name] = Worker(engine.name, engine.model, settings)
+        if settings.depth:
+            workers[engine.name].ask("fill", tokens[: settings.depth])
+        return 0.0
 
     prompt, following = tokens[: settings.prompt], tokens[settings.depth : settings.depth + settings.gen]
-    decode = lambda name, engine: workers[name].ask("decode", settings.depth, following)
-    prefill = lambda name, engine: workers[name].ask("prefill", prompt)
-    first = lambda name, engine: time_to_first_token(engine.variant, engine.model, settings, tokens[:FIRST_PROMPT])
+    decode = lambda engine: settings.gen / workers[engine.name].ask("decode", settings.depth, following)
+    prefill = lambda engine: settings.prompt / workers[engine.name].ask("prefill", prompt)
+    first = lambda engine: 1e3 * time_to_first_token(engine.name, engine.model, settings, tokens[:FIRST_PROMPT])
     try:
+        take_turns("loading", load, lambda engine, _: None, 0)
+        take_turns("decode", decode, lambda engine, rate: engine.decode.append(rate), settings.rounds, "read_gb_s")
+        take_turns("prefill", prefill, lambda engine, rate: engine.prefill.append(rate), settings.rounds, "peak_gflop_s")
         for name, engine in engines.items():
-            progress(f"loading {name}", 0.0)
-            workers[name] = Worker(engine.variant, engine.model, settings)
-            if settings.depth:
-                progress(f"filling the context of {name}", 0.0)
-                workers[name].ask("fill", tokens[: settings.depth])
-        for engine, seconds in take_turns("decode", decode, settings.rounds, "read_gb_s"):
-            engine.decode.append(settings.gen / seconds)
-        for engine, seconds in take_turns("prefill", prefill, settings.rounds, "peak_gflop_s"):
-            engine.prefill.append(settings.prompt / seconds)
-        for name, worker in workers.items():
-            engines[name].rss_mb = worker.ask("memory")
+            engine.rss_mb = workers[name].ask("memory")
     finally:
         for worker in workers.values():
             worker.close()
-    for engine, seconds in take_turns("time to first token", first, min(settings.rounds, FIRST_ROUNDS)):
-        engine.first.append(seconds * 1e3)
-    return limits
+    rounds = min(settings.rounds, FIRST_ROUNDS)
+    take_turns("time to first token", first, lambda engine, value: engine.first.append(value), rounds)
+    return limits, missing
 
 
 class Castiron:
-    """castiron as a measured engine, with the interface of those in `reference.peers`."""
+    """castiron with the interface of the engines in `reference.peers`."""
 
     def __init__(self, model: str, threads: int, context: int):
         from castiron.vmfb.bundle import open_bundle
         from castiron.vmfb.session import Session
 
-        self.session = Session(open_bundle(model), threads=threads)
+        self.bundle = open_bundle(model)
+        self.session = Session(self.bundle, threads=threads)
 
     def prefill(self, tokens: Sequence[int]) -> float:
         self.session.rewind(0)
         start = time.perf_counter()
         self.session.prefill(tokens)
         return time.perf_counter() - start
+
+    def first(self, tokens: Sequence[int]) -> None:
+        # As llama.cpp and castiron run do, load the tokenizer too.
+        if self.bundle.tokenizer:
+            from castiron.pipelines.text.tokenizer import load_tokenizer
+
+            load_tokenizer(self.bundle)
+        self.prefill(tokens)
 
     def fill(self, tokens: Sequence[int]) -> None:
         self.prefill(tokens)

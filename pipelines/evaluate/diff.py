@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,32 +17,16 @@ from castiron.pipelines.compile.weights import pack_parameter
 from castiron.reference import hf, interpreter
 
 
-@dataclass(frozen=True)
-class ModuleDifference:
-    """A module's path, and its largest difference by the root mean square of HF's values."""
-
-    module: str
-    difference: float
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The modules that were compared, in execution order, and the first that differs.
-
-    first: index of the first module above the tolerance, or None. operations: (kind, module path)
-    of the layer operations between the last equal module and the first different one.
-    """
-
-    modules: list[ModuleDifference]
-    first: int | None
-    operations: list[tuple[str, str]]
-
-
-def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, lowering: str = "portable") -> Difference:
+def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, lowering: str = "portable") -> dict[str, Any]:
     """Run `tokens` through castiron's graph in the NumPy interpreter and through HF transformers.
 
-    tolerance: largest `ModuleDifference.difference` at which a module counts as equal. OSError or
-    ValueError for a checkpoint that HF cannot load.
+    OSError or ValueError for a checkpoint that HF cannot load.
+
+    Returns:
+        The object that `castiron diff --json` prints. modules: in execution order; a difference is
+        the largest one, divided by the root mean square of HF's values. first: the first module
+        whose difference exceeds `tolerance`, or None. operations: (kind, module path) of the layer
+        operations between the last equal module and the first different one.
     """
     if checkpoint.encoding:
         raise CheckpointError(f"{checkpoint.path} is an embedding model; castiron diff compares models that generate text")
@@ -58,10 +42,16 @@ def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, low
     names = [n for n, m in oracle.named_modules() if n in ours and (n.split(".")[-1].isdigit() or not any(m.children()))]
     theirs = hf.activations(oracle, tokens, names)
     order = sorted(names, key=lambda name: ours[name][0])
-    differences = [(name, _distance(ours[name][1], theirs[name])) for name in order]
-    compared = [ModuleDifference(name, difference) for name, difference in differences if difference is not None]
-    first = next((i for i, c in enumerate(compared) if not c.difference <= tolerance), None)
-    return Difference(compared, first, _between(model.functions[function], compared, first))
+    differences = {name: _distance(ours[name][1], theirs[name]) for name in order}
+    modules = [{"module": name, "difference": value} for name, value in differences.items() if value is not None]
+    first = next((i for i, module in enumerate(modules) if not module["difference"] <= tolerance), None)
+    names = [module["module"] for module in modules]
+    return {
+        "equal": first is None,
+        "first": None if first is None else names[first],
+        "operations": [] if first is None else _between(model.functions[function], names[:first], names[first]),
+        "modules": modules,
+    }
 
 
 def _activations(checkpoint: Checkpoint, module, function: str, tokens: Sequence[int]) -> dict:
@@ -104,16 +94,13 @@ def _distance(ours: np.ndarray, theirs: np.ndarray) -> float | None:
     return worst / scale if np.isfinite(worst) else float("inf")
 
 
-def _between(function: Graph, compared: list[ModuleDifference], first: int | None) -> list[tuple[str, str]]:
-    """Return (kind, module path) of the operations after the last equal module, up to the end of
-    the first different one."""
-    if first is None:
-        return []
+def _between(function: Graph, equal: Sequence[str], different: str) -> list[tuple[str, str]]:
+    """Return (kind, module path) of the operations after the last of the modules `equal`, up to the
+    end of the module `different`."""
 
     def last(name: str) -> int:
         return max(i for i, op in enumerate(function.ops) if op.path == name or op.path.startswith(name + "."))
 
-    end = last(compared[first].module)
-    before = [last(c.module) for c in compared[:first]]
-    start = max((index for index in before if index < end), default=-1)
+    end = last(different)
+    start = max((index for index in map(last, equal) if index < end), default=-1)
     return [(op.kind, op.path) for op in function.ops[start + 1 : end + 1] if op.kind != "weight"]

@@ -16,7 +16,7 @@ import numpy as np
 
 from castiron.emitter import ops
 from castiron.emitter.ir import Module, current_function
-from castiron.emitter.kernels.kernel import Kernel, write_kernel
+from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.mlir.bf16_pairs import Pairs
 from castiron.emitter.kernels.mlir.body import Body, Ssa, batches, vector_type
 from castiron.emitter.kernels.mlir.dot import Total, dot_of
@@ -62,9 +62,10 @@ def chains_of(isa: Isa) -> int:
 
 
 def probes_of(isa: Isa) -> dict[str, Kernel]:
-    """Return limit -> the kernel that measures it, for the limits of this kind of CPU.
+    """Return the kernel that measures each limit of a kind of CPU, by the name of the limit.
 
-    The first sums READ_FLOATS floats; the others do arithmetic on accumulators in registers.
+    The kernel for the read bandwidth sums READ_FLOATS floats; the others do arithmetic on
+    accumulators in registers.
     """
     found = {"read_gb_s": _read(isa), "peak_gflop_s": _fma(isa), "peak_bytes_gop_s": _dot(isa)}
     if isa.pairs:
@@ -168,14 +169,14 @@ def _probe(
 ) -> Kernel:
     """Return a kernel with one workgroup per row of its result."""
     y = {"y": TensorType(result, F32)}
-    return write_kernel(f"probe_{name}", {"x": x}, y, result[0], write, reference=dict, flops=flops, nbytes=nbytes)
+    return Kernel(f"probe_{name}", {"x": x}, y, result[0], write, dict, flops=flops, nbytes=nbytes)
 
 
 def module_of(kernel: Kernel) -> Module:
     """Return a module with a function `call` that runs the kernel once.
 
     Its arguments are the tensors, then storage for each result that is not updated in place: the
-    time must not include an allocation.
+    measured time must not include an allocation.
     """
     module = Module("kernel")
     storage = {f"{name}_storage": type_ for name, type_ in kernel.results.items() if name not in kernel.in_place}
@@ -190,8 +191,8 @@ def module_of(kernel: Kernel) -> Module:
 class TimedKernel:
     """A kernel compiled for this machine, with its operands.
 
-    results: array of each result that is not updated in place, by name. copies: the arrays of the
-    operands by name, for each of the calls that take turns.
+    results: array of each result that is not updated in place, by name. copies: sets of operands,
+    arrays by name; consecutive calls use consecutive sets.
     """
 
     def __init__(self, kernel: Kernel, values: Mapping[str, np.ndarray], threads: int):
@@ -233,17 +234,15 @@ class TimedKernel:
             self._buffers.append(own)
             self._arguments.append(arguments)
         self.results, *self.copies = ({name: made.array for name, made in part.items()} for part in self._buffers)
-        self._next = 0
         release_at_exit(self, "_results", "_arguments", "_buffers", "_function", "_context", "device")
 
     def seconds(self, min_seconds: float) -> tuple[float, int]:
         """Call the kernel for at least `min_seconds`; return (mean seconds of a call, calls)."""
-
-        def call() -> None:
-            self._context.invoke(self._function, self._arguments[self._next], self._results)
-            self._next = (self._next + 1) % len(self._arguments)
-
-        return mean_seconds(call, min_seconds)
+        calls, start = 0, time.perf_counter()
+        while (taken := time.perf_counter() - start) < min_seconds or not calls:
+            self._context.invoke(self._function, self._arguments[calls % len(self._arguments)], self._results)
+            calls += 1
+        return taken / calls, calls
 
 
 class Machine:
@@ -277,17 +276,8 @@ class Machine:
         return max(probe.kernel.work(0)) / probe.seconds(seconds)[0] / 1e9
 
 
-def mean_seconds(call: Callable[[], object], min_seconds: float) -> tuple[float, int]:
-    """Repeat a call for at least `min_seconds`; return (mean seconds of a call, calls)."""
-    calls, start = 0, time.perf_counter()
-    while (taken := time.perf_counter() - start) < min_seconds or not calls:
-        call()
-        calls += 1
-    return taken / calls, calls
-
-
 def peak_of(kernel: str) -> str:
-    """Return the key of PEAKS that limits the arithmetic of a kernel, by the kernel's name.
+    """Return the limit (a key of PEAKS) of a kernel's arithmetic, which follows from its name.
 
     Exact matmuls on matrix tiles split x into three or more bf16 parts, and so reach at most a
     third of the limit.

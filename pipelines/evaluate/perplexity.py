@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -22,10 +21,8 @@ from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.manifest import Accuracy
 from castiron.vmfb.session import Session
 
-# Percentiles that llama.cpp prints.
-KLD_PERCENTILES = (99.9, 99.0, 95.0, 90.0, 10.0, 5.0, 1.0, 0.1)
-DELTA_P_PERCENTILES = (99.9, 99.0, 95.0, 90.0, 75.0, 25.0, 10.0, 5.0, 1.0, 0.1)
-
+# Percentiles of the KL divergence; llama.cpp prints more.
+PERCENTILES = {"maximum": 100.0, "99.0%": 99.0, "90.0%": 90.0, "median": 50.0}
 
 # Chapters I to IV of Lewis Carroll, Alice's Adventures in Wonderland (1865), which is in the public domain, by the 29th
 # edition of Project Gutenberg's text; a paragraph is a line.
@@ -36,6 +33,9 @@ RANDOM_TOKENS = 8192
 SHORT_CHUNKS, SHORT_CONTEXT = 2, 256
 
 Progress = Callable[[int, int], None]
+# A model that returns logits: (tokens, first) -> the logits, f32 `[vocab]`, after each of `tokens[first:]`; each is valid
+# until the next one.
+Rows = Callable[[Sequence[int], int], Iterator[np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -51,34 +51,18 @@ class Compared:
     kld: np.ndarray
     same_top: np.ndarray
 
-    @property
-    def delta_p(self) -> np.ndarray:
-        """The token's probability by the model minus its probability by the base."""
-        return np.exp(-self.nll) - np.exp(-self.nll_base)
 
-
-def negative_log_likelihood(logits: np.ndarray, token: int) -> float:
-    """Return -ln of the probability that `logits`, `[vocab]`, give to `token`."""
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Return the log-probability of each token, f64 `[vocab]`."""
     x = logits.astype(np.float64)
     x -= x.max()
-    return float(np.log(np.exp(x).sum()) - x[token])
+    return x - np.log(np.exp(x).sum())
 
 
 def compare_row(logits: np.ndarray, base: np.ndarray, token: int) -> tuple[float, float, float, bool]:
-    """Return the fields of `Compared` for one token.
-
-    logits, base: logits of the model and of the base, both `[vocab]`.
-    """
-    x, y = logits.astype(np.float64), base.astype(np.float64)
-    same_top = bool(x.argmax() == y.argmax())
-    x -= x.max()
-    y -= y.max()
-    p = np.exp(y)
-    total, log_total = p.sum(), np.log(np.exp(x).sum())
-    log_base_total = np.log(total)
-    # Sum of p (ln p - ln q), with the two partition sums factored out.
-    kld = float(p @ (y - x) / total + log_total - log_base_total)
-    return float(log_total - x[token]), float(log_base_total - y[token]), kld, same_top
+    """Return the fields of `Compared` for one token, from logits of both models, `[vocab]`."""
+    q, p = log_softmax(logits), log_softmax(base)
+    return -float(q[token]), -float(p[token]), float(np.exp(p) @ (p - q)), bool(q.argmax() == p.argmax())
 
 
 def mean_and_error(values: np.ndarray) -> dict[str, float]:
@@ -95,50 +79,26 @@ def perplexity(nll: np.ndarray) -> dict[str, float]:
 
 
 def statistics(found: Compared) -> dict:
-    """Return the statistics of `llama-perplexity --kl-divergence`, with probabilities from 0 to 1.
+    """Return statistics of `llama-perplexity --kl-divergence`, with probabilities from 0 to 1.
 
-    As in llama.cpp, the error of a ratio or a difference is computed from the differences of the
-    tokens, which include the covariance. The correlation is None if one model's likelihoods do not
-    vary.
+    As in llama.cpp, the error of the ratio of perplexities is computed from the differences of the
+    tokens, which include the covariance.
     """
-    q, base = perplexity(found.nll), perplexity(found.nll_base)
-    ln_ratio = mean_and_error(found.nll - found.nll_base)
-    ratio = float(np.exp(ln_ratio["mean"]))
-    spread = found.nll.std() * found.nll_base.std()
-    covariance = np.mean((found.nll - found.nll.mean()) * (found.nll_base - found.nll_base.mean()))
-    difference = mean_and_error(q["mean"] * found.nll - base["mean"] * found.nll_base)["error"]
-    squares = mean_and_error(found.delta_p**2)
-    rms = squares["mean"] ** 0.5
-    same = float(found.same_top.mean())
+    log_ratio = mean_and_error(found.nll - found.nll_base)
+    ratio = float(np.exp(log_ratio["mean"]))
+    # The probability of the token by the model, minus that by the base.
+    delta_p = np.exp(-found.nll) - np.exp(-found.nll_base)
+    squares = mean_and_error(delta_p**2)
+    rms, same = squares["mean"] ** 0.5, float(found.same_top.mean())
+    percentiles = {name: float(np.percentile(found.kld, share)) for name, share in PERCENTILES.items()}
     return {
-        "ppl": q,
-        "ppl_base": base,
-        "correlation": float(covariance / spread) if spread else None,
-        "ln_ppl_ratio": ln_ratio,
-        "ppl_ratio": {"mean": ratio, "error": ratio * ln_ratio["error"]},
-        "ppl_difference": {"mean": q["mean"] - base["mean"], "error": difference},
-        "kld": mean_and_error(found.kld) | _order(found.kld, KLD_PERCENTILES),
-        "delta_p": mean_and_error(found.delta_p)
-        | _order(found.delta_p, DELTA_P_PERCENTILES)
-        | {"rms": rms, "rms_error": 0.5 / rms * squares["error"] if rms else 0.0},
+        "ppl": perplexity(found.nll),
+        "ppl_base": perplexity(found.nll_base),
+        "ppl_ratio": {"mean": ratio, "error": ratio * log_ratio["error"]},
+        "kld": mean_and_error(found.kld) | percentiles,
+        "rms_delta_p": {"mean": rms, "error": 0.5 / rms * squares["error"] if rms else 0.0},
         "same_top_p": {"mean": same, "error": (same * (1 - same) / max(found.kld.size - 1, 1)) ** 0.5},
     }
-
-
-def _order(values: np.ndarray, percentiles: Sequence[float]) -> dict[str, float]:
-    """Return the percentiles, extremes and median, largest first, interpolated between values."""
-    named = {"maximum": 100.0, **{f"{p:.1f}%": p for p in percentiles}, "median": 50.0, "minimum": 0.0}
-    falling = sorted(named.items(), key=lambda item: -item[1])
-    return {name: float(np.percentile(values, share)) for name, share in falling}
-
-
-class Rows(Protocol):
-    """A model that returns logits."""
-
-    def rows(self, tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
-        """Yield the logits, f32 `[vocab]`, after each of `tokens[first:]`; each is valid until the
-        next one."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -151,16 +111,12 @@ class Chunk:
     first: int
 
 
-class BundleRows:
-    """The logits of a bundle, from its verify functions or, with `steps`, from decode steps."""
+def bundle_rows(session: Session, steps: bool = False) -> Rows:
+    """Return a function that yields logits of verify functions or, with `steps`, decode steps."""
 
-    def __init__(self, session: Session, steps: bool = False):
-        self.session, self.steps = session, steps
-
-    def rows(self, tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
-        session = self.session
+    def rows(tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
         session.rewind(0)
-        if not self.steps:
+        if not steps:
             if first:
                 session.prefill(tokens[:first])
             yield from logit_rows(session, tokens[first:], score_width(session.manifest.widths("verify"), len(tokens)))
@@ -169,6 +125,8 @@ class BundleRows:
             session.step(token)
             if index >= first:
                 yield session.logits()
+
+    return rows
 
 
 def text_of(path: str | None = None) -> str:
@@ -195,7 +153,7 @@ def text_name(bundle: Bundle, path: str | None = None) -> str:
 
 
 def chunks_of(tokens: Sequence[int], context: int, max_chunks: int | None = None, bos: int | None = None) -> list[Chunk]:
-    """Split a text into chunks of `context` tokens, and drop an incomplete last one.
+    """Return the complete chunks of `context` tokens of a text.
 
     As in llama.cpp, tokens from context // 2 + 1 on are scored, and if the text begins with the
     token `bos`, `bos` replaces the first token of every chunk.
@@ -222,13 +180,13 @@ def _scored(chunks: Sequence[Chunk], progress: Progress, *models: Rows) -> Itera
     """Yield (logits of each model, token) for every scored token; progress counts chunks."""
     for done, chunk in enumerate(chunks):
         progress(done, len(chunks))
-        yield from zip(*(model.rows(chunk.tokens, chunk.first) for model in models), chunk.targets, strict=True)
+        yield from zip(*(model(chunk.tokens, chunk.first) for model in models), chunk.targets, strict=True)
     progress(len(chunks), len(chunks))
 
 
 def likelihoods(model: Rows, chunks: Sequence[Chunk], progress: Progress = lambda done, total: None) -> np.ndarray:
     """Return the negative log-likelihood of every scored token, f64 `[tokens]`."""
-    return np.array([negative_log_likelihood(*each) for each in _scored(chunks, progress, model)])
+    return np.array([-log_softmax(logits)[token] for logits, token in _scored(chunks, progress, model)])
 
 
 def compare(model: Rows, base: Rows, chunks: Sequence[Chunk], progress: Progress = lambda done, total: None) -> Compared:
@@ -248,7 +206,7 @@ def own_accuracy(bundle: Bundle, progress: Progress = lambda done, total: None) 
     except PipelineError:
         return None
     session = Session(bundle)
-    compared = compare(BundleRows(session), BundleRows(Session(session.program), steps=True), chunks, progress)
+    compared = compare(bundle_rows(session), bundle_rows(Session(session.program), steps=True), chunks, progress)
     found = statistics(compared)
     kld, same = found["kld"], found["same_top_p"]
     return Accuracy(

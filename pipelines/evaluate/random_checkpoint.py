@@ -19,7 +19,6 @@ from castiron.emitter.models import build, read_config
 from castiron.emitter.types import DTYPES, from_f32
 from castiron.pipelines.checkpoints import gguf_export, gguf_file
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
-from castiron.pipelines.checkpoints.gguf_file import NewTensor
 from castiron.pipelines.checkpoints.hf_directory import CONFIG
 from castiron.pipelines.compile.weights import WEIGHTS, codecs_of
 from castiron.pipelines.errors import PipelineError
@@ -41,36 +40,15 @@ SCALE_OFFSETS = {"q2_k": 80, "q3_k": 108, "q6_k": 208, "tq1_0": 52, "tq2_0": 64}
 Progress = Callable[[str, float], None]
 
 
-def _llama(factor: float, **sizes: Any) -> dict[str, Any]:
-    """Return the config of a Llama 3; `factor`: that of its rotary scaling."""
-    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 8192}  # fmt: skip
-    return {
-        "model_type": "llama", "vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0, "rope_scaling": scaling, "max_position_embeddings": 131072, **sizes,
-    }  # fmt: skip
-
-
-def _qwen3(**sizes: int) -> dict[str, Any]:
-    return {
-        "model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0, "tie_word_embeddings": True, "max_position_embeddings": 40960, **sizes,
-    }  # fmt: skip
-
-
 # The config.json of each model on the hub, without keys that have no effect on its shape.
 SHAPES: dict[str, dict[str, Any]] = {
-    # meta-llama/Llama-3.2-1B, meta-llama/Llama-3.1-8B
-    "llama-3.2-1b": _llama(32.0, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, tie_word_embeddings=True),
-    "llama-3.1-8b": _llama(8.0, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, tie_word_embeddings=False),
-    # Qwen/Qwen3-0.6B, Qwen/Qwen3-4B
-    "qwen3-0.6b": _qwen3(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16),
-    "qwen3-4b": _qwen3(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32),
-    # LiquidAI/LFM2-1.2B
-    "lfm2-1.2b": {
-        "model_type": "lfm2", "vocab_size": 65536, "hidden_size": 2048, "block_ff_dim": 12288, "num_hidden_layers": 16,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
-        "max_position_embeddings": 128000,
+    # meta-llama/Llama-3.2-1B
+    "llama-3.2-1b": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+        "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 8192},
+        "max_position_embeddings": 131072, "tie_word_embeddings": True,
     },
     # Qwen/Qwen3.5-0.8B
     "qwen3.5-0.8b": {
@@ -88,8 +66,7 @@ def random_checkpoint(name: str, codec: str, progress: Progress) -> tuple[Path, 
 
     The first use writes it to the cache. A GGUF file already stores `codec`; an HF directory stores
     bf16. q4_k mixes codecs as llama.cpp's Q4_K_M does; any other codec applies to every matrix.
-    PipelineError for an unknown name or codec, and for a disk without space for the checkpoint and
-    its bundle.
+    PipelineError for an unknown name or codec, and for a disk without space.
     """
     if (config := SHAPES.get(name)) is None:
         raise PipelineError(f"unknown shape: {name}; without --kernel, --shape takes {', '.join(SHAPES)}")
@@ -104,7 +81,14 @@ def random_checkpoint(name: str, codec: str, progress: Progress) -> tuple[Path, 
             known = ", ".join(c for c in CODECS if c in WEIGHTS)
             raise PipelineError(f"{name} cannot be quantised to {codec}; --codec takes {known}") from None
         tensors = [_tensor(tensor.name, tensor.shape, "bf16") for tensor in checkpoint.tensors.values()]
-        folder = _write(f"{name}/model.safetensors", safetensors_header(tensors), tensors, 1, progress).parent
+        start, entries = 0, {}
+        for tensor in tensors:
+            entries[tensor.name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [start, start + tensor.nbytes]}
+            start += tensor.nbytes
+        text = json.dumps(entries).encode()
+        text += b" " * (-len(text) % 64)
+        header = len(text).to_bytes(8, "little") + text
+        folder = _write(f"{name}/model.safetensors", header, tensors, 1, progress).parent
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         return folder, weights
     header, tensors = gguf_parts(checkpoint, weights)
@@ -118,7 +102,7 @@ def checkpoint_of(name: str, config: dict[str, Any]) -> Checkpoint:
     return Checkpoint(Path(name), "hf", config, {t: Tensor(t, shape, "bf16", t, bytes) for t, shape in shapes.items()})
 
 
-def gguf_parts(checkpoint: Checkpoint, weights: str) -> tuple[bytes, list[NewTensor]]:
+def gguf_parts(checkpoint: Checkpoint, weights: str) -> tuple[bytes, list[Tensor]]:
     """Return the bytes of a GGUF file before the tensors, and the tensors.
 
     The metadata has the size of the vocabulary but no tokens; llama.cpp makes up its own.
@@ -130,21 +114,10 @@ def gguf_parts(checkpoint: Checkpoint, weights: str) -> tuple[bytes, list[NewTen
     read = lambda name, codec: _tensor(name, checkpoint.tensors[name].shape, codec).read()
     tensors = gguf_export.export_tensors(checkpoint, config, codecs_of(checkpoint, weights), read)
     entries = [gguf_file.metadata_entry(key, value) for key, value in metadata.items()]
-    return gguf_file.header(entries, [(tensor.name, tensor.shape, tensor.codec) for tensor in tensors]), tensors
+    return gguf_file.header(entries, tensors), tensors
 
 
-def safetensors_header(tensors: Sequence[NewTensor]) -> bytes:
-    """Return the bytes of a safetensors file before the tensors, which are in bf16."""
-    start, entries = 0, {}
-    for tensor in tensors:
-        entries[tensor.name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [start, start + tensor.nbytes]}
-        start += tensor.nbytes
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 64)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _tensor(name: str, shape: tuple[int, ...], codec: str) -> NewTensor:
+def _tensor(name: str, shape: tuple[int, ...], codec: str) -> Tensor:
     """Return a tensor whose data repeats one random tile; the numbers of a vector are ones."""
 
     def read() -> np.ndarray:
@@ -152,14 +125,14 @@ def _tensor(name: str, shape: tuple[int, ...], codec: str) -> NewTensor:
             return np.ascontiguousarray(from_f32(np.ones(shape, np.float32), DTYPES[codec])).view(np.uint8)
         return tiled_rows(codec, prod(shape[:-1]), shape[-1]).reshape(*shape[:-1], -1)
 
-    return NewTensor(name, shape, codec, read)
+    return Tensor(name, shape, codec, name, read)
 
 
-def _write(file: str, header: bytes, tensors: Sequence[NewTensor], alignment: int, progress: Progress) -> Path:
+def _write(file: str, header: bytes, tensors: Sequence[Tensor], alignment: int, progress: Progress) -> Path:
     """Write a header and tensors to a file in the cache, and return its path.
 
-    A file with this header and size stays. alignment: each tensor is padded to a multiple of so
-    many bytes.
+    A file with this header and size is not written again. alignment: each tensor is padded to a
+    multiple of this many bytes.
     """
     path = cache_path(KIND) / file
     padding = [-tensor.nbytes % alignment for tensor in tensors]
@@ -204,7 +177,7 @@ def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndar
 
 @cache
 def random_tile(codec_name: str) -> np.ndarray:
-    """Return about TILE_BYTES of random blocks; their number is odd, so that rows differ."""
+    """Return about TILE_BYTES of random blocks; an odd number, so that rows of a matrix differ."""
     codec = codec_of(codec_name)
     blocks = TILE_BYTES // codec.block_bytes | 1
     return raw_rows(codec_name, 1, blocks * codec.block, seed=0)[0]

@@ -8,8 +8,6 @@ measured again, and used if it is faster again and a bundle with all of them giv
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -42,8 +40,6 @@ MEASURE_SECONDS = 0.25
 POSITION = 64
 # Size of the token comparison: prompts, greedy tokens after each, decode steps of a batch.
 PROMPTS, TOKENS, BATCH_STEPS = 12, 32, 8
-# Size of the decode rate measurement: runs, and decode steps of each.
-RUNS, STEPS = 6, 48
 
 TilesByMatmul = dict[str, Tiles]
 Progress = Callable[[str, float], None]
@@ -140,7 +136,7 @@ class Bench:
         return lower(self._layers, isa=self.target.isa, threads=self.threads, tiles=tiled, numerics=self.options.numerics)
 
     def _kernels_of(self, module: Module) -> dict[str, tuple[Matmul, str, str]]:
-        """Return matmul name -> (matmul, first function that has it, name of its kernel)."""
+        """Return (matmul, first function that has it, name of its kernel) by the matmul's name."""
         found: dict[str, tuple[Matmul, str, str]] = {}
         for function in self.functions:
             for op in module.functions[function.name].ops:
@@ -214,7 +210,7 @@ def _code(matmul: Matmul, isa: Isa, threads: int, tiles: Tiles) -> str | None:
 
 
 def prompts_of(bundle: Bundle) -> list[list[int]]:
-    """Return some of verify's prompts, which fit the context with their answers."""
+    """Return those prompts of verify that fit the context with their answers, at most PROMPTS."""
     context = bundle.manifest.context
     limit = context - TOKENS - max(bundle.manifest.widths("verify"), default=0)
     if found := [tokens for _, tokens in encoded_prompts(bundle) if len(tokens) <= limit][:PROMPTS]:
@@ -239,15 +235,3 @@ def answers(bundle: Bundle, threads: int, prompts: list[list[int]]) -> list[list
             last = batch.step(last)
             found.append([last[slot] for slot in range(size)])
     return found
-
-
-def compare_decoding(bundles: Sequence[Bundle], threads: int, prompt: list[int]) -> dict[str, float]:
-    """Return the decode rates of a bundle with default tiles and of one with other tiles."""
-    sessions, rates = [Session(bundle, threads) for bundle in bundles], ([], [])
-    for _ in range(RUNS):
-        for session, found in zip(sessions, rates):
-            start = time.perf_counter()
-            tokens = greedy(session, prompt[:1], min(STEPS, session.context))
-            found.append(len(tokens) / (time.perf_counter() - start))
-    default, tuned = (statistics.median(found[1:]) for found in rates)
-    return {"default_tok_s": round(default, 1), "tuned_tok_s": round(tuned, 1), "ratio": round(tuned / default, 3)}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,41 +38,6 @@ class Prompt:
     text: str = ""
     raw: bool = False
     tokens: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The tokens of castiron (`tokens`) and of HF (`expected`) after one prompt.
-
-    After the first difference, `expected` is not valid. margins: for each token, HF's largest logit
-    minus the second largest.
-    """
-
-    prompt: Prompt
-    prompt_tokens: int
-    tokens: list[int]
-    expected: list[int]
-    margins: list[float]
-
-    @property
-    def first_difference(self) -> int | None:
-        """The index of the first different token; None if all are equal."""
-        return first_difference(self.expected, self.tokens)
-
-    def as_json(self) -> dict:
-        """Return the object of the prompt in `castiron verify --json`."""
-        at = self.first_difference
-        return {
-            "name": self.prompt.name,
-            "prompt_tokens": self.prompt_tokens,
-            "exact": at is None,
-            "first_difference": at,
-            "castiron": None if at is None else self.tokens[at],
-            "hf": None if at is None else self.expected[at],
-            "hf_margin": None if at is None else self.margins[at],
-            "smallest_hf_margin": min(self.margins[: None if at is None else at + 1]),
-            "tokens": self.tokens,
-        }
 
 
 def first_difference(theirs: Sequence[int], ours: Sequence[int]) -> int | None:
@@ -144,8 +109,8 @@ def encode(prompt: Prompt, text, vocab: int) -> list[int]:
 def checkpoint_of(bundle: Bundle, given: str | None = None, *, any_format: bool = False) -> Path:
     """Return the path of the bundle's checkpoint: `given`, or the recorded path, or a download.
 
-    Its hash must be the manifest's. With `any_format`, the hash of a checkpoint in another format
-    (GGUF or a directory) is not checked.
+    PipelineError if its hash differs from that in the manifest. With `any_format`, the hash of a
+    checkpoint in another format (GGUF or a directory) is not checked.
     """
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, fetch
     from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256, find_checkpoint
@@ -274,7 +239,7 @@ def expect(model, prompt: list[int], ours: list[int]):
 
 
 def greedy(session, prompt: Sequence[int], n: int) -> list[int]:
-    """Return `n` greedy tokens after a prompt, past the end-of-text token."""
+    """Return `n` greedy tokens after a prompt; the end-of-text token does not end them."""
     check_free_positions(session.context, len(prompt), n)
     session.rewind(0)
     tokens = [session.prefill(prompt)]
@@ -283,8 +248,22 @@ def greedy(session, prompt: Sequence[int], n: int) -> list[int]:
     return tokens
 
 
-def compare(session, model, prompt: Prompt, tokens: list[int], n: int) -> Comparison:
-    """Compare `n` greedy tokens after a prompt and its token ids."""
+def compare(session, model, prompt: Prompt, tokens: list[int], n: int) -> dict[str, Any]:
+    """Compare `n` greedy tokens after a prompt and its token ids with HF's.
+
+    Returns the object of the prompt in `castiron verify --json`.
+    """
     ours = greedy(session, tokens, n)
     theirs = expect(model, tokens, ours)
-    return Comparison(prompt, len(tokens), ours, theirs.tokens, theirs.margins)
+    at = first_difference(theirs.tokens, ours)
+    return {
+        "name": prompt.name,
+        "prompt_tokens": len(tokens),
+        "exact": at is None,
+        "first_difference": at,
+        "castiron": None if at is None else ours[at],
+        "hf": None if at is None else theirs.tokens[at],
+        "hf_margin": None if at is None else theirs.margins[at],
+        "smallest_hf_margin": min(theirs.margins[: None if at is None else at + 1]),
+        "tokens": ours,
+    }

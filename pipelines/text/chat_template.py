@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cache, lru_cache
 from typing import Any
 
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.text.tool_formats import HERMES, ToolFormat
 from castiron.vmfb.record import short
 
 # Variables that `render` itself passes to a template; tools and documents are empty unless given.
@@ -23,6 +24,20 @@ OWN_VARIABLES = ("messages", "add_generation_prompt", "tools", "documents", "bos
 SECONDS, MAX_CHARACTERS = 3.0, 64 << 20
 # Names of the message field that has the reasoning; the first one present counts.
 REASONING = ("reasoning_content", "thinking", "reasoning")
+# The wording of Qwen 2.5's template, which many models were trained with.
+DESCRIPTION = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments in this form:
+{call}"""
+CALL = ("<function-name>", "<args-json-object>")
+RESULT = "<tool_response>\n{}\n</tool_response>"
 
 
 def render(
@@ -75,6 +90,47 @@ def variables_of(template: str) -> list[str]:
 def reads_tools(template: str | None) -> bool:
     """Return whether a template shows the model the tools (functions) that it may call."""
     return "tools" in _names(template or "")[0]
+
+
+def describe_tools(
+    messages: Iterable[Mapping[str, Any]], tools: Iterable[Mapping[str, Any]], form: ToolFormat, has_system: bool = True
+) -> list[dict[str, Any]]:
+    """Return `messages` with a description of `tools` in the system message.
+
+    Calls and their results become text too, unless the template writes calls in `form`. Without
+    `has_system` the first message of the user has the system message's text.
+    """
+    shown = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    texts, found = [DESCRIPTION.format(tools=shown, call=form.write([CALL]))], []
+    for message in messages:
+        if message["role"] in ("system", "developer"):
+            texts.insert(-1, message["content"])
+        elif form is HERMES:
+            found.append(_as_text(message))
+        else:
+            found.append(dict(message))
+    system = "\n\n".join(texts)
+    merged: list[dict[str, Any]] = [{"role": "system", "content": system}] if has_system else []
+    for message in found:
+        if not has_system and message["role"] == "user" and not merged:
+            message["content"] = f"{system}\n\n{message['content']}"
+        if merged and message["role"] == merged[-1]["role"] == "user":
+            # Results of several calls are one message, since many templates want turns.
+            merged[-1]["content"] += f"\n{message['content']}"
+        else:
+            merged.append(message)
+    return merged
+
+
+def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    if message["role"] == "tool":
+        return {"role": "user", "content": RESULT.format(message["content"])}
+    plain = {key: value for key, value in message.items() if key != "tool_calls"}
+    if calls := message.get("tool_calls"):
+        written = lambda arguments: arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        text = HERMES.write([(call["function"]["name"], written(call["function"]["arguments"])) for call in calls])
+        plain["content"] = "\n".join(filter(None, [plain.get("content"), text]))
+    return plain
 
 
 def check_variables(template: str | None, given: Mapping[str, object]) -> None:

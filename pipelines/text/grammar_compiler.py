@@ -15,7 +15,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.special_tokens import strings_of
-from castiron.pipelines.text.tool_formats import OPTIONS, ToolGrammar
+from castiron.pipelines.text.tool_formats import ToolFormat
+from castiron.pipelines.text.tool_grammar import OPTIONS, ToolGrammar
 
 # Max states of a text's lexer, which take 1 to 2 kB each.
 MAX_STATES = 25_000
@@ -76,7 +77,7 @@ class Compiler:
             if kind == "tools":
                 schemas = {name: without_noops(schema) for name, schema in value.pop("schemas").items()}
                 answer = without_noops(value.pop("answer"))
-                grammar = ToolGrammar(value.pop("form"), self.marks, json_options(compact))
+                grammar = ToolGrammar(ToolFormat(**value.pop("form")), self.marks, json_options(compact))
                 return matcher.grammar_from_lark(grammar.text(schemas, answer=answer, **value))
             check_terminals(lark := any_to_lark(value))
             return matcher.grammar_from_lark(lark)

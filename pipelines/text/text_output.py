@@ -85,7 +85,7 @@ class TextOutput:
         self._reasoning = (
             ReasoningSplitter(tokenizer.marks, tokenizer.end_of(prompt)) if reasoning and tokenizer.marks else None
         )
-        if reasoning and tokenizer.tool_format and tokenizer.tool_format.kind == "harmony":
+        if reasoning and tokenizer.tool_format.style == "harmony":
             # Harmony (gpt-oss) writes every answer as messages to channels, even without functions.
             tools = tools or Tools(tokenizer.tool_format)
         self._calls = tools.reader() if tools else None

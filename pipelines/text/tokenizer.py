@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.text.chat_template import check_variables, render
+from castiron.pipelines.text.chat_template import check_variables, describe_tools, reads_tools, render
 from castiron.pipelines.text.reasoning import Marks, marks_of
 from castiron.pipelines.text.special_tokens import SpecialTokens
-from castiron.pipelines.text.tool_formats import FORMATS, ToolFormat
+from castiron.pipelines.text.tool_formats import HERMES, ToolFormat
 from castiron.pipelines.text.vocabulary import Vocabulary, read_vocabulary
 from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.record import short
@@ -72,7 +72,8 @@ class Tokenizer:
         backend: a tokenizer of the tokenizers library.
         template_args: default values of the template's variables; PipelineError for unknown ones.
         vocabulary: reads the bundle's vocabulary; by default it is computed from `backend`.
-        tool_format: how the template writes calls of functions.
+        tool_format: how the template writes calls of functions; by default `HERMES`, and then tools
+            and calls are shown to the model as text.
         parse_special: whether special tokens in messages become tokens instead of text.
     """
 
@@ -85,13 +86,16 @@ class Tokenizer:
         # The file may have the padding and truncation that were used for training.
         backend.no_truncation()
         backend.no_padding()
-        self.template_args, self.tool_format, self.parse_special = dict(template_args or {}), tool_format, parse_special
+        self.template_args, self.parse_special = dict(template_args or {}), parse_special
+        self.tool_format = tool_format or HERMES
+        self._describes_tools = tool_format is None or not reads_tools(chat_template)
         check_variables(chat_template, self.template_args)
         self._vocabulary = vocabulary
         added = backend.get_added_tokens_decoder()
         self.marks = marks_of(chat_template or "", (str(token.content) for token in added.values()))
-        tool_marks = (tool_format.begin, tool_format.end, *tool_format.marks) if tool_format else ()
-        shown = {mark for marks in (*self.marks, tool_marks) for mark in marks}
+        tool_texts = "\n".join(self.tool_format.texts)
+        self.tool_marks = {str(token.content) for token in added.values() if str(token.content) in tool_texts}
+        shown = {mark for marks in (*self.marks, self.tool_marks) for mark in marks}
         # `decode` leaves out special tokens, except the marks of reasoning and tool calls.
         self._silent = frozenset(n for n, token in added.items() if token.special and str(token.content) not in shown)
 
@@ -156,15 +160,24 @@ class Tokenizer:
             raise PipelineError("this model has no chat template; give the prompt as it is with --raw")
         names = {"bos_token": self.bos, "eos_token": self.eos[0] if self.eos else None}
         special = {name: self.backend.id_to_token(index) for name, index in names.items() if index is not None}
-        return render(self.chat_template, messages, special_tokens=special, **variables)
+        if not variables.get("tools") or not self._describes_tools:
+            return render(self.chat_template, messages, special_tokens=special, **variables)
+        tools = variables.pop("tools")
+        try:
+            described = describe_tools(messages, tools, self.tool_format)
+            return render(self.chat_template, described, special_tokens=special, **variables)
+        except PipelineError:
+            # Gemma's templates, among others, take no system message.
+            described = describe_tools(messages, tools, self.tool_format, has_system=False)
+            return render(self.chat_template, described, special_tokens=special, **variables)
 
     @cached_property
     def special_tokens(self) -> SpecialTokens:
         """The special tokens that text in messages must not produce."""
-        form, answers = self.tool_format, {mark for pair in self.marks for mark in pair}
+        answers = {mark for pair in self.marks for mark in pair}
         # An assistant's message may contain the marks of calls, except Harmony's, which open turns.
-        if form and form.name != "harmony":
-            answers |= {form.begin, form.end, *form.marks}
+        if self.tool_format.style != "harmony":
+            answers |= self.tool_marks
         return SpecialTokens(self.backend, self.chat_template or "", answers)
 
     def end_of(self, prompt: Iterable[int]) -> str:
@@ -175,8 +188,7 @@ class Tokenizer:
     @property
     def answer_marks(self) -> Marks:
         """The marks around text before an answer, such as reasoning, which grammars ignore."""
-        is_harmony = self.tool_format and self.tool_format.name == "harmony"
-        return (("", "<|channel|>final<|message|>"),) if is_harmony else self.marks
+        return (("", "<|channel|>final<|message|>"),) if self.tool_format.style == "harmony" else self.marks
 
     def grammar(self, **given: Any) -> Grammar:
         """Compile a JSON schema, a regular expression or a grammar, as `Grammars.compile` does."""
@@ -217,7 +229,8 @@ def load_tokenizer(
         backend = Backend.from_buffer(bundle.tokenizer.read_bytes())
     except Exception as error:  # tokenizers raises Exception itself
         raise PipelineError(f"{bundle.tokenizer}: cannot be read ({short(str(error))}); compile the bundle again") from None
-    tokens, tool_format = bundle.manifest.tokens, FORMATS.get(bundle.manifest.tool_format or "")
+    tokens, form = bundle.manifest.tokens, bundle.manifest.tool_format
+    tool_format = ToolFormat(**form) if form else None
     return Tokenizer(
         backend, bundle.chat_template, tokens.bos, tokens.eos, template_args, lambda: read_vocabulary(bundle), tool_format,
         parse_special,

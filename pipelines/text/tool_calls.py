@@ -1,18 +1,24 @@
-"""Separate tool calls from the text of an answer as it comes."""
+"""Separate tool calls from the text of an answer as it comes, and read calls of a complete text."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from castiron.pipelines.text.read_calls import NOT_CALLS, CallReader, ReadCall, read_bare
 from castiron.pipelines.text.reasoning import Reasoning, split_at_mark
-from castiron.pipelines.text.tool_formats import HARMONY_MARKS, ToolFormat, read
+from castiron.pipelines.text.tool_formats import HARMONY_MARKS, ToolFormat
 
-# Matches a call up to its arguments, in formats whose JSON can be passed on in pieces.
-JSON_HEAD = re.compile(r'\s*[\[,;]?\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-HEADS = {"json": JSON_HEAD, "list": JSON_HEAD, "named": re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*(?=\{)")}
+# The start of a call as an object of JSON, which may be in a list or a code block.
+BARE_CALL = re.compile(r"""(?:```\w*\s*)?\[?\s*\{\s*["'](?:name|tool_name|function|type|arguments|parameters)["']\s*:""")
+# A text that may be the start of such a call, and where in a text one may start.
+BARE_PREFIX = re.compile(r"""(?:`{1,2}|```\w*\s*\[?\s*\{?\s*["']?\w*["']?|\[?\s*\{\s*["']?\w*["']?|\[\s*)\s*\Z""")
+BARE_START = re.compile(r"(?m)^[ \t]*(?=`|[\[{])")
+
+Call = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -43,38 +49,52 @@ class Tools:
 
     def grammar(self, schemas: Mapping[str, Any], *, answer: Any = None, free: bool = False) -> dict[str, Any]:
         """Return the argument `tools` of `Grammars.compile`; options as of `ToolGrammar.text`."""
-        return {"form": self.form.name, "schemas": dict(schemas), "parallel": not self.single, "answer": answer, "free": free}
+        form, parallel = asdict(self.form), not self.single
+        return {"form": form, "schemas": dict(schemas), "parallel": parallel, "answer": answer, "free": free}
 
     def reader(self) -> Calls | Harmony:
-        return Harmony(self) if self.form.kind == "harmony" else Calls(self)
+        return Harmony(self) if self.form.style == "harmony" else Calls(self)
+
+
+def read_calls(tools: Tools, text: str) -> list[Call]:
+    """Return the calls of a complete text as (name, arguments in JSON)."""
+    reader = tools.reader()
+    return joined([piece for piece in [*reader.add(text), *reader.finish()] if isinstance(piece, CallPart)])
 
 
 class Calls:
     """A reader that separates tool calls from the text of an answer.
 
-    It holds back only text that may be the start of a call.
+    It holds back only text that may be part of a call. Calls that are JSON without the format's
+    marks are read too if they name a function and their arguments fit its parameters.
     """
 
     def __init__(self, tools: Tools):
         self.tools, self.form = tools, tools.form
+        self.calls = CallReader(tools.form, tools.schemas)
+        self.triggers, self.close = tools.form.triggers, tools.form.close
         self.count = 0
         self._pending = ""
-        # The text after the start mark of calls, and how many characters of it were passed on.
+        # The text from the start mark of calls on; how many characters of it were passed on; the
+        # mark that ends it.
         self._payload: str | None = None
         self._done = 0
-        self._value: _JsonObject | None = None
-        self._text = False
+        self._value: _Json | None = None
+        # A scanner of JSON that may be a call without marks, and how many characters it has read.
+        self._bare: tuple[_Json, int] | None = None
+        # Whether a call without marks may start here: at the start of the text or after a call.
+        self._may_start = True
 
     @property
     def full(self) -> bool:
         """Whether the request allows a single call, and that call is complete."""
-        return self.tools.single and self.count > 0 and self._value is None and (self._payload is None or not self.form.end)
+        return self.tools.single and self.count > 0 and self._value is None and (self._payload is None or not self.close)
 
     def add(self, more: str) -> list[Piece]:
         """Append `more` to the text; return the pieces that are now final."""
         self._pending += more
         pieces: list[Piece] = []
-        while self._step(pieces):
+        while self._step_payload(pieces) if self._payload is not None else self._step_text(pieces):
             pass
         return pieces
 
@@ -83,110 +103,138 @@ class Calls:
         pieces: list[Piece] = []
         if self._payload is not None:
             self._payload += self._pending
+            self._pending = ""
             self._emit_arguments(pieces)
-            self._close(pieces)
-        elif self._pending and not (self.count and not self._pending.strip()):
+            self._end_payload(pieces)
+        if self._pending and not (self.count and not self._pending.strip()):
             pieces.append(self._pending)
         self._pending = ""
         return pieces
 
-    def _step(self, pieces: list[Piece]) -> bool:
-        if self._payload is not None:
-            return self._step_payload(pieces)
-        if not self.form.begin:
-            return self._step_without_mark(pieces)
-        certain, mark, rest = split_at_mark(self._pending, [self.form.begin])
+    def _step_text(self, pieces: list[Piece]) -> bool:
+        """Pass on text that is not part of a call; return whether a call starts."""
+        start = self._bare_start()
+        text = self._pending if start is None else self._pending[:start]
+        certain, mark, rest = split_at_mark(text, self.triggers, final=start is not None)
+        if mark:
+            self._emit_text(certain.rstrip(), pieces)
+            self._pending, self._payload, self._done = self._pending[len(certain) + len(mark) :], mark, 0
+            return True
         # Space before and between calls is not part of the answer.
         words = certain.rstrip()
+        self._emit_text(words, pieces)
+        self._pending = self._pending[len(words) :]
+        return start is not None and self._step_bare(pieces)
+
+    def _emit_text(self, words: str, pieces: list[Piece]) -> None:
         if words:
             pieces.append(words)
-        if not mark:
-            self._pending = self._pending[len(words) :]
+            self._may_start = False
+
+    def _bare_start(self) -> int | None:
+        """Return where in the pending text a call without marks may start; None if nowhere."""
+        for found in BARE_START.finditer(self._pending if self.tools.schemas else ""):
+            # The pending text may start inside a line.
+            if found.start() == 0 and not self._may_start:
+                continue
+            text = self._pending[found.end() :]
+            if BARE_CALL.match(text) or BARE_PREFIX.match(text):
+                return found.end()
+        return None
+
+    def _step_bare(self, pieces: list[Piece]) -> bool:
+        """Read a call without marks from the pending text; return whether there was a decision."""
+        text = self._pending.lstrip()
+        if not (start := BARE_CALL.match(text)):
             return False
-        self._pending, self._payload, self._done = rest, "", 0
+        scanner, end = self._bare or (_Json(), re.search(r"[\[{]", start[0]).start())
+        end += len(scanner.take(text[end:]))
+        self._bare = scanner, end
+        if scanner.complete and text.startswith("```"):
+            closed = text.find("```", end)
+            end = closed + 3 if closed >= 0 else 0
+        if not scanner.complete or not end:
+            return False
+        self._bare, space = None, self._pending[: len(self._pending) - len(text)]
+        self._pending = text[end:]
+        try:
+            calls = [*read_bare(text[:end])]
+            if not all(self._accepts(*call) for call in calls):
+                raise ValueError("JSON that is not a call")
+        except NOT_CALLS:
+            self._emit_text(space + text[:end], pieces)
+        else:
+            self._emit_calls(calls, pieces)
+            self._pending = self._pending.lstrip(" \n;,")
         return True
 
-    def _step_without_mark(self, pieces: list[Piece]) -> bool:
-        """Read pending text in a format without a start mark: text that starts with { is a call."""
-        start = self._pending.lstrip().removeprefix("<|python_tag|>").lstrip()
-        if self._text or start and not start.startswith("{") and not "<|python_tag|>".startswith(start):
-            pieces += [self._pending] * bool(self._pending)
-            self._pending, self._text = "", True
-            return False
-        if not start.startswith("{"):
-            return False
-        self._pending, self._payload, self._done = start, "", 0
-        return True
+    def _accepts(self, name: str, arguments: Mapping[str, Any]) -> bool:
+        # In a format without marks the name alone tells calls from other JSON.
+        return self.calls.accepts(name, arguments) if self.triggers else name in self.tools.schemas
+
+    def _emit_calls(self, calls: Sequence[ReadCall], pieces: list[Piece]) -> None:
+        for name, arguments in calls[:1] if self.tools.single else calls:
+            pieces.append(CallPart(self.count, name, json.dumps(arguments, ensure_ascii=False)))
+            self.count += 1
+        self._may_start = True
 
     def _step_payload(self, pieces: list[Piece]) -> bool:
         """Move pending text to the payload, up to its end mark if the format has one."""
-        certain, end, self._pending = split_at_mark(self._pending, [self.form.end] if self.form.end else [])
-        self._payload += certain
+        certain, end, self._pending = split_at_mark(self._pending, [self.close] if self.close else [])
+        self._payload += certain + end
         self._emit_arguments(pieces)
         if end:
-            self._close(pieces, end)
+            self._end_payload(pieces)
         return bool(end)
 
     def _emit_arguments(self, pieces: list[Piece]) -> None:
         """Add the arguments in JSON that have come so far to `pieces`."""
-        head = HEADS.get(self.form.kind)
-        while head and (self.count == 0 or not self.tools.single or self._value):
+        while self.form.style == "json" and (self.count == 0 or not self.tools.single or self._value):
             if self._value is None:
-                # In a format without an end mark, another start mark starts another call.
-                start = self._done + len(self.form.begin) * self._payload.startswith(self.form.begin or "\0", self._done)
-                if not (found := head.match(self._payload, start)) or not self._is_function(found[1]):
+                if not (found := self.calls.head.search(self._payload, self._done)):
                     return
                 pieces.append(CallPart(self.count, found[1], ""))
-                self._value, self._done = _JsonObject(), found.end()
+                self._value, self._done = _Json(), found.end()
             more = self._value.take(self._payload[self._done :])
             if more:
                 pieces.append(CallPart(self.count, None, more))
                 self._done += len(more)
             if not self._value.complete:
                 return
-            # In JSON a bracket closes the call after its arguments.
-            closing = re.compile("" if self.form.kind == "named" else r"\s*\}").match(self._payload, self._done)
-            if not closing:
-                return
-            self._done, self.count, self._value = closing.end(), self.count + 1, None
+            self.count, self._value = self.count + 1, None
 
-    def _close(self, pieces: list[Piece], end: str = "") -> None:
-        """Read the calls of a complete payload; `end` is the end mark that followed it."""
+    def _end_payload(self, pieces: list[Piece]) -> None:
+        """Read the calls of a complete payload."""
         payload, self._payload = self._payload, None
         if self._value is not None:
             # The call was cut off inside its arguments; the client has received a part of them.
             self.count, self._value = self.count + 1, None
         elif not self._done:
             try:
-                calls = read(self.form, payload, self.tools.schemas)
-                if not all(self._is_function(name) for name, _ in calls):
-                    raise ValueError("JSON that is not a call")
+                self._emit_calls(self.calls.read(payload), pieces)
             except ValueError:
-                pieces.append(f"{self.form.begin}{payload}{end}")
-                return
-            for name, arguments in calls[:1] if self.tools.single else calls:
-                pieces.append(CallPart(self.count, name, arguments))
-                self.count += 1
-
-    def _is_function(self, name: str) -> bool:
-        # Without a start mark, only the names of functions distinguish calls from JSON.
-        return bool(self.form.begin) or not self.tools.schemas or name in self.tools.schemas
+                self._emit_text(payload, pieces)
+        self._may_start = True
 
 
-class _JsonObject:
-    """A scanner that finds the end of a JSON object whose text comes in pieces."""
+class _Json:
+    """A scanner that finds the end of an object or list of JSON whose text comes in pieces.
+
+    It takes strings between single quotes too, as Python literals have them.
+    """
 
     def __init__(self) -> None:
-        self.depth, self.quoted, self.escaped, self.complete = 0, False, False, False
+        self.depth, self.quote, self.escaped, self.complete = 0, "", False, False
 
     def take(self, text: str) -> str:
-        """Return the part of `text` that belongs to the object."""
+        """Return the part of `text` that belongs to the value."""
         for at, letter in enumerate(text if not self.complete else ""):
-            if self.quoted:
-                self.quoted = self.escaped or letter != '"'
+            if self.quote:
+                if letter == self.quote and not self.escaped:
+                    self.quote = ""
                 self.escaped = letter == "\\" and not self.escaped
-            elif letter == '"':
-                self.quoted = True
+            elif letter in "\"'":
+                self.quote = letter
             else:
                 self.depth += (letter in "{[") - (letter in "}]")
                 if not self.depth:

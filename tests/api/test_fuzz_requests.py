@@ -40,12 +40,6 @@ VALUES = (
 )  # fmt: skip
 
 
-def requests(count: int = 300):
-    """Return a sample of the random requests; all would take minutes."""
-    rng = random.Random(7)
-    return rng.sample(list(every_request(rng)), count)
-
-
 def every_request(rng: random.Random):
     for url, (kind, valid) in REQUESTS.items():
         fields = [*kind.model_fields, "bogus"]
@@ -63,9 +57,10 @@ def every_request(rng: random.Random):
 def test_any_request_is_answered_or_rejected(path, tmp_path):
     with served(path, tmp_path / "log", "--temperature", "0", "--quiet", "--queue", "200") as server:
         parts = urllib.parse.urlsplit(server.url)
-        statuses = set()
+        statuses, rng = set(), random.Random(7)
         connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=60)
-        for url, data in requests():
+        # All of them would take minutes.
+        for url, data in rng.sample(list(every_request(rng)), 300):
             connection.request("POST", url, data, {"Content-Type": "application/json"})
             response = connection.getresponse()
             answer = response.read()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Literal
 
 import numpy as np
@@ -14,11 +13,7 @@ from pydantic import BaseModel
 import castiron
 from castiron.pipelines.compile.compiler import compile_model
 from castiron.pipelines.compile.options import Options
-from castiron.reference import tiny
 from tests.support import encoders, served
-
-# A template with tools in the format of Llama 3.
-TEMPLATE = '{% if tools %}{{ tools | tojson }} "parameters": dictionary{% endif %}' + served.TEMPLATE
 
 
 class Weather(BaseModel):
@@ -36,11 +31,8 @@ def look_out(closed: bool) -> str:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
-    checkpoint = tiny.tiny_model(
-        "llama", tmp_path_factory.mktemp("langchain") / "tiny", num_hidden_layers=1, max_position_embeddings=1024
-    )
-    served.tokenizer().save(str(checkpoint / "tokenizer.json"))
-    (checkpoint / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "</s>"}))
+    directory = tmp_path_factory.mktemp("langchain") / "tiny"
+    checkpoint = served.checkpoint(directory, served.TOOLS_TEMPLATE, num_hidden_layers=1, max_position_embeddings=1024)
     return compile_model(checkpoint, checkpoint / "bundle", Options(context=1024, batch=(), speculate=())).bundle
 
 

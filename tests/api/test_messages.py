@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import typing
 from typing import Literal
 
 import anthropic
@@ -18,6 +17,7 @@ from castiron.pipelines.server.app import open_app
 from tests.api.test_responses import COLOUR
 from tests.support import talking
 
+talking_path = talking.talking_path
 PATH = "/v1/messages"
 HI = [{"role": "user", "content": "hi"}]
 ASKED = {"messages": HI, "temperature": 0, "max_tokens": 30, "ignore_eos": True}
@@ -25,10 +25,7 @@ TOOLS = [
     {"name": "w", "description": "d", "input_schema": COLOUR},
     {"name": "n", "input_schema": {"type": "object", "properties": {}, "additionalProperties": False}},
 ]
-EVENTS = {
-    typing.get_args(kind.model_fields["type"].annotation)[0]: kind
-    for kind in typing.get_args(typing.get_args(RawMessageStreamEvent)[0])
-}
+EVENTS = talking.event_types(RawMessageStreamEvent)
 
 
 @pytest.fixture(scope="module")
@@ -214,18 +211,18 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
     ("more", "message"),
     [
         ({"max_tokens": None}, "max_tokens"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0: this model reads text only"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0.type: 'image' is not supported"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": [IMAGE]}]}]},
-         "messages.0.content.0.content.0: this model reads text only"),
+         "messages.0.content.0.content.0.type: 'image' is not supported"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content must be a string or a list of blocks"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "n"}]}]}, "must provide messages.0.content.0.input"),
         ({"messages": [{"role": "user", "content": "x" * 300}]}, "254 tokens"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305' is not supported"),
-        ({"messages": [*HI, {"role": "assistant", "content": [{"type": []}]}]}, "the part of type []"),
+        ({"messages": [*HI, {"role": "assistant", "content": [{"type": []}]}]}, "[] is not supported"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "the type tool needs the name of a tool"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "does not edit conversations"),
         ({"output_config": {"effort": "low"}}, "no reasoning effort"),
-        ({"system": [IMAGE]}, "system.0: this model reads text only"),
+        ({"system": [IMAGE]}, "system.0.type: 'image' is not supported"),
         ({"container": "x"}, "container is not supported"),
     ],
 )  # fmt: skip

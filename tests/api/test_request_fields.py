@@ -10,6 +10,7 @@ from starlette.testclient import TestClient
 from castiron.pipelines.api.api_errors import ApiError
 from castiron.pipelines.api.parse_body import parse_body
 from castiron.pipelines.api.schemas import ChatRequest, TokenizeRequest
+from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.app import open_app
 from tests.support import toy_text
@@ -149,7 +150,15 @@ def test_fields_of_vllm_and_llama_cpp_have_their_effect(client, plain):
     defaults = {"skip_special_tokens": True, "include_stop_str_in_output": False, "use_beam_search": False, "length_penalty": 1.0,
                 "spaces_between_special_tokens": True, "cache_prompt": True, "top_k": -1, "mirostat": 0, "min_tokens": 0}  # fmt: skip
     assert generated(plain, **defaults)[0] == full
-    assert plain.app.api.sampling_of(ChatRequest(messages=MESSAGES, top_k=-1)).top_k == 0
+    sampling = {
+        "temperature": 0.5,
+        "min_p": 0.1,
+        "repeat_penalty": 1.1,
+        "frequency_penalty": 0.2,
+        "presence_penalty": 0.3,
+        "seed": 4,
+    }
+    assert plain.app.api.sampling_of(ChatRequest(messages=MESSAGES, top_k=-1, **sampling)) == Sampling(top_k=0, **sampling)
     chunks = ask(plain, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}, max_tokens=4).text
     usages = [json.loads(line[6:])["usage"]["completion_tokens"] for line in chunks.split("\n\n")[:-2]]
     assert usages[1:5] == [1, 2, 3, 4] and set(usages[5:]) == {4}

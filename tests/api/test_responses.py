@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import typing
 
 import jsonschema
 import openai
@@ -18,6 +17,7 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.app import open_app
 from tests.support import talking
 
+talking_path = talking.talking_path
 PATH = "/v1/responses"
 ASKED = {"input": "hi", "temperature": 0, "max_output_tokens": 30, "ignore_eos": True}
 COLOUR = {
@@ -27,10 +27,7 @@ TOOLS = [
     {"type": "function", "name": "w", "description": "d", "parameters": COLOUR, "strict": True},
     {"type": "function", "name": "n"},
 ]
-EVENTS = {
-    typing.get_args(kind.model_fields["type"].annotation)[0]: kind
-    for kind in typing.get_args(typing.get_args(ResponseStreamEvent)[0])
-}
+EVENTS = talking.event_types(ResponseStreamEvent)
 
 
 @pytest.fixture(scope="module")
@@ -256,11 +253,12 @@ def test_the_response_store_is_bounded():
     assert [bool(store.get(b"me", name)) for name in "abcd"] == [True, False, True, True]
     store.put(b"me", {"id": "e", "text": "x" * 1500}, [message])
     assert [bool(store.get(b"me", name)) for name in "abcde"] == [False, False, True, True, True]
-    item = {"id": "item", "type": "message", "content": [{"text": "x", "logprobs": [{"token": "x"}]}]}
+    part = {"type": "output_text", "text": "x", "logprobs": [{"token": "x"}]}
+    item = {"id": "item", "type": "message", "role": "assistant", "content": [part]}
     store.put(b"me", {"id": "f", "output": [item]}, [])
     # All references to an item share one object.
     assert store.item(b"me", "item") is store.item(b"me", "item") and not store.item(b"you", "item")
-    assert store.item(b"me", "item") == {**item, "content": [{"text": "x", "logprobs": []}]}
+    assert store.item(b"me", "item").content[0].model_dump() == {"type": "output_text", "text": "x"}
     store.delete(b"me", "f")
     assert not store.item(b"me", "item") and not store._items
 
@@ -270,10 +268,10 @@ def test_the_response_store_is_bounded():
     [
         ({"input": []}, "input", "must provide input"),
         ({"input": 5}, "input", "a string or a list of items"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content.0", "reads text only"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content.0.type", "takes text"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.id", "send the item itself"),
-        ({"tools": [{"type": "namespace", "name": "s", "tools": [{"type": "custom", "name": "x"}]}]}, "tools.0.tools.0.type", "takes function"),
-        ({"tools": [{"type": "namespace", "name": "s" * 100, "tools": [{"type": "function", "name": "n" * 100}]}]}, "tools.0.tools.0.name", "pattern"),
+        ({"tools": [{"type": "namespace", "name": "s", "tools": [{"type": "custom", "name": "x"}]}]}, "tools.0.tools.0.type", "should be .function."),
+        ({"tools": [{"type": "namespace", "name": "s" * 100, "tools": [{"type": "function", "name": "n" * 100}]}]}, "tools.0.function.name", "pattern"),
         ({"tools": [{"type": "namespace", "name": f"s{i}", "tools": TOOLS} for i in range(65)]}, "tools", "at most 128"),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "input.0.type", "'computer_call' is not supported"),
         ({"input": [{"type": "function_call", "name": "w", "arguments": "{}"}]}, "input.0.call_id", "must provide"),

@@ -91,12 +91,10 @@ def test_takes_the_fields_of_vllm_and_llama_cpp(client, body):
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "must be given with"),
         ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format.json_schema", "only then"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "'json_object'"),
-        ({"regex": "(a"}, "regex", "unclosed group"),
         ({"grammar": "root ::= x"}, "grammar", "'x' not found"),
         ({"regex": "a", "grammar": "start: A"}, "regex", "give one"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.regex", "give one"),
         ({"guided_json": "{"}, "guided_json", "must be a JSON schema"),
-        ({"guided_json": {"not": {}}}, "guided_json", '"not"'),
         ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "goes with"),
     ],
 )  # fmt: skip
@@ -106,18 +104,12 @@ def test_an_unsupported_grammar_is_a_400(client, body, param, error_message):
     assert error.value.param == param and error_message in error.value.message
 
 
-def test_run_reads_a_schema_or_grammar_from_a_file(path, tmp_path, capsys):
-    (tmp_path / "person.json").write_text(json.dumps(structured.PERSON))
+def test_run_takes_a_grammar_and_an_expression(path, tmp_path, capsys):
     (tmp_path / "words.gbnf").write_text('root ::= "ab" | "cd"\n')
-    for option, value in (
-        ("--json-schema", tmp_path / "person.json"),
-        ("--grammar", tmp_path / "words.gbnf"),
-        ("--regex", "ab|cd"),
-    ):
-        assert cli.main(["run", str(path), "Hello", option, str(value), "--json"]) == 0
+    for option, value in (("--grammar", str(tmp_path / "words.gbnf")), ("--regex", "ab|cd")):
+        assert cli.main(["run", str(path), "Hello", option, value, "--json"]) == 0
         answer = read_json(capsys.readouterr().out)
-        assert answer["finish_reason"] == "stop"
-        assert answer["text"] in ("ab", "cd") or jsonschema.validate(json.loads(answer["text"]), structured.PERSON) is None
+        assert answer["finish_reason"] == "stop" and answer["text"] in ("ab", "cd")
     (tmp_path / "person.json").write_text("{")
     assert cli.main(["run", str(path), "Hello", "--json-schema", str(tmp_path / "person.json")]) == 1
     assert "is not JSON" in capsys.readouterr().err

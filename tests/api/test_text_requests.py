@@ -131,7 +131,12 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         (ChatRequest, {}, "messages", "you must provide messages"),
         (ChatRequest, {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role", "'user'"),
         (ChatRequest, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "string or a list of parts"),
-        (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", "type text"),
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content.0.type",
+            "takes text",
+        ),
         (ChatRequest, {"messages": MESSAGES, "temperature": 2.5}, "temperature", "less than or equal to 2"),
         (ChatRequest, {"messages": MESSAGES, "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
         (ChatRequest, {"messages": MESSAGES, "n": 1000}, "n", "128"),

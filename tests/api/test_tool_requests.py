@@ -15,6 +15,7 @@ from castiron.pipelines.engine.chooser import Chooser
 from castiron.pipelines.server.app import open_app
 from tests.support import talking, toy_text
 
+talking_path = talking.talking_path
 PROPERTIES = {"c": {"type": "string", "maxLength": 4}, "d": {"type": "integer", "maximum": 9, "minimum": 0}}
 SCHEMA = {"type": "object", "properties": PROPERTIES, "required": ["c"], "additionalProperties": False}
 TOOLS = [
@@ -57,9 +58,9 @@ def gathered(chunks) -> tuple[list[tuple[str, str]], str, str]:
 
 
 def test_the_manifest_has_the_form_and_inspect_shows_it(talking_path, capsys):
-    assert json.loads((talking_path / "manifest.json").read_text())["tool_format"] == "hermes"
+    assert json.loads((talking_path / "manifest.json").read_text())["tool_format"]["begin"] == '<tool_call>\n{"name": "'
     assert cli.main(["inspect", str(talking_path)]) == 0
-    assert "tool calls" in (out := capsys.readouterr().out) and "hermes" in out
+    assert '<tool_call> {"name": "name", "arguments": {…}} </tool_call>' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "w"}}])
@@ -177,13 +178,9 @@ def test_invalid_tools_are_a_400(client, more, param, error_message):
     assert error.value.param == param and error_message in error.value.message
 
 
-def test_a_template_without_a_known_tool_format_rejects_tools(tmp_path, monkeypatch):
-    for template, error_message in (
-        (toy_text.TEMPLATE_TEXT, "does not read tools"),
-        ("{{ tools }}{{ messages[0].content }}", "unknown form"),
-    ):
-        monkeypatch.setattr(toy_text, "TEMPLATE_TEXT", template)
-        with TestClient(open_app(toy_text.write(tmp_path / "toy"), threads=1)) as client:
-            body = {"messages": [{"role": "user", "content": "b"}], "max_tokens": 1, "tools": TOOLS}
-            error = client.post("/v1/chat/completions", json=body).json()["error"]
-            assert error["param"] == "tools" and error_message in error["message"]
+@pytest.mark.parametrize("template", [toy_text.TEMPLATE_TEXT, "{{ tools }}{{ messages[0].content }}"])
+def test_a_template_without_tools_gets_a_description_of_them(tmp_path, monkeypatch, template):
+    monkeypatch.setattr(toy_text, "TEMPLATE_TEXT", template)
+    with TestClient(open_app(toy_text.write(tmp_path / "toy"), threads=1)) as client:
+        prompt = lambda tools: client.app.api.tokenizer.render_chat([{"role": "user", "content": "b"}], tools=tools)
+        assert prompt(TOOLS).count('"name": "w"') == 1 and "b" in prompt(TOOLS) and "w" not in prompt(None)

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 
 from castiron.pipelines import terminal
 from castiron.pipelines.batch import job as jobs
-from castiron.pipelines.batch import rows as rows_module
+from castiron.pipelines.batch import records as records_module
 from castiron.pipelines.batch.job import Summary, answering
 from castiron.pipelines.batch.openai_batch import reproducible
-from castiron.pipelines.batch.plain_rows import PromptOptions, Prompts
-from castiron.pipelines.batch.rows import Requests, Row
+from castiron.pipelines.batch.plain_records import Prompts
+from castiron.pipelines.batch.records import Conversion, Record
 from castiron.pipelines.cli import batch as command
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.engine.engine import Engine
@@ -41,23 +41,23 @@ ROOT = Path(__file__).parents[2]
 MANIFEST = SimpleNamespace(context=CONTEXT, vocab=VOCAB, tokens=SimpleNamespace(eos=(EOS,)))
 
 
-def requests(**wanted) -> Requests:
-    return Requests(Prompts(MANIFEST, TEXT, PromptOptions(max_tokens=10, **wanted)), lambda: None, b"identity", 0)  # type: ignore
+def conversion(**wanted) -> Conversion:
+    return Conversion(Prompts(MANIFEST, TEXT, max_tokens=10, **wanted), lambda: None, b"identity", 0)  # type: ignore
 
 
 def rows_of(prompts):
     for index, prompt in enumerate(prompts):
-        yield Row(index, {"prompt": prompt}, {"prompt": prompt}, json.dumps(prompt).encode())
+        yield Record(index, {"prompt": prompt}, {"prompt": prompt}, json.dumps(prompt).encode())
 
 
 def answers(scheduler, prompts, window=8, **wanted):
-    made = requests(**wanted)
-    return answering(scheduler, made, window)((row, made.key(row)) for row in rows_of(prompts))
+    made = conversion(**wanted)
+    return answering(scheduler, made, window)(replace(row, key=made.key(row)) for row in rows_of(prompts))
 
 
 @given(st.integers(1, 4), st.lists(PROMPTS, max_size=12), st.integers(1, 12))
 def test_each_row_gets_its_result_of_a_single_run(size, prompts, window):
-    found = {row.index: outcome for row, _, outcome in answers(Engine(FakeBatch(size)), prompts, window)}
+    found = {row.index: outcome for row, outcome in answers(Engine(FakeBatch(size)), prompts, window)}
     assert found.keys() == set(range(len(prompts)))
     for index, prompt in enumerate(prompts):
         expected = by_itself(prompt, 10)
@@ -79,22 +79,16 @@ def test_shared_prefixes_are_prefilled_in_one_window():
     assert next(taken) <= 48 + 3 + 48
     prefilled = sum(work[2] for work in batch.work if work[0] == "prefill")
     assert prefilled <= 3 * 40 + 4 * 48 + 4 * 48, "a shared prefix was prefilled more than once"
-    assert sum(outcome.cached for _, _, outcome in rows) >= 45 * 40
-
-
-def test_long_rows_run_first():
-    prompts = [[3, 4], [5] * 60, [], [6] * 20, [7] * 40]
-    ended = [row.index for row, _, _ in answers(Engine(FakeBatch(1)), prompts, ignore_eos=True)]
-    assert ended == [2, 1, 4, 3, 0]
+    assert sum(outcome.cached for _, outcome in rows) >= 45 * 40
 
 
 def test_sampling_is_reproducible_and_differs_by_row():
     def drawn(size, window, seed=0):
-        made = requests(sampling=Sampling(temperature=1.0))
+        made = conversion(sampling=Sampling(temperature=1.0))
         made.seed = seed
-        keyed = ((row, made.key(row)) for row in rows_of([[5, 6]] * 6))
+        keyed = (replace(row, key=made.key(row)) for row in rows_of([[5, 6]] * 6))
         found = answering(Engine(FakeBatch(size)), made, window)(keyed)
-        return [outcome.added["generated"] for _, outcome in sorted((row.index, outcome) for row, _, outcome in found)]
+        return [outcome.added["generated"] for _, outcome in sorted((row.index, outcome) for row, outcome in found)]
 
     first = drawn(1, 1)
     assert drawn(4, 6) == first != drawn(1, 1, seed=1) and len(set(first)) == 6
@@ -104,15 +98,20 @@ def test_greedy_rows_equal_castiron_run(job, path, tmp_path, capsys):
     texts = ["Hello there", "What?", "Hello where"]
     rows = [{"prompt": text, "kept": [1, {"a": None}]} for text in texts]
     rows += [{"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]} for text in texts]
-    counts = job(write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", "-n", "9", "--ordered")
+    counts = job(write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", "-n", "9")
     found = read(tmp_path / "out.jsonl")
     for text, one, other in zip(texts, found, found[3:]):
         cli.main(["run", str(path), "-p", text, "-n", "9", "--threads", "1", "--json"])
         single = json.loads(capsys.readouterr().out)
         assert one["generated"] == other["generated"] == single["text"] and one["kept"] == [1, {"a": None}]
         assert one["finish_reason"] == single["finish_reason"] and one["prompt_tokens"] == single["prompt_tokens"]
-    reported = {name: counts[name] for name in ("rows", "before", "failed", "generated_tokens")}
-    assert reported == {"rows": 6, "before": 0, "failed": 0, "generated_tokens": sum(row["generated_tokens"] for row in found)}
+    reported = {name: counts[name] for name in ("records", "before", "failed", "generated_tokens")}
+    assert reported == {
+        "records": 6,
+        "before": 0,
+        "failed": 0,
+        "generated_tokens": sum(row["generated_tokens"] for row in found),
+    }
     assert counts["cached_tokens"] > 0
 
 
@@ -168,30 +167,19 @@ def test_memory_limits_count_a_row_at_a_time(job, tmp_path, monkeypatch):
     body = {"messages": served.MESSAGES, "logprobs": True, "top_logprobs": 5, "ignore_eos": True}
     rows = [{"custom_id": str(i), "url": BODIES[0][0], "body": body | {"max_tokens": 6}} for i in range(6)]
     rows.append(rows[0] | {"body": body | {"max_tokens": 12}})
-    job(write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", "--ordered")
+    job(write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl")
     found = [row["response"] for row in read(tmp_path / "out.jsonl")]
     assert [response["status_code"] for response in found] == [200] * 6 + [400]
     assert "for a client" in found[6]["body"]["error"]["message"]
 
 
-def test_job_options_are_defaults_for_every_endpoint(job, tmp_path):
-    bodies = {
-        "/v1/chat/completions": {"messages": served.MESSAGES}, "/v1/completions": {"prompt": "Hi"},
-        "/v1/responses": {"input": "Hi", "text": {"verbosity": "medium"}}, "/v1/messages": {"messages": served.MESSAGES},
-    }  # fmt: skip
-    (tmp_path / "schema.json").write_text('{"const": "ab"}')
-    rows = [{"custom_id": url, "url": url, "body": body} for url, body in bodies.items()]
-    rows.append({"custom_id": "own", "url": "/v1/messages", "body": bodies["/v1/messages"] | {"max_tokens": 2}})
-    schema = ["--json-schema", str(tmp_path / "schema.json")]
-    job(write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", "-n", "9", "--ordered", *schema)
-    answers_of = lambda path: [row["response"]["body"] for row in read(path)]
-    chat, text, response, message, own = answers_of(tmp_path / "out.jsonl")
-    texts = [chat["choices"][0]["message"]["content"], text["choices"][0]["text"], response["output"][0]["content"][0]["text"]]
-    assert [*texts, message["content"][0]["text"]] == ['"ab"'] * 4 and own["content"][0]["text"] == '"a'
-    job(tmp_path / "in.jsonl", tmp_path / "out.jsonl", "-n", "3", "--temperature", "0", "--ordered")
-    _, _, response, message, _ = answers_of(tmp_path / "out.jsonl")
-    assert response["usage"]["output_tokens"] == message["usage"]["output_tokens"] == 3
-    assert response["status"] == "incomplete" and message["stop_reason"] == "max_tokens"
+def test_options_of_prompts_have_no_effect_on_openais_format(job, tmp_path):
+    body = {"messages": served.MESSAGES, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    job(
+        write(tmp_path / "in.jsonl", [{"custom_id": "a", "url": BODIES[0][0], "body": body}]), tmp_path / "out.jsonl", "-n", "3"
+    )
+    assert "no effect on requests in OpenAI's format: --max-tokens;" in job.errors
+    assert read(tmp_path / "out.jsonl")[0]["response"]["body"]["usage"]["completion_tokens"] == 6
 
 
 # Invalid plain rows, each with a part of its error.
@@ -202,7 +190,6 @@ BAD_ROWS = [
     ({"prompt": "a", "messages": [{"role": "user"}]}, "messages and prompt"), ({"prompt": "x" * 500}, "126"),
     ({"prompt": "\ud800"}, "UTF-8"), ({"messages": [{"role": "user", "content": 5}]}, "messages.0: role"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0: role"),
-    ({"prompt": "x" * 100_001}, "characters"),
 ]  # fmt: skip
 # Invalid rows in OpenAI's format.
 BAD_REQUESTS = [
@@ -222,10 +209,10 @@ def test_a_bad_row_fails_by_itself(job, tmp_path):
     rows = [good, *(row for row, _ in BAD_ROWS + BAD_REQUESTS), good]
     lines = [(row if isinstance(row, str) else json.dumps(row)).encode("latin-1") for row in rows]
     (tmp_path / "in.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\n\n".join(lines))
-    counts = job(tmp_path / "in.jsonl", tmp_path / "out.jsonl", "-n", "4", "--ordered")
-    assert "castiron: 4 rows with a custom_id of an earlier row" in job.errors
+    counts = job(tmp_path / "in.jsonl", tmp_path / "out.jsonl", "-n", "4")
+    assert "castiron: 4 records with a custom_id of an earlier record" in job.errors
     first, *middle, last = read(tmp_path / "out.jsonl")
-    assert (counts["rows"], counts["failed"]) == (25, 23)
+    assert (counts["records"], counts["failed"]) == (24, 22)
     assert first == last and first["generated"] and first["error"] is None
     plain, requests = middle[: len(BAD_ROWS)], middle[len(BAD_ROWS) :]
     assert [row for row, (_, message) in zip(plain, BAD_ROWS, strict=True) if message not in row["error"]] == []
@@ -243,12 +230,12 @@ def test_the_format_of_a_row_follows_its_columns():
         "no",
         '{"body": 1}',
     ]
-    rows = list(rows_module.JsonLines(io.BytesIO("\n".join(lines).encode())))
-    assert [row.is_request for row in rows] == [True, True, True, False, False, False]
+    rows = list(records_module.JsonLines(io.BytesIO("\n".join(lines).encode())))
+    assert [row.is_openai for row in rows] == [True, True, True, False, False, False]
 
 
-def test_pipes_get_results_immediately_and_in_order(path, tmp_path):
-    words = [sys.executable, "-m", "castiron", "batch", str(path), "-", "-o", "-", "-n", "3", "--threads", "1", "--ordered"]
+def test_pipes_get_results_immediately(path, tmp_path):
+    words = [sys.executable, "-m", "castiron", "batch", str(path), "-", "-o", "-", "-n", "3", "--threads", "1"]
     first, *rest = [json.dumps({"prompt": "x" * (20 - i), "id": i}) + "\n" for i in range(12)]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(words, cwd=ROOT, **pipes, text=True) as process:
@@ -257,20 +244,20 @@ def test_pipes_get_results_immediately_and_in_order(path, tmp_path):
         # The first row is answered before the others are written.
         assert select.select([process.stdout], [], [], 120)[0] and json.loads(process.stdout.readline())["id"] == 0
         output, errors = process.communicate("".join(rest), timeout=120)
-    assert [json.loads(line)["id"] for line in output.splitlines()] == list(range(1, 12))
+    assert sorted(json.loads(line)["id"] for line in output.splitlines()) == list(range(1, 12))
     assert "are not stored" in errors and os.listdir(tmp_path) == []
 
 
 def test_lines_of_a_pipe_equal_those_of_a_file(monkeypatch):
-    monkeypatch.setattr(rows_module, "MAX_LINE", 40)
+    monkeypatch.setattr(records_module, "MAX_LINE", 40)
     data = b'\xef\xbb\xbf{"a": 1}\n\n{"b": 2}\n{"long": "' + b"x" * 200 + b'"}\n[]\n{"c": "\xc3\xa9"}'
-    expected = list(rows_module.JsonLines(io.BytesIO(data)))
+    expected = list(records_module.JsonLines(io.BytesIO(data)))
     errors = [None, None, "line 4 has more than", "line 5 is not a JSON", None]
     assert [row.error and row.error[:20] for row in expected] == errors
     for size in (1, 7, 64, 1000):
         reader, writer = os.pipe()
         with open(reader, "rb") as file:
-            coming, found = iter(rows_module.JsonLines(file)), []
+            coming, found = iter(records_module.JsonLines(file)), []
             for start in range(0, len(data), size):
                 os.write(writer, data[start : start + size])
                 # All lines that are complete, without waiting for the rest.
@@ -283,7 +270,7 @@ def test_lines_of_a_pipe_equal_those_of_a_file(monkeypatch):
 def test_a_window_of_slow_rows_starts_after_its_wait(monkeypatch):
     monkeypatch.setattr(jobs, "time", clock := SimpleNamespace(monotonic=lambda: clock.now, now=0.0))
     one = lambda *prompt: SimpleNamespace(
-        requests=[SimpleNamespace(prompt=np.array(prompt), limit=1)], row=SimpleNamespace(index=0)
+        requests=[SimpleNamespace(prompt=np.array(prompt), limit=1)], record=SimpleNamespace(index=0)
     )
     first, second, third = one(5), one(4, 4), one(3)
     works = jobs.in_windows(iter([first, None, second, None, None, third]))
@@ -298,9 +285,9 @@ def test_progress_is_a_bar_at_a_terminal_and_lines_elsewhere(monkeypatch, capsys
     monkeypatch.setattr(command, "REPORT_SECONDS", -1.0)
     monkeypatch.setattr(terminal, "INTERVAL", 0.001)
     monkeypatch.setattr(terminal, "PATIENCE", 0.0)
-    summary = Summary(rows=1200, prompt_tokens=400, generated_tokens=600, seconds=10.0)
+    summary = Summary(records=1200, prompt_tokens=400, generated_tokens=600, seconds=10.0)
     command.progress_reporter(terminal.Progress())(summary, 0.25)
-    assert capsys.readouterr().err == "castiron: 1,200 rows, 100 tok/s, about 30 s left\n"
+    assert capsys.readouterr().err == "castiron: 1,200 records, 100 tok/s, about 30 s left\n"
     # An earlier run finished half of the rows; the estimate uses the rows of this run only.
     command.progress_reporter(terminal.Progress())(replace(summary, before=600), 0.25)
     assert capsys.readouterr().err.endswith("about 60 s left\n")
@@ -309,4 +296,4 @@ def test_progress_is_a_bar_at_a_terminal_and_lines_elsewhere(monkeypatch, capsys
         command.progress_reporter(shown)(summary, 0.25)
         while "tok/s" not in shown_text:
             shown_text += capsys.readouterr().err
-    assert re.search(r"rows  \[######\.+\]  25%  1,200 rows, 100 tok/s  \d+ s", shown_text)
+    assert re.search(r"records  \[######\.+\]  25%  1,200 records, 100 tok/s  \d+ s", shown_text)

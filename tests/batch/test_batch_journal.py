@@ -16,11 +16,11 @@ import pytest
 
 from castiron.pipelines.batch.job import answering, run_job
 from castiron.pipelines.batch.journal import TITLE, Journal
-from castiron.pipelines.batch.rows import identity
+from castiron.pipelines.batch.records import identity
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.engine.engine import Engine
 from castiron.vmfb.bundle import open_bundle
-from tests.batch.test_batch_job import requests, rows_of
+from tests.batch.test_batch_job import conversion, rows_of
 from tests.engine.test_scheduler import FakeBatch
 from tests.support import served
 from tests.support.batch_jobs import read, write
@@ -42,23 +42,22 @@ class RowsOf:
 
 def run_rows(out, prompts):
     """Run a job over a model in NumPy; return how many rows were finished before, and the output."""
-    made = requests()
-    summary = run_job(RowsOf(prompts), made.key, answering(Engine(FakeBatch(2)), made), out, ordered=True)
+    made = conversion()
+    summary = run_job(RowsOf(prompts), made.key, answering(Engine(FakeBatch(2)), made), out)
     return summary.before, out.read_bytes()
 
 
 def test_only_changed_rows_run_again(job, tmp_path):
     rows, out = [{"prompt": f"Row {i}", "id": i} for i in range(6)], tmp_path / "out.jsonl"
     source = write(tmp_path / "in.jsonl", rows)
-    assert job(source, out, "-n", "5", "--ordered")["before"] == 0
+    assert job(source, out, "-n", "5")["before"] == 0
     complete = out.read_bytes()
-    assert job(source, out, "-n", "5", "--ordered")["before"] == 6 and out.read_bytes() == complete
+    assert job(source, out, "-n", "5")["before"] == 6 and out.read_bytes() == complete
     # One row is edited, one is new and one is gone.
     rows = [{"prompt": "first"}, *rows[:3], {"prompt": "Row 3", "id": "edited"}, *rows[5:]]
-    counts = job(write(source, rows), out, "-n", "5", "--ordered")
-    assert (counts["rows"], counts["before"]) == (6, 4)
+    counts = job(write(source, rows), out, "-n", "5")
+    assert (counts["records"], counts["before"]) == (6, 4)
     assert [row.get("id") for row in read(out)] == [None, 0, 1, 2, "edited", 5]
-    assert len((tmp_path / "out.jsonl.journal").read_bytes().splitlines()) == 1 + 6
     for options in (["-n", "4"], ["-n", "5", "--temperature", "1"], ["-n", "5", "--temperature", "1", "--seed", "3"]):
         assert job(source, out, *options)["before"] == 0
     assert job(source, out, "-n", "5", "--temperature", "1", "--seed", "3")["before"] == 6

@@ -11,15 +11,7 @@ from castiron.pipelines.checkpoints.checkpoint import CheckpointError, missing_a
 from castiron.pipelines.checkpoints.gguf_file import read_gguf
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from tests.support.hf_to_gguf import permute
-from tests.support.tiny_gguf import (
-    HEAD_DIM,
-    HEADS,
-    HIDDEN,
-    KV_HEADS,
-    llama_tensors,
-    write_gguf,
-    write_llama,
-)  # fmt: skip
+from tests.support.tiny_gguf import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, llama_tensors, write_gguf, write_llama
 
 # Keys about the config's origin.
 _NOT_MATHEMATICS = {"_name_or_path", "_model_name_or_path", "unk_token_id", "transformers_version"}

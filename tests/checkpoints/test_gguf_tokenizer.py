@@ -75,11 +75,7 @@ def test_smollm2_equals_transformers_on_any_text(text, smollm2_pair):
 
 
 def test_smollm2_splits_digits_first(smollm2_pair):
-    """The model's tokenizer.json has Digits before ByteLevel; transformers reads the GGUF without
-    it.
-
-    Its merges were learned with every digit split off, so "  " before a digit is one token.
-    """
+    """As when its merges were learned; transformers reads the GGUF without this rule."""
     ours, peer = smollm2_pair
     assert ours.encode("x =  12").tokens == ["x", "Ġ=", "ĠĠ", "1", "2"]
     assert peer.tokenize("x =  12") == ["x", "Ġ=", "Ġ", "Ġ", "1", "2"]
@@ -163,15 +159,16 @@ def test_expressions_are_those_of_transformers():
     both = PRE_TOKENIZERS.keys() & GGUF_PRE_TOKENIZER_SPLITS.keys()
     assert len(both) > 8
     for name in both:
-        assert PRE_TOKENIZERS[name].split == GGUF_PRE_TOKENIZER_SPLITS[name], name
+        regexes = [step["pattern"]["Regex"] for step in PRE_TOKENIZERS[name].steps if step["type"] == "Split"]
+        assert regexes == [GGUF_PRE_TOKENIZER_SPLITS[name]], name
 
 
 REFUSED = {
     "unknown pre": ({"pre": "viking"}, "unknown pre-tokenizer 'viking'; known are gpt-2"),
     "unknown kind": ({"model": "rwkv"}, "tokenizer.ggml.model is 'rwkv'"),
     "no merges": ({"merges": "none"}, "tokenizer.ggml.merges is missing"),
-    "merge of unknown tokens": ({"merges": ["a q"]}, "the merge 'a q' has parts"),
-    "merge to an unknown token": ({"merges": ["b a"]}, "the merge 'b a' has parts"),
+    "merge of unknown tokens": ({"merges": ["a q"]}, "the merge 'a q' has a part"),
+    "merge to an unknown token": ({"merges": ["b a"]}, "the merge 'b a' has a part"),
     "tokens that are numbers": ({"tokens": [1, 2]}, "tokenizer.ggml.tokens is missing"),
     "too few types": ({"token_type": [1, 1]}, "not a list of 12 numbers"),
     "flag that is a number": ({"add_bos_token": 1}, "not true or false"),
@@ -189,10 +186,7 @@ def test_invalid_metadata_ends_in_one_line(name, tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Train a SentencePiece BPE model like Llama 2's on the texts above.
-
-    Returns the model, castiron's tokenizer of it, and its GGUF metadata.
-    """
+    """Return a SentencePiece BPE model like Llama 2's, castiron's tokenizer of it, and its metadata."""
     folder = tmp_path_factory.mktemp("sentencepiece")
     lines = [line for text in TEXTS for line in text.splitlines() if line.strip() and "\0" not in line]
     (folder / "corpus.txt").write_text("\n".join(lines), encoding="utf-8")
@@ -234,9 +228,7 @@ def test_sentencepiece_equals_the_library_on_any_text(text, trained):
 
 
 def test_sentencepiece_is_exported_as_llama_cpp_does(trained, tmp_path):
-    """tokenizer.json has merges instead of scores; exporting it gives the same tokens, token types
-    and order of merges, and texts are split alike.
-    """
+    """tokenizer.json has merges instead of scores; their order and all tokens stay the same."""
     model, tokenizer, metadata = trained
     config = {"model_type": "llama", "pad_token_id": None}
     content = json.loads(tokenizer.to_str())
@@ -260,9 +252,7 @@ def test_sentencepiece_is_exported_as_llama_cpp_does(trained, tmp_path):
 
 @pytest.fixture(scope="module")
 def gemma4(tmp_path_factory):
-    """A small checkpoint with metadata like Gemma 4's, whose special tokens are user-defined, and
-    transformers' tokenizer of it.
-    """
+    """A checkpoint with a tokenizer like Gemma 4's, and transformers' tokenizer of it."""
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<|tool_response>", "<turn|>"]
     merges = ["▁ t", "h e", "▁t he", "▁ ▁", "▁▁ ▁▁", "\n \n", "l l", "e ll", "o ,"]
     joined = [merge.replace(" ", "") for merge in merges]
@@ -281,9 +271,7 @@ def gemma4(tmp_path_factory):
 
 
 def test_gemma4_equals_transformers(gemma4):
-    """No BOS is added, because the chat template writes it, and the tokens that the file calls
-    user-defined are special.
-    """
+    """The chat template writes BOS, and tokens that the file calls user-defined are special."""
     checkpoint, peer = gemma4
     ours = Tokenizer.from_str(json.dumps(checkpoint.tokenizer))
     for text in [*TEXTS, "hello,\n\n\n\n     the    world!<turn|>the<|tool_call>the<eos>"]:

@@ -20,13 +20,12 @@ from castiron.pipelines import files
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.checkpoints.open_checkpoint import find_checkpoint, open_checkpoint
 from castiron.pipelines.cli import main as cli
-from castiron.pipelines.cli.options import choose_on_hub, default_bundle
+from castiron.pipelines.cli.options import default_bundle
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.evaluate.verify import checkpoint_of
 from castiron.pipelines.locate import HubName
 from castiron.reference import tiny
 from castiron.vmfb.bundle import open_bundle
-from tests.cli.test_cli import complaint
 from tests.support.hub_stand_in import COMMIT, Hub, serving
 from tests.support.tiny_gguf import write_llama
 from tests.support.toy_text import read_json
@@ -99,7 +98,7 @@ def test_fetches_the_needed_files_once_into_the_hubs_cache(hub, tmp_path):
     assert np.isfinite(open_checkpoint("org/tiny").tensors["model.norm.weight"].dequantise()).all()
     assert len(hub.fetched()) == 4
     # A cached file is not fetched again.
-    assert find_checkpoint(tmp_path / "hub" / "models--org--tiny") == find_checkpoint(path) == path
+    assert find_checkpoint(path) == path
 
 
 def test_an_interrupted_download_is_resumed(hub, repositories, tmp_path, monkeypatch):
@@ -143,16 +142,19 @@ def test_an_invalid_answer_of_the_hub_is_one_line(hub):
 
 def test_a_suffix_chooses_among_gguf_files(hub, tmp_path, capsys):
     message = refusal("org/tiny-GGUF")
-    assert "tiny-Q4_K_M.gguf (0.3 MB), tiny-Q8_0.gguf (0.3 MB)" in message and "--file" in message and "mmproj" not in message
+    assert (
+        "tiny-Q4_K_M.gguf (0.3 MB), tiny-Q8_0.gguf (0.3 MB)" in message
+        and "org/tiny-GGUF:Q4_K_M" in message
+        and "mmproj" not in message
+    )
     for name in ("org/tiny-GGUF:q4_k_m", "hf.co/org/tiny-GGUF:tiny-Q4_K_M.gguf", f"org/tiny-GGUF@{COMMIT}:Q4_K_M"):
         assert find_checkpoint(name).name == "tiny-Q4_K_M.gguf"
     assert hub.fetched() == ["tiny-Q4_K_M.gguf"]
     assert "no GGUF file Q5_K_M; it has tiny-Q4_K_M.gguf" in refusal("org/tiny-GGUF:Q5_K_M")
     assert "no GGUF file K_M.gguf" in refusal("org/tiny-GGUF:K_M.gguf") and "no GGUF file _M" in refusal("org/tiny-GGUF:_M")
     assert find_checkpoint("org/one-GGUF").name == "one.gguf"
-    assert find_checkpoint(tmp_path / "hub" / "models--org--one-GGUF").name == "one.gguf"
     assert "neither config.json with model.safetensors" in refusal("org/pickled")
-    assert cli.main(["inspect", "org/tiny-GGUF", "--file", "tiny-Q8_0.gguf", "--revision", COMMIT, "--json"]) == 0
+    assert cli.main(["inspect", f"org/tiny-GGUF@{COMMIT}:tiny-Q8_0.gguf", "--json"]) == 0
     assert read_json(capsys.readouterr().out)["path"].endswith(f"{COMMIT}/tiny-Q8_0.gguf")
 
 
@@ -163,8 +165,6 @@ def test_an_existing_path_wins_over_the_hub(hub, tmp_path, capsys):
     assert open_checkpoint("org/tiny").format == "gguf"
     for wrong in ("org/tinny", "other/model.gguf", "./org/tinny", "tiny", "/org/tiny", "a/b/c"):
         assert "no such file or directory" in refusal(wrong)
-    assert cli.main(["inspect", "org/tiny", "--file", "x"]) == 1
-    assert "need a hub name, org/name: org/tiny; remove them" in complaint(capsys)
     assert hub.asked == []
     assert open_checkpoint("hf.co/org/tiny").format == "hf"
 
@@ -237,7 +237,6 @@ def test_commands_in_the_guide_parse(tmp_path, monkeypatch):
     lines = re.search(r"^```sh\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[1].splitlines()
     for argv in (shlex.split(line)[1:] for line in lines):
         args = cli.command_parser(argv[0]).parse_args(argv[1:])
-        choose_on_hub(args)
         assert HubName.read(getattr(args, "model", None) or args.bundle), argv
 
 
@@ -250,7 +249,7 @@ def test_commands_in_the_guide_parse(tmp_path, monkeypatch):
         ("org/name@refs/pr/1", HubName("org/name", "refs/pr/1"), "name"),
         ("https://huggingface.co/org/name/", HubName("org/name"), "name"),
         ("org/name.gguf", None, "name"),
-        ("hub/models--org--name", None, "name"),
+        ("hub/models--org--name", None, "models--org--name"),
         ("name", None, "name"),
         ("../org/name", None, "name"),
         ("org/name@../x", None, "x"),

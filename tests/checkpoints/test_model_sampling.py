@@ -1,6 +1,4 @@
-"""Default sampling: a model's generation_config applies in chat and serve, and invalid values are
-rejected.
-"""
+"""A model's generation_config sets the sampling of chat and serve; invalid values are rejected."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ COMMANDS = re.findall(r"^castiron (.*)$", "\n".join(re.findall(r"```sh\n(.*?)```
 
 @pytest.fixture(autouse=True)
 def filled(tmp_path, monkeypatch):
-    """Fill the cache with 1 MB of models, 0.5 MB of compiled code of 40 days ago, and a foreign
-    file."""
+    """Fill the cache with 1 MB of models, 0.5 MB of old compiled code and a foreign file."""
     monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path / "cache"))
     for name, size, days in (("models/a.gguf", 1_000_000, 1), ("compile/k.vmfb", 500_000, 40), ("mine", 9, 90)):
         path = tmp_path / "cache" / name

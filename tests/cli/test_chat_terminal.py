@@ -1,21 +1,14 @@
-"""Test a chat at a terminal: editing, pastes, history, completion, Ctrl-C and line breaks."""
+"""Test a chat at a terminal: editing, pastes, history, completion and Ctrl-C."""
 
 from __future__ import annotations
 
 import json
-import random
-import re
 from pathlib import Path
 
 import pytest
 
 from castiron.pipelines.cli import main as cli
-from castiron.pipelines.cli.answer_output import Wrapper, cells
-from castiron.pipelines.cli.chat import COMMANDS, SETTINGS, completions
-from castiron.pipelines.engine.engine import Engine
-from castiron.pipelines.text.conversation import Chat
-from castiron.pipelines.text.tokenizer import load_tokenizer
-from castiron.vmfb.bundle import open_bundle
+from castiron.pipelines.cli.chat import COMMANDS, SETTINGS
 from tests.support import toy_text
 from tests.support.terminal import Terminal
 
@@ -73,7 +66,7 @@ def test_a_paste_is_one_message(terminal, tmp_path):
 
 def test_without_prompt_toolkit_a_chat_reads_plain_lines(terminal, tmp_path):
     with terminal(without="prompt_toolkit") as chat:
-        for line in ("b\\", "c", f"/save {tmp_path}/c"):
+        for line in ('"""b', 'c"""', f"/save {tmp_path}/c"):
             chat.type(f"{line}\n")
         chat.wait_for("2 messages in")
     assert asked(tmp_path) == ["b\nc"]
@@ -122,84 +115,10 @@ def test_tab_completes(terminal, tmp_path):
         chat.prompt()
         chat.type(f"/l\t{tmp_path}/my t\t\r")
         chat.wait_for("0 messages from .*/my talk.json")
-        chat.leave()
-
-
-def test_an_answer_is_as_wide_as_the_terminal(path, terminal):
-    """The toy model generates letters without spaces: one word, broken before the last cell."""
-    bundle, count = open_bundle(path), str(toy_text.CONTEXT - 3)
-    answer = "".join(Chat(Engine(bundle, 1, single=True), load_tokenizer(bundle), max_tokens=int(count)).answer("d"))
-    assert len(answer) > 20
-    with terminal("-n", count, columns=20) as chat:
         chat.prompt()
-        chat.type("d\r")
-        assert f"{answer[:19]}\r\n{answer[19:]}\r\n" in chat.wait_for("positions")
+        chat.type("/set te\t0.5\r")
+        chat.wait_for("temperature +0.5")
         chat.leave()
-
-
-def screen(text: str, columns: int) -> list[str]:
-    """Return the lines that a terminal shows after `text` was written to it."""
-    lines, column = [""], 0
-    for move, erase, character in re.findall(r"\x1b\[(\d+)D|(\x1b\[K)|(.)", text, re.DOTALL):
-        if move:
-            column -= int(move)
-            assert column >= 0
-        elif erase:
-            lines[-1] = lines[-1][:column]
-        elif character == "\n":
-            lines.append("")
-            column = 0
-        else:
-            lines[-1] += character
-            column += cells(character)
-            assert column < columns
-    return lines
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_lines_break_between_words_however_the_text_is_split(seed):
-    """A word that fits in a line is not broken, none is lost, and a line ends only where the next
-    word does not fit."""
-    draw = random.Random(seed)
-    columns = draw.randrange(20, 40)
-    words = ["x" * draw.choice([1, 2, 3, 5, 8, 13, 18]) for _ in range(80)]
-    text = "".join(word + draw.choice([" ", " ", " ", "\n"]) for word in words)
-    wrapper, written, rest = Wrapper(), "", text
-    while rest:
-        count = draw.randrange(1, 9)
-        written += wrapper.wrap(rest[:count], columns)
-        rest = rest[count:]
-    shown = screen(written, columns)
-    assert " ".join(shown).split() == words
-    begins = {sum(len(line.split()) for line in text.split("\n")[:index]) for index in range(text.count("\n") + 1)}
-    reported = 0
-    for line, following in zip(shown, shown[1:]):
-        reported += len(line.split())
-        if reported not in begins:
-            assert len(line.rstrip()) + 1 + len(following.split()[0]) >= columns
-
-
-def test_code_is_not_wrapped_and_wide_letters_take_two_cells():
-    code = "```python\n" + "x = 1  # " * 9 + "\n```\n"
-    assert Wrapper().wrap(code, 30) == code and Wrapper().wrap(code, 0) == code
-    wrapper = Wrapper()
-    assert wrapper.wrap(code + "a " * 40, 30) != code + "a " * 40
-    assert screen(Wrapper().wrap("你" * 20, 21), 21) == ["你" * 10, "你" * 10]
-    assert screen(Wrapper().wrap("y" * 30, 21), 21) == ["y" * 20, "y" * 10]
-    assert screen(Wrapper().wrap("e\u0301" * 20, 21), 21) == ["e\u0301" * 20]
-
-
-def test_lines_are_completed(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("a talk.json", "another.json", "[x]"):
-        (tmp_path / name).touch()
-    (tmp_path / "folder").mkdir()
-    assert completions("/re") == ["/retry", "/reset"] and completions("/s") == ["/set ", "/save "]
-    assert completions("/set t") == ["/set temperature ", "/set top-k ", "/set top-p "]
-    assert completions("/save ~/a") == ["/save ~/a talk.json", "/save ~/another.json"]
-    assert completions(f"/load {tmp_path}/f") == [f"/load {tmp_path}/folder/"]
-    assert completions("/load ~/[") == ["/load ~/[x]"]
-    assert completions("") == completions("hello /s") == completions("/set temperature ") == completions("/undo ") == []
 
 
 def test_every_command_and_setting_is_in_the_docs_and_in_help(capsys):

@@ -20,7 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from castiron.pipelines.cluster.bundle_source import bundle_at
 from castiron.pipelines.errors import PipelineError
 from castiron.vmfb.bundle import open_bundle, pack_bundle
-from castiron.vmfb.manifest import BundleError, dump
+from castiron.vmfb.manifest import BundleError
 from tests.support import toy_text
 
 ROOT = Path(__file__).parents[2]
@@ -78,16 +78,6 @@ def test_processes_of_a_node_share_one_fetch(toy, server, cache):
     assert len(paths) == 1 and all(process.returncode == 0 for process in running)
     assert requested.count("/toy.castiron") == 1
     assert Path(paths.pop()).read_bytes() == (toy / "toy.castiron").read_bytes()
-
-
-def test_a_directory_is_fetched_by_its_manifest(toy, server, cache):
-    url, requested = server
-    (toy / "toy/notes.txt").write_text("not a file of the bundle")
-    found = bundle_at(f"{url}/toy")
-    (toy / "toy/notes.txt").unlink()
-    assert dump(found.manifest) == dump(open_bundle(toy / "toy").manifest)
-    assert {entry.name for entry in found.path.iterdir()} == {"manifest.json", *found.manifest.files}
-    assert not any("notes" in path for path in requested)
 
 
 def test_a_changed_url_is_fetched_again(toy, cache):

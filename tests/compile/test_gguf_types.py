@@ -52,9 +52,7 @@ def agree(found: np.ndarray, want: np.ndarray) -> None:
 
 
 def tensors(as_f32: bool) -> dict:
-    """Return tensors whose matrices have all types in turn; gate and up share one, so that they are
-    one matmul.
-    """
+    """Return tensors whose matrices have all types in turn; gate and up share a type."""
     shapes = {"token_embd": (96, 256)} | {f"blk.{i}.{leaf}": shape for i in range(3) for leaf, shape in LEAVES.items()}
     found = {f"blk.{i}.{norm}.weight": np.ones(256, np.float32) for i in range(3) for norm in ("attn_norm", "ffn_norm")}
     for number, (name, shape) in enumerate(shapes.items()):

@@ -24,6 +24,7 @@ from castiron.vmfb.bundle import open_bundle, pack_bundle
 from castiron.vmfb.session import Session
 from tests.support.tiny_gguf import write_llama
 from tests.support.toy_text import read_json
+from tests.test_end_to_end import greedy
 
 SMALL = ["--context", "16", "--batch", "none", "--speculate", "none", "--threads", "1"]
 ROOT = Path(__file__).parents[2]
@@ -51,10 +52,7 @@ def error(capsys, *argv: str) -> str:
 
 
 def tokens(folder: Path) -> list[int]:
-    session = Session(open_bundle(folder), 1)
-    found = [session.prefill([1, 2, 3])]
-    found += [session.step(found[-1]) for _ in range(6)]
-    return found
+    return greedy(Session(open_bundle(folder), 1), [1, 2, 3], 7)
 
 
 def test_the_text_before_lowering_is_mlir_and_has_the_layers(made):

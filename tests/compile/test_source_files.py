@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
+from castiron.pipelines import files as sources
 from castiron.pipelines.compile import compiler as compiling
-from castiron.pipelines.compile import source_hash as sources
 from castiron.pipelines.compile import tile_store as store
 from castiron.pipelines.compile.options import Options
 from castiron.vmfb.targets import resolve

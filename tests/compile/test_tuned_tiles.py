@@ -17,24 +17,21 @@ from castiron.pipelines.compile import tile_store as store
 from castiron.pipelines.compile.build_model import build_module
 from castiron.pipelines.compile.compiler import compile_model
 from castiron.pipelines.compile.options import Options
-from castiron.pipelines.compile.tile_store import Finding, Key, StoreError
+from castiron.pipelines.compile.tile_store import Finding, Key
+from castiron.pipelines.errors import PipelineError
 from castiron.vmfb.compiler import CompileResult
 from castiron.vmfb.cpu import physical_cores
 from castiron.vmfb.targets import resolve
 from tests.support.tiny_gguf import write_llama
 
 HOST = resolve("host")
+pytestmark = pytest.mark.usefixtures("own_cache")
 OPTIONS = Options(context=16, speculate=(), batch=(), threads=3)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return write_llama(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -156,7 +153,6 @@ BAD = [
 
 def test_an_invalid_store_ends_in_one_line_and_stays(checkpoint, tmp_path, compiled, capsys):
     path = store.store_path()
-    path.parent.mkdir(parents=True)
     arguments = ["compile", str(checkpoint), "-o", str(tmp_path / "out"), "--context", "16"]
     for data in BAD:
         path.write_bytes(data)
@@ -164,7 +160,7 @@ def test_an_invalid_store_ends_in_one_line_and_stays(checkpoint, tmp_path, compi
         out, err = capsys.readouterr()
         assert out == "" and err.count("\n") == 1 and str(path) in err and "--no-tuned" in err
         assert not (tmp_path / "out").exists()
-        with pytest.raises(StoreError):
+        with pytest.raises(PipelineError):
             store.add_findings([])
         assert path.read_bytes() == data
     assert cli.main([*arguments, "--no-tuned"]) == 0
@@ -175,6 +171,6 @@ def test_invalid_tiles_end_in_one_line(checkpoint, tmp_path, compiled):
     wrong = other_tiles(matmul) | {"tokens": 7, "rows": 2}
     for tiles in (wrong, {"workgroups": 2}):
         store.add_findings([replace(finding(matmul), tiles=tiles)])
-        with pytest.raises(StoreError, match="tuned.json.*--no-tuned") as error:
+        with pytest.raises(PipelineError, match="tuned.json.*--no-tuned") as error:
             compile_model(checkpoint, tmp_path / "out", OPTIONS)
         assert "\n" not in str(error.value)

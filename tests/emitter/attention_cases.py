@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from castiron.emitter.kernels.attention.decode import DecodeTokens, attention_decode
@@ -21,6 +20,7 @@ from castiron.emitter.kernels.mlir.isa import ISAS, Isa
 from castiron.emitter.kv_cache import CACHES, MIN_GROUP, SCALE_BYTES, Cache
 from castiron.emitter.types import I8, TensorType
 from castiron.vmfb.targets import resolve
+from tests.emitter.drawing import draw
 from tests.emitter.kernel_runner import Runner, runnable
 from tests.emitter.linear_cases import UNIT
 
@@ -91,19 +91,6 @@ def cases(draw) -> Case:
     return Case(kv_heads * group, kv_heads, head_dim, rope, options, scores, tokens, splits, draw(st.integers(0, 99)))
 
 
-def drawn(count: int) -> list[Case]:
-    """Return `count` cases, the same ones in every run, so that one module can have all of them."""
-    found: list[Case] = []
-
-    @settings(max_examples=count, phases=[Phase.generate])
-    @given(cases())
-    def collect(case: Case) -> None:
-        found.append(case)
-
-    collect()
-    return found
-
-
 # SmolLM2, Qwen 2.5 0.5B, Gemma 3 270M, a kv head for each head, more heads than registers, long heads, norms of rows.
 REAL = [
     Case(9, 3, 64, 64, splits=4),
@@ -114,7 +101,7 @@ REAL = [
     Case(4, 1, 512, 128, splits=2),
     Case(16, 8, 128, 128, {"qk_norm": 1e-5, "qk_norm_row": True}, {"softcap": 50.0}, splits=4),
 ]
-CASES = drawn(8) + REAL
+CASES = draw(cases(), 8) + REAL
 
 
 def stored_as(cache: str, found: Sequence[Case]) -> list[Case]:
@@ -139,10 +126,7 @@ def fill(rng: np.random.Generator, kernel: Kernel, real: int, **given: np.ndarra
 
 
 def turned(rows: np.ndarray, end: int, ring: int) -> np.ndarray:
-    """Return the ring [layers, ring, ...] of the positions below `end` of a cache [layers, context, ...].
-
-    Rows without a position hold the cache's last row.
-    """
+    """Return the ring [layers, ring, ...] of rows below `end`; the last row fills the rest."""
     last = end - 1 - (end - 1 - np.arange(ring)) % ring
     return rows[:, np.where(last < 0, CONTEXT - 1, last)]
 
@@ -178,8 +162,11 @@ def rounding_of(case: Case, exact: np.ndarray, limit: float) -> np.ndarray:
     return np.maximum(high - low - 2 * limit, 0.0)
 
 
-def score_error(case: Case, q: np.ndarray, k: np.ndarray, rounding: np.ndarray | None = None) -> float:
-    """Return a bound of a score's error: dot product and soft cap over keys k, and stored keys' `rounding`."""
+def output_error(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray, rounding: np.ndarray | None = None) -> float:
+    """Return a bound of a weighted mean's error: relative errors of weights are twice a score's.
+
+    A score's error: dot product and soft cap over keys k, and stored keys' `rounding`.
+    """
     group = case.heads // case.kv_heads
 
     def largest(keys: np.ndarray) -> float:
@@ -187,12 +174,8 @@ def score_error(case: Case, q: np.ndarray, k: np.ndarray, rounding: np.ndarray |
         return float(np.einsum("thgd,shd->thgs", *sizes).max()) * case.scale
 
     own = 0.0 if rounding is None else largest(rounding)
-    return UNIT * (4 * largest(k) + 4 * (case.scores.get("softcap") or 0.0) + 8) + own
-
-
-def output_error(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray, rounding: np.ndarray | None = None) -> float:
-    """Return a bound of a weighted mean's error: relative errors of weights are twice a score's."""
-    return float(np.abs(v).max()) * (2 * score_error(case, q, k, rounding) + 8 * UNIT)
+    score_error = UNIT * (4 * largest(k) + 4 * (case.scores.get("softcap") or 0.0) + 8) + own
+    return float(np.abs(v).max()) * (2 * score_error + 8 * UNIT)
 
 
 def close_keys(name: str, case: Case, got: np.ndarray, exact: np.ndarray, limit: float) -> None:

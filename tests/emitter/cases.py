@@ -1,7 +1,4 @@
-"""Generated uses of every operation: types, shapes, attributes and input values.
-
-Hypothesis draws all cases with a fixed seed, so that one compilation serves all of them.
-"""
+"""Generated uses of every operation, the same ones in every run."""
 
 from __future__ import annotations
 
@@ -10,13 +7,13 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from castiron.emitter import ops
 from castiron.emitter.ir import Module, Value, current_function, scope
 from castiron.emitter.operations import COMPARISONS
 from castiron.emitter.types import BF16, DTYPES, F16, F32, I1, I8, I32, DType, TensorType, from_f32
+from tests.emitter.drawing import draw
 
 FLOATS, INTS = (F32, F16, BF16), (I8, I32)
 NUMBERS = FLOATS + INTS
@@ -68,23 +65,8 @@ def joined(cases: Sequence[Case]) -> Module:
 
 @cache
 def all_cases() -> tuple[Case, ...]:
-    found: list[Case] = []
-
-    def draw(strategy: st.SearchStrategy[Case], count: int) -> list[Case]:
-        drawn: list[Case] = []
-
-        @settings(max_examples=count + 1, phases=[Phase.generate])
-        @given(strategy)
-        def collect(case: Case) -> None:
-            drawn.append(case)
-
-        collect()
-        # Hypothesis begins with the simplest case, a scalar.
-        return drawn[1:]
-
-    for strategy, count in _strategies():
-        found += draw(strategy, count)
-    return tuple(found)
+    # Hypothesis begins with the simplest case, a scalar, which is left out.
+    return tuple(case for strategy, count in _strategies() for case in draw(strategy, count + 1)[1:])
 
 
 shapes = st.lists(st.integers(1, 8), max_size=3).map(tuple)

@@ -114,10 +114,7 @@ def prompt(vocab: int, length: int = LENGTH, seed: int = 7) -> list[int]:
 
 @dataclass
 class Agreement:
-    """The largest error of a logit, and the smallest margin of the top logit over the second.
-
-    Both are relative to the largest logit.
-    """
+    """The largest error of a logit and the smallest margin, as shares of the largest logit."""
 
     error: float = 0.0
     margin: float = float("inf")
@@ -134,3 +131,23 @@ class Agreement:
         """Assert that the error is rounding, and the margins far above it."""
         assert self.error < TOLERANCE
         assert self.margin > 10 * self.error
+
+
+def check_rows(logits: np.ndarray, expected: Sequence[np.ndarray]) -> None:
+    """Compare logits [positions, vocab] with HF's."""
+    agreement = Agreement()
+    for row, wanted in zip(logits, expected, strict=True):
+        agreement.add(row, wanted)
+    agreement.check()
+
+
+def check_logits(ours: Model, tokens: Sequence[int], expected: np.ndarray, steps: int = 2) -> None:
+    """Compare logits with HF's [tokens, vocab] after a prefill and the last `steps` tokens."""
+    agreement, start = Agreement(), len(tokens) - steps
+    ours.reset()
+    agreement.add(ours.prefill(tokens[:start], WIDTHS[1])[1], expected[start - 1])
+    for position in range(start, len(tokens)):
+        argmax, logits = ours.step(tokens[position])
+        assert argmax == int(expected[position].argmax())
+        agreement.add(logits, expected[position])
+    agreement.check()

@@ -68,14 +68,9 @@ def golden(name: str) -> str:
     text = kernel(name).text
     lines, isa = text.splitlines(), "" if "--isa" in INSTANCES[name] else " --isa avx2"
     shown = lines if len(lines) <= MAX_LINES else _cut(_busiest(lines))
-    return "\n".join(
-        [
-            f"// castiron emit --kernel {kind(name)} {INSTANCES[name]}{isa} --threads 2",
-            f"// {len(lines)} lines, sha256 {hashlib.sha256(text.encode()).hexdigest()}",
-            *shown,
-            "",
-        ]
-    )
+    command = f"// castiron emit --kernel {kind(name)} {INSTANCES[name]}{isa} --threads 2"
+    facts = f"// {len(lines)} lines, sha256 {hashlib.sha256(text.encode()).hexdigest()}"
+    return "\n".join([command, facts, *shown, ""])
 
 
 def _busiest(lines: list[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -11,43 +11,40 @@ import iree.runtime as rt
 import numpy as np
 from iree.runtime._binding import create_hal_driver
 
+from castiron.emitter import ops
+from castiron.emitter.ir import Module, current_function
 from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.printer import print_module
 from castiron.vmfb.compiler import compile_mlir
-from castiron.vmfb.targets import Target, missing_features, resolve
+from castiron.vmfb.targets import missing_features, resolve
 
 THREADS = {1: "local-sync", 2: "local-task"}
+# The value of every index operand, such as the number of a layer.
+INDEX = 1
 
 
 def module_text(kernels: Sequence[Kernel]) -> str:
-    """Return a module with a function `call_{name}` for each kernel; index operands are i32 arguments."""
-    functions = []
+    """Return a module with a function `call_{name}` for each kernel; index operands are INDEX."""
+    module = Module("kernels")
     for kernel in kernels:
-        arguments, casts = [], []
-        names = {name: f"%n_{name}" if name in kernel.indices else f"%a_{name}" for name in kernel.operands}
-        for name, operand in kernel.operands.items():
-            if name in kernel.indices:
-                arguments.append(f"%a_{name}: i32")
-                casts.append(f"    %n_{name} = arith.index_cast %a_{name} : i32 to index\n")
-                continue
-            outputs = [i for i, result in enumerate(kernel.results) if kernel.in_place.get(result) == name]
-            attribute = f" {{iree.abi.output = {outputs[0]} : index}}" if outputs else ""
-            arguments.append(f"%a_{name}: {operand}{attribute}")
-        results = [names[kernel.in_place[n]] if n in kernel.in_place else str(t) for n, t in kernel.results.items()]
-        result = f"({', '.join(results)})" if len(results) > 1 else results[0]
-        returned = ", ".join(f"%r#{i}" if len(results) > 1 else "%r" for i in range(len(results)))
-        plain = ", ".join(map(str, kernel.results.values()))
-        types = ", ".join(map(str, kernel.operands.values()))
-        functions.append(
-            f"  func.func @call_{kernel.name}({', '.join(arguments)}) -> ({plain}) {{\n{''.join(casts)}"
-            f"    %r{f':{len(results)}' if len(results) > 1 else ''} = flow.dispatch @{kernel.name}::@{kernel.name}_fn"
-            f"({', '.join(names.values())}) : ({types}) -> {result}\n    return {returned} : {plain}\n  }}\n"
-        )
-    return "module @kernels {\n" + "".join(k.text for k in kernels) + "".join(functions) + "}\n"
+        with module.function(f"call_{kernel.name}", **kernel.tensors) as inputs:
+            given = dict(zip(kernel.tensors, inputs, strict=True))
+            results = ops.kernel_call(kernel, **given, **dict.fromkeys(kernel.indices, INDEX))
+            storage = {i: given[kernel.in_place[name]] for i, name in enumerate(results) if name in kernel.in_place}
+            current_function().returns(storage, **results)
+    return print_module(module)
 
 
-def compile_kernels(kernels: Sequence[Kernel], out: Path, target: str | Target = "host", flags: Sequence[str] = ()) -> Path:
-    target = resolve(target) if isinstance(target, str) else target
-    compile_mlir(module_text(kernels), target, out, extra_flags=flags)
+def texts_by_name(kernels: Iterable[Kernel]) -> dict[str, str]:
+    """Return the text of each kernel; fail if kernels of one name have two texts."""
+    texts: dict[str, str] = {}
+    for kernel in kernels:
+        assert texts.setdefault(kernel.name, kernel.text) == kernel.text, kernel.name
+    return texts
+
+
+def compile_kernels(kernels: Sequence[Kernel], out: Path, target: str = "host") -> Path:
+    compile_mlir(module_text(kernels), resolve(target), out)
     return out
 
 
@@ -83,9 +80,9 @@ class Runner:
 
     def __call__(self, kernel: Kernel, /, **operands: np.ndarray | int) -> dict[str, np.ndarray]:
         """Call a kernel and return its results by name; the caller's arrays do not change."""
-        given = [operands[name] for name in kernel.operands]
-        assert len(given) == len(operands), f"{kernel.name} takes {', '.join(kernel.operands)}"
-        given = [a if isinstance(a, int) else rt.asdevicearray(self.device, np.asarray(a, order="C")) for a in given]
+        assert operands.keys() == kernel.operands.keys(), f"{kernel.name} takes {', '.join(kernel.operands)}"
+        assert all(operands[name] == INDEX for name in kernel.indices), f"{kernel.name} is compiled for {INDEX}"
+        given = [rt.asdevicearray(self.device, np.asarray(operands[name], order="C")) for name in kernel.tensors]
         results = self.modules[f"call_{kernel.name}"](*given)
         results = results if isinstance(results, tuple | list) else (results,)
         return {name: np.array(r.to_host()) for name, r in zip(kernel.results, results, strict=True)}

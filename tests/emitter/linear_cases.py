@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from castiron.emitter.codecs import CODECS, dequantise
@@ -19,9 +18,9 @@ from castiron.emitter.kernels.matmul.tiles import Tiles
 from castiron.emitter.kernels.matmul_spec import PIECES, Matmul
 from castiron.emitter.kernels.mlir.isa import AVX2, ISAS, Isa
 from castiron.emitter.kernels.mlir.vector_math import rms_normed
-from castiron.emitter.kernels.split_x import split_x
+from castiron.emitter.kernels.round_x import rounded
+from castiron.emitter.kernels.split_x import nearest, split_x
 from castiron.emitter.kernels.weights.packing import interleave_rows, pack
-from castiron.emitter.kernels.x_formats import nearest, rounded
 from castiron.pipelines.evaluate.random_checkpoint import raw_rows
 from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, runnable
@@ -150,19 +149,6 @@ def allowed_error(case: Case, given: Mapping[str, np.ndarray], reference: np.nda
         return errors[0] + added
     gate, up = (np.abs(x @ w.T) for w in case.dequantised())
     return 1.13 * errors[0] * up + errors[1] * (gate + errors[0]) + 8 * UNIT * gate * up + 2 * added
-
-
-def draw(strategy: st.SearchStrategy[Case], count: int) -> list[Case]:
-    """Return `count` examples, the same ones in every run, so that one module can have all of them."""
-    found: list[Case] = []
-
-    @settings(max_examples=count, phases=[Phase.generate])
-    @given(strategy)
-    def collect(case: Case) -> None:
-        found.append(case)
-
-    collect()
-    return found
 
 
 def in_features(codec_name: str) -> st.SearchStrategy[int]:

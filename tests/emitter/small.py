@@ -15,28 +15,6 @@ ROW = TensorType((WIDTH,), F32)
 SCALAR = TensorType((), I32)
 
 
-APPEND = """stream.executable private @append_row {
-  stream.executable.export public @append_row_fn workgroups() -> (index, index, index) {
-    %one = arith.constant 1 : index
-    stream.return %one, %one, %one : index, index, index
-  }
-  builtin.module {
-    func.func @append_row_fn(%b0: !stream.binding, %b1: !stream.binding, %b2: !stream.binding, %layer: index) attributes {translation_info = #iree_codegen.translation_info<pipeline = #iree_cpu.pipeline<Default>>} {
-      %zero = arith.constant 0 : index
-      %row = stream.binding.subspan %b0[%zero] : !stream.binding -> memref<8xf32>
-      %pos = stream.binding.subspan %b1[%zero] : !stream.binding -> memref<i32>
-      %cache = stream.binding.subspan %b2[%zero] : !stream.binding -> memref<2x6x8xf32>
-      %at = memref.load %pos[] : memref<i32>
-      %index = arith.index_cast %at : i32 to index
-      %value = vector.load %row[%zero] : memref<8xf32>, vector<8xf32>
-      vector.store %value, %cache[%layer, %index, %zero] : memref<2x6x8xf32>, vector<8xf32>
-      return
-    }
-  }
-}
-"""
-
-
 def append_kernel() -> Kernel:
     """Return a simple kernel that writes a row of a cache at (layer, position)."""
 
@@ -45,8 +23,11 @@ def append_kernel() -> Kernel:
         cache[layer, int(position)] = row
         return {"cache": cache}
 
+    def write(b, row, position, cache, layer):
+        b.vstore(b.vload(row, WIDTH, 0), cache, layer, b.to_index(b.load(position)), 0)
+
     operands = {"row": ROW, "position": SCALAR, "cache": CACHE, "layer": INDEX}
-    return Kernel("append_row", operands, {"cache": CACHE}, APPEND, reference, 0, 2 * ROW.nbytes, {"cache": "cache"})
+    return Kernel("append_row", operands, {"cache": CACHE}, 1, write, reference, 0, 2 * ROW.nbytes, {"cache": "cache"})
 
 
 def small_module(with_kernel: bool) -> Module:

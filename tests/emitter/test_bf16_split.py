@@ -1,7 +1,4 @@
-"""Matmuls of bf16 on vector and matrix units against their NumPy definition.
-
-x and the weights are either rounded to bf16, or split into several bf16, which is as exact as f32.
-"""
+"""Matmuls with x and weights in one bf16, or in several, which are as exact as f32."""
 
 from __future__ import annotations
 
@@ -14,11 +11,11 @@ from castiron.emitter.kernels.matmul.gemm_bf16 import GemmBf16Tiles
 from castiron.emitter.kernels.matmul.gemm_matrix import GemmMatrixTiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import ISAS
-from castiron.emitter.kernels.split_x import split_x
-from castiron.emitter.kernels.x_formats import EXACT, joined, nearest, split
+from castiron.emitter.kernels.split_x import EXACT, joined, nearest, split, split_x
 from castiron.vmfb.targets import resolve
+from tests.emitter.drawing import draw
 from tests.emitter.kernel_runner import Runner, runnable
-from tests.emitter.linear_cases import FUSED, Case, cases, check, draw, run_all
+from tests.emitter.linear_cases import FUSED, Case, cases, check, run_all
 
 DRAWN = [("bf16_split", codec) for codec in CODECS] + [("bf16_matrix", codec) for codec in ("q5_1", "q6_k", "f16", "bf16")]
 MATRIX = [
@@ -47,14 +44,12 @@ def test_pairs_match_the_definition(directory, target):
 
 
 @pytest.mark.parametrize("codec", ["q4_1", "q8_0", "f32"])
-def test_a_split_is_as_exact_as_f32(directory, codec):
+def test_a_split_is_as_exact_as_f32(tmp_path, codec):
     """The mean square error against f64 is at most that of the kernels that multiply f32."""
     errors = {}
     for numerics, target in (("bf16_split", "sapphirerapids"), ("exact", "host")):
-        folder = directory / f"{numerics}_{codec}"
-        folder.mkdir()
         case = Case(Matmul(codec, 16, 64, 2048, numerics=numerics))
-        ((_, _, y, want),) = run_all([case], target, 1, folder)
+        ((_, _, y, want),) = run_all([case], target, 1, tmp_path)
         errors[numerics] = np.sqrt(((y - want) ** 2).mean()) / want.std()
     assert 0 < errors["bf16_split"] <= errors["exact"] < 3e-6, errors
 
@@ -64,10 +59,9 @@ SPLIT = [(3, 96, 32), (3, 64, 16), (3, 101, 0), (1, 101, 0)]
 
 
 @pytest.mark.parametrize("target", ["sapphirerapids", "x86-64-v4-bf16", "x86-64-v3", "aarch64"])
-def test_x_is_split_as_defined(directory, target):
+def test_x_is_split_as_defined(tmp_path, target):
     kernels = {case: split_x(19, case[1], case[0], case[2], isa=ISAS[resolve(target).isa]) for case in SPLIT}
-    (directory / "x").mkdir(exist_ok=True)
-    runner = Runner(runnable(list(kernels.values()), target, directory / "x"), 2)
+    runner = Runner(runnable(list(kernels.values()), target, tmp_path), 2)
     for (_, width, group), kernel in kernels.items():
         x = X[:, :width].astype(np.float32)
         found, want = runner(kernel, x=x), kernel.reference(x=x)

@@ -1,7 +1,4 @@
-"""Matmuls with experts, a GEMV for each pair and pairs grouped by expert.
-
-Both are compared with their definition and, bit for bit, with a matmul with the expert's own weight.
-"""
+"""Matmuls with experts against their definition and a matmul with the expert's weight."""
 
 from __future__ import annotations
 
@@ -19,8 +16,9 @@ from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import AVX2, ISAS
 from castiron.emitter.kernels.weights.panel import units
 from castiron.vmfb.targets import resolve
+from tests.emitter.drawing import draw
 from tests.emitter.kernel_runner import Runner, compile_kernels
-from tests.emitter.linear_cases import EVERY_WAY, Case, Experts, check_pairs, draw, expert_cases, run_all
+from tests.emitter.linear_cases import EVERY_WAY, Case, Experts, check_pairs, expert_cases, run_all
 
 GEMVS = [case for codec in CODECS for case in draw(expert_cases(codec, st.integers(3, 5), [6]), 2)] + [
     # x on the stack in parts, and shares of unequal size
@@ -37,7 +35,7 @@ def drawn(codec: str, numerics: str) -> list[Case]:
     """Return a matmul with the default tiles, and two with small tiles, which make small kernels."""
     small = SMALL_INT8 if numerics == "int8" else replace(SMALL, depth=4 * units(codec))
     cases = draw(expert_cases(codec, st.integers(1, 5), [18, 36, 66], numerics=numerics), 3)
-    shared = lambda case: case.matmul.epilogue.row_blocks
+    shared = lambda case: case.matmul.blocks_per_result
     return cases[:1] + [replace(case, tiles=replace(small, row_blocks=shared(case))) for case in cases[1:]]
 
 
@@ -88,5 +86,5 @@ def test_pairs_are_grouped_if_there_are_many_for_each_expert():
 
 def test_the_cost_counts_only_the_weights_of_chosen_experts():
     few, many = (kernel_of(Matmul("q4_1", pairs, 16, 64, experts=64), AVX2) for pairs in (2, 4))
-    assert many.bytes - few.bytes == 2 * (16 * 64 * 20 // 32 + 4 * (64 + 16) + 4)
+    assert many.nbytes - few.nbytes == 2 * (16 * 64 * 20 // 32 + 4 * (64 + 16) + 4)
     assert few.flops == 2 * 2 * 16 * 64

@@ -1,7 +1,4 @@
-"""Matmuls with x in int8 against their NumPy definition, with every instruction for dot products.
-
-Cases: every quantised codec, fused operations, ragged shapes and lengths.
-"""
+"""Matmuls with x in int8 against their NumPy definition, with every instruction."""
 
 from __future__ import annotations
 
@@ -11,15 +8,14 @@ from hypothesis import strategies as st
 
 from castiron.emitter.codecs import CODECS
 from castiron.emitter.int8 import GROUP
-from castiron.emitter.kernels.matmul.gemm_int8 import GemmInt8Tiles
-from castiron.emitter.kernels.matmul.small_batch_int8 import SmallBatchInt8Tiles
+from castiron.emitter.kernels.matmul.gemm_int8 import GemmInt8Tiles, SmallBatchInt8Tiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import ISAS
-from castiron.emitter.kernels.round_x import round_x
-from castiron.emitter.kernels.x_formats import of_bytes, rounded
+from castiron.emitter.kernels.round_x import of_bytes, round_x, rounded
 from castiron.vmfb.targets import resolve
+from tests.emitter.drawing import draw
 from tests.emitter.kernel_runner import Runner, runnable
-from tests.emitter.linear_cases import EVERY_WAY, FUSED, QUANTISED, Case, cases, check, draw, run_all
+from tests.emitter.linear_cases import EVERY_WAY, FUSED, QUANTISED, Case, cases, check, run_all
 
 TARGETS = ["x86-64-v3", "x86-64-v3-vnni", "x86-64-v4", "x86-64-v4-vnni", "aarch64", "aarch64-i8mm"]
 DRAWN = [case for codec in QUANTISED for case in draw(cases(codec, st.integers(2, 40), 100, *FUSED, numerics="int8"), 2)]
@@ -60,10 +56,9 @@ X = {
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_x_is_rounded_as_defined(directory, target):
+def test_x_is_rounded_as_defined(tmp_path, target):
     kernels = [round_x(9, 96, CODECS[codec], isa=ISAS[resolve(target).isa]) for codec in KINDS]
-    (directory / "x").mkdir(exist_ok=True)
-    runner = Runner(runnable(kernels, target, directory / "x"), 2)
+    runner = Runner(runnable(kernels, target, tmp_path), 2)
     for kernel in kernels:
         for name, x in X.items():
             x = x.astype(np.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from castiron.emitter import ops
-from castiron.emitter.ir import Module, Param, Source, append, current_function, current_path, parameter, scope, users
+from castiron.emitter.ir import Module, Param, Source, append, current_function, current_path, parameter, scope
 from castiron.emitter.types import F32, I32, EmitError, TensorType
 
 ROW = TensorType((4,), F32)
@@ -60,14 +60,6 @@ def test_operands_are_values_of_the_graph():
     with pytest.raises(EmitError, match=r"negate.* in layers.7: an operand is float"), Module("m").function("f"):
         with scope("layers.7"):
             append("negate", (1.5,), (ROW,))
-
-
-def test_users_count_outputs_too():
-    module = Module("m")
-    with module.function("f", x=ROW) as (x,):
-        y = ops.add(x, x)
-        current_function().returns(y=y, again=y)
-    assert users(module.functions["f"]) == {x: 2, y: 2}
 
 
 @pytest.mark.parametrize("shape", [(-1,), (2.0,), ("2",)])

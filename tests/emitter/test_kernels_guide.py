@@ -6,7 +6,6 @@ import doctest
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -17,6 +16,7 @@ import pytest
 from castiron.pipelines.cli import main as cli
 from castiron.reference.tiny import tiny_model
 from castiron.vmfb.cache import cache_folder
+from tests.mutants.running import Copy
 
 ROOT = Path(__file__).parent.parent.parent
 GUIDE = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
@@ -88,22 +88,20 @@ def test_the_commands_of_the_guide_work(tmp_path):
 @pytest.mark.timeout(900)
 def test_the_change_in_the_guide_is_correct_and_changes_the_golden_text(tmp_path):
     """In a copy of castiron with the change, the tests that the guide names pass."""
-    for folder in ("castiron", "emitter", "pipelines", "vmfb", "reference", "tests"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    root = Copy(tmp_path).root
     (change,) = blocks("diff")
     for part in change.split("--- ")[1:]:
         path, *lines = part.splitlines()
-        text = (tmp_path / path).read_text()
+        text = (root / path).read_text()
         for old, new in zip(lines[::2], lines[1::2], strict=True):
             assert old[0] == "-" and new[0] == "+" and text.count(f"{old[1:]}\n") == 1, old
             text = text.replace(f"{old[1:]}\n", f"{new[1:]}\n")
-        (tmp_path / path).write_text(text)
+        (root / path).write_text(text)
 
     def status(*words: str) -> int:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True).returncode
+        environment = {**os.environ, "PYTHONPATH": str(root)}
+        return subprocess.run(command, cwd=root, env=environment, capture_output=True).returncode
 
     assert status("tests/emitter/test_packing.py") == 0
     assert status("tests/emitter/test_matmul_kernels.py", "-k", "host_matches and gemv") == 0

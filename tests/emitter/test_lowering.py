@@ -7,7 +7,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from castiron.emitter.codecs import CODECS, row_bytes
 from castiron.emitter.ir import current_function
 from castiron.emitter.kv_cache import CACHES
 from castiron.emitter.layers import route
@@ -15,45 +14,33 @@ from castiron.emitter.lowering import LOWERINGS, lower
 from castiron.emitter.models import build
 from castiron.emitter.step import ModelModule
 from castiron.emitter.types import F32, EmitError, TensorType
+from castiron.pipelines.evaluate.random_checkpoint import raw_rows
 from castiron.reference import interpreter
+from castiron.reference.tiny import COMMON
 
 CONTEXT, WIDTH = 40, 8
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 70,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-
-
-def raw_weight(name: str, codec: str, rows: int, inner: int) -> np.ndarray:
-    """Return random rows of a codec whose values are large enough that every layer matters."""
-    random = np.random.default_rng(sum(map(ord, name)))
-    if not CODECS[codec].quantised:
-        values = random.standard_normal((rows, inner)).astype(np.float32) * 0.2
-        return {"f32": values, "f16": values.astype(np.float16)}[codec].view(np.uint8)
-    raw = random.integers(0, 256, (rows, row_bytes(codec, inner)), np.uint8)
-    blocks = raw.reshape(rows, -1, CODECS[codec].block_bytes)
-    halves = {"q4_0": 1, "q8_0": 1, "q4_1": 2, "q5_0": 1, "q5_1": 2}[codec]
-    scales = (random.standard_normal((rows, blocks.shape[1], halves)) * 0.02).astype(np.float16)
-    blocks[:, :, : 2 * halves] = scales.view(np.uint8)
-    return raw
+CONFIG = {"model_type": "llama", **COMMON, "num_hidden_layers": 2}
+TOKENS = np.array([3, 1, 4, 1, 5, 9, 0, 0], np.int32)
 
 
 def params_of(module, model: ModelModule) -> dict[str, np.ndarray]:
+    """Return random weights; vectors are large enough that every layer matters."""
     found = {}
     for param in module.params.values():
         raws = []
         for name, codec in param.source.tensors:
-            shape = model.weights[name].shape
-            raw = raw_weight(name, codec, *(shape if len(shape) == 2 else (1, *shape)))
-            raws.append(raw if len(shape) == 2 else raw[0])
+            shape, seed = model.weights[name].shape, sum(map(ord, name))
+            vector = np.random.default_rng(seed).standard_normal(shape).astype(np.float32).view(np.uint8)
+            raws.append(raw_rows(codec, *shape, seed) if len(shape) == 2 else vector)
         found[param.name] = param.source.pack(*raws)
     return found
+
+
+def prefilled(module, model: ModelModule, cache: str = "f32") -> tuple[np.ndarray, ...]:
+    """Return the logits and the two caches after a padded prefill of six tokens."""
+    empty = np.zeros(model.functions["decode_step"].states[0].shape, CACHES[cache].dtype.numpy)
+    given = [TOKENS, np.int32(0), np.int32(6), empty, empty]
+    return tuple(interpreter.run(module, "prefill_8", given, params_of(module, model))[1:])
 
 
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 3}
@@ -102,12 +89,9 @@ def compare_lowerings(config, codec, cache="f32", limit=2e-5):
     results = {}
     for lowering in ("portable", "kernels"):
         module = lower(model, lowering)
-        params = params_of(module, model)
-        state = model.functions["decode_step"].states[0]
-        k = v = np.zeros(state.shape, CACHES[cache].dtype.numpy)
-        tokens = np.array([3, 1, 4, 1, 5, 9, 0, 0], np.int32)
-        _, first, k, v = interpreter.run(module, "prefill_8", [tokens, np.int32(0), np.int32(6), k, v], params)
-        best, second, k, v = interpreter.run(module, "decode_step", [np.int32(7), np.int32(6), k, v], params)
+        first, k, v = prefilled(module, model, cache)
+        given = [np.int32(7), np.int32(6), k, v]
+        best, second, k, v = interpreter.run(module, "decode_step", given, params_of(module, model))
         cached = (CACHES[cache].values(rows[:, :7]) for rows in (k, v))
         results[lowering] = first, second, *cached, best
     for portable, kernels in zip(results["portable"], results["kernels"]):
@@ -199,9 +183,7 @@ def test_a_matrix_unit_splits_x_a_single_time_for_all_matmuls():
         assert len(inputs) == 4 * 2 + (function != "prefill_8")
     for function in ("decode_step", "verify_2"):
         assert {p.numerics for p in matmuls_of(split, function)} == {"exact"}
-    k = v = np.zeros((2, CONTEXT, 2, 16), np.float32)
-    operands = [np.array([3, 1, 4, 1, 5, 9, 0, 0], np.int32), np.int32(0), np.int32(6), k, v]
-    logits = [interpreter.run(module, "prefill_8", operands, params_of(module, model))[1] for module in (plain, split, fast)]
+    logits = [prefilled(module, model)[0] for module in (plain, split, fast)]
     assert np.abs(logits[1] - logits[0]).max() < 1e-5 < np.abs(logits[2] - logits[0]).max() < 0.1
 
 
@@ -234,12 +216,7 @@ def test_fast_logits_and_caches_are_near_the_exact_ones(codec):
     model = build(CONFIG, lambda name: codec, CONTEXT, [WIDTH])
     found = {}
     for numerics in ("exact", "fast"):
-        module = lower(model, isa="avxvnni", numerics=numerics)
-        k = v = np.zeros((2, CONTEXT, 2, 16), np.float32)
-        tokens = np.array([3, 1, 4, 1, 5, 9, 0, 0], np.int32)
-        _, logits, k, v = interpreter.run(
-            module, "prefill_8", [tokens, np.int32(0), np.int32(6), k, v], params_of(module, model)
-        )
+        logits, k, v = prefilled(lower(model, isa="avxvnni", numerics=numerics), model)
         found[numerics] = logits, k[:, :6], v[:, :6]
     for exact, fast in zip(found["exact"], found["fast"], strict=True):
         distance = np.sqrt(np.mean((fast - exact) ** 2)) / np.std(exact)

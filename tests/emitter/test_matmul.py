@@ -13,10 +13,7 @@ from castiron.emitter.kernels.matmul.selection import default_tiles, kernel_of, 
 from castiron.emitter.kernels.matmul.small_batch import SmallBatchTiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import AMX, AVX2, ISAS, NEON
-from castiron.emitter.lowering import lower
-from castiron.emitter.models import build
 from tests.emitter.linear_cases import QUANTISED
-from tests.emitter.test_lowering import CONFIG, CONTEXT
 
 GEMV = Matmul("q4_1", 1, 64, 96, rms_eps=1e-5)
 FEW = Matmul("q4_1", 5, 64, 96, length=True)
@@ -29,11 +26,6 @@ VARIED = [
     GEMV, FEW, GEMM, replace(GEMV, rms_eps=1e-6), replace(GEMV, rms_eps=None), replace(GEMM, tokens=13),
     replace(GEMM, length=False), replace(FEW, length=False), replace(FEW, tokens=4),
 ]  # fmt: skip
-
-
-def test_rejects_rows_with_a_partial_block():
-    with pytest.raises(ValueError, match="q4_1 row has 33 elements"):
-        replace(GEMV, in_features=33)
 
 
 def test_operands_have_the_same_order_for_all_fusions():
@@ -96,22 +88,3 @@ def test_rejects_tiles_that_are_not_integers_by_field_name(change):
     for matmul, kind in (GEMV, "GemvTiles"), (FEW, "SmallBatchTiles"):
         with pytest.raises(ValueError, match=kind):
             read_tiles(matmul, values)
-
-
-def test_a_lowering_uses_the_given_tiles_or_the_default_for_the_threads():
-    model = build({**CONFIG, "intermediate_size": 512}, lambda name: "q4_1", CONTEXT, [8])
-
-    def matmuls(threads, tiles):
-        module = lower(model, threads=threads, tiles=tiles.get)
-        calls = [op.attrs["kernel"] for f in module.functions.values() for op in f.ops if op.kind == "kernel"]
-        return {kernel.matmul: kernel for kernel in calls if kernel.matmul}
-
-    defaults = matmuls(4, {})
-    assert {matmul.tokens for matmul in defaults} == {1, 8}
-    chosen = {matmul: replace(default_tiles(matmul, AVX2, 4), unroll=3) for matmul in list(defaults)[::2]}
-    found = matmuls(4, chosen)
-    assert set(found) == set(defaults) and 0 < len(chosen) < len(found)
-    for matmul, kernel in found.items():
-        assert kernel.name == kernel_of(matmul, AVX2, 4, chosen.get(matmul)).name
-        assert (kernel.name == defaults[matmul].name) == (matmul not in chosen)
-    assert any(kernel.name != defaults[matmul].name for matmul, kernel in matmuls(1, {}).items())

@@ -1,8 +1,4 @@
-"""Every family against HF transformers on small random models: logits and greedy tokens.
-
-Logits are compared after every prefix of a random prompt that is longer than every window. Greedy
-tokens are generated past the window, with HF's cache and with ours.
-"""
+"""Every family against HF transformers on small random models: logits and greedy tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from castiron.emitter.lowering import lower
 from castiron.emitter.models import FAMILIES, build
 from castiron.emitter.types import EmitError
 from castiron.reference import hf, tiny
-from tests.emitter.family_harness import CONTEXT, LENGTH, WIDTHS, Agreement, Model, Pair, pair, prompt
+from tests.emitter.family_harness import CONTEXT, LENGTH, WIDTHS, Agreement, Model, Pair, check_logits, pair, prompt
 
 # Sizes that divide nothing, one KV head, the other choice of a tied head.
 ODD = {"hidden_size": 60, "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 70, "vocab_size": 131}
@@ -336,15 +332,11 @@ def test_greedy_tokens_are_those_of_hf(case, length):
 
 def test_the_last_position_of_a_context_is_usable(case):
     tokens = prompt(len(case.expected[0]), CONTEXT, seed=13)
-    case.ours.reset()
-    _, logits = case.ours.prefill(tokens, WIDTHS[1])
-    agreement = Agreement()
-    agreement.add(logits, hf.logits(case.models.oracle, tokens)[-1])
-    agreement.check()
+    check_logits(case.ours, tokens, hf.logits(case.models.oracle, tokens), steps=0)
 
 
 def test_the_kernels_lowering_gives_the_logits_of_hf(case):
-    check_kernels(case.models, case.tokens[:30], case.expected)
+    check_logits(case.models.ours("kernels"), case.tokens[:30], case.expected)
 
 
 def test_heads_that_fit_no_workgroup_together_are_taken_in_parts(tmp_path):
@@ -354,26 +346,14 @@ def test_heads_that_fit_no_workgroup_together_are_taken_in_parts(tmp_path):
     names = [op.attrs["kernel"].name for op in decode.ops if op.kind == "kernel"]
     assert sum(name.startswith("attention_decode") for name in names) == 2 * 2
     tokens = prompt(models.checkpoint.config["vocab_size"], 30)
-    check_kernels(models, tokens, hf.logits(models.oracle, tokens))
-
-
-def check_kernels(models: Pair, tokens: list[int], expected: np.ndarray) -> None:
-    """Compare a prefill of 28 tokens and two steps, by the kernels' NumPy definitions, with HF."""
-    ours, agreement = models.ours("kernels"), Agreement()
-    agreement.add(ours.prefill(tokens[:28], WIDTHS[1])[1], expected[27])
-    for position in (28, 29):
-        argmax, logits = ours.step(tokens[position])
-        assert argmax == int(expected[position].argmax())
-        agreement.add(logits, expected[position])
-    agreement.check()
+    check_logits(models.ours("kernels"), tokens, hf.logits(models.oracle, tokens))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_of_two_bytes_are_widened_where_vectors_are_f32(dtype, tmp_path):
     models = pair("qwen3_5_text", tmp_path, dtype=dtype)
-    tokens, agreement = prompt(211, 9), Agreement()
-    agreement.add(models.ours("kernels").prefill(tokens, WIDTHS[1])[1], hf.logits(models.oracle, tokens)[-1])
-    agreement.check()
+    tokens = prompt(211, 9)
+    check_logits(models.ours("kernels"), tokens, hf.logits(models.oracle, tokens), steps=0)
 
 
 @pytest.mark.parametrize("family", ["granitemoehybrid", "falcon_h1", "nemotron_h"])

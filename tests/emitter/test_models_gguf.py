@@ -13,56 +13,13 @@ from castiron.emitter.models import FAMILIES
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.reference import hf
 from castiron.reference.tiny import tiny_model
-from tests.emitter.family_harness import WIDTHS, Agreement, Pair, prompt
+from tests.emitter.family_harness import Pair, check_logits, prompt
+from tests.support.gguf_models import FALCON_MULTIPLIERS, IMPLIED
 from tests.support.hf_to_gguf import GGUF_NAMES, metadata_of, rope_tensors, tensors_of
 from tests.support.tiny_gguf import write_gguf
 
 Q8_0, Q4_0, Q5_1 = (gguf.GGMLQuantizationType[name] for name in ("Q8_0", "Q4_0", "Q5_1"))
 
-# Config keys that a GGUF file cannot state, with the values that it implies.
-GGUF_SHAPES: dict[str, dict] = {
-    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16},
-    "gemma3_text": {"head_dim": 32, "query_pre_attn_scalar": 32, "num_hidden_layers": 6, "layer_types": None},
-    "lfm2": {"block_auto_adjust_ff_dim": False},
-    "phi3": {"sliding_window": 24, "partial_rotary_factor": 0.75},
-    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": None},
-    "stablelm": {"use_qkv_bias": True, "qk_layernorm": True},
-    "starcoder2": {"sliding_window": None},
-    "cohere2": {"num_hidden_layers": 4, "layer_types": None},
-    "exaone4": {"num_hidden_layers": 4, "layer_types": None},
-    "gpt_oss": {"swiglu_limit": 7.0},
-    "qwen3_moe": {"moe_intermediate_size": 96, "norm_topk_prob": True},
-    "ministral3": {
-        "sliding_window": None,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "original_max_position_embeddings": 10,
-            "llama_4_scaling_beta": 0.5,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-    },
-    "lfm2_moe": {"moe_intermediate_size": 96, "routed_scaling_factor": 1.0},
-    # Powers of two, by which a block is multiplied and stays one.
-    "falcon_h1": {
-        "mamba_norm_before_gate": False,
-        "embedding_multiplier": 4.0,
-        "key_multiplier": 0.5,
-        "attention_in_multiplier": 0.5,
-        "attention_out_multiplier": 0.5,
-        "ssm_in_multiplier": 2.0,
-        "ssm_out_multiplier": 0.5,
-        "ssm_multipliers": [0.5, 2.0, 1.0, 0.5, 2.0],
-        "mlp_multipliers": [0.5, 0.25],
-    },
-    "granitemoehybrid": {"num_local_experts": 6, "num_experts_per_tok": 2},
-    "nemotron_h": {"moe_intermediate_size": 96, "time_step_min": 0.001},
-    # Heads that are blocks of out_proj's columns.
-    "qwen3_5_text": {"linear_value_head_dim": 32},
-    "qwen3_5_moe_text": {"linear_value_head_dim": 32, "moe_intermediate_size": 96},
-}
 # Parameters that HF has as [..., in, out].
 TRANSPOSED = {"gpt2": re.compile(r"c_(attn|proj|fc)\.weight"), "gpt_oss": re.compile(r"experts\.(gate_up|down)_proj$")}
 # Files of Mistral are of llama.cpp's architecture llama, which has no window. Files of the others are not read.
@@ -97,7 +54,8 @@ def round_to_stored(model: torch.nn.Module) -> None:
 
 def quantised_pair(family: str, directory: Path) -> Pair:
     """Return HF's model with the values of a quantised GGUF file, and that file."""
-    oracle = hf.load(tiny_model(family, directory / "drawn", **GGUF_SHAPES.get(family, {})), threads=1)
+    config = IMPLIED.get(family, {}) | (FALCON_MULTIPLIERS if family == "falcon_h1" else {})
+    oracle = hf.load(tiny_model(family, directory / "drawn", **config), threads=1)
     round_to_stored(oracle)
     oracle.save_pretrained(directory)
     tensors = {
@@ -118,10 +76,4 @@ def models(request, tmp_path_factory):
 def test_logits_are_those_of_hf_on_the_dequantised_weights(models, lowering):
     assert {"q8_0", "q4_0"} <= {tensor.codec for tensor in models.checkpoint.tensors.values()}
     tokens = prompt(models.checkpoint.config["vocab_size"], 34)
-    expected = hf.logits(models.oracle, tokens)
-    ours = models.ours(lowering)
-    agreement = Agreement()
-    agreement.add(ours.prefill(tokens[:32], WIDTHS[1])[1], expected[31])
-    for position in (32, 33):
-        agreement.add(ours.step(tokens[position])[1], expected[position])
-    agreement.check()
+    check_logits(models.ours(lowering), tokens, hf.logits(models.oracle, tokens))

@@ -17,7 +17,7 @@ from castiron.emitter.models.config import ConfigReader
 from castiron.pipelines.cli.main import main
 from castiron.reference import hf, tiny
 from tests.emitter import test_models
-from tests.emitter.family_harness import WIDTHS, Agreement, pair, prompt
+from tests.emitter.family_harness import check_logits, pair, prompt
 
 ROOT = Path(__file__).parent.parent.parent
 GUIDE = (ROOT / "docs" / "porting.md").read_text(encoding="utf-8")
@@ -93,19 +93,10 @@ def gpt_neox(monkeypatch):
 
 
 def test_the_fused_projection_of_the_guide_is_exact(gpt_neox, tmp_path):
-    check_exact(pair("gpt_neox", tmp_path))
-
-
-def check_exact(both) -> None:
-    """Assert that logits of both lowerings are HF's, after a chunk and after single tokens."""
+    both = pair("gpt_neox", tmp_path)
     tokens = prompt(both.checkpoint.config["vocab_size"], 30)
-    expected = hf.logits(both.oracle, tokens)
     for lowering in ("portable", "kernels"):
-        ours, agreement = both.ours(lowering), Agreement()
-        agreement.add(ours.prefill(tokens[:27], WIDTHS[1])[1], expected[26])
-        for position in range(27, 30):
-            agreement.add(ours.step(tokens[position])[1], expected[position])
-        agreement.check()
+        check_logits(both.ours(lowering), tokens, hf.logits(both.oracle, tokens))
 
 
 def test_diff_finds_the_mistake_of_the_guide(followed, tmp_path, capsys):

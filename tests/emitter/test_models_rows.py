@@ -8,7 +8,7 @@ import pytest
 from castiron.emitter.lowering import LOWERINGS, lower
 from castiron.emitter.models import FAMILIES
 from castiron.reference import hf
-from tests.emitter.family_harness import TOLERANCE, Agreement, Model, pair, prompt
+from tests.emitter.family_harness import TOLERANCE, Model, check_rows, pair, prompt
 from tests.emitter.test_models import shape
 
 WIDTH, SEQUENCES = 5, 2
@@ -31,10 +31,7 @@ def test_a_chunk_has_logits_at_every_position(rows):
     ours.reset()
     ours.prefill(tokens[:start], 16)
     argmax, logits = ours.call(f"verify_{WIDTH}", np.array(tokens[start:], np.int32), np.int32(start))
-    agreement = Agreement()
-    for row, wanted in zip(logits, expected[start:], strict=True):
-        agreement.add(row, wanted)
-    agreement.check()
+    check_rows(logits, expected[start:])
     np.testing.assert_array_equal(argmax, expected[start:].argmax(1))
 
 
@@ -51,10 +48,7 @@ def test_sequences_of_a_batch_do_not_meet(rows):
     last = np.array([sequence[-1] for sequence in sequences], np.int32)
     positions = np.array([len(sequence) - 1 for sequence in sequences], np.int32)
     argmax, logits = ours.call(f"decode_batch_{SEQUENCES}", last, positions)
-    agreement = Agreement()
-    for row, wanted in zip(logits, expected, strict=True):
-        agreement.add(row, wanted)
-    agreement.check()
+    check_rows(logits, expected)
     np.testing.assert_array_equal(argmax, [wanted.argmax() for wanted in expected])
 
 

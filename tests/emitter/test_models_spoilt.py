@@ -41,23 +41,24 @@ def with_attrs(**changes) -> Spoil:
     return lambda op: op.attrs.update(changes)
 
 
-def negate_table(op: Op) -> None:
-    table = op.attrs["weight"]
-    op.attrs["weight"] = replace(table, values=lambda: -table.values())
+def with_weight(**changes) -> Spoil:
+    return lambda op: op.attrs.update(weight=replace(op.attrs["weight"], **changes))
 
 
-def without_transform(op: Op) -> None:
-    op.attrs["weight"] = replace(op.attrs["weight"], transform=None)
+def without(*dropped: int, **changes) -> Spoil:
+    """Return a fault that leaves out these operands and changes attributes."""
+
+    def spoil(op: Op) -> None:
+        op.operands = tuple(value for i, value in enumerate(op.operands) if i not in dropped)
+        op.attrs.update(changes)
+
+    return spoil
 
 
 def swap(op: Op, i: int, j: int) -> None:
     operands = list(op.operands)
     operands[i], operands[j] = operands[j], operands[i]
     op.operands = tuple(operands)
-
-
-def without_bias(op: Op) -> None:
-    op.operands = op.operands[:2] + op.operands[3:]
 
 
 # How many operands a prefill's recurrences have, convolutions without a bias.
@@ -70,22 +71,6 @@ _STATE, _LIKE = -3, {"causal_conv": 0, "gated_delta": 2, "selective_scan": 0}
 def without_recurrence(op: Op) -> None:
     """Return each token's own input, without a state."""
     op.kind, op.attrs, op.operands = "identity", {}, (op.operands[_LIKE[op.kind]], op.operands[_STATE])
-
-
-def reverse_filters(op: Op) -> None:
-    op.attrs["weight"] = replace(op.attrs["weight"], transform=lambda w: np.ascontiguousarray(w[..., ::-1]))
-
-
-def without_sinks(op: Op) -> None:
-    op.operands, op.attrs["sinks"] = op.operands[:-1], False
-
-
-def without_correction(op: Op) -> None:
-    op.operands = op.operands[:1]
-
-
-def without_biases(op: Op) -> None:
-    op.operands = op.operands[:6]
 
 
 def spoilt_ways(op: Op, constants: set) -> Iterator[tuple[str, Spoil]]:
@@ -103,7 +88,7 @@ def spoilt_ways(op: Op, constants: set) -> Iterator[tuple[str, Spoil]]:
         if attrs["softcap"] is not None:
             yield "soft cap of attention forgotten", with_attrs(softcap=None)
         if attrs["sinks"]:
-            yield "sinks forgotten", without_sinks
+            yield "sinks forgotten", without(len(op.operands) - 1, sinks=False)
     elif op.kind == "rope":
         yield "rotary embedding left out", leave_out
         yield "cos and sin swapped", lambda op: swap(op, 1, 2)
@@ -114,25 +99,26 @@ def spoilt_ways(op: Op, constants: set) -> Iterator[tuple[str, Spoil]]:
         if attrs["eps"] == EPSILON:
             yield "epsilon forgotten", with_attrs(eps=0.0)
         if len(op.operands) > 2:
-            yield "bias of a norm left out", without_bias
+            yield "bias of a norm left out", without(2)
     elif op.kind == "linear" and len(op.operands) > 2:
-        yield "bias left out", without_bias
+        yield "bias left out", without(2)
     elif op.kind == "causal_conv":
         yield "convolution left out", without_recurrence
         if len(op.operands) > RECURRENCES[op.kind]:
-            yield "bias of a convolution left out", without_bias
+            yield "bias of a convolution left out", without(2)
     elif op.kind in RECURRENCES:
         yield "recurrence left out", without_recurrence
         yield "what is read and what is written swapped", lambda op: swap(op, *SWAPPED[op.kind])
     elif op.kind == "activation":
         yield "another activation", with_attrs(function="relu" if attrs["function"] == "silu" else "silu")
     elif op.kind == "weight":
-        if attrs["weight"].name.endswith("sin"):
-            yield "rotary halves swapped", negate_table
-        if len(attrs["weight"].shape) == 3:
-            yield "filters reversed", reverse_filters
-        if attrs["weight"].transform is not None:
-            yield f"transform of {attrs['weight'].name.rpartition('.')[2]} forgotten", without_transform
+        weight = attrs["weight"]
+        if weight.name.endswith("sin"):
+            yield "rotary halves swapped", with_weight(values=lambda: -weight.values())
+        if len(weight.shape) == 3:
+            yield "filters reversed", with_weight(transform=lambda w: np.ascontiguousarray(w[..., ::-1]))
+        if weight.transform is not None:
+            yield f"transform of {weight.name.rpartition('.')[2]} forgotten", with_weight(transform=None)
     elif op.kind in ("multiply", "divide") and op.operands[1] in constants:
         yield "constant factor left out", leave_out
     elif op.kind == "tanh":
@@ -141,7 +127,7 @@ def spoilt_ways(op: Op, constants: set) -> Iterator[tuple[str, Spoil]]:
         yield "weights of experts normalised the other way", with_attrs(normalised=not attrs["normalised"])
         yield "other scores of experts", with_attrs(scores="softmax" if attrs["scores"] == "sigmoid" else "sigmoid")
         if len(op.operands) > 1:
-            yield "correction of experts left out", without_correction
+            yield "correction of experts left out", without(1)
         if attrs["groups"] != (1, 1):
             yield "groups of experts forgotten", with_attrs(groups=(1, 1))
     elif op.kind == "experts":
@@ -150,7 +136,7 @@ def spoilt_ways(op: Op, constants: set) -> Iterator[tuple[str, Spoil]]:
         else:
             yield "another activation of experts", with_attrs(function="relu")
         if len(op.operands) > 6:
-            yield "biases of experts left out", without_biases
+            yield "biases of experts left out", without(*range(6, len(op.operands)))
         if isinstance(glu := attrs["function"], ClampedSwiGLU):
             yield "another alpha", with_attrs(function=replace(glu, alpha=2 * glu.alpha))
             yield "no limit", with_attrs(function=replace(glu, limit=1e9))

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from castiron.emitter import ops
 from castiron.emitter.ir import Module, Op, Value, current_function
 from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.operations import number
 from castiron.emitter.printer import print_module
 from castiron.emitter.types import BF16, F16, F32, DType, EmitError, TensorType
 from tests.emitter.small import append_kernel, small_module
@@ -54,12 +53,9 @@ def test_equal_graphs_print_equal_bytes_in_every_process():
     assert texts == {"".join(map(printed, FORMS))}
 
 
-def bits(dtype: DType) -> st.SearchStrategy[int]:
-    """Return words, the edges (zeros, subnormals, infinities, NaN) more often than by chance."""
-    top = 2**dtype.bits
-    exponent = {"f32": 23, "f16": 10, "bf16": 7}[dtype.name]
-    edges = [e * 2**exponent + d for e in range(top >> exponent) if e % 64 in (0, 1, 63) for d in (-1, 0, 1)]
-    return st.integers(0, top - 1) | st.sampled_from([e % top for e in edges])
+# Words of f32, the edges (zeros, subnormals, infinities, NaN) more often than by chance.
+EDGES = [(e * 2**23 + d) % 2**32 for e in range(2**9) if e % 64 in (0, 1, 63) for d in (-1, 0, 1)]
+WORDS = st.integers(0, 2**32 - 1) | st.sampled_from(EDGES)
 
 
 def read_back(array: np.ndarray, dtype: DType) -> np.ndarray:
@@ -81,25 +77,16 @@ def read_back(array: np.ndarray, dtype: DType) -> np.ndarray:
     return np.frombuffer(bytes.fromhex(words.removeprefix("0x")), dtype.numpy)
 
 
-@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
-@given(data=st.data())
-def test_floats_come_back_to_the_same_bits(dtype, data):
-    words = data.draw(st.lists(bits(dtype), min_size=1, max_size=300)) + list(range(128))
-    array = np.array(words, f"uint{dtype.bits}").view(dtype.numpy)
-    assert read_back(array, dtype).view(f"uint{dtype.bits}").tolist() == words
+@given(words=st.lists(WORDS, min_size=1, max_size=300))
+def test_floats_come_back_to_the_same_bits(words):
+    words = words + list(range(128))
+    assert read_back(np.array(words, np.uint32).view(np.float32), F32).view(np.uint32).tolist() == words
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 def test_every_16_bit_float_comes_back(dtype):
     words = np.arange(2**16, dtype=np.uint16)
     assert np.array_equal(read_back(words.view(dtype.numpy), dtype).view(np.uint16), words)
-
-
-@given(st.integers(0, 2**32 - 1))
-def test_a_finite_float_is_read_back_by_numpy(word):
-    value = np.array(word, np.uint32).view(np.float32)
-    if np.isfinite(value):
-        assert np.float32(number(value, F32)).view(np.uint32) == word
 
 
 def test_rejects_an_unknown_form_of_weights():
@@ -120,12 +107,12 @@ def text_with(*kernels: Kernel) -> str:
 
 def test_rejects_two_kernels_of_one_name():
     with pytest.raises(EmitError, match="two different kernels are called 'append_row'"):
-        text_with(replace(append_kernel(), text="stream.executable private @append_row {}"))
+        text_with(replace(append_kernel(), workgroups=2))
 
 
 def test_kernels_are_sorted_without_duplicates():
     first = append_kernel()
-    text = text_with(first, replace(first, name="a_" + first.name, text=first.text.replace("append_row", "a_append_row")))
+    text = text_with(first, replace(first, name="a_" + first.name))
     assert text.index("private @a_append_row {") < text.index("private @append_row {")
     assert text.count("private @append_row {") == 1
 

@@ -42,13 +42,6 @@ def error(codec: str, raw: np.ndarray, values: np.ndarray, weights: np.ndarray |
     return float(np.mean(weights * np.square(dequantise(codec, raw).astype(np.float64) - values)))
 
 
-@pytest.mark.parametrize("codec", ENCODERS)
-def test_blocks_are_written_as_they_are_read(codec):
-    """Splitting random bytes into the parts of a block and joining them gives the same bytes."""
-    blocks = np.random.default_rng(0).integers(0, 256, (300, CODECS[codec].block_bytes), dtype=np.uint8)
-    assert np.array_equal(ENCODERS[codec].join(CODECS[codec].split(blocks)), blocks)
-
-
 @pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.parametrize("codec", LLAMA_CPP)
 def test_no_larger_error_than_llama_cpp(codec, name):

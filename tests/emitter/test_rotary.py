@@ -40,15 +40,18 @@ def test_frequencies_are_those_of_transformers(name, theta, head_dim):
         rope_parameters=dict(entry),
         max_position_embeddings=POSITIONS,
     )
-    theirs = LlamaRotaryEmbedding(config)
-    ours = rotary(theta, head_dim, entry, POSITIONS)
+    # A last bit of a frequency is a turn of position * 1e-7.
+    check(rotary(theta, head_dim, entry, POSITIONS), LlamaRotaryEmbedding(config), POSITIONS, 1e-4)
+
+
+def check(ours: Rotary, theirs: torch.nn.Module, positions: int, atol: float) -> None:
+    """Compare the frequencies and tables of the first positions with transformers'."""
+    assert ours.positions == positions
     assert ours.attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-7)
-    assert ours.positions == POSITIONS
     assert _last_bits(ours.inv_freq, theirs.inv_freq.numpy()) <= 2
-    cos, sin = theirs(torch.zeros(1, dtype=torch.float32), torch.arange(POSITIONS)[None])
-    for function, table in ((np.cos, cos), (np.sin, sin)):
-        # A last bit of a frequency is a turn of position * 1e-7.
-        np.testing.assert_allclose(ours.table(POSITIONS, function), table[0, :, : head_dim // 2], atol=1e-4)
+    tables = theirs(torch.zeros(1), torch.arange(positions)[None])
+    for function, table in zip((np.cos, np.sin), tables, strict=True):
+        np.testing.assert_allclose(ours.table(positions, function), table[0, :, : len(ours.inv_freq)], atol=atol)
 
 
 @pytest.mark.parametrize("partial", [1.0, 0.5, 0.75])
@@ -72,11 +75,7 @@ def test_longrope_takes_the_short_factors_for_the_original_length(partial, given
     theirs = Phi3RotaryEmbedding(config)
     entry["original_max_position_embeddings"] = 128
     ours = rotary(10000.0, dim, entry, 1024)
-    assert ours.positions == 128
-    assert ours.attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-7)
-    assert _last_bits(ours.inv_freq, theirs.inv_freq.numpy()) <= 2
-    cos, _ = theirs(torch.zeros(1, dtype=torch.float32), torch.arange(128)[None])
-    np.testing.assert_allclose(ours.table(128, np.cos), cos[0, :, : dim // 2], atol=1e-5)
+    check(ours, theirs, 128, 1e-5)
     past, _ = theirs(torch.zeros(1, dtype=torch.float32), torch.arange(129)[None])
     assert np.abs(past[0, :128, : dim // 2].numpy() - ours.table(128, np.cos)).max() > 0.1
 

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from castiron.pipelines.engine.admission import PATIENCE
 from castiron.pipelines.engine.scheduler import INTERLEAVED, Observer, Scheduler
-from tests.engine.test_scheduler import CONTEXT, Asked, FakeBatch, run, single_past_eos
-
-PROMPTS = st.lists(st.integers(3, 5), min_size=1, max_size=CONTEXT - 10)
+from tests.engine.test_scheduler import PROMPTS, Asked, FakeBatch, run, single_past_eos
 
 
 class Forced:
@@ -57,8 +55,7 @@ ARRIVALS = st.lists(
 
 @given(st.integers(1, 4), ARRIVALS)
 def test_no_request_waits_longer_than_a_chunk_or_starves(size, arrivals):
-    """At most one chunk is read between two tokens of an answer. The oldest prompt is passed over at
-    most PATIENCE times, clients get equal shares, and requests get the tokens of single runs."""
+    """One chunk is read between two tokens, and a prompt is passed over PATIENCE times at most."""
     batch, watch = FakeBatch(size), Watch()
     watch.scheduler = scheduler = Scheduler(batch, observer=watch)
     free, bound = [], []
@@ -196,8 +193,9 @@ def test_a_preempted_request_generates_the_same_tokens(size, arrivals, fills):
 
 
 def test_a_preempting_request_starts_at_once_and_the_other_resumes():
-    batch, reported = FakeBatch(2), []
-    scheduler = Scheduler(batch, observer=Pauses(reported))
+    batch, observer, reported = FakeBatch(2), Observer(), []
+    observer.preempted = reported.append
+    scheduler = Scheduler(batch, observer=observer)
     slow = [Asked([3 + i] * 40, 30, stop_tokens=[]) for i in range(2)]
     for i, request in enumerate(slow):
         request.request.priority = 5 + i
@@ -218,11 +216,3 @@ def test_a_preempting_request_starts_at_once_and_the_other_resumes():
         assert request.request.tokens == single_past_eos(request.prompt, request.max_tokens)
     # Nothing is read twice.
     assert sum(work[2] for work in batch.work if work[0] == "prefill") == read + 2
-
-
-class Pauses(Observer):
-    def __init__(self, reported: list):
-        self.reported = reported
-
-    def preempted(self, sequence) -> None:
-        self.reported.append(sequence)

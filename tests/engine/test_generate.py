@@ -61,23 +61,6 @@ def test_a_stop_token_ends_the_text_and_is_not_part_of_it(prompt, index):
     assert next(generation, None) is None
 
 
-@pytest.mark.parametrize(
-    ("prompt", "n", "message"),
-    [
-        ([], 1, "no tokens"),
-        ([1] * 31, None, "31 tokens"),
-        ([1] * 10, 22, "at most 21"),
-        ([1], 0, "max_tokens is 0"),
-        ([1], -3, "-3"),
-    ],
-)
-def test_rejects_a_prompt_beyond_the_context_before_any_work(prompt, n, message):
-    session = CountingSession()
-    with pytest.raises(PipelineError, match=message) as error:
-        Generation(session, prompt, max_tokens=n)
-    assert session.fed == [] and "\n" not in str(error.value)
-
-
 def test_equal_seeds_give_equal_tokens_and_others_do_not():
     def text(seed):
         sampler = Sampler(Sampling(temperature=1.0, seed=seed))

@@ -24,16 +24,11 @@ TEXTS = ["Hello there, you", "Hello there, we", "x" * 120, "H", "Hello there, yo
 
 
 @pytest.fixture(scope="module")
-def by_itself(path):
-    return served.ReferenceSession(path)
-
-
-@pytest.fixture(scope="module")
-def expected(by_itself):
+def expected(reference):
     """Return the log softmax f64 [tokens - 1, vocab] after each token id but the last."""
 
     def steps(tokens):
-        session, found = Session(by_itself.bundle, 1), []
+        session, found = Session(reference.bundle, 1), []
         for token in tokens[:-1]:
             session.step(token)
             logits = session.logits().astype(np.float64)
@@ -59,9 +54,9 @@ def check(scored, tokens, rows, top=0):
         assert sorted(token for token, _ in found) == sorted(likeliest)
 
 
-def test_scores_equal_those_of_single_steps(model, by_itself, expected):
+def test_scores_equal_those_of_single_steps(model, reference, expected):
     """Texts share prefixes, and later calls ask for more and for fewer top tokens."""
-    ids = [by_itself.text.encode(text) for text in TEXTS]
+    ids = [reference.text.encode(text) for text in TEXTS]
     rows = [expected(tokens) for tokens in ids]
     for top in (1, 5, 2, 0):
         for found, tokens, row in zip(model.score(TEXTS, top=top), ids, rows, strict=True):
@@ -70,7 +65,7 @@ def test_scores_equal_those_of_single_steps(model, by_itself, expected):
     assert model.score(ids[3]).total == 0 and model.score([]) == []
     # An answer continues a scored text, and a score a generated one.
     generated = model.generate(TEXTS[0], max_tokens=9, stop_tokens=())
-    assert generated.tokens == by_itself.tokens(TEXTS[0], 9)
+    assert generated.tokens == reference.tokens(TEXTS[0], 9)
     longer = ids[0] + generated.tokens
     check(model.score(longer), longer, expected(longer))
     for wrong, why in (
@@ -93,13 +88,13 @@ def run(scheduler, *requests):
     return [event for _ in iter(lambda: scheduler.idle, True) for _, event in scheduler.turn()]
 
 
-def test_scores_of_a_shared_prefix_are_cached(path, by_itself, expected, monkeypatch):
+def test_scores_of_a_shared_prefix_are_cached(path, reference, expected, monkeypatch):
     """Requests share a prefix in the cache, and each gets all of its scores."""
     scheduler, read, logit_rows = Engine(path, 1).scheduler, [], scheduling.logit_rows
     monkeypatch.setattr(
         scheduling, "logit_rows", lambda *a: read.append((len(a[1]), len(scheduler.decoding))) or logit_rows(*a)
     )
-    prompts = [by_itself.text.encode("A beginning that all of them have, " + end) for end in ("one", "two", "three")]
+    prompts = [reference.text.encode("A beginning that all of them have, " + end) for end in ("one", "two", "three")]
     scored = lambda prompt, top=1: Request(prompt, scheduler.context, max_tokens=0, prompt_logprobs=top)
     requests = [scored(prompt) for prompt in prompts]
     assert run(scheduler, *requests) == [Finished("length")] * 3
@@ -129,14 +124,14 @@ def test_scores_of_a_shared_prefix_are_cached(path, by_itself, expected, monkeyp
     # A long scored prompt delays an answer by at most half a chunk.
     read.clear()
     answer = Request(prompts[0], scheduler.context, max_tokens=40, stop_tokens=())
-    run(scheduler, answer, scored(by_itself.text.encode("y" * 120)))
+    run(scheduler, answer, scored(reference.text.encode("y" * 120)))
     assert {count for count, running in read if running} == {16, 8} and len(answer.tokens) == 40
-    assert answer.tokens == by_itself.tokens(prompts[0], 40)
+    assert answer.tokens == reference.tokens(prompts[0], 40)
 
 
-def test_a_cancelled_request_leaves_a_valid_cache(path, by_itself, expected):
+def test_a_cancelled_request_leaves_a_valid_cache(path, reference, expected):
     scheduler = Engine(path, 1).scheduler
-    prompt = by_itself.text.encode("z" * 100)
+    prompt = reference.text.encode("z" * 100)
     first = Request(prompt, scheduler.context, max_tokens=0, prompt_logprobs=0)
     scheduler.submit(first)
     scheduler.turn()
@@ -150,9 +145,9 @@ def test_a_cancelled_request_leaves_a_valid_cache(path, by_itself, expected):
     assert again.cached == len(first.scores) - 4
 
 
-def test_scores_without_verify_functions_use_steps(tmp_path_factory, expected, by_itself):
+def test_scores_without_verify_functions_use_steps(tmp_path_factory, expected, reference):
     with castiron.load(served.bundle(tmp_path_factory.getbasetemp()), threads=1) as model:
-        ids = by_itself.text.encode(TEXTS[0])
+        ids = reference.text.encode(TEXTS[0])
         check(model.score(ids, top=3), ids, expected(ids), 3)
 
 
@@ -162,7 +157,7 @@ def entries(logprobs, first=0):
 
 
 @pytest.mark.parametrize("prompt", [TEXTS[0], [8, 9, 7, 2, 50, 60, 1, 9], ["Hello", "Help"], [[5, 6, 7], [5, 6, 8, 9]]])
-def test_echo_reports_the_prompts_log_probabilities(client, by_itself, expected, prompt):
+def test_echo_reports_the_prompts_log_probabilities(client, reference, expected, prompt):
     """Every choice of every prompt has them in OpenAI's form, complete and streamed."""
     many = isinstance(prompt[0], list) or isinstance(prompt, list) and isinstance(prompt[0], str)
     prompts = prompt if many else [prompt]
@@ -173,20 +168,22 @@ def test_echo_reports_the_prompts_log_probabilities(client, by_itself, expected,
         for choice in chunk.choices:
             text, rows = streamed.setdefault(choice.index, ("", []))
             streamed[choice.index] = text + choice.text, rows + (entries(choice.logprobs) if choice.logprobs else [])
+    # A prompt counts once for all its choices.
+    assert answer.usage.prompt_tokens == sum(map(len, prompts)) and answer.usage.completion_tokens == 6 * len(prompts)
     for index, choice in enumerate(answer.choices):
         one = prompts[index // 2]
-        ids = by_itself.text.encode(one) if isinstance(one, str) else one
-        text = one if isinstance(one, str) else by_itself.text.decode(one)
-        generated = by_itself.tokens(ids, 3)
-        rows, names = expected([*ids, *generated]), [by_itself.text.backend.id_to_token(t) for t in (*ids, *generated)]
-        assert choice.text == text + by_itself.text.decode(generated) and choice.logprobs.tokens == names
+        ids = reference.text.encode(one) if isinstance(one, str) else one
+        text = one if isinstance(one, str) else reference.text.decode(one)
+        generated = reference.tokens(ids, 3)
+        rows, names = expected([*ids, *generated]), [reference.text.backend.id_to_token(t) for t in (*ids, *generated)]
+        assert choice.text == text + reference.text.decode(generated) and choice.logprobs.tokens == names
         first, *rest = entries(choice.logprobs)
         assert first == (names[0], None, None, 0)
-        offsets = np.cumsum([0, *(len(by_itself.text.decode([token])) for token in (*ids, *generated))])
+        offsets = np.cumsum([0, *(len(reference.text.decode([token])) for token in (*ids, *generated))])
         for position, (name, logprob, top, offset) in enumerate(rest):
             row, token = rows[position], (*ids, *generated)[position + 1]
             assert logprob == pytest.approx(row[token], abs=CLOSE) and offset == offsets[position + 1]
-            likeliest = {by_itself.text.backend.id_to_token(int(t)): row[t] for t in np.argsort(-row, kind="stable")[:2]}
+            likeliest = {reference.text.backend.id_to_token(int(t)): row[t] for t in np.argsort(-row, kind="stable")[:2]}
             assert top == pytest.approx(likeliest | {name: row[token]}, abs=CLOSE)
         assert streamed[index] == (choice.text, entries(choice.logprobs))
     nothing = ask(max_tokens=0, logprobs=0)
@@ -200,15 +197,15 @@ def test_echo_reports_the_prompts_log_probabilities(client, by_itself, expected,
     assert [c.text for c in bare.choices] == [c.text for c in nothing.choices] and bare.choices[0].logprobs is None
 
 
-def test_the_stop_token_has_a_log_probability(client, by_itself):
-    bias = {str(by_itself.text.eos[0]): 100}
+def test_the_stop_token_has_a_log_probability(client, reference):
+    bias = {str(reference.text.eos[0]): 100}
     ask = lambda **more: client.completions.create(model="tiny", prompt="Hello", logprobs=1, logit_bias=bias, **more)
     logprobs = ask(max_tokens=1, echo=True).choices[0].logprobs
     assert logprobs.tokens == [*"Hello", "</s>"] and logprobs.text_offset[-1] == 5
     assert ask(max_tokens=1).choices[0].logprobs.tokens == []
 
 
-def test_offsets_of_tokens_are_those_of_their_characters(client, by_itself):
+def test_offsets_of_tokens_are_those_of_their_characters():
     """Space belongs to the next word, and special tokens have no characters."""
     import tokenizers
     from tokenizers import models, pre_tokenizers, processors
@@ -224,9 +221,7 @@ def test_offsets_of_tokens_are_those_of_their_characters(client, by_itself):
     assert Tokenizer(words).offsets([]) == []
 
 
-def test_rejects_invalid_options_of_log_probabilities(client):
+def test_no_tokens_need_echo(client):
     with pytest.raises(openai.BadRequestError, match="max_tokens is 0, which needs echo") as error:
         client.completions.create(model="tiny", prompt="x", max_tokens=0)
     assert error.value.param == "max_tokens"
-    with pytest.raises(openai.BadRequestError, match="127 tokens"):
-        client.completions.create(model="tiny", prompt="x" * 127, max_tokens=0, echo=True, logprobs=1)

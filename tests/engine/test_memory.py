@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from castiron.emitter.abi import Function
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.engine import memory
 from castiron.vmfb.bundle import open_bundle
@@ -33,18 +30,6 @@ def test_warns_of_weights_larger_than_the_memory(bundle, command, monkeypatch, c
     monkeypatch.setattr(memory, "total_bytes", lambda: 100)
     assert cli.main(argv) == 0
     assert "every token will read them from disk" in capsys.readouterr().err
-
-
-def test_serving_prints_the_memory_of_all_slots(bundle, capsys):
-    """The widest batch function decides; the toy's manifest gets batch functions here."""
-    manifest = open_bundle(bundle).manifest
-    batches = tuple(Function("batch", size) for size in (8, 4))
-    wide = replace(manifest, functions=(*manifest.functions, *batches))
-    assert (memory.slots_of(manifest), memory.slots_of(wide)) == (1, 8)
-    memory.print_memory(wide, memory.slots_of(wide))
-    need = memory.needed(manifest, 8)
-    limit = memory.megabytes(need.weights + 8 * need.state)
-    assert f"memory: {need}; {limit} at most" in capsys.readouterr().err
 
 
 def test_a_container_has_less_memory_than_its_machine(tmp_path, monkeypatch):

@@ -1,5 +1,4 @@
-"""States of long prefixes on disk: a run that continues from one has the bits of a run without it,
-and damaged states are not used."""
+"""States of long prefixes on disk: a run from one has the bits of a run without it."""
 
 from __future__ import annotations
 
@@ -118,17 +117,6 @@ def test_does_not_store_positions_that_a_ring_has_overwritten(compiled, program,
     store.finish()
     rings = any(state.kind == "window" for state in compiled.manifest.states)
     assert session.settled != rings and len(list(store.directory.glob("*/*"))) == (not rings)
-
-
-def test_an_engine_finds_prefixes_of_other_processes(compiled, tmp_path):
-    found = []
-    for _ in range(2):
-        engine = Engine(compiled, 1, store=stored(compiled, tmp_path))
-        request = Request(TOKENS, engine.context, max_tokens=8, stop_tokens=())
-        list(engine.submit(request))
-        engine.scheduler.cache.store.finish()
-        found.append((request.cached, request.tokens))
-    assert found[0][0] == 0 < found[1][0] and found[0][1] == found[1][1]
 
 
 def test_states_of_other_processes_are_found_and_removed_ones_forgotten(llama, tmp_path, monkeypatch):

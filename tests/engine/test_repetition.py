@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from itertools import cycle
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +12,7 @@ from starlette.testclient import TestClient
 
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.engine import request as requests
-from castiron.pipelines.engine.request import MAX_PERIOD, MIN_REPEATS, MIN_TOKENS, Finished, RepetitionDetector, Request
+from castiron.pipelines.engine.request import MAX_PERIOD, MIN_REPEATS, MIN_TOKENS, RepetitionDetector, Request
 from castiron.pipelines.server.app import open_app
 from castiron.pipelines.text import text_output
 from tests.support import toy_text
@@ -22,12 +20,6 @@ from tests.support import toy_text
 bundle = toy_text.bundle
 
 TOKEN = st.integers(0, 9)
-
-
-def ends_after(tokens) -> int | None:
-    """Return after how many of `tokens` a loop is detected; None if it never is."""
-    seen = RepetitionDetector()
-    return next((count for count, token in enumerate(tokens, 1) if seen.add(token)), None)
 
 
 @settings(deadline=None)
@@ -40,24 +32,9 @@ def test_detects_loops_by_their_definition(before, period, repeats):
                 return True
         return False
 
-    tokens = (before + period * repeats)[:1200]
-    assert ends_after(tokens) == next((end for end in range(1, len(tokens) + 1) if is_loop(end)), None)
-
-
-def run_to_end(**options) -> tuple[Request, Finished]:
-    request = Request([1], 1000, **options)
-    tokens = cycle([5, 6, 7])
-    while True:
-        for event in request.advance(next(tokens), lambda: np.zeros(10, np.float32)):
-            if isinstance(event, Finished):
-                return request, event
-
-
-def test_only_repetition_stop_ends_a_loop():
-    request, end = run_to_end(repetition_stop=True)
-    assert end == Finished("stop", repeated=True) and request.repeated and len(request.tokens) == MIN_TOKENS
-    request, end = run_to_end()
-    assert end == Finished("context") and not request.repeated and len(request.tokens) == 1000
+    tokens, detector = (before + period * repeats)[:1200], RepetitionDetector()
+    detected = next((count for count, token in enumerate(tokens, 1) if detector.add(token)), None)
+    assert detected == next((end for end in range(1, len(tokens) + 1) if is_loop(end)), None)
 
 
 @pytest.fixture

@@ -1,5 +1,4 @@
-"""Continuous batching over a model in NumPy whose next token depends on every token before it:
-each request gets the tokens that it gets by itself."""
+"""Continuous batching over a NumPy model: requests get the tokens of single runs."""
 
 from __future__ import annotations
 
@@ -346,16 +345,6 @@ def many(engine, prompts, **options):
     return generate_many(engine, prompts, **{"max_tokens": 10, "text": TEXT, "stop_tokens": [EOS], **options})
 
 
-@given(st.integers(1, 4), st.lists(PROMPTS, max_size=12))
-def test_every_prompt_gets_the_same_result_as_by_itself(size, prompts):
-    results = list(many(Engine(FakeBatch(size)), iter(prompts)))
-    assert sorted(result.index for result in results) == list(range(len(prompts)))
-    for result in results:
-        expected = by_itself(prompts[result.index], 10)
-        assert result.tokens == expected and result.text == TEXT.decode(expected) and result.error is None
-        assert result.finish_reason == ("length" if len(expected) == 10 else "stop")
-
-
 def test_closing_cancels_requests_and_leaves_the_engine_usable():
     engine = Engine(FakeBatch(2))
     results = many(engine, itertools.repeat([3, 4, 5]))
@@ -368,21 +357,11 @@ def test_closing_cancels_requests_and_leaves_the_engine_usable():
 def test_an_invalid_prompt_fails_by_itself():
     batch = FakeBatch(2)
     batch.broken_prompt = 9
-    bad = {1: [3] * (CONTEXT + 1), 2: [4, 9, 9], 3: [], 4: None, 5: [{"role": "user"}], 6: [VOCAB]}
-    message = {
-        1: "101 tokens",
-        2: "the model failed",
-        3: "no tokens",
-        4: "invalid prompt",
-        5: "no chat template",
-        6: "vocabulary",
-    }
-    prompts = [bad.get(index, [3, 4, index]) for index in range(9)]
-    results = {result.index: result for result in many(Engine(batch), prompts)}
-    for index, prompt in enumerate(prompts):
-        result = results[index]
-        if index in bad:
-            assert result.finish_reason == "error" and message[index] in str(result.error) and result.tokens == []
-        else:
-            assert result.tokens == by_itself(prompt, 10)
-    assert isinstance(results[2].error, ModelFailed) and "broken prompt" in str(results[2].error.__cause__)
+    messages = {"101 tokens": [3] * (CONTEXT + 1), "the model failed": [4, 9, 9], "no tokens": [], "invalid prompt": None,
+                "no chat template": [{"role": "user"}], "vocabulary": [VOCAB]}  # fmt: skip
+    results = many(Engine(batch), [[3, 4, 5], *messages.values(), [3, 4, 6]])
+    first, *failed, last = sorted(results, key=lambda result: result.index)
+    assert (first.tokens, last.tokens) == (by_itself([3, 4, 5], 10), by_itself([3, 4, 6], 10))
+    for message, result in zip(messages, failed, strict=True):
+        assert result.finish_reason == "error" and message in str(result.error) and result.tokens == []
+    assert isinstance(failed[1].error, ModelFailed) and "broken prompt" in str(failed[1].error.__cause__)

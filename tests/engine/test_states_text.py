@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import json
 
 import pytest
 
-from castiron.pipelines.cli import main as cli
 from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.engine.request import Request
 from castiron.pipelines.engine.speculation import Speculator
@@ -45,14 +43,6 @@ def fresh(compiled):
         return found
 
     return tokens
-
-
-def test_run_prints_the_tokens_of_a_fresh_session(compiled, text, fresh, capsys):
-    for words in PROMPTS:
-        argv = ["run", str(compiled.path), "-p", words, "--raw", "-n", str(COUNT), "--ignore-eos", "--threads", "1", "--json"]
-        for more in ([], ["--speculate", "ngram"]):
-            assert cli.main([*argv, *more]) == 0
-            assert json.loads(capsys.readouterr().out)["tokens"] == fresh(tuple(text.encode(words)))
 
 
 def test_wrong_proposals_are_rewound(compiled, fresh, monkeypatch):

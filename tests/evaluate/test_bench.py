@@ -15,7 +15,7 @@ from castiron.emitter.printer import print_module
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.evaluate import bench_engines as bench
-from castiron.pipelines.evaluate.bench import ratios, summarise
+from castiron.pipelines.evaluate.bench import Workload, ratios, summarise
 from castiron.pipelines.evaluate.bench_engines import Engine, Settings
 from castiron.pipelines.evaluate.machine import (
     DOT_ITERATIONS,
@@ -36,7 +36,7 @@ from tests.support import toy_text
 from tests.support.tiny_gguf import write_llama
 from tests.support.toy_text import read_json
 
-ENGINE_KEYS = {"decode_tok_s", "prefill_tok_s", "decode_roofline", "prefill_peak_share", "ttft_ms", "rss_mb", "runs"}
+ENGINE_KEYS = {"decode_tok_s", "prefill_tok_s", "ttft_ms", "rss_mb", "runs"}
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +72,12 @@ def test_the_json_object_has_its_documented_fields(bundle, fixed_machine, tmp_pa
     options = ["--threads", "1", "--prompt", "9", "--gen", "5", "--depth", "2", "--rounds", "2", "--output", str(output)]
     result = run(capsys, bundle, *options)
     assert json.loads(output.read_text()) == result
-    assert set(result) == {"castiron", "peers", "machine", "ratios", "settings", "missing", "notes"}
+    assert set(result) == {"castiron", "peers", "machine", "ratios", "settings", "missing"}
     ours = result["castiron"]
     # The manifest of the toy bundle does not describe the work of its functions.
     shares = {"decode_roofline", "prefill_peak_share"}
-    assert set(ours) == ENGINE_KEYS and all(ours[key] is None for key in shares)
-    assert all(ours[key] > 0 for key in ENGINE_KEYS - {"runs", *shares})
+    assert set(ours) == ENGINE_KEYS | shares and all(ours[key] is None for key in shares)
+    assert all(ours[key] > 0 for key in ENGINE_KEYS - {"runs"})
     for key in ("decode_tok_s", "prefill_tok_s", "ttft_ms"):
         runs = ours["runs"][key]
         assert set(runs) == {"median", "min", "max", "values"}
@@ -92,7 +92,6 @@ def test_a_packed_bundle_is_measured_without_unpacking(bundle, fixed_machine, tm
     capsys.readouterr()
     options = ["--threads", "1", "--prompt", "4", "--gen", "2", "--rounds", "1"]
     assert run(capsys, str(tmp_path / "one.castiron"), *options)["castiron"]["decode_tok_s"] > 0
-    assert not (tmp_path / "cache" / "unpacked").exists()
 
 
 def test_engines_take_turns_and_the_first_turn_is_not_counted(monkeypatch):
@@ -115,10 +114,10 @@ def test_engines_take_turns_and_the_first_turn_is_not_counted(monkeypatch):
     monkeypatch.setattr(bench, "Worker", Recorded)
     monkeypatch.setattr(bench, "time_to_first_token", lambda *_: 0.25)
     monkeypatch.setattr(bench, "PAUSE_SECONDS", 0)
-    measured = {name: Engine(name, name, 1, 4) for name in ("castiron", "hf")}
+    measured = {name: Engine(name, name) for name in ("castiron", "hf")}
     settings = Settings(3, prompt=40, gen=8, depth=4, rounds=3)
-    limits, missing, notes = bench.measure(measured, settings, list(range(40)), FixedMachine(3), lambda *_: None)
-    assert missing == notes == {}
+    limits, missing = bench.measure(measured, settings, list(range(40)), FixedMachine(3), lambda *_: None)
+    assert missing == {}
     turns = [engine for engine, op in log if op == "decode"]
     assert turns == ["castiron", "hf"] * 4
     assert ("castiron", "fill") in log and log[-2:] == [("castiron", "close"), ("hf", "close")]
@@ -128,11 +127,14 @@ def test_engines_take_turns_and_the_first_turn_is_not_counted(monkeypatch):
     assert limits == {"read_gb_s": [10.0] * 3, "peak_gflop_s": [100.0] * 3}
 
 
-class FixedWork:
-    """A workload of 1 MB of f32 cache per position, and 1 GFLOP per token of a prompt."""
+class FixedWork(Workload):
+    """A workload of 98 MB of weights, 1 MB of cache per position, and 1 GFLOP per prompt token."""
 
-    def cache_bytes(self, depth, tokens, item_bytes):
-        return item_bytes / 4 * 1e6 * (depth + (tokens + 1) / 2)
+    def _kernels(self, function="decode_step"):
+        return [{"weights": 0}]
+
+    def decode_bytes(self, depth, tokens):
+        return 98e6 + 1e6 * (depth + (tokens + 1) / 2)
 
     def prefill_flops(self, tokens):
         return 1e9 * tokens
@@ -140,14 +142,11 @@ class FixedWork:
 
 def test_roofline_and_peak_share_follow_from_the_machines_limits():
     settings = Settings(2, prompt=512, gen=64, depth=1000)
-    measured = Engine("castiron", "a", 98e6, 4, decode=[50, 100, 200], prefill=[400, 500, 900], first=[9, 10, 11], rss_mb=1)
-    limits = {"read_gb_s": 20.0, "peak_gflop_s": 2000.0}
-    found = summarise(measured, settings, FixedWork(), limits)
-    assert found["decode_tok_s"] == 100 and found["prefill_tok_s"] == 500 and found["ttft_ms"] == 10
+    measured = summarise(Engine("castiron", "a", decode=[50, 100, 200], prefill=[400, 500, 900], first=[9, 10, 11], rss_mb=1))
+    assert measured["decode_tok_s"] == 100 and measured["prefill_tok_s"] == 500 and measured["ttft_ms"] == 10
+    found = FixedWork(None).shares(settings, measured, {"read_gb_s": 20.0, "peak_gflop_s": 2000.0})
     assert found["decode_roofline"] == pytest.approx((98e6 + 1032.5e6) * 100 / 20e9, abs=1e-4)
     assert found["prefill_peak_share"] == 500e9 / 2000e9
-    measured.weight_bytes = None
-    assert summarise(measured, settings, FixedWork(), limits)["decode_roofline"] is None
 
 
 def test_ratios_above_one_are_in_castirons_favour():
@@ -178,51 +177,39 @@ def test_a_failed_engine_has_one_error_line(tmp_path):
         bench.time_to_first_token("castiron", str(tmp_path / "nothing"), Settings(1), [1, 2])
 
 
-# The parts of llama-cpp-python that castiron uses, in its own module names. The process kills itself in the given stage:
-# with extra buffers only, as llama.cpp does on some AMX machines, or always.
-FAKE_LLAMA_CPP = {
-    "__init__.py": "from .llama_cpp import *\nfrom .llama import *\n",
-    "llama_cpp.py": """
-import ctypes
-class llama_model_params(ctypes.Structure):
-    _fields_ = [("use_extra_bufts", ctypes.c_bool)]
-def llama_model_default_params():
-    return llama_model_params(True)
-""",
-    "llama.py": """
+# The parts of llama-cpp-python that castiron uses. The process kills itself in the given stage.
+FAKE_LLAMA_CPP = """
 import os, signal
-import llama_cpp.llama_cpp as llama_cpp
 class Llama:
     def __init__(self, path, **options):
-        self.crashes = llama_cpp.llama_model_default_params().use_extra_bufts or os.environ["CRASHES"] == "always"
         self.n_tokens = 0
         self.reached("load")
     def reached(self, stage):
-        if self.crashes and stage == os.environ["STAGE"]:
+        if stage == os.environ["STAGE"]:
             os.kill(os.getpid(), getattr(signal, os.environ["SIGNAL"]))
     def reset(self):
-        pass
+        if os.environ["STAGE"] == "reset":
+            raise ValueError("no such model")
     def eval(self, tokens):
         self.reached("decode" if len(tokens) == 1 else "prefill")
     def sample(self, temp):
         self.reached("first")
         return 1
-""",
-}
+"""
 
 
 @pytest.fixture
 def fake_llama_cpp(tmp_path, monkeypatch):
-    """Put the fake on the import path, also of workers. Return a function that sets when it crashes
-    and returns the options of bench."""
-    (tmp_path / "llama_cpp").mkdir()
-    for name, text in FAKE_LLAMA_CPP.items():
-        (tmp_path / "llama_cpp" / name).write_text(text)
+    """Put the fake on the import path, also of workers.
+
+    Return a function that sets where it crashes and returns the options of bench.
+    """
+    (tmp_path / "llama_cpp.py").write_text(FAKE_LLAMA_CPP)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
 
-    def crash(stage: str, name: str, when: str) -> list[str]:
-        for key, value in (("STAGE", stage), ("SIGNAL", name), ("CRASHES", when)):
+    def crash(stage: str, name: str = "SIGSEGV") -> list[str]:
+        for key, value in (("STAGE", stage), ("SIGNAL", name)):
             monkeypatch.setenv(key, value)
         options = ["--threads", "1", "--prompt", "4", "--gen", "2", "--rounds", "1", "--against", "llama.cpp"]
         return [*options, "--checkpoint", str(write_llama(tmp_path / "tiny.gguf"))]
@@ -230,31 +217,16 @@ def fake_llama_cpp(tmp_path, monkeypatch):
     return crash
 
 
-@pytest.mark.parametrize(("stage", "name"), [("load", "SIGILL"), ("prefill", "SIGSEGV"), ("first", "SIGABRT")])
-def test_measures_a_crashing_peer_without_extra_buffers_and_reports_it(
-    bundle, fixed_machine, fake_llama_cpp, stage, name, capsys
-):
-    assert cli.main(["bench", bundle, *fake_llama_cpp(stage, name, "with extra buffers"), "--json"]) == 0
-    out, err = capsys.readouterr()
-    result = read_json(out)
-    assert result["missing"] == {} and set(result["peers"]) == set(result["ratios"]) == {"llama.cpp"}
-    assert result["notes"]["llama.cpp"] == f"crashed ({name}); measured as llama.cpp without its extra buffers"
-    assert result["notes"]["llama.cpp"] in err
-    assert all(len(runs["values"]) == 1 for runs in result["castiron"]["runs"].values())
-
-
-def test_a_peer_that_crashes_twice_is_missing_and_castiron_is_measured(bundle, fixed_machine, fake_llama_cpp, capsys):
-    assert cli.main(["bench", bundle, *fake_llama_cpp("decode", "SIGSEGV", "always")]) == 0
+@pytest.mark.parametrize(("stage", "name"), [("load", "SIGILL"), ("decode", "SIGSEGV"), ("first", "SIGABRT")])
+def test_a_peer_that_crashes_is_missing_and_castiron_is_measured(bundle, fixed_machine, fake_llama_cpp, stage, name, capsys):
+    assert cli.main(["bench", bundle, *fake_llama_cpp(stage, name)]) == 0
     out, err = capsys.readouterr()
     assert "\ncastiron " in out and "llama.cpp" not in out and "against" not in out
-    assert "llama.cpp: crashed (SIGSEGV), and llama.cpp without its extra buffers crashed (SIGSEGV)\n" in err
+    assert f"llama.cpp: crashed ({name})\n" in err
 
 
-def test_a_peer_that_rejects_the_model_is_missing_with_its_reason(bundle, fixed_machine, fake_llama_cpp, tmp_path, capsys):
-    options = fake_llama_cpp("none", "SIGSEGV", "never")
-    with open(tmp_path / "llama_cpp" / "llama.py", "a") as file:
-        file.write("    def reset(self):\n        raise ValueError('no such model')\n")
-    assert cli.main(["bench", bundle, *options, "--json"]) == 0
+def test_a_peer_that_rejects_the_model_is_missing_with_its_reason(bundle, fixed_machine, fake_llama_cpp, capsys):
+    assert cli.main(["bench", bundle, *fake_llama_cpp("reset"), "--json"]) == 0
     result = read_json(capsys.readouterr().out)
     assert result["missing"] == {"llama.cpp": "ended: ValueError: no such model"} and result["castiron"]["prefill_tok_s"] > 0
 

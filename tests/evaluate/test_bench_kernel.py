@@ -11,7 +11,7 @@ from castiron.emitter.kernels.weights.packing import unpack
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.compile.parts import KINDS
 from castiron.pipelines.evaluate import bench_kernel, machine
-from castiron.pipelines.evaluate.machine import TimedKernel, bound_of
+from castiron.pipelines.evaluate.machine import TimedKernel
 from tests.cli.test_cli import complaint
 from tests.evaluate.test_bench import FixedMachine
 from tests.support.toy_text import read_json
@@ -39,7 +39,7 @@ def quick(monkeypatch):
 
 
 def shape_of(kind: str) -> str:
-    matmul = "64x256" if KINDS[kind].is_matmul else "2x1x32"
+    matmul = "64x256" if KINDS[kind].shape == "OUTxIN" else "2x1x32"
     return SHAPES.get(kind, matmul)
 
 
@@ -108,13 +108,6 @@ def test_the_json_object_has_its_documented_fields(tmp_path, capsys):
     assert cli.main(argv) == 0
     out = capsys.readouterr().out
     assert "us a call" in out and "GFLOP/s" in out
-
-
-def test_bounds():
-    limits = {"read_gb_s": 10.0, "peak_gflop_s": 100.0}
-    assert bound_of("gemm", 1e9, 1e9, 0.2, limits) == ("memory", 0.5)
-    assert bound_of("gemm", 1e9, 1e9, 0.05, limits) == ("cache", None)
-    assert bound_of("gemm", 1e8, 1e10, 0.05, limits) == ("compute", 2.0)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from castiron.vmfb.staging import replace_file
 from tests.evaluate.test_bench import ENGINE_KEYS, FixedMachine
 from tests.support.toy_text import read_json
 
-TINY = SHAPES["llama-3.1-8b"] | {
+TINY = SHAPES["llama-3.2-1b"] | {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True, "max_position_embeddings": 256,
 }  # fmt: skip
@@ -31,10 +31,7 @@ RECURRENT = SHAPES["qwen3.5-0.8b"] | {
     "linear_num_key_heads": 2, "linear_num_value_heads": 2, "max_position_embeddings": 128,
 }  # fmt: skip
 # Published numbers of parameters; for Qwen 3.5 those of its text model in transformers.
-PARAMETERS = {
-    "llama-3.2-1b": 1_235_814_400, "llama-3.1-8b": 8_030_261_248, "qwen3-0.6b": 596_049_920, "qwen3-4b": 4_022_468_096,
-    "lfm2-1.2b": 1_170_340_608, "qwen3.5-0.8b": 752_393_024,
-}  # fmt: skip
+PARAMETERS = {"llama-3.2-1b": 1_235_814_400, "qwen3.5-0.8b": 752_393_024}
 
 
 @pytest.fixture(autouse=True)
@@ -60,12 +57,11 @@ def test_shapes_have_the_published_number_of_parameters():
     assert {name: sum(prod(tensor.shape) for tensor in tensors) for name, tensors in shapes.items()} == PARAMETERS
 
 
-@pytest.mark.parametrize("name", [name for name in PARAMETERS if name != "qwen3.5-0.8b"])
-def test_every_shape_has_every_codec(name):
+def test_a_gguf_file_may_have_any_codec():
     for codec in CODECS:
-        header, tensors = parts_of(name, codec)
+        header, tensors = parts_of("llama-3.2-1b", codec)
         assert len(header) % 32 == 0
-        assert sum(tensor.nbytes for tensor in tensors) >= row_bytes(codec, 256) / 256 * PARAMETERS[name]
+        assert sum(tensor.nbytes for tensor in tensors) >= row_bytes(codec, 256) / 256 * PARAMETERS["llama-3.2-1b"]
 
 
 def test_q4_k_is_mixed_as_in_llama_cpp():
@@ -73,8 +69,6 @@ def test_q4_k_is_mixed_as_in_llama_cpp():
     codecs = {tensor.name: tensor.codec for tensor in parts_of("llama-3.2-1b", "q4_k_m")[1]}
     assert Counter(codecs.values()) == {"q4_k": 7 * 16 - 16, "q6_k": 17, "f32": 2 * 16 + 2}
     assert codecs["blk.4.attn_v.weight"] == codecs["blk.4.ffn_down.weight"] == codecs["token_embd.weight"] == "q6_k"
-    untied = {tensor.name: tensor.codec for tensor in parts_of("llama-3.1-8b", "q4_k_m")[1]}
-    assert (untied["token_embd.weight"], untied["output.weight"]) == ("q4_k", "q6_k")
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -88,7 +82,7 @@ def test_both_gguf_readers_accept_the_file(codec, tiny):
     }
     checkpoint = open_checkpoint(path)
     assert checkpoint.tokenizer is None and checkpoint.config["vocab_size"] == 512
-    assert checkpoint.config["rope_scaling"]["rope_type"] == "llama3" and checkpoint.config["rope_scaling"]["factor"] == 8
+    assert checkpoint.config["rope_scaling"]["rope_type"] == "llama3" and checkpoint.config["rope_scaling"]["factor"] == 32
     check_values(checkpoint)
 
 
@@ -158,7 +152,7 @@ def test_bench_measures_a_shape(tiny, monkeypatch, tmp_path, capsys):
     assert cli.main(["bench", *options, "--numerics", "fast", "--output", saved]) == 0
     out, err = capsys.readouterr()
     result = read_json(out)
-    assert set(result["castiron"]) == ENGINE_KEYS and result["castiron"]["prefill_peak_share"] > 0
+    assert set(result["castiron"]) > ENGINE_KEYS and result["castiron"]["prefill_peak_share"] > 0
     assert result["settings"]["model"] == "tiny.q4_k" and result["settings"]["numerics"] == "fast"
     assert "a random checkpoint" in err and "compiling" in err
     assert cli.main(["bench", *options, "--numerics", "fast"]) == 0
@@ -171,7 +165,7 @@ def test_bench_measures_a_shape(tiny, monkeypatch, tmp_path, capsys):
     ("options", "message"),
     [
         ([], "give a bundle DIR, --shape NAME, or --kernel"),
-        (["--shape", "llama-9"], "unknown shape: llama-9; without --kernel, --shape takes llama-3.2-1b, llama-3.1-8b"),
+        (["--shape", "llama-9"], "unknown shape: llama-9; without --kernel, --shape takes llama-3.2-1b, qwen3.5-0.8b"),
         (["--shape", "tiny", "--codec", "q1_k"], "unknown codec: q1_k; --codec takes f32"),
         (["--shape", "tiny", "--tokens", "4"], "--tokens does not apply to a random model"),
         (["--shape", "tiny", "--checkpoint", "x"], "--checkpoint does not apply to a random model"),

@@ -13,14 +13,7 @@ from castiron.emitter.kernels.mlir.isa import AVX2
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.compile import tile_store as store
 from castiron.pipelines.compile.options import Options
-from castiron.pipelines.evaluate.tune import (
-    REPEATS_TO_CONFIRM,
-    Bench,
-    MatmulSearch,
-    answers,
-    neighbours,
-    search,
-)
+from castiron.pipelines.evaluate.tune import REPEATS_TO_CONFIRM, Bench, MatmulSearch, answers, neighbours, search
 from castiron.vmfb.bundle import open_bundle
 from castiron.vmfb.cache import cache_folder
 from castiron.vmfb.compiler import CompileError
@@ -143,18 +136,13 @@ def test_findings_are_stored_and_compiled_in(checkpoint, five_chains_are_faster,
     tuned = {row["name"]: row["tiles"] for row in found["matmuls"] if row["tiles"]}
     assert tuned and all(tiles["chains"] == 5 for tiles in tuned.values())
     assert all(row["function"] == "decode_step" and row["gain"] == 2.0 for row in found["matmuls"] if row["tiles"])
-    assert found["decode"]["ratio"] == pytest.approx(
-        found["decode"]["tuned_tok_s"] / found["decode"]["default_tok_s"], abs=0.01
-    )
     assert cli.main(["compile", checkpoint, "-o", str(tmp_path / "out"), *TUNE]) == 0
     assert open_bundle(tmp_path / "out").manifest.compile["tuned"] == tuned
     capsys.readouterr()
-    # Known matmuls are not searched again without --again.
+    # Known matmuls are not searched again.
     again, _ = tune(checkpoint, capsys)
-    assert all(row["cached"] for row in again["matmuls"]) and again["decode"] is None
+    assert all(row["cached"] for row in again["matmuls"])
     assert {row["name"]: row["tiles"] for row in again["matmuls"] if row["tiles"]} == tuned
-    again, _ = tune(checkpoint, capsys, "--again", "--functions", "decode_step")
-    assert not any(row["cached"] for row in again["matmuls"]) and again["decode"]
     assert cli.main(["tune", checkpoint, *TUNE]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("matmul") and lines[1].endswith("unroll 4") and "have better tiles on 2 threads" in lines[-2]
@@ -172,7 +160,7 @@ def test_a_faster_kernel_that_is_wrong_is_dropped(checkpoint, five_chains_are_fa
     kernel_of.cache_clear()
     found, err = tune(checkpoint, capsys, "--functions", "verify_4,prefill_8")
     kernel_of.cache_clear()
-    assert found["changed_tokens"] and found["decode"] is None and not any(row["tiles"] for row in found["matmuls"])
+    assert found["changed_tokens"] and not any(row["tiles"] for row in found["matmuls"])
     assert "because tokens changed" in err and err.count("\n") == 1
     assert all(finding.tiles is None for finding in store.read_findings())
 

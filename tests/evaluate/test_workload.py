@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import gguf
 import numpy as np
 import pytest
 
-from castiron.emitter.codecs import row_bytes
 from castiron.emitter.kv_cache import CACHES
 from castiron.emitter.lowering import lower
 from castiron.emitter.models import build
 from castiron.pipelines.compile.bundle_manifest import work_of
-from castiron.pipelines.evaluate.bench import Workload, gguf_bytes
+from castiron.pipelines.evaluate.bench import Workload
+from castiron.pipelines.evaluate.bench_engines import Settings
 from castiron.vmfb.bundle import open_bundle
 from tests.support import toy_text
-from tests.support.tiny_gguf import HIDDEN, INNER, LLAMA_SIZES, VOCAB, llama_tensors, write_gguf, write_llama
 
 SMOLLM2 = {"model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9,
            "num_key_value_heads": 3, "intermediate_size": 1536, "vocab_size": 49152, "max_position_embeddings": 2048,
@@ -41,13 +39,13 @@ def workload(config: dict, codec: str, cache: str = "f32") -> Workload:
     lowered = lower(module, "kernels", "avx2", 2)
     work = {name: work_of(function, CONTEXT) for name, function in lowered.functions.items()}
     functions = [SimpleNamespace(role="prefill", width=width, name=f"prefill_{width}") for width in WIDTHS]
-    facts = {
-        "context": CONTEXT,
-        "widths": lambda role: WIDTHS,
-        "cache": cache,
-        "states": module.functions["decode_step"].states,
-    }
+    facts = {"context": CONTEXT, "widths": lambda role: WIDTHS}
     return Workload(SimpleNamespace(compile={"work": work}, functions=functions, **facts))
+
+
+def decode_bytes(config: dict, codec: str) -> float:
+    """Return the bytes that the first token of a sequence reads."""
+    return workload(config, codec).decode_bytes(0, 1)
 
 
 def matrices(config: dict, mlp: int = 3) -> int:
@@ -62,17 +60,16 @@ def matrices(config: dict, mlp: int = 3) -> int:
 def test_the_work_of_a_dense_model_follows_from_its_sizes(tied, cache):
     found, layers, hidden = workload(SMOLLM2 | {"tie_word_embeddings": tied}, "q4_1", cache), 30, 576
     elements, head = layers * matrices(SMOLLM2), 49152 * hidden
-    assert found.elements == elements + head
     norms = (2 * layers + 1) * hidden * 4
     # A token reads one row of an untied embedding table, and all of a table that is also the output head.
-    assert found.weight_bytes == pytest.approx((elements + head) * 20 / 32 + norms, rel=1e-4)
+    weights = (elements + head) * 20 / 32 + norms
     # Four operations for each pair of a position and a visible one, and each element of the heads.
     attention = 4 * layers * hidden * sum(range(1, 513))
     assert found.prefill_flops(512) == pytest.approx(2 * elements * 512 + 2 * head + attention, rel=2e-3)
     for depth, tokens in ((0, 64), (1000, 32)):
         positions = np.arange(depth, depth + tokens) + 1
-        assert found.cache_bytes(depth, tokens, 2) == pytest.approx(2 * layers * 3 * 64 * 2 * positions.mean(), rel=1e-12)
-    assert found.cache_item_bytes == {"f32": 4, "f16": 2, "q8_0": 36 / 32}[cache]
+        cached = 2 * layers * 3 * 64 * {"f32": 4, "f16": 2, "q8_0": 36 / 32}[cache] * positions.mean()
+        assert found.decode_bytes(depth, tokens) == pytest.approx(weights + cached, rel=1e-4)
 
 
 def test_a_partial_call_counts_by_its_tokens():
@@ -82,47 +79,32 @@ def test_a_partial_call_counts_by_its_tokens():
 
 
 def test_an_mlp_of_two_matrices_counts_two():
-    assert workload(STARCODER2, "f32").elements == 4 * matrices(STARCODER2, mlp=2) + 1024 * 512
+    weights = 4 * (4 * matrices(STARCODER2, mlp=2) + 1024 * 512)
+    assert decode_bytes(STARCODER2, "f32") == pytest.approx(weights, rel=0.01)
 
 
 @pytest.mark.parametrize(("config", "active"), [(MIXTRAL, 12.88e9), (QWEN3_30B_A3B, 3.35e9)])
 def test_a_token_reads_only_its_own_experts(config, active):
     """`active`: the published number of active parameters, which includes embedding and head."""
-    found, table = workload(config, "bf16"), config["vocab_size"] * config["hidden_size"]
-    assert found.elements + table == pytest.approx(active, rel=0.005)
-    assert found.weight_bytes == pytest.approx(2 * (active - table), rel=0.005)
+    table = config["vocab_size"] * config["hidden_size"]
+    assert decode_bytes(config, "bf16") == pytest.approx(2 * (active - table), rel=0.005)
 
 
 @pytest.mark.parametrize("dense", [{"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}])
 def test_distinguishes_layers_with_and_without_experts(dense):
-    two = QWEN3_30B_A3B | {"num_hidden_layers": 2}
-    mlp, experts = 3 * 2048 * 6144, 3 * 2048 * 768 * 8 + 2048 * 128
-    assert workload(two | dense, "bf16").elements == workload(two, "bf16").elements - experts + mlp
+    two = QWEN3_30B_A3B | {"num_hidden_layers": 2, "intermediate_size": 2048}
+    mlp, experts = 3 * 2048 * 2048, 3 * 2048 * 768 * 8 + 2048 * 128
+    difference = decode_bytes(two | dense, "bf16") - decode_bytes(two, "bf16")
+    assert difference == pytest.approx(2 * (mlp - experts), rel=0.01)
 
 
 def test_a_sliding_window_limits_the_cache_bytes():
     config = {**SMOLLM2, "model_type": "mistral", "sliding_window": 256}
-    assert workload(config, "q4_1").cache_bytes(1000, 8, 4) == 2 * 30 * 3 * 64 * 4 * 256
+    found = workload(config, "q4_1")
+    assert found.decode_bytes(1000, 8) - found.decode_bytes(0, 1) == 2 * 30 * 3 * 64 * 4 * 255
 
 
 def test_a_bundle_without_work_has_none(tmp_path):
     bundle = open_bundle(toy_text.write(tmp_path / "toy"))
     found = Workload(bundle.manifest)
-    assert not found.known and found.cache_bytes(3, 5, 4) == 0
-    assert found.weight_bytes is found.elements is found.prefill_flops(8) is None
-
-
-def test_gguf_bytes_count_chosen_experts_and_one_row_of_an_untied_table(tmp_path):
-    q8, row = gguf.GGMLQuantizationType.Q8_0, row_bytes("q8_0", HIDDEN)
-    table = llama_tensors()["token_embd.weight"]
-    tied = write_llama(tmp_path / "tied.gguf", tensors={"token_embd.weight": (table, q8)})
-    others = sum(array.nbytes for name, array in llama_tensors().items() if name != "token_embd.weight")
-    assert gguf_bytes(tied) == VOCAB * row + others
-    both = {"token_embd.weight": (table, q8), "output.weight": table}
-    assert gguf_bytes(write_llama(tmp_path / "untied.gguf", tensors=both)) == row + table.nbytes + others
-    experts = {name: array for name, array in llama_tensors().items() if "ffn_" not in name}
-    dense = sum(array.nbytes for array in experts.values())
-    for name, shape in {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}.items():
-        experts[f"blk.0.ffn_{name}_exps.weight"] = np.zeros((8, *shape), np.float32)
-    sizes = LLAMA_SIZES | {"llama.expert_count": 8, "llama.expert_used_count": 2}
-    assert gguf_bytes(write_gguf(tmp_path / "experts.gguf", "llama", sizes, experts)) == dense + 2 * 3 * INNER * HIDDEN * 4
+    assert found.shares(Settings(1), {}, {}) == {"decode_roofline": None, "prefill_peak_share": None}

@@ -1,1 +1,1 @@
-"""Two small families whose states are not a KV cache: recurrent (decaying_sum) and a ring."""
+"""Small models whose states are not a plain KV cache: recurrent, rings, and hybrids."""

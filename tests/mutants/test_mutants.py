@@ -10,7 +10,7 @@ import pytest
 
 from tests.mutants import __main__ as command
 from tests.mutants.mutant import CATALOGUE, ROOT, Mutant
-from tests.mutants.running import Outcome, UnchangedCodeFails, examine
+from tests.mutants.running import Outcome, examine
 
 SHARE = 2  # mutants that one run applies; `make mutants` applies all
 QUICK = ("tests/emitter/test_packing.py::test_interleave_alternates_blocks_of_16",)
@@ -66,12 +66,3 @@ def test_the_command_reports_survivors(monkeypatch, capsys):
     assert command.main(["nibble order", "sign of a minimum"]) == 1
     printed = capsys.readouterr().out
     assert "survived " in printed and "sign of a minimum (" in printed and "1 of 2" in printed
-
-    def fails(mutants):
-        raise UnchangedCodeFails("tests/a.py fails without a mutant: no")
-
-    monkeypatch.setattr(command, "examine", fails)
-    assert command.main([]) == 2 and "fails without a mutant" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        command.main(["no such fault"])
-    assert "no mutant has no such fault in its name or file" in capsys.readouterr().err

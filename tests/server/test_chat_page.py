@@ -229,12 +229,7 @@ def test_full_storage_is_reported_and_the_conversation_continues(browser, server
 
 
 def test_errors_are_shown_and_can_be_retried(browser, server):
-    server.replies = [
-        refused(503, "the queue is full"),
-        reply("A", WAIT)[:2],
-        reply("Done."),
-        reply("New."),
-    ]
+    server.replies = [refused(503, "the queue is full"), reply("A", WAIT)[:2], reply("Done."), reply("New.")]
     send(browser, "Please")
     browser.wait("document.querySelector('.problem')")
     assert texts(browser, ".problem span") == ["the queue is full"] and texts(browser, ".body") == ["Please"]

@@ -17,7 +17,6 @@ from tests.support.served import CONTEXT, served
 QUESTION = "Sing a song"
 pytestmark = needs_chromium
 DONE = f"{READY} && document.querySelector('.assistant')"
-PROBLEM = "document.querySelector('.problem')"
 # Script that returns the stored conversations.
 STORED = "Object.keys(localStorage).filter(key => key.includes(' chat ')).map(key => JSON.parse(localStorage.getItem(key)))"
 

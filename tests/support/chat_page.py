@@ -123,8 +123,7 @@ def press_button(browser, label: str) -> None:
 
 
 def put(browser, chats: list[dict], **fields: str) -> None:
-    """Store values in the page's storage, as an earlier visit would; they show when the page is
-    opened again."""
+    """Store conversations and settings in the page's storage, as an earlier visit would."""
     entries = {f"castiron / chat {chat['id']}": chat for chat in chats} | ({"castiron / settings": fields} if fields else {})
     browser.run(
         f"Object.entries({json.dumps(entries)}).forEach(([key, value]) => localStorage.setItem(key, JSON.stringify(value)))"

@@ -45,8 +45,7 @@ def lark_rules(count: int) -> dict[str, Any]:
 
 
 def lark_terminals(count: int) -> dict[str, Any]:
-    """Return a grammar of `count` nested terminals; computing the mask of its third token is
-    slow."""
+    """Return a grammar of `count` nested terminals; the mask of its third token takes long."""
     links = "".join(f'A{i}: (A{i + 1} "x{i % 7}")*\n' for i in range(count))
     return {"grammar": f'start: "q" /[ab]/ A0\n{links}A{count}: "y"\n'}
 

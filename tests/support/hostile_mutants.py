@@ -1,6 +1,4 @@
-"""Make mutants of valid checkpoints: of their bytes, of parts of a GGUF file, of JSON values, and of
-the kind of a file. Mutant N of a checkpoint is always the same.
-"""
+"""Make mutants of valid checkpoints; mutant N of a checkpoint is always the same."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from castiron.pipelines.checkpoints.gguf_file import read_gguf
-from tests.support.hostile_gguf_tokenizers import BESIDE
 from tests.support.tiny_gguf import entry, raw_gguf, string, tensor_info
+from tests.support.valid_checkpoints import BESIDE
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 STRINGS = ("", "\0", "yarn", "linear", "none", "llama", "gpt2", "x" * 5000, "a\x1b]0;x\x07\nb", "\u2581", "a" * (1 << 20),
@@ -60,7 +58,7 @@ def gguf_bytes(source: Path, rng: random.Random) -> bytes:
     infos, data = [], b""
     for tensor in file.tensors.values():
         infos.append([tensor.name, tensor.shape[::-1], 0, len(data)])
-        raw = file.rows(tensor).tobytes()
+        raw = tensor.data.tobytes()
         data += raw + b"\0" * (-len(raw) % 32)
     for _ in range(rng.choice((1, 1, 2))):
         if rng.random() < 0.75:
@@ -298,10 +296,7 @@ def source_of(number: int, valid: list[Path]) -> Path:
 
 
 def mutant(number: int, source: Path, folder: Path) -> Path:
-    """Write mutant `number` of `source` below `folder`, and return its path.
-
-    It does not depend on the other sources.
-    """
+    """Write mutant `number` of `source` below `folder`; return its path."""
     rng = random.Random(f"{source.name} {number}")
     if not source.is_dir():
         folder = folder / "mutant.gguf"

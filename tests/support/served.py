@@ -8,9 +8,14 @@ import json
 import os
 import re
 import socket
+import ssl
 import subprocess
 import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -27,6 +32,8 @@ SPECIAL = ("<unk>", "<s>", "</s>")
 # Each character is a token, so that every text is a prompt and every answer is text.
 LETTERS = [" ", *map(chr, range(0x21, 0x7F)), *map(chr, range(0xC0, 0xC0 + 211 - 95 - len(SPECIAL)))]
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+# With tools in the format of Llama 3.
+TOOLS_TEMPLATE = '{% if tools %}{{ tools | tojson }} "parameters": dictionary{% endif %}' + TEMPLATE
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 # TEMPLATE of MESSAGES.
 RENDERED = "u:Hello there;a:"
@@ -41,11 +48,12 @@ def tokenizer() -> tokenizers.Tokenizer:
     return found
 
 
-def checkpoint(directory: Path) -> Path:
-    """Write the model as an HF directory."""
-    made = tiny.tiny_model("llama", directory)
+def checkpoint(directory: Path, template: str | None = None, **config) -> Path:
+    """Write the model as an HF directory; `config` changes its config.json."""
+    made = tiny.tiny_model("llama", directory, **config)
     tokenizer().save(str(made / "tokenizer.json"))
-    (made / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "</s>"}))
+    text = {"chat_template": template or TEMPLATE, "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (made / "tokenizer_config.json").write_text(json.dumps(text))
     return made
 
 
@@ -89,6 +97,22 @@ class Served:
     @property
     def errors(self) -> str:
         return self.log.read_text()
+
+
+def ask(
+    url: str, path: str, body: dict | bytes | None = None, key: str = "", headers: Mapping[str, str] = MappingProxyType({})
+):
+    """Return status, headers and the decoded JSON or text of an answer; accept any certificate."""
+    own = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    data = json.dumps(body).encode() if isinstance(body, dict) else body
+    request = urllib.request.Request(url + path, data, {**own, **headers})
+    try:
+        answer = urllib.request.urlopen(request, timeout=120, context=ssl._create_unverified_context())
+    except urllib.error.HTTPError as error:
+        answer = error
+    with answer:
+        data = answer.read().decode()
+    return answer.status, answer.headers, json.loads(data) if data.startswith("{") else data
 
 
 # Slow the small model down: each step and prompt takes at least argv[1] seconds, and each step after the first waits while the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import typing
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,15 @@ ANSWER = '<think>Hm.</think>Well. <tool_call>{"name": "n", "arguments": {"a": [1
 CALLS = [("n", '{"a": [1]}'), ("n", "{}")]
 
 
-def bundle(base: Path) -> Path:
+@pytest.fixture(scope="session")
+def talking_path(tmp_path_factory) -> Path:
+    """Return the bundle of a model that reasons and calls tools."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(served, "TEMPLATE", TEMPLATE)
         patch.setattr(served, "CONTEXT", CONTEXT)
         # Tool calls contain a line break, so it must be a token.
         patch.setattr(served, "LETTERS", [*served.LETTERS[:-1], "\n"])
-        return served.bundle(base / "tools")
+        return served.bundle(tmp_path_factory.getbasetemp() / "tools")
 
 
 def answer_with(monkeypatch: pytest.MonkeyPatch, app, words: str, breaks: Exception | None = None) -> None:
@@ -42,6 +45,12 @@ def answer_with(monkeypatch: pytest.MonkeyPatch, app, words: str, breaks: Except
         return Token(script[len(self.tokens)])
 
     monkeypatch.setattr(Request, "_choose", choose)
+
+
+def event_types(union) -> dict[str, type]:
+    """Return the types of a client's union of stream events by the name of the event."""
+    kinds = typing.get_args(typing.get_args(union)[0])
+    return {typing.get_args(kind.model_fields["type"].annotation)[0]: kind for kind in kinds}
 
 
 def events(app, path: str, **body) -> list[dict]:

@@ -57,9 +57,7 @@ def llama_tensors(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def write_llama(path: Path, metadata: dict | None = None, tensors: dict | None = None) -> Path:
-    """Write a llama with tied embeddings and no tokenizer; `metadata` and `tensors` are added or
-    replace its own.
-    """
+    """Write a tied llama without a tokenizer; `metadata` and `tensors` add or replace its own."""
     return write_gguf(path, "llama", LLAMA_SIZES | (metadata or {}), llama_tensors() | (tensors or {}))
 
 

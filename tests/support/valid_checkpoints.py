@@ -1,5 +1,7 @@
-"""Write small valid checkpoints of every family and of some GGUF architectures, which
-`hostile_mutants` damages.
+"""Write small valid checkpoints, which `hostile_mutants` damages.
+
+HF directories of every family, GGUF files of some architectures, and directories with adapters,
+encoders and classifiers.
 """
 
 from __future__ import annotations
@@ -7,10 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
+from transformers import AutoConfig
 
+from castiron.emitter.models import build
+from castiron.pipelines.checkpoints.encoding_files import HEADS
+from castiron.reference.tiny import COMMON, FAMILIES
 from tests.support.hf_to_gguf import convert
 from tests.support.tiny_gguf import LLAMA_SIZES, llama_tensors, write_gguf
 
@@ -91,8 +98,6 @@ ROPES = [
 
 def configs() -> dict[str, dict]:
     """Return a config.json of every family, and one of llama with each kind of rope scaling."""
-    from castiron.reference.tiny import COMMON, FAMILIES
-
     small = COMMON | {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64}
     found = {name: {"model_type": name, **small, **own} for name, own in FAMILIES.items() if name != "gpt2"}
     sizes = {"vocab_size": 40, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "n_inner": 48}
@@ -109,8 +114,6 @@ HYBRIDS = ("falcon_h1", "granitemoehybrid", "lfm2_moe", "nemotron_h", "qwen3_5_t
 
 def write_hybrid(folder: Path, family: str) -> Path:
     """Write a GGUF file of a hybrid family, as llama.cpp's converter would from its HF directory."""
-    from transformers import AutoConfig
-
     location = folder / f"of_{family}"
     config = configs()[family]
     _write_weights(location, config)
@@ -123,14 +126,23 @@ def write_hybrid(folder: Path, family: str) -> Path:
     return convert(location, AutoConfig.from_pretrained(location), folder / f"hybrid_{family}.gguf")
 
 
+def _write(path: Path, content: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(content))
+
+
 def _write_weights(location: Path, config: dict) -> list[str]:
     """Write random weights of a config to the directory `location`; return their names."""
-    from castiron.emitter.models import build
-
+    head = HEADS.get(config["model_type"])
+    encoding = {"embeds": (8,), "pooling": head.pooling(config)} if head else {}
+    weights = build(config, lambda name: "f32", 64, () if head else (8,), **encoding).weights
+    modules = head.modules.items() if head else ()
+    stored = {f"{name}.{part}": f"{stored}.{part}" for stored, name in modules for part in ("weight", "bias")}
     rng = np.random.default_rng(0)
     location.mkdir()
-    weights = build(config, lambda name: "f32", 64, (8,)).weights
-    tensors = {w.name: rng.standard_normal(w.shape, np.float32) for w in weights.values() if w.values is None}
+    tensors = {
+        stored.get(w.name, w.name): rng.standard_normal(w.shape, np.float32) for w in weights.values() if w.values is None
+    }
     if config["model_type"] == "gpt2":  # stored as [in, out]
         tensors = {key: w.T.copy() if ".c_" in key and w.ndim > 1 else w for key, w in tensors.items()}
     save_file(tensors, location / "model.safetensors")
@@ -138,9 +150,7 @@ def _write_weights(location: Path, config: dict) -> list[str]:
 
 
 def write_valid(folder: Path, families: Collection[str] = ()) -> list[Path]:
-    """Write a GGUF file of each architecture of GGUFS and HYBRIDS, and an HF directory of each family,
-    or of those in `families`.
-    """
+    """Write GGUF files of GGUFS and HYBRIDS, and HF directories of all families or of `families`."""
     found = []
     for name in GGUFS:
         found.append(folder / f"{name}.gguf")
@@ -161,10 +171,53 @@ def write_valid(folder: Path, families: Collection[str] = ()) -> list[Path]:
             },
         }
         for file, content in files.items():
-            (location / file).write_text(json.dumps(content))
+            _write(location / file, content)
         if name == "qwen3":
             index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(tensors, "model-1.safetensors")}
             (location / "model.safetensors.index.json").write_text(json.dumps(index))
             (location / "model.safetensors").rename(location / "model-1.safetensors")
         found.append(location)
     return found
+
+
+ADAPTER = "adapter"
+BESIDE = ("encoder", "judge_bert", "judge_modernbert", "adapted")
+ENCODER_SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "max_position_embeddings": 64, "pad_token_id": 0}  # fmt: skip
+LORA = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "rank_pattern": {"layers.1.self_attn.q_proj": 2},
+        "alpha_pattern": {r"layers\.[02]\..*": 11}, "use_rslora": True, "init_lora_weights": True}  # fmt: skip
+
+
+def write_beside(folder: Path) -> list[Path]:
+    """Write an encoder, two rerankers, and a model with an adapter in its folder `adapter`."""
+    encoder = _save(folder / "encoder", configs()["qwen3"] | {"tie_word_embeddings": True})
+    kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Dense", "Dense"), ("3_Normalize", "Normalize")]
+    modules = [{"idx": i, "path": path, "type": f"sentence_transformers.models.{kind}"} for i, (path, kind) in enumerate(kinds)]
+    for name, content in {
+        "modules.json": modules,
+        "1_Pooling/config.json": {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False, "include_prompt": True},
+        "2_Dense/config.json": {"in_features": 32, "out_features": 16, "bias": False, "activation_function": "torch.nn.Tanh"},
+        "config_sentence_transformers.json": {"prompts": {"query": "find: "}, "default_prompt_name": "query"},
+        "sentence_bert_config.json": {"max_seq_length": 32, "do_lower_case": False},
+    }.items():
+        _write(encoder / name, content)
+    save_file({"linear.weight": np.ones((16, 32), np.float32)}, encoder / "2_Dense/model.safetensors")
+    found = [encoder]
+    for model, own in (("bert", {"type_vocab_size": 2}), ("modernbert", {"classifier_pooling": "mean"})):
+        config = {"model_type": model, **ENCODER_SIZES, **own, "architectures": [f"X{'ForSequenceClassification'}"]}
+        config["sentence_transformers"] = {"activation_fn": "torch.nn.modules.activation.Sigmoid"}
+        found.append(_save(folder / f"judge_{model}", config))
+    adapted = _save(folder / "adapted", configs()["llama"])
+    _write(adapted / ADAPTER / "adapter_config.json", LORA)
+    lora = {f"base_model.model.model.layers.{n}.self_attn.q_proj.lora_{side}.weight": np.ones(shape, np.float32)
+            for n in range(3) for side, shape in (("A", (2, 32)), ("B", (32, 2)))}  # fmt: skip
+    save_file(lora, adapted / ADAPTER / "adapter_model.safetensors")
+    return [*found, adapted]
+
+
+def _save(folder: Path, config: dict) -> Path:
+    _write_weights(folder, config)
+    _write(folder / "config.json", config)
+    _write(folder / "tokenizer.json", BPE)
+    _write(folder / "tokenizer_config.json", {"model_max_length": 48})
+    return folder

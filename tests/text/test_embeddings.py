@@ -18,16 +18,6 @@ from tests.support import served, toy_text
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return served.bundle(tmp_path_factory.getbasetemp())
-
-
-@pytest.fixture(scope="module")
-def by_itself(path):
-    return served.ReferenceSession(path)
-
-
-@pytest.fixture(scope="module")
 def embedding(path, tmp_path_factory):
     """Return a model with embed_8, and a function from text to HF's states [tokens, hidden]."""
     checkpoint = path.parent / "checkpoint"
@@ -53,7 +43,7 @@ def test_embeddings_are_hf_hidden_states_pooled(embedding):
     assert model.embed([]).shape == (0, model.bundle.manifest.hidden)
 
 
-def test_embedding_does_not_change_answers(embedding, by_itself):
+def test_embedding_does_not_change_answers(embedding, reference):
     model, _ = embedding
     stream = model.stream("Hello", max_tokens=20, stop_tokens=())
     pieces = [next(stream)]
@@ -63,7 +53,7 @@ def test_embedding_does_not_change_answers(embedding, by_itself):
         pieces += list(stream)
         for one in found:
             np.testing.assert_array_equal(one.result(), wanted)
-    assert "".join(pieces) == by_itself.generate("Hello", 20)
+    assert "".join(pieces) == reference.generate("Hello", 20)
 
 
 def test_rejects_texts_that_cannot_be_embedded(embedding, tmp_path):

@@ -198,7 +198,7 @@ def test_a_batch_of_rows_gives_the_same_vectors(qwen, tmp_path, tmp_path_factory
     openai = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": asked}
     rows = [{"text": "Hello", "id": 1}, {"text": "Ice melts"}, {"text": [999]}, openai]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    common = ["batch", str(bundle), str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "--ordered"]
+    common = ["batch", str(bundle), str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
     assert cli.main([*common, "--embed", "--prompt-name", "query", "--dimensions", "7", "--threads", "1"]) == 0
     found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     np.testing.assert_array_equal(np.float32([row["embedding"] for row in found[:2]]), vectors)

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from tokenizers import AddedToken
 
 from castiron.pipelines.cli import main as cli
-from castiron.pipelines.cli.answer_output import AnswerOutput
+from castiron.pipelines.cli.run import AnswerOutput
 from castiron.pipelines.engine.engine import Engine, SingleSlot
 from castiron.pipelines.engine.request import Request, Token
 from castiron.pipelines.errors import PipelineError
@@ -206,11 +206,11 @@ def test_a_terminal_dims_reasoning_and_a_pipe_omits_it():
         for piece in (Reasoning("hm"), Reasoning(", so"), "Yes", "."):
             printed.write(piece)
         assert out.getvalue() == shown and not printed.thinking
-    printed = AnswerOutput(Terminal(), wrap=str.upper)
+    printed = AnswerOutput(Terminal())
     printed.write(Reasoning("hm"))
     # The end of a line is not an answer.
     printed.write("\n")
-    assert printed.out.getvalue() == "\x1b[2mHM\x1b[0m\n" and printed.thinking
+    assert printed.out.getvalue() == "\x1b[2mhm\x1b[0m\n" and printed.thinking
 
 
 def test_a_terminal_escapes_control_sequences_of_a_model():

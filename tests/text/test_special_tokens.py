@@ -18,8 +18,8 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.app import open_app
 from castiron.pipelines.text.chat_template import render
 from castiron.pipelines.text.tokenizer import Tokenizer
-from castiron.pipelines.text.tool_formats import FORMATS
 from tests.support import toy_text
+from tests.support.tool_templates import FORMATS
 from tests.text.test_generate_text import sentencepiece
 
 HARMONY = (
@@ -88,7 +88,7 @@ def texts(smollm2) -> dict[str, tuple[Tokenizer, Tokenizer]]:
     found = {
         "harmony": both(byte_level(WORDS["harmony"]), HARMONY, form=FORMATS["harmony"]),
         "mistral": both(mistral, MISTRAL, ids[0], ids[1:]),
-        "llama": both(byte_level(WORDS["llama"]), LLAMA),
+        "llama": both(byte_level(WORDS["llama"]), LLAMA, form=FORMATS["llama3"]),
         "gemma": both(with_words(sentencepiece(), WORDS["gemma"]), GEMMA),
         "unigram": both(unigram(), MISTRAL, 1, (2,)),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import jsonschema
 import numpy as np
@@ -12,12 +13,14 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.text.derive_tool_format import tool_format_of
 from castiron.pipelines.text.reasoning import Reasoning
 from castiron.pipelines.text.text_output import text_request
 from castiron.pipelines.text.tokenizer import Tokenizer
 from castiron.pipelines.text.tool_calls import CallPart, Tools, joined
-from castiron.pipelines.text.tool_formats import FORMATS, format_of
+from castiron.pipelines.text.tool_formats import HERMES, ID, KEY
 from tests.support import schemas
+from tests.support.tool_templates import FORMATS, TEMPLATES
 
 WEATHER = {
     "type": "object",
@@ -40,21 +43,17 @@ WRITTEN = {
     "functiongemma": 'Well.<start_function_call>call:weather{city:<escape>Sao "P", {x}<escape>,days:2}<end_function_call>'
                      "<start_function_call>call:now{}<end_function_call>",
     "lfm2": """Well.<|tool_call_start|>[weather(city='Sao "P", {x}', days=2), now()]<|tool_call_end|>""",
+    "glm": 'Well.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Sao "P", {x}</arg_value>\n<arg_key>days</arg_key>\n'
+           "<arg_value>2</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+    "dsml": 'Well.\n\n<|D|calls>\n<|D|invoke name="weather">\n<|D|parameter name="city" string="true">Sao "P", {x}</|D|parameter>\n'
+            '<|D|parameter name="days" string="false">2</|D|parameter>\n</|D|invoke>\n<|D|invoke name="now">\n</|D|invoke>\n</|D|calls>',
+    "keys": 'Well.<call name="weather"><city>Sao "P", {x}</city><days>2</days></call><call name="now"></call>',
+    "kimi": 'Well.<|calls_begin|><|call_begin|>functions.weather:0<|args|>{"city": "Sao \\"P\\", {x}", "days": 2}<|call_end|>'
+            "<|call_begin|>functions.now:1<|args|>{}<|call_end|><|calls_end|>",
     "harmony": '<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Well.<|end|><|start|>assistant'
                '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Sao \\"P\\", {x}", "days": 2}<|call|>'
                "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}",
 }  # fmt: skip
-TEMPLATES = {
-    "hermes": "For each call return json within <tool_call></tool_call> tags",
-    "qwen-xml": "<tool_call>\n<function=example_function_name>",
-    "llama3": 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}',
-    "mistral": "{{ '[TOOL_CALLS] [' }}",
-    "mistral-args": "{{ '[TOOL_CALLS]' + name + '[ARGS]' }}",
-    "gemma4": "{{ '<|tool_call>call:' }}",
-    "functiongemma": "{{ '<start_function_call>call:' }}",
-    "lfm2": "List of tools: <|tool_list_start|>",
-    "harmony": "<|start|>assistant<|channel|>analysis<|message|>",
-}
 
 
 def reported(tools: Tools, text: str, sizes: list[int]) -> tuple[str, str, list[tuple[str, str]]]:
@@ -71,9 +70,17 @@ def reported(tools: Tools, text: str, sizes: list[int]) -> tuple[str, str, list[
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_finds_the_tool_format_of_a_template(name):
-    assert format_of(TEMPLATES[name]) == name and format_of("{{ messages }}") is format_of(None) is None
+@pytest.mark.parametrize("template", [None, "{{ messages }}", "{{ x"])
+def test_a_template_that_writes_no_calls_has_no_format(template):
+    assert tool_format_of(template) is None
+
+
+def test_a_known_text_in_a_template_whose_calls_differ_gives_no_format():
+    """Neither the known format nor one with wrong marks is taken."""
+    names_last = TEMPLATES["hermes"].replace(
+        '{"name": "{{ name }}", "arguments": {{ args | tojson }}}', "{{ args | tojson }} {{ name }}"
+    )
+    assert names_last != TEMPLATES["hermes"] and tool_format_of(names_last) is None
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -90,12 +97,56 @@ def test_reads_calls_from_text_in_any_pieces(name, sizes):
 @given(st.data())
 def test_text_that_is_not_a_call_is_unchanged(name, data):
     form = FORMATS[name]
-    marks = st.sampled_from([form.begin, form.end, '{"name', "[", "(", "x", " ", "<", "\n", form.begin[:3]])
+    marks = st.sampled_from([*form.triggers, form.close, '{"name', "[", "(", "x", " ", "<", "\n", form.begin[:3], "```"])
     text = data.draw(st.lists(marks, max_size=6).map("".join))
     reasoning_text, generated, calls = reported(Tools(form, SCHEMAS), text, data.draw(st.lists(st.integers(1, 3), max_size=40)))
     assert not calls and not reasoning_text and "".join(generated.split()) == "".join(text.split())
-    if form.begin and form.begin not in text:
+    if form.triggers and not any(mark in text for mark in form.triggers):
         assert generated == text
+
+
+CALL = '{"name": "weather", "arguments": {"city": "Ulm"}}'
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS.keys() - {"harmony"}))
+@pytest.mark.parametrize(
+    ("text", "rest", "calls"),
+    [
+        (CALL, "", 1),
+        (f"```json\n{CALL}\n```", "", 1),
+        (f"Let me look.\n\n```\n{CALL}\n```\n", "Let me look.", 1),
+        (f"[{CALL}, {CALL}]", "", 2),
+        (f"{CALL}\n{CALL}", "", 2),
+        ('{"type": "function", "function": {"name": "weather", "parameters": {"city": "Ulm"}}}', "", 1),
+        ("{'name': 'weather', 'arguments': {'city': 'Ulm'}}", "", 1),
+        (CALL.replace("weather", "unknown"), CALL.replace("weather", "unknown"), 0),
+        ('{"answer": {"city": "Ulm"}}', '{"answer": {"city": "Ulm"}}', 0),
+        (f"As in {CALL}", f"As in {CALL}", 0),
+        ("```python\nprint({})\n```", "```python\nprint({})\n```", 0),
+    ],
+)  # fmt: skip
+def test_reads_json_without_the_formats_marks_as_calls(name, text, rest, calls):
+    """Models write such calls, above all small ones; the name must be that of a function."""
+    for size in (1, 5, 1000):
+        _, words, found = reported(Tools(FORMATS[name], SCHEMAS), text, [size] * (len(text) // size))
+        assert (words.strip(), found) == (rest, [("weather", '{"city": "Ulm"}')] * calls)
+
+
+@pytest.mark.parametrize("arguments", ['{"town": "Ulm"}', '{"city": 5}', "{}", '{"city": "Ulm", "days": "2"}', "[]"])
+def test_json_whose_arguments_do_not_fit_the_function_is_text(arguments):
+    text = CALL.replace('{"city": "Ulm"}', arguments)
+    assert reported(Tools(HERMES, SCHEMAS), text, [3] * 50) == ("", text, [])
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen-xml", "glm", "dsml", "kimi"])
+def test_reads_calls_whose_last_marks_are_missing(name):
+    form = FORMATS[name]
+    tags = f"{form.key_begin}city{form.key_end.get('string', form.key_end.get(''))}Ulm{form.value_end}"
+    arguments = {"json": '{"city": "Ulm"}', "tags": tags}
+    written = form.write([("weather", arguments[form.style])]).replace(ID, "0")
+    for left_out in (form.section_end, form.end + form.section_end, form.close):
+        text = written.removesuffix(left_out)
+        assert reported(Tools(form, SCHEMAS), text, [4] * 60) == ("", "", [("weather", '{"city": "Ulm"}')])
 
 
 def test_arguments_come_in_pieces_and_a_single_call_ends_the_text():
@@ -113,12 +164,16 @@ def test_arguments_come_in_pieces_and_a_single_call_ends_the_text():
         assert [name for name, _ in joined([p for p in found if isinstance(p, CallPart)])] == ["weather"] or name == "lfm2"
 
 
+# Formats whose marks are special tokens of the vocabulary.
+SPECIAL = FORMATS.keys() - {"hermes", "qwen-xml", "glm", "keys"}
+
+
 def with_marks(name: str) -> Tokenizer:
     """Return a tokenizer with the marks of a format as special tokens."""
     form, tokenizer = FORMATS[name], schemas.tokenizer()
-    marks = [mark for mark in (form.begin, form.end, *form.marks) if mark]
-    if name not in ("hermes", "qwen-xml"):
-        tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    marks = {mark for text in form.texts for mark in re.findall(r"<[^<>\s/=]*>|\[[A-Z_]+\]|<\|\"\|>", text)}
+    if name in SPECIAL:
+        tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in sorted(marks | {"<|D|", "</|D|"})])
     return Tokenizer(tokenizer, eos=(0,), tool_format=form)
 
 
@@ -142,7 +197,7 @@ def test_required_calls_fit_the_functions_schema(name):
             jsonschema.validate(json.loads(arguments), {"type": "object", **SCHEMAS[called]})
     assert ended > 2
     only = schemas.generate_text(text, calls_of(text, {"now": SCHEMAS["now"] | {"additionalProperties": False}}, False), 1)[0]
-    assert reported(Tools(form), only, [])[2] == [("now", "{}")]
+    assert reported(Tools(form, SCHEMAS), only, [])[2] == [("now", "{}")]
 
 
 def test_counts_reasoning_tokens_of_channels():
@@ -209,18 +264,14 @@ CODE = """if a < b and c > "d":\n\treturn f"<p class='x'>{x}</p>" # </parameter>
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_string_arguments_may_hold_any_text(name, value):
     form, in_json = FORMATS[name], json.dumps(value, ensure_ascii=False)
-    body = {
-        "json": f'{{"name": "weather", "{form.arguments}": {{"city": {in_json}}}}}',
-        "list": f'[{{"name": "weather", "arguments": {{"city": {in_json}}}}}]',
-        "named": f'weather[ARGS]{{"city": {in_json}}}',
-        "python": f"[weather(city={in_json})]",
-        "gemma": f"call:weather{{city:{form.quote}{value}{form.quote}}}",
-        "xml": f"<function=weather>\n<parameter=city>\n{value}\n</parameter>\n</function>",
-        "harmony": f'<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{{"city": {in_json}}}',
-    }[form.kind]
-    line = "\n" if form.begin and form.kind in ("json", "xml") else ""
-    begin = "" if form.kind == "harmony" else form.begin
-    text, written = with_marks(name), f"{begin}{line}{body}{line}{form.end}"
+    tags = f"{form.key_begin}city{form.key_end.get('string', form.key_end.get(''))}{value}{form.value_end.replace(KEY, 'city')}"
+    arguments = {
+        "json": f'{{"city": {in_json}}}', "python": f"city={in_json}", "gemma": f"{{city:{form.quote}{value}{form.quote}}}", "tags": tags,
+    }  # fmt: skip
+    written = f'<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{{"city": {in_json}}}'
+    if name != "harmony":
+        written = form.write([("weather", arguments[form.style])]).replace(ID, "0")
+    text = with_marks(name)
     constraint = calls_of(text, {"weather": WEATHER}, False).constraint()
     assert not follow(constraint, text, written) and (constraint.done or constraint.allows(text.eos[0]))
     ((called, arguments),) = reported(Tools(form, SCHEMAS), written, [7] * 100)[2]

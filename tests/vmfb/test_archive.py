@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import struct
 import zipfile
@@ -11,7 +10,6 @@ import pytest
 
 from castiron.vmfb.archive import ALIGNMENT, open_archive
 from castiron.vmfb.bundle import open_bundle, pack_bundle
-from castiron.vmfb.cache import cache_root
 from castiron.vmfb.manifest import MODEL, WEIGHTS, BundleError
 from castiron.vmfb.session import Session
 from tests.vmfb.hostile_bundles import flip_byte, rejection
@@ -79,34 +77,10 @@ def test_a_damaged_bundle_is_not_packed(toy_dir, tmp_path):
         pack_bundle(open_bundle(toy_dir), tmp_path / "out")
 
 
-def test_unpacked_copies_are_cached(toy_dir, packed):
-    copies = {name: open_bundle(packed).file(name) for name in (MODEL, WEIGHTS)}
-    for name, copy in copies.items():
-        assert copy.is_relative_to(cache_root() / "unpacked") and copy.name == name
-        assert copy.read_bytes() == (toy_dir / name).read_bytes()
-    before = copies[WEIGHTS].stat()
-    again = open_bundle(packed).file(WEIGHTS)
-    assert again == copies[WEIGHTS] and again.stat().st_ino == before.st_ino
-    # A damaged copy is replaced.
-    again.write_bytes(b"half")
-    assert open_bundle(packed).file(WEIGHTS).read_bytes() == (toy_dir / WEIGHTS).read_bytes()
-
-
-def test_old_unpacked_copies_are_removed(packed):
-    old = cache_root() / "unpacked" / "0123" / MODEL
-    old.parent.mkdir(parents=True)
-    old.write_bytes(b"old")
-    os.utime(old, (1, 1))
-    open_bundle(packed).file(MODEL)
-    assert not old.parent.exists()
-
-
-def test_a_changed_part_is_not_unpacked(packed):
-    opened = open_bundle(packed)
-    flip_byte(packed, opened.part(WEIGHTS).offset + 1)
-    with pytest.raises(BundleError, match="sha256"):
-        opened.file(WEIGHTS)
-    assert not [path for path in (cache_root() / "unpacked").rglob("*") if path.is_file()]
+def test_iree_tools_need_a_directory(toy_dir, packed):
+    assert open_bundle(toy_dir).file(MODEL) == toy_dir / MODEL
+    with pytest.raises(BundleError, match="unzip it into a directory"):
+        open_bundle(packed).file(MODEL)
 
 
 def test_rejects_a_huge_archive_directory(tmp_path):

@@ -1,4 +1,4 @@
-"""A toy language model with the functions of a castiron module, in NumPy and in MLIR.
+"""A toy language model with the functions of a castiron module, in NumPy and as StableHLO.
 
 Every value is a small integer stored as f32, so that NumPy and IREE agree to the last bit in any
 order of summation. The output of a position depends on all earlier positions of both caches.
@@ -13,7 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from castiron.emitter import ops
 from castiron.emitter.abi import State, functions
+from castiron.emitter.ir import Module, Param, Source, Value, current_function, parameter
+from castiron.emitter.printer import print_module
+from castiron.emitter.types import F32, I32, TensorType
 from castiron.vmfb.bundle import Bundle, BundleWriter
 from castiron.vmfb.compiler import compile_mlir, compiler_version
 from castiron.vmfb.manifest import MODEL, WEIGHTS, Manifest, Versions
@@ -23,6 +27,7 @@ from castiron.vmfb.weights import write_irpa
 LAYERS, HEAD_DIM, VOCAB = 2, 4, 32
 # The context and the prefill widths of most toy bundles.
 CONTEXT, WIDTHS = 24, (4, 8)
+_STORED = Source((), lambda: None)
 
 
 def weights() -> dict[str, np.ndarray]:
@@ -62,116 +67,50 @@ class Toy:
         return logits
 
 
-# L: layers, T: tokens of a call, C: context, V: vocabulary, D: numbers of a position.
-TYPES = """
-!rows_{T} = tensor<{T}x{D}xf32>
-!update_{T} = tensor<1x{T}x1x{D}xf32>
-!mask_{T} = tensor<{T}x{C}xi1>
-!positions_{T} = tensor<{T}x{C}xi32>
-!weights_{T} = tensor<{T}x{C}xf32>
-"""
-SHARED_TYPES = """
-!id = tensor<i32>
-!scalar = tensor<f32>
-!ids = tensor<{V}xi32>
-!logits = tensor<{V}xf32>
-!table = tensor<{V}x{D}xf32>
-!cache = tensor<{L}x{C}x1x{D}xf32>
-!slab = tensor<1x{C}x1x{D}xf32>
-!plane = tensor<{C}x{D}xf32>
-"""
-OPENING = """
-    %embed = util.global.load @embed : !table
-    %head = util.global.load @head : !table
-    %x0 = "stablehlo.gather"(%embed, %tokens) {{dimension_numbers = #stablehlo.gather<offset_dims = [1],
-      collapsed_slice_dims = [0], start_index_map = [0], index_vector_dim = 1>, slice_sizes = array<i64: 1, {D}>}}
-      : (!table, tensor<{T}xi32>) -> !rows_{T}
-    %zero = stablehlo.constant dense<0> : !id
-    %coef = stablehlo.constant dense<{coefficients}> : tensor<{C}xf32>
-    %coefs = stablehlo.broadcast_in_dim %coef, dims = [1] : (tensor<{C}xf32>) -> !weights_{T}
-    %column = stablehlo.iota dim = 1 : !positions_{T}
-    %row = stablehlo.iota dim = 0 : !positions_{T}
-    %start = stablehlo.broadcast_in_dim %pos, dims = [] : (!id) -> !positions_{T}
-    %last = stablehlo.add %start, %row : !positions_{T}
-    %seen = stablehlo.compare LE, %column, %last : (!positions_{T}, !positions_{T}) -> !mask_{T}
-    %none = stablehlo.constant dense<0.0> : !weights_{T}
-    %w = stablehlo.select %seen, %coefs, %none : !mask_{T}, !weights_{T}
-    %two = stablehlo.constant dense<2.0> : !plane
-    %twos = stablehlo.constant dense<2.0> : !rows_{T}
-    %three = stablehlo.constant dense<3.0> : !rows_{T}
-    %eight = stablehlo.constant dense<8.0> : !rows_{T}
-"""
-LAYER = """
-    %n{n} = stablehlo.constant dense<{n}.0> : !rows_{T}
-    %layer{n} = stablehlo.constant dense<{n}> : !id
-    %kx{n} = stablehlo.multiply %x{n}, %three : !rows_{T}
-    %kn{n} = stablehlo.add %kx{n}, %n{n} : !rows_{T}
-    %vx{n} = stablehlo.multiply %x{n}, %x{n} : !rows_{T}
-    %vn{n} = stablehlo.subtract %vx{n}, %twos : !rows_{T}
-    %kr{n} = stablehlo.reshape %kn{n} : (!rows_{T}) -> !update_{T}
-    %vr{n} = stablehlo.reshape %vn{n} : (!rows_{T}) -> !update_{T}
-    %k{m} = stablehlo.dynamic_update_slice %k{n}, %kr{n}, %layer{n}, %pos, %zero, %zero
-      : (!cache, !update_{T}, !id, !id, !id, !id) -> !cache
-    %v{m} = stablehlo.dynamic_update_slice %v{n}, %vr{n}, %layer{n}, %pos, %zero, %zero
-      : (!cache, !update_{T}, !id, !id, !id, !id) -> !cache
-    %ks{n} = stablehlo.slice %k{m} [{n}:{m}, 0:{C}, 0:1, 0:{D}] : (!cache) -> !slab
-    %vs{n} = stablehlo.slice %v{m} [{n}:{m}, 0:{C}, 0:1, 0:{D}] : (!cache) -> !slab
-    %kp{n} = stablehlo.reshape %ks{n} : (!slab) -> !plane
-    %vp{n} = stablehlo.reshape %vs{n} : (!slab) -> !plane
-    %kk{n} = stablehlo.multiply %kp{n}, %two : !plane
-    %kv{n} = stablehlo.subtract %vp{n}, %kk{n} : !plane
-    %o{n} = stablehlo.dot_general %w, %kv{n}, contracting_dims = [1] x [0] : (!weights_{T}, !plane) -> !rows_{T}
-    %om{n} = stablehlo.remainder %o{n}, %eight : !rows_{T}
-    %x{m} = stablehlo.add %x{n}, %om{n} : !rows_{T}
-"""
-CLOSING = """
-    %one = stablehlo.constant dense<1> : !id
-    %end = stablehlo.subtract %length, %one : !id
-    %xe = stablehlo.dynamic_slice %x{L}, %end, %zero, sizes = [1, {D}] : (!rows_{T}, !id, !id) -> !rows_1
-    %xl = stablehlo.reshape %xe : (!rows_1) -> tensor<{D}xf32>
-    %logits = stablehlo.dot_general %head, %xl, contracting_dims = [1] x [0] : (!table, tensor<{D}xf32>) -> !logits
-    %ids = stablehlo.iota dim = 0 : !ids
-    %low = stablehlo.constant dense<0xFF800000> : !scalar
-    %best, %argmax = stablehlo.reduce(%logits init: %low), (%ids init: %zero) across dimensions = [0]
-      : (!logits, !ids, !scalar, !id) -> (!scalar, !id)
-      reducer(%a: !scalar, %b: !scalar) (%ai: !id, %bi: !id) {{
-        %gt = stablehlo.compare GT, %a, %b : (!scalar, !scalar) -> tensor<i1>
-        %eq = stablehlo.compare EQ, %a, %b : (!scalar, !scalar) -> tensor<i1>
-        %lt = stablehlo.compare LT, %ai, %bi : (!id, !id) -> tensor<i1>
-        %tie = stablehlo.and %eq, %lt : tensor<i1>
-        %take = stablehlo.or %gt, %tie : tensor<i1>
-        %m = stablehlo.select %take, %a, %b : tensor<i1>, !scalar
-        %mi = stablehlo.select %take, %ai, %bi : tensor<i1>, !id
-        stablehlo.return %m, %mi : !scalar, !id
-      }}
-    return %argmax, %logits, %k{L}, %v{L} : !id, !logits, !cache, !cache
-  }}
-"""
-CACHES = "%k0: !cache {iree.abi.output = 2 : index}, %v0: !cache {iree.abi.output = 3 : index}"
-RESULTS = "(!id, !logits, !cache, !cache)"
-DECODE_STEP = f"""
-  func.func @decode_step(%token: !id, %pos: !id, {CACHES}) -> {RESULTS} {{
-    %tokens = stablehlo.reshape %token : (!id) -> tensor<1xi32>
-    %length = stablehlo.constant dense<1> : !id
-"""
-
-
 def module_text(context: int, widths: tuple[int, ...]) -> str:
     """Return the module with `decode_step` and a `prefill_T` for each of `widths`."""
-    sizes = {"L": LAYERS, "C": context, "V": VOCAB, "D": HEAD_DIM}
-    values = [float(value) for value in coefficients(context)]
-    types = [TYPES.format(T=width, **sizes) for width in (1, *widths)]
-    parts = [SHARED_TYPES.format(**sizes), *types, "module @toy {\n"]
-    for name in weights():
-        parts.append(f'  util.global private @{name} = #flow.parameter.named<"model"::"{name}"> : !table\n')
-    for width in (1, *widths):
-        operands = f"%tokens: tensor<{width}xi32>, %pos: !id, %length: !id, {CACHES}"
-        prefill = f"\n  func.func @prefill_{width}({operands}) -> {RESULTS} {{"
-        parts.append(DECODE_STEP if width == 1 else prefill)
-        parts.append(OPENING.format(T=width, coefficients=values, **sizes))
-        parts += [LAYER.format(n=n, m=n + 1, T=width, **sizes) for n in range(LAYERS)]
-        parts.append(CLOSING.format(T=width, **sizes))
-    return "".join(parts) + "}\n"
+    module = Module("toy")
+    number, cache = TensorType((), I32), TensorType((LAYERS, context, 1, HEAD_DIM), F32)
+    caches = {"k": cache, "v": cache}
+    with module.function("decode_step", token=number, position=number, **caches) as (token, position, k, v):
+        _append(ops.reshape(token, (1,)), position, ops.constant(1, I32), k, v)
+    for width in widths:
+        numbers = {"tokens": TensorType((width,), I32), "position": number, "length": number}
+        with module.function(f"prefill_{width}", **numbers, **caches) as inputs:
+            _append(*inputs)
+    return print_module(module)
+
+
+def _append(tokens: Value, position: Value, length: Value, k: Value, v: Value) -> None:
+    """Append what `Toy.step` computes for the first `length` of `tokens`."""
+    states, (width,), context = {2: k, 3: v}, tokens.shape, k.shape[1]
+    embed, head = (parameter(Param(name, TensorType((VOCAB, HEAD_DIM), F32), _STORED)) for name in ("embed", "head"))
+    filled = lambda value, like: ops.constant(value, F32, like.shape)
+    index = lambda value: ops.constant(value, I32, ())
+    x, square = ops.gather_rows(embed, tokens), (width, context)
+    last = ops.add(ops.broadcast_in_dim(position, square, ()), ops.iota(square, 0))
+    weights = ops.broadcast_in_dim(ops.constant(coefficients(context), F32), square, (1,))
+    weights = ops.select(ops.compare("LE", ops.iota(square, 1), last), weights, filled(0, weights))
+    for layer in range(LAYERS):
+        new_k = ops.add(ops.multiply(x, filled(3, x)), filled(layer, x))
+        new_v = ops.subtract(ops.multiply(x, x), filled(2, x))
+        start = (index(layer), position, index(0), index(0))
+        k, v = (
+            ops.dynamic_update_slice(cache, ops.reshape(rows, (1, width, 1, HEAD_DIM)), start)
+            for cache, rows in ((k, new_k), (v, new_v))
+        )
+        keys, values = (
+            ops.reshape(ops.slice_(cache, (layer, 0, 0, 0), (layer + 1, context, 1, HEAD_DIM)), (context, HEAD_DIM))
+            for cache in (k, v)
+        )
+        seen = ops.subtract(values, ops.multiply(keys, filled(2, keys)))
+        total = ops.dot_general(weights, seen, ((1,), (0,)))
+        # Conversion to integers truncates, as fmod does.
+        eighths = ops.convert(ops.convert(ops.divide(total, filled(8, total)), I32), F32)
+        x = ops.add(x, ops.subtract(total, ops.multiply(eighths, filled(8, total))))
+    row = ops.dynamic_slice(x, (ops.subtract(length, index(1)), index(0)), (1, HEAD_DIM))
+    logits = ops.dot_general(head, ops.reshape(row, (HEAD_DIM,)), ((1,), (0,)))
+    current_function().returns(states, argmax=ops.argmax(logits), logits=logits, after_k=k, after_v=v)
 
 
 def manifest(context: int = CONTEXT, widths: tuple[int, ...] = WIDTHS) -> Manifest:

@@ -1,9 +1,8 @@
 """Compute attention of a new token: rotary embedding, append and softmax in one dispatch.
 
-Short contexts are split by kv head. Long ones are split by position, so that every workgroup
-streams complete rows of the cache and all threads have equal shares. The last workgroup to finish
-combines the partial results, without a second dispatch. No workgroup reads the cache row that is
-written, because the key and value of the token itself come from qkv.
+Short contexts are split by kv head. Long ones are split by position, so that all threads have equal
+shares of complete rows of the cache; the last workgroup to finish combines the partial results. No
+workgroup reads the cache row that is written: the token's own key and value come from qkv.
 
     workgroup (group of `per` kv heads, slot):
       short context: one kv head, its slot; positions low .. pos - 1          slots past the heads are idle
@@ -20,11 +19,9 @@ written, because the key and value of the token itself come from qkv.
         the workgroup that adds the last one to the counter:
           for head: w [splits] = exp(references - max); out = sum(w * values) / sum(w * sums)
 
-For a batch of sequences with one token each, one dispatch does this work for every row, and gives
-the same bits as a call for each sequence.
+For a batch of sequences with one token each, one dispatch does this for every row, with the same
+bits as a call for each.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -35,8 +32,8 @@ import numpy as np
 from castiron.emitter.kernels.attention.heads import HeadLayout, prepared_heads
 from castiron.emitter.kernels.attention.scores import NEVER, Scores, attend, by_position
 from castiron.emitter.kernels.attention.workgroup import TILE, Shape, Token, Workgroup
-from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
-from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index, Ssa, Type
+from castiron.emitter.kernels.kernel import INDEX, Kernel
+from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index, Ssa, Type, vector_type
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import exp, lane_max, lane_sums
 from castiron.emitter.kv_cache import EXACT, Cache
@@ -50,9 +47,9 @@ UNIT = 32  # positions of parts are multiples of this; smaller parts repeat work
 class DecodeTokens:
     """The tokens of one call: `count` rows of queries and results.
 
-    kind "one": the next token of one sequence. "batch": one token of each of `count` sequences; a
-    row with a negative position is idle, with unchanged caches and a result of zeros. "chunk":
-    `length` tokens of one sequence, from `start` on; their keys and values are in the caches.
+    kind "one": the next token of a sequence. "batch": one token of each of `count` sequences; a row
+    with a negative position is idle, with a result of zeros. "chunk": `length` tokens of a sequence
+    from `start` on, whose keys and values are already in the caches.
     """
 
     kind: str = "one"
@@ -64,12 +61,12 @@ class DecodeTokens:
 
     @property
     def suffix(self) -> str:
-        """Return these fields as a part of a kernel's name."""
+        """Return this record as part of a kernel's name."""
         return "" if self.kind == "one" else f"_{self.kind[0]}{self.count}"
 
     @property
     def operands(self) -> dict[str, TensorType]:
-        """Return the types of the i32 operands from which a kernel gets positions of tokens."""
+        """Return the types of the i32 operands that give the positions of the tokens."""
         if self.kind == "chunk":
             return dict.fromkeys(("start", "length"), TensorType((), I32))
         return {"position": TensorType((self.count,) if self.kind == "batch" else (), I32)}
@@ -122,17 +119,13 @@ def attention_decode(
 
     qkv [1, row], (cos, sin [context, rotary_dim/2]), (q_norm, k_norm), (sinks [heads]), position
     i32, k_cache and v_cache [layers, context, kv_heads, *cache.row(head_dim)], counters i32 [n],
-    layer -> out [1, heads*head_dim], k_cache, v_cache, counters, parts. The kernel writes row
-    `position` of the caches and reads rows max(0, position - window + 1) .. position - 1.
+    layer -> out [1, heads*head_dim], k_cache, v_cache, counters, parts (scratch memory).
 
-    If a token attends to more than `split_from` positions, they are split into up to `splits`
-    parts, a power of two. `counters` must be zero before the first call and are zero again after
-    each; all layers share one tensor. The result `parts` is scratch memory.
-
-    A batch has qkv [B, row] and position [B]; `layers` counts the layers of all sequences. A chunk
-    has qkv [T, row], and start and length i32 in place of position. Each token gets the same bits
-    as in a call with one token. ring: rows of each layer in the caches if they are ring buffers,
-    more than the window, or None.
+    More than `split_from` positions are split into up to `splits` parts, a power of two. `counters`
+    must be zero before the first call, and are zero after each; all layers share them. A batch has
+    qkv [B, row] and position [B], and `layers` counts the layers of all sequences. A chunk has qkv
+    [T, row], and start and length i32 in place of position. ring: rows of each layer in the caches
+    if they are ring buffers, more than the window, or None.
     """
     heads, kv_heads, hd, window = layout.heads, layout.kv_heads, layout.head_dim, scores.window
     row_bytes = cache.row_bytes(hd)
@@ -186,8 +179,8 @@ def attention_decode(
         has_head = b.both(b.negate(split), b.less(slot, per))
         has_part = b.both(split, b.less(start, position))
         with b.when(b.either(has_head, has_part)):
-            first = b.choose(split, base, b.add(base, slot))
-            work.begin(token, first, b.choose(split, b.add(base, per), b.add(first, 1)))
+            first = b.select(split, base, b.add(base, slot))
+            work.begin(token, first, b.select(split, b.add(base, per), b.add(first, 1)))
             with b.when(b.either(has_head, b.equal(slot, 0))):
                 work.own(appended=tokens.in_cache)
             with b.when(has_head):
@@ -223,7 +216,7 @@ def attention_decode(
     def seen(position: int) -> int:
         return min(position + 1, window or context)
 
-    return write_kernel(
+    return Kernel(
         name,
         operands,
         {"out": out_type, **updated, "parts": parts_type},
@@ -238,11 +231,8 @@ def attention_decode(
 
 
 def head_parts(layout: HeadLayout, isa: Isa, cache: Cache) -> int:
-    """Return the smallest number of equal parts of a kv head's queries that fit the stack.
-
-    A norm over complete rows needs all heads, so it has one part.
-    """
-    if layout.qk_norm_row:
+    """Return the smallest number of equal parts of a kv head's queries that fit the stack."""
+    if layout.qk_norm_row:  # a norm over complete rows needs all heads
         return 1
     for parts in (n for n in range(1, layout.group) if layout.group % n == 0):
         if Shape(replace(layout, heads=layout.heads // parts), isa, 1, cache).stack_bytes <= STACK_BYTES:
@@ -265,8 +255,8 @@ def _shape(layout: HeadLayout, isa: Isa, cache: Cache) -> Shape:
 class _Parts:
     """Partial results of the workgroups that share one context, in scratch memory.
 
-    These are weighted values [heads, splits, head_dim], and references and sums of weights [heads,
-    splits], of each sequence. rows: the number of sequences, and the index of this one.
+    For each sequence: weighted values [heads, splits, head_dim], and references and sums of weights
+    [heads, splits]. rows: the number of sequences, and the index of this one.
     """
 
     def __init__(self, b: Body, scratch: Ssa, rows: tuple[int, Index], heads: int, splits: int, hd: int):
@@ -294,7 +284,8 @@ class _Parts:
         """Combine the first `count` partial results of a head, and store its result in `out`."""
         b, splits = self.b, self.splits
         row = b.mul(b.add(self.before, head), splits)
-        real = b.compare("slt", b.steps(splits), b.broadcast(b.to_i32(count), splits))
+        numbers = b.constant(f"dense<{list(range(splits))}>", vector_type(splits, "i32"))
+        real = b.compare("slt", numbers, b.broadcast(b.to_i32(count), splits))
         references = b.vload(self.scratch, splits, b.add(row, self.references))
         references = b.select(real, references, b.splat(NEVER, splits))
         top = b.broadcast(lane_max(b, references), splits)

@@ -11,8 +11,6 @@ come before the rotation, as in HF.
       y[rotary_dim :] = x[rotary_dim :]
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -42,7 +40,7 @@ class HeadLayout:
 
     @property
     def group(self) -> int:
-        """Return the number of query heads that share one kv head."""
+        """Return the number of query heads for each kv head."""
         return self.heads // self.kv_heads
 
     @property
@@ -57,7 +55,7 @@ class HeadLayout:
 
     @property
     def suffix(self) -> str:
-        """Return this layout as a part of a kernel's name."""
+        """Return this layout as part of a kernel's name."""
         parts = [f"{self.heads}x{self.kv_heads}x{self.head_dim}"]
         if self.rotary_dim is not None:
             parts.append(f"rope{self.rotary_dim}")

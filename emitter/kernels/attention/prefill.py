@@ -1,12 +1,10 @@
 """Compute attention of a chunk of tokens, causal or bidirectional, in tiles in registers.
 
-The kernel computes the online softmax of flash attention (Dao et al. 2022). It multiplies a tile of
-queries with one block of keys after another. Each column of a tile is a (token, query head) pair,
-and all its query heads share one kv head. Scores are computed transposed, as [key, column], with
-one column in each lane, so that the softmax needs no sums across lanes, and an element of a key is
-broadcast from the cache. Weighted values are computed as [column, head_dim] from vectors of the
-value rows, and accumulated in the rows of the result. An f32 cache is neither transposed nor
-copied.
+This is the online softmax of flash attention (Dao et al. 2022). Each column of a tile is a (token,
+query head) pair of one kv head. Scores are transposed, [key, column], with one column in each lane:
+the softmax needs no sums across lanes, and elements of a key are broadcast from the cache. Weighted
+values [column, head_dim] are accumulated in the rows of the result. An f32 cache is neither
+transposed nor copied.
 
     workgroup: a few items (tile of columns, kv head), the last tokens first; early and late tiles alternate
       qt [head_dim, columns] = scale * log2(e) * q^T                                                   stack
@@ -27,8 +25,6 @@ copied.
       out = out / sums, zeros in the rows of padding
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -37,7 +33,7 @@ import numpy as np
 from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.attention.rows import Rows
 from castiron.emitter.kernels.attention.scores import NEVER, Scores, attend, by_position
-from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
+from castiron.emitter.kernels.kernel import INDEX, Kernel
 from castiron.emitter.kernels.mlir.body import PARTS, STACK_BYTES, Body, Index, Ssa, batches, largest_width
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import LOG2_E, exp2, outer, transpose
@@ -66,11 +62,8 @@ def attention_prefill(
 
     q [T, heads*head_dim] (rotated), start i32, length i32, (sinks [heads]), k_cache and v_cache
     [layers, context, kv_heads, *cache.row(head_dim)], layer -> out [T, heads*head_dim], zero in
-    rows >= length.
-
-    Token t attends to positions max(0, start + t - window + 1) .. start + t. If attention is
-    bidirectional, it also attends to the real positions up to start + t + window - 1. ring: rows of
-    each layer in the caches if they are ring buffers, at least window + T, or None.
+    rows >= length. ring: rows of each layer in the caches if they are ring buffers, at least window
+    + T, or None.
     """
     heads, kv_heads, hd, group, window = layout.heads, layout.kv_heads, layout.head_dim, layout.group, scores.window
     shape = _Shape(T * group, hd, isa, cache)
@@ -93,7 +86,7 @@ def attention_prefill(
             low = b.mul(turn.index, workgroups)
             count = b.min(b.sub(items, low), workgroups)
             odd = b.equal(b.rem(turn.index, 2), 1)
-            item = b.add(low, b.choose(odd, b.sub(b.sub(count, 1), workgroup), workgroup))
+            item = b.add(low, b.select(odd, b.sub(b.sub(count, 1), workgroup), workgroup))
             with b.when(b.less(workgroup, count)):
                 attend_item(work, item, *chunk, q, out, sinks)
 
@@ -112,7 +105,7 @@ def attention_prefill(
                 # Blocks of keys are the same in every tile.
                 low = b.mul(b.div(low, KEYS), KEYS)
         # A tile of padding attends to no keys.
-        end = b.choose(b.less(work.token, real), end, low)
+        end = b.select(b.less(work.token, real), end, low)
         with b.loop(low, end, KEYS) as block:
             work.block(block.index, end, out)
         work.finish(out, real)
@@ -131,7 +124,7 @@ def attention_prefill(
         ahead = lambda t: min(T - 1 - t, (window or T) - 1) if scores.bidirectional else 0
         return sum(min(start + t + 1, window or context) + ahead(t) for t in range(T))
 
-    return write_kernel(
+    return Kernel(
         name + f"_g{workgroups}" + f"_ring{ring}" * (ring is not None) + f"_{cache.name}" * (cache is not EXACT),
         {**chunk, **caches, "layer": INDEX},
         {"out": rows},
@@ -148,7 +141,7 @@ class _Shape:
     """The sizes of a tile, each of which divides the extent that it tiles.
 
     A tile has `columns` in `vectors` of `width` lanes, and scores `rows` keys at once. Weighted
-    values of `out_columns` columns x `out_vectors` vectors of `out_width` lanes are in registers.
+    values of `out_columns` columns x `out_vectors` vectors of `out_width` are in registers.
     """
 
     def __init__(self, columns: int, hd: int, isa: Isa, cache: Cache):
@@ -243,7 +236,7 @@ class _Tile:
         return b.to_index(b.load(self.tokens, c)), b.to_index(b.load(self.offsets, c))
 
     def block(self, first: Ssa, end: Ssa, out: Ssa) -> None:
-        """Add keys and values first .. min(first + KEYS, end) - 1 to the online softmax in `out`."""
+        """Add keys first .. min(first + KEYS, end) - 1 and their values to the online softmax."""
         b, shape = self.b, self.shape
         count = b.min(b.sub(end, first), KEYS)
         last = b.sub(end, 1)
@@ -254,7 +247,7 @@ class _Tile:
             self.add_values(c.index, d.index, first, count, out)
 
     def score_rows(self, first: Index, last: Index, j: Index) -> None:
-        """Store masked scores of `shape.rows` keys from `first` on, in self.scores from row j on."""
+        """Store masked scores of `shape.rows` keys from `first` on in self.scores[j:]."""
         b, shape = self.b, self.shape
         rows = [b.min(b.add(first, i), last) for i in range(shape.rows)]
         following = [b.min(b.add(first, shape.rows + i), last) for i in range(shape.rows)]

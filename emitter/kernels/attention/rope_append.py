@@ -1,18 +1,13 @@
 """Apply rotary embedding to queries and keys of a chunk, and append keys and values to KV caches.
 
-A row of the input qkv has all query heads, then the key heads, then the value heads.
-
     each workgroup: `rows` tokens t of qkv [T, (heads + 2 * kv_heads) * head_dim]
       for head in heads: out[t, head] = prepared(qkv[t, head])                                       memory
       if t < length: for head in kv_heads:
         k[layer, start + t, head] = stored(prepared(qkv[t, heads + head]))                           memory
         v[layer, start + t, head] = stored(qkv[t, heads + kv_heads + head])                          memory
 
-`prepared`: norm and rotation (`attention.heads`); `stored`: rounded to the storage type of the
-cache.
+`prepared`: norm and rotation (`attention.heads`); `stored`: in the format of the cache.
 """
-
-from __future__ import annotations
 
 from functools import cache
 
@@ -20,7 +15,7 @@ import numpy as np
 
 from castiron.emitter.kernels.attention.heads import HeadLayout, Span, prepare_head, prepared_heads
 from castiron.emitter.kernels.attention.rows import Rows
-from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
+from castiron.emitter.kernels.kernel import INDEX, Kernel
 from castiron.emitter.kernels.mlir.body import Body, Ssa, largest_width
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kv_cache import EXACT, Cache
@@ -37,10 +32,8 @@ def rope_append(
 
     qkv [T, row], (cos, sin [context, rotary_dim/2]), (q_norm, k_norm), start i32, length i32,
     k_cache and v_cache [layers, context, kv_heads, *cache.row(head_dim)], layer -> q [T,
-    heads*head_dim], k_cache, v_cache.
-
-    Token t has position start + t; only tokens t < length are appended. ring: rows of each layer in
-    the caches if they are ring buffers, or None.
+    heads*head_dim], k_cache, v_cache. ring: rows of each layer in the caches if they are ring
+    buffers, or None.
     """
     hd = layout.head_dim
     scalar = TensorType((), I32)
@@ -78,7 +71,7 @@ def rope_append(
             rows[layer, positions[:length] % rows.shape[1]] = cache.stored(new[:length])
         return {"q": q.reshape(T, -1).astype(np.float32), "k_cache": k_cache, "v_cache": v_cache}
 
-    return write_kernel(
+    return Kernel(
         name + f"_ring{ring}" * (ring is not None) + f"_{cache.name}" * (cache is not EXACT),
         {**operands, **caches, "layer": INDEX},
         {"q": TensorType((T, layout.heads * hd), F32), **caches},

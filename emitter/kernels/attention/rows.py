@@ -5,12 +5,9 @@ append to q8_0: for each group of the head
   row[group] = d, n                                                                                  memory
 read: x = f32(n) * d, one load of the scale for each group                                               registers
 
-A cache may be a ring buffer of the last positions, which stores position p in row p modulo the
-number of rows. Kernels iterate over positions in order, so that a ring gives the same bits as a
-cache of all positions.
+A cache may be a ring buffer, which stores position p in row p modulo the number of rows. Kernels
+iterate over positions in order, so a ring gives the same bits as a cache of all positions.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +21,7 @@ LINE_BITS = 512  # bits of a cache line
 
 @dataclass(frozen=True)
 class Rows:
-    """A reader and writer of a KV cache's rows, of a (layer, position, kv head) each, by vectors.
+    """A reader and writer of rows of a KV cache, each of a (layer, position, kv head), by vectors.
 
     ring: number of rows of a layer if the cache is a ring buffer, or None.
     """
@@ -54,7 +51,7 @@ class Rows:
         b, group, at = self.b, self.cache.group(self.head_dim), self.indices(at)
         if not self.cache.grouped:
             with b.loop(0, self.head_dim, self.width) as d:
-                stored = b.narrowed(read(d.index), self.buffer)
+                stored = b.narrowed(read(d.index), self.buffer.type.element)
                 b.vstore(stored, self.buffer, *at, d.index)
                 if on_store:
                     on_store(d.index, b.widened(stored))

@@ -1,13 +1,10 @@
 """Scores and their soft cap, which all attention kernels share, and attention in NumPy."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
 
 from castiron.emitter.kernels.mlir.body import Body, Ssa, number
-from castiron.emitter.kernels.mlir.vector_math import tanh
 from castiron.emitter.types import F32, TensorType
 
 NEVER = -1.0e30  # score of masked positions: below all others; finite, so that differences are not NaN
@@ -31,7 +28,7 @@ class Scores:
 
     @property
     def suffix(self) -> str:
-        """Return these fields as a part of a kernel's name."""
+        """Return this record as part of a kernel's name."""
         parts = {"s": self.scale, "w": self.window, "cap": self.softcap}
         flags = "_sinks" * self.sinks + "_both" * self.bidirectional
         return "_".join(f"{letter}{number(value)}" for letter, value in parts.items() if value is not None) + flags
@@ -44,7 +41,7 @@ class Scores:
         if self.softcap is None:
             return scores
         cap = b.splat(self.softcap, scores.width)
-        return b.mulf(tanh(b, b.divf(scores, cap)), cap)
+        return b.mulf(b.math("tanh", b.divf(scores, cap)), cap)
 
 
 def by_position(rows: np.ndarray, end: int) -> np.ndarray:
@@ -53,12 +50,7 @@ def by_position(rows: np.ndarray, end: int) -> np.ndarray:
 
 
 def attend(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    positions: list[int] | np.ndarray,
-    how: Scores,
-    sinks: np.ndarray | None = None,
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, positions: np.ndarray, how: Scores, sinks: np.ndarray | None = None
 ) -> np.ndarray:
     """Compute attention in NumPy in f64: causal, or bidirectional up to the last position.
 

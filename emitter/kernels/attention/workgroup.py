@@ -1,9 +1,8 @@
 """Write a workgroup of `attention_decode`: one token against a range of cached positions.
 
-The online softmax of flash attention (Dao et al. 2022) over tiles of positions, with one change:
-the weight of a score is exp(score - reference), and the reference of a head rises only when a score
-is far above it. A common factor of all weights costs no precision, so the reference need not be the
-maximum, and almost no tile rescales earlier sums.
+This is the online softmax of flash attention (Dao et al. 2022) over tiles of positions, but the
+weight of a score is exp(score - reference), and the reference of a head rises only when a score is
+far above it. A common factor of all weights costs no precision, and almost no tile rescales sums.
 
     for tile of `tile` positions:
       for `rows` positions: for kv head: for `heads` of its query heads:
@@ -20,12 +19,9 @@ maximum, and almost no tile rescales earlier sums.
           values = acc                                                                                 stack
 
 For long ranges, the kernel reads ahead: while it computes with some rows of the cache, it loads one
-word of each cache line of the next rows, in memory order. Hardware prefetchers do not recognise the
-order in which the arithmetic reads heads, rows, keys and values, but they follow these loads. CPUs
+word of each cache line of the next rows, in memory order, which hardware prefetchers follow. CPUs
 drop prefetch instructions when memory is busy, so the kernel uses loads.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Compute y = W_e x for pairs of a token and one of its experts e.
 
-With few pairs for each expert, one dispatch runs a GEMV (`gemv`) for each pair with the expert's
-part of the stacked weight, and reads no other weights:
+With few pairs for each expert, each pair is a GEMV (`gemv`) with the expert's part of the stacked
+weight:
 
     each workgroup: one pair and one share of its sets of 16-row blocks; a pair has `tiles.workgroups` shares
       row = pair / per_row                                          of x [pairs / per_row, in]
@@ -11,9 +11,8 @@ part of the stacked weight, and reads no other weights:
       else:
         y[pair] = 0                                                 by the first share
 
-With more pairs, the weights of an expert are decoded once for all of its pairs. Every workgroup
-counts the pairs of each expert and takes an equal part of the work. The kernel is like `gemm`, with
-a block of (token, expert) pairs in place of a block of tokens:
+With more pairs, the weights of an expert are decoded once for all of its pairs. The kernel is like
+`gemm`, with a block of (token, expert) pairs in place of a block of tokens:
 
     each workgroup:
       counts [experts] = number of pairs of each, of the first per_row * `length`                        stack
@@ -26,15 +25,12 @@ a block of (token, expert) pairs in place of a block of tokens:
             y[pairs, set] = epilogue(sums)                                                                 memory
       y[a share of the pairs that are padding] = 0
 
-Tiles have `rows` pairs, or `rest` pairs at the end of a block. The result of a pair has the same
-bits in tiles of both sizes.
+Tiles have `rows` pairs, or `rest` at the end of a block; a pair gets the same bits in both.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, Self
 
 from castiron.emitter.int8 import GROUP
 from castiron.emitter.kernels.matmul import gemm, gemm_int8
@@ -86,9 +82,8 @@ class ExpertGemvs:
 class _PairTiles(PanelTiles):
     """Tiles of blocks of `tokens` (token, expert) pairs.
 
-    rest: number of pairs in a tile at the end of a block, a divisor of `rows`. direct: a block of
-    up to `direct` pairs is computed without a panel. few: number of pairs in a tile of such a
-    block, a divisor of `direct`.
+    rest: pairs of a tile at the end of a block, a divisor of `rows`. direct: maximum pairs of a block
+    without a panel. few: pairs of a tile of such a block, a divisor of `direct`.
     """
 
     rest: int = 1
@@ -105,10 +100,8 @@ class _PairTiles(PanelTiles):
 class GroupedTiles(_PairTiles, GemmTiles):
     """Tiles of `Grouped`."""
 
-    letters: ClassVar = GemmTiles.letters + "efn"
-
     @classmethod
-    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> GroupedTiles:
+    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
         wide, row_blocks = panel_columns(matmul, isa.lanes == LANES)
         rows = 12 if isa.lanes == LANES else 6
         budget = (STACK_BYTES - 4 * matmul.experts) // (4 * LANES * row_blocks + 4)
@@ -123,10 +116,8 @@ class GroupedTiles(_PairTiles, GemmTiles):
 class GroupedInt8Tiles(_PairTiles, GemmInt8Tiles):
     """Tiles of `GroupedInt8`."""
 
-    letters: ClassVar = GemmInt8Tiles.letters + "efn"
-
     @classmethod
-    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> GroupedInt8Tiles:
+    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
         wide, row_blocks = panel_columns(matmul, isa.lanes == LANES)
         rows = gemm_int8.MAX_ROWS[isa.lanes]
         budget = (STACK_BYTES - 4 * matmul.experts) // (LANES * row_blocks)
@@ -160,7 +151,7 @@ class Grouped(Gemm):
     def write(self) -> None:
         b, tiles, matmul = self.b, self.tiles, self.matmul
         sets, row_blocks = self.row_blocks // tiles.row_blocks, self.row_blocks
-        real = self._real()
+        real = b.mul(b.real(self.buffers.get("length"), 0, self.T // matmul.per_row), matmul.per_row)
         self._count(real)
         with b.loop(0, matmul.experts, carry=[b.index(0)]) as expert:
             count = self._at(self.counts, expert.index)
@@ -180,7 +171,10 @@ class Grouped(Gemm):
                         self._set(first, b.add(base, first), here)
                 block.give(b.index(b.add(done, b.mul(work, sets))))
             expert.give(*block.results)
-        self._pad(real)
+        if "length" in self.buffers:
+            low, high = b.share(b.sub(self.T, real), b.workgroup(), tiles.workgroups)
+            with b.loop(b.add(real, low), b.add(real, high)) as pair, b.loop(0, matmul.out_features) as k:
+                b.store(b.f32(0.0), self.buffers["y"], pair.index, k.index)
 
     def _at(self, buffer: Ssa, i: Index) -> Ssa:
         return self.b.to_index(self.b.load(buffer, i))
@@ -188,11 +182,6 @@ class Grouped(Gemm):
     def _pair(self, i: Index) -> Ssa:
         """Return the index of pair number i of the block, among all pairs."""
         return self._at(self.pairs, i)
-
-    def _real(self) -> Index:
-        """Return the number of pairs that are not padding."""
-        b, per_row = self.b, self.matmul.per_row
-        return b.mul(b.real(self.buffers.get("length"), 0, self.T // per_row), per_row)
 
     def _count(self, real: Index) -> None:
         b, zero, one = self.b, self.b.constant("0", Type("i32")), self.b.constant("1", Type("i32"))
@@ -212,7 +201,7 @@ class Grouped(Gemm):
             here = b.both(b.negate(b.less(slot, 0)), b.less(slot, self.tiles.tokens))
             with b.when(b.both(its, here)):
                 b.store(b.to_i32(pair.index), self.pairs, slot)
-            pair.give(b.choose(its, b.add(number, 1), number))
+            pair.give(b.select(its, b.add(number, 1), number))
 
     def _set(self, first_block: Index, block: Index, count: Index) -> None:
         """Compute the results of a set of row blocks for the `count` pairs of a block.
@@ -243,8 +232,8 @@ class Grouped(Gemm):
                     self._direct_tile(sides, full, size)
 
     def _direct_tile(self, sides: Sequence[tuple[Index, int, Index]], token: Index, rows: int) -> None:
-        """Compute sums[token : token + rows] of `sides`: row block, vector of it, column in the sums."""
-        b, lanes, unit = self.b, self.lanes, self.panel.unit
+        """Compute sums[token : token + rows] of `sides`: row block, vector, column in the sums."""
+        b, lanes, unit = self.b, self.lanes, units(self.matmul.codec)
         x_row = self._x_rows(token, rows)
         full, rest = divmod(self.in_features, unit)
 
@@ -260,17 +249,19 @@ class Grouped(Gemm):
 
         together = 1 if self.matmul.format.quantised else UNITS
         zeros = [b.splat(0.0, lanes)] * (rows * len(sides))
-        sums = b.unrolled(full, together, zeros, add, lambda number: self._prefetch(sides, number, together))
+        sums = b.unrolled(
+            full, together, zeros, add, lambda number: self._prefetch([block for block, *_ in sides], number, together)
+        )
         for i, total in enumerate(add(full, sums, rest) if rest else sums):
             b.vstore(total, self.sums, b.add(token, i // len(sides)), sides[i % len(sides)][2])
 
-    def _prefetch(self, sides: Sequence[tuple[Index, Index, Index]], unit: Index, units: int) -> None:
-        """Prefetch `units` units from number `unit` on, for the row blocks after `sides`."""
+    def _prefetch(self, blocks: Sequence[Index], unit: Index, units: int) -> None:
+        """Prefetch `units` units of k from number `unit` on, for the row blocks after `blocks`."""
         b, records, groups = self.b, self.panel.records, self.panel.records.layout.groups
         record = b.div(unit, groups)
         start, nbytes = records.extent(b.rem(unit, groups))
         nbytes *= units if groups == 1 else 1
-        records.prefetch_later((block for block, _, _ in sides), self.tiles.row_blocks, record, start, nbytes)
+        records.prefetch_later(blocks, self.tiles.row_blocks, record, start, nbytes)
 
     def _multiply(self, first: Index, count: Index, k: Index, depth: int) -> None:
         b, rows, rest = self.b, self.tiles.rows, self.tiles.rest
@@ -284,32 +275,22 @@ class Grouped(Gemm):
         found = [b.div(self._pair(b.add(token, r)), per_row) for r in range(rows)]
         return found.__getitem__
 
-    def _pad(self, real: Index) -> None:
-        b, y = self.b, self.buffers["y"]
-        if "length" in self.buffers:
-            low, high = b.share(b.sub(self.T, real), b.workgroup(), self.tiles.workgroups)
-            with b.loop(b.add(real, low), b.add(real, high)) as pair, b.loop(0, self.matmul.out_features) as k:
-                b.store(b.f32(0.0), y, pair.index, k.index)
-
 
 class GroupedInt8(Grouped, GemmInt8):
     """A writer of a kernel that groups (token, expert) pairs by expert, with x in int8."""
 
     def _direct_tile(self, sides: Sequence[tuple[Index, int, Index]], token: Index, rows: int) -> None:
-        b, vectors, (block, _, column) = self.b, self.panel.records.vectors, sides[0]
+        b, records, parts, (first_block, _, first_column) = self.b, self.panel.records, self.step.parts, sides[0]
+        groups, vectors = records.layout.groups, records.vectors
         with b.loop(0, len(sides)) as side:
-            i = side.index
-            at = b.add(block, b.div(i, vectors)), b.rem(i, vectors), b.add(column, b.mul(i, self.lanes))
-            self._direct_side(at, token, rows)
-
-    def _direct_side(self, side: tuple[Index, Index, Index], token: Index, rows: int) -> None:
-        b, records, parts = self.b, self.panel.records, self.step.parts
-        (block, v, column), groups, x_row = side, records.layout.groups, self._x_rows(token, rows)
-        with b.loop(0, self.in_features // GROUP, carry=[b.splat(0.0, self.lanes)] * rows) as loop:
-            units = [b.add(b.mul(loop.index, parts), part) for part in range(parts)]
-            at = [(b.div(unit, groups), b.rem(unit, groups)) for unit in units]
-            self._prefetch([side], units[0], parts)
-            tokens = [x_row(r) for r in range(rows)]
-            loop.give(*self.step.add_records(loop.values, tokens, loop.index, records, block, at, v))
-        for r, total in enumerate(loop.results):
-            b.vstore(total, self.sums, b.add(token, r), column)
+            block, v = b.add(first_block, b.div(side.index, vectors)), b.rem(side.index, vectors)
+            column = b.add(first_column, b.mul(side.index, self.lanes))
+            x_row = self._x_rows(token, rows)
+            with b.loop(0, self.in_features // GROUP, carry=[b.splat(0.0, self.lanes)] * rows) as loop:
+                units = [b.add(b.mul(loop.index, parts), part) for part in range(parts)]
+                at = [(b.div(unit, groups), b.rem(unit, groups)) for unit in units]
+                self._prefetch([block], units[0], parts)
+                tokens = [x_row(r) for r in range(rows)]
+                loop.give(*self.step.add_packed(loop.values, tokens, loop.index, block, at, v))
+            for r, total in enumerate(loop.results):
+                b.vstore(total, self.sums, b.add(token, r), column)

@@ -1,9 +1,7 @@
 """Compute Y = X W^T for a chunk of tokens; weights are decoded to f32 once for many tokens.
 
-A workgroup takes a few row blocks of the weight and a block of tokens. It decodes a panel [depth,
-columns] of the weight onto the stack, multiplies tiles of tokens with it in registers, adds these
-to sums [tokens, columns] on the stack, and goes on to the next panel along k. (Goto and van de
-Geijn 2008, with the packing of B replaced by decoding.)
+This is the GEMM of Goto and van de Geijn 2008, with decoding in place of packing B. A workgroup takes
+a few row blocks of the weight and a block of tokens, and one panel after another along k.
 
     each workgroup: a share of the items, (block of `tokens` tokens) x (16 * `blocks` columns), columns first
       for item in share:
@@ -18,15 +16,26 @@ Geijn 2008, with the packing of B replaced by decoding.)
               sums[tile] = acc
         y [tokens, 16 * blocks] = epilogue(sums)                                                     memory
 
-Rows of x from `length` on are computed only as padding of the last tile, and their results are
-zeros.
+Rows of x from `length` on are computed only as padding of the last tile; their results are zeros.
+
+`GemmCanonical`, for quantised weights, adds in the order of `gemv`: each token gets the same bits for
+any number of tokens. Its panel has codes. Each group of a tile is summed in registers, multiplied by
+its scale and added to the sums:
+
+          for tile of `rows` tokens:
+            for 16 * `wide` columns:
+              for group in depth:
+                acc [rows, 16 * wide] = 0, or x_sums[token, group] for codes with an offset           registers
+                for j in group: acc += x[token, k + j] * codes[j]   x broadcast from memory
+                sums[tile] += d * scale * acc + m * minimum * x_sums[token, group]                       stack
+
+`gemv` multiplies (code * 2^n) by (x / 2^n), and `GemmCanonical` code by x. Both give the same bits
+unless |x| is below 1e-30.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from castiron.emitter.kernels.matmul.tiles import (
     Buffers,
@@ -42,7 +51,7 @@ from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import outer
 from castiron.emitter.kernels.weights.packing import LANES
-from castiron.emitter.kernels.weights.panel import Panel, units
+from castiron.emitter.kernels.weights.panel import CodePanel, Panel, units
 
 MAX_DEPTH = 288  # a panel of 18 KB for 16 columns; larger ones would evict x from the L1 cache
 MAX_TOKENS = 132  # more tokens would evict x from the L2 cache between blocks of columns
@@ -54,10 +63,8 @@ class GemmTiles(PanelTiles):
 
     unroll: int = 8
 
-    letters: ClassVar = PanelTiles.letters + "u"
-
-    def depth_unit(self, matmul: Matmul) -> int:
-        return units(matmul.codec)
+    def units(self, matmul: Matmul) -> tuple[int, int]:
+        return self.rows, units(matmul.codec)
 
     def stack_bytes(self, matmul: Matmul) -> int:
         return 4 * LANES * self.row_blocks * (self.depth + self.tokens)
@@ -78,20 +85,18 @@ class GemmTiles(PanelTiles):
 
 
 class Gemm:
-    """A writer of the body of a `gemm` kernel."""
+    """A writer of a `gemm` kernel; `panel.fill(first_block, k, depth)` decodes weights."""
+
+    panel_type: type[Any] = Panel
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: Any, buffers: Buffers):
         self.b, self.matmul, self.isa, self.tiles, self.buffers = b, matmul, isa, tiles, buffers
         self.lanes, self.T, self.in_features = isa.lanes, matmul.tokens, matmul.in_features
         self.row_blocks, self.columns = matmul.weight_shape[0], LANES * tiles.row_blocks
         self.full_rows = tiles.rows  # tokens multiplied at a time
-        self.panel = self._panel()
+        self.panel = self.panel_type(b, matmul.format, isa, buffers["weight"], tiles.depth, tiles.row_blocks)
         self.sums = b.stack(tiles.tokens, self.columns)
         self.finish = Finish(b, matmul, self.lanes, buffers, self.sums)
-
-    def _panel(self) -> Any:
-        """Return the panel, whose `fill(first_block, k, depth)` decodes weights."""
-        return Panel(self.b, self.matmul.format, self.isa, self.buffers["weight"], self.tiles.depth, self.tiles.row_blocks)
 
     def write(self) -> None:
         b, tiles = self.b, self.tiles
@@ -99,23 +104,22 @@ class Gemm:
         items = groups * -(-self.T // tiles.tokens)
         low, high = b.share(items, b.workgroup(), tiles.workgroups)
         with b.loop(low, high) as item:
-            self._item(b.mul(b.rem(item.index, groups), tiles.row_blocks), b.mul(b.div(item.index, groups), tiles.tokens))
-
-    def _item(self, first_block: Index, first: Index) -> None:
-        """Compute all results of `tiles.row_blocks` row blocks for `tiles.tokens` tokens."""
-        b, tiles = self.b, self.tiles
-        last = b.min(b.add(first, tiles.tokens), self.T)
-        end = b.real(self.buffers.get("length"), first, last)
-        with b.when(b.less(first, end)):
-            self._dots(first_block, first, end)
-        self.finish.store(first_block, tiles.row_blocks, first, end, last)
+            first_block = b.mul(b.rem(item.index, groups), tiles.row_blocks)
+            first = b.mul(b.div(item.index, groups), tiles.tokens)
+            last = b.min(b.add(first, tiles.tokens), self.T)
+            end = b.real(self.buffers.get("length"), first, last)
+            with b.when(b.less(first, end)):
+                self._dots(first_block, first, end)
+            self.finish.store(first_block, tiles.row_blocks, first, end, last)
 
     def _dots(self, first_block: Index, first: Index, end: Index) -> None:
         """Compute the sums of tokens `first` to `end`, rounded up to a complete tile."""
-        b, depth = self.b, self.tiles.depth
+        b, depth, rows = self.b, self.tiles.depth, self.full_rows
         full = self.in_features // depth * depth
         count = b.sub(end, first)
-        self._zero(count)
+        with b.loop(0, b.mul(b.ceildiv(count, rows), rows)) as t:
+            for column in range(0, self.columns, self.lanes):
+                b.vstore(b.splat(0.0, self.lanes), self.sums, t.index, column)
         with b.loop(0, full, depth) as k:
             self.panel.fill(first_block, k.index, depth)
             self._multiply(first, count, k.index, depth)
@@ -123,14 +127,8 @@ class Gemm:
             self.panel.fill(first_block, full, self.in_features - full)
             self._multiply(first, count, full, self.in_features - full)
 
-    def _zero(self, count: Index) -> None:
-        b, rows = self.b, self.full_rows
-        with b.loop(0, b.mul(b.ceildiv(count, rows), rows)) as t:
-            for column in range(0, self.columns, self.lanes):
-                b.vstore(b.splat(0.0, self.lanes), self.sums, t.index, column)
-
     def _multiply(self, first: Index, count: Index, k: Index, depth: int) -> None:
-        """Add x[first : first + count, k : k + depth] @ panel to the sums; the last tile may be smaller."""
+        """Add x[first : first + count, k : k + depth] @ panel to the sums."""
         b, rows = self.b, self.tiles.rows
         rest = self.T % rows  # blocks of tokens are multiples of `rows`, so only the last one has a smaller tile
         start = self.T - rest
@@ -153,10 +151,59 @@ class Gemm:
             at = [(b.add(row, r), b.add(column.index, c)) for r in range(rows) for c in range(0, width, lanes)]
 
             def step(j: Index, sums: Sequence[Ssa]) -> list[Ssa]:
-                weights = [self.panel.row(j, b.add(column.index, c)) for c in range(0, width, lanes)]
+                weights = [b.vload(self.panel.values, lanes, j, b.add(column.index, c)) for c in range(0, width, lanes)]
                 x = (b.broadcast(b.load(self.buffers["x"], x_row(r), b.add(k, j)), lanes) for r in range(rows))
                 return outer(b, x, weights, sums)
 
             sums = b.unrolled(depth, self.tiles.unroll, [b.vload(self.sums, lanes, *sum_at) for sum_at in at], step)
             for total, sum_at in zip(sums, at, strict=True):
                 b.vstore(total, self.sums, *sum_at)
+
+
+@dataclass(frozen=True)
+class GemmCanonicalTiles(GemmTiles):
+    """Tiles of `gemm` with a scale and a minimum for each group of the panel."""
+
+    def stack_bytes(self, matmul: Matmul) -> int:
+        return super().stack_bytes(matmul) + 4 * LANES * self.row_blocks * 2 * (self.depth // matmul.format.group)
+
+    @classmethod
+    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
+        tiles, size = super().default(matmul, isa, threads), matmul.format.group
+        fitting = STACK_BYTES // (4 * LANES * tiles.row_blocks) - tiles.tokens
+        limit = min(MAX_DEPTH, fitting * size // (size + 2)) // size
+        return replace(tiles, depth=even_share(-(-matmul.in_features // size), limit) * size)
+
+
+class GemmCanonical(Gemm):
+    """A writer of the body of a `gemm` kernel in canonical form."""
+
+    panel_type = CodePanel
+
+    def _tile(self, row: Index, token: Index, rows: int, k: Index, depth: int) -> None:
+        """Add x[token : token + rows, k : k + depth] @ panel to sums[row : row + rows]."""
+        b, lanes, group = self.b, self.lanes, self.panel.codec.group
+        width, x_row, x_sums = LANES * self.tiles.wide, self._x_rows(token, rows), self.buffers.get("x_sums")
+        with b.loop(0, self.columns, width) as column, b.loop(0, depth // group) as g:
+            columns = [b.add(column.index, c) for c in range(0, width, lanes)]
+            number = b.add(b.div(k, group), g.index)
+            row_sums = [b.broadcast(b.load(x_sums, x_row(r), number), lanes) for r in range(rows)] if x_sums else []
+            start = [b.splat(0.0, lanes)] * (rows * len(columns))
+            if self.panel.codec.offset:
+                start = [total for total in row_sums for _ in columns]
+            first = b.mul(g.index, group)
+
+            def step(i: Index, sums: Sequence[Ssa]) -> list[Ssa]:
+                j = b.add(first, i)
+                codes = [b.vload(self.panel.codes, lanes, j, c) for c in columns]
+                x = (b.broadcast(b.load(self.buffers["x"], x_row(r), b.add(k, j)), lanes) for r in range(rows))
+                return outer(b, x, codes, sums)
+
+            dots = b.unrolled(group, min(self.tiles.unroll, group), start, step)
+            scales = [b.vload(self.panel.scales, lanes, g.index, c) for c in columns]
+            minima = [b.vload(self.panel.minima, lanes, g.index, c) for c in columns] if self.panel.minima else []
+            for r in range(rows):
+                for i, c in enumerate(columns):
+                    at = b.add(row, r), c
+                    total = b.fma(dots[r * len(columns) + i], scales[i], b.vload(self.sums, lanes, *at))
+                    b.vstore(b.fma(minima[i], row_sums[r], total) if minima else total, self.sums, *at)

@@ -15,9 +15,8 @@ pairs of k in an i32. The weights of a step stay in the L1 cache for all tiles:
         y [tokens, 16 * blocks] = epilogue(sums)                                                       memory
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 from castiron.emitter.kernels.matmul.gemm import Gemm
 from castiron.emitter.kernels.matmul.tiles import Buffers, PanelTiles, even_share, even_tokens, panel_columns, panel_workgroups
@@ -25,9 +24,9 @@ from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.bf16_pairs import Pairs
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.split_x import DEPTH, tile_rows
 from castiron.emitter.kernels.weights.packing import LANES
-from castiron.emitter.kernels.weights.records import Records
-from castiron.emitter.kernels.x_formats import DEPTH, tile_rows
+from castiron.emitter.kernels.weights.panel import BasePanel
 
 MAX_TOKENS = 128
 MAX_DEPTH = 256
@@ -38,14 +37,11 @@ PAIRS = DEPTH // 2  # pairs of k in a step
 class GemmBf16Tiles(PanelTiles):
     """Tiles of `gemm_bf16`; rows: rows of a tile of x that are multiplied at a time."""
 
-    def depth_unit(self, matmul: Matmul) -> int:
-        return DEPTH
-
-    def token_unit(self, matmul: Matmul) -> int:
-        return tile_rows(matmul.tokens)
+    def units(self, matmul: Matmul) -> tuple[int, int]:
+        return tile_rows(matmul.tokens), DEPTH
 
     @classmethod
-    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> GemmBf16Tiles:
+    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
         """Return tiles whose accumulators leave two vector registers free for weights."""
         wide, row_blocks = panel_columns(matmul, isa.lanes == LANES)
         tile, limit = tile_rows(matmul.tokens), 8 if isa.lanes == LANES else 6
@@ -55,18 +51,28 @@ class GemmBf16Tiles(PanelTiles):
         return cls(-(-tile // -(-tile // limit)), wide, row_blocks, steps * DEPTH, tokens, workgroups=workgroups)
 
 
+class _Weights(BasePanel):
+    """A view of packed bf16 weights from a row block and a k on, in place of a panel."""
+
+    def fill(self, first_block: Index, k: Index, depth: int) -> None:
+        """Move the view to row blocks from `first_block` on and to k from `k` on."""
+        self.block, self.first = first_block, self.b.div(k, 2)
+
+    def pair(self, n: Index, pair: Index, v: int) -> Ssa:
+        return self.records.rows((self.b.add(self.block, n), self.b.add(self.first, pair), 0), v, "i32", 32)
+
+
 class GemmBf16(Gemm):
     """A writer of the body of a `gemm_bf16` kernel."""
+
+    panel_type = _Weights
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: GemmBf16Tiles, buffers: Buffers):
         super().__init__(b, matmul, isa, tiles, buffers)
         self.full_rows = tile_rows(matmul.tokens)
 
-    def _panel(self) -> _Weights:
-        return _Weights(self.b, self.matmul, self.isa, self.buffers["weight"])
-
     def _multiply(self, first: Index, count: Index, k: Index, depth: int) -> None:
-        """Add x[first : first + count, k : k + depth] @ panel to the sums, in complete tiles of x."""
+        """Add x[first : first + count, k : k + depth] @ panel to the sums."""
         b, tile = self.b, self.full_rows
         with b.loop(0, b.ceildiv(count, tile)) as i:
             for row in range(0, tile, self.tiles.rows):
@@ -95,17 +101,3 @@ class GemmBf16(Gemm):
             sums = step(loop.results, count // PAIRS, count % PAIRS)
             for total, each in zip(sums, at, strict=True):
                 b.vstore(total, self.sums, *each)
-
-
-class _Weights:
-    """A view of packed bf16 weights from a row block and a k on, in place of a panel."""
-
-    def __init__(self, b: Body, matmul: Matmul, isa: Isa, weight: Ssa):
-        self.b, self.records = b, Records(b, matmul.format, isa, weight)
-
-    def fill(self, first_block: Index, k: Index, depth: int) -> None:
-        """Move the view to row blocks from `first_block` on and to k from `k` on."""
-        self.block, self.first = first_block, self.b.div(k, 2)
-
-    def pair(self, n: Index, pair: Index, v: int) -> Ssa:
-        return self.records.rows((self.b.add(self.block, n), self.b.add(self.first, pair), 0), v, "i32", 32)

@@ -1,6 +1,6 @@
-"""Compute Y = X W^T for a chunk of tokens with x in int8 (`round_x`); sums of a group are exact.
+"""Compute Y = X W^T with x in int8 (`round_x`); sums of a group are exact.
 
-As `gemm`, but the panel has codes as bytes, and a group's scale is applied to its sum:
+`GemmInt8`, for a chunk of tokens, is like `gemm`, but its panel has codes as bytes:
 
     each workgroup: a share of the items, (block of `tokens` tokens) x (16 * `blocks` columns), columns first
       for item in share:
@@ -17,41 +17,65 @@ As `gemm`, but the panel has codes as bytes, and a group's scale is applied to i
             sums[tile] = acc
         y [tokens, 16 * blocks] = epilogue(sums)                                                       memory
 
-A weight is scale * code + base, where code is the stored code.
-"""
+A weight is scale * code + base, where code is the stored code. `SmallBatchInt8`, for a few tokens,
+has no panel: codes stay in registers while all tokens of a tile are multiplied:
 
-from __future__ import annotations
+    each workgroup: a share of the sets of 16-row blocks
+      for set in share, for vector of outputs in set, for tile of `rows` tokens:
+        acc [rows] = 0                                                                                 registers
+        for 32 k of all records:
+          prefetch the records of the next block
+          dot [rows] = 0                                                                               registers, s32
+          for four k of the 32:                                          unrolled
+            dot += (word & mask) * x[token]                               x broadcast from memory
+          acc += scale * (x_scale * dot) + base * x_sum
+        sums[tile, vector] = acc                                                                       stack
+      y [T, 16 * blocks] = epilogue(sums)                                                              memory
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from castiron.emitter.int8 import GROUP
 from castiron.emitter.kernels.matmul.gemm import MAX_TOKENS, Gemm
-from castiron.emitter.kernels.matmul.tiles import Buffers, PanelTiles, even_share, even_tokens, panel_columns, panel_workgroups
+from castiron.emitter.kernels.matmul.small_batch import PARTS
+from castiron.emitter.kernels.matmul.tiles import (
+    Buffers,
+    Finish,
+    PanelTiles,
+    Tiles,
+    even_share,
+    even_tokens,
+    panel_columns,
+    panel_workgroups,
+)
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import I32, STACK_BYTES, Body, Index, Ssa, batches
 from castiron.emitter.kernels.mlir.dot import dot_of
 from castiron.emitter.kernels.mlir.isa import Isa
-from castiron.emitter.kernels.weights.int8_codes import Int8Codes
 from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.panel import Int8Panel
-from castiron.emitter.kernels.weights.records import Records
+from castiron.emitter.kernels.weights.records import Int8Codes, Records
 
 # Maximum rows of a tile by lanes; more sums, f32 and s32, spill registers. NEON: by llvm-mca for Neoverse V1 and N2.
 MAX_ROWS = {4: 2, 8: 6, 16: 6}
 MAX_DEPTH = 512
+Quads = Callable[[int], Sequence[Sequence[Ssa]]]
+Sides = Sequence[Sequence[tuple[Ssa, Ssa | None]]]
+FEW_ROWS = 8  # maximum rows of a tile of `SmallBatchInt8`; more sums spill registers
 
 
 @dataclass(frozen=True)
 class GemmInt8Tiles(PanelTiles):
-    def depth_unit(self, matmul: Matmul) -> int:
-        return GROUP
+    def units(self, matmul: Matmul) -> tuple[int, int]:
+        return self.rows, GROUP
 
     def stack_bytes(self, matmul: Matmul) -> int:
         return super().stack_bytes(matmul) + LANES * self.row_blocks * row_bytes(self.depth, matmul.format.group)
 
     @classmethod
-    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> GemmInt8Tiles:
+    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
         T = matmul.tokens
         wide, row_blocks = panel_columns(matmul, isa.lanes == LANES)
         rows = -(-T // -(-T // MAX_ROWS[isa.lanes]))
@@ -75,13 +99,15 @@ def int8_depth(matmul: Matmul, budget: int) -> int:
 class GemmInt8(Gemm):
     """A writer of the body of a `gemm_int8` kernel."""
 
-    def _panel(self) -> Int8Panel:
-        self.step, tiles = Step(self.b, self.matmul, self.isa, self.buffers), self.tiles
-        return Int8Panel(self.b, self.matmul.format, self.isa, self.buffers["weight"], tiles.depth, tiles.row_blocks)
+    panel_type = Int8Panel
+
+    def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: PanelTiles, buffers: Buffers):
+        super().__init__(b, matmul, isa, tiles, buffers)
+        self.step = Step(b, matmul, isa, buffers)
 
     def _tile(self, row: Index, token: Index, rows: int, k: Index, depth: int) -> None:
         """Add x[token : token + rows, k : k + depth] @ panel to sums[row : row + rows]."""
-        b, panel, width = self.b, self.panel, LANES * self.tiles.wide
+        b, lanes, panel, width = self.b, self.lanes, self.panel, LANES * self.tiles.wide
         x_row = self._x_rows(token, rows)
         with b.loop(0, self.columns, width) as column:
             columns = [b.add(column.index, c) for c in range(0, width, self.lanes)]
@@ -91,7 +117,8 @@ class GemmInt8(Gemm):
                 at_once, first = self.step.dot.quads, b.mul(loop.index, GROUP // 4)
                 quads = lambda q: [panel.quads(b.add(first, q), c, at_once) for c in columns]
                 groups = [b.add(b.mul(loop.index, parts), part) for part in range(parts)]
-                sides = [[panel.side(group, c) for c in columns] for group in groups]
+                side = lambda g, c: (b.vload(panel.scales, lanes, g, c), b.vload(panel.bases, lanes, g, c))
+                sides = [[side(group, c) for c in columns] for group in groups]
                 tokens = [x_row(r) for r in range(rows)]
                 loop.give(*self.step.add(loop.values, tokens, b.add(b.div(k, GROUP), loop.index), quads, sides))
             for total, each in zip(loop.results, at, strict=True):
@@ -108,17 +135,11 @@ class Step:
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, buffers: Buffers):
         self.b, self.codec, self.lanes, self.buffers = b, matmul.format, isa.lanes, buffers
+        self.records = Records(b, self.codec, isa, buffers["weight"])
         self.dot, self.parts = dot_of(isa)(b, isa, self.codec.code_bits), GROUP // matmul.format.group
         self.bias = 0 if self.codec.minimum else self.codec.offset + self.dot.bias
 
-    def add(
-        self,
-        sums: Sequence[Ssa],
-        rows: Sequence[Index],
-        unit: Index,
-        quads: Callable[[int], Sequence[Sequence[Ssa]]],
-        sides: Sequence[Sequence[tuple[Ssa, Ssa | None]]],
-    ) -> list[Ssa]:
+    def add(self, sums: Sequence[Ssa], rows: Sequence[Index], unit: Index, quads: Quads, sides: Sides) -> list[Ssa]:
         """Return sums [rows * vectors] plus the products over the GROUP k with number `unit`.
 
         quads(q): codes of each vector of outputs from quad q on, for `Dot.code`. sides: scale and
@@ -140,29 +161,26 @@ class Step:
             totals.append(total)
         return totals
 
-    def add_records(
+    def add_packed(
         self,
         sums: Sequence[Ssa],
         rows: Iterable[Index],
         unit: Index,
-        records: Records,
         block: Index,
         groups: Sequence[tuple[Index, Index]],
         v: Index,
     ) -> list[Ssa]:
-        """Return sums plus the products of one step, for vector v of a row block of `records`.
+        """Return sums plus the products of one step, for vector v of a packed row block.
 
         groups: the record, and the group in it, of each codec group of the step.
         """
-        codes = [Int8Codes(records, block, *group) for group in groups]
-        sides = [[records.scale_and_base(block, *group, v)] for group in groups]
+        codes = [Int8Codes(self.records, block, *group) for group in groups]
+        sides = [[self.records.scale_and_base(block, *group, v)] for group in groups]
         each = self.codec.group // 4
         return self.add(sums, list(rows), unit, lambda q: [codes[q // each].quads(q % each, v)], sides)
 
-    def _dots(
-        self, rows: Sequence[Index], unit: Index, part: int, quads: Callable[[int], Sequence[Sequence[Ssa]]], vectors: int
-    ) -> list[Ssa]:
-        """Return sum(c n) - (offset + bias) sum(n) f32 [rows * vectors] for a group of the codec."""
+    def _dots(self, rows: Sequence[Index], unit: Index, part: int, quads: Quads, vectors: int) -> list[Ssa]:
+        """Return sum(c n) - (offset + bias) sum(n) f32 [rows * vectors] of a codec group."""
         b, dot, quads_a_group = self.b, self.dot, self.codec.group // 4
         together = batches(rows, dot.rows)
         totals = [[dot.start([self._start(row, unit, part) for row in each])] * vectors for each in together]
@@ -183,3 +201,61 @@ class Step:
 
     def _sum(self, row: Index, unit: Index, part: int) -> Ssa:
         return self.b.load(self.buffers["x_sums"], row, self.b.add(self.b.mul(unit, self.parts), part))
+
+
+@dataclass(frozen=True)
+class SmallBatchInt8Tiles(Tiles):
+    """Tiles of `SmallBatchInt8`; rows: tokens whose sums, for one vector, are in registers."""
+
+    rows: int
+
+    @classmethod
+    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
+        rows = -(-matmul.tokens // -(-matmul.tokens // FEW_ROWS))
+        sets = matmul.weight_shape[0] // matmul.blocks_per_result
+        return cls(rows, workgroups=min(sets, PARTS * threads))
+
+    def fit(self, matmul: Matmul) -> bool:
+        return self.rows <= matmul.tokens
+
+
+class SmallBatchInt8:
+    """A writer of the body of an int8 kernel for a few tokens."""
+
+    def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: SmallBatchInt8Tiles, buffers: Buffers):
+        self.b, self.codec, self.isa, self.tiles, self.buffers = b, matmul.format, isa, tiles, buffers
+        self.T, self.set = matmul.tokens, matmul.blocks_per_result
+        self.row_blocks, self.count, _ = matmul.weight_shape
+        self.step = Step(b, matmul, isa, buffers)
+        self.records = self.step.records
+        self.sums = b.stack(self.T, self.set * LANES)
+        self.finish = Finish(b, matmul, isa.lanes, buffers, self.sums)
+
+    def write(self) -> None:
+        b, T, rows, vectors = self.b, self.T, self.tiles.rows, self.records.vectors
+        end, full = b.real(self.buffers.get("length"), 0, T), T // rows * rows
+        low, high = b.share(self.row_blocks // self.set, b.workgroup(), self.tiles.workgroups)
+        with b.loop(low, high) as item:
+            first = b.mul(item.index, self.set)
+            with b.loop(0, self.set * vectors) as side:
+                at = b.add(first, b.div(side.index, vectors)), b.rem(side.index, vectors)
+                column = b.mul(side.index, self.isa.lanes)
+                with b.loop(0, b.min(b.mul(b.ceildiv(end, rows), rows), full), rows) as t:
+                    self._tile(*at, column, t.index, rows)
+                if full < T:
+                    with b.when(b.less(full, end)):
+                        self._tile(*at, column, full, T - full)
+            self.finish.store(first, self.set, 0, end, T)
+
+    def _tile(self, block: Index, v: Index, column: Index, token: Index, rows: int) -> None:
+        """Compute self.sums[token : token + rows, column :] for vector v of row block `block`."""
+        b, groups, parts = self.b, self.records.layout.groups, self.step.parts
+        with b.loop(0, self.count * groups // parts, carry=[b.splat(0.0, self.isa.lanes)] * rows) as loop:
+            first = b.mul(loop.index, parts)
+            record, group = b.div(first, groups), b.rem(first, groups)
+            numbers = [b.add(group, part) for part in range(parts)]
+            self.records.prefetch_later([block], self.set, record, *self.records.extent(group, parts))
+            groups_at, tokens = [(record, number) for number in numbers], (b.add(token, r) for r in range(rows))
+            loop.give(*self.step.add_packed(loop.values, tokens, loop.index, block, groups_at, v))
+        for r, total in enumerate(loop.results):
+            b.vstore(total, self.sums, b.add(token, r), column)

@@ -1,11 +1,9 @@
 """Compute Y = X W^T on a matrix unit (`mlir.matrix`), exactly by bf16 splits, or rounded to bf16.
 
-An f32 is the sum of three bf16 of 8 bits each. Products of bf16 are exact in f32. Piece i of x and
-piece j of w, counted from 0, are multiplied if i + j < 3; f32 would lose the other products. Codes
-of a quantised weight are one piece, and a group's scale is applied to its sum; bf16 weights are one
-piece, f16 two, f32 three. `--numerics fast` rounds x and weights to one piece, the nearest bf16.
-
-As `gemm`, but the panel has pairs of bf16 and x comes in pieces (`split_x`):
+An f32 is the sum of three bf16, whose products are exact in f32. Piece i of x and piece j of w,
+counted from 0, are multiplied if i + j < 3; f32 would lose the other products. Codes of a quantised
+weight are one piece, bf16 weights one, f16 two, f32 three. `--numerics fast` rounds x and weights
+to one piece, the nearest bf16. As `gemm`, but with pairs of bf16 in the panel and in x (`split_x`):
 
     each workgroup: a share of the items, (block of `tokens` tokens) x (16 * `blocks` columns), columns first
       for item in share:
@@ -21,11 +19,9 @@ As `gemm`, but the panel has pairs of bf16 and x comes in pieces (`split_x`):
         y [tokens, 16 * blocks] = epilogue(sums)                                                       memory
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import product as pairs_of
-from typing import ClassVar
+from typing import Any, Self
 
 from castiron.emitter.kernels.matmul.gemm import Gemm
 from castiron.emitter.kernels.matmul.tiles import Buffers, PanelTiles, even_share, even_tokens, panel_columns, panel_workgroups
@@ -33,9 +29,9 @@ from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.matrix import ROW_BYTES, Block, Matrix
+from castiron.emitter.kernels.split_x import DEPTH, EXACT, tile_rows
 from castiron.emitter.kernels.weights.packing import LANES
-from castiron.emitter.kernels.weights.panel import BLOCK_BYTES, Bf16CodePanel, Bf16Panel, bf16_count
-from castiron.emitter.kernels.x_formats import DEPTH, EXACT, tile_rows
+from castiron.emitter.kernels.weights.panel import BLOCK_BYTES, EXACT_COUNTS, Bf16CodePanel, Bf16Panel, Bf16SplitPanel
 
 MIN_TOKENS = 4  # with fewer tokens the matrix unit gains nothing
 MAX_TOKENS = 128
@@ -49,13 +45,8 @@ class GemmMatrixTiles(PanelTiles):
 
     high: int
 
-    letters: ClassVar = PanelTiles.letters + "h"
-
-    def depth_unit(self, matmul: Matmul) -> int:
-        return DEPTH
-
-    def token_unit(self, matmul: Matmul) -> int:
-        return self.rows * self.high
+    def units(self, matmul: Matmul) -> tuple[int, int]:
+        return self.rows * self.high, DEPTH
 
     def stack_bytes(self, matmul: Matmul) -> int:
         parts = self.high * self.wide * self.rows * ROW_BYTES
@@ -66,7 +57,7 @@ class GemmMatrixTiles(PanelTiles):
         return self.rows == tile_rows(matmul.tokens) and fits_unit and super().fit(matmul)
 
     @classmethod
-    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> GemmMatrixTiles:
+    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
         """Return tiles of two by two blocks with the deepest panel that fits the stack."""
         wide, row_blocks = panel_columns(matmul, True)
         rows = tile_rows(matmul.tokens)
@@ -78,38 +69,33 @@ class GemmMatrixTiles(PanelTiles):
         return cls(rows, wide, row_blocks, steps * DEPTH, tokens, high, workgroups=workgroups)
 
 
-def takes_codes(matmul: Matmul) -> bool:
-    """Return whether the panel has codes and scales instead of weights."""
-    return matmul.format.quantised and matmul.numerics == "bf16_split"
+def _panel_type(matmul: Matmul) -> type[Any]:
+    if matmul.numerics == "bf16_matrix":
+        return Bf16Panel
+    return Bf16CodePanel if matmul.format.quantised else Bf16SplitPanel
 
 
 def _step_bytes(matmul: Matmul, row_blocks: int) -> int:
     """Return the bytes of stack for 32 k of a panel."""
-    codec = matmul.format
-    if not takes_codes(matmul):
-        return bf16_count(codec, matmul.numerics == "bf16_split") * row_blocks * BLOCK_BYTES
-    return DEPTH // codec.group * row_blocks * (BLOCK_BYTES + 4 * LANES * (2 if codec.minimum else 1))
+    codec, kind = matmul.format, _panel_type(matmul)
+    if kind is Bf16CodePanel:
+        return DEPTH // codec.group * row_blocks * (BLOCK_BYTES + 4 * LANES * (2 if codec.minimum else 1))
+    return (EXACT_COUNTS[codec.name] if kind is Bf16SplitPanel else 1) * row_blocks * BLOCK_BYTES
 
 
 class GemmMatrix(Gemm):
     """A writer of the body of a `gemm_matrix` kernel."""
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: GemmMatrixTiles, buffers: Buffers):
+        self.panel_type = _panel_type(matmul)
         super().__init__(b, matmul, isa, tiles, buffers)
-        self.parts, self.codes = b.stack(tiles.high * tiles.wide, tiles.rows, LANES), takes_codes(matmul)
+        self.parts, self.codes = b.stack(tiles.high * tiles.wide, tiles.rows, LANES), self.panel_type is Bf16CodePanel
         self.matrix = Matrix(b, isa, tiles.rows, self.parts)
         self.x_at, self.panel_at = b.address(buffers["x"]), b.address(self.panel.words)
         self.x_shape = matmul.operands()["x"].shape
 
-    def _panel(self) -> Bf16Panel | Bf16CodePanel:
-        matmul, tiles = self.matmul, self.tiles
-        given = (self.b, matmul.format, self.isa, self.buffers["weight"], tiles.depth, tiles.row_blocks)
-        if takes_codes(matmul):
-            return Bf16CodePanel(*given)
-        return Bf16Panel(*given, bf16_count(matmul.format, matmul.numerics == "bf16_split"))
-
     def _multiply(self, first: Index, count: Index, k: Index, depth: int) -> None:
-        """Add x[first : first + count, k : k + depth] @ panel to the sums; the last tile may be partial."""
+        """Add x[first : first + count, k : k + depth] @ panel to the sums."""
         b, rows, high = self.b, self.tiles.rows, self.tiles.high
         there, before = b.ceildiv(count, rows), b.div(first, rows)
         full = b.mul(b.div(there, high), high)
@@ -157,8 +143,7 @@ class GemmMatrix(Gemm):
     ) -> None:
         """Add accumulators `parts` to the sums.
 
-        of: for codes, the index of their group in the panel and in x. The scale of the group then
-        multiplies `parts`, and its minimum the sum of x over the group.
+        of: for codes, the index of their group in the panel and in x, for its scale and its minimum.
         """
         b, lanes, rows, wide = self.b, self.lanes, self.tiles.rows, self.tiles.wide
         for i, part in enumerate(parts):

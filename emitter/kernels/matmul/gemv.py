@@ -17,22 +17,20 @@ Each lane has one of 16 rows, so there are no sums across lanes. x is prepared o
             totals += d * sum(products) + m * sums[group]           many groups: times their scales and minima
         y [set] = epilogue(totals)                                                                   memory
 
-A word is loaded once for all of its fields. For codes with an offset, a chain starts with
-sums[group], which includes the factor -offset. If xs does not fit the stack, it is prepared in
-parts, and the totals of 32 sets stay on the stack for the next part. A record of a float codec is
-one k (bf16: two), whose elements are not decoded.
+For codes with an offset, a chain starts with sums[group], which includes the factor -offset. If xs
+does not fit the stack, it is prepared in parts, and the totals of 32 sets stay on the stack for the
+next part. A record of a float codec is one k (bf16: two), whose elements are not decoded.
 
-In canonical form there is one chain, and the kernel adds d * scale * sum(x code) and m * minimum *
-sum(x) of each group to the totals, in the same order as the kernels for several tokens.
+In canonical form there is one chain, and each group is added to the totals in the same order as in
+the kernels for several tokens.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Self
 
+from castiron.emitter.kernels.epilogue import combine, with_operands
 from castiron.emitter.kernels.matmul.prepared_x import PreparedX, bytes_per_element
 from castiron.emitter.kernels.matmul.tiles import Buffers, Tiles, each_block
 from castiron.emitter.kernels.matmul_spec import Matmul
@@ -55,8 +53,7 @@ class GemvTiles(Tiles):
     """Tiles of `gemv`.
 
     together: row blocks that share every load of x; 1 or 2 with a GLU. chains: accumulators of a
-    row. ahead: how many records before its use a record is prefetched. unroll: records of a float
-    codec in one iteration.
+    row. ahead: distance of prefetches, in records. unroll: records of a float codec per iteration.
     """
 
     together: int = 2
@@ -64,13 +61,11 @@ class GemvTiles(Tiles):
     ahead: int = 16
     unroll: int = 4
 
-    letters: ClassVar = "gbcau"
-
     def fit(self, matmul: Matmul) -> bool:
         return self.together <= 2 or not matmul.glu
 
     @classmethod
-    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> GemvTiles:
+    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
         """Return the default tiles; with experts, at most about two workgroups per thread."""
         blocks, records, size = matmul.weight_shape
         nbytes, codec = blocks * records * size, matmul.format
@@ -101,7 +96,7 @@ class Gemv:
         y_row: Index = 0,
         base: Index = 0,
     ):
-        self.b, self.codec, self.tiles, self.epilogue, self.buffers = b, matmul.format, tiles, matmul.epilogue, buffers
+        self.b, self.codec, self.tiles, self.buffers = b, matmul.format, tiles, buffers
         self.chains = 1 if isa.canonical else tiles.chains
         self.canonical = isa.canonical
         self.lanes, self.x_row, self.y_row = isa.lanes, x_row, y_row
@@ -110,7 +105,7 @@ class Gemv:
         self.records = Records(b, self.codec, isa, buffers["weight"], base)
         self.layout = self.records.layout
         self.together = min(tiles.together, self.row_blocks)
-        self.set = max(self.together, self.epilogue.row_blocks)  # row blocks whose results are computed together
+        self.set = max(self.together, matmul.blocks_per_result)  # row blocks whose results are computed together
         self.sides = [(i, v) for i in range(self.together) for v in range(self.records.vectors)]
 
     def write(self) -> None:
@@ -123,7 +118,12 @@ class Gemv:
         chunk = -(-self.count // chunks)  # records
         sets = -(-self.row_blocks // self.set)
         low, high = b.share(sets, share, self.tiles.workgroups)
-        self._prefetch_first(low)
+        # Prefetch the first weights, to use memory bandwidth while x is prepared.
+        row_blocks = self._blocks_of(low)[: self.together]
+        with b.loop(0, min(self.tiles.ahead, self.count)) as record:
+            for line in range(0, self.size, CACHE_LINE):
+                for block in row_blocks:
+                    self.records.prefetch(block, record.index, line)
         self.x = PreparedX(b, self.matmul, self.lanes, self.buffers, chunk * elements, 1, self.x_row)
         if chunks == 1:
             self._sets(low, high, 0, self.count, None)
@@ -133,15 +133,6 @@ class Gemv:
             end = b.min(b.add(batch.index, BATCH), high)
             for first in range(0, self.count, chunk):
                 self._sets(batch.index, end, first, min(first + chunk, self.count), parts)
-
-    def _prefetch_first(self, low: Index) -> None:
-        """Prefetch the first weights of set `low`, to use memory bandwidth while x is prepared."""
-        b = self.b
-        row_blocks = self._blocks_of(low)[: self.together]
-        with b.loop(0, min(self.tiles.ahead, self.count)) as record:
-            for line in range(0, self.size, CACHE_LINE):
-                for block in row_blocks:
-                    self.records.prefetch(block, record.index, line)
 
     def _sets(self, low: Index, high: Index, first: int, last: int, parts: Ssa | None) -> None:
         """Compute sets low .. high - 1 over records first .. last - 1; parts: their totals."""
@@ -162,7 +153,13 @@ class Gemv:
                         b.vstore(total, parts, *at_sum)
                 dots += totals
             if last == self.count:
-                self._finish(row_blocks, dots)
+                vectors = self.records.vectors
+                results = [dots[i : i + vectors] for i in range(0, len(dots), vectors)]
+                if self.matmul.glu:
+                    self._store(b.div(row_blocks[0], 2), combine(b, self.matmul.glu, results))
+                else:
+                    for block, result in zip(row_blocks, results, strict=True):
+                        self._store(block, result)
 
     def _blocks_of(self, row: Index) -> list[Index]:
         """Return the row blocks of set `row`; an incomplete last set repeats its last block."""
@@ -175,8 +172,9 @@ class Gemv:
         if not self.codec.quantised:
             return self._float_dots(row_blocks, first, last, totals)
         with self.b.loop(first, last, carry=totals) as record:
-            slot = self.b.sub(record.index, first)
-            record.give(*self._record(row_blocks, record.index, slot, record.values))
+            of_groups = self._canonical_record if self.canonical else self._super_record
+            add = self._group_record if self.layout.groups == 1 else of_groups
+            record.give(*add(row_blocks, record.index, self.b.sub(record.index, first), record.values))
         return record.results
 
     def _prefetches(self, row_blocks: list[Index], record: Index, offset: Index, nbytes: int) -> list[Callable[[], None]]:
@@ -190,14 +188,8 @@ class Gemv:
             for block in row_blocks
         ]
 
-    def _record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus the dot products over a record, number `slot` of prepared x."""
-        if self.layout.groups == 1:
-            return self._group_record(row_blocks, record, slot, totals)
-        return (self._canonical_record if self.canonical else self._super_record)(row_blocks, record, slot, totals)
-
     def _group_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus a record that has one group: d * sum(x code) + m * sum(x)."""
+        """Return `totals` plus d * sum(x code) + m * sum(x); slot: number of the record in x."""
         b, records = self.b, self.records
         dots = self._group(row_blocks, record, 0, slot, self._prefetches(row_blocks, record, 0, self.size))
         done = []
@@ -297,16 +289,6 @@ class Gemv:
             add(record, sums, i)
         return [tree(b.addf, sums[n :: len(self.sides)]) for n in range(len(self.sides))]
 
-    def _finish(self, row_blocks: list[Index], totals: list[Ssa]) -> None:
-        """Store the results of a set of row blocks."""
-        vectors = self.records.vectors
-        dots = [totals[i : i + vectors] for i in range(0, len(totals), vectors)]
-        if self.epilogue.glu:
-            self._store(self.b.div(row_blocks[0], 2), self.epilogue.combine(self.b, dots))
-            return
-        for block, matmul in zip(row_blocks, dots, strict=True):
-            self._store(block, matmul)
-
     def _store(self, block: Index, results: list[Ssa]) -> None:
         """Store 16 results from 16 * block on, or fewer in the last row block."""
         b, buffers, row = self.b, self.buffers, self.y_row
@@ -316,7 +298,7 @@ class Gemv:
             for lane in range(0, ragged or LANES, 1 if ragged else self.lanes):
                 at, y = b.add(column, lane), results[lane // self.lanes]
                 y = b.extract(y, lane % self.lanes) if ragged else y
-                y = self.epilogue.finish(b, y, buffers, row, at)
+                y = with_operands(b, y, buffers, row, at)
                 (b.store if ragged else b.vstore)(y, buffers["y"], row, at)
 
         each_block(b, self.out_features, block, store)

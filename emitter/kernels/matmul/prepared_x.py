@@ -7,15 +7,13 @@ each workgroup: up to 16 rows of x [T, in]
   for row, for group: sums = sum(x of the group) * the sign of the codec's minimum, or minus its offset       memory
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 
 import numpy as np
 
 from castiron.emitter.codecs import Codec
-from castiron.emitter.kernels.kernel import Kernel, write_kernel
+from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, vector_type
 from castiron.emitter.kernels.mlir.isa import Isa
@@ -50,7 +48,7 @@ def group_sums(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel
             parts = [b.vload(x, isa.lanes, row.index, b.add(start, k)) for k in range(0, codec.group, isa.lanes)]
             b.store(group_sum(b, codec, parts), sums, row.index, g.index)
 
-    return write_kernel(
+    return Kernel(
         f"group_sums_{rows}x{in_features}_{codec.group}_{'m' * (factor < 0)}{abs(factor)}_{isa.name}",
         {"x": TensorType((rows, in_features), F32)},
         {"sums": TensorType((rows, count), F32)},
@@ -86,10 +84,7 @@ class PreparedX:
         return self.b.broadcast(self.b.load(self.sums, token, group), self.lanes)
 
     def fill(self, first: Index, last: Index) -> None:
-        """Prepare elements first .. last - 1 of every row, with zeros past the end of x.
-
-        Float codecs need bounds that are known now.
-        """
+        """Prepare elements first .. last - 1 of every row, with zeros past the end of x."""
         if self.T == 1:
             self._fill_row(0, first, last)
             return

@@ -1,23 +1,19 @@
 """Choose the kernel of a matmul: the first row of a table whose predicate is true."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, fields
 from functools import cache
 from typing import Any
 
-from castiron.emitter.kernels.kernel import Kernel, write_kernel
+from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.matmul import experts, gemm_matrix, small_batch
 from castiron.emitter.kernels.matmul.experts import ExpertGemvs, Grouped, GroupedInt8, GroupedInt8Tiles, GroupedTiles
-from castiron.emitter.kernels.matmul.gemm import Gemm, GemmTiles
+from castiron.emitter.kernels.matmul.gemm import Gemm, GemmCanonical, GemmCanonicalTiles, GemmTiles
 from castiron.emitter.kernels.matmul.gemm_bf16 import GemmBf16, GemmBf16Tiles
-from castiron.emitter.kernels.matmul.gemm_canonical import GemmCanonical, GemmCanonicalTiles
-from castiron.emitter.kernels.matmul.gemm_int8 import GemmInt8, GemmInt8Tiles
+from castiron.emitter.kernels.matmul.gemm_int8 import GemmInt8, GemmInt8Tiles, SmallBatchInt8, SmallBatchInt8Tiles
 from castiron.emitter.kernels.matmul.gemm_matrix import GemmMatrix, GemmMatrixTiles
 from castiron.emitter.kernels.matmul.gemv import Gemv, GemvTiles
 from castiron.emitter.kernels.matmul.small_batch import SmallBatch, SmallBatchTiles
-from castiron.emitter.kernels.matmul.small_batch_int8 import SmallBatchInt8, SmallBatchInt8Tiles
 from castiron.emitter.kernels.matmul.tiles import Tiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import Isa
@@ -45,9 +41,9 @@ def _choice(matmul: Matmul) -> tuple[str, type[Tiles], type[Any]]:
 def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool) -> str:
     """Return the best of `matmul_spec.NUMERICS` for a matmul; x is rounded only if `is_fast`.
 
-    Rounding gains nothing for a single token, which is limited by memory bandwidth, and for few
-    pairs of a token and an expert, which rarely share the expert. For an Isa's canonical form,
-    "exact" kernels for few tokens and for float weights are canonical too.
+    Rounding gains nothing for one token, which is limited by memory bandwidth, and for few pairs of
+    tokens and experts. In canonical form, "exact" kernels for few tokens or float weights are
+    canonical too.
     """
     if isa.canonical:
         is_batched = matmul.experts or (matmul.format.quantised and matmul.tokens > small_batch.MAX_TOKENS)
@@ -87,7 +83,7 @@ def kernel_of(matmul: Matmul, isa: Isa, threads: int = 2, tiles: Tiles | None = 
     tiles = tiles or default_tiles(matmul, isa, threads)
     if any(type(value) is not int or value < 1 for value in astuple(tiles)) or not tiles.fit(matmul):
         raise ValueError(f"tiles {tiles.name} do not fit {matmul.name}: see {type(tiles).__name__}")
-    return write_kernel(
+    return Kernel(
         f"{prefix}_{matmul.name}_{isa.name}_{tiles.name}",
         matmul.operands(),
         matmul.results(),

@@ -1,9 +1,7 @@
 """Compute Y = X W^T for a few tokens; weights are decoded in registers, as in `gemv`.
 
-For so few tokens, decoding to memory as in `gemm` takes as long as the fma. Here a code costs a
-mask and a conversion, which do not compete with fma, and a group costs the decoding of its scale.
-Tiles of tokens times vectors of outputs share loads of x and decoded codes, and have enough
-accumulators to hide the latency of fma.
+For so few tokens, decoding to memory as in `gemm` takes as long as the fma. Tiles of tokens times
+vectors of outputs share loads of x and decoded codes, and hide the latency of fma.
 
     each workgroup: a share of the sets of 16-row blocks
       xs [T, in] = x * factors of the codes, sums [T, in / group]                                      stack
@@ -20,16 +18,13 @@ accumulators to hide the latency of fma.
         y [T, 16 * blocks] = epilogue(acc)                                                           memory
 
 If xs does not fit the stack, it is prepared in parts, each for a batch of sets whose acc are on the
-stack. Float codecs need no xs: x is read from memory, and the sums of a tile stay in
-registers over all k.
+stack. Float codecs read x from memory, and the sums of a tile stay in registers over all k.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import ClassVar
+from typing import Self
 
 from castiron.emitter.kernels.matmul.prepared_x import PAD, PreparedX, bytes_per_element
 from castiron.emitter.kernels.matmul.tiles import Buffers, Finish, Tiles
@@ -55,19 +50,17 @@ class SmallBatchTiles(Tiles):
     vectors: int
     unroll: int = 4
 
-    letters: ClassVar = "grvu"
-
     def row_blocks(self, isa: Isa, shared: int) -> int:
         """Return how many row blocks are finished at a time; a result needs `shared` of them."""
         per_block = LANES // isa.lanes
         return lcm(lcm(per_block, self.vectors) // per_block, shared)
 
     @classmethod
-    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> SmallBatchTiles:
+    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
         vectors = 1 if isa.canonical and not isa.roomy else 4 if isa.lanes < 8 else 2
         max_rows = (20 if isa.registers == 32 else isa.registers * 5 // 8) // vectors
         rows = -(-matmul.tokens // -(-matmul.tokens // max_rows))
-        row_blocks = cls(rows, vectors).row_blocks(isa, matmul.epilogue.row_blocks)
+        row_blocks = cls(rows, vectors).row_blocks(isa, matmul.blocks_per_result)
         return cls(rows, vectors, workgroups=min(-(-matmul.weight_shape[0] // row_blocks), PARTS * threads))
 
     def fit(self, matmul: Matmul) -> bool:
@@ -83,7 +76,7 @@ class SmallBatch:
         self.row_blocks, self.count, _ = matmul.weight_shape
         self.records = Records(b, self.codec, isa, buffers["weight"])
         self.layout = self.records.layout
-        self.set = tiles.row_blocks(isa, matmul.epilogue.row_blocks)
+        self.set = tiles.row_blocks(isa, matmul.blocks_per_result)
         self.unit = tiles.row_blocks(isa, 1)
         set_bytes = 4 * self.T * LANES * self.set
         self.chunk, self.batch = self.count, 1  # records of x prepared at once, and sets that share them

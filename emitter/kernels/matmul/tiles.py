@@ -1,13 +1,12 @@
 """Tile sizes of matmul kernels, and a writer of MLIR that stores their results."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import ClassVar, Self
+from typing import Self
 
+from castiron.emitter.kernels.epilogue import combine, with_operands
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import PARTS, STACK_BYTES, Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
@@ -15,6 +14,11 @@ from castiron.emitter.kernels.weights.packing import LANES
 
 # The operands of a matmul (`Matmul.operands`) and its result y, by name.
 Buffers = Mapping[str, Ssa]
+# The letter of each size in a kernel's name.
+LETTERS = {
+    "workgroups": "g", "rows": "r", "vectors": "v", "wide": "w", "high": "h", "row_blocks": "b", "depth": "d", "tokens": "t",
+    "together": "b", "chains": "c", "ahead": "a", "unroll": "u", "rest": "e", "few": "f", "direct": "n",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -22,16 +26,15 @@ class Tiles(ABC):
     """The sizes of a matmul kernel that a tuning search may vary, all positive integers.
 
     They change results by rounding only. workgroups: number of workgroups of a kernel, or of a
-    (token, expert) pair. letters: a letter for each field, before its value in the kernel's name.
+    (token, expert) pair.
     """
 
     workgroups: int = field(default=12, kw_only=True)
 
-    letters: ClassVar[str]
-
     @property
     def name(self) -> str:
-        return "".join(f"{letter}{value}" for letter, value in zip(self.letters, astuple(self), strict=True))
+        """Return the sizes as a part of a kernel's name, each after the letter of its field."""
+        return "".join(f"{LETTERS[name]}{value}" for name, value in asdict(self).items())
 
     @classmethod
     @abstractmethod
@@ -56,34 +59,29 @@ class PanelTiles(Tiles):
     depth: int
     tokens: int
 
-    letters: ClassVar = "grwbdt"
-
     @abstractmethod
-    def depth_unit(self, matmul: Matmul) -> int:
-        """Return the number of k of which `depth` is a multiple."""
+    def units(self, matmul: Matmul) -> tuple[int, int]:
+        """Return the numbers of which `tokens` and `depth` are multiples."""
 
     def stack_bytes(self, matmul: Matmul) -> int:
         """Return the bytes of stack for sums and panel."""
         return 4 * LANES * self.row_blocks * self.tokens
 
-    def token_unit(self, matmul: Matmul) -> int:
-        """Return the number of tokens of which `tokens` is a multiple."""
-        return self.rows
-
     def fit(self, matmul: Matmul) -> bool:
+        token_unit, depth_unit = self.units(matmul)
         return (
             self.stack_bytes(matmul) <= STACK_BYTES
-            and self.depth % self.depth_unit(matmul) == 0
-            and self.tokens % self.token_unit(matmul) == 0
+            and self.depth % depth_unit == 0
+            and self.tokens % token_unit == 0
             and self.row_blocks % self.wide == 0
-            and self.row_blocks % matmul.epilogue.row_blocks == 0
+            and self.row_blocks % matmul.blocks_per_result == 0
             and matmul.weight_shape[0] % self.row_blocks == 0
         )
 
 
 def panel_columns(matmul: Matmul, can_pair: bool) -> tuple[int, int]:
     """Return default `wide` and `row_blocks`; can_pair: whether sums of two fit registers."""
-    shared = matmul.epilogue.row_blocks
+    shared = matmul.blocks_per_result
     wide = 2 if can_pair and (shared == 2 or matmul.weight_shape[0] % 2 == 0) else 1
     return wide, max(wide, shared)
 
@@ -124,30 +122,29 @@ class Finish:
     def __init__(
         self, b: Body, matmul: Matmul, lanes: int, buffers: Buffers, sums: Ssa, row_of: Callable[[Index], Index] = lambda t: t
     ):
-        self.b, self.lanes, self.epilogue, self.buffers = b, lanes, matmul.epilogue, buffers
-        self.out_features, self.sums, self.row_of = matmul.out_features, sums, row_of
+        self.b, self.matmul, self.lanes, self.buffers, self.sums, self.row_of = b, matmul, lanes, buffers, sums, row_of
 
     def store(self, first_block: Index, row_blocks: Index, first: Index, end: Index, last: Index) -> None:
         """Store results for tokens `first` to `end`, zeros from `end` to `last`.
 
         Row 0 of the sums is token `first`; columns 0 to 15 are row block `first_block`.
         """
-        b, shared = self.b, self.epilogue.row_blocks
+        b, shared = self.b, self.matmul.blocks_per_result
         with b.loop(0, b.div(row_blocks, shared)) as i:
             block = b.add(b.div(first_block, shared), i.index)
             column = b.mul(block, LANES)
-            each_block(b, self.out_features, block, partial(self._block, i.index, column, first, end, last))
+            each_block(b, self.matmul.out_features, block, partial(self._block, i.index, column, first, end, last))
 
     def _block(self, slot: Index, column: Index, first: Index, end: Index, last: Index, ragged: int) -> None:
         """Store 16 columns of the result, or only the first `ragged` if that is not 0."""
-        b, lanes, shared = self.b, self.lanes, self.epilogue.row_blocks
+        b, lanes, shared = self.b, self.lanes, self.matmul.blocks_per_result
         with b.loop(first, end) as token:
             dots = []
             for i in range(shared):
                 at = b.mul(b.add(b.mul(slot, shared), i), LANES)
                 row = b.sub(token.index, first)
                 dots.append([b.vload(self.sums, lanes, row, b.add(at, c)) for c in range(0, LANES, lanes)])
-            self._put(token.index, column, self.epilogue.combine(b, dots), ragged, add=True)
+            self._put(token.index, column, combine(b, self.matmul.glu, dots), ragged, add=True)
         if "length" in self.buffers:
             with b.loop(end, last) as token:
                 self._put(token.index, column, [b.splat(0.0, lanes)] * (LANES // lanes), ragged, add=False)
@@ -159,5 +156,5 @@ class Finish:
             y = results[lane // lanes]
             y = b.extract(y, lane % lanes) if ragged else y
             at = b.add(column, lane)
-            y = self.epilogue.finish(b, y, self.buffers, row, at) if add else y
+            y = with_operands(b, y, self.buffers, row, at) if add else y
             (b.store if ragged else b.vstore)(y, self.buffers["y"], row, at)

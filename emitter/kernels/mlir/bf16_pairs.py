@@ -5,8 +5,6 @@ bfdot   NEON's instruction for the same sum, which rounds differently
 plain   shifts and two fma in f32, for any CPU
 """
 
-from __future__ import annotations
-
 from castiron.emitter.kernels.mlir.body import Body, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partialmethod
 from typing import TypeVar
 
@@ -24,9 +25,6 @@ class Type:
     def __str__(self) -> str:
         """Return the type in MLIR: `index`, `vector<8xf32>`, `memref<i32>`."""
         return f"{self.kind}<{'x'.join((*map(str, self.shape), self.element))}>" if self.kind else self.element
-
-    def of(self, element: str) -> Type:
-        return Type(element, self.shape, self.kind)
 
 
 INDEX, I1, I32, F32, POINTER = map(Type, ("index", "i1", "i32", "f32", "!llvm.ptr"))
@@ -61,7 +59,7 @@ Value = TypeVar("Value")
 
 
 def f32_literal(x: float) -> str:
-    """Return the f32 nearest to x as MLIR's hexadecimal literal, which is exact for infinities too."""
+    """Return the f32 nearest to x as a hexadecimal literal of MLIR, also for infinities."""
     return f"0x{struct.unpack('<I', struct.pack('<f', x))[0]:08X}"
 
 
@@ -84,7 +82,7 @@ def batches(values: Sequence[Value], size: int) -> list[Sequence[Value]]:
 
 
 class Loop:
-    """An open `scf.for`: its `index`, the carried `values` inside it, and the `results` after it."""
+    """An open `scf.for`: `index` and carried `values` inside it, `results` after it."""
 
     def __init__(self, index: Ssa, values: list[Ssa]):
         self.index, self.values = index, values
@@ -147,10 +145,6 @@ class Body:
     def isplat(self, n: int, width: int) -> Ssa:
         return self.constant(f"dense<{n}>", vector_type(width, "i32"))
 
-    def steps(self, width: int) -> Ssa:
-        """Return the i32 vector 0, 1, ..., width - 1."""
-        return self.constant(f"dense<{list(range(width))}>", vector_type(width, "i32"))
-
     def stack(self, *shape: int, element: str = "f32") -> Ssa:
         """Allocate a buffer on the stack; all buffers of a kernel together may have STACK_BYTES."""
         buffer = Ssa(self.name(), memref_type(shape, element))
@@ -160,50 +154,38 @@ class Body:
     def index(self, i: Index) -> Ssa:
         return i if isinstance(i, Ssa) else self.constant(str(i), INDEX)
 
-    def _integer(self, op: str, a: Index, b: Index) -> Ssa:
+    def _fold(self, op: str, known: Callable[[int, int], int], a: Index, b: Index) -> Index:
+        """Return known(a, b) if both are Python integers, otherwise the result of `arith.{op}`."""
+        if isinstance(a, int) and isinstance(b, int):
+            return known(a, b)
         return self.let(f"arith.{op} {self.index(a)}, {self.index(b)} : index", INDEX)
 
     def add(self, a: Index, b: Index) -> Index:
-        if isinstance(a, int) and isinstance(b, int):
-            return a + b
-        if a == 0:
-            return b
-        return a if b == 0 else self._integer("addi", a, b)
-
-    def sub(self, a: Index, b: Index) -> Index:
-        return a - b if isinstance(a, int) and isinstance(b, int) else self._integer("subi", a, b)
+        return b if a == 0 else a if b == 0 else self._fold("addi", operator.add, a, b)
 
     def mul(self, a: Index, b: Index) -> Index:
-        if isinstance(a, int) and isinstance(b, int):
-            return a * b
-        return a if b == 1 else self._integer("muli", a, b)
+        return a if b == 1 else self._fold("muli", operator.mul, a, b)
 
     def div(self, a: Index, b: Index) -> Index:
         """Return the quotient of non-negative indices, rounded down."""
-        if isinstance(a, int) and isinstance(b, int):
-            return a // b
-        return a if b == 1 else self._integer("divui", a, b)
+        return a if b == 1 else self._fold("divui", operator.floordiv, a, b)
 
     def rem(self, a: Index, b: int) -> Index:
         """Return the remainder of a non-negative index divided by b."""
-        if isinstance(a, int):
-            return a % b
-        return 0 if b == 1 else self._integer("remui", a, b)
+        return 0 if b == 1 else self._fold("remui", operator.mod, a, b)
+
+    sub = partialmethod(_fold, "subi", operator.sub)
+    min = partialmethod(_fold, "minsi", min)
+    max = partialmethod(_fold, "maxsi", max)
 
     def ceildiv(self, a: Index, b: Index) -> Index:
         return self.div(self.add(a, self.sub(b, 1)), b)
 
-    def min(self, a: Index, b: Index) -> Index:
-        return min(a, b) if isinstance(a, int) and isinstance(b, int) else self._integer("minsi", a, b)
+    def _compare(self, predicate: str, a: Index, b: Index) -> Ssa:
+        return self.let(f"arith.cmpi {predicate}, {self.index(a)}, {self.index(b)} : index", I1)
 
-    def max(self, a: Index, b: Index) -> Index:
-        return max(a, b) if isinstance(a, int) and isinstance(b, int) else self._integer("maxsi", a, b)
-
-    def less(self, a: Index, b: Index) -> Ssa:
-        return self.let(f"arith.cmpi slt, {self.index(a)}, {self.index(b)} : index", I1)
-
-    def equal(self, a: Index, b: Index) -> Ssa:
-        return self.let(f"arith.cmpi eq, {self.index(a)}, {self.index(b)} : index", I1)
+    less = partialmethod(_compare, "slt")
+    equal = partialmethod(_compare, "eq")
 
     def negate(self, a: Ssa) -> Ssa:
         """Return the logical negation of an i1."""
@@ -252,36 +234,33 @@ class Body:
 
     def convert(self, op: str, x: Ssa, element: str) -> Ssa:
         """Convert a scalar or a vector to another element type by the operation `arith.{op}`."""
-        type = x.type.of(element)
+        type = replace(x.type, element=element)
         return self.let(f"arith.{op} {x} : {x.type} to {type}", type)
 
     def widened(self, x: Ssa) -> Ssa:
         """Convert a float, or a vector of floats, to f32, which is exact."""
         return x if x.type.element == "f32" else self.convert("extf", x, "f32")
 
-    def narrowed(self, x: Ssa, buffer: Ssa) -> Ssa:
-        """Round f32 values to the element type of `buffer`, to nearest even."""
-        element = buffer.type.element
+    def narrowed(self, x: Ssa, element: str) -> Ssa:
+        """Round f32 values to another element type, to nearest even."""
         return x if x.type.element == element else self.convert("truncf", x, element)
 
     def fma(self, a: Ssa, b: Ssa, c: Ssa) -> Ssa:
         return self.let(f"math.fma {a}, {b}, {c} : {a.type}", a.type)
 
-    def sqrt(self, a: Ssa) -> Ssa:
-        return self.let(f"math.sqrt {a} : {a.type}", a.type)
+    def math(self, function: str, a: Ssa) -> Ssa:
+        """Return a function of the MLIR dialect `math` of an f32 or a vector, such as "sqrt"."""
+        return self.let(f"math.{function} {a} : {a.type}", a.type)
 
     def compare(self, predicate: str, a: Ssa, b: Ssa) -> Ssa:
         op = "cmpi" if a.type.element.startswith("i") else "cmpf"
-        return self.let(f"arith.{op} {predicate}, {a}, {b} : {a.type}", a.type.of("i1"))
+        return self.let(f"arith.{op} {predicate}, {a}, {b} : {a.type}", replace(a.type, element="i1"))
 
-    def choose(self, condition: Ssa, a: Index, b: Index) -> Ssa:
-        """Return index a if a condition is true, else index b."""
-        return self.select(condition, self.index(a), self.index(b))
-
-    def select(self, condition: Ssa, a: Ssa, b: Ssa) -> Ssa:
-        head = f"arith.select {condition}, {a}, {b} : "
-        condition_type = f"{condition.type}, " if condition.type.kind else ""
-        return self.let(f"{head}{condition_type}{a.type}", a.type)
+    def select(self, condition: Ssa, a: Index, b: Index) -> Ssa:
+        """Return a where a condition is true, else b."""
+        a, b = self.index(a), self.index(b)
+        types = f"{condition.type}, {a.type}" if condition.type.kind else str(a.type)
+        return self.let(f"arith.select {condition}, {a}, {b} : {types}", a.type)
 
     def maxf(self, a: Ssa, b: Ssa) -> Ssa:
         """Return the maximum, or b if either is NaN, in one x86 instruction."""
@@ -319,8 +298,8 @@ class Body:
 
     def atomic_add(self, value: Ssa, buffer: Ssa, *indices: Index) -> Ssa:
         """Add to a shared i32 in acquire-release order; return its previous value."""
-        target = f"{self._at(buffer, indices)} : ({value.type}, {buffer.type}) -> {value.type}"
-        return self.let(f"memref.atomic_rmw addi {value}, {target}", value.type)
+        types = f"({value.type}, {buffer.type}) -> {value.type}"
+        return self.let(f"memref.atomic_rmw addi {value}, {self._at(buffer, indices)} : {types}", value.type)
 
     def address(self, buffer: Ssa) -> Ssa:
         """Return the address of a memref as i64."""

@@ -11,8 +11,6 @@ Sums are s32 for each row and output, which is exact, so all instructions give t
     plain  multiplications of i32, for any CPU; `plain blocks` is the plain form of smmla
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -99,7 +97,8 @@ class Dot:
             if total.halves is not None:
                 pairs = self.b.binary("addi", total.halves, pairs)
             total = Total(total.words, pairs, total.pairs + 1)
-            return total if total.pairs < self._max_pairs else Total(tuple(self.words(total)))
+            max_pairs = (2**15 - 1) // (2 * MAX_BYTE * (2**self.bits - 1))  # pairs of products that fit s16
+            return total if total.pairs < max_pairs else Total(tuple(self.words(total)))
         name = _SDOT if self.dot == "sdot" else _DPBUSD[self.lanes]
         return Total((self._call(name, "i32", 1, words, code[0], x[0]),))
 
@@ -115,11 +114,6 @@ class Dot:
     def _wide(self) -> bool:
         """Return whether codes are widened to s16, because u8 products would saturate."""
         return self.dot == "madd" and self.bits == 8
-
-    @property
-    def _max_pairs(self) -> int:
-        """Return how many pairs of products fit s16."""
-        return (2**15 - 1) // (2 * MAX_BYTE * (2**self.bits - 1))
 
     def _multiply(self, code: Ssa, x: Ssa) -> Ssa:
         return self._call(_MADD_WORDS[self.lanes], "i32", 1, code, x) if self._wide else self.b.binary("muli", code, x)

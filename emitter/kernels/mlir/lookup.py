@@ -5,8 +5,6 @@ NEON           tbl of bytes
 plain          a tree of selects by the bits of the index, for any CPU
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from castiron.emitter.kernels.mlir.body import Body, Ssa, vector_type
@@ -26,8 +24,9 @@ def entries(b: Body, isa: Isa, table: Sequence[int], indices: Ssa) -> Ssa:
         up = b.isplat(24, lanes)
         return b.convert("sitofp", b.binary("shrsi", b.binary("shli", found, up), up), "f32")
     if lanes == ENTRIES:
-        return _call(b, "llvm.x86.avx512.permvar.sf.512", _floats(b, table), indices)
-    low, high = (_call(b, "llvm.x86.avx2.permps", _floats(b, half), indices) for half in (table[:8], table[8:]))
+        return b.intrinsic("llvm.x86.avx512.permvar.sf.512", vector_type(lanes), _floats(b, table), indices)
+    halves = (_floats(b, half) for half in (table[:8], table[8:]))
+    low, high = (b.intrinsic("llvm.x86.avx2.permps", half.type, half, indices) for half in halves)
     return b.select(b.compare("ugt", indices, b.isplat(7, lanes)), high, low)
 
 
@@ -43,7 +42,7 @@ def byte_entries(b: Body, isa: Isa, table: Sequence[int], indices: Ssa) -> Ssa:
         found = _tree(b, table, splat, lambda bit: splat(1 << bit), bytes_)
     else:
         entry = b.constant(f"dense<{[_signed(n) for n in (*table,) * (width // ENTRIES)]}>", bytes_.type)
-        found = _call(b, _BYTES[isa.lanes], entry, bytes_)
+        found = b.intrinsic(_BYTES[isa.lanes], entry.type, entry, bytes_)
     return b.bitcast(found, isa.lanes, "i32")
 
 
@@ -68,7 +67,3 @@ def _tree(b: Body, table: Sequence[int], splat: Callable[[int], Ssa], mask: Call
         found = [b.select(there, high, low) for low, high in zip(found[::2], found[1::2], strict=True)]
         bit += 1
     return found[0]
-
-
-def _call(b: Body, name: str, table: Ssa, indices: Ssa) -> Ssa:
-    return b.intrinsic(name, table.type, table, indices)

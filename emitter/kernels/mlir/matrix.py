@@ -9,8 +9,6 @@ registers until they are stored.
     plain  shifts and fma, for every CPU: accumulators are in the memory of the results
 """
 
-from __future__ import annotations
-
 from castiron.emitter.kernels.mlir.bf16_pairs import halves
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, Type, vector_type
 from castiron.emitter.kernels.mlir.isa import Isa
@@ -50,7 +48,7 @@ class Matrix:
     def add(self, sums: Block, x: Block, weights: Block) -> Block:
         """Return accumulators `sums` plus x @ weights."""
         if self.tiled:
-            return self._tile("tdpbf16ps", self.rows, self._width, sums, x, weights)
+            return self._tile("tdpbf16ps", self.rows, self._integer(ROW_BYTES), sums, x, weights)
         b = self.b
         with b.loop(0, self.rows) as row:
             at = b.mul(row.index, ROW_BYTES)
@@ -68,11 +66,21 @@ class Matrix:
         """Store accumulators `sums` as block `number` of the results."""
         if self.tiled:
             address = self.b.pointer(self.results, number * self.rows * ROW_BYTES)
-            self.b.do(self._call("tilestored64", "()", self._extent(self.rows), self._width, address, self._stride, sums))
+            self.b.do(
+                self._call(
+                    "tilestored64",
+                    "()",
+                    self._integer(self.rows),
+                    self._integer(ROW_BYTES),
+                    address,
+                    self._integer(ROW_BYTES, "i64"),
+                    sums,
+                )
+            )
 
     def _load(self, rows: int, base: Ssa, offset: Index) -> Block:
         if self.tiled:
-            return self._tile("tileloadd64", rows, self.b.pointer(base, offset), self._stride)
+            return self._tile("tileloadd64", rows, self.b.pointer(base, offset), self._integer(ROW_BYTES, "i64"))
         return self.b.moved(base, offset)
 
     def _at(self, base: Ssa, offset: Index, type: Type) -> Ssa:
@@ -81,19 +89,11 @@ class Matrix:
     def _put(self, value: Ssa, base: Ssa, offset: Index) -> None:
         self.b.do(f"llvm.store {value}, {self.b.pointer(base, offset)} : {value.type}, !llvm.ptr")
 
-    @property
-    def _width(self) -> Ssa:
-        return self._extent(ROW_BYTES)
-
-    @property
-    def _stride(self) -> Ssa:
-        return self.b.constant(str(ROW_BYTES), Type("i64"))
-
-    def _extent(self, n: int) -> Ssa:
-        return self.b.constant(str(n), Type("i16"))
+    def _integer(self, n: int, element: str = "i16") -> Ssa:
+        return self.b.constant(str(n), Type(element))
 
     def _tile(self, name: str, rows: int, *operands: Ssa) -> Ssa:
-        return self.b.let(self._call(name, _TILE, self._extent(rows), self._width, *operands), _TILE)
+        return self.b.let(self._call(name, _TILE, self._integer(rows), self._integer(ROW_BYTES), *operands), _TILE)
 
     @staticmethod
     def _call(name: str, result: Type | str, *operands: Ssa) -> str:

@@ -1,6 +1,4 @@
-"""Vector functions that kernels share: exp, tanh, sums and maxima across lanes, RMS, int8."""
-
-from __future__ import annotations
+"""Vector functions that kernels share: exp, sums and maxima across lanes, RMS, int8."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -101,6 +99,11 @@ def row_sum(b: Body, count: int, lanes: int, read: Callable[[Index, int], Ssa]) 
     return b.extract(lane_sums(b, [tree(b.addf, loop.results)]), 0)
 
 
+def square_sum(b: Body, count: int, lanes: int, read: Callable[[Index, int], Ssa]) -> Ssa:
+    """Return the sum of the squares of `count` elements; `read` as in `row_sum`."""
+    return row_sum(b, count, lanes, lambda d, width: b.mulf(x := read(d, width), x))
+
+
 def tree(combine: Callable[[Ssa, Ssa], Ssa], parts: Sequence[Ssa]) -> Ssa:
     """Combine parts pair by pair, as a balanced tree, until one is left, and return it."""
     while len(parts) > 1:
@@ -141,20 +144,10 @@ def lane_max(b: Body, vector: Ssa) -> Ssa:
     return b.extract(vector, 0)
 
 
-def tanh(b: Body, x: Ssa) -> Ssa:
-    """Return the hyperbolic tangent of a vector of f32, by IREE's rational approximation."""
-    return b.let(f"math.tanh {x} : {x.type}", x.type)
-
-
 def inverse_rms(b: Body, read: Callable[[Index, int], Ssa], count: int, eps: float, lanes: int) -> Ssa:
     """Return the scalar 1 / sqrt(mean(x^2) + eps) of `count` elements; `read` as in `row_sum`."""
-
-    def square(d: Index, width: int) -> Ssa:
-        x = read(d, width)
-        return b.mulf(x, x)
-
-    mean = b.divf(row_sum(b, count, lanes, square), b.f32(count))
-    return b.divf(b.f32(1.0), b.sqrt(b.addf(mean, b.f32(eps))))
+    mean = b.divf(square_sum(b, count, lanes, read), b.f32(count))
+    return b.divf(b.f32(1.0), b.math("sqrt", b.addf(mean, b.f32(eps))))
 
 
 def rms_normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
@@ -166,7 +159,7 @@ def rms_normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 def as_bytes(b: Body, parts: Sequence[Ssa]) -> tuple[list[Ssa], Ssa]:
     """Quantise a group of f32 vectors to int8; return vectors x / scale + ROUND, and the scale."""
     width = parts[0].width
-    peak = lane_max(b, tree(b.maxf, [b.let(f"math.absf {part} : {part.type}", part.type) for part in parts]))
+    peak = lane_max(b, tree(b.maxf, [b.math("absf", part) for part in parts]))
     zero = b.compare("olt", peak, b.f32(float(MIN_SCALED)))
     inverse = b.broadcast(b.select(zero, b.f32(0.0), b.divf(b.f32(MAX_BYTE), peak)), width)
     return [b.fma(part, inverse, b.splat(ROUND, width)) for part in parts], b.divf(peak, b.f32(MAX_BYTE))

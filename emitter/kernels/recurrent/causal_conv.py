@@ -10,17 +10,15 @@ each workgroup: up to `BLOCK` features of one sequence
     for t >= length: y[t] = 0
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np
 
 from castiron.emitter.kernels.epilogue import ACTIVATIONS
-from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
+from castiron.emitter.kernels.kernel import INDEX, Kernel
 from castiron.emitter.kernels.mlir.body import Body, Ssa, batches, largest_width
 from castiron.emitter.kernels.mlir.isa import Isa
-from castiron.emitter.kernels.recurrent.tokens import Columns, Tokens, padding
+from castiron.emitter.kernels.recurrent.tokens import Columns, Tokens, zero_padding
 from castiron.emitter.types import F32, TensorType
 
 BLOCK = 512  # features of a workgroup
@@ -72,8 +70,7 @@ def causal_conv(
                 t.give(*(value for row in seen[1:] for value in row))
             for i, value in enumerate(t.results):
                 b.vstore(value, state, share.at, i // len(at), at[i % len(at)])
-        with padding(b, share, low, high, width) as (idle, f):
-            b.vstore(b.splat(0.0, width), y, idle, f)
+        zero_padding(b, share, y, low, high, width)
 
     def reference(layer: int, weight: np.ndarray, state: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
         rows, state, y = x.of(given["x"], features), state.copy(), np.zeros((T, features), np.float32)
@@ -85,7 +82,7 @@ def causal_conv(
         return {"y": y, "state": state}
 
     name = f"causal_conv_{tokens.suffix}_{n}x{features}_{x.name}" + "_bias" * bias + (f"_{activation}" if activation else "")
-    return write_kernel(
+    return Kernel(
         f"{name}_{isa.name}",
         operands,
         {"y": TensorType((T, features), F32), "state": state_type},

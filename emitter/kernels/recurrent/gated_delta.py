@@ -1,7 +1,7 @@
 """Compute the gated delta rule (arXiv:2412.06464) token by token, and the gated norm after it.
 
-Columns of the state are independent. The kernel updates a few columns for all tokens while they are
-in the L1 cache. An element takes four operations, fewer than the matmuls of the chunked form need.
+Columns of the state are independent: a few are updated for all tokens while they are in the L1
+cache. An element takes four operations, fewer than the matmuls of the chunked form need.
 
     each workgroup: one head of one sequence, S [k_dim, v_dim] = state[layer, head]
       for token: decay, beta, 1 / |k|, 1 / (|q| sqrt(k_dim))                                        stack
@@ -16,8 +16,6 @@ in the L1 cache. An element takes four operations, fewer than the matmuls of the
       for t >= length: out[t] = 0
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -25,11 +23,11 @@ from math import prod
 import numpy as np
 
 from castiron.emitter.kernels.epilogue import ACTIVATIONS
-from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
+from castiron.emitter.kernels.kernel import INDEX, Kernel
 from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index, Ssa, largest_width, number
 from castiron.emitter.kernels.mlir.isa import Isa
-from castiron.emitter.kernels.mlir.vector_math import exp, inverse_rms, rms_normed, row_sum, tree
-from castiron.emitter.kernels.recurrent.tokens import Columns, Share, Tokens, padding, sigmoid, single_lane, softplus
+from castiron.emitter.kernels.mlir.vector_math import exp, inverse_rms, rms_normed, square_sum, tree
+from castiron.emitter.kernels.recurrent.tokens import Columns, Share, Tokens, sigmoid, single_lane, softplus, zero_padding
 from castiron.emitter.types import F32, TensorType
 
 LENGTH_EPS = 1e-6  # added to the squared length of q and of k
@@ -42,11 +40,9 @@ def gated_delta(
     """Return the kernel of `recurrences.gated_delta`; shape: k_heads, heads, k_dim, v_dim.
 
     alpha and beta are a and b in `recurrences`. norm_eps: epsilon of an RMS norm of each head,
-    whose result is multiplied by silu(z), or None.
-
-    q, k, v, alpha, beta, (z) [T, width], rate and bias [heads], (norm [v_dim]), (positions i32
-    [T]), (length i32), state [layers, heads, k_dim, v_dim], layer -> out [T, heads * v_dim], state.
-    Rows of padding are zero.
+    whose result is multiplied by silu(z), or None. q, k, v, alpha, beta, (z) [T, width], rate and
+    bias [heads], (norm [v_dim]), (positions i32 [T]), (length i32), state [layers, heads, k_dim,
+    v_dim], layer -> out [T, heads * v_dim], state. Rows of padding are zero.
     """
     k_heads, heads, k_dim, v_dim = shape
     T = tokens.count
@@ -78,8 +74,7 @@ def gated_delta(
         if norm_eps is not None:
             with b.loop(share.low, share.end) as t:
                 head.gated_norm(t.index, norm_eps)
-        with padding(b, share, head.first, b.add(head.first, v_dim), width) as (row, d):
-            b.vstore(b.splat(0.0, width), given["out"], row, d)
+        zero_padding(b, share, given["out"], head.first, b.add(head.first, v_dim), width)
 
     def reference(layer: int, state: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
         q, k = (_unit(columns[n].of(given[n], k_heads, k_dim)).repeat(heads // k_heads, 1) for n in "qk")
@@ -101,7 +96,7 @@ def gated_delta(
 
     name = f"gated_delta_{tokens.suffix}_{'x'.join(map(str, shape))}_" + "_".join(n + c.name for n, c in columns.items())
     name += "" if norm_eps is None else f"_norm{number(norm_eps)}"
-    return write_kernel(
+    return Kernel(
         f"{name}_{isa.name}",
         operands,
         {"out": TensorType((T, heads * v_dim), F32), "state": state_type},
@@ -164,11 +159,9 @@ class _Head:
         b, k_dim, head = self.b, self.sizes[0], self.share.unit
 
         def inverse_length(name: str, factor: float) -> Ssa:
-            def square(d: Index, width: int) -> Ssa:
-                x = self._read(name, t, d, width)
-                return b.mulf(x, x)
-
-            return b.divf(b.f32(factor), b.sqrt(b.addf(row_sum(b, k_dim, self.isa.lanes, square), b.f32(LENGTH_EPS))))
+            read = lambda d, width: self._read(name, t, d, width)
+            of_one, squares = b.f32(factor), square_sum(b, k_dim, self.isa.lanes, read)
+            return b.divf(of_one, b.math("sqrt", b.addf(squares, b.f32(LENGTH_EPS))))
 
         alpha, beta = (b.load(self.given[name], t, self.at[name]) for name in ("alpha", "beta"))
         step = softplus(b, single_lane(b, b.addf(alpha, b.load(self.given["bias"], head))))

@@ -1,7 +1,7 @@
 """Compute the scan of Mamba 2 (arXiv:2405.21060) token by token.
 
-Rows of the state are independent. The kernel updates a few rows for all tokens while they are in
-the L1 cache. An element takes three operations, fewer than the matmuls of the chunked form need.
+Rows of the state are independent: a few are updated for all tokens while they are in the L1 cache.
+An element takes three operations, fewer than the matmuls of the chunked form need.
 
     each workgroup: one head of one sequence, S [head_dim, n] = state[layer, head]
       for token: step = softplus(dt + bias), decay = exp(rate * step)                               stack
@@ -12,18 +12,16 @@ the L1 cache. An element takes three operations, fewer than the matmuls of the c
       for t >= length: y[t] = 0
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import prod
 
 import numpy as np
 
-from castiron.emitter.kernels.kernel import INDEX, Kernel, write_kernel
+from castiron.emitter.kernels.kernel import INDEX, Kernel
 from castiron.emitter.kernels.mlir.body import Body, Ssa, largest_width
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import exp, lane_sums
-from castiron.emitter.kernels.recurrent.tokens import Columns, Tokens, padding, single_lane, softplus
+from castiron.emitter.kernels.recurrent.tokens import Columns, Tokens, single_lane, softplus, zero_padding
 from castiron.emitter.types import F32, TensorType
 
 STEP, DECAY = range(2)
@@ -81,8 +79,7 @@ def selective_scan(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, C
             x = b.vload(given["x"], rows, t, b.add(x_at, block.index))
             total = b.fma(b.broadcast(skip, rows), x, lane_sums(b, loop.results))
             b.vstore(total, y, t, b.add(first, block.index))
-        with padding(b, share, first, b.add(first, head_dim), rows) as (idle, d):
-            b.vstore(b.splat(0.0, rows), y, idle, d)
+        zero_padding(b, share, y, first, b.add(first, head_dim), rows)
 
     def reference(layer: int, state: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
         x, dt = columns["x"].of(given["x"], heads, head_dim), columns["dt"].of(given["dt"], heads)
@@ -99,7 +96,7 @@ def selective_scan(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, C
         return {"y": y.reshape(T, -1).astype(np.float32), "state": state}
 
     name = f"selective_scan_{tokens.suffix}_{'x'.join(map(str, shape))}_" + "_".join(k + c.name for k, c in columns.items())
-    return write_kernel(
+    return Kernel(
         f"{name}_{isa.name}",
         operands,
         {"y": TensorType((T, heads * head_dim), F32), "state": state_type},

@@ -1,9 +1,6 @@
 """Tokens of a call, columns of operands, and gates, for the kernels of recurrent layers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,9 +50,8 @@ class Share:
 class Tokens:
     """The tokens of a call: `count` tokens of one sequence, or in a batch one of `count` sequences.
 
-    layers: first dimension of the state, which has all layers of one sequence after another.
-    length: whether a run-time length gives the number of real tokens. A sequence with a negative
-    position is idle.
+    layers: first dimension of the state, all layers of one sequence after another. length: whether
+    a run-time length gives the number of real tokens. Negative positions mark idle sequences.
     """
 
     count: int
@@ -88,7 +84,7 @@ class Tokens:
             return Share(unit, layer, 0, b.real(given.get("length"), 0, self.count), self.count)
         row, unit = b.div(unit, units), b.rem(unit, units)
         after = b.add(row, 1)
-        end = b.choose(b.less(b.to_index(b.load(given["positions"], row)), 0), row, after)
+        end = b.select(b.less(b.to_index(b.load(given["positions"], row)), 0), row, after)
         return Share(unit, b.add(b.mul(row, self.layers // self.count), layer), row, end, after)
 
     def real(self, layer: int, given: dict[str, np.ndarray]) -> Iterator[tuple[int, range]]:
@@ -101,11 +97,10 @@ class Tokens:
                 yield i * (self.layers // self.count) + layer, range(i, i + 1)
 
 
-@contextmanager
-def padding(b: Body, share: Share, low: Index, high: Index, step: int) -> Iterator[tuple[Ssa, Ssa]]:
-    """Open loops over rows of padding and columns low .. high - 1; yield row and column."""
-    with b.loop(share.end, share.high) as t, b.loop(low, high, step) as d:
-        yield t.index, d.index
+def zero_padding(b: Body, share: Share, y: Ssa, low: Index, high: Index, width: int) -> None:
+    """Store zeros in columns low .. high - 1 of the rows of y that are padding."""
+    with b.loop(share.end, share.high) as t, b.loop(low, high, width) as d:
+        b.vstore(b.splat(0.0, width), y, t.index, d.index)
 
 
 def single_lane(b: Body, x: Ssa) -> Ssa:
@@ -115,9 +110,8 @@ def single_lane(b: Body, x: Ssa) -> Ssa:
 
 def softplus(b: Body, x: Ssa) -> Ssa:
     """Return log(1 + e^x) of a vector, accurate for small results too."""
-    size = b.let(f"math.absf {x} : {x.type}", x.type)
-    small = exp(b, b.subf(b.splat(0.0, QUAD), size))
-    return b.addf(b.maxf(x, b.splat(0.0, QUAD)), b.let(f"math.log1p {small} : {small.type}", small.type))
+    small = exp(b, b.subf(b.splat(0.0, QUAD), b.math("absf", x)))
+    return b.addf(b.maxf(x, b.splat(0.0, QUAD)), b.math("log1p", small))
 
 
 def sigmoid(b: Body, x: Ssa) -> Ssa:

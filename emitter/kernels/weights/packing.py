@@ -89,7 +89,7 @@ def layout(codec: Codec) -> Layout:
 
 
 def packed_shape(codec_name: str, out_features: int, in_features: int) -> tuple[int, int, int]:
-    """Return the shape [row blocks, records, record bytes] of a packed weight [out, in]."""
+    """Return [row blocks, records, record bytes] of a packed weight [out, in]."""
     row_bytes(codec_name, in_features)
     record = layout(codec_of(codec_name))
     return -(-out_features // LANES), -(-in_features // record.elements), record.size
@@ -231,7 +231,7 @@ def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: 
 
 
 def interleave_rows(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """Alternate row blocks of gate and up, raw [n, row_bytes] padded to complete blocks of zeros."""
+    """Alternate row blocks of gate and up, raw [n, row_bytes], the last ones padded with zeros."""
     fill = ((0, -len(gate) % LANES), (0, 0))
     row_blocks = [np.pad(rows, fill).reshape(-1, 1, LANES, rows.shape[1]) for rows in (gate, up)]
     return np.concatenate(row_blocks, axis=1).reshape(-1, gate.shape[1])

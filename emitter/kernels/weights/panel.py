@@ -1,33 +1,25 @@
 """Panels for GEMMs: a few row blocks by `depth` k of a packed weight, decoded on the stack.
 
-`fill(first_block, k, depth)` decodes k .. k + depth - 1 of row blocks from `first_block` on.
-`Panel` has weights as f32. `CodePanel` has codes as f32 and `Int8Panel` codes as bytes, both with a
-scale and a minimum for each group. `Bf16Panel` and `Bf16CodePanel` have the blocks that
-`mlir.matrix` multiplies.
+`fill(first_block, k, depth)` decodes k .. k + depth - 1 of row blocks from `first_block` on. Panels
+of codes have a scale and a minimum for each group. bf16 panels have the blocks of `mlir.matrix`.
 """
-
-from __future__ import annotations
 
 from castiron.emitter.codecs import Codec, codec_of
 from castiron.emitter.kernels.mlir.bf16_pairs import cut, pieces
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
-from castiron.emitter.kernels.weights.int8_codes import Int8Codes
+from castiron.emitter.kernels.split_x import DEPTH
 from castiron.emitter.kernels.weights.packing import LANES, layout
-from castiron.emitter.kernels.weights.records import Records, code_factors
-from castiron.emitter.kernels.x_formats import DEPTH
+from castiron.emitter.kernels.weights.records import Int8Codes, Records, code_factors
 
 PAIRS = DEPTH // 2
 BLOCK_BYTES = 4 * PAIRS * LANES
 # The number of bf16 that represent a weight of a float codec exactly.
-_EXACT = {"bf16": 1, "f16": 2, "f32": 3}
+EXACT_COUNTS = {"bf16": 1, "f16": 2, "f32": 3}
 
 
 def units(codec_name: str) -> int:
-    """Return how many consecutive k of a codec are decoded together (a unit).
-
-    The depth of a panel is a multiple of it.
-    """
+    """Return how many consecutive k of a codec are decoded together; a panel has complete units."""
     codec = codec_of(codec_name)
     return codec.group if codec.quantised else layout(codec).elements
 
@@ -70,32 +62,45 @@ def decoded(records: Records, block: Index, unit: Index) -> list[list[Ssa]]:
     return [[weights.weight(k, v) for k in range(units(records.codec.name))] for v in range(records.vectors)]
 
 
-class _Panel:
-    def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, row_blocks: int):
-        self.b, self.codec, self.isa, self.lanes, self.row_blocks = b, codec, isa, isa.lanes, row_blocks
+class BasePanel:
+    """A panel of `depth` k by `row_blocks` row blocks, of 16 columns each, of a packed weight."""
+
+    def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int):
+        self.b, self.codec, self.lanes, self.row_blocks = b, codec, isa.lanes, row_blocks
         self.records = Records(b, codec, isa, weight)
+        self.allocate(depth, LANES * row_blocks)
+
+    def allocate(self, depth: int, columns: int) -> None:
+        """Allocate the buffers of the panel on the stack."""
+
+    def _allocate_sides(self, groups: int, columns: int) -> None:
+        """Allocate `scales`, and `minima` if the codec has them, f32 [groups, columns]."""
+        self.scales = self.b.stack(groups, columns)
+        self.minima = self.b.stack(groups, columns) if self.codec.minimum else None
+
+    def _store_sides(self, group: Index, column: Index, scale: Ssa, minimum: Ssa | None) -> None:
+        self.b.vstore(scale, self.scales, group, column)
+        if self.minima is not None and minimum is not None:
+            self.b.vstore(minimum, self.minima, group, column)
 
     def _group(self, first_block: Index, k: Index, i: Index, g: Index) -> tuple[Index, Index, Index]:
-        """Return where group g of row block i of the panel is in the weight.
+        """Return the row block, the record and its group that contain group g of row block i.
 
-        The result is row block, record, and group in the record. first_block, k: first row block
-        and first k of the panel.
+        first_block, k: first row block and first k of the panel.
         """
         b, groups = self.b, self.records.layout.groups
         block, number = b.add(first_block, i), b.add(b.div(k, self.codec.group), g)
         return block, b.div(number, groups), b.rem(number, groups)
 
 
-class Panel(_Panel):
-    """A panel of weights: `values` f32 [depth, 16 * row blocks]."""
+class Panel(BasePanel):
+    """A panel of weights: `values` f32 [depth, columns]."""
 
-    def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int):
-        super().__init__(b, codec, isa, weight, row_blocks)
-        self.unit = units(codec.name)
-        self.values = b.stack(depth, LANES * row_blocks)
+    def allocate(self, depth: int, columns: int) -> None:
+        self.values = self.b.stack(depth, columns)
 
     def fill(self, first_block: Index, k: Index, depth: int) -> None:
-        b, unit = self.b, self.unit
+        b, unit = self.b, units(self.codec.name)
         with b.loop(0, self.row_blocks) as i, b.loop(0, -(-depth // unit)) as u:
             block = b.add(first_block, i.index)
             column = b.mul(i.index, LANES)
@@ -104,22 +109,16 @@ class Panel(_Panel):
                     row = b.add(b.mul(u.index, unit), j)
                     b.vstore(weight, self.values, row, b.add(column, v * self.lanes))
 
-    def row(self, k: Index, column: Index) -> Ssa:
-        """Load the vector of row k of the panel from `column` on."""
-        return self.b.vload(self.values, self.lanes, k, column)
 
-
-class CodePanel(_Panel):
+class CodePanel(BasePanel):
     """A panel of codes as f32: `codes` [depth, columns].
 
     `scales` and `minima` [groups, columns] have d * scale and m * minimum of each group.
     """
 
-    def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int):
-        super().__init__(b, codec, isa, weight, row_blocks)
-        columns, groups = LANES * row_blocks, depth // codec.group
-        self.codes, self.scales = b.stack(depth, columns), b.stack(groups, columns)
-        self.minima = b.stack(groups, columns) if codec.minimum else None
+    def allocate(self, depth: int, columns: int) -> None:
+        self.codes = self.b.stack(depth, columns)
+        self._allocate_sides(depth // self.codec.group, columns)
 
     def fill(self, first_block: Index, k: Index, depth: int) -> None:
         b, group, records = self.b, self.codec.group, self.records
@@ -132,23 +131,18 @@ class CodePanel(_Panel):
                     code = codes.code(j, v)
                     code = code if factor == 1.0 else b.mulf(code, b.splat(factor, self.lanes))
                     b.vstore(code, self.codes, b.add(b.mul(g.index, group), j), column)
-                scale, minimum = records.scale_and_minimum(*at, v)
-                b.vstore(scale, self.scales, g.index, column)
-                if self.minima is not None and minimum is not None:
-                    b.vstore(minimum, self.minima, g.index, column)
+                self._store_sides(g.index, column, *records.scale_and_minimum(*at, v))
 
 
-class Int8Panel(_Panel):
+class Int8Panel(BasePanel):
     """A panel of codes, four bytes in an i32: `codes` [depth / 4, columns].
 
     `scales` and `bases` are f32 [groups, columns]: a weight is scale * code + base.
     """
 
-    def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int):
-        super().__init__(b, codec, isa, weight, row_blocks)
-        groups, columns = depth // codec.group, LANES * row_blocks
-        self.codes = b.stack(depth // 4, columns, element="i32")
-        self.scales, self.bases = b.stack(groups, columns), b.stack(groups, columns)
+    def allocate(self, depth: int, columns: int) -> None:
+        self.codes = self.b.stack(depth // 4, columns, element="i32")
+        self.scales, self.bases = (self.b.stack(depth // self.codec.group, columns) for _ in range(2))
 
     def fill(self, first_block: Index, k: Index, depth: int) -> None:
         b, records, group = self.b, self.records, self.codec.group
@@ -168,30 +162,17 @@ class Int8Panel(_Panel):
         """Load `count` quads from q on for one vector of columns, in the order that `Dot` takes."""
         return [self.b.vload(self.codes, self.lanes, self.b.add(q, i), column) for i in range(count)]
 
-    def side(self, group: Index, column: Index) -> tuple[Ssa, Ssa | None]:
-        """Load scale and base of a group for one vector of columns; base: None without minima."""
-        scale, base = (self.b.vload(each, self.lanes, group, column) for each in (self.scales, self.bases))
-        return scale, base if self.codec.minimum else None
 
-
-def bf16_count(codec: Codec, is_exact: bool) -> int:
-    """Return the number of bf16 into which a weight of a float codec is split.
-
-    is_exact: whether to split it exactly; otherwise it is rounded to one bf16.
-    """
-    return _EXACT[codec.name] if is_exact else 1
-
-
-class Bf16Panel(_Panel):
-    """A panel of weights split into `count` bf16, or rounded to one.
+class Bf16Panel(BasePanel):
+    """A panel of weights rounded to one bf16.
 
     `words` [count, depth / 32, row blocks, 16 pairs of k, 16 columns] of i32.
     """
 
-    def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int, count: int):
-        super().__init__(b, codec, isa, weight, row_blocks)
-        self.count = count
-        self.words = b.stack(count, depth // DEPTH, row_blocks, PAIRS, LANES, element="i32")
+    count = 1
+
+    def allocate(self, depth: int, columns: int) -> None:
+        self.words = self.b.stack(self.count, depth // DEPTH, self.row_blocks, PAIRS, LANES, element="i32")
 
     def fill(self, first_block: Index, k: Index, depth: int) -> None:
         """Decode weights k .. k + depth - 1, followed by zeros to the end of a step of 32 k."""
@@ -235,7 +216,15 @@ class Bf16Panel(_Panel):
             b.vstore(word, self.words, piece, b.div(pair, PAIRS), i, b.rem(pair, PAIRS), v * self.lanes)
 
 
-class Bf16CodePanel(_Panel):
+class Bf16SplitPanel(Bf16Panel):
+    """A panel of weights of a float codec, split exactly into `count` bf16."""
+
+    def allocate(self, depth: int, columns: int) -> None:
+        self.count = EXACT_COUNTS[self.codec.name]
+        super().allocate(depth, columns)
+
+
+class Bf16CodePanel(BasePanel):
     """A panel of codes as bf16, which is exact, with scales and minima [groups, columns].
 
     Each group takes one step of 32 k; if a group has 16 k, half of each step is zeros.
@@ -243,14 +232,12 @@ class Bf16CodePanel(_Panel):
 
     count = 1
 
-    def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int):
-        super().__init__(b, codec, isa, weight, row_blocks)
-        groups = depth // codec.group
-        self.words = b.stack(1, groups, row_blocks, PAIRS, LANES, element="i32")
-        self.scales = b.stack(groups, LANES * row_blocks)
-        self.minima = b.stack(groups, LANES * row_blocks) if codec.minimum else None
-        if codec.group < DEPTH:
-            with b.loop(0, groups) as g, b.loop(0, row_blocks) as i, b.loop(0, PAIRS) as pair:
+    def allocate(self, depth: int, columns: int) -> None:
+        b, groups = self.b, depth // self.codec.group
+        self.words = b.stack(1, groups, self.row_blocks, PAIRS, LANES, element="i32")
+        self._allocate_sides(groups, columns)
+        if self.codec.group < DEPTH:
+            with b.loop(0, groups) as g, b.loop(0, self.row_blocks) as i, b.loop(0, PAIRS) as pair:
                 for lane in range(0, LANES, self.lanes):
                     b.vstore(b.isplat(0, self.lanes), self.words, 0, g.index, i.index, pair.index, lane)
 
@@ -262,10 +249,7 @@ class Bf16CodePanel(_Panel):
             codes, first = records.group_codes(*at), b.mul(b.rem(g.index, DEPTH // group), group // 2)
             for v in range(records.vectors):
                 column = b.add(b.mul(i.index, LANES), v * self.lanes)
-                scale, minimum = records.scale_and_base(*at, v)
-                b.vstore(scale, self.scales, g.index, column)
-                if self.minima is not None and minimum is not None:
-                    b.vstore(minimum, self.minima, g.index, column)
+                self._store_sides(g.index, column, *records.scale_and_base(*at, v))
                 for j in range(0, group, 2):
                     words = cut(b, *(self._signed(codes.code(j + n, v), factors[j + n]) for n in range(2)))
                     b.vstore(words, self.words, 0, g.index, i.index, b.add(first, j // 2), v * self.lanes)

@@ -2,19 +2,20 @@ module @small {
 util.global private @"embed.weight" = #flow.parameter.named<"model"::"embed.weight"> : tensor<5x8xbf16>
 stream.executable private @append_row {
   stream.executable.export public @append_row_fn workgroups() -> (index, index, index) {
+    %n = arith.constant 1 : index
     %one = arith.constant 1 : index
-    stream.return %one, %one, %one : index, index, index
+    stream.return %n, %one, %one : index, index, index
   }
   builtin.module {
-    func.func @append_row_fn(%b0: !stream.binding, %b1: !stream.binding, %b2: !stream.binding, %layer: index) attributes {translation_info = #iree_codegen.translation_info<pipeline = #iree_cpu.pipeline<Default>>} {
-      %zero = arith.constant 0 : index
-      %row = stream.binding.subspan %b0[%zero] : !stream.binding -> memref<8xf32>
-      %pos = stream.binding.subspan %b1[%zero] : !stream.binding -> memref<i32>
-      %cache = stream.binding.subspan %b2[%zero] : !stream.binding -> memref<2x6x8xf32>
-      %at = memref.load %pos[] : memref<i32>
-      %index = arith.index_cast %at : i32 to index
-      %value = vector.load %row[%zero] : memref<8xf32>, vector<8xf32>
-      vector.store %value, %cache[%layer, %index, %zero] : memref<2x6x8xf32>, vector<8xf32>
+    func.func @append_row_fn(%b0: !stream.binding, %b1: !stream.binding, %b2: !stream.binding, %i0: index) attributes {translation_info = #iree_codegen.translation_info<pipeline = #iree_cpu.pipeline<Default>>} {
+      %c0 = arith.constant 0 : index
+      %m0 = stream.binding.subspan %b0[%c0] : !stream.binding -> memref<8xf32>
+      %m1 = stream.binding.subspan %b1[%c0] : !stream.binding -> memref<i32>
+      %m2 = stream.binding.subspan %b2[%c0] : !stream.binding -> memref<2x6x8xf32>
+      %1 = vector.load %m0[%c0] : memref<8xf32>, vector<8xf32>
+      %2 = memref.load %m1[] : memref<i32>
+      %3 = arith.index_cast %2 : i32 to index
+      vector.store %1, %m2[%i0, %3, %c0] : memref<2x6x8xf32>, vector<8xf32>
       return
     }
   }

@@ -1,0 +1,246 @@
+"""The records of a job: read them from JSON lines, and convert them to work for the engine."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+import os
+import select
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import IO, Any, NoReturn, Protocol
+
+from castiron.pipelines.api.api_errors import ApiError
+from castiron.pipelines.engine.request import Event, Request
+from castiron.pipelines.errors import PipelineError
+from castiron.vmfb.manifest import LOG, Manifest
+from castiron.vmfb.manifest import TEXT as MODULE_TEXT
+
+# Endings of JSON lines; the path "-" is a pipe of JSON lines.
+LINES = (".jsonl", ".ndjson")
+TABLE = ".parquet"
+# Max bytes of a line, which is read into memory.
+MAX_LINE = 64 << 20
+# Files of a bundle that have no effect on answers, so that they are left out of `identity`.
+IDLE_FILES = (LOG, MODULE_TEXT)
+# Columns for the prompt of a plain record, and for its text to embed.
+PROMPTS, TEXTS = ("messages", "prompt"), ("text", "prompt", "input")
+# Columns of a record in OpenAI's format.
+OPENAI = {"custom_id", "url", "body"}
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record of a job's input.
+
+    index: number of the record, from 0. fields: its columns, empty if the record cannot be read.
+    own: its columns for the output: `fields`, or for a record of a table an Arrow stream in base64.
+    source: the record's bytes in the input, for its key. is_openai: whether it is in OpenAI's
+    format; a record that cannot be read has the format of the one before it. error: why the record
+    cannot be read, or None. key: its key in the journal (`Conversion.key`).
+    """
+
+    index: int
+    fields: Mapping[str, Any]
+    own: Mapping[str, Any] | str
+    source: bytes
+    is_openai: bool = False
+    error: str | None = None
+    key: str = ""
+
+
+def has_openai_columns(names: Collection[str]) -> bool:
+    """Return whether a record with these columns is in OpenAI's format.
+
+    One of the format's three columns may be missing, if the record has no column of a plain record.
+    """
+    found = len(OPENAI.intersection(names))
+    return found == 3 or (found == 2 and not {*PROMPTS, *TEXTS}.intersection(names))
+
+
+class Records(Protocol):
+    """An iterable over the records of an input; it yields None while the next has not arrived.
+
+    share: part of the input that has been read, 0 to 1, None if unknown. fault: error that ended
+    the input early.
+    """
+
+    fault: PipelineError | None
+
+    @property
+    def share(self) -> float | None: ...
+    def __iter__(self) -> Iterator[Record | None]: ...
+
+
+def is_table(path: str) -> bool:
+    """Return whether a path is of Parquet, by its ending; PipelineError for neither format."""
+    if path == "-" or path.lower().endswith(LINES):
+        return False
+    if path.lower().endswith(TABLE):
+        return True
+    raise PipelineError(f"{path}: unknown file ending; use one of {', '.join((*LINES, TABLE))}, or - for a pipe")
+
+
+class JsonLines:
+    """An input with one JSON object per line; empty lines are skipped."""
+
+    fault = None
+
+    def __init__(self, file: IO[bytes]):
+        self.file = file
+        # Size of the file; None for a pipe.
+        self.bytes: int | None = None
+        if file.seekable():
+            self.bytes = file.seek(0, os.SEEK_END)
+            file.seek(0)
+
+    @property
+    def share(self) -> float | None:
+        return self.file.tell() / self.bytes if self.bytes else None
+
+    def __iter__(self) -> Iterator[Record | None]:
+        index = number = 0
+        is_openai = False
+        for line in self._arriving() if self.bytes is None else self._lines():
+            if line is None:
+                yield None
+                continue
+            number += 1
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if line.strip():
+                record = _record(index, number, line, is_openai)
+                yield record
+                index, is_openai = index + 1, record.is_openai
+
+    def _lines(self) -> Iterator[bytes]:
+        """Yield the lines of a file; long lines are cut."""
+        while line := self.file.readline(MAX_LINE + 1):
+            rest = line
+            while len(rest) > MAX_LINE and not rest.endswith(b"\n"):
+                rest = self.file.readline(MAX_LINE + 1)
+            yield line
+
+    def _arriving(self) -> Iterator[bytes | None]:
+        """Yield the lines of a pipe, and None while the next line has not arrived."""
+        line = bytearray()
+        while True:
+            if not select.select([self.file], [], [], 0)[0]:
+                yield None
+                continue
+            data = os.read(self.file.fileno(), 1 << 16)
+            first, *more = data.split(b"\n")
+            line += first
+            for rest in more:
+                yield bytes(line[: MAX_LINE + 1])
+                line[:] = rest
+            del line[MAX_LINE + 1 :]
+            if not data:
+                if line:
+                    yield bytes(line)
+                return
+
+
+def _record(index: int, number: int, line: bytes, was_openai: bool) -> Record:
+    """Parse line `number` as record `index`; was_openai: the format of the record before it."""
+    source = line.strip()
+    invalid = lambda why: Record(index, {}, {}, source, was_openai, f"line {number} {why}")
+    if len(line) > MAX_LINE:
+        return invalid(f"has more than {MAX_LINE} bytes")
+    try:
+        value = json.loads(source.decode(), parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        return invalid(f"is not UTF-8: {error.reason}")
+    except (ValueError, RecursionError) as error:
+        return invalid(f"is not JSON: {error}")
+    if not isinstance(value, dict):
+        return invalid("is not a JSON object")
+    return Record(index, value, value, source, has_openai_columns(value))
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a record: the columns to add, and numbers of prompt, new and cached tokens."""
+
+    added: Mapping[str, Any]
+    failed: bool = False
+    prompt: int = 0
+    generated: int = 0
+    cached: int = 0
+
+
+@dataclass
+class Work:
+    """A record in progress: the requests that the engine runs for it, if any, and its outcome.
+
+    `listen` is called with their events, and `outcome` once after the last request has ended.
+    """
+
+    record: Record
+    outcome: Callable[[], Outcome]
+    requests: Sequence[Request] = ()
+    listen: Callable[[Request, Event], None] = lambda request, event: None
+
+
+class Format(Protocol):
+    """A format of records: the conversion of a record to work for the engine."""
+
+    def samples(self, record: Record) -> bool:
+        """Return whether the answer to a record is sampled."""
+        ...
+
+    def work(self, record: Record, seed: int) -> Work:
+        """Return the work for a record; PipelineError or ApiError if it cannot be answered."""
+        ...
+
+    def failed(self, record: Record, error: Exception) -> Outcome:
+        """Return the outcome of a record that cannot be answered."""
+        ...
+
+
+class Conversion:
+    """The conversion of records, plain or in OpenAI's format, to keys and work."""
+
+    def __init__(self, plain: Format, openai: Callable[[], Format], identity: bytes, seed: int):
+        """Convert plain records with `plain`, and records in OpenAI's format with `openai()`."""
+        self.plain, self.openai, self.identity, self.seed = plain, cache(openai), identity, seed
+
+    def key(self, record: Record) -> str:
+        """Return a hash of a record and of everything that its answer depends on: 32 hex digits.
+
+        The hash includes the index if the answer is sampled, so that the answers of equal records
+        differ, and if the record has an error, which names the line.
+        """
+        numbered = record.error is not None or self._format(record).samples(record)
+        return hashlib.sha256(self.identity + (b"%d " % record.index if numbered else b"") + record.source).hexdigest()[:32]
+
+    def work(self, record: Record) -> Work:
+        """Return the work for a record; if it cannot be answered, its outcome is an error."""
+        format_ = self._format(record)
+        seed = int.from_bytes(hashlib.sha256(f"{self.seed} {record.key}".encode()).digest()[:8]) >> 1
+        try:
+            if record.error is not None:
+                raise PipelineError(record.error)
+            return format_.work(record, seed)
+        except (PipelineError, ApiError) as error:
+            failure = format_.failed(record, error)
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            # A bug that one record triggers must not end the job.
+            failure = format_.failed(record, PipelineError(f"castiron failed on this record: {type(error).__name__}: {error}"))
+        return Work(record, lambda: failure)
+
+    def _format(self, record: Record) -> Format:
+        return self.openai() if record.is_openai else self.plain
+
+
+def identity(manifest: Manifest, options: Mapping[str, Any]) -> bytes:
+    """Return a hash of all that an answer depends on besides the record: model and options."""
+    files = {name: file.sha256 for name, file in manifest.files.items() if name not in IDLE_FILES}
+    facts = [files, manifest.name, manifest.context, manifest.numerics, manifest.generation, repr(manifest.tokens),
+             repr(manifest.encoder), manifest.tool_format, dict(options)]  # fmt: skip
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=repr).encode()).digest()

@@ -1,0 +1,236 @@
+"""Derive a chat template's tool format: render calls, and read the marks off the text around them.
+
+The method is that of llama.cpp's autoparser: conversations that differ in one thing are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.text.chat_template import render
+from castiron.pipelines.text.reasoning import Marks, marks_of
+from castiron.pipelines.text.tool_calls import Tools, read_calls
+from castiron.pipelines.text.tool_formats import ID, KEY, KNOWN, ToolFormat
+
+USER, ANSWER = "question_one?", "answer_one."
+NAMES, ARGUMENTS = ("get_alpha", "get_beta"), {"k_one": "v_one", "k_two": 4711}
+IDS = ("idcall001", "idcall002")
+# How the arguments above are written in each style except tags.
+STYLES = {
+    "json": re.compile(r'\{\s*"k_one"\s*:\s*"v_one"\s*,\s*"k_two"\s*:\s*4711\s*\}'),
+    "python": re.compile(r"k_one=(['\"])v_one\1, k_two=4711"),
+    "gemma": re.compile(r"\{k_one:(?P<quote>[^v]+)v_one(?P=quote),k_two:4711\}"),
+}
+# A value of each JSON type, and how templates write it.
+VALUES = {
+    "string": ("v_one", "v_one"), "integer": (4711, "4711"), "number": (0.5, "0[.]5"), "boolean": (True, "(?i:true)"),
+    "null": (None, "null|None"), "array": ([7, 8], r"\[7, ?8\]"), "object": ({"a": 7}, r"""\{["']a["']: ?7\}"""),
+}  # fmt: skip
+# Arguments that a format must give back unchanged.
+DIFFICULT = ({"k_one": 'Say "<b>" & {x}, [y]\nÜber', "k_two": 12}, {"k_one": "", "k_two": -1}, {})
+# Marks, words, spaces and characters, of which a text is compared with another.
+_TOKEN = re.compile(rf"<[^<>\s]*>|\[[A-Z_/]+\]|\s+|{ID}|\w+|.", re.DOTALL)
+
+
+def tool_format_of(template: str | None, special_tokens: Mapping[str, str] = {}) -> ToolFormat | None:
+    """Return the format in which a chat template writes tool calls; None if it is unknown.
+
+    A format is returned only if it gives back calls that the template writes, or if the template
+    writes none and is known by a text in it.
+    """
+    if not template:
+        return None
+    probe = _Probe(template, special_tokens)
+    known = next((form for sign, form in KNOWN if sign in template), None)
+    if known and known.style == "harmony":
+        return known
+    form = probe.derive()
+    if form and probe.gives_back(form) and not probe.prompts_call(form):
+        return form
+    # A template that writes calls in another form than the known one is not of that form.
+    return known if known and (not probe.writes_calls or probe.gives_back(known)) else None
+
+
+class _Probe:
+    """Renders conversations with tool calls in one template."""
+
+    def __init__(self, template: str, special_tokens: Mapping[str, str]):
+        self.template, self.special_tokens, self.marks = template, special_tokens, marks_of(template, ())
+        # Some templates take arguments as a mapping, others as JSON text.
+        self.as_text = False
+        self.writes_calls = False
+
+    def render(self, message: Mapping[str, Any] | None, **variables: Any) -> str | None:
+        """Return a conversation that ends in `message`; None if the template rejects it."""
+        properties = {key: {"type": kind, "description": "d"} for key, kind in (("k_one", "string"), ("k_two", "integer"))}
+        schema = {"type": "object", "properties": properties, "required": []}
+        tools = [{"type": "function", "function": {"name": n, "description": "d", "parameters": schema}} for n in NAMES]
+        messages = [{"role": "user", "content": USER}, *([message] if message else [])]
+        try:
+            given = {"tools": tools, "add_generation_prompt": False, **variables}
+            return render(self.template, messages, special_tokens=self.special_tokens, **given)
+        except PipelineError:
+            return None
+
+    def calls(self, arguments: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return the text of calls, one for each item of `arguments`, without text around it."""
+        given = [
+            {"id": id_, "type": "function", "function": {"name": name, "arguments": json.dumps(each) if self.as_text else each}}
+            for id_, name, each in zip(IDS, NAMES, arguments)
+        ]
+        plain = self.render({"role": "assistant", "content": ANSWER})
+        after_user, _, tail = (plain or "").rpartition(ANSWER)
+        header = after_user.rpartition(USER)[2]
+        for content in (ANSWER, "", None):
+            text = self.render({"role": "assistant", "content": content, "tool_calls": given})
+            if text is None or USER not in text:
+                continue
+            text = text.rpartition(USER)[2]
+            text, before = (text.partition(ANSWER)[2], tail) if content == ANSWER else (text, header)
+            if all(name in text for name in NAMES[: len(given)]):
+                # Some templates begin another turn for calls.
+                for known in (before, header.lstrip()):
+                    text = text[len(_common_prefix(text, known)) :]
+                ends = [end for end in (tail.strip(), self.special_tokens.get("eos_token")) if end]
+                return _without_turn(text, ends, tail, self.marks)
+        return None
+
+    def derive(self) -> ToolFormat | None:
+        """Return the format of the calls that the template writes; None if it cannot be derived."""
+        for self.as_text in (False, True):
+            one = self.calls([ARGUMENTS])
+            self.writes_calls |= one is not None and all(text in one for text in ("v_one", "4711"))
+            if one and (parts := _split(one)):
+                two = self.calls([ARGUMENTS, ARGUMENTS])
+                return self._form(*parts, (two or "").partition(NAMES[0])[2])
+        return None
+
+    def _form(self, style: str, before: str, head: str, body: str, after: str, rest: str) -> ToolFormat:
+        """Return the format of a call that was split at its name and arguments.
+
+        rest: the text of two calls after the first one's name; "" if the template allows one call.
+        """
+        fields: dict[str, Any] = {}
+        if style == "tags":
+            head, after, fields = self._tags(head, body, after)
+        elif style == "gemma":
+            fields["quote"] = STYLES["gemma"].fullmatch(body)["quote"]
+        begin, section_begin, end, separator, section_end = before.lstrip(), "", after.rstrip(), "", ""
+        if NAMES[1] in rest:
+            between, _, last = rest.partition(NAMES[1])
+            between, last = _after_arguments(between, fields), _after_arguments(last, fields)
+            begin = _common_suffix(before, between)
+            section_begin, between = before[: len(before) - len(begin)], between[: len(between) - len(begin)]
+            end = _common_prefix(between, last)
+            separator, section_end = between[len(end) :], last[len(end) :].rstrip()
+            space = begin[: len(begin) - len(begin.lstrip())]
+            section_begin, separator, begin = (section_begin + space).lstrip(), separator + space, begin.lstrip()
+            section_end = section_end if section_begin else ""
+        return ToolFormat(style, begin, head, end, separator, section_begin, section_end, **fields)
+
+    def _tags(self, head: str, body: str, after: str) -> tuple[str, str, dict[str, Any]]:
+        """Return the texts before and after arguments in tags, and the fields of tags."""
+        first, _, rest = (head + body + after).partition("k_one")
+        key_end, _, rest = rest.partition("v_one")
+        between, _, rest = rest.partition("k_two")
+        second_end, _, last = rest.partition("4711")
+        between, last = between.replace("k_one", KEY), last.replace("k_two", KEY)
+        key_begin = _common_suffix(first, between)
+        value_end = between[: len(between) - len(key_begin)]
+        key_ends = {"": key_end}
+        if key_end != second_end:
+            key_ends = {}
+            for kind, (value, written) in VALUES.items():
+                text = (self.calls([{"k_one": value}]) or "").partition("k_one")[2]
+                if found := [*re.finditer(written, text)]:
+                    key_ends[kind] = text[: found[-1].start()]
+        fields = {"key_begin": key_begin, "key_end": key_ends, "value_end": value_end}
+        return first[: len(first) - len(key_begin)], last.removeprefix(value_end), fields
+
+    def prompts_call(self, form: ToolFormat) -> bool:
+        """Return whether prompts end in the mark of a call, which answers then lack."""
+        prompt = self.render(None, add_generation_prompt=True) or ""
+        return prompt.rstrip().endswith(form.triggers or ("\0",))
+
+    def gives_back(self, form: ToolFormat) -> bool:
+        """Return whether reading calls that the template writes gives their names and arguments."""
+        schema = {"properties": {"k_one": {"type": "string"}, "k_two": {"type": "integer"}}}
+        tools = Tools(form, dict.fromkeys(NAMES, schema))
+        for arguments in ([ARGUMENTS], *([each] for each in DIFFICULT), [ARGUMENTS, DIFFICULT[0]]):
+            text = self.calls(arguments)
+            if text is None:
+                if len(arguments) == 1 and arguments[0]:
+                    return False
+                continue
+            expected = list(zip(NAMES, arguments))
+            found = [(name, json.loads(values)) for name, values in read_calls(tools, text)]
+            if found != expected:
+                return False
+        return True
+
+
+def _split(text: str) -> tuple[str, str, str, str, str] | None:
+    """Return a call's style, and its text in four parts: those around its name and arguments."""
+    before, _, rest = text.partition(NAMES[0])
+    before = _with_ids(before)
+    for style, pattern in STYLES.items():
+        if found := pattern.search(rest):
+            head, after = _with_ids(rest[: found.start()]), _with_ids(rest[found.end() :])
+            return style, before, head, found[0], after
+    if re.search("k_one.*v_one.*k_two.*4711", rest, re.DOTALL) and "\\" not in rest:
+        start, end = rest.index("k_one"), rest.index("4711") + 4
+        return "tags", before, _with_ids(rest[:start]), rest[start:end], rest[end:]
+    return None
+
+
+def _after_arguments(text: str, fields: Mapping[str, Any]) -> str:
+    """Return what follows the arguments in the text of a call after its name."""
+    for pattern in STYLES.values():
+        if found := pattern.search(text):
+            return _with_ids(text[found.end() :])
+    return text.partition("4711")[2].replace("k_two", KEY).removeprefix(fields.get("value_end", ""))
+
+
+def _with_ids(text: str) -> str:
+    """Return a text with ID instead of ids and indices of calls."""
+    return re.sub("|".join(IDS) + r"|(?<!\w)\d+(?!\w)", ID, text)
+
+
+def _without_turn(text: str, ends: Sequence[str], tail: str, marks: Marks) -> str:
+    """Return the text of calls without empty reasoning before it and the end of the turn after it.
+
+    ends: texts that end a turn. tail: what follows a plain answer. marks: of reasoning.
+    """
+    start = text.index(NAMES[0])
+    for _, end in marks:
+        text = text[:start].rpartition(end)[2] + text[start:]
+        start = text.index(NAMES[0])
+    last = max(text.rfind(name) for name in NAMES)
+    for end in ends:
+        if end in text[last:]:
+            return text[: text.index(end, last)]
+    return text[: len(text) - len(_common_suffix(text, tail))]
+
+
+def _common_prefix(one: str, other: str) -> str:
+    count = 0
+    tokens = _TOKEN.findall(one)
+    for token, against in zip(tokens, _TOKEN.findall(other)):
+        if token != against:
+            break
+        count += 1
+    return "".join(tokens[:count])
+
+
+def _common_suffix(one: str, other: str) -> str:
+    count = 0
+    tokens = _TOKEN.findall(one)[::-1]
+    for token, against in zip(tokens, _TOKEN.findall(other)[::-1]):
+        if token != against:
+            break
+        count += 1
+    return "".join(tokens[:count][::-1])

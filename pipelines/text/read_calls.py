@@ -1,0 +1,189 @@
+"""Read tool calls from the text that a model wrote for them, in a `ToolFormat` or in bare JSON."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+from castiron.pipelines.text.tool_formats import ID, KEY, ToolFormat
+
+# Keys under which models write a function's name and its arguments in JSON.
+NAME_KEYS, ARGUMENT_KEYS = ("name", "tool_name", "function"), ("arguments", "parameters", "args", "input")
+# Types of JSON as Python's; bool is an int for Python, but not for JSON.
+TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
+# What reading a text that is not a call raises; a generator turns StopIteration into RuntimeError.
+NOT_CALLS = (ValueError, SyntaxError, TypeError, LookupError, AttributeError, RecursionError, RuntimeError)
+
+# A function's name and its arguments.
+ReadCall = tuple[str, dict]
+
+
+class CallReader:
+    """A reader of calls in one format; `schemas` of the functions' parameters give types."""
+
+    def __init__(self, form: ToolFormat, schemas: Mapping[str, Any]):
+        self.form, self.schemas = form, schemas
+
+    def read(self, payload: str) -> list[ReadCall]:
+        """Return the calls of a text from the start mark up to the end mark; ValueError if none."""
+        styles = {"json": self._json, "python": self._python, "gemma": self._gemma, "tags": self._tags}
+        try:
+            calls = list(styles[self.form.style](payload))
+        except NOT_CALLS as error:
+            raise ValueError(f"no calls: {error}") from None
+        if not calls:
+            raise ValueError("no calls")
+        return calls
+
+    @cached_property
+    def head(self) -> re.Pattern:
+        """Matches a call from its start to its arguments; group 1 is the function's name."""
+        follows = r"\s*(?=\{)" if self.form.style in ("json", "gemma") else ""
+        return re.compile(f"{_lenient(self.form.begin)}([\\w.:/-]+){_lenient(self.form.head)}{follows}")
+
+    @cached_property
+    def argument(self) -> re.Pattern:
+        """Matches an argument in tags: `key`, `value`, and a group for each type of value."""
+        form = self.form
+        # Space next to a value may belong to it, so it is matched exactly.
+        exact = lambda text: re.sub(r"((?:\\?\s)+)", r"(?:\1)?", re.escape(text))
+        ends = "|".join(f"(?P<{kind or 'any'}>{exact(text)})" for kind, text in _by_text(form.key_end).items())
+        value_end = exact(form.value_end).replace(re.escape(KEY), "(?P=key)")
+        follows = rf"(?=\s*(?:{_lenient(form.key_begin)}|\Z))"
+        return re.compile(f"(?s){_lenient(form.key_begin)}(?P<key>[^\\s<>]+?)(?:{ends})(?P<value>.*?){value_end}{follows}")
+
+    def accepts(self, name: str, arguments: Mapping[str, Any]) -> bool:
+        """Return whether a function has this name, and parameters of these names and types."""
+        schema = self.schemas.get(name)
+        if schema is None or not isinstance(arguments, dict):
+            return False
+        properties = schema.get("properties") or {}
+        for key, value in arguments.items():
+            kind = properties.get(key, {}).get("type") if isinstance(properties.get(key), dict) else None
+            wrong = isinstance(kind, str) and kind in TYPES and not isinstance(value, TYPES[kind])
+            if wrong or properties and key not in properties:
+                return False
+        return all(key in arguments for key in schema.get("required", ()))
+
+    def _json(self, payload: str) -> Iterator[ReadCall]:
+        at, decoder = 0, json.JSONDecoder()
+        while found := self.head.search(payload, at):
+            arguments, at = decoder.raw_decode(payload, found.end())
+            yield found[1], _object(arguments)
+        if not at:
+            yield from read_bare(payload)
+
+    def _python(self, payload: str) -> Iterator[ReadCall]:
+        """Read [f(a="x", b=1), g()], also with JSON's true, false and null."""
+
+        class Constants(ast.NodeTransformer):
+            def visit_Name(self, node: ast.Name) -> ast.Constant:
+                return ast.Constant({"true": True, "false": False, "null": None}[node.id])
+
+        value = lambda node: ast.literal_eval(Constants().visit(node))
+        for trigger in self.form.triggers:
+            payload = payload.removeprefix(trigger)
+        # Some templates don't escape line breaks in strings.
+        payload = re.sub(r"(?s)'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", lambda found: found[0].replace("\n", "\\n"), payload)
+        calls = ast.parse(payload.removesuffix(self.form.close).strip(), mode="eval").body
+        for call in calls.elts if isinstance(calls, ast.List) else [calls]:
+            yield _name(ast.unparse(call.func)), {word.arg: value(word.value) for word in call.keywords}
+
+    def _gemma(self, payload: str) -> Iterator[ReadCall]:
+        """Read call:name{key:<|"|>text<|"|>,other:[1,true]}: JSON whose strings have other quotes."""
+        head = self.head.search(payload)
+        parts = payload[head.end() :].removesuffix(self.form.close).split(self.form.quote)
+        if len(parts) % 2 == 0:
+            raise ValueError("an unterminated string")
+        with_quotes = lambda keys: re.sub(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:", r'\1"\2":', keys)
+        parts = [json.dumps(part) if index % 2 else with_quotes(part) for index, part in enumerate(parts)]
+        yield head[1], _object(json.loads("".join(parts)))
+
+    def _tags(self, payload: str) -> Iterator[ReadCall]:
+        """Read keys and values between marks; a mark or the schema tells the type of a value."""
+        form, heads = self.form, [*self.head.finditer(payload)]
+        if not heads:
+            yield from read_bare(payload)
+        end, close = re.compile(_lenient(form.end.split()[0])), re.compile(re.escape(form.close) + r"\Z")
+        for head, following in zip(heads, [*heads[1:], None]):
+            rest = payload[head.end() : following.start() if following else len(payload)]
+            # A value may contain the end mark, so the last one counts; some models leave it out.
+            marks = [*end.finditer(rest)] or [*close.finditer(rest)]
+            yield head[1], dict(self._tagged_arguments(head[1], rest[: marks[-1].start()] if marks else rest))
+
+    def _tagged_arguments(self, name: str, text: str) -> Iterator[tuple[str, Any]]:
+        known = (self.schemas.get(name) or {}).get("properties") or {}
+        for found in self.argument.finditer(text):
+            key, value = found["key"], re.sub(r"(?s)\A<!\[CDATA\[(.*)\]\]>\Z", r"\1", found["value"])
+            kinds = known.get(key, {}).get("type") if isinstance(known.get(key), dict) else None
+            if len(self.form.key_end) > 1:
+                kinds = "string" if found.groupdict().get("string") else None
+            yield key, value if kinds == "string" else _value(value, "string" in (kinds or ()))
+
+
+def read_bare(text: str) -> Iterator[ReadCall]:
+    """Read calls from a list or from objects of JSON or of Python literals, in other keys too."""
+    decoder, at = json.JSONDecoder(), 0
+    while found := re.compile(r"[\[{]").search(text, at):
+        try:
+            value, at = decoder.raw_decode(text, found.start())
+        except ValueError:
+            end = max(text.rfind("}"), text.rfind("]")) + 1
+            value, at = ast.literal_eval(text[found.start() : end]), end
+        for each in value if isinstance(value, list) else [value]:
+            # OpenAI's form: {"type": "function", "function": {"name", "arguments"}}.
+            each = each["function"] if isinstance(each.get("function"), dict) else each
+            name = next(each[key] for key in NAME_KEYS if key in each)
+            yield _name(name), _object(next((each[key] for key in ARGUMENT_KEYS if key in each), {}))
+
+
+def _value(text: str, may_be_string: bool) -> Any:
+    """Return a value of JSON or a Python literal, or the text itself if it is neither."""
+    value: Any = text
+    try:
+        value = json.loads(text)
+    except ValueError:
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            value = ast.literal_eval(text.strip())
+    # Models write strings without quotes; grammars quote strings that could be another value.
+    return text if may_be_string and value is not None and not isinstance(value, str) else value
+
+
+def _name(value: Any) -> str:
+    if not (isinstance(value, str) and value):
+        raise ValueError("a call without a name")
+    return value
+
+
+def _object(value: Any) -> dict:
+    if isinstance(value, str):
+        value = json.loads(value)
+    if not isinstance(value, dict):
+        raise ValueError("arguments that are not an object")
+    return value
+
+
+def _by_text(key_end: Mapping[str, str]) -> dict[str, str]:
+    """Return the texts between key and value by type, each text once; strings come first."""
+    found = dict.fromkeys(key_end[kind] for kind in sorted(key_end, key=lambda kind: kind != "string"))
+    return {next(kind for kind, each in key_end.items() if each == text): text for text in found}
+
+
+def _lenient(text: str) -> str:
+    """Return an expression for a text of a format that allows other space, and any identifier."""
+    pattern = ""
+    for part in re.split(rf"(\s+|{ID}|[{{}}\[\],:])", text):
+        if part == ID:
+            pattern += r"[\w.:-]*"
+        elif part.isspace():
+            pattern += r"\s*"
+        elif part and part in "{}[],:":
+            pattern += rf"\s*{re.escape(part)}\s*"
+        else:
+            pattern += re.escape(part)
+    return pattern
