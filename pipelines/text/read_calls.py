@@ -57,18 +57,25 @@ class CallReader:
         follows = rf"(?=\s*(?:{_lenient(form.key_begin)}|\Z))"
         return re.compile(f"(?s){_lenient(form.key_begin)}(?P<key>[^\\s<>]+?)(?:{ends})(?P<value>.*?){value_end}{follows}")
 
-    def accepts(self, name: str, arguments: Mapping[str, Any]) -> bool:
-        """Return whether a function has this name, and parameters of these names and types."""
+    def fitted(self, name: str, arguments: Any) -> dict | None:
+        """Return arguments that fit a function's parameters, or None.
+
+        Nulls are left out where a parameter is optional and not null.
+        """
         schema = self.schemas.get(name)
         if schema is None or not isinstance(arguments, dict):
-            return False
-        properties = schema.get("properties") or {}
+            return None
+        properties, required = schema.get("properties") or {}, schema.get("required", ())
+        found = {}
         for key, value in arguments.items():
             kind = properties.get(key, {}).get("type") if isinstance(properties.get(key), dict) else None
+            if value is None and key not in required and isinstance(kind, str) and kind != "null":
+                continue
             wrong = isinstance(kind, str) and kind in TYPES and not isinstance(value, TYPES[kind])
             if wrong or properties and key not in properties:
-                return False
-        return all(key in arguments for key in schema.get("required", ()))
+                return None
+            found[key] = value
+        return found if all(key in found for key in required) else None
 
     def _json(self, payload: str) -> Iterator[ReadCall]:
         at, decoder = 0, json.JSONDecoder()

@@ -158,9 +158,7 @@ class Calls:
         self._bare, space = None, self._pending[: len(self._pending) - len(text)]
         self._pending = text[end:]
         try:
-            calls = [*read_bare(text[:end])]
-            if not all(self._accepts(*call) for call in calls):
-                raise ValueError("JSON that is not a call")
+            calls = [(name, self._fitted(name, arguments)) for name, arguments in read_bare(text[:end])]
         except NOT_CALLS:
             self._emit_text(space + text[:end], pieces)
         else:
@@ -168,9 +166,15 @@ class Calls:
             self._pending = self._pending.lstrip(" \n;,")
         return True
 
-    def _accepts(self, name: str, arguments: Mapping[str, Any]) -> bool:
-        # In a format without marks the name alone tells calls from other JSON.
-        return self.calls.accepts(name, arguments) if self.triggers else name in self.tools.schemas
+    def _fitted(self, name: str, arguments: dict) -> dict:
+        """Return the arguments of a function; ValueError if there is none or they don't fit it."""
+        found = self.calls.fitted(name, arguments)
+        if found is None and not self.triggers and name in self.tools.schemas:
+            # In a format without marks the name alone tells calls from other JSON.
+            return arguments
+        if found is None:
+            raise ValueError("JSON that is not a call")
+        return found
 
     def _emit_calls(self, calls: Sequence[ReadCall], pieces: list[Piece]) -> None:
         for name, arguments in calls[:1] if self.tools.single else calls:

@@ -116,6 +116,7 @@ CALL = '{"name": "weather", "arguments": {"city": "Ulm"}}'
         (f"```json\n{CALL}\n```", "", 1),
         (f"Let me look.\n\n```\n{CALL}\n```\n", "Let me look.", 1),
         (f"[{CALL}, {CALL}]", "", 2),
+        (CALL.replace("}}", ", \"days\": null}}"), "", 1),
         (f"{CALL}\n{CALL}", "", 2),
         ('{"type": "function", "function": {"name": "weather", "parameters": {"city": "Ulm"}}}', "", 1),
         ("{'name': 'weather', 'arguments': {'city': 'Ulm'}}", "", 1),
