@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from castiron.emitter.shorten import shorten_list
 from castiron.pipelines.errors import CheckpointError, PipelineError
 from castiron.pipelines.files import has_too_many_values, read_regular
 from castiron.vmfb.record import short
@@ -127,7 +126,7 @@ def checkpoint_path(path: Path) -> Path:
             name = path.name.removeprefix(FOLDER).replace("--", "/", 1)
             raise CheckpointError(f"{path} is a folder of the hub's cache; give the model's name, {name}")
         if files := sorted(path.glob("*.gguf")):
-            names = shorten_list(file.name for file in files)
+            names = short(", ".join(file.name for file in files))
             raise CheckpointError(f"{path} has no config.json but GGUF files; give one of {names}")
     return path
 

@@ -33,7 +33,13 @@ SPECIAL = ("<unk>", "<s>", "</s>")
 LETTERS = [" ", *map(chr, range(0x21, 0x7F)), *map(chr, range(0xC0, 0xC0 + 211 - 95 - len(SPECIAL)))]
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 # With tools in the format of Llama 3.
-TOOLS_TEMPLATE = '{% if tools %}{{ tools | tojson }} "parameters": dictionary{% endif %}' + TEMPLATE
+CALLS = (
+    "{% for c in m.tool_calls or [] %}"
+    '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}{% endfor %}'
+)
+TOOLS_TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE.replace(
+    "m.content }}", "m.content or '' }}" + CALLS
+)
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 # TEMPLATE of MESSAGES.
 RENDERED = "u:Hello there;a:"
