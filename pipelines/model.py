@@ -75,6 +75,7 @@ class Asking(TypedDict, total=False):
     frequency_penalty: float
     presence_penalty: float
     logit_bias: Mapping[int, float]
+    temperature_schedule: str | None
 
 
 STRUCTURES = {"json_schema", "regex", "grammar"}

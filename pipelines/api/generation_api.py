@@ -349,7 +349,7 @@ class GenerationApi(ModelApi):
 
     def sampling_of(self, body: CompletionFields, choice: int = 0) -> Sampling:
         """Return the sampling options of one choice, without logit_bias."""
-        names = ("temperature", "top_p", "min_p", "repeat_penalty")
+        names = ("temperature", "temperature_schedule", "top_p", "min_p", "repeat_penalty")
         options = [("repeat_penalty", body.repetition_penalty), *((name, getattr(body, name)) for name in names)]
         given = {name: value for name, value in options if value is not None}
         if body.top_k is not None:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, StringConstraints, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from castiron.pipelines.engine.sampling import SCHEDULE
+
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Stops = StopString | Annotated[list[StopString], Field(max_length=16)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -175,6 +177,7 @@ class GenerationFields(Body):
     stream: bool | None = None
     seed: int | None = None
     temperature: float | None = Field(None, ge=0, le=2)
+    temperature_schedule: str | None = Field(None, pattern=f"^{SCHEDULE}$")
     top_p: float | None = Field(None, gt=0, le=1)
     # 0, and vLLM's -1, mean no limit.
     top_k: int | None = Field(None, ge=-1)

@@ -48,7 +48,7 @@ class Prompts:
         self._request([0], False, 0)
 
     def samples(self, record: Record) -> bool:
-        return self.sampling.temperature > 0
+        return self.sampling.is_random
 
     def work(self, record: Record, seed: int) -> Work:
         ids, chat = self._encode(record.fields)
@@ -95,7 +95,7 @@ class Prompts:
 
     def _request(self, ids: Sequence[int], chat: bool, seed: int) -> Request:
         context = self.manifest.context
-        sampling = replace(self.sampling, seed=seed) if self.sampling.temperature > 0 else self.sampling
+        sampling = replace(self.sampling, seed=seed) if self.sampling.is_random else self.sampling
         limit = self.max_tokens or default_limit(self.default_tokens, free_positions(context, len(ids)))
         return text_request(
             ids, context, self.tokenizer, max_tokens=limit, sampling=sampling, stop_strings=self.stop,

@@ -48,8 +48,8 @@ custom_id of an earlier one), seconds, tok_s, output.
 REPORT_SECONDS = 60.0
 # Options for plain prompts: requests in OpenAI's format have their own.
 PROMPT_OPTIONS = {
-    "max_tokens", "ignore_eos", "system", "raw", "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "stop",
-    "repetition_stop", "json_schema",
+    "max_tokens", "ignore_eos", "system", "raw", "temperature", "temperature_schedule", "top_k", "top_p", "min_p",
+    "repeat_penalty", "stop", "repetition_stop", "json_schema",
 }  # fmt: skip
 # Options that change answers, besides the seed: they are part of a record's key.
 ANSWER_OPTIONS = PROMPT_OPTIONS | {"template_arg", "embed", "prompt_name", "dimensions", "name"}

@@ -232,6 +232,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, model_default: bool
     group = parser.add_argument_group("sampling", None if model_default else "Greedy unless --temperature is given.")
     for flag, kind, metavar, text in (
         ("--temperature", float, "T", f"randomness; 0 is greedy (default: {own}0)"),
+        ("--temperature-schedule", str, "S", "change it: linear:T:N or cosine:T:N to T over N tokens"),
         ("--top-k", int, "K", f"sample from the K most likely tokens (default: {own}0, all)"),
         ("--top-p", float, "P", f"sample from the top tokens of total probability P (default: {own}1)"),
         ("--min-p", float, "P", f"drop tokens below P times the top probability (default: {own}0)"),
@@ -259,11 +260,11 @@ def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None =
 
     StopStrings(args.stop)
     own = None if generation is None else model_sampling(generation)
-    given = {name: getattr(args, name) for name in (*DRAWING, "temperature", "repeat_penalty")}
+    given = {name: getattr(args, name) for name in (*DRAWING, "temperature", "temperature_schedule", "repeat_penalty")}
     given = {name: value for name, value in given.items() if value is not None}
     sampling = replace(own or Sampling(), **given)
     idle = [f"--{name.replace('_', '-')}" for name in DRAWING if name in given]
-    if idle and not sampling.temperature:
+    if idle and not sampling.is_random:
         message = f"no effect in greedy decoding: {', '.join(idle)}"
         if args.temperature is None:
             raise PipelineError(f"{message}; add --temperature 1, or remove {'it' if len(idle) == 1 else 'them'}")

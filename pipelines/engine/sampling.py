@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy, deepcopy
@@ -26,6 +28,8 @@ BLOCK = 256
 NEAR, NEAR_DRAWN = 1e-4, 2e-5
 # Fields of a generation_config, in HF's names, that change how a model samples.
 SAMPLED = ("temperature", "top_k", "top_p", "min_p")
+# A temperature_schedule: its shape, the temperature at its end, and its length in tokens.
+SCHEDULE = r"(constant|linear|cosine):([0-9]+|[0-9]*[.][0-9]+):([1-9][0-9]{0,8})"
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,10 @@ class Sampling:
     """The sampling options of a generation; raises PipelineError for a value outside its range.
 
     temperature 0 means greedy decoding. top_k 0, top_p 1, min_p 0 and repeat_penalty 1 have no
-    effect. Equal seeds generate equal tokens; without a seed each generation differs. The last
-    three options are OpenAI's (see `shifted`); logit_bias maps token ids to numbers.
+    effect. Equal seeds generate equal tokens; without a seed each generation differs. The two
+    penalties after the seed, and logit_bias, token ids to numbers, are OpenAI's (see `shifted`).
+    temperature_schedule "linear:0.2:100" (or cosine) changes the temperature to 0.2 over the first
+    100 tokens.
     """
 
     temperature: float = 0.0
@@ -46,6 +52,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    temperature_schedule: str | None = None
 
     def __post_init__(self):
         for name, is_valid, valid in (
@@ -57,14 +64,36 @@ class Sampling:
             ("frequency_penalty", abs(self.frequency_penalty) < float("inf"), "a finite number"),
             ("presence_penalty", abs(self.presence_penalty) < float("inf"), "a finite number"),
             ("seed", self.seed is None or self.seed >= 0, "0 or more"),
+            ("temperature_schedule", not self.temperature_schedule or bool(self.schedule), "SHAPE:T:N, as linear:0.2:100"),
         ):
             if not is_valid:
                 raise PipelineError(f"{name.replace('_', '-')} is {getattr(self, name)}; it must be {valid}")
 
     @cached_property
+    def schedule(self) -> tuple[str, float, int] | None:
+        """The shape, last temperature and length in tokens of the temperature's schedule."""
+        found = re.fullmatch(SCHEDULE, self.temperature_schedule or "")
+        return (found[1], float(found[2]), int(found[3])) if found else None
+
+    def temperature_at(self, position: int) -> float:
+        """Return the temperature of the answer's token number `position`, from 0."""
+        if not self.schedule or self.schedule[0] == "constant":
+            return self.temperature
+        shape, last, tokens = self.schedule
+        share = min(position / tokens, 1.0)
+        if shape == "cosine":
+            share = (1 - math.cos(math.pi * share)) / 2
+        return self.temperature + (last - self.temperature) * share
+
+    @cached_property
     def biases(self) -> tuple[np.ndarray, np.ndarray]:
         """The token ids of logit_bias, i64 [n], and the biases, f64 [n]."""
         return np.array([*self.logit_bias], np.int64), np.array([*self.logit_bias.values()], np.float64)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether tokens are drawn with random numbers."""
+        return self.temperature > 0 or bool(self.schedule)
 
     @property
     def shifts_logits(self) -> bool:
@@ -74,7 +103,7 @@ class Sampling:
     @property
     def needs_logits(self) -> bool:
         """Whether the choice needs the logits; otherwise it is the argmax."""
-        return self.temperature > 0 or self.repeat_penalty != 1 or self.shifts_logits
+        return self.is_random or self.repeat_penalty != 1 or self.shifts_logits
 
     @property
     def settings(self) -> dict[str, float]:
@@ -163,14 +192,15 @@ class Sampler:
             logits = shifted(logits, sampling, counts)
         if sampling.repeat_penalty != 1:
             logits = penalise(logits.astype(np.float64), history[-REPEAT_WINDOW:], sampling.repeat_penalty)
-        if not sampling.temperature:
+        temperature = sampling.temperature_at(sum(counts.values())) if sampling.schedule else sampling.temperature
+        if not temperature:
             return int(logits.argmax()), not check or lead(logits) >= NEAR
         if not (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
             # Nothing is cut, so nothing needs to be sorted.
-            return _draw(weights(logits, sampling.temperature), self.number)
+            return _draw(weights(logits, temperature), self.number)
         order, probability = candidates(logits, sampling)
         # The temperature applies to the tokens that top-k, top-p and min-p have left.
-        index, certain = _draw(weights(np.log(probability), sampling.temperature), self.number)
+        index, certain = _draw(weights(np.log(probability), temperature), self.number)
         return int(order[index]), certain
 
     def used(self) -> None:

@@ -70,6 +70,26 @@ def test_equal_seeds_give_equal_tokens_and_others_do_not():
     assert text(1) != text(2)
 
 
+def test_a_schedule_changes_the_temperature_over_the_first_tokens():
+    for shape, middle in (("constant", 1.0), ("linear", 0.6), ("cosine", 0.6)):
+        sampling = Sampling(temperature=1.0, temperature_schedule=f"{shape}:0.2:100")
+        last = 1.0 if shape == "constant" else 0.2
+        assert [sampling.temperature_at(n) for n in (0, 50, 100, 999)] == pytest.approx([1.0, middle, last, last])
+    assert sampling.temperature_at(25) == pytest.approx(0.2 + 0.8 * (1 + 2**-0.5) / 2)
+    # A schedule that ends at 0 ends in greedy choices.
+    logits, sampler = (
+        np.array([1.0, 1.1], np.float32),
+        Sampler(Sampling(temperature=9.0, temperature_schedule="linear:0:5", seed=0)),
+    )
+    picked = []
+    for position in range(200):
+        picked.append(sampler.pick(logits, [], {0: position})[0])
+        sampler.used()
+    assert set(picked[5:]) == {1}
+    early = [sampler.pick(logits, [], {})[0] for _ in range(40) if not sampler.used()]
+    assert set(early) == {0, 1}
+
+
 @given(LOGITS, st.lists(st.integers(0, VOCAB - 1), max_size=100))
 def test_greedy_takes_the_lowest_of_equals(logits, history):
     assert choose(Sampler(), logits, history) == int(np.flatnonzero(logits == logits.max())[0])
@@ -170,7 +190,7 @@ def test_the_repeat_penalty_counts_the_last_tokens_of_prompt_and_answer():
 @pytest.mark.parametrize(
     "wrong",
     [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.5}, {"min_p": -0.1},
-     {"min_p": 2}, {"repeat_penalty": 0}, {"seed": -1}],
+     {"min_p": 2}, {"repeat_penalty": 0}, {"seed": -1}, {"temperature_schedule": "linear:1"}, {"temperature_schedule": "cosine:-1:5"}],
 )  # fmt: skip
 def test_rejects_a_value_out_of_range(wrong):
     with pytest.raises(PipelineError, match=next(iter(wrong)).replace("_", "-")):
