@@ -18,6 +18,8 @@ PARTS = (".safetensors", ".json", ".bin", ".pt", ".pth")
 # Prefix of models' folders in the hub's cache: models--org--name.
 FOLDER = "models--"
 MAIN = "main"
+# The end of the name of a part of a GGUF file: its number and the number of parts, from 1.
+GGUF_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _NAME = re.compile(
     r"(?P<hub>hf\.co/|(?:https?:/+)?huggingface\.co/)?"
     r"(?P<repository>[A-Za-z0-9][\w.-]*/(?!models--)[A-Za-z0-9][\w.-]*)"
@@ -141,7 +143,18 @@ def model_name(path: Path) -> str:
     source = source_of(path)
     if source and "file" not in source:
         return as_text(source["repository"].rpartition("/")[2])
-    return as_text(path.name.removesuffix(".gguf"))
+    return as_text(GGUF_PART.sub(".gguf", path.name).removesuffix(".gguf"))
+
+
+def parts_of(file: str) -> list[str]:
+    """Return the names of all parts of a GGUF file; one name if it is not the first of several.
+
+    llama-gguf-split names them NAME-00001-of-00003.gguf and so on.
+    """
+    found = GGUF_PART.search(file)
+    if not found or int(found[1]) != 1:
+        return [file]
+    return [f"{file[: found.start()]}-{part:05d}-of-{found[2]}.gguf" for part in range(1, int(found[2]) + 1)]
 
 
 def as_text(name: str | os.PathLike) -> str:

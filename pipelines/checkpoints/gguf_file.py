@@ -16,6 +16,7 @@ import numpy as np
 from castiron.emitter.codecs import CODECS
 from castiron.emitter.shorten import shorten
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Tensor, map_file
+from castiron.pipelines.locate import parts_of
 
 CODEC_OF_GGML_TYPE = {
     0: "f32", 1: "f16", 30: "bf16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0",
@@ -136,6 +137,31 @@ def read_gguf(path: Path) -> GgufFile:
     tensor_count = cursor.count(_SMALLEST_TENSOR, "tensors", _MAX_ENTRIES)
     metadata, alignment, entries = _metadata(cursor, cursor.count(_SMALLEST_ENTRY, "metadata entries", _MAX_ENTRIES))
     return GgufFile(path, metadata, _tensors(cursor, tensor_count, alignment), entries)
+
+
+def read_split_gguf(path: Path) -> GgufFile:
+    """Read a GGUF file, or all parts of one given the first; metadata are those of the first."""
+    file = read_gguf(path)
+    count = file.metadata.get("split.count")
+    if not isinstance(count, int) or isinstance(count, bool) or count <= 1:
+        return file
+    names = parts_of(path.name)
+    if len(names) != count or file.metadata.get("split.no") != 0:
+        example = f"NAME-00001-of-{count:05d}.gguf" if count < 100_000 else "the first"
+        raise CheckpointError(f"{path} is one of {count} parts; give {example}, with the others beside it")
+    for number, name in enumerate(names[1:], 1):
+        if not (path.parent / name).exists():
+            raise CheckpointError(f"{path.parent / name}: no such file; fetch all {count} parts of the model")
+        part = read_gguf(path.parent / name)
+        if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number, count):
+            raise CheckpointError(f"{part.path} is not part {number + 1} of {count}; fetch it again")
+        if twice := sorted(file.tensors.keys() & part.tensors.keys()):
+            raise CheckpointError(f"{part.path}: {shorten(twice[0])} is in two parts; fetch it again")
+        file.tensors.update(part.tensors)
+    stated = file.metadata.get("split.tensors.count", len(file.tensors))
+    if stated != len(file.tensors):
+        raise CheckpointError(f"{path}: its parts have {len(file.tensors)} tensors, not {shorten(stated)}; fetch them again")
+    return file
 
 
 def _metadata(cursor: _Cursor, count: int) -> tuple[dict, int, dict[str, memoryview]]:

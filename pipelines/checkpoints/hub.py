@@ -18,7 +18,7 @@ from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.checkpoints.hf_directory import CONFIG, INDEX, SINGLE, shards_of
 from castiron.pipelines.errors import install_command
 from castiron.pipelines.files import require_free_space
-from castiron.pipelines.locate import HubName, cache_folder, folder_of
+from castiron.pipelines.locate import GGUF_PART, HubName, cache_folder, folder_of, parts_of
 from castiron.pipelines.terminal import megabytes, print_message
 from castiron.vmfb.archive import Part
 from castiron.vmfb.disk import reason
@@ -75,7 +75,7 @@ def cached(name: HubName) -> Path | None:
         return None
     file = chosen(name, sizes, f"{name.repository} in {cache_folder()}")
     if file is not None:
-        return snapshot / file
+        return snapshot / file if all(part in sizes for part in parts_of(file)) else None
     return snapshot if all(shard in sizes for shard in shards_of(snapshot)) else None
 
 
@@ -85,6 +85,10 @@ def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | No
     sizes: size in bytes of each file of the repository. repository: its name in errors.
     """
     files = {file: size for file, size in sizes.items() if file.endswith(".gguf") and not _NOT_A_MODEL.search(file)}
+    # A model in parts is its first part, with the size of all.
+    parts = {file: parts_of(file) for file in files}
+    further = {part for found in parts.values() for part in found[1:]}
+    files = {file: sum(sizes.get(part, 0) for part in parts[file]) for file in files if file not in further}
     by_size = sorted(files.items(), key=lambda item: item[1])
     listed = shorten_list([f"{file} ({megabytes(size)})" for file, size in by_size], max_length=500)
     if name.wanted is None:
@@ -108,7 +112,7 @@ def _matches(file: str, wanted: str) -> bool:
     """Return whether `wanted` is the file's path, name, or the end of its stem, such as Q4_K_M."""
     if wanted.endswith(".gguf"):
         return wanted in (file, PurePosixPath(file).name)
-    stem = PurePosixPath(file).stem.lower()
+    stem = PurePosixPath(GGUF_PART.sub(".gguf", file)).stem.lower()
     before = stem.removesuffix(wanted.lower())
     return before != stem and (not before or before[-1] in "-._")
 
@@ -119,7 +123,9 @@ def _fetch(name: HubName, progress: Progress) -> Path:
     snapshot = folder_of(name.repository) / "snapshots" / commit
     file = chosen(name, {path: entry.size for path, entry in files.items()}, name.repository)
     if file is not None:
-        weights = [file]
+        weights = parts_of(file)
+        if absent := [part for part in weights if part not in files]:
+            raise CheckpointError(f"{name} lacks {absent[0]}, one of its {len(weights)} parts; choose another file")
     else:
         small = _SMALL_FILES if SINGLE in files else (*_SMALL_FILES, INDEX)
         _download(name, snapshot, {path: files[path] for path in small if path in files})

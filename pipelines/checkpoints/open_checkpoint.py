@@ -10,7 +10,7 @@ from castiron.pipelines.checkpoints.checkpoint import Checkpoint
 from castiron.pipelines.checkpoints.encoding_files import MODULES
 from castiron.pipelines.checkpoints.gguf_checkpoint import open_gguf
 from castiron.pipelines.checkpoints.hf_directory import CONFIG, open_hf_directory, shards_of
-from castiron.pipelines.locate import HubName, checkpoint_path
+from castiron.pipelines.locate import HubName, checkpoint_path, parts_of
 from castiron.vmfb.archive import Part
 
 
@@ -40,10 +40,15 @@ def find_checkpoint(model: str | Path, progress: Callable[[str, float], None] | 
 
 def checkpoint_sha256(path: Path) -> str:
     """Return one sha256, in hex, over the files of a checkpoint that decide the logits."""
-    if path.is_file():
+    if path.is_file() and len(parts := parts_of(path.name)) == 1:
         return Part.of(path).sha256()
+    if path.is_file():
+        return _sha256_of(path.parent, parts)
     # The layers after an embedding model's pooling are in separate folders.
     dense = (file.relative_to(path) for file in path.glob("*_Dense/*") if (path / MODULES).exists())
-    names = sorted([CONFIG, *shards_of(path), *map(str, dense)])
-    lines = [f"{name} {Part.of(path / name).sha256()}\n" for name in names]
+    return _sha256_of(path, sorted([CONFIG, *shards_of(path), *map(str, dense)]))
+
+
+def _sha256_of(folder: Path, names: Sequence[str]) -> str:
+    lines = [f"{name} {Part.of(folder / name).sha256()}\n" for name in names]
     return hashlib.sha256("".join(lines).encode()).hexdigest()

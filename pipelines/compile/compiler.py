@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shlex
 import threading
 import time
@@ -30,6 +31,7 @@ from castiron.pipelines.compile.options import Options, Progress
 from castiron.pipelines.compile.tile_store import TileFields, tuned_tiles
 from castiron.pipelines.compile.weights import UNIFORM, write_parameters
 from castiron.pipelines.files import BUNDLE_SOURCES, require_free_space, sources_hash
+from castiron.pipelines.locate import parts_of
 from castiron.pipelines.text.vocabulary import Vocabulary
 from castiron.vmfb.bundle import Bundle, BundleWriter, open_bundle
 from castiron.vmfb.compiler import compile_flags, compile_modules, compiler_version
@@ -222,9 +224,9 @@ def _key(path: Path, options: Options, target: Target) -> str:
     """Return a hash, in hex, of everything that a bundle depends on except its tiles."""
     path = path.resolve()
     # The layers after an encoder's pooling are in separate folders.
-    own = [*path.iterdir(), *(path.glob("*/*") if (path / MODULES).exists() else ())] if path.is_dir() else [path]
-    files = sorted(p for p in own if p.is_file())  # their content is not read
-    stamps = [(str(p.relative_to(path)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    own = [*path.iterdir(), *(path.glob("*/*") if (path / MODULES).exists() else ())] if path.is_dir() else []
+    files = sorted(p for p in own or map(path.with_name, parts_of(path.name)) if p.is_file())  # content is not read
+    stamps = [(os.path.relpath(p, path), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     chosen = asdict(options) | {"threads": options.threads_or_cores}
     del chosen["tuned"]  # compared as tiles
     inputs = [stamps, chosen, asdict(target), castiron.__version__, compiler_version()]

@@ -9,9 +9,10 @@ from transformers import AutoConfig
 
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError, missing_and_left_over
 from castiron.pipelines.checkpoints.gguf_file import read_gguf
-from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
+from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256, open_checkpoint
+from castiron.pipelines.locate import model_name
 from tests.support.hf_to_gguf import permute
-from tests.support.tiny_gguf import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, llama_tensors, write_gguf, write_llama
+from tests.support.tiny_gguf import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LLAMA_SIZES, llama_tensors, write_gguf, write_llama
 
 # Keys about the config's origin.
 _NOT_MATHEMATICS = {"_name_or_path", "_model_name_or_path", "unk_token_id", "transformers_version"}
@@ -63,6 +64,31 @@ def test_q_and_k_rows_come_back_in_hf_order(kind, tmp_path):
     assert np.array_equal(read["model.layers.0.self_attn.k_proj.weight"].dequantise(), stored(k))
     assert np.array_equal(read["model.layers.0.self_attn.q_proj.bias"].dequantise(), bias)
     assert checkpoint.config["attention_bias"] is True
+
+
+def test_a_model_in_parts_is_opened_by_its_first(tmp_path):
+    tensors = {name: (value, gguf.GGMLQuantizationType.F32) for name, value in llama_tensors().items()}
+    names = [f"tiny-{part:05d}-of-00003.gguf" for part in (1, 2, 3)]
+    for number, name in enumerate(names):
+        own = {key: value for at, (key, value) in enumerate(tensors.items()) if at % 3 == number}
+        split = {"split.no": number, "split.count": 3, "split.tensors.count": len(tensors)}
+        write_gguf(tmp_path / name, "llama", {**LLAMA_SIZES, **split} if number == 0 else split, own)
+    one, complete = open_checkpoint(tmp_path / names[0]), open_checkpoint(write_llama(tmp_path / "complete.gguf"))
+    assert one.tensors.keys() == complete.tensors.keys() and model_name(one.path) == "tiny"
+    assert all(np.array_equal(tensor.data, complete.tensors[name].data) for name, tensor in one.tensors.items())
+    before = checkpoint_sha256(one.path)
+    with pytest.raises(CheckpointError, match="is one of 3 parts; give NAME-00001-of-00003.gguf"):
+        open_checkpoint(tmp_path / names[1])
+    third = (tmp_path / names[2]).read_bytes()
+    (tmp_path / names[2]).write_bytes((tmp_path / names[1]).read_bytes())
+    with pytest.raises(CheckpointError, match="is not part 3 of 3"):
+        open_checkpoint(one.path)
+    assert checkpoint_sha256(one.path) != before
+    (tmp_path / names[2]).unlink()
+    with pytest.raises(CheckpointError, match=f"{names[2]}: no such file; fetch all 3 parts"):
+        open_checkpoint(one.path)
+    (tmp_path / names[2]).write_bytes(third)
+    assert checkpoint_sha256(one.path) == before
 
 
 INVALID_METADATA = {

@@ -56,6 +56,7 @@ def repositories(tmp_path_factory) -> dict[str, dict[str, bytes]]:
         "org/tiny": model,
         "org/tiny-GGUF": files,
         "org/one-GGUF": {"one.gguf": gguf},
+        "org/parts-GGUF": {f"big-Q4_0-0000{part}-of-00002.gguf": gguf for part in (1, 2)},
         "org/pickled": {"pytorch_model.bin": b""},
     }
 
@@ -153,6 +154,10 @@ def test_a_suffix_chooses_among_gguf_files(hub, tmp_path, capsys):
     assert "no GGUF file Q5_K_M; it has tiny-Q4_K_M.gguf" in refusal("org/tiny-GGUF:Q5_K_M")
     assert "no GGUF file K_M.gguf" in refusal("org/tiny-GGUF:K_M.gguf") and "no GGUF file _M" in refusal("org/tiny-GGUF:_M")
     assert find_checkpoint("org/one-GGUF").name == "one.gguf"
+    assert find_checkpoint("org/parts-GGUF:Q4_0").name == "big-Q4_0-00001-of-00002.gguf"
+    assert {f"big-Q4_0-0000{part}-of-00002.gguf" for part in (1, 2)} <= set(hub.fetched())
+    hub.files["org/parts-GGUF"].popitem()
+    assert "lacks big-Q4_0-00002-of-00002.gguf, one of its 2 parts" in refusal("org/parts-GGUF")
     assert "neither config.json with model.safetensors" in refusal("org/pickled")
     assert cli.main(["inspect", f"org/tiny-GGUF@{COMMIT}:tiny-Q8_0.gguf", "--json"]) == 0
     assert read_json(capsys.readouterr().out)["path"].endswith(f"{COMMIT}/tiny-Q8_0.gguf")
