@@ -5,9 +5,18 @@ from __future__ import annotations
 import errno
 import shlex
 import sys
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import castiron
+
+# Names in other libraries -> names here.
+RENAMED = {
+    "max_new_tokens": "max_tokens", "num_predict": "max_tokens", "stop": "stop_strings", "repetition_penalty": "repeat_penalty",
+    "chat_template_kwargs": "template_args", "n_ctx": "context", "num_ctx": "context", "max_model_len": "context",
+    "n_threads": "threads", "draft_model": "draft", "human": "user", "ai": "assistant", "bot": "assistant",
+    "model": "assistant", "function": "tool",
+}  # fmt: skip
 
 
 class PipelineError(Exception):
@@ -88,3 +97,21 @@ def requirements(extra: str) -> list[str]:
     marker = f'extra == "{extra}"'
     lines = (line.partition(";") for line in importlib.metadata.requires("castiron-llm") or ())
     return [name.strip() for name, _, condition in lines if condition.strip().replace("'", '"') == marker]
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """Return "; did you mean X?" for an unknown name; an empty string if no known name is near."""
+    from difflib import get_close_matches
+
+    if RENAMED.get(name) in known:
+        return f"; did you mean {RENAMED[name]}?"
+    by_lower, name = {each.lower(): each for each in known}, name.lower()
+    near = get_close_matches(name, by_lower) or [each for each in by_lower if len(name) > 2 and name in each]
+    return f"; did you mean {by_lower[near[0]]}?" if near else ""
+
+
+def check_names(given: Iterable[str], known: Collection[str]) -> None:
+    """Raise TypeError for an unknown keyword argument; the error names the right one."""
+    for name in given:
+        if name not in known:
+            raise TypeError(f"unknown option: {name}{did_you_mean(name, known)}")

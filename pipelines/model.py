@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, get_args
@@ -18,7 +18,7 @@ from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.engine.prefix_store import PrefixStore
 from castiron.pipelines.engine.request import Request
 from castiron.pipelines.engine.sampling import Sampling
-from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.errors import PipelineError, check_names, did_you_mean
 from castiron.pipelines.evaluate.perplexity import own_accuracy
 from castiron.pipelines.text.embedder import NO_RERANKER, Embedder, cut_to
 from castiron.pipelines.text.generation import (
@@ -79,6 +79,7 @@ class Asking(TypedDict, total=False):
 
 
 STRUCTURES = {"json_schema", "regex", "grammar"}
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Model:
@@ -302,6 +303,7 @@ class Model:
     def _requests(self, asking: Asking) -> Callable[[Prompt], Request]:
         """Return a function that makes a prompt's request; PipelineError for invalid options."""
         engine, options = self._open_engine(), dict[str, Any](asking)
+        check_names(options, Asking.__annotations__)
         limit = options.pop("max_tokens", DEFAULT_MAX_TOKENS)
         stops = options.pop("stop_strings", ())
         stops = stops if isinstance(stops, str) else tuple(stops)
@@ -325,6 +327,11 @@ class Model:
         return make_request
 
     def _encode(self, prompt: Prompt, template_args: Mapping[str, Any] = {}) -> Collection[int]:
+        for message in cast(Sequence[Message], prompt) if is_messages(prompt) else ():
+            role, template = str(message.get("role")), (self.tokenizer and self.tokenizer.chat_template) or ""
+            # A template may have roles of its own.
+            if role not in ROLES and f"'{role}'" not in template.replace('"', "'"):
+                raise PipelineError(f"unknown role: {role!r}{did_you_mean(role, ROLES) or '; use ' + ', '.join(ROLES)}")
         return encode_prompt(prompt, self.tokenizer, self.bundle.manifest.vocab, template_args)
 
 
@@ -358,6 +365,7 @@ def load(
         BundleError, CheckpointError, EmitError, CompileError, PipelineError: the model cannot be
         found, compiled or loaded.
     """
+    check_names(options, _option_names("threads", "context", "progress", "prefix_cache", "draft", "parse_special"))
     chosen = None if is_bundle(model) and not options else options_of(**{"threads": threads, **options})
     bundle = open_or_compile(model, chosen, progress, evaluate=own_accuracy)
     if context is not None:
@@ -375,6 +383,14 @@ def compile_bundle(
     adapter, calibrate, numerics, cache, lowering, target, batch, speculate, embed, threads, tuned.
     An up-to-date bundle is left as it is. If an error is raised, nothing is written.
     """
+    check_names(options, _option_names("progress"))
     path = compile_to(Path(model).expanduser(), Path(out).expanduser(), options_of(**options), progress, own_accuracy)
     # The bundle may be for another machine.
     return open_bundle(path, run=False)
+
+
+def _option_names(*more: str) -> list[str]:
+    """Return the names of the compiler's options, and `more`."""
+    from castiron.pipelines.compile.options import Options
+
+    return [*more, *(field.name for field in fields(Options))]

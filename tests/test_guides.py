@@ -21,14 +21,15 @@ from castiron.pipelines.cli import main as cli
 from castiron.pipelines.engine.memory import megabytes
 from castiron.pipelines.server.metrics import Metrics
 from tests.support import served as serving
+from tests.support import toy_text
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {
     name: (DOCS / f"{name}.md").read_text(encoding="utf-8")
-    for name in ("index", "batch", "serving", "structured", "endpoints", "embeddings", "finetune", "troubleshooting", "trust")
+    for name in "index batch serving structured endpoints embeddings finetune troubleshooting trust editors".split()
 }
-MODEL, EMBEDDING_MODEL = "smollm2-135m-instruct", "embeddinggemma-300m"
+MODEL, EMBEDDING_MODEL, CODE_MODEL = "smollm2-135m-instruct", "embeddinggemma-300m", "qwen2.5-coder-1.5b"
 # Pages that other files test, or without commands.
 ELSEWHERE = set(
     "architecture caches commands guarantees coming-from emitter cluster chat models kernels deploy python porting scores "
@@ -64,6 +65,9 @@ def folder(checkpoint, tmp_path_factory):
     embedding.parent.mkdir()
     encoders.write("gemma3_text", embedding, pooling="mean", dense=(80, 64), longest=48, **config)
     assert cli.main(["compile", str(embedding), "-o", str(location / "build" / EMBEDDING_MODEL)]) == 0
+    coder = serving.checkpoint(location / "models" / CODE_MODEL, num_hidden_layers=1, max_position_embeddings=8192)
+    toy_text.with_fim(serving.tokenizer(), 200).save(str(coder / "tokenizer.json"))
+    assert cli.main(["compile", str(coder), "-o", str(location / "build" / CODE_MODEL), "--context", "1024"]) == 0
     return location
 
 
@@ -127,11 +131,13 @@ def test_the_server_answers_its_clients_and_requires_a_key(folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "model"), [("structured", MODEL), ("endpoints", MODEL), ("embeddings", EMBEDDING_MODEL)])
+@pytest.mark.parametrize(
+    ("page", "model"), [("structured", MODEL), ("endpoints", MODEL), ("embeddings", EMBEDDING_MODEL), ("editors", CODE_MODEL)]
+)
 def test_the_snippets_of_a_page_run(page, model, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     with serving.served(folder / "build" / model, tmp_path / "log") as running:
-        here = lambda text: text.replace("http://127.0.0.1:8000", running.url)
+        here = lambda text: re.sub(r"http://127\.0\.0\.1:80(00|12)", running.url, text)
         asked = [line for line in lines(page) if line.startswith("curl ")]
         for line in asked:
             done = subprocess.run([*shlex.split(here(line)), "--silent", "--fail"], capture_output=True, text=True)

@@ -46,10 +46,15 @@ def is_bundle_file(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Special tokens: `bos` is put before a text, and each id in `eos` ends a generation."""
+    """Special tokens: `bos` is put before a text, and each id in `eos` ends a generation.
+
+    fim: fill-in-the-middle tokens that the checkpoint names, by llama.cpp's role: pre, suf, mid, pad,
+    rep (repository) and sep (file).
+    """
 
     bos: int | None = None
     eos: tuple[int, ...] = ()
+    fim: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -315,7 +320,7 @@ def check(manifest: Manifest) -> None:
             raise RecordError(f"files.{name} has {file.size} bytes; the limit is {_MAX_BYTES[name]}")
     if manifest.encoder:
         _check_encoder(manifest, manifest.encoder)
-    tokens = (manifest.tokens.bos, *manifest.tokens.eos)
+    tokens = (manifest.tokens.bos, *manifest.tokens.eos, *manifest.tokens.fim.values())
     if bad := [t for t in tokens if t is not None and not 0 <= t < manifest.vocab]:
         raise RecordError(f"tokens has {bad[0]}, outside the vocabulary of {manifest.vocab}")
 

@@ -21,12 +21,12 @@ from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import lane_max, tree
 from castiron.emitter.types import F32, I32, TensorType
 
-BLOCK = 512  # logits whose maximum is taken at once; a multiple of 8 vectors of every instruction set
+BLOCK = 512  # logits of a block, a multiple of 8 vectors of every instruction set
 
 
 @cache
 def argmax(vocab: int, *, isa: Isa, rows: int | None = None) -> Kernel:
-    """Return the kernel: logits [vocab] -> index i32, or [rows, vocab] -> [rows].
+    """Return the kernel logits [vocab] -> index i32, or with `rows`, [rows, vocab] -> i32 [rows].
 
     Among equal logits, the kernel chooses the lowest index, as HF does. It never chooses NaN, and
     returns 0 if no logit is above -inf.

@@ -1,4 +1,4 @@
-"""Look up rows of an embedding in its packed weight, which a tied output head can share.
+"""Look up embedding rows in a packed weight, which a tied output head can share.
 
 each workgroup: a share of the tokens
   for token < length in share:
@@ -20,7 +20,7 @@ from castiron.emitter.kernels.weights.packing import LANES, packed_shape, unpack
 from castiron.emitter.kernels.weights.panel import Panel, units
 from castiron.emitter.types import F32, I8, I32, TensorType
 
-DEPTH = 256  # k decoded at once; 16 KB on the stack
+DEPTH = 256  # elements of a row that are decoded at a time, for 16 rows: 16 KB on the stack
 MAX_WORKGROUPS = 64
 
 

@@ -42,7 +42,10 @@ ACTIVATIONS = {
 
 
 def combine(b: Body, glu: str | None, dots: list[list[Ssa]]) -> list[Ssa]:
-    """Return 16 results as vectors, after the GLU, from dot products [row blocks][vectors]."""
+    """Return vectors of 16 results: dot products, or act(gate) * up if there is a `glu`.
+
+    dots: [row blocks][vectors]; with a GLU, the row blocks are gate and up.
+    """
     if glu is None:
         return dots[0]
     activate = ACTIVATIONS[glu][0]
@@ -50,7 +53,7 @@ def combine(b: Body, glu: str | None, dots: list[list[Ssa]]) -> list[Ssa]:
 
 
 def with_operands(b: Body, y: Ssa, buffers: Mapping[str, Ssa], row: Index, column: Index) -> Ssa:
-    """Return y, a vector or scalar of results at [row, column], plus bias and residual."""
+    """Return y plus bias and residual, if `buffers` has them; y: results from [row, column] on."""
     for name, at in (("bias", (column,)), ("residual", (row, column))):
         if name in buffers:
             y = b.addf(y, b.vload(buffers[name], y.width, *at) if y.type.kind else b.load(buffers[name], *at))

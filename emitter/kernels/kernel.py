@@ -1,4 +1,4 @@
-"""A kernel: its symbol, operand types, MLIR text, NumPy reference and cost."""
+"""The description of a kernel: symbol, operand types, MLIR text, NumPy reference and cost."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,13 +18,15 @@ Work = int | Callable[[int], int]
 class Kernel:
     """An IREE `stream.executable` with operand types, a NumPy reference and a cost.
 
-    name: symbol; kernels with different text have different names. operands: types in the order of
-    the dispatch; "index" is a scalar, such as a layer number. write(body, **arguments): emits the
-    body; the arguments are memrefs and index values by name: all operands, and the results that are
-    not `in_place`. reference: from operands by name to results by name. flops, nbytes: cost of a
-    call, a number or a function of the sequence position. in_place: for a result that overwrites an
-    operand, the name of the operand. matmul: its `Matmul`, if tiles can be tuned for it. fenced:
-    whether to prevent fused multiply-adds, as in `Body`.
+    name: symbol; kernels with different text have different names.
+    operands: types by name, in the order of the dispatch; "index" is a scalar, as a layer number.
+    write: called as write(body, **arguments), emits the body. The arguments are memrefs and index
+        values by name, for all operands and for results that are not in `in_place`.
+    reference: computes the results by name from the operands by name, in NumPy.
+    flops, nbytes: cost of a call, as a number or as a function of the sequence position.
+    in_place: from each result that overwrites an operand to the name of that operand.
+    matmul: the `Matmul` that the kernel computes, if its tiles can be tuned, or None.
+    fenced: whether compilers must not fuse multiplications and additions, as in `Body`.
     """
 
     name: str
@@ -50,13 +52,13 @@ class Kernel:
         return [name for name, t in self.operands.items() if t == INDEX]
 
     def work(self, position: int) -> tuple[int, int]:
-        """Return the FLOPs and the bytes of memory traffic of one call at a sequence position."""
+        """Return (FLOPs, bytes of memory traffic) of one call at a sequence position."""
         flops, nbytes = (w(position) if callable(w) else w for w in (self.flops, self.nbytes))
         return flops, nbytes
 
     @cached_property
     def text(self) -> str:
-        """Return the MLIR of the executable, which exports `@{name}_fn`."""
+        """Return the MLIR of the executable, which exports the function `@{name}_fn`."""
         name, body, arguments = self.name, Body(self.fenced), dict[str, Ssa]()
         tensors = self.tensors | {name: t for name, t in self.results.items() if name not in self.in_place}
         for i, (given, t) in enumerate(tensors.items()):

@@ -13,10 +13,10 @@ from castiron.emitter.kernels.split_x import EXACT, joined, nearest, split_type
 from castiron.emitter.kernels.weights.packing import LANES, packed_shape, unpack
 from castiron.emitter.types import F32, I8, I32, TensorType
 
-# How a kernel receives x.
-# exact: f32. int8: quantised by `round_x`. canonical: f32, and additions have the same order for every number of tokens.
-# bf16_pairs, bf16_matrix: rounded to the nearest bf16 by `split_x`, for a vector unit, or for a matrix unit, for which
-# weights are rounded to bf16 too. bf16_split: split by `split_x` into three bf16 whose sum is x, for a matrix unit.
+# The format in which a kernel receives x:
+# exact: f32. int8: quantised by `round_x`. canonical: f32, and sums are added in the same order for any number of tokens.
+# bf16_pairs: rounded to bf16 by `split_x`, for a vector unit. bf16_matrix: the same for a matrix unit, and weights are
+# rounded to bf16 too. bf16_split: split by `split_x` into three bf16 whose sum is x, for a matrix unit.
 NUMERICS = ("exact", "int8", "bf16_pairs", "bf16_matrix", "bf16_split", "canonical")
 FAST = ("int8", "bf16_pairs", "bf16_matrix")
 PIECES = {"bf16_pairs": 1, "bf16_matrix": 1, "bf16_split": EXACT}
@@ -26,14 +26,15 @@ PIECES = {"bf16_pairs": 1, "bf16_matrix": 1, "bf16_split": EXACT}
 class Matmul:
     """The specification of y = x W^T, for x [tokens, in] and a packed weight W [out, in].
 
-    codec: name of the codec of W. rms_eps: epsilon of an RMS norm of x, for one token, or None.
-    glu: activation in act(gate) * up, or None; row blocks of gate and of up then alternate in W,
-    gate first (`weights.packing.interleave_rows`). bias, residual: whether the kernel adds a bias
-    or a residual to y. length: whether a run-time length limits the real rows of x; later rows are
-    padding, and their results are zero. numerics: one of NUMERICS.
-
+    codec: name of the codec of W. rms_eps: epsilon of an RMS norm of x (one token only), or None.
+    glu: activation of a GLU, y = act(gate) * up, or None. With a GLU, W alternates blocks of 16
+        rows of gate and of up, gate first (`weights.packing.interleave_rows`).
+    bias, residual: whether the kernel adds a bias or a residual to y.
+    length: whether an operand `length` gives the number of real rows of x; the results of later
+        rows (padding) are zero.
     experts: number of experts, whose weights are concatenated, or 0. With experts, `tokens` is the
-    number of (token, expert) pairs, and each row of x has `per_row` consecutive pairs.
+        number of (token, expert) pairs, and each row of x has `per_row` consecutive pairs.
+    numerics: one of NUMERICS.
 
     Raises ValueError for an unknown codec, or if its block does not divide `in_features`.
     """
@@ -56,7 +57,7 @@ class Matmul:
 
     @property
     def name(self) -> str:
-        """Return a unique name of the fields, such as `q4_1_1x960x576_rms1em05`."""
+        """Return a name that identifies all fields, such as `q4_1_1x960x576_rms1em05`."""
         sizes = f"{self.codec}_{self.tokens}x{self.out_features}x{self.in_features}"
         if self.experts:
             sizes += f"_of{self.experts}by{self.per_row}"
@@ -72,7 +73,7 @@ class Matmul:
 
     @property
     def blocks_per_result(self) -> int:
-        """Return how many row blocks of W are read for 16 results: 2 with a GLU, otherwise 1."""
+        """Return the number of 16-row blocks of W for 16 results: 2 with a GLU, otherwise 1."""
         return 2 if self.glu else 1
 
     @property
@@ -88,9 +89,9 @@ class Matmul:
     def operands(self) -> dict[str, TensorType]:
         """Return the types of the kernel's operands by name, in order.
 
-        x, x_scales and x_sums are results of `round_x`, `split_x` or `prepared_x.group_sums`; norm
-        is the weight of the RMS norm; chosen is the expert of each (token, expert) pair; length is
-        the number of real rows of x.
+        x: activations in f32, or the result of `round_x` or `split_x`. x_scales: scales of int8 x.
+        x_sums: sums of x over each codec group. norm: weight of the RMS norm. chosen: the expert of
+        each (token, expert) pair. length: the number of real rows of x.
         """
         row_blocks, *record = self.weight_shape
         every = {
@@ -117,7 +118,7 @@ class Matmul:
 
     @property
     def summed_groups(self) -> int:
-        """Return how many elements of x each f32 of `x_sums` adds, or 0 if there is no `x_sums`."""
+        """Return the number of elements of x in each sum of the f32 operand `x_sums`; 0 without."""
         if self.numerics == "canonical" and not self.experts:
             return self.format.group if self.format.summed else 0
         return self.format.group if self.numerics == "bf16_split" and self.format.minimum else 0
@@ -126,7 +127,10 @@ class Matmul:
         return {"y": TensorType((self.tokens, self.out_features), F32)}
 
     def define(self, x: np.ndarray, weight: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
-        """Compute y in NumPy with f64 accumulation, as a reference, from the `operands`."""
+        """Return the reference result {"y": y}, computed in NumPy in f64.
+
+        given: the other `operands` by name.
+        """
         x = self.x_of(x, given.get("x_scales"))
         if self.rms_eps is not None:
             x = rms_normed(x, given["norm"], self.rms_eps)
@@ -147,7 +151,7 @@ class Matmul:
         return {"y": y}
 
     def x_of(self, x: np.ndarray, scales: np.ndarray | None = None) -> np.ndarray:
-        """Return the operand x, which may be split, or int8 with `scales`, as f64 [rows, in]."""
+        """Return activations as f64 [rows, in] from the operands x and x_scales of a kernel."""
         if self.numerics == "int8" and scales is not None:
             return of_bytes(x, scales)
         if self.numerics in PIECES:
@@ -164,7 +168,10 @@ class Matmul:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of operands and result, with the weights of one expert for each pair."""
+        """Return the bytes of operands and result.
+
+        With experts, counts weights of as many experts as there are pairs, up to all experts.
+        """
         types = self.operands() | self.results()
         weight = types.pop("weight").nbytes
         if self.experts:

@@ -1,4 +1,4 @@
-"""Compute the RMS norm or layer norm of rows.
+"""Compute the RMS norm or layer norm of each row of x.
 
     each workgroup: `rows` rows of x [T, hidden]
       for row < length:
@@ -20,12 +20,12 @@ from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import inverse_rms, rms_normed, row_sum
 from castiron.emitter.types import F32, I32, TensorType
 
-ROWS = 4  # rows that a workgroup takes
+ROWS = 4  # rows of a workgroup
 
 
 @cache
 def norm(kind: str, T: int, hidden: int, eps: float, *, isa: Isa, length: bool = False, bias: bool = False) -> Kernel:
-    """Return the kernel of "rms_norm" (HF `LlamaRMSNorm`) or "layer_norm" (torch `LayerNorm`).
+    """Return a norm kernel; kind: "rms_norm" (HF `LlamaRMSNorm`) or "layer_norm" (as in torch).
 
     x [T, hidden], weight [hidden], (bias [hidden]), (length i32) -> y [T, hidden]; rows of y from
     `length` on are zero.

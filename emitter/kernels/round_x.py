@@ -22,9 +22,10 @@ from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import as_bytes, lane_sums, low_bytes, numbers_of, tree
 from castiron.emitter.types import F32, I32, TensorType
 
-# Masking a word of eight 4-bit codes once gives four bytes: codes 0, 2, 4, 6; shifted, 1, 3, 5, 7 (`weights.records`).
+# Order of eight elements of k in bytes. Masking a word of eight 4-bit codes gives the bytes of codes 0, 2, 4, 6; masking
+# it after a shift gives those of 1, 3, 5, 7 (`weights.records`).
 EVEN_ODD = (0, 2, 4, 6, 1, 3, 5, 7)
-ROWS = 4  # rows that a workgroup takes
+ROWS = 4  # rows of a workgroup
 
 
 def rounded_types(rows: int, in_features: int, codec: Codec) -> dict[str, TensorType]:
@@ -37,7 +38,7 @@ def rounded_types(rows: int, in_features: int, codec: Codec) -> dict[str, Tensor
 
 
 def rounded(x: np.ndarray, codec: Codec) -> dict[str, np.ndarray]:
-    """Quantise x [rows, in] to int8 in NumPy: the reference of the kernel `round_x`."""
+    """Return the results of the kernel `round_x` for x [rows, in], computed in NumPy."""
     numbers, scales = int8.as_bytes(x.astype(np.float32).reshape(len(x), -1, GROUP))
     ordered = numbers.reshape(-1, 8)[:, EVEN_ODD].astype(np.int8)
     sums = numbers.reshape(len(x), -1, codec.group).sum(axis=2)
@@ -48,7 +49,7 @@ def rounded(x: np.ndarray, codec: Codec) -> dict[str, np.ndarray]:
 
 
 def of_bytes(words: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return int8 x as f64 [rows, in], from the results y (`words`) and `scales` of `round_x`."""
+    """Return x as f64 [rows, in] from the results y (here `words`) and `scales` of `round_x`."""
     numbers = np.ascontiguousarray(words).view(np.int8).reshape(-1, 8)[:, np.argsort(EVEN_ODD)]
     groups = numbers.astype(np.float64).reshape(*scales.shape, GROUP)
     return (groups * scales[..., None]).reshape(len(words), -1)
@@ -56,7 +57,10 @@ def of_bytes(words: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 @cache
 def round_x(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
-    """Return the kernel x [rows, in] -> y, scales, sums (`rounded_types`); codec: of the weights."""
+    """Return the kernel x [rows, in] -> y, scales, sums, with the types of `rounded_types`.
+
+    codec: codec of the weights that x is multiplied by.
+    """
     lanes = isa.lanes
 
     def write(b: Body, x: Ssa, y: Ssa, scales: Ssa, sums: Ssa) -> None:
@@ -88,7 +92,10 @@ def round_x(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
 
 
 def _store_bytes(b: Body, shifted: list[Ssa], y: Ssa, row: Index, start: Index) -> None:
-    """Store bytes of `vector_math.as_bytes` in y[row, start:], in the order EVEN_ODD."""
+    """Store quantised vectors in y[row, start:] as int8, in the order EVEN_ODD.
+
+    shifted: the vectors that `vector_math.as_bytes` returns.
+    """
     while len(shifted) > 1 and shifted[0].width < 8:
         pairs = zip(shifted[::2], shifted[1::2], strict=True)
         shifted = [b.shuffle(low, high, range(2 * low.width)) for low, high in pairs]

@@ -1,4 +1,4 @@
-"""Split x into three bf16 whose sum is x, or round it to bf16, once for all matmuls of x.
+"""Split x into three bf16 whose sum is x, or round it to bf16, once for all matmuls that read x.
 
 each workgroup: a tile of up to 16 rows of x [T, in]
   for row, for each 32 k:
@@ -7,8 +7,8 @@ each workgroup: a tile of up to 16 rows of x [T, in]
       pieces = pairs of the high 16 bits of x, or of the nearest bf16 if there is one piece
       x -= the piece
 
-An i32 contains a pair of k, the even k in the lower half. Rows and k are padded with zeros to
-complete tiles, of up to 16 rows, and steps of 32 k.
+An i32 has the bf16 of two elements, the even k in the lower half. Rows are padded with zeros to
+complete tiles (of up to 16 rows), and k to steps of 32 elements.
 """
 
 from functools import cache
@@ -22,9 +22,9 @@ from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import lane_sums
 from castiron.emitter.types import F32, I32, TensorType
 
-EXACT = 3  # number of bf16 that represent an f32 exactly
-ROWS = 16  # maximum rows of a tile
-DEPTH = 32  # k of a step
+EXACT = 3  # number of bf16 whose sum is exactly an f32
+ROWS = 16  # max rows of a tile
+DEPTH = 32  # elements of k in a step
 HALF = DEPTH // 2
 
 
@@ -33,13 +33,16 @@ def tile_rows(rows: int) -> int:
 
 
 def split_type(rows: int, in_features: int, count: int) -> TensorType:
-    """Return the type [count, tiles, steps of 32 k, rows of a tile, 16 pairs of k] of `split_x`."""
+    """Return the type of the result y of `split_x`; count: number of bf16 for each element.
+
+    Its shape is [count, tiles, steps of 32 k, rows of a tile, 16 pairs of k].
+    """
     tile = tile_rows(rows)
     return TensorType((count, -(-rows // tile), -(-in_features // DEPTH), tile, HALF), I32)
 
 
 def _cut(x: np.ndarray) -> np.ndarray:
-    """Truncate each f32 to bf16, its upper 16 bits; return the bf16 as f32."""
+    """Return each f32 truncated to bf16 (its upper 16 bits), as f32."""
     return (x.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
@@ -49,7 +52,7 @@ def nearest(x: np.ndarray) -> np.ndarray:
 
 
 def split(x: np.ndarray, count: int) -> np.ndarray:
-    """Split x [rows, in] into `count` bf16 in NumPy: the reference of the kernel `split_x`."""
+    """Return the result y of the kernel `split_x` for x [rows, in], computed in NumPy."""
     parts, rest = [], x.astype(np.float32)
     for _ in range(count):
         parts.append(_cut(rest) if count > 1 else nearest(rest))
@@ -62,7 +65,7 @@ def split(x: np.ndarray, count: int) -> np.ndarray:
 
 
 def joined(words: np.ndarray, rows: int, in_features: int) -> np.ndarray:
-    """Return x as f64 [rows, in] from the result of `split_x`: add the bf16 of each element."""
+    """Return x as f64 [rows, in] from the result y of `split_x`: the sum of each element's bf16."""
     count, tiles, steps, tile, _ = words.shape
     halves = np.ascontiguousarray(words.transpose(0, 1, 3, 2, 4)).view(np.uint16).reshape(count, tiles * tile, steps * DEPTH)
     values = (halves.astype(np.uint32) << 16).view(np.float32).astype(np.float64).sum(axis=0)
@@ -71,9 +74,10 @@ def joined(words: np.ndarray, rows: int, in_features: int) -> np.ndarray:
 
 @cache
 def split_x(rows: int, in_features: int, count: int, group: int = 0, *, isa: Isa) -> Kernel:
-    """Return the kernel x [rows, in] -> y (`split_type`), and sums [rows, in / group] if `group`.
+    """Return the kernel x [rows, in] -> y (`split_type`), (sums f32 [rows, in / group]).
 
-    count: number of bf16 for each element; 1 rounds x, 3 is exact.
+    count: number of bf16 for each element; 1 rounds x, 3 is exact. group: elements of x in each of
+    `sums`, or 0 for a kernel without `sums`.
     """
     tile, full = tile_rows(rows), in_features // DEPTH * DEPTH
     results = {"y": split_type(rows, in_features, count)}

@@ -1,8 +1,9 @@
 """Convert chat and completion requests to engine requests, and engine events to answers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 from weakref import WeakValueDictionary
@@ -19,6 +20,7 @@ from castiron.pipelines.engine.request import Event, Failed, Finished, Request
 from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.chat_template import check_variables
+from castiron.pipelines.text.fim import Fim, fim_of
 from castiron.pipelines.text.grammar import Grammar, GrammarError
 from castiron.pipelines.text.text_output import Delta, TextOutput, text_request
 from castiron.pipelines.text.tokenizer import Tokenizer
@@ -170,7 +172,7 @@ class GenerationApi(ModelApi):
         elif tools and not form and (schemas := _schemas_of_optional_calls(body, tools)):
             grammar = {"tools": tools.grammar(schemas, free=True)}
         compiled = await self._grammar(grammar, form.param if form else "tools", bool(body.compact_json))
-        return self._start(
+        return self.start_job(
             body, [prompt], "messages", built, top, limit=None if clamp else limit, default=limit, reasoning=True,
             grammar=compiled, tools=tools,
         )  # fmt: skip
@@ -194,11 +196,14 @@ class GenerationApi(ModelApi):
         """Start the completions of all prompts of the request."""
         given: Any = body.prompt
         parts: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-        prompts = [await self._prompt_ids(part, body.max_tokens) for part in parts]
+        fim = await self.fim("suffix") if body.suffix else None
+        prompts = [await self._prompt_ids(part, body.max_tokens, fim, body.suffix or "") for part in parts]
         if body.best_of not in (None, body.n or 1):
             raise unsupported("best_of", "only the value of n is supported; leave it out")
         if body.max_tokens == 0 and not body.echo:
             raise invalid("max_tokens", "max_tokens is 0, which needs echo to be true; set it, or give at least 1")
+        if fim and body.echo:
+            raise invalid("echo", "echo is not supported with suffix; leave one of them out")
         is_scored = body.echo and (body.logprobs is not None or body.max_tokens == 0)
 
         def echo(part: str | list[int]) -> Echo:
@@ -210,19 +215,32 @@ class GenerationApi(ModelApi):
         reply = CompletionReply(self.names[0], self.token_bytes, body.logprobs, each_choice)
         form = requested_format(body)
         grammar = await self._grammar({form.kind: form.value}, form.param, bool(body.compact_json)) if form else None
-        job = self._start(
+        job = self.start_job(
             body, prompts, "prompt", reply, body.logprobs, limit=body.max_tokens, default=COMPLETION_TOKENS,
-            grammar=grammar, prompt_logprobs=(body.logprobs or 0) if is_scored else None,
+            grammar=grammar, prompt_logprobs=(body.logprobs or 0) if is_scored else None, stop_tokens=fim.ends if fim else (),
         )  # fmt: skip
         reply.requests = job.requests
         return job
 
-    async def _prompt_ids(self, prompt: str | list[int], limit: int | None) -> list[int]:
+    @cached_property
+    def _fim(self) -> Fim:
+        return fim_of(self.tokenizer)
+
+    async def fim(self, param: str) -> Fim:
+        """Return the model's FIM prompts; ApiError 400, for the field `param`, if it has none."""
+        try:
+            return await run_in_thread(lambda: self._fim)
+        except PipelineError as error:
+            raise unsupported(param, str(error)) from None
+
+    async def _prompt_ids(self, prompt: str | list[int], limit: int | None, fim: Fim | None, suffix: str) -> list[int]:
         """Return the prompt's token ids; raise ApiError 400 unless `limit` more fit."""
         ids: Any = prompt
         if isinstance(prompt, str):
-            self.check_length(len(prompt), "prompt")
-            ids = await run_in_thread(self.tokenizer.encode, prompt)
+            self.check_length(len(prompt) + len(suffix), "prompt")
+            ids = await (run_in_thread(fim.prompt, prompt, suffix) if fim else run_in_thread(self.tokenizer.encode, prompt))
+        elif fim:
+            raise invalid("suffix", "suffix needs a prompt of text, not of token ids; send text, or leave suffix out")
         self._free_positions(ids, limit, "prompt")
         self.check_ids(ids, "prompt")
         return ids
@@ -277,10 +295,10 @@ class GenerationApi(ModelApi):
             raise unsupported(name, "this model's chat template has no reasoning effort; leave it out")
         return {"enable_thinking": False} | given if effort == "none" and "enable_thinking" in self.variables else given
 
-    def _start(
+    def start_job(
         self, body: CompletionFields, prompts: list[list[int]], param: str, reply: Reply, top: int | None, *,
         limit: int | None, default: int | None = None, grammar: Grammar | None = None, prompt_logprobs: int | None = None,
-        **options: Any,
+        stop_tokens: Sequence[int] = (), **options: Any,
     ) -> Job:  # fmt: skip
         """Queue an engine request for every choice and return the job.
 
@@ -290,7 +308,8 @@ class GenerationApi(ModelApi):
             limit: max tokens of an answer; ApiError if they do not fit in the context.
             default: max tokens if `limit` is None; None for as many as fit in the context.
             prompt_logprobs: top_logprobs of prompt tokens, None without log-probabilities.
-            options: other options of `text_request`.
+            stop_tokens: end tokens besides the model's, unless the request has ignore_eos.
+            options: other options of `text_request`, which replace those of `body`.
         """
         if isinstance(reply, ChoicesReply):
             stream_options = body.stream_options or StreamOptions()
@@ -307,11 +326,12 @@ class GenerationApi(ModelApi):
             if not (name.isascii() and name.isdigit() and int(name[:20]) < self.vocab):
                 raise invalid("logit_bias", f"logit_bias has {name[:40]!r}; use token ids below {self.vocab}")
             bias[int(name)] = value
-        options |= {
-            "stop_strings": body.stop or (), "stop_tokens": (*(() if body.ignore_eos else self.tokenizer.eos), *more),
+        ends = () if body.ignore_eos else (*self.tokenizer.eos, *stop_tokens)
+        options = {
+            "stop_strings": body.stop or (), "stop_tokens": (*ends, *more),
             "top_logprobs": top, "prompt_logprobs": prompt_logprobs, "min_tokens": min_tokens, "grammar": grammar,
             "repetition_stop": bool(body.repetition_stop), "client": client, "priority": body.priority or 0,
-        }  # fmt: skip
+        } | options  # fmt: skip
         job = Job(self.engine, reply, self.retained.share(client))
         try:
             for index, prompt in enumerate(prompts):

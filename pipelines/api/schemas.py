@@ -331,7 +331,7 @@ class CompletionRequest(CompletionFields):
     # OpenAI's max is 5.
     logprobs: int | None = Field(None, ge=0, le=20)
     best_of: int | None = Field(None, ge=1)
-    suffix: Annotated[str | None, Unsupported("")] = None
+    suffix: str | None = None
 
 
 class EmbeddingsRequest(Body):

@@ -1,4 +1,4 @@
-"""A batch job: answer the records that no earlier run has answered, and write the output."""
+"""A batch job: answer the records that earlier runs have not answered, and write the output."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.engine.request import Failed, Finished, Request
 from castiron.vmfb.staging import replace_file
 
-# A window is a group of records that are put in order together. Its max requests, and max tokens of their prompts.
+# A window is a group of records that are sorted together. Max requests of a window, and max tokens of its prompts.
 MAX_REQUESTS, MAX_TOKENS = 512, 1 << 20
-# Seconds that a window waits for more records after its first record, and seconds between two polls for records.
+# Seconds from a window's first record until it runs with the records that it has, and seconds between polls for records.
 WAIT, POLL = 0.25, 0.02
 Answered = tuple[Record, Outcome]
-# A function that answers records, in any order. Its input yields None while the next record has not arrived.
+# A function that answers records, in any order. Its input yields None while no record is available.
 Answer = Callable[[Iterator[Record | None]], Iterable[Answered]]
 
 
 @dataclass
 class Summary:
-    """The counts of a job; tokens and seconds count this run only.
+    """Counts of a job's records; tokens and seconds are those of this run only.
 
-    records: all records. before: records that an earlier run finished. duplicates: records with the
-    custom_id of an earlier record.
+    records: finished records of all runs. before: those that earlier runs finished.
+    failed: those whose answer is an error. duplicates: those that repeat a custom_id.
     """
 
     records: int = 0
@@ -47,11 +47,11 @@ class Summary:
 
     @property
     def tokens_per_second(self) -> float:
-        """The prompt and generated tokens per second."""
+        """Prompt and generated tokens per second of this run."""
         return (self.prompt_tokens + self.generated_tokens) / self.seconds if self.seconds else 0.0
 
     def count(self, outcome: Outcome) -> None:
-        """Add a finished record."""
+        """Add the counts of a record that this run has finished."""
         self.records += 1
         self.failed += outcome.failed
         self.prompt_tokens += outcome.prompt
@@ -63,16 +63,17 @@ def run_job(
     records: Records, key: Callable[[Record], str], answer: Answer, output: Path | None,
     report: Callable[[Summary, float | None], None] = lambda summary, share: None,
 ) -> Summary:  # fmt: skip
-    """Answer all records that no earlier run of this job has finished, and write `output`.
+    """Answer the records that are not in the output's journal, and write the output.
 
     Args:
         key: returns the key of a record in the journal.
-        output: a path, or None for stdout, which has no journal and gets results as they finish.
-        report: called with the counts and the share of the input that is done, None if unknown.
+        answer: answers records in any order.
+        output: a path, or None for stdout. Stdout has no journal and gets results as they finish.
+        report: called with the counts and the finished fraction of the input (None if unknown).
 
     Raises:
-        PipelineError: another process writes the output, or, after all readable records have been
-            answered, the input is damaged.
+        PipelineError: another process is writing the output, or the input is damaged. In damaged
+            input, the readable records are answered first.
     """
     start, summary, custom_ids, offsets = time.monotonic(), Summary(), array("q"), array("q")
     journal = Journal(output) if output else None
@@ -115,9 +116,9 @@ def run_job(
 
 
 def answering(engine: Engine | None, conversion: Conversion, window: int = MAX_REQUESTS) -> Answer:
-    """Return an `Answer` that runs records in this process.
+    """Return a function that answers records in this process.
 
-    `engine`: None for an embedding model. `window`: max requests of a window.
+    engine: None for an embedding model. window: max requests that are sorted together.
     """
 
     works = lambda records: (record and conversion.work(record) for record in records)
@@ -125,10 +126,10 @@ def answering(engine: Engine | None, conversion: Conversion, window: int = MAX_R
 
 
 def run(engine: Engine | None, works: Iterator[Work | None]) -> Iterator[Answered]:
-    """Run the works, and yield each record with its outcome when it finishes.
+    """Run the requests of `works`, and yield each record with its outcome when it finishes.
 
-    The function reads `works` when a slot is free; `works` yields None while the next record has
-    not arrived. Closing the iterator cancels unfinished records. `engine`: None if no record has
+    Takes the next item of `works` when the engine has a free slot; an item is None while no record
+    is available. Closing the iterator cancels unfinished records. engine: None if no item has
     requests.
     """
     stream, owners, ended = engine.stream() if engine else None, dict[Request, Work](), False
@@ -162,7 +163,7 @@ def run(engine: Engine | None, works: Iterator[Work | None]) -> Iterator[Answere
 
 
 def in_windows(works: Iterable[Work | None], max_requests: int = MAX_REQUESTS) -> Iterator[Work | None]:
-    """Yield works in windows, each in the order of `arranged`; None while no work has arrived."""
+    """Yield `works` in groups (windows), each sorted by prompt; None while no work is available."""
     window, size, tokens, began = list[Work](), 0, 0, 0.0
     for work in works:
         if work is not None:
@@ -181,14 +182,14 @@ def in_windows(works: Iterable[Work | None], max_requests: int = MAX_REQUESTS) -
 
 
 def arranged(works: Iterable[Work]) -> list[Work]:
-    """Order works by prompt, so that those with a common prefix run together."""
-    # As big-endian bytes, prompts sort like lists of tokens.
+    """Return works sorted by prompt, so that prompts with a common prefix run together."""
+    # Big-endian bytes compare like the lists of token ids that they encode.
     prompt = lambda work: work.requests[0].prompt.astype(">u4").tobytes() if work.requests else b""
     return sorted(works, key=lambda work: (prompt(work), work.record.index))
 
 
 def open_records(path: str) -> Records:
-    """Open a file of records, or stdin for `-`; raise PipelineError for an unknown file ending."""
+    """Open a file of records, or stdin for "-"; raise PipelineError for an unknown extension."""
     if is_table(path):
         from castiron.pipelines.batch.parquet import Table
 
@@ -197,7 +198,7 @@ def open_records(path: str) -> Records:
 
 
 def write_output(output: Path, entries: Callable[[], Iterable[Entry]]) -> None:
-    """Write the output file completely or not at all; `entries` may be called twice."""
+    """Write finished records to `output` atomically; `entries` may be called twice."""
     with replace_file(output) as file:
         if is_table(output.name):
             from castiron.pipelines.batch.parquet import write
@@ -210,7 +211,7 @@ def write_output(output: Path, entries: Callable[[], Iterable[Entry]]) -> None:
 
 
 def line_of(entry: Entry) -> bytes:
-    """Return a finished record as a line of JSON."""
+    """Return a finished record as a JSON line: its input columns, then its answer columns."""
     own = entry.own
     if isinstance(own, str):
         from castiron.pipelines.batch.parquet import plain, unpack

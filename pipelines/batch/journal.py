@@ -1,8 +1,8 @@
 """The journal of a job: a file beside the output with a line for each finished record.
 
-A line is a JSON object after its CRC-32 in hex. Incomplete and damaged lines are ignored, so their
-records run again. The journal stays when the output is complete: a later run reads from it the
-results of all records that earlier runs finished.
+A line is a CRC-32 in hex, a space and a JSON object. Incomplete and damaged lines are ignored, so
+their records run again. The journal is not deleted when the output is complete, so that a later
+run, for example with more records, takes finished results from it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ except ImportError:
 ENDING = ".journal"
 # The first line of a journal.
 TITLE = b'{"castiron batch": 2}\n'
-# Max seconds of work that are lost if the machine loses its power.
+# Seconds between fsyncs: the work that a power failure can lose.
 SYNC = 1.0
-# The start of a line: its checksum, the key of its record, and whether the record failed.
+# Matches the start of a line: the checksum, the key of the record, and whether the record failed.
 HEAD = re.compile(rb'([0-9a-f]{8}) \{"key": "([0-9a-f]{32})", "failed": (true|false), ')
 CHECKSUM_BYTES = 9
 MAX_LINE = 1 << 28
@@ -39,14 +39,14 @@ MAX_LINE = 1 << 28
 
 @dataclass(frozen=True)
 class Entry:
-    """A finished record: its columns in the input (as `Record.own`) and the `added` columns."""
+    """A finished record: its input columns `own` (see `Record.own`) and answer columns `added`."""
 
     own: Mapping[str, Any] | str
     added: Mapping[str, Any]
 
 
 class Journal:
-    """The journal of an output, locked by this process."""
+    """The journal of an output file, which this process has locked."""
 
     def __init__(self, output: Path):
         """Open or create the journal of `output`.
@@ -59,7 +59,7 @@ class Journal:
             self.file = open(self.path, "ab+", buffering=0)  # noqa: SIM115
             self._lock()
         self.synced = time.monotonic()
-        # Offset of the line of each finished record, by key; of several lines the last one counts.
+        # File offset of each finished record's line, by key; the last line of a key counts.
         self.finished: dict[bytes, int] = {}
         self.failed: set[bytes] = set()
         self.end = self._write_title()
@@ -70,7 +70,10 @@ class Journal:
         os.truncate(self.file.fileno(), self.end)
 
     def _write_title(self) -> int:
-        """Write what is missing of the first line; return the offset of the second line."""
+        """Complete the title line, and return the offset of the line after it.
+
+        Raises PipelineError if the file starts with something else.
+        """
         with open(self.path, "rb") as file:
             begin = file.read(len(TITLE))
         if not TITLE.startswith(begin):
@@ -93,7 +96,7 @@ class Journal:
             pass
 
     def _scan(self) -> Iterator[tuple[int, int, bytes, bool]]:
-        """Yield the offset, length, key and `failed` of each valid line."""
+        """Yield (offset, length in bytes, key, whether the record failed) of each valid line."""
         offset = 0
         with open(self.path, "rb") as file:
             while line := file.readline(MAX_LINE):
@@ -103,12 +106,15 @@ class Journal:
                 offset += len(line)
 
     def find(self, key: str) -> tuple[int, bool] | None:
-        """Return the offset of a record's line and whether it failed; None if unfinished."""
+        """Return the offset of a record's line, and whether the record failed.
+
+        None if the record is not finished.
+        """
         offset = self.finished.get(bytes.fromhex(key))
         return None if offset is None else (offset, bytes.fromhex(key) in self.failed)
 
     def add(self, key: str, entry: Entry, failed: bool) -> int:
-        """Append the line of a finished record, and return the offset of the line."""
+        """Append a line for a finished record, and return the file offset of the line."""
         line = dumps({"key": key, "failed": failed, "own": entry.own, "added": entry.added}) + b"\n"
         line = b"%08x " % zlib.crc32(line) + line
         offset = self.end
@@ -121,7 +127,7 @@ class Journal:
 
     def _write(self, data: bytes) -> None:
         with naming(self.path):
-            # On a full disk a part of the line may be written, which the next run ignores.
+            # A full disk may store a part of the line; the next run ignores it.
             if self.file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -31,7 +31,7 @@ from castiron.vmfb.manifest import Manifest
 
 FIELDS = ("custom_id", "method", "url", "body")
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
-# The record of a body, and the function that starts its answer, by endpoint.
+# By endpoint: the dataclass of its request body, and the function of (API, body) that starts the answer.
 ENDPOINTS: dict[str, tuple[type[schemas.Body], Callable[[Any, Any], Coroutine[Any, Any, Any]]]] = {
     "/v1/chat/completions": (schemas.ChatRequest, lambda api, body: api.chat(body)),
     "/v1/completions": (schemas.CompletionRequest, lambda api, body: api.complete(body)),
@@ -46,9 +46,9 @@ CACHED = ("prompt_tokens_details", "input_tokens_details", "cache_creation_input
 
 
 class Collector:
-    """An engine for the API layer that leaves generation to the batch job.
+    """A stand-in for the server's engine: it ignores requests, because the batch job runs them.
 
-    It computes the vectors of embedding models immediately.
+    It computes embedding vectors immediately.
     """
 
     def __init__(self, embedder: Embedder | None):
@@ -62,10 +62,13 @@ class Collector:
 
 
 class OpenAI:
-    """The `Format` of OpenAI's batch files; answers are those of `castiron serve`."""
+    """The `Format` of OpenAI's batch files; answers have the form of `castiron serve`'s."""
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer, names: list[str], embedder: Embedder | None = None):
-        """Answer records for one model; names: the model's names in bodies."""
+        """Answer records for one model.
+
+        names: values of a body's `model` that mean this model. embedder: for an embedding model.
+        """
         self.loop = asyncio.new_event_loop()
         self.api: ModelApi
         engine: Any = Collector(embedder)
@@ -98,7 +101,7 @@ class OpenAI:
         job = self._wait(start(self.api, body))
         if not isinstance(job, Job):
             return Work(record, lambda: self._answered(record, job.answer()))
-        # The records of a window do not share a limit, because only records in slots use memory.
+        # Release the server's limit on requests in flight: the job already limits them to the engine's slots.
         job.share.release()
         listen = lambda request, event: job.events.put_nowait((request, event))
         return Work(record, lambda: self._answered(record, job.answer(), job), job.requests, listen)  # type: ignore
@@ -159,9 +162,10 @@ def _body(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def reproducible(body: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return an answer with ids made from the record's key, times of 0, and no cache counts.
+    """Return a response body that is equal in every run, so that jobs can be compared.
 
-    Changes parts of `body` in place.
+    Ids are derived from the record's key, times are 0, and counts of cached tokens are removed.
+    Modifies parts of `body` in place.
     """
     body = {**body, **{name: 0 for name in TIMES if body.get(name) is not None}}
     if "id" in body:
@@ -185,17 +189,20 @@ def reproducible(body: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _items(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the output items of a response, or the blocks of a message."""
+    """Yield the output items of a Responses API body, or the content blocks of a Messages body."""
     content = body.get("content")
     yield from body.get("output") or (content if isinstance(content, list) else ())
 
 
 def _with_prefix(name: str, key: str) -> str:
-    """Return an id with the prefix of the id `name`, and `key` after it."""
+    """Return `key` after the prefix of the id `name`: "chatcmpl-..." gives "chatcmpl-" + key."""
     end = min(index for mark in "-_" if (index := name.find(mark)) >= 0)
     return name[: end + 1] + key
 
 
 def _call_id(key: str, choice: int, number: int) -> str:
-    """Return a tool call's id of nine letters and digits, like those of the server."""
+    """Return a tool call's id of nine letters and digits, as the server's ids.
+
+    choice: index of the choice in the response. number: index of the call in the choice.
+    """
     return f"{key[:5]}{choice % 100:02}{number % 100:02}"

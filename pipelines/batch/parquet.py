@@ -1,4 +1,4 @@
-"""Parquet tables as input and output of batch jobs; needs pyarrow, of the extra `parquet`."""
+"""Parquet tables as input and output of batch jobs; needs pyarrow, from the extra `parquet`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ GROUP = 1024
 
 
 class Table:
-    """The records of a Parquet file."""
+    """An iterable over the records of a Parquet file."""
 
     def __init__(self, path: Path):
         """Open a file; raise PipelineError if it is not Parquet."""
         try:
             self.file = pq.ParquetFile(path)
         except (pa.ArrowException, OSError) as error:
-            # Unlike Arrow's own errors, that of a missing file has an errno.
+            # Errors of the operating system, as for a missing file, have an errno; Arrow's have none.
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             raise PipelineError(f"{path} is not a valid Parquet file ({_one_line(error)}); write it again") from None
@@ -37,7 +37,7 @@ class Table:
         names = self.file.schema_arrow.names
         if duplicates := [name for name in names if names.count(name) > 1]:
             raise PipelineError(f"{path} has two columns named {duplicates[0]}; rename one")
-        # Without dictionaries, because a record would be stored with the dictionary of all records.
+        # Dictionary columns are decoded, because each serialised record would contain the complete dictionary.
         type_of = lambda type_: type_.value_type if pa.types.is_dictionary(type_) else type_
         self.schema = pa.schema([(field.name, type_of(field.type)) for field in self.file.schema_arrow])
 
@@ -50,7 +50,7 @@ class Table:
         is_openai = has_openai_columns(self.schema.names)
         for group in self._groups():
             for index in range(group.num_rows):
-                # Copied, because Arrow would serialise a slice with the data of the complete group.
+                # Copy each value, because Arrow serialises a slice with the data of the complete group.
                 columns = [pa.concat_arrays([column.slice(index, 1)]) for column in group.columns]
                 record = pa.Table.from_arrays(columns, schema=self.schema)
                 with pa.BufferOutputStream() as sink, pa.ipc.new_stream(sink, self.schema) as writer:
@@ -72,7 +72,10 @@ def _one_line(error: Exception) -> str:
 
 
 def plain(record: pa.Table) -> dict[str, Any]:
-    """Return a record's columns as JSON values; times and other values that JSON lacks as text."""
+    """Return the values of a one-row table by column name, as JSON values.
+
+    Times and other types that JSON does not have become text.
+    """
     columns = {
         name: column.cast(pa.string()) if pa.types.is_temporal(column.type) else column
         for name, column in zip(record.schema.names, record.columns)
@@ -81,23 +84,26 @@ def plain(record: pa.Table) -> dict[str, Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Remove null members of structs: a struct of Arrow has the members of all records."""
+    """Return `value` without null members of dicts.
+
+    Arrow gives each struct the members of all records, and sets those that it lacks to null.
+    """
     if isinstance(value, dict):
         return {name: without_nulls(member) for name, member in value.items() if member is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def unpack(own: str) -> pa.Table:
-    """Return the record that `Record.own` holds."""
+    """Return the one-row table that is encoded in `own` (`Record.own`)."""
     return pa.ipc.open_stream(base64.b64decode(own)).read_all()
 
 
 def write(file: BinaryIO, entries: Callable[[], Iterable[Entry]]) -> None:
-    """Write finished records as a table.
+    """Write finished records to `file` as Parquet.
 
-    An added column replaces an input column of the same name. A column whose values have different
-    types is written as JSON. `entries` is called twice: for the types of the columns, and for the
-    records.
+    An answer column replaces an input column of the same name. A column whose values have different
+    types is written as JSON text. `entries` is called twice: first to find the types of the
+    columns, then to write the records.
     """
     json_columns: set[str] = set()
     found: dict[str, pa.DataType] = {}
@@ -126,7 +132,7 @@ def _groups_of(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
 
 
 def _table(group: Sequence[Entry], json_columns: Collection[str]) -> pa.Table:
-    """Return finished records as a table, with the columns `json_columns` as JSON text."""
+    """Return finished records as a table; columns in `json_columns` become JSON text."""
     records = [entry.added for entry in group]
     columns: dict[str, pa.Array | pa.ChunkedArray] = {}
     if not any(isinstance(entry.own, str) for entry in group):
@@ -140,7 +146,10 @@ def _table(group: Sequence[Entry], json_columns: Collection[str]) -> pa.Table:
 
 
 def _column(values: list[Any], as_json: bool) -> pa.Array:
-    """Return JSON values as an array; objects and values of different types become JSON text."""
+    """Return JSON values as an Arrow array.
+
+    They become JSON text if `as_json`, if one is an object, or if their types differ.
+    """
     if not as_json and not any(isinstance(value, dict) for value in values):
         try:
             return pa.array(values)

@@ -1,4 +1,4 @@
-"""Plain records: prompts and messages to answer, and texts to embed."""
+"""Plain records, which are not in OpenAI's format: prompts to answer, and texts to embed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from castiron.vmfb.manifest import Manifest
 
 @dataclass
 class Prompts:
-    """The `Format` of records with `messages` or a `prompt` of text or token ids.
+    """The `Format` of records with a column `messages`, or `prompt` as text or token ids.
 
-    max_tokens: max length of an answer; None for `default_tokens`, or for as many as fit.
-    default_tokens: None for the rest of the context. raw: whether prompts are used without the chat
-    template. system: system message before each prompt. PipelineError for invalid options.
+    max_tokens: max tokens of an answer; None for `default_tokens`.
+    default_tokens: used if the context has space for so many; None for all free positions.
+    raw: whether prompts are encoded without the chat template.
+    system: system message before each prompt. Raises PipelineError for invalid options.
     """
 
     manifest: Manifest
@@ -77,7 +78,7 @@ class Prompts:
         return Outcome({**empty, "error": str(error)}, failed=True)
 
     def _encode(self, fields: Mapping[str, Any]) -> tuple[Sequence[int], bool]:
-        """Return the token ids of a record's prompt, and whether the chat template rendered it."""
+        """Return a record's prompt as token ids, and whether it was rendered as a chat."""
         name = column_of(fields, PROMPTS)
         prompt, tokenizer = fields[name], self.tokenizer
         if name == "messages":
@@ -105,10 +106,13 @@ class Prompts:
 
 
 class Embeddings:
-    """The `Format` of records with a text or token ids to embed."""
+    """The `Format` of records with text or token ids to embed."""
 
     def __init__(self, embedder: Embedder, prompt: str = "", dimensions: int | None = None):
-        """Embed each text after `prompt`; raise PipelineError for too many dimensions."""
+        """Embed each record's text with the prefix `prompt`.
+
+        dimensions: length of the vectors; None for the model's. PipelineError if it exceeds that.
+        """
         embedder.check_dimensions(dimensions)
         self.embedder, self.prompt, self.dimensions = embedder, prompt, dimensions
 
@@ -125,7 +129,7 @@ class Embeddings:
 
         def outcome() -> Outcome:
             vector = self.embedder.vector(tokens, self.dimensions)
-            # The shortest decimals with the same f32 values.
+            # `str` of an f32 gives the shortest decimal that rounds to it; float() alone gives f64 digits.
             added = {"embedding": [float(str(x)) for x in vector], "prompt_tokens": len(tokens.ids), "truncated": tokens.cut}
             return Outcome({**added, "error": None}, prompt=len(tokens.ids))
 
@@ -136,7 +140,10 @@ class Embeddings:
 
 
 def ids_of(value: Any, vocab: int) -> list[int] | None:
-    """Return `value` if it is a list of token ids, else None; PipelineError for invalid ids."""
+    """Return `value` if it is a non-empty list of integers, else None.
+
+    Raises PipelineError if one is not a token id, from 0 to `vocab` - 1.
+    """
     if not (isinstance(value, list) and value and all(type(token) is int for token in value)):
         return None
     if not 0 <= min(value) <= max(value) < vocab:
@@ -145,7 +152,10 @@ def ids_of(value: Any, vocab: int) -> list[int] | None:
 
 
 def messages_of(value: Any) -> list[dict[str, Any]]:
-    """Return a record's messages with content as text; raise PipelineError if they are invalid."""
+    """Return a record's chat messages, each with its content as one string.
+
+    Raises PipelineError if `value` is not a valid list of messages.
+    """
     if not is_messages(value):
         raise PipelineError("messages must be a non-empty list of objects with role and content")
     return [{**message, "content": _content(message, index)} for index, message in enumerate(value)]
@@ -163,7 +173,7 @@ def _content(message: Mapping[str, Any], index: int) -> str:
 
 
 def column_of(fields: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return which of these columns a record has; raise PipelineError if it is not exactly one."""
+    """Return the only column of `names` that the record has; PipelineError for none or several."""
     found = [name for name in names if fields.get(name) is not None]
     if len(found) != 1:
         columns = " and ".join(found) if found else "no " + " and no ".join(names)

@@ -1,4 +1,4 @@
-"""The records of a job: read them from JSON lines, and convert them to work for the engine."""
+"""Records of a batch job: parse them from JSON lines, and convert them to engine requests."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from castiron.pipelines.errors import PipelineError
 from castiron.vmfb.manifest import LOG, Manifest
 from castiron.vmfb.manifest import TEXT as MODULE_TEXT
 
-# Endings of JSON lines; the path "-" is a pipe of JSON lines.
+# File name extensions of JSON lines; the path "-" is stdin with JSON lines.
 LINES = (".jsonl", ".ndjson")
 TABLE = ".parquet"
-# Max bytes of a line, which is read into memory.
+# Max bytes of a line, because each line is read into memory.
 MAX_LINE = 64 << 20
-# Files of a bundle that have no effect on answers, so that they are left out of `identity`.
+# Files of a bundle that do not affect answers; `identity` does not hash them.
 IDLE_FILES = (LOG, MODULE_TEXT)
-# Columns for the prompt of a plain record, and for its text to embed.
+# Columns that may contain the prompt of a plain record, and columns that may contain its text to embed.
 PROMPTS, TEXTS = ("messages", "prompt"), ("text", "prompt", "input")
 # Columns of a record in OpenAI's format.
 OPENAI = {"custom_id", "url", "body"}
@@ -35,11 +35,13 @@ OPENAI = {"custom_id", "url", "body"}
 class Record:
     """A record of a job's input.
 
-    index: number of the record, from 0. fields: its columns, empty if the record cannot be read.
-    own: its columns for the output: `fields`, or for a record of a table an Arrow stream in base64.
-    source: the record's bytes in the input, for its key. is_openai: whether it is in OpenAI's
-    format; a record that cannot be read has the format of the one before it. error: why the record
-    cannot be read, or None. key: its key in the journal (`Conversion.key`).
+    index: number of the record in the input, from 0.
+    fields: values by column name; empty if the record cannot be parsed.
+    own: the columns to copy to the output: `fields`, or an Arrow stream in base64 for Parquet.
+    source: the record's bytes in the input, from which `key` is computed.
+    is_openai: whether it is in OpenAI's format; an invalid record has the previous one's format.
+    error: why the record cannot be parsed, or None.
+    key: its key in the journal, from `Conversion.key`.
     """
 
     index: int
@@ -52,19 +54,19 @@ class Record:
 
 
 def has_openai_columns(names: Collection[str]) -> bool:
-    """Return whether a record with these columns is in OpenAI's format.
+    """Return whether a record with the columns `names` is in OpenAI's format.
 
-    One of the format's three columns may be missing, if the record has no column of a plain record.
+    It is if `names` has all of custom_id, url and body, or two of them and no prompt or text.
     """
     found = len(OPENAI.intersection(names))
     return found == 3 or (found == 2 and not {*PROMPTS, *TEXTS}.intersection(names))
 
 
 class Records(Protocol):
-    """An iterable over the records of an input; it yields None while the next has not arrived.
+    """An iterable over the records of an input; it yields None while no record is available.
 
-    share: part of the input that has been read, 0 to 1, None if unknown. fault: error that ended
-    the input early.
+    share: fraction of the input that has been read, 0 to 1; None if the size is unknown.
+    fault: the error that ended the input early, or None.
     """
 
     fault: PipelineError | None
@@ -75,16 +77,16 @@ class Records(Protocol):
 
 
 def is_table(path: str) -> bool:
-    """Return whether a path is of Parquet, by its ending; PipelineError for neither format."""
+    """Return whether `path` is Parquet, not JSON lines or "-"; PipelineError for other names."""
     if path == "-" or path.lower().endswith(LINES):
         return False
     if path.lower().endswith(TABLE):
         return True
-    raise PipelineError(f"{path}: unknown file ending; use one of {', '.join((*LINES, TABLE))}, or - for a pipe")
+    raise PipelineError(f"{path}: unknown file name extension; use one of {', '.join((*LINES, TABLE))}, or - for a pipe")
 
 
 class JsonLines:
-    """An input with one JSON object per line; empty lines are skipped."""
+    """An iterable over the records of a JSON lines file or pipe; empty lines are skipped."""
 
     fault = None
 
@@ -115,7 +117,7 @@ class JsonLines:
                 index, is_openai = index + 1, record.is_openai
 
     def _lines(self) -> Iterator[bytes]:
-        """Yield the lines of a file; long lines are cut."""
+        """Yield the lines of a regular file, each cut after `MAX_LINE` + 1 bytes."""
         while line := self.file.readline(MAX_LINE + 1):
             rest = line
             while len(rest) > MAX_LINE and not rest.endswith(b"\n"):
@@ -123,7 +125,7 @@ class JsonLines:
             yield line
 
     def _arriving(self) -> Iterator[bytes | None]:
-        """Yield the lines of a pipe, and None while the next line has not arrived."""
+        """Yield the lines of a pipe, and None each time that no data is available."""
         line = bytearray()
         while True:
             if not select.select([self.file], [], [], 0)[0]:
@@ -143,7 +145,7 @@ class JsonLines:
 
 
 def _record(index: int, number: int, line: bytes, was_openai: bool) -> Record:
-    """Parse line `number` as record `index`; was_openai: the format of the record before it."""
+    """Return record `index` from line `number`; was_openai: the format of the previous record."""
     source = line.strip()
     invalid = lambda why: Record(index, {}, {}, source, was_openai, f"line {number} {why}")
     if len(line) > MAX_LINE:
@@ -165,7 +167,11 @@ def _no_constant(name: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a record: the columns to add, and numbers of prompt, new and cached tokens."""
+    """The result of a record.
+
+    added: output columns with the answer. failed: whether the answer is an error.
+    prompt, generated, cached: numbers of prompt tokens, new tokens and cached prompt tokens.
+    """
 
     added: Mapping[str, Any]
     failed: bool = False
@@ -176,9 +182,11 @@ class Outcome:
 
 @dataclass
 class Work:
-    """A record in progress: the requests that the engine runs for it, if any, and its outcome.
+    """A record with the engine requests that answer it.
 
-    `listen` is called with their events, and `outcome` once after the last request has ended.
+    requests: may be empty, if the answer needs no generation.
+    listen: called as `listen(request, event)` for each event of these requests.
+    outcome: called once, after the last request has ended; returns the result.
     """
 
     record: Record
@@ -188,39 +196,42 @@ class Work:
 
 
 class Format(Protocol):
-    """A format of records: the conversion of a record to work for the engine."""
+    """A record format: it converts records to `Work`, and errors to an `Outcome`."""
 
     def samples(self, record: Record) -> bool:
-        """Return whether the answer to a record is sampled."""
+        """Return whether the answer to a record is sampled at random, with the job's seed."""
         ...
 
     def work(self, record: Record, seed: int) -> Work:
-        """Return the work for a record; PipelineError or ApiError if it cannot be answered."""
+        """Return the work for a record; raise PipelineError or ApiError if it is invalid."""
         ...
 
     def failed(self, record: Record, error: Exception) -> Outcome:
-        """Return the outcome of a record that cannot be answered."""
+        """Return the outcome of a record whose answer failed with `error`."""
         ...
 
 
 class Conversion:
-    """The conversion of records, plain or in OpenAI's format, to keys and work."""
+    """A converter of records, plain or in OpenAI's format, to journal keys and to `Work`."""
 
     def __init__(self, plain: Format, openai: Callable[[], Format], identity: bytes, seed: int):
-        """Convert plain records with `plain`, and records in OpenAI's format with `openai()`."""
+        """Convert plain records with `plain`, and records in OpenAI's format with `openai()`.
+
+        identity: the hash of model and options from `identity`. seed: the job's seed for sampling.
+        """
         self.plain, self.openai, self.identity, self.seed = plain, cache(openai), identity, seed
 
     def key(self, record: Record) -> str:
-        """Return a hash of a record and of everything that its answer depends on: 32 hex digits.
+        """Return a hash of the record, the model and the options, as 32 hex digits.
 
-        The hash includes the index if the answer is sampled, so that the answers of equal records
-        differ, and if the record has an error, which names the line.
+        It includes the record's index if the answer is sampled, so that equal records get different
+        answers, and if the record is invalid, because its error message has the line number.
         """
         numbered = record.error is not None or self._format(record).samples(record)
         return hashlib.sha256(self.identity + (b"%d " % record.index if numbered else b"") + record.source).hexdigest()[:32]
 
     def work(self, record: Record) -> Work:
-        """Return the work for a record; if it cannot be answered, its outcome is an error."""
+        """Return the work for a record; for an invalid record, work whose outcome is the error."""
         format_ = self._format(record)
         seed = int.from_bytes(hashlib.sha256(f"{self.seed} {record.key}".encode()).digest()[:8]) >> 1
         try:
@@ -239,7 +250,7 @@ class Conversion:
 
 
 def identity(manifest: Manifest, options: Mapping[str, Any]) -> bytes:
-    """Return a hash of all that an answer depends on besides the record: model and options."""
+    """Return a SHA-256 hash of the model and the options that affect answers."""
     files = {name: file.sha256 for name, file in manifest.files.items() if name not in IDLE_FILES}
     facts = [files, manifest.name, manifest.context, manifest.numerics, manifest.generation, repr(manifest.tokens),
              repr(manifest.encoder), manifest.tool_format, dict(options)]  # fmt: skip

@@ -1,1 +1,1 @@
-"""Read checkpoints: GGUF files, HF directories, LoRA adapters and models on Hugging Face's hub."""
+"""Read checkpoints: GGUF files, HF directories, LoRA adapters, and models on Hugging Face Hub."""

@@ -1,8 +1,8 @@
 """Merge a LoRA adapter in PEFT's layout into its base checkpoint.
 
-The merge is that of `peft.tuners.lora`: weight + scale * B A, where scale is alpha / r, or alpha /
-sqrt(r) for a rank-stabilised adapter (arXiv:2312.03732). It is computed in f32, and the result is
-converted to the tensor's own codec.
+As in `peft.tuners.lora`, the result is weight + scale * B A. The scale is alpha / r, or
+alpha / sqrt(r) for a rank-stabilised adapter (arXiv:2312.03732). The merge is computed in f32, and
+the result is converted to the codec of the weight.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from castiron.vmfb.archive import Part
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# <module>.lora_A.weight of a linear layer, or <module>.lora_embedding_A of an embedding.
+# Names of matrices: <module>.lora_A.weight for a linear layer, <module>.lora_embedding_A for an embedding.
 _PART = re.compile(r"(.+)\.lora_(embedding_)?(A|B)(\.weight)?")
 
-# Config keys that are read, and those that describe the training or repeat what the tensors show.
+# Config keys that are read, and keys that only describe the training or follow from the tensors.
 _READ = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "init_lora_weights"}
 _IGNORED = set(
     """
@@ -38,7 +38,7 @@ _IGNORED = set(
     modules_to_save parent_library peft_version qalora_group_size revision runtime_config target_modules task_type
     """.split()
 )
-# Initialisations that keep the base weights; others (pissa, olora, ...) subtract the initial B A.
+# Initialisations that do not change the base weights; others (pissa, olora, ...) subtract the initial B A.
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
@@ -55,13 +55,13 @@ class Adapter:
 
 
 def adapter_sha256(path: Path) -> str:
-    """Return one sha256, in hex, over the config and the weights of an adapter."""
+    """Return the SHA-256 (hex) of an adapter's config and weights together."""
     hashes = [bytes.fromhex(Part.of(path / name).sha256()) for name in (CONFIG, WEIGHTS)]
     return hashlib.sha256(b"".join(hashes)).hexdigest()
 
 
 def open_adapter(path: Path) -> Adapter:
-    """Return the adapter in the directory `path`; CheckpointError for anything but plain LoRA."""
+    """Return the adapter in the directory `path`; CheckpointError if it is not plain LoRA."""
     config = _config(path)
     if not (path / WEIGHTS).exists():
         raise CheckpointError(f"{path} has no {WEIGHTS}; save the adapter as safetensors")
@@ -73,7 +73,7 @@ def open_adapter(path: Path) -> Adapter:
         if part is None:
             if ".lora_" in own:
                 raise CheckpointError(f"{path}: {shorten_text(name)} is not a plain LoRA matrix; {_MERGE}")
-            # The weight or bias of an adapted layer is one module deeper.
+            # In an adapted layer, the original weight or bias is in the submodule base_layer.
             own = own.replace(".base_layer.", ".")
             replaced[own] = replace(tensor, name=own)
             continue
@@ -81,7 +81,7 @@ def open_adapter(path: Path) -> Adapter:
         values = tensor.dequantise()
         if values.ndim != 2:
             raise CheckpointError(f"{path}: {shorten_text(name)} of {values.ndim} dimensions is not a matrix; {_MERGE}")
-        if embedding:  # its update is the transpose of B A
+        if embedding:  # the update of an embedding is the transpose of B A
             side, values = "B" if side == "A" else "A", values.T
         parts.setdefault(module, {})[side] = values
     pairs = {f"{module}.weight": _pair(path, config, module, sides) for module, sides in parts.items()}
@@ -89,9 +89,12 @@ def open_adapter(path: Path) -> Adapter:
 
 
 def merge(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
-    """Return the checkpoint with the adapter merged; merged weights are computed when read."""
+    """Return the checkpoint with the adapter merged; merged weights are computed at each read.
+
+    Raises CheckpointError if the adapter does not fit the checkpoint.
+    """
     tensors = dict(checkpoint.tensors)
-    # peft saves the embeddings of a resized vocabulary, trained or not.
+    # Ignore saved tensors that equal the base: peft saves embeddings even if they were not trained.
     replaced = {
         name: tensor
         for name, tensor in adapter.replaced.items()
@@ -126,7 +129,10 @@ _MERGE = "merge it with peft (merge_and_unload, save_pretrained) and give the di
 
 
 def _config(path: Path) -> dict:
-    """Return the config of a plain LoRA adapter, with defaults for what it leaves out."""
+    """Return the config of an adapter, with defaults for missing keys.
+
+    Raises CheckpointError if it is not plain LoRA.
+    """
     config = json_object(path / CONFIG)
     if config is None:
         raise CheckpointError(f"{path} has no {CONFIG}; give an adapter's directory, as peft's save_pretrained writes it")
@@ -148,7 +154,10 @@ def _config(path: Path) -> dict:
 
 
 def _of_pattern(patterns: Mapping[str, float], module: str, default: float, path: Path) -> float:
-    """Return the value of the first pattern that matches a module's name, as peft does."""
+    """Return the value of the first pattern that matches a module's name, as peft does.
+
+    patterns: value by regular expression. default: the value if none matches.
+    """
     try:
         return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
     except (re.error, OverflowError) as error:

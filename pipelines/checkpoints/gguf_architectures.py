@@ -1,8 +1,8 @@
-"""The table of GGUF architectures, which castiron uses to read and to write GGUF files.
+"""The table of GGUF architectures, for reading and writing GGUF files.
 
 Sources: llama.cpp's convert_hf_to_gguf.py for keys and changes of tensors, gguf.tensor_mapping for
 GGUF's names, llama.cpp's src/models for constants, HF's config classes for HF's names. To add an
-architecture, add a row; what a row can't express is a function in gguf_rules.
+architecture, add a row; if a row cannot express something, add a function to gguf_rules.
 """
 
 from dataclasses import replace
@@ -10,7 +10,8 @@ from dataclasses import replace
 from castiron.pipelines.checkpoints import gguf_metadata as names
 from castiron.pipelines.checkpoints.gguf_metadata import Architecture, experts, mamba, mamba_vectors
 
-# "llama" files with experts are Mixtral, "olmo2" files with a window OLMo 3.
+# Keys of rows for files that need another row than their architecture's: "llama" files with experts
+# are Mixtral models, "olmo2" files with a sliding window OLMo 3 models.
 MIXTRAL, OLMO3 = "llama with experts", "olmo2 with a window"
 
 _LLAMA = Architecture(
@@ -229,7 +230,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             **names.SIZES_AND_HEAD, **names.WINDOW, **names.EXPERTS_USED, "expert_count": "num_local_experts",
             "expert_feed_forward_length": "intermediate_size",
         },
-        # llama.cpp's graph has these SwiGLU numbers as constants; the window is HF's default.
+        # The SwiGLU numbers are constants in llama.cpp's graph; the window is HF's default.
         constants={"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "sliding_window": 128, names.PERIOD: 2},
         flags=names.ATTENTION_BIAS,
         bare=("attn_sinks",),
@@ -293,7 +294,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         tensors={**names.COMMON_TENSORS, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
         ints=names.SIZES,
         floats={**names.ROPE, "attention.layer_norm_epsilon": "norm_epsilon"},
-        # The converter drops sliding_window, which llama.cpp doesn't compute.
+        # The converter drops sliding_window, which llama.cpp does not implement.
         constants={"hidden_act": "gelu_pytorch_tanh", "sliding_window": None},
         flags={"use_bias": "attn_q.bias"},
     ),
@@ -307,7 +308,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         # llama.cpp always has the bias, and normalises the chosen experts' weights.
         constants={"conv_bias": False, "use_expert_bias": True, "norm_topk_prob": True},
         vectors={"exp_probs_b.bias": "feed_forward.expert_bias"},
-        fixed={"expert_gating_func": 2},  # llama.cpp's number of the sigmoid
+        fixed={"expert_gating_func": 2},  # the sigmoid in llama.cpp's enum
         rules=("lfm2_layers", "full_rotary", "rope_scaling"),
     ),
     "falcon-h1": Architecture(
@@ -318,7 +319,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "ffn_down": "feed_forward.down_proj",
         },
         ints={**names.SIZES_AND_HEAD, **names.SSM, "ssm.inner_size": "mamba_d_ssm"},
-        # The converter multiplies weights by the multipliers.
+        # The converter has already multiplied the weights by the config's multipliers.
         constants={
             **names.SILU, **dict.fromkeys(("attention_bias", "mlp_bias", "projectors_bias", "mamba_proj_bias"), False),
             "mamba_norm_before_gate": False,

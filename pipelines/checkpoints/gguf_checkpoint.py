@@ -1,6 +1,7 @@
-"""Open a GGUF file as a Checkpoint, with HF's names of tensors and HF's order of rows.
+"""Open a GGUF file as a Checkpoint, with HF's tensor names and order of rows.
 
-Reading a tensor undoes the changes of llama.cpp's converter.
+llama.cpp's converter changes some tensors, such as the order of rows. Reading a tensor here undoes
+these changes.
 """
 
 import re
@@ -18,7 +19,7 @@ from castiron.pipelines.checkpoints.gguf_config import architecture_of, encoding
 from castiron.pipelines.checkpoints.gguf_file import GgufFile, read_split_gguf
 from castiron.pipelines.checkpoints.gguf_metadata import Architecture
 from castiron.pipelines.checkpoints.gguf_rules import RULES_OF_ROPE_TENSOR
-from castiron.pipelines.checkpoints.gguf_tokenizer import eos_token_ids, tokenizer_json
+from castiron.pipelines.checkpoints.gguf_tokenizer import eos_token_ids, fim_token_ids, tokenizer_json
 
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.(.+)")
 # Filters of convolutions, [features, n] in GGUF and [features, 1, n] in HF.
@@ -50,6 +51,7 @@ def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
         chat_template=chat_template if isinstance(chat_template, str) else None,
         bos_token_id=config["bos_token_id"],
         eos_token_ids=eos,
+        fim_token_ids=fim_token_ids(file),
         generation_config={key: value for key, value in ids.items() if value not in (None, [])} | sampling_config(file),
         left_out=left_out,
         encoding=encoding,
@@ -57,10 +59,10 @@ def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
 
 
 def hf_tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Tensor]:
-    """Return the model's tensors by HF name; unknown ones keep GGUF's, to be reported later."""
+    """Return the tensors by HF name; unknown ones keep their GGUF name, to be reported later."""
     tensors: dict[str, Tensor] = {}
     for stored in file.tensors.values():
-        # Blocks after the last layer are for multi-token prediction, which castiron doesn't run.
+        # Skip blocks after the last layer, which are for multi-token prediction: castiron does not run it.
         block = _BLOCK.fullmatch(stored.name)
         further = block is not None and "delta_layers" in row.rules and int(block[1]) >= config["num_hidden_layers"]
         if RULES_OF_ROPE_TENSOR.get(stored.name, set()) & set(row.rules) or further:
@@ -74,7 +76,7 @@ def hf_tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Ten
 
 
 def _named(file: GgufFile, row: Architecture, config: dict, tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the HF tensors that are made from one tensor of the file, such as one per expert."""
+    """Yield the HF tensors in one tensor of the file, for example one for each expert."""
     block, named = _BLOCK.fullmatch(tensor.name), _NAMED.fullmatch(tensor.name)
     prefix = row.block.format(int(block[1])) if block else ""
     if block and block[2] in row.vectors:
@@ -123,7 +125,10 @@ def _minus_one(tensor: Tensor) -> Tensor:
 
 
 def _vector(tensor: Tensor, order: np.ndarray | None) -> Tensor:
-    """Return a tensor as an f32 vector, rearranged by `order`; a file has -exp(A_log) for A_log."""
+    """Return a tensor as an f32 vector, rearranged by `order` (None for the same order).
+
+    For the tensor A_log, a GGUF file stores -exp(A_log).
+    """
 
     def read() -> np.ndarray:
         values = tensor.dequantise().reshape(-1)
@@ -135,14 +140,14 @@ def _vector(tensor: Tensor, order: np.ndarray | None) -> Tensor:
 
 
 def _filter(tensor: Tensor, order: np.ndarray | None) -> Tensor:
-    """Return a convolution's filter as HF's [features, 1, n]; `order` rearranges its features."""
+    """Return the filter of a convolution as [features, 1, n]; order: new order of features."""
     features, positions = tensor.shape
     read = lambda: tensor.data[slice(None) if order is None else order].reshape(features, 1, -1)
     return replace(tensor, shape=(features, 1, positions), read=read)
 
 
 def _joined(file: GgufFile, parts: list[Tensor], name: str) -> Tensor:
-    """Return the rows of several matrices as one matrix, in f32 if their codecs differ."""
+    """Return the concatenated rows of several matrices, in f32 if their codecs differ."""
     for part in parts:
         _check_rank(file, part, 2)
     codecs = {part.codec for part in parts}
@@ -155,7 +160,10 @@ def _joined(file: GgufFile, parts: list[Tensor], name: str) -> Tensor:
 
 
 def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
-    """Return the GGUF index of each row or column of HF's tensor; None if the orders are equal."""
+    """Return the index in the GGUF tensor of each row or column of the HF tensor.
+
+    None if the orders are equal. leaf: name of the tensor in its block.
+    """
     kind = row.tiled.get(leaf.partition(".")[0])
     keys, values = config.get("linear_num_key_heads", 1), config.get("linear_num_value_heads", 1)
     if kind is None or keys in (1, values):
@@ -167,7 +175,7 @@ def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
 
 
 def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Tensor:
-    """Return a tensor with its columns rearranged, head by head; f32 if a block spans two heads."""
+    """Return a tensor with its columns in `order`; in f32 if a codec block spans two heads."""
     block = CODECS[tensor.codec].block
 
     def read() -> np.ndarray:
@@ -180,9 +188,10 @@ def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Tens
 
 
 def _stacked(tensor: Tensor, found: str | tuple[str, ...], prefix: str, suffix: str) -> Iterator[Tensor]:
-    """Yield the tensors that a tensor of the file stacks, such as one per expert.
+    """Yield the HF tensors that a tensor of the file stacks, for example one for each expert.
 
-    found: HF name with `{}` for the index, or several names that share a stacked matrix's rows.
+    found: HF name with `{}` for the index in the stack. If it is several names, each stacked matrix
+    has the rows of several tensors, one after the other.
     """
     names = (found,) if isinstance(found, str) else found
     shape = tensor.shape[1:]

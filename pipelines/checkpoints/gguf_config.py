@@ -18,7 +18,7 @@ from castiron.pipelines.checkpoints.gguf_rules import head_dim
 _ROPE_BASE = 10000.0
 # HF's names for the number of experts per token.
 _EXPERTS_USED = {"num_experts_per_tok", "top_k_experts"}
-# llama.cpp's pooling types; 4 is a reranker's.
+# llama.cpp's pooling types; type 4, of rerankers, is not supported.
 _POOLING = {1: "mean", 2: "cls", 3: "last"}
 
 _TOKENIZER = "tokenizer.ggml."
@@ -26,9 +26,9 @@ _TOKEN_IDS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "p
 
 _SAMPLING = "general.sampling."
 _PENALTY = "penalty_repeat"
-# GGUF's key -> HF's; castiron ignores Mirostat, XTC and the order of samplers.
+# From GGUF's key to HF's; castiron ignores Mirostat, XTC and the order of samplers.
 _SAMPLING_KEYS = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", _PENALTY: "repetition_penalty"}
-# Limit of a sampling option's value, because GGUF's integers have 32 bits.
+# Values of sampling options must be below this limit, because GGUF's integers have 32 bits.
 _MAX_OPTION = 2**31
 
 
@@ -43,12 +43,15 @@ def architecture_of(file: GgufFile) -> Architecture:
     row = ARCHITECTURES.get(special.get(name) or name)
     if row is None:
         known = shorten_list(architecture_names(), max_length=150)
-        raise CheckpointError(f"{file.path} holds a {shorten_text(name, 60)} model; supported are {known}")
+        raise CheckpointError(f"{file.path} has a {shorten_text(name, 60)} model; supported are {known}")
     return row
 
 
 def encoding_of(file: GgufFile) -> Encoding | None:
-    """Return how an embedding model makes vectors, which have length 1; None for other models."""
+    """Return how an embedding model computes its vectors; None for other models.
+
+    Vectors are normalised to length 1.
+    """
     metadata = Metadata(file)
     kind = metadata.integer("pooling_type", 0)
     if not kind:
@@ -61,7 +64,10 @@ def encoding_of(file: GgufFile) -> Encoding | None:
 
 
 def hf_config(file: GgufFile) -> dict:
-    """Return the model's config.json; CheckpointError for missing, unknown or invalid metadata."""
+    """Return the content of the model's config.json, from the metadata of a GGUF file.
+
+    Raises CheckpointError for missing, unknown or invalid metadata.
+    """
     row, metadata = architecture_of(file), Metadata(file)
     config: dict = {"model_type": row.model_type, **row.constants}
     for names, read in ((row.ints, metadata.integer), (row.floats, metadata.real)):
@@ -95,10 +101,10 @@ def hf_config(file: GgufFile) -> dict:
 
 
 def sampling_config(file: GgufFile) -> dict[str, float]:
-    """Return the file's sampling defaults under generation_config.json's names."""
+    """Return the sampling defaults in a GGUF file, with the keys of generation_config.json."""
     metadata = Metadata(file, _SAMPLING)
     found = {own: value for key, own in _SAMPLING_KEYS.items() if (value := metadata.real(key)) is not None}
-    # Return the decimal that the f32 was made from: 0.7, not 0.699999988.
+    # Return the shortest decimal, 0.7, and not the f32's 0.699999988.
     return {own: float(f"{value:.7g}") for own, value in found.items()}
 
 
@@ -114,7 +120,10 @@ def sampling_metadata(generation: Mapping) -> dict[str, int | float]:
 
 
 def _check_sizes(config: dict, metadata: Metadata, row: Architecture) -> None:
-    """Reject missing sizes, and inconsistent numbers or sizes of attention heads."""
+    """Raise CheckpointError for missing sizes, or inconsistent attention heads.
+
+    Also sets num_key_value_heads if it is missing.
+    """
     sizes = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "context_length")
     for key in (*sizes, *(key for key in row.ints if key.startswith(("ssm.", "shortconv.")))):
         if key not in row.by_layer:

@@ -1,7 +1,7 @@
 """Convert an HF checkpoint to GGUF: metadata, tensors and tokenizer.
 
-Metadata and tokenizer are read back before they are written, so a model that GGUF can't express is
-an error.
+Metadata and tokenizer are parsed again before they are written, so that a model that GGUF cannot
+represent is an error.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from castiron.pipelines.checkpoints.gguf_tokenizer import PRE_TOKENIZERS, SPACE,
 
 # Model types that llama.cpp converts to the architecture of another type.
 _SAME_AS = {"mistral": "llama"}
-# GPT-2's names of sizes -> the common names.
+# From GPT-2's names of sizes to the common names.
 _SIZES = {
     "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
     "n_positions": "max_position_embeddings",
 }  # fmt: skip
-# Matrices that stay f32 in llama.cpp: routers, filters of convolutions, learned positions.
+# Matrices that llama.cpp stores in f32: routers, filters of convolutions, learned positions.
 _SMALL = re.compile(r".*(ffn_gate_inp|shortconv\.conv|position_embd)\.weight")
 _TOP = re.compile(r"(.+)\.(weight|bias)")
-_TOLERANCE = 1e-5  # relative difference of numbers that are stored in f32
+_TOLERANCE = 1e-5  # max relative difference of equal numbers, because GGUF stores f32
 
 _PREFIX = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's llama_token_type
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _CONVERT = "convert it with llama.cpp's convert_hf_to_gguf.py, and quantise the file that this writes"
 
-# A function from HF's name of a tensor, and a codec, to its bytes.
+# A function of a tensor's HF name and a codec that returns the tensor's data in that codec.
 Read = Callable[[str, str], np.ndarray]
 
 
 def architecture_for(checkpoint: Checkpoint) -> tuple[str, Architecture]:
     """Return the model's `general.architecture` and its entry in ARCHITECTURES."""
     model_type = checkpoint.config["model_type"]
-    # This module can't make the changes to tensors that `vectors`, `joined` and `tiled` describe.
+    # Architectures with `vectors`, `joined` or `tiled` are not supported: this module cannot make these changes.
     known = ((name, row) for name, row in reversed(ARCHITECTURES.items()) if not (row.vectors or row.joined or row.tiled))
     rows = {row.model_type: (name.partition(" ")[0], row) for name, row in known}
     if (found := rows.get(_SAME_AS.get(model_type, model_type))) is None:
@@ -57,7 +57,7 @@ def architecture_for(checkpoint: Checkpoint) -> tuple[str, Architecture]:
 
 
 def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
-    """Return the GGUF metadata of the architecture; `config` is what `flat_config` returns."""
+    """Return the GGUF metadata under the architecture's prefix; config: from `flat_config`."""
     name, row = architecture_for(checkpoint)
     size, read = head_dim(config), read_config(checkpoint.config)
     keys: dict[str, Value] = {}
@@ -69,7 +69,7 @@ def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
         keys |= {"attention.key_length": size, "attention.value_length": size}
     keys["attention.head_count_kv"] = read.kv_heads
     if "lfm2_layers" in row.rules:
-        # Convolution layers have no heads, and the config has the intermediate size before rounding.
+        # Convolution layers have no heads. The config has the intermediate size before rounding, so use the rounded one.
         keys["attention.head_count_kv"] = [read.kv_heads * (kind == "full_attention") for kind in read.layer_types]
         keys["feed_forward_length"] = read.intermediate
     if "use_parallel_residual" in config:
@@ -79,7 +79,7 @@ def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
 
 
 def flat_config(config: dict) -> dict:
-    """Return the config in transformers 4's form, with sizes also under the common names."""
+    """Return a config in the form of transformers 4, with sizes also under their common names."""
     entry = config.get("rope_parameters") or {}
     local = entry.get("sliding_attention", {})
     entry = {**entry.get("full_attention", entry), **(config.get("rope_scaling") or {})}
@@ -112,7 +112,7 @@ def _rope_keys(config: dict) -> dict[str, Value]:
     if kind in ("yarn", "longrope") and original is not None:
         keys["rope.scaling.original_context_length"] = int(original)
     if kind == "longrope":
-        # The factor by which HF multiplies the cosines (_compute_longrope_parameters).
+        # The factor by which HF multiplies cosines and sines (_compute_longrope_parameters).
         factor = entry.get("factor") or (config["max_position_embeddings"] / original if original else 1.0)
         default = 1.0 if factor <= 1 or not original else np.sqrt(1 + np.log(factor) / np.log(original))
         stated = entry.get("attention_factor")
@@ -121,7 +121,7 @@ def _rope_keys(config: dict) -> dict[str, Value]:
 
 
 def _rope_tensors(config: dict) -> Iterator[Tensor]:
-    """Yield the GGUF tensors that contain divisors of rotary frequencies."""
+    """Yield the GGUF tensors with the divisors of rotary frequencies, if the model has any."""
     entry = config.get("rope_scaling") or {}
     factors: dict[str, np.ndarray] = {}
     if entry.get("rope_type") == "llama3":
@@ -135,9 +135,9 @@ def _rope_tensors(config: dict) -> Iterator[Tensor]:
 
 
 def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, str], read: Read) -> list[Tensor]:
-    """Return the tensors under GGUF's names, rearranged as llama.cpp's converter does.
+    """Return the tensors with GGUF's names, rearranged as llama.cpp's converter does.
 
-    codecs: codec of each matrix, by HF's name.
+    config: from `flat_config`. codecs: codec of each matrix to write, by HF name.
     """
     _, row = architecture_for(checkpoint)
     leaves, tops = ({own: leaf for leaf, own in names.items()} for names in (row.tensors, row.top))
@@ -163,7 +163,10 @@ def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, st
 
 
 def _exported(tensor: Tensor, name: str, codecs: Mapping[str, str], read: Read, row: Architecture, heads: int = 0) -> Tensor:
-    """Return a tensor under GGUF's `name`; heads: those by which its rows are permuted, if any."""
+    """Return a tensor with the GGUF name `name`.
+
+    heads: number of heads in which llama.cpp's converter permutes the rows, or 0.
+    """
     small = _SMALL.fullmatch(name)
     codec = "f32" if small or len(tensor.shape) == 1 else codecs[tensor.name]
     # A filter of a convolution is [features, 1, n] in HF.
@@ -174,7 +177,7 @@ def _exported(tensor: Tensor, name: str, codecs: Mapping[str, str], read: Read, 
         if row.norms_plus_one and name.endswith("norm.weight"):
             rows = (rows.view("<f4") + np.float32(1)).view(np.uint8)
         if heads:
-            # HF's (head, half, pair) to (head, pair, half): the converter's `permute`.
+            # As the converter's `permute`: from HF's order (head, half, pair) to (head, pair, half).
             rows = rows.reshape(heads, 2, tensor.shape[0] // heads // 2, -1).swapaxes(1, 2)
         return rows.reshape(*shape[:-1], -1) if shape != tensor.shape else rows
 
@@ -190,7 +193,7 @@ def _stack(name: str, codec: str, parts: dict[int, Tensor], read: Read) -> Tenso
 
 
 def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tensors: list[Tensor]) -> None:
-    """Raise CheckpointError unless the metadata gives the same model config as the checkpoint."""
+    """Raise CheckpointError if reading the metadata gives another config than the checkpoint's."""
     file = GgufFile(checkpoint.path, as_read(metadata), {tensor.name: tensor for tensor in tensors})
     ours, theirs = (read_config(config) for config in (checkpoint.config, hf_config(file)))
     if differing := sorted(_differing(ours, theirs)):
@@ -199,7 +202,7 @@ def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tenso
 
 
 def _differing(one: Any, other: Any) -> Iterator[str]:
-    """Yield the fields in which two records differ; a missing field equals None and False."""
+    """Yield the names of fields that differ in two dataclasses; a missing field equals None."""
     for name in {field.name for record in (one, other) for field in fields(record)}:
         if not _same(getattr(one, name, None), getattr(other, name, None)):
             yield name
@@ -215,7 +218,10 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def export_tokenizer(checkpoint: Checkpoint, vocab: int) -> dict[str, Value]:
-    """Return the metadata of the checkpoint's tokenizer, for `vocab` rows of embeddings."""
+    """Return the GGUF metadata of a checkpoint's tokenizer; vocab: rows of the embedding.
+
+    Raises CheckpointError if GGUF cannot represent the tokenizer.
+    """
     if checkpoint.tokenizer is None:
         return {_PREFIX + "model": "no_vocab"}
     tokenizer = tokenizer_of(checkpoint.tokenizer, checkpoint.path)
@@ -245,14 +251,17 @@ def export_tokenizer(checkpoint: Checkpoint, vocab: int) -> dict[str, Value]:
 
 
 def _byte_level(checkpoint: Checkpoint, found: dict, steps: list[dict], vocab: int) -> dict[str, Value]:
-    """Return the metadata of a byte-level BPE tokenizer with the pre-tokenizer's `steps`."""
+    """Return the metadata of a byte-level BPE tokenizer.
+
+    found: the parsed tokenizer.json. steps: its pre-tokenizers.
+    """
     nfc, ignore_merges = (found["normalizer"] or {}).get("type") == "NFC", found["model"]["ignore_merges"]
     rows = ((name, row) for name, row in PRE_TOKENIZERS.items() if (row.nfc, row.ignore_merges) == (nfc, ignore_merges))
-    # Other differences, such as the options of ByteLevel, show when SAMPLE is tokenized.
+    # Other differences, such as the options of ByteLevel, are found when SAMPLE is tokenized.
     kinds_of = lambda steps: [(step["type"], step.get("pattern")) for step in steps]
     name = next((name for name, row in rows if kinds_of(row.steps) == kinds_of(steps)), None)
     if name is None:
-        unfit = "its tokenizer splits text by rules that have no name there"
+        unfit = "its tokenizer has a pre-tokenizer that llama.cpp has no name for"
         raise CheckpointError(f"{checkpoint.path} cannot be written as GGUF: {unfit}; {_CONVERT}")
     tokens, kinds = _tokens(found, vocab)
     merges = [" ".join(pair) for pair in found["model"]["merges"]]
@@ -262,7 +271,8 @@ def _byte_level(checkpoint: Checkpoint, found: dict, steps: list[dict], vocab: i
 def _sentencepiece(found: dict, steps: list[dict], vocab: int) -> dict[str, Value]:
     """Return the metadata of a SentencePiece BPE tokenizer, which has scores instead of merges.
 
-    A token's score is minus the index of the first merge that makes it.
+    The score of a token is minus the index of the first merge that produces it. found, steps: as in
+    `_byte_level`.
     """
     tokens, kinds = _tokens(found, vocab)
     ranks: dict[str, int] = {}
@@ -275,7 +285,7 @@ def _sentencepiece(found: dict, steps: list[dict], vocab: int) -> dict[str, Valu
         elif _BYTE_TOKEN.fullmatch(token):
             kinds[number] = _BYTE
         elif kinds[number] == _USER_DEFINED:
-            # The tokenizer matches added tokens before it replaces the text's spaces.
+            # Added tokens have plain spaces: the tokenizer matches them before it replaces the text's spaces.
             tokens[number] = token.replace(SPACE, " ")
     prefix = any(step["type"] == "Prepend" for step in _steps(found["normalizer"], "normalizers"))
     prefix = prefix or any(step["type"] == "Metaspace" and step["prepend_scheme"] != "never" for step in steps)
@@ -284,7 +294,7 @@ def _sentencepiece(found: dict, steps: list[dict], vocab: int) -> dict[str, Valu
 
 
 def _steps(step: dict | None, parts: str) -> Iterator[dict]:
-    """Yield the steps of a normalizer or pre-tokenizer; a Sequence lists them under `parts`."""
+    """Yield the steps of a normalizer or pre-tokenizer; parts: key of the steps in a Sequence."""
     if step and step["type"] == "Sequence":
         for part in step[parts]:
             yield from _steps(part, parts)
@@ -293,7 +303,7 @@ def _steps(step: dict | None, parts: str) -> Iterator[dict]:
 
 
 def _tokens(found: dict, vocab: int) -> tuple[list[str], list[int]]:
-    """Return the text and the llama.cpp token type of each id; [PAD7] for an id without a token."""
+    """Return (text of each id, llama.cpp token type of each id); [PAD7] for an unused id 7."""
     by_id = {number: (token, _NORMAL) for token, number in found["model"]["vocab"].items()}
     for token in found["added_tokens"]:
         by_id[token["id"]] = token["content"], _CONTROL if token["special"] else _USER_DEFINED

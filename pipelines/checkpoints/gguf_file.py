@@ -1,8 +1,9 @@
 """Read and write GGUF files, little-endian versions 2 and 3 (ggml/docs/gguf.md).
 
-`gguf.GGUFReader` is not used: it reads past the end of a short file, trusts every count and offset,
-and takes 13 s for a vocabulary of 262,144 that takes 0.5 s here. The checks include those of ggml's
-`gguf_init_from_file`. `gguf.GGUFWriter` can't copy another file's metadata with its types.
+`gguf.GGUFReader` is not used, because it reads past the end of a short file, trusts every count and
+offset, and takes 13 s for a vocabulary of 262,144 tokens (here 0.5 s). `gguf.GGUFWriter` is not
+used, because it cannot copy another file's metadata with its types. The checks include those of
+ggml's `gguf_init_from_file`.
 """
 
 import struct
@@ -25,7 +26,7 @@ CODEC_OF_GGML_TYPE = {
 }  # fmt: skip
 GGML_TYPE = {codec: number for number, codec in CODEC_OF_GGML_TYPE.items()}
 
-# GGUF's number of a value type -> NumPy's type.
+# From GGUF's number of a value type to the NumPy type.
 _NUMBERS = {
     0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "u1", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
@@ -35,20 +36,20 @@ _SMALLEST_ENTRY = 8 + 4 + 1  # key length, type, one byte of value
 _SMALLEST_TENSOR = 8 + 4 + 8 + 4 + 8  # name length, rank, one dimension, type, offset
 ALIGNMENT = 32  # unless the file states another
 _MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
-# Limit for the memory of all strings of a file, because a sparse file can contain any number of them.
-# A string takes about 100 bytes more than its text; a tokenizer of 260,000 tokens has 800,000.
+# Max bytes of memory for all strings of a file, because a sparse file can contain any number of strings.
+# A string takes about 100 bytes more than its text; a tokenizer of 260,000 tokens has 800,000 strings.
 _MAX_STRING_BYTES, _STRING_OVERHEAD = 200_000_000, 100
 # Max number of metadata entries, and of tensors; models have a few thousand.
 _MAX_ENTRIES = 200_000
 
-# The bytes of an entry, and a value of metadata to write.
+# The bytes of a metadata entry, and the types of metadata values that can be written.
 Buffer = bytes | memoryview
 Value = int | float | bool | str | Sequence[str] | Sequence[int] | Sequence[float] | Sequence[bool]
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A mapped GGUF file."""
+    """A GGUF file; its tensors are views of the mapped file."""
 
     path: Path
     metadata: dict  # by key a str, int, float, bool, list[str], or NumPy array of numbers
@@ -57,7 +58,10 @@ class GgufFile:
 
 
 class _Cursor:
-    """A reader of the mapped file that never reads past its end; `what` names a value in errors."""
+    """A sequential reader of a mapped file, which never reads past its end.
+
+    `what` in its methods is the name of the value for errors.
+    """
 
     def __init__(self, path: Path, view: memoryview):
         self.path, self.view, self.at, self.string_bytes = path, view, 0, 0
@@ -90,12 +94,15 @@ class _Cursor:
             raise self.invalid(f"{what} is not UTF-8") from None
 
     def count(self, smallest: int, what: str, limit: int = 2**64) -> int:
-        """Read a number of items of at least `smallest` bytes; it must not exceed `limit`."""
+        """Read a count of items, and check that so many items can follow in the file.
+
+        smallest: min bytes of an item. limit: max count.
+        """
         count = self.number(_U64, what)
         if count * smallest > len(self.view) - self.at:
-            raise self.invalid(f"it announces {count} {what}, more than its {len(self.view)} bytes can hold")
+            raise self.invalid(f"it states {count} {what}, more than its {len(self.view)} bytes can hold")
         if count > limit:
-            raise self.invalid(f"it announces {count} {what}; the limit is {limit}")
+            raise self.invalid(f"it states {count} {what}; the limit is {limit}")
         return count
 
     def value(self, kind: int, what: str):
@@ -110,7 +117,7 @@ class _Cursor:
         return self.numbers(kind, what)
 
     def numbers(self, kind: int, what: str, count: int | None = None) -> np.ndarray:
-        """Read `count` numbers of GGUF's type `kind`, or as many as the file states next."""
+        """Read numbers of GGUF's type `kind`; count: None to read the count from the file first."""
         if kind not in _NUMBERS:
             raise self.invalid(f"{what} has the unsupported value type {kind}")
         dtype = np.dtype(_NUMBERS[kind])
@@ -124,7 +131,7 @@ class _Cursor:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Map the GGUF file at `path` and parse its header; CheckpointError if it is invalid."""
+    """Return the GGUF file at `path` with its header parsed; CheckpointError if it is invalid."""
     cursor = _Cursor(path, view := map_file(path))
     if view[:4] != b"GGUF":
         raise CheckpointError(f"{path} is not a GGUF file; give a GGUF file or an HF directory")
@@ -165,7 +172,7 @@ def read_split_gguf(path: Path) -> GgufFile:
 
 
 def _metadata(cursor: _Cursor, count: int) -> tuple[dict, int, dict[str, memoryview]]:
-    """Return the metadata, the alignment, and the bytes of each entry of the metadata."""
+    """Return (metadata by key, alignment in bytes, bytes of each metadata entry by key)."""
     metadata, alignment, entries = {}, ALIGNMENT, {}
     for _ in range(count):
         start = cursor.at
@@ -185,7 +192,10 @@ def _metadata(cursor: _Cursor, count: int) -> tuple[dict, int, dict[str, memoryv
 
 
 def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tensor]:
-    """Return the tensors; their data must be aligned, inside the file, and not overlap."""
+    """Return the tensors by name.
+
+    Raises CheckpointError if their data is not aligned, is outside the file, or overlaps.
+    """
     found: dict[str, tuple[Tensor, int]] = {}  # with the offset in the data section
     for _ in range(count):
         name = cursor.string("a tensor's name")
@@ -207,12 +217,12 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tensor]:
 
 
 def _reader(data: np.ndarray, tensor: Tensor) -> Callable[[], np.ndarray]:
-    """Return the function that returns a tensor's bytes, at the start of `data`."""
+    """Return a function that returns the tensor's bytes; they are at the start of `data`."""
     return lambda: data[: tensor.nbytes].reshape(*tensor.shape[:-1], -1)
 
 
 def _tensor(cursor: _Cursor, name: str) -> tuple[Tensor, int]:
-    """Read a tensor's entry after its name; return it with the offset of its data."""
+    """Return (tensor without data, offset of its data), read from its entry after the name."""
     what = shorten(name)
     rank = cursor.number(_U32, f"the rank of {what}")
     if not 1 <= rank <= _MAX_DIMENSIONS:
@@ -236,7 +246,10 @@ def _tensor(cursor: _Cursor, name: str) -> tuple[Tensor, int]:
 
 
 def write_gguf(out: BinaryIO, entries: Sequence[Buffer], tensors: Sequence[Tensor], progress: Callable[[float], None]) -> None:
-    """Write a GGUF file of entries from `metadata_entry`; `progress` gets the share written."""
+    """Write a GGUF file; entries: results of `metadata_entry`, or entries of another file.
+
+    progress: called with the written fraction, 0 to 1.
+    """
     out.write(header(entries, tensors))
     written, total = 0, sum(padded(tensor.nbytes) for tensor in tensors)
     for tensor in tensors:
@@ -250,7 +263,7 @@ def write_gguf(out: BinaryIO, entries: Sequence[Buffer], tensors: Sequence[Tenso
 
 
 def header(entries: Sequence[Buffer], tensors: Sequence[Tensor]) -> bytes:
-    """Return a file's bytes before the tensors' data."""
+    """Return the bytes of a GGUF file before the data of the tensors."""
     rows, offset = [], 0
     for tensor in tensors:
         dims = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *reversed(tensor.shape))
@@ -261,7 +274,7 @@ def header(entries: Sequence[Buffer], tensors: Sequence[Tensor]) -> bytes:
 
 
 def padded(nbytes: int) -> int:
-    """Return the size in the file, with padding, of a tensor of `nbytes` bytes."""
+    """Return the bytes that a tensor of `nbytes` bytes takes in the file, with padding."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -283,7 +296,7 @@ def metadata_entry(key: str, value: Value) -> bytes:
 
 
 def as_read(metadata: Mapping[str, Value]) -> dict:
-    """Return metadata in the form that `read_gguf` returns: lists of numbers are NumPy arrays."""
+    """Return metadata as `read_gguf` would return it: lists of numbers become NumPy arrays."""
     numbers = lambda value: isinstance(value, list) and not isinstance(value[0], str)
     return {key: np.array(value) if numbers(value) else value for key, value in metadata.items()}
 
@@ -293,7 +306,7 @@ def _string(text: str) -> bytes:
 
 
 def _items(values: list) -> tuple[int, bytes]:
-    """Return GGUF's type number for an array's values, and their bytes."""
+    """Return (GGUF's type number, bytes) of the values of an array."""
     if values and isinstance(values[0], str):
         return _STRING, b"".join(map(_string, values))
     for type_, kind, form in ((bool, _BOOL, "?"), (int, _INT32, "i")):

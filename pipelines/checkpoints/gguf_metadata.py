@@ -1,4 +1,4 @@
-"""Typed access to the metadata of GGUF files, and tables of GGUF's names and HF's."""
+"""Typed access to the metadata of GGUF files, and tables from GGUF's names to HF's."""
 
 import math
 import numbers
@@ -11,8 +11,8 @@ from castiron.emitter.shorten import shorten
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.checkpoints.gguf_file import GgufFile
 
-# Keys that `unread` doesn't list: they repeat the tensors' shapes, don't change a text's logits, or
-# are read by `gguf_config.encoding_of`.
+# Keys that `unread` does not list, because they repeat the tensors' shapes, do not change the logits
+# of a text, or are read by `gguf_config.encoding_of`.
 _SILENT_KEYS = {"vocab_size", "tensor_data_layout", "pooling_type", "expert_shared_count"}
 _SILENT_KEYS |= {"rope.scaling.finetuned", "rope.dimension_sections"}
 _SILENT_KEYS |= {f"dense_{n}_feat_{end}" for n in (2, 3) for end in ("in", "out")}
@@ -31,7 +31,7 @@ class Metadata:
         return CheckpointError(f"{self.file.path}: {message}")
 
     def invalid(self, key: str, wanted: str) -> CheckpointError:
-        """Return the error for a key with a wrong value; `wanted` describes a right one."""
+        """Return the error for a key with an invalid value; `wanted` describes a valid value."""
         value = self.get(key)
         stated = shorten(value.tolist() if isinstance(value, np.ndarray) else value, 40)
         return self.error(f"{self.prefix}{key} is {stated}, not {wanted}")
@@ -50,14 +50,20 @@ class Metadata:
         return value
 
     def integer(self, key: str, default: int | None = None) -> int | None:
-        """Return the integer, at least 0, under a key; an array must have it for every layer."""
+        """Return the non-negative integer under a key.
+
+        The file may have an array with the same number for every layer.
+        """
         value = self._typed(key, numbers.Integral, "a whole number", default)
         if value is not None and value < 0:
             raise self.invalid(key, "0 or more")
         return value
 
     def real(self, key: str, default: float | None = None) -> float | None:
-        """Return the finite number under a key; an array must have it for every layer."""
+        """Return the finite number under a key.
+
+        The file may have an array with the same number for every layer.
+        """
         value = self._typed(key, numbers.Real, "a number", default)
         if value is not None and not math.isfinite(value):
             raise self.invalid(key, "finite")
@@ -91,7 +97,7 @@ class Metadata:
         return f"blk.{layer}.{leaf}" in self.file.tensors
 
     def unread(self) -> list[str]:
-        """Return the keys under the prefix that were not read, and so may change the result."""
+        """Return the keys under the prefix that were not read; they may change the result."""
         own = (key for key in self.file.metadata if key.startswith(self.prefix))
         return sorted(key for key in own if key.removeprefix(self.prefix) not in self._read | _SILENT_KEYS)
 
@@ -104,10 +110,10 @@ def architecture_name(file: GgufFile) -> str:
     return name
 
 
-# GGUF's names -> HF's, in tables that several architectures share.
+# Tables from GGUF's names to HF's. Several architectures share the tables below.
 Names = Mapping[str, str]
 
-# Tensors: GGUF's name -> HF's; "token_embd_norm" is LFM2's final norm.
+# Tensors: from GGUF's name to HF's; "token_embd_norm" is LFM2's final norm.
 TOP_TENSORS = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
     "token_embd_norm": "model.embedding_norm",
@@ -120,29 +126,32 @@ QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"
 MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
-# What most architectures have; a name that a file lacks does no harm.
+# The names in most architectures; a file need not have all of them.
 COMMON_TENSORS = {**ATTENTION, **MLP, **PRE_NORMS, **QK_NORMS}
 GEMMA_TENSORS = {**COMMON_TENSORS, **POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 
 
 def experts(parent: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Names:
-    """Return GGUF's name of each stack of experts -> HF's name of the matrix of expert `{}`."""
+    """Return, by GGUF's name of a stack of experts, HF's name of the matrix of expert `{}`.
+
+    parent: HF's name of the module with the experts. gate, up, down: HF's names of the matrices.
+    """
     leaves = {"ffn_gate_exps": gate, "ffn_up_exps": up, "ffn_down_exps": down}
     return {leaf: f"{parent}.experts.{{}}.{own}" for leaf, own in leaves.items()}
 
 
 def mamba(parent: str) -> Names:
-    """Return GGUF's names of a Mamba layer's matrices -> HF's."""
+    """Return HF's names of a Mamba layer's matrices by GGUF's; parent: HF's name of the layer."""
     return {"ssm_in": f"{parent}.in_proj", "ssm_conv1d": f"{parent}.conv1d", "ssm_out": f"{parent}.out_proj"}
 
 
 def mamba_vectors(parent: str) -> Names:
-    """Return GGUF's names of a Mamba layer's vectors -> HF's."""
+    """Return HF's names of a Mamba layer's vectors by GGUF's; parent: HF's name of the layer."""
     leaves = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias", "ssm_norm.weight": "norm.weight"}
     return {leaf: f"{parent}.{own}" for leaf, own in leaves.items()}
 
 
-# Numbers: GGUF's key -> HF's.
+# Numbers: from GGUF's key to HF's.
 SIZES_BY_LAYER = {
     "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
@@ -165,12 +174,12 @@ GRANITE_FLOATS = {
     "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
 }  # fmt: skip
 
-# Every n-th layer has full attention; `gguf_rules.layer_types` replaces this key by a list.
+# Config key for n, if every n-th layer has full attention; `gguf_rules.layer_types` replaces it by a list.
 PERIOD = "sliding_window_pattern"
 SILU = {"hidden_act": "silu"}
 NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
 GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
-# llama.cpp's defaults for the window and the base.
+# The window and the base are llama.cpp's defaults.
 GEMMA2 = {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": 4096, PERIOD: 2}
 GEMMA3 = {
     **GEMMA2, "sliding_window": None, PERIOD: 6, "use_bidirectional_attention": False, "rope_local_base_freq": 10000.0,
@@ -182,41 +191,42 @@ LLAMA_FLAGS = {**ATTENTION_BIAS, "mlp_bias": "ffn_up.bias"}
 
 @dataclass(frozen=True)
 class Architecture:
-    """How GGUF's keys and tensors become HF's, for one value of `general.architecture`.
+    """How to convert GGUF's keys and tensors to HF's, for one value of `general.architecture`.
 
-    A leaf is a tensor's name inside its block without ".weight": `attn_q` of `blk.0.attn_q.weight`.
-    The defaults are what most architectures have.
+    A leaf is the name of a tensor in its block, without ".weight": `attn_q` in
+    `blk.0.attn_q.weight`. Default values are those of most architectures.
     """
 
     model_type: str
-    # Leaf -> HF leaf.
+    # From leaf to HF's leaf.
     tensors: Names = field(default_factory=lambda: COMMON_TENSORS)
-    # Leaf of a stack, such as all experts -> HF leaf of part `{}`, or several that share its rows.
+    # From the leaf of a stack, as of all experts, to HF's leaf of part `{}`, or to several that share its rows.
     per_index: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
-    # Metadata key without its prefix -> config key.
+    # From metadata key without prefix to config key.
     ints: Names = field(default_factory=lambda: SIZES_AND_HEAD)
     floats: Names = field(default_factory=lambda: RMS)
     # Config keys that the architecture implies, with their values.
     constants: Mapping[str, object] = field(default_factory=lambda: SILU)
     # Metadata keys that have only one supported value, with this value.
     fixed: Mapping[str, object] = field(default_factory=dict)
-    # Config key -> tensor of block 0 whose presence makes the key true.
+    # From config key to the tensor of block 0 whose presence makes the key true.
     flags: Names = field(default_factory=dict)
-    # Leaf whose rows are reordered for interleaved rotary embeddings -> config key of its heads.
+    # From a leaf whose rows are reordered for interleaved rotary embeddings to the config key of its heads.
     permuted: Names = field(default_factory=dict)
     # Leaves whose HF name has no ".weight".
     bare: tuple[str, ...] = ()
     # Tensors outside blocks, and HF's prefix of a block.
     top: Names = field(default_factory=lambda: TOP_TENSORS)
     block: str = "model.layers.{}."
-    # Leaf with its ending -> HF name of a vector. GGUF stores -exp(A_log).
+    # From a leaf with its ending to HF's name of a vector. For A_log, GGUF stores -exp(A_log).
     vectors: Names = field(default_factory=dict)
-    # Leaves -> the HF leaf that has their rows one after the other.
+    # From several leaves to HF's leaf that has their rows one after the other.
     joined: Mapping[tuple[str, ...], str] = field(default_factory=dict)
     # Metadata keys with one number per layer, which a rule reads.
     by_layer: tuple[str, ...] = ()
-    # Leaf -> what is reordered: "heads", "rows", "last rows" or "columns". Value heads that share a
-    # key head are neighbours in HF; GGUF has the first of each key head, then each second one.
+    # From a leaf to what is reordered: "heads", "rows", "last rows" or "columns". HF has all value
+    # heads of the first key head, then those of the next. GGUF has the first value head of every
+    # key head, then the second of every key head.
     tiled: Names = field(default_factory=dict)
     # Whether GGUF stores the weights of norms plus 1.
     norms_plus_one: bool = False

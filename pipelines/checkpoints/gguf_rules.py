@@ -1,6 +1,6 @@
-"""Rules that set HF's config keys from a GGUF file where a row of `gguf_architectures` cannot.
+"""Rules that set HF's config keys from a GGUF file, if a row of `gguf_architectures` cannot.
 
-A rule is a function that gets the config, which it changes, and the file's metadata.
+A rule is a function of the config, which it modifies, and of the file's metadata.
 Sources: llama.cpp's converter and src/models; HF's config classes and modeling_rope_utils.
 """
 
@@ -12,14 +12,14 @@ from castiron.pipelines.checkpoints.gguf_metadata import PERIOD, Metadata
 
 _PERIOD = 4  # llama.cpp's default: every fourth layer has full attention, or no rotary embedding
 _LOCAL_ROPE_BASE = 10000.0  # llama.cpp's default for Gemma 4
-# Numbers of Llama 3.1 and later; a GGUF file has one factor per frequency instead of them.
+# Rotary scaling of Llama 3.1 and later; a GGUF file has a factor for each frequency instead.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # Keys of YaRN that must have these values, because HF's code has them as constants.
 _YARN_FIXED = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0}
 _NO_ROTATION = 1e29  # a frequency divided by more than this does not rotate
-_FACTOR_TOLERANCE = 1e-4  # factors are f32 of an f32 computation: about 1e-6 apart
+_FACTOR_TOLERANCE = 1e-4  # max relative difference of factors; rounding in f32 causes about 1e-6
 
-# Tensors whose values go into the config, and the rules that read them.
+# By name of a tensor whose values go into the config: the rules that read it.
 RULES_OF_ROPE_TENSOR = {
     "rope_freqs.weight": {"rope_factors", "gemma4_ropes"},
     "rope_factors_long.weight": {"phi3_rope"},
@@ -41,7 +41,8 @@ def head_dim(config: dict) -> int:
 def llama3_factors(rotary_dim: int, theta: float, factor: float, low: float, high: float, original: int) -> np.ndarray:
     """Return Llama 3's divisors of the rotary frequencies, f64 [rotary_dim / 2].
 
-    low, high: low_freq_factor and high_freq_factor of HF's `_compute_llama3_parameters`.
+    theta: base of the frequencies. low, high, original: low_freq_factor, high_freq_factor and
+    original_max_position_embeddings in HF's `_compute_llama3_parameters`.
     """
     wavelength = 2 * math.pi * theta ** (np.arange(0, rotary_dim, 2) / rotary_dim)
     smooth = (original / wavelength - low) / (high - low)
@@ -50,7 +51,10 @@ def llama3_factors(rotary_dim: int, theta: float, factor: float, low: float, hig
 
 
 def rope_factors(config: dict, metadata: Metadata) -> None:
-    """Set `rope_scaling` from rope_freqs.weight: llama3 if its formula fits, else longrope."""
+    """Set `rope_scaling` from rope_freqs.weight: llama3 if its formula gives the same factors.
+
+    Otherwise set longrope with these factors.
+    """
     factors = _factors(metadata, "rope_freqs.weight")
     if factors is None or np.all(factors == 1):
         return
@@ -99,19 +103,19 @@ def _yarn(config: dict, metadata: Metadata, factor: float, original: int | None)
 
 
 def full_rotary(config: dict, metadata: Metadata) -> None:
-    """Reject a file whose rotary embedding covers only a part of each head."""
+    """Raise CheckpointError if the rotary embedding covers only a part of each head."""
     if metadata.integer("rope.dimension_count") not in (None, head_dim(config)):
         raise metadata.invalid("rope.dimension_count", f"{head_dim(config)}: {config['model_type']} rotates complete heads")
 
 
 def partial_rotary(config: dict, metadata: Metadata) -> None:
-    """Set the share of each head that the rotary embedding covers."""
+    """Set the fraction of each head that the rotary embedding covers."""
     rotary = metadata.integer("rope.dimension_count")
     config["partial_rotary_factor"] = 1.0 if rotary is None else rotary / head_dim(config)
 
 
 def phi3_rope(config: dict, metadata: Metadata) -> None:
-    """Set longrope if the file has its two factor tensors; remove a sliding window of 0."""
+    """Set longrope scaling if the file has its two factor tensors; remove a sliding window of 0."""
     config["sliding_window"] = config.get("sliding_window") or None
     original = metadata.integer("rope.scaling.original_context_length") or config["max_position_embeddings"]
     attention_factor = metadata.real("rope.scaling.attn_factor")
@@ -168,7 +172,7 @@ def _periodic_layers(layers: int, period: int, other: str = "sliding_attention")
 
 
 def layer_types(config: dict, metadata: Metadata) -> None:
-    """Set `layer_types` by sliding_window_pattern: a flag per layer, or a period."""
+    """Set `layer_types` from sliding_window_pattern, which is a flag per layer or a period."""
     layers, period = config["num_hidden_layers"], config.pop(PERIOD, _PERIOD)
     pattern = metadata.get("attention.sliding_window_pattern", period)
     if not config.get("sliding_window"):
@@ -183,7 +187,7 @@ def layer_types(config: dict, metadata: Metadata) -> None:
 
 
 def gpt_oss_yarn(config: dict, metadata: Metadata) -> None:
-    """Set gpt-oss's YaRN: HF does not round its correction range, for which GGUF has no key."""
+    """Set `truncate` of gpt-oss's YaRN to false; GGUF has no key for it."""
     scaling = config.setdefault("rope_scaling", {"rope_type": "default"})
     if scaling["rope_type"] == "yarn":
         scaling["truncate"] = False
@@ -196,7 +200,10 @@ def smollm3_layers(config: dict, metadata: Metadata) -> None:
 
 
 def _kv_heads(config: dict, metadata: Metadata) -> list[int]:
-    """Set the number of key-value heads; return it by layer, 0 for a layer without attention."""
+    """Return the number of key-value heads of each layer, 0 for a layer without attention.
+
+    Also sets num_key_value_heads in the config.
+    """
     kv_heads, heads = metadata.by_layer("attention.head_count_kv"), config["num_attention_heads"]
     counts = {count for count in kv_heads if count}
     if len(counts) > 1 or any(heads % count for count in counts):
@@ -273,7 +280,7 @@ def delta_layers(config: dict, metadata: Metadata) -> None:
 
 
 def gemma4_layers(config: dict, metadata: Metadata) -> None:
-    """Set what differs by layer in Gemma 4: type, heads, MLP width, shared keys and values."""
+    """Set what differs between Gemma 4's layers: type, heads, MLP width, shared keys and values."""
     heads, kv_heads = config["num_attention_heads"], metadata.by_layer("attention.head_count_kv")
     config["layer_types"] = kinds = _gemma4_kinds(config["num_hidden_layers"], metadata)
     by_kind = dict(zip(kinds, kv_heads))
@@ -293,7 +300,7 @@ def gemma4_layers(config: dict, metadata: Metadata) -> None:
 
 
 def _gemma4_kinds(layers: int, metadata: Metadata) -> list[str]:
-    """Return the type of each layer; the last must be full."""
+    """Return the type of each layer; raise CheckpointError if the last is not full attention."""
     slides = metadata.get("attention.sliding_window_pattern")
     stated = isinstance(slides, np.ndarray) and slides.dtype == bool and len(slides) == layers
     if not stated or slides[-1]:
@@ -329,7 +336,7 @@ def llama_head_dim(config: dict, metadata: Metadata) -> None:
 
 
 def gemma_scale(config: dict, metadata: Metadata) -> None:
-    """Set query_pre_attn_scalar: hidden size / heads in the two 27B models, else head_dim."""
+    """Set query_pre_attn_scalar to hidden size / heads for the two 27B models, else to head_dim."""
     # GGUF has no key for it, so the number of layers decides (llama.cpp, src/models/gemma2.cpp and gemma3.cpp).
     large = {"gemma2": 46, "gemma3_text": 62}[config["model_type"]]
     per_head = config["hidden_size"] // config["num_attention_heads"]

@@ -1,8 +1,8 @@
-"""Convert a GGUF file's tokenizer to the tokenizer.json that its model has on HF's hub.
+"""Convert the tokenizer in a GGUF file to the tokenizer.json that the model has on the hub.
 
 Supported are byte-level BPE ("gpt2"), SentencePiece BPE ("llama"), and Gemma 4's SentencePiece BPE
-with merges ("gemma4"). transformers ignores three properties when it reads a GGUF file: digit
-splitting (smollm, starcoder, refact), NFC (qwen2) and ignore_merges (llama-bpe).
+with merges ("gemma4"). transformers' own conversion is not used, because it ignores three
+properties: digit splitting (smollm, starcoder, refact), NFC (qwen2) and ignore_merges (llama-bpe).
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,14 +19,17 @@ from castiron.pipelines.checkpoints.gguf_metadata import Metadata
 _PREFIX = "tokenizer.ggml."
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # llama.cpp's llama_token_type
 SPACE = "\u2581"
-# Limit for the sum of the tokens' squared lengths, to bound the memory of all splits (Gemma: 2e7).
+# Max sum of the tokens' squared lengths, which bounds the memory for all splits of tokens (Gemma: 2e7).
 _MAX_SQUARES = 500_000_000
 
-# Gemma's merges follow the order of the ids, not of the scores.
+# Architectures whose merges are in the order of token ids, not of scores.
 _RANKED_BY_ID = {"gemma", "gemma2", "gemma3", "gemma-embedding"}
 
-# End tokens in Gemma 4's generation_config.json; a GGUF file has only one end token.
+# The end tokens in Gemma 4's generation_config.json, of which a GGUF file has only one.
 _GEMMA4_ENDS = ("<eos>", "<|tool_response>", "<turn|>")
+
+# Roles of fill-in-the-middle (FIM) tokens, whose keys are fim_pre_token_id and so on, and older keys.
+_FIM = {"pre": "prefix", "suf": "suffix", "mid": "middle", "pad": "fim_pad", "rep": "fim_rep", "sep": "fim_sep"}
 
 # Regular expressions of pre-tokenizers, from the tokenizer.json files of their models.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -59,7 +62,7 @@ _DEEPSEEK_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
 
 def _step(kind: str, **fields: Any) -> dict:
-    """Return a pre-tokenizer of type `kind` with these fields; a Split takes `regex` only."""
+    """Return a pre-tokenizer of type `kind` for tokenizer.json; a Split has the field `regex`."""
     if kind == "Split":
         fields = {"pattern": {"Regex": fields["regex"]}, "behavior": "Isolated", "invert": False}
     return {"type": kind, **fields}
@@ -92,9 +95,9 @@ _FALCON = (
 
 
 def _words(regex: str | None = None, digits: bool = False) -> tuple[dict, ...]:
-    """Return the steps that split text by a regular expression, by default GPT-2's.
+    """Return the pre-tokenizers that split text into words by a regular expression.
 
-    digits: whether each digit is a word.
+    regex: None for GPT-2's. digits: whether each digit is a word.
     """
     before = [_step("Digits", individual_digits=True)] if digits else []
     before += [_step("Split", regex=regex)] if regex else []
@@ -103,15 +106,15 @@ def _words(regex: str | None = None, digits: bool = False) -> tuple[dict, ...]:
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How text is split before byte-level BPE."""
+    """The steps that split text into words before byte-level BPE."""
 
     steps: tuple[dict, ...] = _words()  # pre-tokenizers of the tokenizers library
-    ignore_merges: bool = False  # whether a word in the vocabulary is one token even if no merges make it
+    ignore_merges: bool = False  # whether a word in the vocabulary is one token even if no merges produce it
     nfc: bool = False  # whether text is normalised to NFC first
     adds_bos: bool = False  # whether BOS is added by default
 
 
-# By `tokenizer.ggml.pre`, in llama.cpp's names (llama-vocab.cpp).
+# By value of `tokenizer.ggml.pre`, whose names are llama.cpp's (llama-vocab.cpp).
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("gpt-2", "phi-2"), PreTokenizer()),
     **dict.fromkeys(("mpt", "olmo"), PreTokenizer(nfc=True)),
@@ -133,7 +136,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 
 class _Metadata(Metadata):
-    """The metadata of a tokenizer, with `tokens`, the text of each token."""
+    """The metadata of a tokenizer; `tokens`: text of each token."""
 
     def __init__(self, file: GgufFile):
         super().__init__(file, _PREFIX)
@@ -147,7 +150,7 @@ class _Metadata(Metadata):
         return value
 
     def numbers(self, key: str) -> np.ndarray | None:
-        """Return an array with one number per token; None if the file lacks it."""
+        """Return the array under a key, with one number per token; None without the key."""
         value = self.get(key)
         if value is None:
             return None
@@ -156,7 +159,7 @@ class _Metadata(Metadata):
         return value
 
     def token(self, key: str) -> str | None:
-        """Return the text of the token whose id is the key's value; None without the key."""
+        """Return the text of the token whose id is under a key; None without the key."""
         number = self.integer(key)
         if number is None:
             return None
@@ -175,8 +178,15 @@ def eos_token_ids(file: GgufFile) -> tuple[int, ...]:
     return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))
 
 
+def fim_token_ids(file: GgufFile) -> dict[str, int]:
+    """Return the ids of the FIM tokens that the file names, by role (a key of `_FIM`)."""
+    metadata = Metadata(file, _PREFIX)
+    found = {role: [metadata.integer(f"{key}_token_id") for key in (f"fim_{role}", old)] for role, old in _FIM.items()}
+    return {role: number for role, numbers in found.items() for number in reversed(numbers) if number is not None}
+
+
 def tokenizer_json(file: GgufFile) -> dict | None:
-    """Return the file's tokenizer as the content of a tokenizer.json; None if the file has none."""
+    """Return the tokenizer as the content of a tokenizer.json; None if the file has none."""
     model = Metadata(file, _PREFIX).string("model")
     if model in (None, "no_vocab"):
         return None
@@ -217,7 +227,7 @@ def _merges_of_file(metadata: _Metadata, vocabulary: dict[str, int]) -> Iterator
 
 
 def _sentencepiece(metadata: _Metadata, gemma4: bool) -> dict:
-    # GGUF stores runs of spaces as plain spaces, except Gemma 4's
+    # Except for Gemma 4, GGUF stores tokens of only spaces as plain spaces.
     spelled = lambda token: SPACE * len(token) if token.strip(" ") == "" and not gemma4 else token
     vocabulary = {spelled(token): number for number, token in enumerate(metadata.tokens)}
     if metadata.get("merges") is not None:
@@ -245,15 +255,16 @@ def _sentencepiece(metadata: _Metadata, gemma4: bool) -> dict:
         added_tokens=[
             token | {"special": gemma4 or token["special"]} for token in _added_tokens(metadata) if token["content"].strip(" ")
         ],
-        # Gemma 4's chat template writes BOS; its files wrongly request one.
+        # Gemma 4's chat template writes BOS, but its files wrongly state that the tokenizer adds it.
         adds_bos=None if gemma4 else True,
     )
 
 
 def _merges_of_vocabulary(metadata: _Metadata, tokens: list[str], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Return BPE merges in the order of SentencePiece: by the score of the token that they make.
+    """Return the BPE merges of a SentencePiece vocabulary, by descending score of their result.
 
-    Gemma's pairs are ordered by the id of their result.
+    For Gemma, they are in the order of their results' ids. tokens: text of each token. vocabulary:
+    id by text.
     """
     if sum(len(token) ** 2 for token in tokens) > _MAX_SQUARES:
         raise metadata.error(f"the {len(tokens):,} tokens are too long for a SentencePiece vocabulary; fetch the file again")
@@ -273,7 +284,10 @@ def _merges_of_vocabulary(metadata: _Metadata, tokens: list[str], vocabulary: di
 
 
 def _added_tokens(metadata: _Metadata) -> Iterator[dict]:
-    """Yield added tokens, matched before BPE; control tokens and those with a role are special."""
+    """Yield the added tokens, which are matched in text before BPE.
+
+    Control tokens, the unknown token, and tokens with a role such as BOS are special.
+    """
     roles = ("bos", "eos", "unknown", "padding", "eot")
     named = {number for role in roles if isinstance(number := metadata.get(f"{role}_token_id"), int)}
     types = metadata.numbers("token_type")
@@ -293,7 +307,7 @@ def _tokenizer(metadata: _Metadata, *, adds_bos: bool | None, **parts: Any) -> d
 def _post_processor(metadata: _Metadata, adds_bos: bool | None) -> dict | None:
     """Return the post-processor that adds BOS and EOS as the file states; None if it adds neither.
 
-    adds_bos: the default if the file does not state it; None if BOS is never added.
+    adds_bos: whether to add BOS if the file does not state it; None to never add BOS.
     """
     adds_bos = adds_bos is not None and metadata.flag("add_bos_token", adds_bos)
     sides = (adds_bos, "bos_token_id"), (metadata.flag("add_eos_token", False), "eos_token_id")

@@ -26,14 +26,14 @@ _MAX_NAME = 255
 
 
 def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
-    """Open the checkpoint in the directory `path`, without the config keys `ignore_keys`."""
+    """Return the checkpoint in the directory `path`; ignore_keys: config keys to leave out."""
     full_config = json_object(path / CONFIG)
     if full_config is None:
         raise CheckpointError(f"{path} has no config.json; give a directory as HF's save_pretrained writes it")
     if not isinstance(full_config.get("model_type"), str):
         raise CheckpointError(f"{path / CONFIG} has no model_type; fetch it again")
     if not any((path / name).exists() for name in (SINGLE, INDEX)) and full_config["model_type"] not in TEXT_PARTS:
-        # Report an unsupported family first: fetching the missing weights would not help.
+        # Report an unsupported model first, because downloading the missing weights would not help.
         family(full_config)
     stored = base_names(_tensors(path))
     config = without(text_config(full_config, stored), ignore_keys, path / CONFIG)
@@ -68,7 +68,10 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
 
 
 def shards_of(path: Path) -> dict[str, list[str] | None]:
-    """Return each safetensors file's tensor names, by file name; None instead without an index."""
+    """Return the tensor names of each safetensors file, by file name.
+
+    A directory with a single file has no index, so its value is None.
+    """
     if (path / SINGLE).exists():
         return {SINGLE: None}
     index = json_object(path / INDEX)
@@ -102,7 +105,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def chat_template(path: Path) -> str | None:
-    """Return the directory's chat_template.jinja, else the template in tokenizer_config.json."""
+    """Return the chat template in chat_template.jinja or else tokenizer_config.json, or None."""
     if (template := text_of(path / "chat_template.jinja")) is not None:
         return template
     template = (json_object(path / "tokenizer_config.json") or {}).get("chat_template")
@@ -113,7 +116,10 @@ def chat_template(path: Path) -> str | None:
 
 
 def _token_ids(path: Path, key: str, *sources: dict) -> tuple[int, ...]:
-    """Return the token ids under a key of the first source that has it, as HF's generate does."""
+    """Return the token ids that the first source with `key` has, as HF's generate does.
+
+    sources: parsed JSON files. path: the directory, for errors.
+    """
     value = next((source[key] for source in sources if source.get(key) is not None), [])
     tokens = value if isinstance(value, list) else [value]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in tokens):

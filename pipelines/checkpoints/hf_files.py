@@ -1,4 +1,4 @@
-"""Read text, JSON and safetensors files of an HF directory, which may be damaged or hostile."""
+"""Read text, JSON and safetensors files of an HF directory; they may be damaged or malicious."""
 
 import json
 import re
@@ -12,13 +12,13 @@ from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Tensor, i
 from castiron.pipelines.files import MAX_BYTES, has_too_many_values, read_regular
 
 CODEC_OF_DTYPE = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
-# The codec of safetensors' bytes, which `hf_tensors` may combine to MXFP4 blocks.
+# The codec of safetensors of type U8, which `hf_tensors` may convert to MXFP4 blocks.
 BYTES = "U8"
-# JSON files of fewer than _LARGE characters may be nested at most _MAX_DEPTH deep.
+# Max nesting of values in JSON files of fewer than _LARGE characters.
 _LARGE, _MAX_DEPTH = 1_000_000, 50
 _HALF_OF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 _HEADER_LENGTH_BYTES = 8
-# Limits of a safetensors header: JSON values, seven per tensor, and dimensions (NumPy's limit is 64).
+# Limits of a safetensors header: JSON values (a tensor has seven), and dimensions of a tensor (NumPy's limit is 64).
 _MAX_VALUES, _MAX_DIMENSIONS = 1_000_000, 16
 
 
@@ -48,7 +48,7 @@ def json_value(path: Path) -> Any:
             json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         raise CheckpointError(f"{path} is not valid JSON; fetch it again") from None
-    # Deep nesting overflows the stack of code that walks a config; nothing walks large files.
+    # Deep nesting would overflow the stack of code that walks a config recursively; no code walks large files.
     if len(text) < _LARGE and _is_deep(content):
         raise CheckpointError(f"{path} nests values deeper than {_MAX_DEPTH}; fetch it again")
     if content is None:
@@ -73,9 +73,10 @@ def json_object(path: Path) -> dict | None:
 
 
 def read_safetensors(path: Path, allow_bytes: bool = False) -> dict[str, Tensor]:
-    """Return the tensors that are not `is_ignorable`, by name, as views of the mapped file.
+    """Return the tensors of a safetensors file by name, as views of the mapped file.
 
-    allow_bytes: whether tensors may have the type U8, besides those of CODEC_OF_DTYPE.
+    Buffers that castiron computes itself (`is_ignorable`) are left out. allow_bytes: whether
+    tensors may have the type U8.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -1,7 +1,8 @@
-"""Rename and rearrange the tensors of HF directories for the model families (`emitter.models`).
+"""Rename and rearrange the tensors of HF directories for castiron's model code.
 
-Models with vision or audio are reduced to their text part. Families read matrices as [out, in] and
-one tensor for each expert. HF's `conversion_mapping` and modules define which other forms exist.
+The code of a model family (`emitter.models`) reads matrices as [out, in] and one tensor for each
+expert. HF's `conversion_mapping` and modules define which other forms exist. Models with vision or
+audio are reduced to their text part.
 """
 
 import re
@@ -14,28 +15,28 @@ import numpy as np
 from castiron.emitter.shorten import shorten_list
 from castiron.pipelines.checkpoints.checkpoint import Tensor
 
-# Type of a multimodal model -> type of its language model, if that part's config has none. For text
-# only, multi-dimensional rotary embeddings equal plain ones.
+# From the type of a multimodal model to the type of its text part, if the config of that part has no
+# type. For text, multi-dimensional rotary embeddings equal plain ones.
 TEXT_PARTS = {
     "gemma3": "gemma3_text", "gemma4": "gemma4_text", "idefics3": "llama", "lfm2_vl": "lfm2", "lfm3_vl": "lfm3",
     "mistral3": "mistral", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "qwen3_vl": "qwen3",
     "smolvlm": "llama",
 }  # fmt: skip
-# Sizes that published configs leave out.
+# Config values that published configs leave out.
 _DEFAULTS = {"gemma3": {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}}
-# model_type of a text part -> its family, where they differ.
+# From the model_type of a text part to the name of its family, where they differ.
 _SAME = {"qwen3_vl_text": "qwen3"}
-# Text models that transformers saves under the names of the multimodal model.
+# Text models whose tensors transformers saves with the names of the multimodal model.
 _TEXT_ONLY = ("qwen3_5_text", "qwen3_5_moe_text")
 
-# Prefixes of a text part's tensors -> those of a text model.
+# From prefixes of tensor names in a multimodal model's text part to prefixes in a text model.
 _PREFIXES = {
     "model.language_model.": "model.",
     "model.text_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-# Prefixes of the tensors of other parts, with or without "model.".
+# Prefixes of the tensors of other parts, which may follow "model.".
 _OTHERS = (
     *("visual.", "vision_tower.", "vision_model.", "embed_vision.", "multi_modal_projector.", "connector."),
     *("audio_tower.", "embed_audio.", "mtp."),
@@ -43,10 +44,10 @@ _OTHERS = (
 
 
 def text_config(config: dict, names: Collection[str]) -> dict:
-    """Return the config of the text part, or the config itself for a text model.
+    """Return the config of the text part of a multimodal model, or `config` of a text model.
 
-    The output head is tied to the embedding if either config states it, or if neither states
-    anything and the tensors `names` have no lm_head.weight.
+    names: names of the tensors. The output head is tied to the embedding if either config states
+    so, or if neither has the key and there is no tensor lm_head.weight.
     """
     inner, complete = config.get("text_config"), config["model_type"]
     if complete not in TEXT_PARTS or not isinstance(inner, dict):
@@ -59,7 +60,7 @@ def text_config(config: dict, names: Collection[str]) -> dict:
 
 
 def text_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Return the text part's tensors, and the number of dropped ones by prefix of their names."""
+    """Return (tensors of the text part by name, number of dropped tensors by name prefix)."""
     if model_type not in (*TEXT_PARTS, *_TEXT_ONLY):
         return dict(tensors), {}
     found: dict[str, Tensor] = {}
@@ -75,14 +76,14 @@ def text_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> tuple[dict[s
 
 
 def in_words(left_out: Mapping[str, int]) -> str:
-    """Return `text_tensors`' counts as text: `12 tensors of model.visual, 1 tensor of mtp`."""
+    """Return counts of dropped tensors as text: `12 tensors of model.visual, 1 tensor of mtp`."""
     return shorten_list([f"{count} tensor{'s' * (count != 1)} of {part}" for part, count in left_out.items()], max_length=500)
 
 
-# Max experts in a stacked tensor; one with more is not split.
+# Max experts in a stacked tensor; a tensor with more is not split.
 MAX_EXPERTS = 4096
 
-# A function from a number of rows to the slice of them that a part has.
+# A function from the number of rows of a stored tensor to the slice of rows in one of its parts.
 Rows = Callable[[int], slice]
 _ALL: Rows = lambda rows: slice(rows)
 _FIRST: Rows = lambda rows: slice(rows // 2)
@@ -93,10 +94,10 @@ _ODD: Rows = lambda rows: slice(1, rows, 2)
 
 @dataclass(frozen=True)
 class Layout:
-    """How a checkpoint stores the tensors whose names match `pattern`.
+    """How to split the stored tensors whose names match `pattern` into tensors that castiron reads.
 
-    parts: name of a tensor that families read -> its rows. The name is a template with the groups
-    of the match, and `{}` for an expert's number if the stored tensor stacks all experts. A stored
+    parts: from the name of each part to its rows. The name is a template with the groups of the
+    match, and `{}` for the index of an expert if the stored tensor stacks all experts. A stored
     tensor without parts is dropped.
     """
 
@@ -106,7 +107,7 @@ class Layout:
     scales: str | None = None  # for MXFP4 blocks, template of the name of the tensor with their exponents
 
     def matches(self, tensor: Tensor, scales: Tensor | None) -> bool:
-        """Return whether the stored tensor and its scales have the shapes of this layout."""
+        """Return whether a stored tensor and its scales have shapes that this layout can split."""
         stacked = any("{}" in name for name in self.parts)
         if self.scales and (scales is None or len(tensor.shape) != 4 or scales.shape != tensor.shape[:-1]):
             return False
@@ -127,12 +128,12 @@ _STACKED = (
     Layout(r"(.*\.experts)\.gate_up_proj", {r"\1.{}.gate_proj.weight": _FIRST, r"\1.{}.up_proj.weight": _SECOND}),
     Layout(r"(.*\.experts)\.down_proj", _DOWN),
 )
-# Layers of multi-token prediction, which castiron doesn't run.
+# Drops layers of multi-token prediction, which castiron does not run.
 _FURTHER = Layout(r"mtp\..*", {})
 
-# Layouts other than one [out, in] matrix per tensor, by model type.
+# By model type: layouts of tensors that have another name or form than castiron reads.
 LAYOUTS: dict[str, tuple[Layout, ...]] = {
-    # The first checkpoints have other names for LayerNorms.
+    # Old checkpoints have other names for LayerNorms.
     "bert": (
         Layout(r"(?:bert\.)?pooler\..*|cls\..*|classifier\..*", {}),
         Layout(r"(?:bert\.)?((?:embeddings|encoder)\..*LayerNorm)\.gamma", {r"\1.weight": _ALL}),
@@ -156,7 +157,7 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
     ),
     # Layer 47, after the last one, is for multi-token prediction; HF drops it by its number, too.
     "glm4_moe_lite": (Layout(r"model\.layers\.47\..*", {}),),
-    # The first checkpoints have causal masks, and names without "transformer.".
+    # Old checkpoints have causal masks, and names without "transformer.".
     "gpt2": (
         Layout(r".*\bh\.\d+\.attn\.(bias|masked_bias)", {}),
         Layout(r"(?:transformer\.)?(h\..*\.c_(?:attn|proj|fc)\.weight)", {r"transformer.\1": _ALL}, transposed=True),
@@ -174,7 +175,7 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
 
 
 def family_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors under the names and in the shapes that the model's family reads."""
+    """Return the tensors with the names and shapes that castiron's code of the model reads."""
     found: dict[str, Tensor] = {}
     replaced: set[str] = set()
     for tensor in tensors.values():
@@ -190,7 +191,7 @@ def family_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _parts(layout: Layout, match: re.Match, tensor: Tensor, scales: Tensor | None) -> Iterator[Tensor]:
-    """Yield the tensors that families read from one stored tensor, whose name has the `match`."""
+    """Yield the parts of a stored tensor; match: match of its name with the layout's pattern."""
     for template, rows in layout.parts.items():
         name = match.expand(template)
         for index in range(tensor.shape[0]) if "{}" in name else (None,):
@@ -201,7 +202,11 @@ def _parts(layout: Layout, match: re.Match, tensor: Tensor, scales: Tensor | Non
 
 
 def _part(name: str, tensor: Tensor, index: int | None, rows: Rows, transposed: bool) -> Tensor:
-    """Return `rows` of a stored matrix or vector, of expert `index` if experts are stacked."""
+    """Return the part `rows` of a stored tensor under `name`.
+
+    index: index of the expert if the tensor stacks experts, else None. transposed: whether the
+    stored matrix is [in, out].
+    """
     shape = tensor.shape if index is None else tensor.shape[1:]
     shape = shape[::-1] if transposed else shape
     taken = rows(shape[0])
@@ -217,11 +222,11 @@ def _part(name: str, tensor: Tensor, index: int | None, rows: Rows, transposed: 
 
 
 def _blocks(name: str, blocks: Tensor, scales: Tensor, index: int, rows: Rows) -> Tensor:
-    """Return `rows` of expert `index`'s MXFP4 matrix as GGUF's blocks of 32 elements.
+    """Return the part `rows` of an expert's MXFP4 matrix, in GGUF's blocks of 32 elements.
 
-    A GGUF block is the exponent, then 16 bytes with codes i and i + 16 in byte i. `blocks` is u8
-    [experts, rows, groups, 16] with codes 2 i and 2 i + 1 in byte i, `scales` the exponents, u8
-    [experts, rows, groups].
+    `blocks`: u8 [experts, rows, groups, 16], with codes 2 i and 2 i + 1 in byte i. `scales`: the
+    exponents, u8 [experts, rows, groups]. A GGUF block has the exponent, then 16 bytes with codes i
+    and i + 16 in byte i.
     """
     _, count, groups, width = blocks.shape
     taken = rows(count)

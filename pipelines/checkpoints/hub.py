@@ -1,6 +1,6 @@
-"""Fetch the files that a model needs from Hugging Face's hub.
+"""Download the files of a model from Hugging Face Hub.
 
-The files are stored in huggingface_hub's cache (`models--org--name` with refs, snapshots, blobs).
+They are stored in huggingface_hub's cache (`models--org--name` with refs, snapshots and blobs).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Progress = Callable[[str, float], None]
 
 
 class Unreachable(CheckpointError):
-    """The error for a hub that doesn't answer; `fetch` then uses cached files."""
+    """The error if the hub does not answer; `fetch` then uses cached files."""
 
 
 class HubFile(NamedTuple):
@@ -48,9 +48,10 @@ class HubFile(NamedTuple):
 
 
 def fetch(name: HubName, progress: Progress | None = None) -> Path:
-    """Fetch the missing files of a model, and return the path of its snapshot or GGUF file.
+    """Return the path of a model's snapshot or GGUF file, after downloading missing files.
 
-    `progress` gets ("fetch", share done). If the hub can't be reached, the cached files are used.
+    If the hub cannot be reached, cached files are used. `progress`: called with "fetch" and the
+    finished fraction, 0 to 1.
     """
     try:
         return _fetch(name, progress or (lambda stage, done: None))
@@ -63,7 +64,7 @@ def fetch(name: HubName, progress: Progress | None = None) -> Path:
 
 
 def cached(name: HubName) -> Path | None:
-    """Return the path of the model in the hub's cache; None if files are missing."""
+    """Return the path of a cached model's snapshot or GGUF file; None if files are missing."""
     folder = folder_of(name.repository)
     try:
         commit = (folder / "refs" / name.revision).read_text(errors="replace").strip() or name.revision
@@ -80,9 +81,10 @@ def cached(name: HubName) -> Path | None:
 
 
 def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | None:
-    """Return the path of the GGUF file that `name` means; None for a model in safetensors.
+    """Return the path of the GGUF file that `name` refers to; None for a model in safetensors.
 
-    sizes: size in bytes of each file of the repository. repository: its name in errors.
+    sizes: size in bytes of each file in the repository. repository: its name, for errors. Raises
+    CheckpointError if there is no such file or several.
     """
     files = {file: size for file, size in sizes.items() if file.endswith(".gguf") and not _NOT_A_MODEL.search(file)}
     # A model in parts is its first part, with the size of all.
@@ -109,7 +111,7 @@ def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | No
 
 
 def _matches(file: str, wanted: str) -> bool:
-    """Return whether `wanted` is the file's path, name, or the end of its stem, such as Q4_K_M."""
+    """Return whether `wanted` is the path, the name, or the end of the stem (Q4_K_M) of `file`."""
     if wanted.endswith(".gguf"):
         return wanted in (file, PurePosixPath(file).name)
     stem = PurePosixPath(GGUF_PART.sub(".gguf", file)).stem.lower()
@@ -118,7 +120,7 @@ def _matches(file: str, wanted: str) -> bool:
 
 
 def _fetch(name: HubName, progress: Progress) -> Path:
-    """Ask the hub which files the model has, and download the missing ones."""
+    """Download a model's missing files; return the path of its snapshot or GGUF file."""
     commit, files = _repository_files(name)
     snapshot = folder_of(name.repository) / "snapshots" / commit
     file = chosen(name, {path: entry.size for path, entry in files.items()}, name.repository)
@@ -135,14 +137,14 @@ def _fetch(name: HubName, progress: Progress) -> Path:
     _download(name, snapshot, {path: files[path] for path in weights}, progress)
     if name.revision != commit:
         ref = folder_of(name.repository) / "refs" / name.revision
-        # A cache with all files may be read-only, so an unchanged ref is not written.
+        # Do not write an unchanged ref, because a complete cache may be read-only.
         if not ref.is_file() or ref.read_bytes() != commit.encode():
             write_file(ref, commit.encode())
     return snapshot if file is None else snapshot / file
 
 
 def _repository_files(name: HubName) -> tuple[str, dict[str, HubFile]]:
-    """Return the commit of the name's revision, and the repository's files by path."""
+    """Return (commit of the revision, files of the repository by path), from the hub."""
     with _hub_errors(name):
         from huggingface_hub import HfApi
 
@@ -164,7 +166,7 @@ def _is_valid(path: str, size: int) -> bool:
 
 
 def _download(name: HubName, snapshot: Path, files: Mapping[str, HubFile], progress: Progress | None = None) -> None:
-    """Fetch the files that the snapshot folder lacks, and check their sha256."""
+    """Download the files that the folder `snapshot` lacks, and check their SHA-256."""
     missing = {path: file for path, file in files.items() if not (snapshot / path).exists()}
     total, done = max(sum(file.size for file in missing.values()), 1), 0
     require_free_space(cache_folder(), total, f"fetching {name}")
@@ -208,7 +210,7 @@ class _Bar:
 
     def update(self, count: float = 1) -> None:
         self._done += int(count)
-        # A transfer that continues after an error may report a part twice.
+        # A transfer that is resumed after an error may report a part twice.
         if self._done > 2 * self._size + _MEBIBYTE:
             raise CheckpointError(f"{self._file} is longer than the {self._size} bytes that {_endpoint()} announced; try again")
         self._report(min(self._done, self._size))
@@ -220,15 +222,18 @@ def _endpoint() -> str:
 
 @contextmanager
 def _hub_errors(name: HubName) -> Iterator[None]:
-    """Convert huggingface_hub's errors to CheckpointError, or Unreachable without an answer."""
+    """Convert errors of huggingface_hub in the `with` body to CheckpointError.
+
+    If the hub does not answer, the error is Unreachable.
+    """
     try:
         from huggingface_hub import errors
     except ModuleNotFoundError as error:
         if error.name != "huggingface_hub":
             raise
         install = install_command(error.name)
-        raise Unreachable(f"names on the hub need huggingface_hub, which is not installed ({install})") from None
-    # A retry's warning would break the progress bar.
+        raise Unreachable(f"models on the hub need huggingface_hub, which is not installed ({install})") from None
+    # Suppress warnings about retries, which would break the progress bar.
     logging.getLogger("huggingface_hub.file_download").setLevel(logging.ERROR)
     repository, page = name.repository, f"{_endpoint()}/{name.repository}"
     try:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from castiron.pipelines.checkpoints import hub
-from castiron.pipelines.checkpoints.catalogue import CATALOGUE, fetch, not_found
+from castiron.pipelines.checkpoints.catalogue import CATALOGUE, canonical_name, fetch, not_found
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint
 from castiron.pipelines.checkpoints.encoding_files import MODULES
 from castiron.pipelines.checkpoints.gguf_checkpoint import open_gguf
@@ -17,22 +17,23 @@ from castiron.vmfb.archive import Part
 def open_checkpoint(
     model: str | Path, progress: Callable[[str, float], None] | None = None, ignore_keys: Sequence[str] = ()
 ) -> Checkpoint:
-    """Open a GGUF file, an HF directory, or a model by name.
+    """Return an open GGUF file or HF directory; a model that is given by name is downloaded.
 
-    `progress` gets ("fetch", share done). ignore_keys: keys to leave out of config or metadata.
+    `progress`: called with "fetch" and the finished fraction, 0 to 1. ignore_keys: keys to ignore
+    in the config or the GGUF metadata.
     """
     path = find_checkpoint(model, progress)
     return open_hf_directory(path, ignore_keys) if path.is_dir() else open_gguf(path, ignore_keys)
 
 
 def find_checkpoint(model: str | Path, progress: Callable[[str, float], None] | None = None) -> Path:
-    """Return the path that `open_checkpoint` reads, after fetching a named model."""
+    """Return the path of a checkpoint, after downloading a model that is given by name."""
     path = Path(model)
     # A pipe is neither a file nor a directory; opening it could block.
     if path.is_file() or path.is_dir():
         return checkpoint_path(path)
-    if str(model) in CATALOGUE:
-        return fetch(str(model), progress)
+    if (known := canonical_name(model)) in CATALOGUE:
+        return fetch(known, progress)
     if name := HubName.read(str(model)):
         return hub.fetch(name, progress)
     raise not_found(model)

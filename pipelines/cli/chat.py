@@ -1,8 +1,8 @@
 """Have a conversation in the model's chat template; a turn computes only its own tokens.
 
-/help lists the commands: /retry, /undo, /set, /reset, /save, /load, /quit. Ctrl-C stops an answer
-and Ctrl-D ends the chat. If the context is full, the oldest turns are dropped with a message, and
-the system message stays.
+/help lists the commands: /retry, /undo, /system, /set, /show, /reset, /save, /load, /quit. Ctrl-C
+stops an answer and Ctrl-D ends the chat. If the context is full, the oldest turns are dropped with
+a message, and the system message stays.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from castiron.pipelines.cli import options
-from castiron.pipelines.errors import PipelineError, error_message
+from castiron.pipelines.errors import PipelineError, did_you_mean, error_message
 from castiron.pipelines.terminal import Progress, counted, print_message
 
 if TYPE_CHECKING:
@@ -36,13 +36,17 @@ BLOCK = '"""'
 COMMANDS = {
     "/retry": ("", "answer the last question again"),
     "/undo": ("", "remove the last question and its answer"),
+    "/system": ("TEXT", "change the system message, or show it; none removes it"),
     "/set": ("NAME VALUE", "change a setting, or show them all"),
-    "/reset": ("", "start a new conversation with the same system message"),
+    "/show": ("", "describe the model and the settings"),
+    "/reset": ("", "start a new conversation with the same system message, as /clear does"),
     "/save": ("FILE", "write the conversation to a file"),
     "/load": ("FILE", "continue a conversation that /save wrote"),
-    "/help": ("", "list the commands"),
-    "/quit": ("", "end the chat, as /exit and Ctrl-D do"),
+    "/help": ("", "list the commands, as /? does"),
+    "/quit": ("", "end the chat, as /exit, /bye and Ctrl-D do"),
 }
+# Names of commands in Ollama and llama.cpp.
+ALIASES = {"/?": "/help", "/bye": "/quit", "/exit": "/quit", "/clear": "/reset"}
 HELP = "\n".join(f"{f'{name} {arguments}':17}{does}" for name, (arguments, does) in COMMANDS.items())
 HELP += '''
 Ctrl-C stops an answer. A paste is one message, and so are the lines between two """. Tab completes commands, settings
@@ -98,7 +102,9 @@ class Console:
         self.run_command: dict[str, Callable[[str], None]] = {
             "/retry": lambda _: self.answer(chat.retry),
             "/undo": self.undo,
+            "/system": lambda rest: self.set(f"system {rest}"),
             "/set": self.set,
+            "/show": self.show,
             "/reset": self.reset,
             "/save": lambda rest: self._with_file("/save", rest, chat.save, "in"),
             "/load": lambda rest: self._with_file("/load", rest, chat.load, "from"),
@@ -114,7 +120,7 @@ class Console:
             except KeyboardInterrupt:
                 print_message("Ctrl-D or /quit ends the chat")
                 continue
-            if message is None or message[1] and message[0].strip() in ("/quit", "/exit"):
+            if message is None or message[1] and ALIASES.get(message[0].strip(), message[0].strip()) == "/quit":
                 return int(failed)
             try:
                 self.turn(*message)
@@ -132,10 +138,11 @@ class Console:
         command, _, rest = message.strip().partition(" ")
         if not command:
             return
+        command = ALIASES.get(command, command)
         if may_command and command in self.run_command:
             self.run_command[command](rest.strip())
         elif may_command and command.startswith("/") and command[1:].isalpha():
-            print_message(f"{command} is not a command; /help lists them")
+            print_message(f"{command} is not a command{did_you_mean(command, COMMANDS)}; /help lists them")
         else:
             self.answer(lambda progress: self.chat.answer(message, progress))
 
@@ -150,6 +157,16 @@ class Console:
             change(self.chat, name, value.strip())
         for setting, shown in settings(self.chat, name).items():
             print(f"{setting:15}{shown}", file=sys.stderr)
+
+    def show(self, _: str) -> None:
+        """Describe the model, then the settings."""
+        chat, manifest = self.chat, self.chat.engine.manifest
+        used = f"{chat.engine.position} of {chat.engine.context} positions"
+        facts = {"model": manifest.name, "family": manifest.config.get("model_type"), "weights": manifest.weights,
+                 "numerics": manifest.numerics, "context": used}  # fmt: skip
+        for name, shown in facts.items():
+            print(f"{name:15}{shown}", file=sys.stderr)
+        self.set("")
 
     def reset(self, _: str) -> None:
         self.chat.reset()
@@ -208,8 +225,8 @@ class Console:
             parts.append("the context is full")
         if stream.repeated:
             parts.append("stopped in a repetition loop")
-        if stream.finish_reason == "length" and chat.usual_tokens:
-            parts.append(f"stopped at {len(stream.tokens)} tokens: /set max-tokens N allows more")
+        if stream.finish_reason == "length":
+            parts.append(f"stopped at {counted(len(stream.tokens), 'token')}; /set max-tokens -1 for no limit")
         if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
             print(f"\x1b[2m{', '.join(parts)}\x1b[0m", file=sys.stderr, flush=True)
         else:

@@ -68,11 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     bundle = require_generation(open_bundle(args.bundle))
-    manifest = bundle.manifest
-    if args.context > manifest.context:
-        raise PipelineError(
-            f"--context is {args.context}, but the bundle has {manifest.context} positions; give less, or compile with more"
-        )
+    bundle, manifest = bundle.with_context(max(args.context, bundle.manifest.max_context)), bundle.manifest
     chunks = chunks_of(tokens_of(bundle, args.text), args.context, args.chunks, manifest.tokens.bos)
     session = Session(bundle, threads=args.threads)
     rows, base = bundle_rows(session), None
@@ -191,10 +187,6 @@ def base_of(bundle: Bundle, named: str, context: int, threads: int, checkpoint: 
     tokenizers = [load_tokenizer(each).backend.to_str() for each in (bundle, other) if each.tokenizer]
     if other.manifest.vocab != bundle.manifest.vocab or len(set(tokenizers)) > 1:
         raise PipelineError(f"{other.path} and {bundle.path} have different tokens; compare bundles of the same model")
-    if other.manifest.context < context:
-        raise PipelineError(
-            f"{other.path} has a context of {other.manifest.context}, but {context} are needed; give a smaller -c, or "
-            "compile it with a larger --context"
-        )
+    other = other.with_context(max(context, other.manifest.max_context))
     name = f"{other.path} ({arithmetic(other.manifest.numerics, other.manifest.cache)})"
     return name, bundle_rows(Session(other, threads))

@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     bundle = open_bundle(args.bundle)
+    bundle = bundle.with_context(bundle.manifest.max_context)
     result = explain(bundle, args.function, args.position, args.threads)
     print(json.dumps(result) if args.json else sanitised("\n".join(table(result))))
     return 0

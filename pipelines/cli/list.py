@@ -1,11 +1,13 @@
 """List the models of the catalogue, and bundles.
 
-Bundles are those in ./build and in the folders given: directories with a manifest.json, and files
-that castiron pack wrote. Only manifests are read.
+Bundles are those in ./build and in the folders given (directories with a manifest.json, and files
+that castiron pack wrote), and those that run, chat, serve and castiron.load compiled into
+castiron's cache, with their last use. Only manifests are read. castiron rm removes a bundle.
 """
 
 import argparse
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,14 +15,16 @@ from castiron.pipelines.cli.options import add_options
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.locate import is_archive
 from castiron.pipelines.terminal import megabytes, sanitised
+from castiron.vmfb.cache import cache_path
 
 EXAMPLES = """\
 examples:
   castiron list
   castiron list ~/bundles model.castiron --json
 
---json prints one object: catalogue (name, bytes, licence, fetched) and bundles (path, name,
-model_type, context, weights, target, bytes, packed; or path and error).
+--json prints one object: catalogue (name, file, packages, sha256, bytes, licence, fetched), bundles
+(path, name, model_type, context, weights, target, bytes, packed; or path and error) and cached:
+like bundles, with last_used (ISO 8601), the last used first.
 """
 FOLDER = Path("build")
 
@@ -35,7 +39,9 @@ def main(args: argparse.Namespace) -> int:
     if missing := [path for path in named if not path.exists()]:
         raise PipelineError(f"{missing[0]}: no such file or directory; give a bundle or a folder of bundles")
     found = dict.fromkeys(bundle for path in (FOLDER, *named) for bundle in bundles_at(path))
-    result = {"catalogue": catalogue(), "bundles": [bundle(path) for path in found]}
+    cached = sorted((bundle(path) | {"last_used": last_use(path)} for path in bundles_at(cache_path("bundles"))),
+                    key=lambda row: row["last_used"], reverse=True)  # fmt: skip
+    result = {"catalogue": catalogue(), "bundles": [bundle(path) for path in found], "cached": cached}
     print(json.dumps(result, ensure_ascii=False) if args.json else sanitised("\n".join(table(result))))
     return 0
 
@@ -53,13 +59,17 @@ def bundles_at(path: Path) -> Iterator[Path]:
 def catalogue() -> list[dict]:
     """Return the facts of the models that can be fetched by name."""
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE
-    from castiron.vmfb.cache import cache_root
 
-    folder = cache_root() / "models"
     return [
-        {"name": model.name, "bytes": model.size, "licence": model.licence, "fetched": (folder / model.file).is_file()}
+        {"name": model.name, "file": model.file, "packages": model.packages, "sha256": model.sha256, "bytes": model.size,
+         "licence": model.licence, "fetched": (cache_path("models") / model.file).is_file()}
         for model in CATALOGUE.values()
-    ]
+    ]  # fmt: skip
+
+
+def last_use(path: Path) -> str:
+    """Return when a cached bundle was last opened, in ISO 8601."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(path.stat().st_mtime))
 
 
 def bundle(path: Path) -> dict:
@@ -85,16 +95,27 @@ def bundle(path: Path) -> dict:
 
 def table(result: dict) -> list[str]:
     """Format the result as text."""
-    width = max(map(len, [row["name"] for row in result["catalogue"]] + [row["path"] for row in result["bundles"]]))
-    lines = ["models of the catalogue"]
+    cached = [row | {"path": Path(row["path"]).name} for row in result["cached"]]
+    width = max(len(name) for name in [row["name"] for row in result["catalogue"]]
+                + [row["path"] for row in result["bundles"] + cached])  # fmt: skip
+    lines = ["models of the catalogue, from the Python package index"]
     for model in result["catalogue"]:
-        state = "fetched" if model["fetched"] else "fetched by castiron compile"
+        state = "fetched" if model["fetched"] else "not fetched"
         lines.append(f"  {model['name']:<{width}}  {megabytes(model['bytes']):>10}  {model['licence']}, {state}")
+        first, *others = model["packages"]
+        lines.append(f"    {model['file']} from {first}{f' to {others[-1]}' if others else ''}")
     lines += ["", "bundles" if result["bundles"] else f"no bundles in {FOLDER}: castiron compile NAME makes one"]
-    for row in result["bundles"]:
-        if "error" in row:
-            lines.append(f"  {row['path']:<{width}}  {row['error']}")
-            continue
-        facts = f"{row['model_type']}, context {row['context']}, {row['weights']} weights, {row['target']}"
-        lines.append(f"  {row['path']:<{width}}  {megabytes(row['bytes']):>10}  {facts}")
+    lines += [bundle_line(row, width) for row in result["bundles"]]
+    if cached:
+        lines += ["", f"compiled for run, chat and serve, in {cache_path('bundles')}"]
+        lines += [bundle_line(row, width) for row in cached]
     return lines
+
+
+def bundle_line(row: dict, width: int) -> str:
+    """Format the facts of a bundle as a line; `width`: columns of its path."""
+    used = f", used {row['last_used'][:16].replace('T', ' ')}" if "last_used" in row else ""
+    if "error" in row:
+        return f"  {row['path']:<{width}}  {row['error']}{used}"
+    facts = f"{row['model_type']}, context {row['context']}, {row['weights']} weights, {row['target']}"
+    return f"  {row['path']:<{width}}  {megabytes(row['bytes']):>10}  {facts}{used}"

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import castiron
-from castiron.pipelines.cli.options import check_models_exist, check_threads
-from castiron.pipelines.errors import error_message
+from castiron.pipelines.cli.options import check_models_exist, check_threads, model_first, note_ignored
+from castiron.pipelines.errors import did_you_mean, error_message
 from castiron.pipelines.terminal import sanitised
 
 # Group -> command -> summary. The module cli/NAME.py has EXAMPLES, `add_arguments(parser)` and `main(args) -> exit status`; it
@@ -23,20 +23,21 @@ GROUPS = {
         "chat": "have a conversation with a bundle or a model",
         "serve": "serve OpenAI's and Anthropic's API over HTTP",
         "compile": "compile a checkpoint into a bundle",
-        "verify": "compare a bundle's greedy tokens with HF transformers",
+        "list": "list models of the catalogue, and bundles",
     },
     "run": {
         "batch": "run the requests of a file",
         "embed": "compute the vectors of texts with an embedding model",
     },
     "models": {
-        "list": "list models of the catalogue, and bundles",
+        "rm": "remove a bundle, and what was fetched for it",
         "inspect": "describe a checkpoint or a bundle",
         "quantise": "write a checkpoint as a quantised GGUF file",
         "pack": "write a bundle as one file",
         "cache": "list and clear cached files, or add a prefix state",
     },
     "measure": {
+        "verify": "compare a bundle's greedy tokens with HF transformers",
         "evaluate": "measure perplexity, and KL divergence from a base",
         "bench": "measure speed and memory, against other engines",
         "explain": "show the time of each kernel in a call",
@@ -53,10 +54,19 @@ HELP = """\
 usage: castiron COMMAND [OPTIONS]      (castiron help COMMAND shows its options)
 
 {groups}
-example    castiron run smollm2-135m-instruct "Why is the sky blue?"
 MODEL      GGUF file, HF directory, org/name on the hub, or name that list shows
 options    --version, --print-completion bash (or zsh, fish, tcsh, powershell)
 """
+SHORT_HELP = """\
+usage: castiron COMMAND [OPTIONS]
+
+{commands}
+
+example    castiron run smollm2-135m-instruct "Why is the sky blue?"
+MODEL      GGUF file, HF directory, org/name on the hub, or name that list shows
+more       castiron help COMMAND shows its options, castiron --help all commands
+"""
+ARGUMENTS = {"run": "MODEL PROMPT", "chat": "MODEL", "serve": "MODEL", "compile": "MODEL"}
 FAILED, USAGE, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 COMPLETION = "--print-completion"
 
@@ -94,6 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parse(argv, as_json)
         check_models_exist(args)
         check_threads(args)
+        note_ignored(args)
         status = args.main(args)
         sys.stdout.flush()
         return status
@@ -115,7 +126,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str], as_json: bool) -> argparse.Namespace:
     """Parse a command's arguments; SystemExit after help, a version or a usage error."""
     if argv[:1] == ["help"]:
-        argv = [*argv[1:2], "--help"]
+        if len(argv) == 1:
+            _print_and_exit(short_help_text())
+        argv = [argv[1], "--help"]
     name = argv[0] if argv else None
     if name in ("-h", "--help"):
         _print_and_exit(help_text())
@@ -124,11 +137,12 @@ def _parse(argv: Sequence[str], as_json: bool) -> argparse.Namespace:
     if name == COMPLETION:
         _print_and_exit(completion(argv[1] if len(argv) > 1 else "bash"))
     if name not in COMMANDS:
-        usage_error(f"unknown command: {name}" if name else "a command is required", "castiron", as_json)
+        unknown = name and f"unknown command: {name}{did_you_mean(name, COMMANDS)}"
+        usage_error(unknown or "a command is required", "castiron", as_json)
     parser = command_parser(name)
     parser.as_json = as_json
     # The words of a prompt may come before and after options.
-    return parser.parse_intermixed_args(argv[1:])
+    return parser.parse_intermixed_args(model_first(parser, argv[1:]))
 
 
 def command_parser(name: str, parser: Parser | None = None) -> Parser:
@@ -165,6 +179,12 @@ def help_text() -> str:
             lines.append(f"{title:<10} {name:<9} {summary}")
             title = ""
     return HELP.format(groups="\n".join(lines))
+
+
+def short_help_text() -> str:
+    """Return the text of `castiron help`: the most used commands."""
+    rows = [(f"{name} {ARGUMENTS.get(name, '')}", summary) for name, summary in GROUPS["most used"].items()]
+    return SHORT_HELP.format(commands="\n".join(f"  castiron {use:<17}{summary}" for use, summary in rows))
 
 
 def usage_error(message: str, prog: str, as_json: bool) -> NoReturn:

@@ -3,7 +3,7 @@
 import argparse
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,18 +119,56 @@ def add_checkpoint(parser: argparse.ArgumentParser, **changes: str) -> None:
     """Add the MODEL argument of commands that read checkpoints."""
     arguments = {"metavar": "MODEL", "help": "GGUF file, HF directory, catalogue name, or org/name on the hub"}
     parser.add_argument("model", **arguments | changes)
+    _add_model_option(parser)
+
+
+def model_first(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
+    """Return the arguments with the values of -m as the first positional ones, as in llama.cpp."""
+    models: list[str] = []
+    others: list[str] = []
+    words = iter(argv)
+    for word in words if "-m" in parser._option_string_actions else ():
+        name, equals, value = word.partition("=")
+        if word == "--":
+            others.append(word)
+            break
+        if name not in ("-m", "--model"):
+            others.append(word)
+        elif (value := value if equals else next(words, None)) is None:
+            parser.error(f"argument {name}: expected a model")
+        else:
+            models.append(value)
+    return [*models, *others, *words]
+
+
+def note_ignored(args: argparse.Namespace) -> None:
+    """Print a message if layers shall be offloaded to a GPU, as -ngl asks llama.cpp."""
+    if getattr(args, "n_gpu_layers", "0") != "0":
+        print_message(f"no effect: -ngl {args.n_gpu_layers}; castiron computes on the CPU")
 
 
 def check_models_exist(args: argparse.Namespace) -> None:
-    """Raise CheckpointError for a model or bundle argument that is neither a path nor a name."""
-    given = [getattr(args, name, None) for name in ("model", "bundle", "draft")]
-    for model in (each for value in given for each in (value if isinstance(value, list) else [value])):
-        if model is None or Path(model).exists() or HubName.read(model):
-            continue
-        from castiron.pipelines.checkpoints.catalogue import CATALOGUE, not_found
+    """Raise CheckpointError for a model or bundle argument that is neither a path nor a name.
 
-        if model not in CATALOGUE:
-            raise not_found(model)
+    Names of the catalogue get the catalogue's case.
+    """
+    for name in ("model", "bundle", "draft"):
+        value = getattr(args, name, None)
+        if isinstance(value, list):
+            setattr(args, name, [existing_model(each) for each in value])
+        elif value is not None:
+            setattr(args, name, existing_model(value))
+
+
+def existing_model(model: str) -> str:
+    """Return a path or name, in the catalogue's case; CheckpointError if it is neither."""
+    if Path(model).exists() or HubName.read(model):
+        return model
+    from castiron.pipelines.checkpoints.catalogue import CATALOGUE, canonical_name, not_found
+
+    if (known := canonical_name(model)) not in CATALOGUE:
+        raise not_found(model)
+    return known
 
 
 def check_threads(args: argparse.Namespace) -> None:
@@ -175,11 +213,20 @@ def add_model(parser: argparse.ArgumentParser, nargs: str | None = None) -> None
     """Add the MODEL argument of commands that run models; `open_model` opens it."""
     parser.add_argument("bundle", metavar="DIR|MODEL", nargs=nargs,
                         help="bundle, GGUF file, HF directory, catalogue name, or org/name on the hub")  # fmt: skip
+    _add_model_option(parser)
+
+
+def _add_model_option(parser: argparse.ArgumentParser) -> None:
+    """Add -m; `model_first` makes its value a positional argument before the parser sees it."""
+    parser.add_argument("-m", "--model", dest=argparse.SUPPRESS, default=argparse.SUPPRESS, metavar="MODEL",
+                        help="the model, as in llama.cpp")  # fmt: skip
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
-    """Add --threads and --trust in a group of their own."""
-    add_options(parser.add_argument_group("loading"), "--threads", "--trust")
+    """Add --threads, --trust and -ngl in a group of their own."""
+    group = parser.add_argument_group("loading")
+    add_options(group, "--threads", "--trust")
+    group.add_argument("-ngl", "--n-gpu-layers", default="0", metavar="N", help="ignored: castiron computes on the CPU")
 
 
 def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False) -> "Bundle":
@@ -231,7 +278,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, model_default: bool
     own = "the model's, else " if model_default else ""
     group = parser.add_argument_group("sampling", None if model_default else "Greedy unless --temperature is given.")
     for flag, kind, metavar, text in (
-        ("--temperature", float, "T", f"randomness; 0 is greedy (default: {own}0)"),
+        ("--temperature --temp", float, "T", f"randomness; 0 is greedy (default: {own}0)"),
         ("--temperature-schedule", str, "S", "change it: linear:T:N or cosine:T:N to T over N tokens"),
         ("--top-k", int, "K", f"sample from the K most likely tokens (default: {own}0, all)"),
         ("--top-p", float, "P", f"sample from the top tokens of total probability P (default: {own}1)"),
@@ -239,7 +286,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, model_default: bool
         ("--repeat-penalty", float, "X", f"penalise the last 64 tokens (default: {own}1, off)"),
         ("--seed", int, "N", "seed of the random numbers, for repeatable text"),
     ):
-        group.add_argument(flag, type=kind, metavar=metavar, help=text)
+        group.add_argument(*flag.split(), type=kind, metavar=metavar, help=text)
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be repeated")
     group.add_argument("--repetition-stop", action=argparse.BooleanOptionalAction, default=model_default,
                        help=f"stop a repetition loop (default: {'on' if model_default else 'off'})")  # fmt: skip

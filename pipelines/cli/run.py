@@ -21,8 +21,9 @@ from castiron.pipelines.cli import options
 from castiron.pipelines.engine.context import default_limit, free_positions
 from castiron.pipelines.engine.memory import peak_rss_mb
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.terminal import Progress, print_message, sanitised
+from castiron.pipelines.terminal import Progress, counted, print_message, sanitised
 from castiron.pipelines.text.chat_template import prepare
+from castiron.pipelines.text.fim import fim_of
 from castiron.pipelines.text.generation import Stream
 from castiron.pipelines.text.reasoning import Reasoning
 from castiron.pipelines.text.text_output import text_request
@@ -39,6 +40,7 @@ examples:
   castiron run build/model -p "Once upon a time" --raw -n 100 --temperature 0.8 --seed 7
   castiron run build/model --tokens 1,2,3 -n 40 --ignore-eos --json
   castiron run build/model "Invent a person." --json-schema person.json
+  castiron run build/coder "def add(a, b):" --suffix "print(add(1, 2))"
 
 --json prints one object: tokens, text (null without a tokenizer), reasoning_content (or null),
 prompt_tokens, cached_tokens (from --prefix-cache), finish_reason (stop, length or context),
@@ -61,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_options(parser, "-n --max-tokens", "-c --context", "--json")
     group = parser.add_argument_group("prompt")
     prompt.add_argument("--tokens", type=options.token_ids, metavar="IDS", help="the prompt as token ids: 1,2,3")
+    group.add_argument("--suffix", metavar="TEXT", help="fill in the text between PROMPT and TEXT; needs a code model")
     options.add_options(group, "--raw", "--template-arg", "--parse-special", "--ignore-eos")
     options.add_options(group, "--prefix-cache", "--prefix-cache-size")
     group = parser.add_argument_group("structured output")
@@ -77,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     sampling, (requested, default) = options.sampling_of(args), options.length_of(args.max_tokens)
     check_prompt(args)
-    if not (args.raw or args.tokens):
+    if not (args.raw or args.tokens or args.suffix is not None):
         prepare()
     bundle, engine = options.open_engine(args)
     prompt, text = read_prompt(args, bundle)
@@ -87,8 +90,8 @@ def main(args: argparse.Namespace) -> int:
         request = text_request(
             prompt, engine.context, text, sampling=sampling, stop_strings=args.stop, grammar=grammar,
             max_tokens=requested or default_limit(default, free_positions(engine.context, len(prompt))),
-            stop_tokens=() if args.ignore_eos else bundle.manifest.tokens.eos, repetition_stop=args.repetition_stop,
-            reasoning=not (args.raw or args.tokens),
+            stop_tokens=() if args.ignore_eos else end_tokens(args, bundle, text), repetition_stop=args.repetition_stop,
+            reasoning=not (args.raw or args.tokens or args.suffix is not None),
             on_prefill=lambda done, total: progress("reading the prompt", done / total),
         )  # fmt: skip
         stream = Stream(engine, request, reasoning=True)
@@ -111,7 +114,9 @@ def main(args: argparse.Namespace) -> int:
         thinking = output.thinking
         output.write("\n")
     finally:
-        print(speed(stream, default, thinking), file=sys.stderr)
+        print(speed(stream, thinking), file=sys.stderr)
+        if stream.finish_reason == "length":
+            print_message(f"stopped at {counted(len(stream.tokens), 'token')}; -n -1 for no limit")
     return 0
 
 
@@ -124,6 +129,8 @@ def check_prompt(args: argparse.Namespace) -> None:
         raise PipelineError("no prompt; give one as an argument, with -p, -f or --tokens, or use castiron chat")
     if not has_option:
         args.prompt = " ".join(args.words) or "-"
+    if args.suffix is not None and (args.system or args.tokens or args.template_arg):
+        raise PipelineError("--suffix needs a text prompt and no chat template; remove --system, --tokens and --template-arg")
     if args.tokens and (args.system or args.raw):
         raise PipelineError("--system and --raw need a text prompt, not --tokens")
     if args.template_arg and (args.tokens or args.raw):
@@ -140,12 +147,20 @@ def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], Tokenizer 
         return args.tokens, load_tokenizer(bundle) if bundle.tokenizer and needed else None
     text = load_tokenizer(bundle, dict(args.template_arg), args.parse_special)
     prompt = prompt_text(args)
+    if args.suffix is not None:
+        return fim_of(text).prompt(prompt, args.suffix), text
     if args.raw or text.chat_template is None:
         if args.system:
             raise PipelineError("--system needs a chat template; remove --raw, or use a model that has a template")
         return text.encode(prompt), text
     system = [{"role": "system", "content": args.system}] if args.system else []
     return text.encode_chat([*system, {"role": "user", "content": prompt}]), text
+
+
+def end_tokens(args: argparse.Namespace, bundle, text: Tokenizer | None) -> tuple[int, ...]:
+    """Return the token ids that end the answer."""
+    ends: tuple[int, ...] = bundle.manifest.tokens.eos
+    return ends if args.suffix is None or text is None else (*ends, *fim_of(text).ends)
 
 
 def read_grammar(args: argparse.Namespace, text: Tokenizer | None) -> Grammar | None:
@@ -217,10 +232,10 @@ def report(stream: Stream, text: str | None, reasoning: str | None, load_seconds
     }
 
 
-def speed(stream: Stream, default: int | None, thinking: bool) -> str:
+def speed(stream: Stream, thinking: bool) -> str:
     """Return the line printed after an answer: its speed, and why it ended.
 
-    default: the limit that `length_of` returns. thinking: the answer ended in its reasoning.
+    thinking: the answer ended in its reasoning.
     """
     request = stream.request
     cached = f" ({request.cached} cached)" if request.cached else ""
@@ -236,8 +251,6 @@ def speed(stream: Stream, default: int | None, thinking: bool) -> str:
     if stream.repeated:
         parts.append("stopped in a repetition loop: --no-repetition-stop disables this")
     parts.append(f"peak memory {peak_rss_mb():.0f} MB")
-    if stream.finish_reason == "length" and default:
-        parts.append(f"stopped at {default} tokens: -n N allows more, -n -1 as many as the context holds")
     return f"castiron: {'; '.join(parts)}"
 
 

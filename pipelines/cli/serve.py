@@ -50,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("models and sampling")
     group.add_argument("--keep", type=float, metavar="S",
                        help="close an unused model after S seconds (default: 300; a single model: never)")  # fmt: skip
-    group.add_argument("--temperature", type=float, metavar="T", help="default temperature (default: the model's, else 1)")
+    group.add_argument(
+        "--temperature", "--temp", type=float, metavar="T", help="default temperature (default: the model's, else 1)"
+    )
     add_options(group, "--template-arg", "--parse-special", "--draft", "--prefix-cache", "--prefix-cache-size")
     limits = parser.add_argument_group("limits")
     limits.add_argument("--queue", type=int, default=64, metavar="N", help="waiting requests of one client (default: 64)")

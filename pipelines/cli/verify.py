@@ -1,7 +1,8 @@
 """Compare a bundle's greedy tokens with those of HF transformers, which reads the same checkpoint.
 
 Both generate N tokens after each prompt, past the end-of-text token, HF in f32. The exit status is
-1 if any token differs. Prompts that do not fit the bundle's context are skipped, with a message.
+1 if any token differs. Prompts that do not fit the bundle's largest context are skipped, with a
+message.
 """
 
 import argparse
@@ -52,6 +53,7 @@ def main(args: argparse.Namespace) -> int:
     if args.max_tokens < 1:
         raise PipelineError(f"-n is {args.max_tokens}; it must be at least 1")
     bundle = require_generation(open_bundle(args.bundle))
+    bundle = bundle.with_context(bundle.manifest.max_context)
     given = [Prompt("--tokens", tokens=tuple(args.tokens))] if args.tokens else None
     gathered, context = encoded_prompts(bundle, args.prompts, given), bundle.manifest.context
     prompts = [(prompt, tokens) for prompt, tokens in gathered if len(tokens) + args.max_tokens - 1 <= context]

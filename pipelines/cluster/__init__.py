@@ -1,1 +1,1 @@
-"""castiron on a Ray cluster: actors for rows, replicas for requests, and copies of bundles."""
+"""castiron on a Ray cluster: actors for dataset rows, Ray Serve replicas, and bundle transfer."""

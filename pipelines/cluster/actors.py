@@ -1,4 +1,4 @@
-"""Ray actors that answer records: for Ray's datasets (`Generate`) and for batch jobs."""
+"""Ray actors that answer prompts: `Generate` for Ray datasets, `BatchActor` for batch jobs."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ if TYPE_CHECKING:
 
 # Columns that `Generate` adds to a row.
 ANSWER = ("generated", "finish_reason", "generated_tokens", "error")
-# Max and min records of a window, which is one call of an actor, and max calls of an actor in flight: with two, it never waits.
+# One call of an actor answers a window of records: max and min records of a window. Max calls of an actor in flight: with
+# two, the actor never waits.
 MAX_WINDOW, MIN_WINDOW, WINDOWS_AHEAD = 128, 16, 2
-# The job fails if so many actors die while they run the same records.
+# The job fails if this many actors die while they run the same records.
 MAX_DEATHS = 3
-# Seconds between checks for new nodes, and for new records while they arrive slowly; seconds without a node until a message.
+# Seconds between checks for new nodes, seconds between checks for new records, and seconds without a node until a message.
 NODE_POLL, RECORD_POLL, NODE_WAIT = 2.0, 0.2, 30.0
 
-# The function `prepare` of `castiron batch`: its arguments and a bundle -> the conversion of records, and the engine.
+# The function `prepare` of `castiron batch`: from its arguments and a bundle to the conversion of records and the engine.
 Prepare = Callable[[argparse.Namespace, Bundle], tuple[Conversion, Engine | None]]
-# The id of a node, and the number of an actor there.
+# The id of a node, and the index of an actor on that node.
 Slot = tuple[str, int]
 
 
@@ -55,9 +56,9 @@ class Generate:
             num_cpus=2, compute=ray.data.ActorPoolStrategy(size=4),
         )
 
-    A row has a column `prompt`, a text, or `messages`, a list of objects with role and content. The
-    answer is in the columns of `ANSWER`; if the row fails, `error` has the message. An answer does
-    not depend on the other rows or on the actor.
+    A row has a column `prompt` (text) or `messages` (a list of objects with role and content). The
+    answer is in new columns `generated`, `finish_reason` and `generated_tokens`. If a row fails,
+    the new column `error` has the message. Answers do not depend on the other rows or the actor.
     """
 
     def __init__(
@@ -68,15 +69,15 @@ class Generate:
 
         Args:
             bundle: its path on every node, a URL for fsspec, or the result of `castiron.ray.store`.
-            prompt, messages: names of the columns.
-            threads: by default the actor's CPUs.
+            prompt, messages: names of the columns for the prompt and for chat messages.
+            threads: number of threads; by default the number of the actor's CPUs.
             options: options of `Model.generate`.
         """
         self.prompt, self.messages, self.options = prompt, messages, options
         self.model = Model(bundle_at(bundle), threads or cpus_of_actor())
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        """Return the rows with their answers."""
+        """Return the rows of `batch` with the answer columns appended."""
         if not hasattr(batch, "column_names"):
             raise PipelineError(f'unsupported batch: {type(batch).__name__}; give batch_format="pyarrow" to map_batches')
         names = batch.column_names
@@ -88,7 +89,7 @@ class Generate:
         return _with_answers(batch, self.answers([_prompt(values) for values in zip(*columns)]))
 
     def answers(self, prompts: Sequence[Any]) -> list[Result]:
-        """Return a result for each prompt, in order; prompts with a shared prefix run together."""
+        """Return a result for each prompt, in the order of `prompts`."""
         order = sorted(range(len(prompts)), key=lambda index: str(prompts[index]))
         results = self.model.generate_many([prompts[index] for index in order], **self.options)
         return sorted((replace(result, index=order[result.index]) for result in results), key=lambda result: result.index)
@@ -102,7 +103,7 @@ def cpus_of_actor() -> int | None:
 
 
 def _prompt(values: Sequence[Any]) -> Any:
-    """Return the only prompt among a row's values; otherwise None, which is an invalid prompt."""
+    """Return the only value that is not None; if there is not exactly one, None."""
     from castiron.pipelines.batch.parquet import without_nulls
 
     given = [value for value in values if value is not None]
@@ -110,7 +111,7 @@ def _prompt(values: Sequence[Any]) -> Any:
 
 
 def _with_answers(batch: pa.Table, results: Sequence[Result]) -> pa.Table:
-    """Return a batch with the columns of `ANSWER`."""
+    """Return `batch` with the columns `ANSWER` appended, from one result for each row."""
     import pyarrow as pa
 
     rows = [(r.text, None, None, str(r.error)) if r.error else (r.text, r.finish_reason, len(r.tokens), None) for r in results]
@@ -121,7 +122,7 @@ def _with_answers(batch: pa.Table, results: Sequence[Result]) -> pa.Table:
 
 
 class BatchActor:
-    """The engine of a batch job on a node; the first call of `answers` opens the bundle."""
+    """A Ray actor that runs records of a batch job; the first `answers` call opens the bundle."""
 
     def __init__(self, args: argparse.Namespace, path: Path, manifest: bytes, prepare: Prepare):
         self.args, self.path, self.manifest, self.prepare = args, path, manifest, prepare
@@ -135,31 +136,31 @@ class BatchActor:
             return False
 
     def answers(self, records: list[Record], stored: Stored | None) -> list[tuple[int, Outcome]]:
-        """Return (index, outcome) of each record; `stored`: the bundle, if this node lacks it."""
+        """Return (index, outcome) of each record; stored: None if this node has the bundle."""
         if self.answer is None:
             found = open_bundle(self.path if stored is None else bundle_at(stored), full_check=self.args.trust == "never")
-            # With the job's path, because requests may name the model by its file name.
+            # Set the job's path, because requests may name the model by the file name of the bundle.
             conversion, engine = self.prepare(self.args, replace(found, path=self.path))
             self.answer = answering(engine, conversion)
         return [(record.index, outcome) for record, outcome in self.answer(iter(records))]
 
 
 class Engines:
-    """The actors of a job: one for every `--threads` CPUs of each node, also of later nodes."""
+    """The actors of a job: one for each `--threads` CPUs of a node; nodes may join later."""
 
     def __init__(self, args: argparse.Namespace, bundle: Bundle, prepare: Prepare):
         plain = (str, int, float, list, dict, type(None))
         self.args = {name: value for name, value in vars(args).items() if isinstance(value, plain)}
         self.bundle, self.manifest, self.prepare = bundle, dump(bundle.manifest), prepare
         self.actors: dict[Slot, Any] = {}
-        # The calls of `has_bundle` in progress, and the bundle that each ready actor has to fetch.
+        # Calls of `has_bundle` in progress, and the bundle that each ready actor must fetch (None if it has it).
         self.starting: dict[ray.ObjectRef, Slot] = {}
         self.ready: dict[Slot, Stored | None] = {}
         self._stored: Stored | None = None
         self.message_time = time.monotonic() + NODE_WAIT
 
     def start_missing(self) -> None:
-        """Start the missing actors of all nodes."""
+        """Start actors on the free CPUs of new nodes, and actors that died before."""
         for node in ray.nodes():
             cpus = int(node["Resources"].get("CPU", 0)) if node["Alive"] else 0
             threads = min(self.args["threads"] or cpus, cpus)
@@ -172,7 +173,7 @@ class Engines:
                     self.starting[self.actors[slot].has_bundle.remote()] = slot
 
     def finish_start(self, call: ray.ObjectRef) -> None:
-        """Add the actor of a finished call of `has_bundle` to `ready`, or remove it if it died."""
+        """Mark an actor as ready after its call of `has_bundle`; remove the actor if it died."""
         slot = self.starting.pop(call)
         try:
             has_bundle = ray.get(call)
@@ -184,7 +185,7 @@ class Engines:
         self.ready[slot] = None if has_bundle else self._stored
 
     def wait(self, running: list[ray.ObjectRef], seconds: float) -> list[ray.ObjectRef]:
-        """Return the calls in `running` and `starting` that end within `seconds`."""
+        """Return a list with a call that ended, of `running` or a start; empty after `seconds`."""
         if not running and not self.ready and time.monotonic() > self.message_time:
             print_message("no node of the cluster has free CPUs for this job yet; waiting for one")
             self.message_time = math.inf
@@ -194,22 +195,25 @@ class Engines:
         return []
 
     def remove(self, slot: Slot) -> None:
-        """Forget a dead actor, so that another is started."""
+        """Remove a dead actor, so that `start_missing` starts it again."""
         self.actors.pop(slot, None)
         self.ready.pop(slot, None)
 
 
 class Windows:
-    """The records of a job in windows, which shrink so that all actors finish together."""
+    """The records of a job in windows (groups for one call of an actor).
+
+    Windows get smaller towards the end of the input, so that all actors finish at the same time.
+    """
 
     def __init__(self, records: Iterator[Record | None]):
         self.records, self.waiting = records, deque[Record]()
-        # The windows of actors that died.
+        # Windows to run again, because their actors died.
         self.again: deque[list[Record]] = deque()
         self.ended = False
 
     def next(self, actors: int) -> list[Record]:
-        """Return the next window for one of `actors` actors; empty while no record has arrived."""
+        """Return the next window for one of `actors` actors; empty if no record is available."""
         if self.again:
             return self.again.popleft()
         while not self.ended and len(self.waiting) < actors * WINDOWS_AHEAD * MAX_WINDOW:
@@ -231,7 +235,10 @@ class Windows:
 
 
 def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prepare) -> Answer:
-    """Return an `Answer` that runs the records of `castiron batch` on the connected cluster."""
+    """Return a function that answers the records of a batch job on the connected Ray cluster.
+
+    args: command-line arguments of `castiron batch`. prepare: sets up the engine on each node.
+    """
 
     def answer(records: Iterator[Record | None]) -> Iterator[Answered]:
         engines, windows = Engines(args, bundle, prepare), Windows(records)
@@ -253,7 +260,7 @@ def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prep
                         engines.finish_start(call)
                         continue
                     if call not in running:
-                        # Its actor has died, and its window runs again.
+                        # The actor of this call has died, and its window runs again.
                         continue
                     slot, window = running.pop(call)
                     try:
@@ -280,7 +287,7 @@ def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prep
 
 
 def _result(call: ray.ObjectRef) -> Any:
-    """Return a call's result; raise castiron's own error instead of Ray's wrapper."""
+    """Return a call's result; raise a user error of castiron without Ray's wrapper."""
     try:
         return ray.get(call)
     except RayTaskError as error:
@@ -291,9 +298,9 @@ def _result(call: ray.ObjectRef) -> Any:
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Connect to the cluster at `address`; with `local`, to a new one on this machine.
+    """Connect to the Ray cluster at `address`, or start one on this machine if it is "local".
 
-    Does nothing if the process is connected already. Raises PipelineError if no cluster answers.
+    Does nothing if the process is already connected. Raises PipelineError if the connection fails.
     """
     if ray.is_initialized():
         yield

@@ -1,7 +1,8 @@
-"""Bundles for the nodes of a cluster: from a path, from a URL, or from Ray's object store.
+"""Open bundles on the nodes of a cluster: from a path, from a URL, or from Ray's object store.
 
-A node fetches a bundle once into its cache. A lock keeps its other processes from fetching too, a
-rename makes the bundle appear complete or not at all, and its hashes are checked before it runs.
+Each node downloads a bundle once into its cache. A lock prevents a second download by another
+process of the node. A rename publishes the file after the download. The bundle's hashes are
+checked before it runs.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stored:
-    """A packed bundle in Ray's object store; `key` is the sha256 of its manifest."""
+    """A packed bundle in Ray's object store: its name, the SHA-256 of its manifest, its bytes."""
 
     name: str
     key: str
     data: ray.ObjectRef
 
 
-# A path that every node has, the URL of a packed bundle for fsspec, or the result of `store`.
+# A path that exists on every node, an fsspec URL of a packed bundle, or the result of `store`.
 BundleSource = str | os.PathLike[str] | Stored
 
 
 def store(bundle: Bundle | Path | str) -> Stored:
-    """Put a bundle of this machine into Ray's object store, from which nodes fetch it."""
+    """Put a local bundle into Ray's object store, from which other nodes fetch it."""
     import numpy as np
     import ray
 
@@ -49,12 +50,15 @@ def store(bundle: Bundle | Path | str) -> Stored:
         if not bundle.packed:
             packed = Path(folder) / "packed"
             pack_bundle(bundle, packed)
-        # Memory-mapped, so that only the store has the bundle in memory.
+        # Memory-map the file, so that this process needs no second copy in memory.
         return Stored(bundle.manifest.name, key, ray.put(np.memmap(packed, np.uint8, "r")))
 
 
 def bundle_at(source: BundleSource) -> Bundle:
-    """Open the bundle at `source` on this node; raise BundleError or PipelineError."""
+    """Return the opened bundle at `source`, after fetching it to this node if necessary.
+
+    Raises PipelineError if it cannot be fetched, and BundleError if it is invalid.
+    """
     if isinstance(source, Stored):
         import ray
 
@@ -69,7 +73,7 @@ def bundle_at(source: BundleSource) -> Bundle:
         files, path = fsspec.core.url_to_fs(url)
         if "file" in files.protocol:
             return open_bundle(path)
-        # `ukey` changes with the contents, if this kind of store reports that.
+        # `ukey` changes with the contents, on file systems that report a checksum or a time.
         key = hashlib.sha256(f"{url} {files.ukey(path)}".encode()).hexdigest()
         return _fetched(key, url, lambda out: files.get_file(path, str(out)))
     except (BundleError, PipelineError):
@@ -77,15 +81,15 @@ def bundle_at(source: BundleSource) -> Bundle:
     except FileNotFoundError:
         raise PipelineError(f"cannot fetch {url}: no such file or directory; check the URL") from None
     except Exception as error:
-        # Every kind of store has its own exceptions.
+        # Each fsspec file system has its own exception types.
         why = " ".join(str(error).split()) or type(error).__name__
         raise PipelineError(f"cannot fetch {url}: {why:.300}") from error
 
 
 def _fetched(key: str, source: str, fetch: Callable[[Path], Any]) -> Bundle:
-    """Open the cached bundle `key`, which `fetch(path)` writes if it is missing.
+    """Return the opened bundle with cache key `key`; if it is missing, `fetch(path)` writes it.
 
-    Raises BundleError, and removes the bundle, if its hashes do not match.
+    If its hashes do not match, removes it and raises BundleError with the name `source`.
     """
     path = cache_folder("fetched") / key
     lock = path.with_name(f".{key}.lock")

@@ -1,7 +1,7 @@
 """A Ray Serve deployment of a bundle.
 
-Ingress processes ("fronts") read requests. They prefer the replica that has read the longest prefix
-of a request's prompt.
+Ingress processes ("fronts") read HTTP requests and forward them to replicas of the model. They
+prefer the replica whose prefix cache has the longest prefix of a request's prompt.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from castiron.pipelines.server.app import QUEUE, open_app
 from castiron.pipelines.server.exchange import error_response, while_connected
 from castiron.pipelines.server.metrics import MEDIA_TYPE, labelled
 
-# Bytes of a block of a prompt (about 64 tokens), and max blocks that are hashed.
+# Prompts are hashed in blocks: bytes of a block (about 64 tokens), and max blocks of a prompt.
 BLOCK, MAX_BLOCKS = 256, 64
-# Max prefixes that a router remembers.
+# Max prefix hashes that a router stores.
 MAX_PREFIXES = 100_000
-# Exceptions of a call whose replica died.
+# Exceptions of a call to a replica that died.
 REPLICA_LOST = (RayActorError, ObjectLostError, WorkerCrashedError)
-# Max replicas that a request is sent to: if that many die, the request is probably the cause.
+# Max replicas that a request is sent to: if so many die, the request is probably the cause.
 ATTEMPTS = 4
 # The keys of an ASGI scope whose values can be serialised.
 SCOPE_KEYS = (
@@ -53,7 +53,7 @@ SCOPE_KEYS = (
 
 @dataclass(frozen=True)
 class Call:
-    """A request for a replica: its ASGI scope, its body, and hashes of its prompt's prefixes."""
+    """An HTTP request for a replica: ASGI scope, body, and result of `prefix_hashes`."""
 
     scope: Mapping[str, Any]
     body: bytes
@@ -61,7 +61,10 @@ class Call:
 
 
 def prefix_hashes(body: bytes) -> tuple[bytes, ...]:
-    """Return the hashes of the prompt's prefixes of 1, 2, ... full blocks."""
+    """Return hashes of the first 1, 2, ... full blocks (`BLOCK` bytes) of a request's prompt.
+
+    body: JSON of a generation request. The result is empty for other bodies.
+    """
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
@@ -77,24 +80,24 @@ def prefix_hashes(body: bytes) -> tuple[bytes, ...]:
 
 
 class PrefixRouter(RequestRouter):
-    """A router that prefers the replica which has read the longest prefix of the prompt.
+    """A router that prefers the replica which was sent the longest prefix of the prompt before.
 
-    Each front has a router, which knows only its own requests. Ray's router of this kind
-    (ray.serve.llm) imports vLLM or SGLang.
+    Each front has its own router, which remembers only requests of that front. Ray's prefix router
+    (in ray.serve.llm) is not used, because it imports vLLM or SGLang.
     """
 
     def initialize_state(self, slots: int) -> None:  # type: ignore[override]
-        """Set the number of requests that a replica runs at once."""
+        """Set up the router; slots: number of requests that a replica runs at the same time."""
         self.slots = slots
         self.replica_of: OrderedDict[bytes, ReplicaID] = OrderedDict()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return groups of replicas, to be tried in order.
+        """Return groups of replicas, which Ray tries in order.
 
-        First the replica that has read the longest prefix of the prompt, unless it is full; then
-        two random replicas; then all.
+        The first group is the replica with the longest cached prefix, unless it has no free slot.
+        The second is two random replicas, the third all replicas.
         """
         two = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
         if pending_request is None:
@@ -106,7 +109,7 @@ class PrefixRouter(RequestRouter):
         return [two, candidate_replicas] if reader is None or self._is_full(reader) else [[reader], two, candidate_replicas]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Remember that this replica has read the prefixes of the request's prompt."""
+        """Record that `replica_id` has the prefixes of this request's prompt in its cache."""
         for prefix in _prefixes(pending_request):
             self.replica_of[prefix] = replica_id
             self.replica_of.move_to_end(prefix)
@@ -114,7 +117,7 @@ class PrefixRouter(RequestRouter):
             self.replica_of.popitem(last=False)
 
     def _is_full(self, replica: RunningReplica) -> bool:
-        """Return whether a replica has no free slot, but another may have one."""
+        """Return whether this replica has no free slot, and another replica has one."""
         lengths = {found: self.replica_queue_len_cache.get(found) or 0 for found in self.curr_replicas}
         return lengths[replica.replica_id] >= self.slots > min(lengths.values())
 
@@ -124,7 +127,7 @@ def _prefixes(pending: PendingRequest) -> tuple[bytes, ...]:
 
 
 class Front:
-    """The ingress: sends a request to a replica, and to another if that dies before it answers."""
+    """The ingress: forwards a request to a replica; if it dies before it answers, to another."""
 
     def __init__(self, replicas: DeploymentHandle, body_bytes: int):
         """Send requests to `replicas`, which reject bodies of more than `body_bytes`."""
@@ -134,7 +137,10 @@ class Front:
         return Starlette(routes=[Route("/metrics", self.metrics), Mount("/", self.forward)])
 
     async def metrics(self, request: Request) -> Response:
-        """Return the metrics of all replicas with the label `replica`, or an error of one."""
+        """Return the Prometheus metrics of all replicas, with a label `replica` on each sample.
+
+        Returns the error response of a replica if there is one.
+        """
         call = Call(_plain_scope(request.scope), b"", ())
         answers = await self.replicas.broadcast("complete_answer", call).results_async(return_exceptions=True)
         pages = dict(answer for answer in answers if not isinstance(answer, BaseException))
@@ -152,11 +158,11 @@ class Front:
             await while_connected(receive, self._answer(call, scope, receive, send))
 
     async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the call to replicas until one answers, at most `ATTEMPTS` times."""
+        """Send the call to a replica, and again if that replica dies, up to `ATTEMPTS` times."""
         started: Message | None = None
         status, reason = 502, f"{ATTEMPTS} replicas ended before they answered this request"
         for attempt in range(ATTEMPTS):
-            # Waits, because Ray does not notice the death of a replica immediately.
+            # Wait before another attempt, because Ray needs time to detect that a replica died.
             await asyncio.sleep(0.2 * attempt)
             response = self.replicas.options(stream=True).answer.remote(call)
             try:
@@ -179,7 +185,11 @@ class Front:
 
 
 async def _send_lost(started: Message, path: str, send: Send) -> None:
-    """End a stream with an error event; abort any other answer, which would seem complete."""
+    """Report a replica's death to the client after the response `started` to arrive.
+
+    Sends an error event if it is an event stream. Otherwise raises ConnectionResetError, because a
+    normal end would make the response look complete.
+    """
     if not any(value.startswith(b"text/event-stream") for name, value in started["headers"] if name == b"content-type"):
         raise ConnectionResetError("the replica ended in the middle of its answer")
     error = ApiError(502, "the replica ended in the middle of its answer; send the request again")
@@ -189,7 +199,7 @@ async def _send_lost(started: Message, path: str, send: Send) -> None:
 
 
 async def _read_body(receive: Receive, limit: int) -> bytes:
-    """Return the body; stop reading when it exceeds `limit`."""
+    """Return the request body; stop reading when it exceeds `limit` bytes."""
     data, more = bytearray(), True
     while more and len(data) <= limit:
         message = await receive()
@@ -204,7 +214,7 @@ def _plain_scope(scope: Scope) -> dict[str, Any]:
 
 
 class Replica:
-    """The application of `castiron.open_app` in an actor, without a socket."""
+    """A Ray actor that runs the ASGI application of `castiron.open_app` without a socket."""
 
     async def __init__(self, bundle: BundleSource, threads: int | None, options: Mapping[str, Any]):
         self.app = open_app(bundle_at(bundle), threads=threads or cpus_of_actor(), **options)
@@ -212,7 +222,7 @@ class Replica:
         self.name = serve.get_replica_context().replica_id.unique_id
 
     async def answer(self, call: Call) -> AsyncIterator[list[Message]]:
-        """Yield the application's ASGI messages, in lists of those that are ready together."""
+        """Yield the application's ASGI messages; each list has all messages that are ready."""
         queue: asyncio.Queue[Message | None] = asyncio.Queue()
         running = asyncio.create_task(self._run(call, queue))
         try:
@@ -229,7 +239,7 @@ class Replica:
             await asyncio.gather(running, return_exceptions=True)
 
     async def complete_answer(self, call: Call) -> tuple[str, tuple[int, bytes]]:
-        """Return the replica's name, and the status and body of its answer."""
+        """Return the replica's name, and (HTTP status, body) of its complete response."""
         messages = [message async for found in self.answer(call) for message in found]
         return self.name, (messages[0]["status"], b"".join(message.get("body", b"") for message in messages))
 
@@ -275,13 +285,13 @@ def deployment(
 
     Args:
         bundle: its path on every node, a URL for fsspec, or the result of `castiron.ray.store`.
-        replicas: their number, or (minimum, maximum) to scale so that each has `slots` requests.
+        replicas: number of replicas, or (minimum, maximum) to scale to `slots` requests for each.
         fronts: number of processes that read and route requests.
         cpus, threads, ray_actor_options: resources of a replica; threads default to `cpus`.
-        slots: requests that a replica runs at once: the width of the widest batch function.
-        queue: requests that may wait in each front.
-        limits: limits for requests, as of `castiron.open_app`.
-        options: other keywords of `castiron.open_app`.
+        slots: requests that a replica runs at the same time: the bundle's largest batch size.
+        queue: max requests that wait in each front.
+        limits: limits on requests, as in `castiron.open_app`.
+        options: other keyword arguments of `castiron.open_app`.
     """
     count: dict[str, Any] = {"num_replicas": replicas}
     if not isinstance(replicas, int):
@@ -289,7 +299,7 @@ def deployment(
         count = {"autoscaling_config": scaling}
     model = serve.deployment(Replica).options(
         name="model",
-        # A replica queues as many requests as it runs; others wait for any replica.
+        # A replica queues as many requests as it runs; the others wait in a front until a replica is free.
         max_ongoing_requests=2 * slots,
         max_queued_requests=queue,
         ray_actor_options={**ray_actor_options, "num_cpus": cpus},

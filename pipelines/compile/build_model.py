@@ -20,20 +20,20 @@ from castiron.pipelines.compile.tile_store import TileFields, tiles_for
 from castiron.pipelines.compile.weights import codecs_of
 from castiron.vmfb.targets import Target, resolve
 
-# Tokens per call of the encode functions for causal attention, and for bidirectional attention,
-# which encodes a text in one call and so also has a function for the longest text.
+# Tokens per call of the encode functions, for causal and for bidirectional attention. Bidirectional
+# attention encodes a text in one call, so it also has a function for the longest text.
 ENCODE_WIDTHS, SINGLE_CALL_WIDTHS = (32, 128), (32, 128, 512, 2048)
 
 
 def open_source(model: str | Path, options: Options, progress: Progress | None = None) -> Checkpoint:
-    """Open a checkpoint without `options.ignore_keys`, and merge `options.adapter` into it."""
+    """Return an open checkpoint without `options.ignore_keys`, merged with `options.adapter`."""
     checkpoint = open_checkpoint(model, progress, options.ignore_keys)
     return merge(checkpoint, open_adapter(Path(options.adapter))) if options.adapter else checkpoint
 
 
 @dataclass(frozen=True)
 class EncoderSizes:
-    """The sizes of the functions of an embedding model or reranker."""
+    """The sizes of the encode functions of an embedding model or reranker."""
 
     context: int  # positions of the states
     widths: tuple[int, ...]  # tokens per call of each encode function
@@ -42,7 +42,7 @@ class EncoderSizes:
 
 
 def encoder_sizes(checkpoint: Checkpoint, options: Options) -> EncoderSizes | None:
-    """Return the sizes of an encoder's functions; None for a model that generates text."""
+    """Return the sizes of an embedding model's functions; None for a model that generates text."""
     if checkpoint.encoding is None:
         return None
     config, context = read_config(checkpoint.config), context_of(checkpoint.config, options)
@@ -59,7 +59,11 @@ def encoder_sizes(checkpoint: Checkpoint, options: Options) -> EncoderSizes | No
 
 
 def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
-    """Build the model's layer operations; reject a checkpoint with other tensors than they read."""
+    """Return the graph of a checkpoint's model, in layer operations.
+
+    Raises CheckpointError if the checkpoint lacks tensors or has tensors that the graph does not
+    read.
+    """
     codecs = codecs_of(checkpoint, options.weights)
     codec = lambda name: codecs.get(name, "f32")
     if sizes := encoder_sizes(checkpoint, options):
@@ -71,7 +75,7 @@ def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
         module = build(checkpoint.config, codec, positions, prefill, verify, options.batch, embed, options.cache)
     required = {w.name: w.shape for w in module.weights.values() if w.values is None}
     if problems := missing_and_left_over(required, checkpoint):
-        # List both kinds: left-over names often explain the missing ones.
+        # List missing and left-over names, because left-over names often explain the missing ones.
         kinds = [[problem for problem in problems if problem.endswith(" is left over") == left] for left in (False, True)]
         limit = 180 // sum(map(bool, kinds))
         listed = "; ".join(shorten_list(kind, "; ", limit) for kind in kinds if kind)
@@ -82,7 +86,10 @@ def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
 def build_module(
     checkpoint: Checkpoint, options: Options, target: Target | None = None, tuned: TileFields = MappingProxyType({})
 ) -> Module:
-    """Build a checkpoint's model and lower it for `target`, by default that of `options`."""
+    """Return a checkpoint's model, lowered for `target` (by default that of `options`).
+
+    tuned: tiles by matmul name.
+    """
     isa, threads = (target or resolve(options.target)).isa, options.threads_or_cores
     tiles = lambda matmul: tiles_for(matmul, tuned, ISAS[isa], threads)
     return lower(build_model(checkpoint, options), options.lowering, isa, threads, tiles, options.numerics)

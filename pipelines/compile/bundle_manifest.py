@@ -1,4 +1,4 @@
-"""Make the manifest of a new bundle: the model, its source, and its kernels' FLOP and bytes."""
+"""Build the manifest of a new bundle: the model, its source, and FLOP and bytes of its kernels."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def manifest_of(
     tiles: TileFields,
     compile_info: dict,
 ) -> Manifest:
-    """Return a bundle's manifest without its files and accuracy.
+    """Return the manifest of a new bundle, except its files and accuracy.
 
-    compile_info: entries of the manifest's `compile` besides `_module_facts`.
+    compile_info: entries for the manifest's `compile`, in addition to those about kernels.
     """
     first, config, sizes = next(iter(module.functions.values())), checkpoint.config, encoder_sizes(checkpoint, options)
     context = sizes.context if sizes else context_of(config, options)
@@ -61,7 +61,7 @@ def manifest_of(
         codecs=dict(sorted(Counter(codecs_of(checkpoint, options.weights).values()).items())),
         target=target,
         versions=Versions(castiron.__version__, compiler_version()),
-        tokens=Tokens(checkpoint.bos_token_id, tuple(checkpoint.eos_token_ids)),
+        tokens=Tokens(checkpoint.bos_token_id, tuple(checkpoint.eos_token_ids), dict(checkpoint.fim_token_ids)),
         generation=checkpoint.generation_config,
         tool_format=_tool_format(checkpoint),
         source=_source(model, checkpoint, options),
@@ -92,7 +92,7 @@ def _source(model: str | Path, checkpoint: Checkpoint, options: Options) -> dict
 
 
 def _tool_format(checkpoint: Checkpoint) -> dict | None:
-    """Return the fields of the template's `ToolFormat`; None if it has no known one."""
+    """Return the fields of the chat template's `ToolFormat`, or None if it is not known."""
     added = (checkpoint.tokenizer or {}).get("added_tokens") or ()
     texts = {token["id"]: token["content"] for token in added}
     ids = {"bos_token": checkpoint.bos_token_id, "eos_token": next(iter(checkpoint.eos_token_ids), None)}
@@ -111,7 +111,7 @@ def _encoder(checkpoint: Checkpoint, sizes: EncoderSizes) -> EncoderConfig:
 
 
 def _module_facts(module: Module, options: Options, target: Target, tiles: TileFields, context: int) -> dict:
-    """Return the entries of the manifest's `compile` about a module's kernels."""
+    """Return the entries about a module's kernels for the manifest's `compile`."""
     kernels = [op.attrs["kernel"] for f in module.functions.values() for op in f.ops if op.kind == "kernel"]
     matmuls = list(dict.fromkeys(kernel.matmul for kernel in kernels if kernel.matmul))
     names = [matmul.name for matmul in matmuls]
@@ -125,7 +125,7 @@ def _module_facts(module: Module, options: Options, target: Target, tiles: TileF
 
 
 def _arithmetic(matmuls: Sequence[Matmul], target: Target) -> dict[str, int]:
-    """Return the number of matmuls by a description of how they convert their f32 activations x."""
+    """Return counts of matmuls, by a description of how they round their f32 activations x."""
     if not target.isa:
         return {}
     isa = ISAS[target.isa]
@@ -141,8 +141,8 @@ def _arithmetic(matmuls: Sequence[Matmul], target: Target) -> dict[str, int]:
 def work_of(function: Graph, context: int) -> dict[str, dict]:
     """Return the fields of `vmfb.manifest.KernelWork` for each kernel of a function, by its name.
 
-    FLOP and bytes are those of one call of the kernel: [at position 0, increase per position, at
-    the last position of `context`]. Layer numbers in module paths are `*`.
+    FLOP and bytes of one call are [value at position 0, increase per position, value at the last
+    position of `context`]. Layer numbers in module paths are replaced by `*`.
     """
     found: dict[str, dict] = {}
     weights = {value for op in function.ops if op.kind == "parameter" for value in op.results}
@@ -159,8 +159,8 @@ def work_of(function: Graph, context: int) -> dict[str, dict]:
             first, second, last = (kernel.work(p) for p in (0, 1, context - 1))
             for unit, start, step, end in zip(("flops", "bytes"), first, second, last):
                 entry[unit] = [start, step - start, end]
-            # A table of embeddings or experts is read in part, so its size is a bound only. If the
-            # bytes grow with the position, the kernel reads a state and no weights.
+            # A call reads only a part of an embedding or of experts, so their size is an upper
+            # bound. If the bytes grow with the position, the kernel reads a state and no weights.
             weight_bytes = sum(value.type.nbytes for value in op.operands if value in weights)
             entry["weights"] = 0 if second[1] > first[1] else min(weight_bytes, first[1])
             if kernel.matmul:

@@ -1,8 +1,9 @@
 """Measure the importance of each column of a weight on a text (llama.cpp's importance matrix).
 
-An error in a column of a weight changes the matmul's result in proportion to that column's input.
-So the unquantised model reads the text, and each matmul also returns the sum over tokens of its
-squared inputs, by column. For an expert's down projection only tokens that chose the expert count.
+An error in a column of a weight changes the matmul's result in proportion to the input of that
+column. So the unquantised model reads the text, and each matmul also returns, for each column, the
+sum of its squared inputs over all tokens. For the down projection of an expert, the sum is over the
+tokens that are routed to it.
 """
 
 from __future__ import annotations
@@ -41,21 +42,22 @@ from castiron.vmfb.program import Call, Loaded
 from castiron.vmfb.targets import resolve
 
 KIND = "calibrated"
-# Tokens per call and per sequence, and max sequences; longer texts change the means by about 1 %.
+# Tokens of a call, tokens of a sequence, and max sequences; more text changes means by about 1 %.
 WIDTH, CHUNK, MAX_CHUNKS = 128, 512, 32
-# The minimum weight of a column as a share of the mean: another text may use the column.
+# Min importance of a column, as a fraction of the mean, because another text may use the column.
 MIN_SHARE = 1e-3
 
 
 def text_sha256(text: str | Path) -> str:
-    """Return a text file's sha256 in hex."""
+    """Return the SHA-256 of a text file in hex."""
     return hashlib.sha256(Path(text).read_bytes()).hexdigest()
 
 
 def calibrate(checkpoint: Checkpoint, options: Options, progress: Progress) -> Importance:
     """Return the importance of each weight's columns, measured on the text `options.calibrate`.
 
-    It is the mean square of the column's input, divided by the mean over all columns.
+    The importance of a column is the mean square of its input, divided by the mean over all
+    columns. The result is cached on disk; it is empty without a text.
     """
     text = options.calibrate
     if not text:
@@ -80,7 +82,10 @@ def calibrate(checkpoint: Checkpoint, options: Options, progress: Progress) -> I
 
 
 def chunks_of(checkpoint: Checkpoint, text: str | Path) -> list[list[int]]:
-    """Split the text's tokens into at most MAX_CHUNKS sequences of CHUNK tokens, or one shorter."""
+    """Return the tokens of a text as up to MAX_CHUNKS sequences of CHUNK tokens.
+
+    A text of fewer tokens gives shorter sequences. Raises PipelineError if it has under WIDTH.
+    """
     if checkpoint.tokenizer is None:
         raise PipelineError(f"{checkpoint.path} has no tokenizer to calibrate with; leave --calibrate out")
     try:
@@ -95,7 +100,7 @@ def chunks_of(checkpoint: Checkpoint, text: str | Path) -> list[list[int]]:
 
 
 def measure(checkpoint: Checkpoint, chunks: Sequence[list[int]], progress: Progress) -> dict[str, np.ndarray]:
-    """Run the model on `chunks`, all of one length, and return the result of `calibrate`."""
+    """Return the importance of each weight's columns, measured on `chunks` of equal length."""
     model = build_model(checkpoint, Options(context=len(chunks[0]), prefill=(), batch=(), speculate=(), embed=(WIDTH,)))
     function = model.functions.pop(f"embed_{WIDTH}")
     model.functions.clear()
@@ -123,13 +128,13 @@ def measure(checkpoint: Checkpoint, chunks: Sequence[list[int]], progress: Progr
 
 
 def watched(model: ModelModule, function: Graph) -> list[tuple[str, ...]]:
-    """Add a result for each tensor x that matmuls read: the sum of x² over tokens, f32 [in].
+    """Return, for each result added to `function`, the names of the weights whose input it sums.
 
-    Returns the names of the weights that multiply each x, in the order of the results.
+    Adds a result for each input x of matmuls: the sum of x² over tokens, f32 [in].
     """
     weights = {op.results[0]: op.attrs["weight"] for op in function.ops if op.kind == "weight"}
-    # Gate and up projections of experts read the operation's x; the down projection's input exists
-    # in the lowered module only.
+    # Gate and up projections of experts read the operation's x. The input of the down projection
+    # exists only in the lowered module (`watched_experts`).
     read = {"linear": (1,), "experts": (3, 4)}
     by_input: dict[Value, list[str]] = {}
     for op in function.ops:
@@ -147,10 +152,10 @@ def watched(model: ModelModule, function: Graph) -> list[tuple[str, ...]]:
 
 
 def watched_experts(module: Module, function: Graph, known: Set[str]) -> list[tuple[tuple[str, ...], ...]]:
-    """Add a result to a lowered function for each experts' matmul whose weights are not in `known`.
+    """Return, for each result added to `function`, the names of the weights of each expert.
 
-    It is the sum of squared inputs over the tokens that chose each expert, f32 [experts, in].
-    Returns, for each result and each of its rows, the names of the weights that read this input.
+    Adds a result for each experts' matmul whose weights are not in `known`, in a lowered function.
+    It is the sum of squared inputs over the tokens that are routed to an expert, f32 [experts, in].
     """
     made = {result: op for op in function.ops for result in op.results}
     names, sums = [], []
@@ -177,7 +182,10 @@ def watched_experts(module: Module, function: Graph, known: Set[str]) -> list[tu
 
 
 def _run(loaded: Loaded, function: Graph, names: Sequence, chunks: Sequence[list[int]], progress: Progress) -> list[np.ndarray]:
-    """Run each chunk as a sequence; return the added results, summed over chunks, f64."""
+    """Return the last len(names) results of `function`, summed over all calls, as f64.
+
+    Each chunk is a sequence of its own.
+    """
     results = len(function.outputs)
     assert function.entry is not None, "a model's function has a role"
     sums = [np.zeros(value.shape, np.float64) for value in function.outputs[results - len(names) :]]

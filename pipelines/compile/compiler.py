@@ -39,10 +39,10 @@ from castiron.vmfb.disk import naming
 from castiron.vmfb.manifest import MODEL, TOKENIZER, VOCABULARY, WEIGHTS, Accuracy, BundleError, Manifest, module_name
 from castiron.vmfb.targets import Target, missing_features, resolve
 
-# Called with a bundle and a progress function (done, total); returns the bundle's distance from exact numerics.
+# A function of a bundle and a progress function (done, total) that measures the bundle's accuracy, as `own_accuracy`.
 Evaluate = Callable[[Bundle, Callable[[int, int], None]], Accuracy | None]
 
-# Files that `castiron compile --keep` writes. The compiled module contains TEXT as its source's name.
+# Files that `castiron compile --keep` writes. The compiled module has the name TEXT in its debug information.
 LAYERS, TEXT, COMMANDS = "layers.mlir", "module.mlir", "commands.sh"
 
 
@@ -69,13 +69,14 @@ def compile_model(
 ) -> CompileReport:
     """Compile a GGUF file, an HF directory or a named model into the bundle directory `out`.
 
-    A bundle of the same inputs is not compiled again. An error leaves no files.
+    Does nothing if `out` is already a bundle of the same inputs. An error leaves no files.
 
     Args:
-        tiles: replace those of `tuned_tiles`.
-        keep: folder for the MLIR and the commands that compile it.
-        evaluate: called if the numerics are fast and this machine can run them.
-        packed: another bundle, whose weights file is linked if the new one would be the same.
+        progress: called with the name of a stage and its finished fraction, 0 to 1.
+        tiles: tiles of matmuls to use instead of those that `castiron tune` stored.
+        keep: folder to which the MLIR and a script that compiles it are written.
+        evaluate: called to measure accuracy, if numerics are fast and this machine can run them.
+        packed: another bundle, whose weights file is linked if the new file would be identical.
         announce: called after reading the checkpoint, unless an up-to-date bundle exists.
     """
     report = progress or (lambda stage, done: None)
@@ -86,7 +87,7 @@ def compile_model(
     key = _key(path, options, target)
     before = existing(out)
     facts = before.manifest.compile if before else {}
-    # The key covers everything but tiles, so compare the tiles of the bundle's matmuls separately.
+    # The key does not include tiles, so compare the tiles of the bundle's matmuls separately.
     used = {name: tiles[name] for name in facts.get("matmuls", ()) if name in tiles}
     up_to_date = before is not None and facts.get("key") == key and facts.get("tuned") == used
     if up_to_date and keep is None:
@@ -120,12 +121,12 @@ def compile_model(
     def report_pack(name: str, done: float) -> None:
         if cancelled.is_set():
             raise CancelledError
-        # While modules are compiled, their progress is shown.
+        # While modules are compiled, show only the progress of the compilation.
         if not compiling.is_set():
             report(name, done)
 
     def pack(writer: BundleWriter) -> str:
-        """Validate the checkpoint, write everything but modules, and return the weights' sha256."""
+        """Validate the checkpoint, write all files except modules, return the weights' SHA-256."""
         validate(checkpoint, vocab)
         if checkpoint.tokenizer is not None:
             tokenizer = json.dumps(checkpoint.tokenizer, ensure_ascii=False)
@@ -171,7 +172,10 @@ def compile_model(
 
 @contextmanager
 def _beside(work: Callable[[], Any], cancelled: threading.Event) -> Iterator[Future]:
-    """Run `work` in a thread during the `with` body; an error in either sets `cancelled`."""
+    """Run `work` in a thread during the `with` body, and yield its future.
+
+    An error in the thread or the body sets `cancelled`, which both should check.
+    """
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(work)
         future.add_done_callback(lambda done: cancelled.set() if done.exception() else None)
@@ -187,7 +191,7 @@ def _beside(work: Callable[[], Any], cancelled: threading.Event) -> Iterator[Fut
 
 
 def module_texts(module: Module) -> dict[str, str]:
-    """Return the MLIR text of each module file, by file name; the first is `model.vmfb`."""
+    """Return the MLIR text of each module of a bundle, by file name; the first is `model.vmfb`."""
     by_file: dict[str, list[str]] = {}
     for function in module.functions.values():
         assert function.entry is not None, "a model's function has a role"
@@ -196,7 +200,7 @@ def module_texts(module: Module) -> dict[str, str]:
 
 
 def _vocabulary(tokenizer: str, size: int) -> Vocabulary | None:
-    """Return the token table that grammars use; None for a tokenizer that has none."""
+    """Return the table of token bytes that grammars use; None if the tokenizer does not have it."""
     from tokenizers import Tokenizer
 
     try:
@@ -206,7 +210,7 @@ def _vocabulary(tokenizer: str, size: int) -> Vocabulary | None:
 
 
 def existing(out: Path) -> Bundle | None:
-    """Return the bundle at `out`; None if there is none or it can't be read."""
+    """Return the bundle at `out`; None if there is no bundle or it is invalid."""
     try:
         return open_bundle(out, run=False)
     except BundleError:
@@ -214,14 +218,14 @@ def existing(out: Path) -> Bundle | None:
 
 
 def _weights_key(path: Path, options: Options, target: Target, module: Module) -> str:
-    """Return a hash, in hex, of everything that the packed weights depend on."""
+    """Return a hash (hex) of all inputs of the packed weights."""
     types = sorted((param.name, str(param.type)) for param in module.params.values())
     of_weights = replace(options, context=None, prefill=(), batch=(), speculate=(), embed=(), iree_flags=())
     return hashlib.sha256(json.dumps([_key(path, of_weights, target), types]).encode()).hexdigest()
 
 
 def _key(path: Path, options: Options, target: Target) -> str:
-    """Return a hash, in hex, of everything that a bundle depends on except its tiles."""
+    """Return a hash (hex) of all inputs of a bundle except tiles; path: the checkpoint."""
     path = path.resolve()
     # The layers after an encoder's pooling are in separate folders.
     own = [*path.iterdir(), *(path.glob("*/*") if (path / MODULES).exists() else ())] if path.is_dir() else []
@@ -239,7 +243,10 @@ def _key(path: Path, options: Options, target: Target) -> str:
 
 
 def _write_sources(folder: Path, model: ModelModule, text: str, flags: tuple[str, ...], bundle: Path) -> None:
-    """Write the layer operations, the compiler's input, and a script that compiles this input."""
+    """Write the files of `castiron compile --keep` to `folder`.
+
+    They are the layer operations, the input of iree-compile, and a script that compiles this input.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / LAYERS).write_text(print_layers(model), encoding="utf-8")
     (folder / TEXT).write_text(text, encoding="utf-8")

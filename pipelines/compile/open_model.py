@@ -1,9 +1,11 @@
-"""Open the bundle that a user names, or compile a named checkpoint once and cache its bundle."""
+"""Open the bundle that a user names; compile a checkpoint at its first use and cache the bundle."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import shutil
 import threading
 from dataclasses import asdict
@@ -35,31 +37,36 @@ def open_or_compile(
     announce: bool = False,
     one_sequence: bool = False,
 ) -> Bundle:
-    """Open a bundle, or the cached bundle of a checkpoint; compile it if it is not up to date.
+    """Return an open bundle for `model`: a bundle, or a checkpoint that is compiled if necessary.
 
+    options: options to compile a checkpoint with; PipelineError if `model` is a bundle.
     progress, evaluate: arguments of `compile_model`; without `progress` a terminal shows a bar.
     announce: whether to print a line to stderr before compiling. one_sequence: whether to compile
-    only what one prompt at a time needs, unless the complete bundle is cached.
+    only the functions for one prompt at a time, unless the complete bundle is cached.
     """
     path = model.path if isinstance(model, Bundle) else Path(model).expanduser()
     if is_bundle(model):
         if options is not None:
             raise PipelineError(f"options given for a bundle: {path} is compiled already; give its checkpoint")
         return open_bundle(model if isinstance(model, Bundle) else path, full_check=full_check)
+    from castiron.pipelines.checkpoints.catalogue import canonical_name
     from castiron.pipelines.compile.compiler import existing
     from castiron.pipelines.compile.options import Options
 
     options = options or Options()
-    source = path if path.exists() else str(model)
+    source = path if path.exists() else canonical_name(model)
     cached, quick = (cached_path(source, chosen) for chosen in (options, options.for_one_sequence()))
     if one_sequence and existing(cached) is None:
         options, cached = options.for_one_sequence(), quick
     if existing(cached) is None:
-        # Compiling would not replace the rest of a partly deleted bundle.
+        # Remove the rest of a partly deleted bundle, which the compiler would not replace.
         shutil.rmtree(cached, ignore_errors=True)
     message = f"compiling {model} once, with default options; castiron compile takes others" if announce else None
     built = compile_to(source, cached, options, progress, evaluate, existing(quick), message)
     bundle = open_bundle(built, full_check=full_check)
+    with contextlib.suppress(OSError):
+        # The folder's time is that of the last use, which castiron list shows.
+        os.utime(built)
     if cached != quick:
         shutil.rmtree(quick, ignore_errors=True)
     return bundle
@@ -74,9 +81,10 @@ def compile_to(
     packed: Bundle | None = None,
     message: str | None = None,
 ) -> Path:
-    """Compile a model into the directory `out`; this process runs one compilation at a time.
+    """Compile a model into the directory `out`, and return the path of the bundle.
 
-    message: line to print if the model is valid and has to be compiled.
+    A process runs one compilation at a time. packed: as in `compile_model`. message: line to print
+    if the model is valid and has to be compiled.
     """
     from castiron.pipelines.compile.compiler import compile_model
 
@@ -87,7 +95,10 @@ def compile_to(
 
 
 def options_of(**options: Any) -> Options:
-    """Return Options; for a tuple of sizes, an int stands for one size and None for no sizes."""
+    """Return Options from keyword arguments.
+
+    For options that are tuples of sizes, an int means one size and None means no sizes.
+    """
     from castiron.pipelines.compile.options import Options
 
     for name in {"prefill", "batch", "speculate", "embed"} & options.keys():
@@ -97,7 +108,7 @@ def options_of(**options: Any) -> Options:
 
 
 def is_bundle(model: str | Path | Bundle) -> bool:
-    """Return whether `model` is a bundle or the path of one, which may be damaged."""
+    """Return whether `model` is a bundle or the path of a bundle, even of a damaged one."""
     if isinstance(model, Bundle):
         return True
     path = Path(model).expanduser()
@@ -105,14 +116,14 @@ def is_bundle(model: str | Path | Bundle) -> bool:
 
 
 def require_generation(bundle: Bundle) -> Bundle:
-    """Return the bundle; PipelineError if it is an embedding model's."""
+    """Return the bundle; raise PipelineError if it is an embedding model."""
     if bundle.manifest.encoder:
         raise PipelineError(f"{bundle.path} is an embedding model and cannot generate text; use castiron embed")
     return bundle
 
 
 def cached_path(model: str | Path, options: Options) -> Path:
-    """Return where the bundle of a checkpoint and these options is cached."""
+    """Return the path in the cache for the bundle of a checkpoint compiled with `options`."""
     path = Path(model)
     if path.exists():
         name = f"{path.resolve().name.removesuffix('.gguf')}-{_digest(bytes(path.resolve()))}"

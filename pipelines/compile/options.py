@@ -1,4 +1,4 @@
-"""The options of `castiron compile`, validated once."""
+"""The options of `castiron compile`, and the values that depend on them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from castiron.emitter.types import EmitError
 from castiron.pipelines.compile.weights import QUANTISED, WEIGHTS
 from castiron.vmfb.cpu import physical_cores
 
-# Upper limits of the defaults of `Options.context` and `Options.max_context`, in positions.
+# Max values, in positions, of the defaults of `Options.context` and `Options.max_context`.
 DEFAULT_CONTEXT, MAX_CONTEXT = 8192, 131072
 # Default of `Options.threads` for another machine.
 DEFAULT_THREADS = 2
 
-# Called with the name of a stage and the share of it that is done.
+# Called with the name of a stage and its finished fraction, 0 to 1.
 Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `castiron compile`."""
+    """The options of `castiron compile`; raises EmitError for invalid values."""
 
     context: int | None = None  # positions of a session by default; None: the model's limit, at most 8192
     max_context: int | None = None  # positions that states have; None: the model's limit, at most 131,072
@@ -62,26 +62,27 @@ class Options:
             raise EmitError(f"{bad[0]!r} is not a flag of iree-compile; give one, as --iree-flag=--iree-opt-level=O2")
 
     def for_one_sequence(self) -> Options:
-        """Return these options with the functions that suffice for one prompt at a time."""
+        """Return these options with only the functions that one prompt at a time needs."""
         return replace(self, prefill=self.prefill[1:2] or self.prefill, batch=(), speculate=())
 
     @property
     def threads_or_cores(self) -> int:
-        """Return `threads`, or their default: this machine's cores, or 2 for another target."""
+        """Return `threads`; by default this machine's cores, or 2 for another target."""
         return self.threads or (physical_cores() if self.target == "host" else DEFAULT_THREADS)
 
 
 def context_of(config: dict, options: Options) -> int:
-    """Return the default context: the requested one, or the model's limit, at most 8192."""
+    """Return the context of a session: as requested, or the model's limit up to 8192 positions."""
     if options.context is not None:
         return options.context
     return min(read_config(config).max_positions, DEFAULT_CONTEXT, options.max_context or DEFAULT_CONTEXT)
 
 
 def max_context_of(config: dict, options: Options) -> int:
-    """Return the positions of the states: as requested, or the model's limit, at most 131,072."""
+    """Return the positions of the states: as requested, or the model's limit up to 131,072."""
     if options.max_context is not None:
         return options.max_context
     context = context_of(config, options)
-    # Kernels read the used positions of a state only; the portable lowering reads all positions.
+    # A large state costs kernels no time, because they read only its used positions. The portable
+    # lowering reads all positions.
     return context if options.lowering == "portable" else max(context, min(read_config(config).max_positions, MAX_CONTEXT))

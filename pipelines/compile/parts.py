@@ -1,4 +1,4 @@
-"""Extract a function or a layer of a model as a module, or make a kernel by its name and shape."""
+"""Parts of a model for `castiron emit`: one function, one layer, or a kernel by name and shape."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
 
 def extract_function(module: Module, name: str) -> Module:
-    """Return a module with one function and its parameters; PipelineError for an unknown name."""
+    """Return a module with the function `name` and its parameters.
+
+    Raises PipelineError for an unknown name.
+    """
     if name not in module.functions:
         raise PipelineError(f"the model has no function {name!r}; --function takes {', '.join(module.functions)}")
     into = Module(module.name)
@@ -48,8 +51,8 @@ def extract_function(module: Module, name: str) -> Module:
 def extract_layer(module: Module, layer: int) -> Module:
     """Return a module whose functions have only the operations of one layer.
 
-    Values computed outside the layer become arguments, and values that the rest of the function
-    reads become results, under the names of `_names`.
+    Values that are computed outside the layer become arguments. Values that later layers read
+    become results. Raises PipelineError if the model has no such layer.
     """
     layers = {layer_of(op) for function in module.functions.values() for op in function.ops} - {None}
     if layer not in layers:
@@ -62,13 +65,13 @@ def extract_layer(module: Module, layer: int) -> Module:
 
 
 def layer_of(op: Op) -> int | None:
-    """Return the number of an operation's layer; None outside layers."""
+    """Return the index of the layer that an operation belongs to, or None."""
     found = LAYER.search(op.path)
     return int(found[1]) if found else None
 
 
 def kernel_module(kernel: Kernel) -> Module:
-    """Return a module whose function `call` runs the kernel once, with 0 for index operands."""
+    """Return a module with a function `call` that runs the kernel once, with 0 for indices."""
     module = Module("kernel")
     with module.function("call", **kernel.tensors) as inputs:
         given = dict(zip(kernel.tensors, inputs, strict=True))
@@ -80,10 +83,13 @@ def kernel_module(kernel: Kernel) -> Module:
 
 
 def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None:
-    """Add a layer's operations, with the parameters and constants that they read, to `into`."""
+    """Add a function to `into` with one layer's operations of `function`.
+
+    It also has the parameters and constants that these operations read.
+    """
     block = [op for op in function.ops if layer_of(op) == layer]
     read = {v for op in block for v in op.operands}
-    # Operations without operands are copied: the rotary tables are read in the first layer only.
+    # Operations without operands are copied if the layer reads them: rotary tables, for example, are in the first layer.
     copied = [op for op in function.ops if layer_of(op) == layer or (not op.operands and read.intersection(op.results))]
     own = {v for op in copied for v in op.results}
     names = _names(function)
@@ -103,9 +109,10 @@ def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None
 
 
 def _names(function: Graph) -> dict[Value, str]:
-    """Return names of the function's inputs, and of the values that another layer reads.
+    """Return the name of each input of a function, and of each value that another layer reads.
 
-    An updated state is named after its input, other values after their operation's module path.
+    An updated state has the name of its input. Other values are named after the module path of
+    their operation.
     """
     readers: dict[Value, set[int | None]] = {value: {None} for value in function.outputs}
     for op in function.ops:
@@ -128,7 +135,7 @@ def _names(function: Graph) -> dict[Value, str]:
 
 
 def _updated(op: Op, result: int) -> Value | None:
-    """Return the operand that a result of the operation updates in place, if any."""
+    """Return the operand that result number `result` of an operation updates in place, or None."""
     if op.kind == "kernel":
         kernel = op.attrs["kernel"]
         operand = kernel.in_place.get(list(kernel.results)[result])
@@ -141,8 +148,8 @@ class KernelRequest:
     """The options that select one kernel."""
 
     sizes: tuple[int, ...]  # the numbers of --shape
-    tokens: int  # rows of x; sequences for attention_decode, (token, expert) pairs for experts
-    codec: str = "f32"  # of the weight
+    tokens: int  # rows of x; for attention_decode, sequences; for experts, (token, expert) pairs
+    codec: str = "f32"  # codec of the weight
     isa: str = "avx2"
     threads: int = 2
     context: int = 8192  # positions of the KV cache
@@ -154,14 +161,14 @@ class KernelRequest:
 class Kind:
     """A kind of kernel that `castiron emit --kernel` prints."""
 
-    shape: str  # the sizes that --shape takes, in the help
+    shape: str  # names of the sizes in --shape, for the help
     example: str  # a value of --shape
     tokens: tuple[int, int, int | None]  # default, minimum and maximum of --tokens
     make: Callable[[str, KernelRequest], Kernel]  # makes the kernel from its name and the request
 
     @property
     def tokens_words(self) -> str:
-        """Return the values that --tokens takes, as text for the help."""
+        """Return the valid values of --tokens as text for the help."""
         default, minimum, maximum = self.tokens
         if maximum == minimum:
             return str(minimum)
@@ -177,12 +184,12 @@ def _matmul(name: str, asked: KernelRequest) -> Kernel:
     matmul = replace(matmul, numerics=numerics_of(matmul, isa, fast))
     if fast and matmul.numerics not in FAST:
         case = f"{matmul.tokens} tokens, {matmul.experts} experts and {matmul.codec}"
-        raise ValueError(f"no kernel of {isa.name} rounds x for {case}")
+        raise ValueError(f"--numerics fast has no kernel on {isa.name} for {case}; leave it out")
     return kernel_of(matmul, isa, asked.threads)
 
 
 def _round_x(name: str, asked: KernelRequest) -> Kernel:
-    # Matmuls of float codecs read no int8 activations, so show the layout of most quantised codecs.
+    # Matmuls of float codecs never read int8 activations, so use the layout that most quantised codecs have.
     codec = asked.codec if codec_of(asked.codec).quantised else "q4_1"
     packed_shape(codec, LANES, asked.sizes[0])
     return round_x(asked.tokens, asked.sizes[0], codec_of(codec), isa=ISAS[asked.isa])
@@ -196,7 +203,7 @@ def _split_x(name: str, asked: KernelRequest) -> Kernel:
 
 
 def _recurrent(name: str, asked: KernelRequest) -> Kernel:
-    """Make a kernel of a recurrent layer, whose operands are separate tensors."""
+    """Return a kernel of a recurrent layer; each operand is a separate tensor."""
     tokens, isa = Tokens(asked.tokens, 1, length=asked.tokens > 1), ISAS[asked.isa]
     if name == "causal_conv":
         features, positions = asked.sizes
@@ -212,9 +219,10 @@ def _recurrent(name: str, asked: KernelRequest) -> Kernel:
 
 
 def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, KernelRequest], Kernel]:
-    """Return a function that takes a kernel out of a model of one layer, with sizes under `keys`.
+    """Return a function that builds a model with one layer and returns a kernel of it.
 
-    The kernel is the first of its name in `function`, or in decode_step for one token.
+    function: function of the model that has the kernel; for one token it is decode_step. keys: keys
+    of the config for the sizes of --shape. The result is the first kernel with the given name.
     """
 
     def make(name: str, asked: KernelRequest) -> Kernel:
@@ -249,7 +257,7 @@ KINDS: dict[str, Kind] = {
     "causal_conv": Kind("FEATURESxPOSITIONS", "6144x4", (1, 1, None), _recurrent),
     "gated_delta": Kind("K_HEADSxHEADSxK_DIMxV_DIM", "16x16x128x128", (1, 1, None), _recurrent),
     "selective_scan": Kind("GROUPSxHEADSxHEAD_DIMxN", "1x48x64x128", (1, 1, None), _recurrent),
-    # These families have a norm that isn't fused into a matmul.
+    # The norms come from model families in which they are not fused into a matmul.
     "rms_norm": Kind("HIDDEN", "576", (128, 1, None), _of_model("prefill", "olmo2", "hidden_size")),
     "layer_norm": Kind("HIDDEN", "576", (128, 1, None), _of_model("prefill", "starcoder2", "hidden_size")),
     "embed": Kind("VOCABxHIDDEN", "49152x576", (1, 1, None), _of_model("prefill", "llama", "vocab_size", "hidden_size")),
@@ -260,9 +268,10 @@ KINDS: dict[str, Kind] = {
 
 
 def named_kernel(name: str, shape: str, *, tokens: int | None = None, **options: Any) -> Kernel:
-    """Return the kernel `name` (a key of KINDS) with the default tiles.
+    """Return the kernel of kind `name` (a key of KINDS) with default tiles.
 
-    shape: sizes joined by `x`. options: other fields of KernelRequest.
+    shape: sizes joined by "x", as "1536x576". options: other fields of KernelRequest. Raises
+    PipelineError for invalid arguments.
     """
     kind = KINDS.get(name)
     if kind is None:

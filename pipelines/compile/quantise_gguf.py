@@ -1,4 +1,4 @@
-"""Write a checkpoint as a GGUF file with weights in other codecs, for castiron and llama.cpp."""
+"""Write a checkpoint as a GGUF file with quantised weights, for castiron and llama.cpp."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from castiron.pipelines.locate import model_name
 from castiron.vmfb.disk import reason
 from castiron.vmfb.staging import replace_file
 
-# --weights -> llama.cpp's llama_ftype, from which llama.cpp prints a file's type.
+# By value of --weights: the number in llama.cpp's enum llama_ftype, which llama.cpp prints as the type of the file.
 _FILE_TYPE = {
     "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k": 14, "q4_k_m": 15, "q5_k": 16,
     "q5_k_m": 17, "q6_k": 18, "bf16": 32,
@@ -45,10 +45,10 @@ class Report:
 
 
 def quantise(model: str | Path, out: Path, options: Options, progress: Progress) -> Report:
-    """Write a model as the GGUF file `out`, completely or not at all.
+    """Write a model to the GGUF file `out` atomically, with weights as `options.weights`.
 
-    Only the options weights, adapter, calibrate and ignore_keys are used. The metadata of a GGUF
-    file is copied. With an adapter, or for an HF directory, it is made from config and tokenizer.
+    Uses the options weights, adapter, calibrate and ignore_keys only. The metadata of a GGUF file
+    is copied; with an adapter, or from an HF directory, it is built from config and tokenizer.
     """
     start = time.perf_counter()
     checkpoint = open_source(model, options, progress)
@@ -58,7 +58,7 @@ def quantise(model: str | Path, out: Path, options: Options, progress: Progress)
     if checkpoint.encoding and not copies:
         compile_ = f"castiron compile --weights {options.weights}"
         raise PipelineError(f"{checkpoint.path} is an embedding model, which cannot be written as GGUF; use {compile_}")
-    # An invalid checkpoint is rejected before anything is written.
+    # Reject an invalid checkpoint before anything is written.
     build_model(checkpoint, Options(context=1, prefill=(), batch=(), speculate=(), weights=options.weights))
     # Filled in after the checks below, and before the first tensor is read.
     importance: dict[str, np.ndarray] = {}
@@ -79,7 +79,7 @@ def quantise(model: str | Path, out: Path, options: Options, progress: Progress)
 def _copied(checkpoint: Checkpoint, options: Options, importance: Importance) -> tuple[list[Buffer], list[Tensor]]:
     """Return the metadata of a GGUF file, and its tensors in the codecs of --weights."""
     file, codecs = read_gguf(checkpoint.path), codecs_of(checkpoint, options.weights)
-    # A tensor of the file may stack several of HF's, such as a layer's experts, in one codec.
+    # A GGUF tensor may be a stack of several HF tensors, such as the experts of a layer, in one codec.
     names: dict[str, list[str]] = {}
     for name, tensor in checkpoint.tensors.items():
         names.setdefault(tensor.source, []).append(name)
@@ -92,7 +92,7 @@ def _copied(checkpoint: Checkpoint, options: Options, importance: Importance) ->
 
 
 def _converted(file: GgufFile, tensor: Tensor, codec: str, names: list[str], importance: Importance) -> Tensor:
-    """Return a tensor of the file in another codec; names: HF's names of the matrices in it."""
+    """Return a tensor of a GGUF file in another codec; names: HF names of the matrices in it."""
 
     def read() -> np.ndarray:
         if codec == tensor.codec:
@@ -107,7 +107,7 @@ def _converted(file: GgufFile, tensor: Tensor, codec: str, names: list[str], imp
 
 
 def _exported(checkpoint: Checkpoint, options: Options, importance: Importance) -> tuple[list[Buffer], list[Tensor]]:
-    """Return the metadata and tensors of a checkpoint of any format, in llama.cpp's form."""
+    """Return GGUF metadata and tensors for a checkpoint of any format."""
     config, codecs = gguf_export.flat_config(checkpoint.config), codecs_of(checkpoint, options.weights)
     read = lambda name, codec: convert_tensor(checkpoint, name, codec, importance)
     tensors = gguf_export.export_tensors(checkpoint, config, codecs, read)

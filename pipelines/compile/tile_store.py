@@ -1,4 +1,4 @@
-"""Store the tiles that `castiron tune` found in `tuned.json` in the cache."""
+"""Read and write `tuned.json` in the cache, which has the tiles that `castiron tune` found."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from castiron.vmfb.cpu import host_cpu
 from castiron.vmfb.record import RecordError, from_json, to_json
 from castiron.vmfb.targets import Target
 
-# The fields of tiles, by the name of a matmul.
+# By the name of a matmul: the values of the fields of its tiles (`Tiles`).
 TileFields = Mapping[str, Mapping[str, int]]
 
 SCHEMA = 2
@@ -28,12 +28,12 @@ SCHEMA = 2
 
 @dataclass(frozen=True)
 class Key:
-    """The conditions under which a measurement is valid."""
+    """The conditions under which measured tiles are valid."""
 
     cpu: str  # model of the CPU
     isa: str
     iree: str  # version of IREE
-    kernels: str  # hash of the kernels' sources
+    kernels: str  # hash of the source files of the kernels
     threads: int
 
 
@@ -42,9 +42,9 @@ class Finding:
     """The result of tuning one matmul."""
 
     key: Key
-    product: str  # the matmul's name
-    tiles: dict[str, int] | None  # the fastest tiles; None if they are the default ones
-    gain: float  # time with the default tiles / time with the fastest ones
+    product: str  # name of the matmul
+    tiles: dict[str, int] | None  # the fastest tiles; None for the default tiles
+    gain: float  # time with the default tiles / time with the fastest tiles
 
 
 @dataclass(frozen=True)
@@ -64,33 +64,36 @@ def key_of(target: Target, threads: int) -> Key:
 
 
 def read_findings() -> tuple[Finding, ...]:
-    """Return all findings; () if the file can't be read."""
+    """Return all stored findings; () if there is no file or no permission to read it.
+
+    Raises PipelineError for an invalid file.
+    """
     path = store_path()
     try:
         value = json.loads(path.read_bytes())
         if not isinstance(value, dict) or value.get("schema") != SCHEMA:
-            raise RecordError(f"it has no schema {SCHEMA}")
+            raise RecordError(f"its schema is not {SCHEMA}")
         return from_json(_Store, value).findings
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return ()
     except (ValueError, RecursionError, RecordError) as error:
-        raise PipelineError(f"{path} is not of castiron tune ({error}); delete it, or compile with --no-tuned") from None
+        raise PipelineError(f"{path} is not a file of castiron tune ({error}); delete it, or compile with --no-tuned") from None
 
 
 def add_findings(findings: Iterable[Finding]) -> bool:
-    """Add findings, replacing those of the same key and matmul; return False if that fails."""
+    """Store findings, replacing those of the same key and matmul; return whether that worked."""
     found = {(finding.key, finding.product): finding for finding in (*read_findings(), *findings)}
     text = json.dumps(to_json(_Store(SCHEMA, tuple(found.values()))), indent=1)
     return cache.keep(store_path(), text.encode() + b"\n")
 
 
 def findings_of(key: Key) -> dict[str, Finding]:
-    """Return the findings under `key` by the matmul's name."""
+    """Return the stored findings for `key`, by the name of the matmul."""
     return {finding.product: finding for finding in read_findings() if finding.key == key}
 
 
 def tuned_tiles(options: Options, target: Target) -> TileFields:
-    """Return the stored tiles to use for a model that is compiled with these options."""
+    """Return the stored tiles for a model that is compiled with these options, by matmul name."""
     if not options.tuned or options.target != "host" or options.lowering != "kernels":
         return {}
     found = findings_of(key_of(target, options.threads_or_cores))
@@ -98,7 +101,7 @@ def tuned_tiles(options: Options, target: Target) -> TileFields:
 
 
 def tiles_for(matmul: Matmul, tuned: TileFields, isa: Isa, threads: int) -> Tiles | None:
-    """Return the tiles that `tuned` has for a matmul; None for the default ones."""
+    """Return the tiles in `tuned` for a matmul, or None to use the default tiles."""
     if matmul.name not in tuned:
         return None
     try:

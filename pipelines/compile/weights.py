@@ -1,7 +1,8 @@
-"""Choose the codec of each weight by --weights, and convert and pack the weights.
+"""Choose the codec of each weight for a value of --weights, and convert and pack the weights.
 
-Mixes such as `q4_k_m`, and replacements of codecs whose blocks don't divide a row, are llama.cpp's
-(src/llama-quant.cpp), so a bundle is as large and as accurate as a GGUF file of that name.
+Mixes such as `q4_k_m` choose the same codecs as llama.cpp (src/llama-quant.cpp), as do replacements
+of codecs whose blocks do not divide a row. So a bundle is as large and as accurate as a GGUF file
+of that type.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointErro
 from castiron.vmfb.weights import write_irpa
 
 FLOATS = ("f32", "bf16", "f16")
-# Mix -> the codec of most matrices.
+# By name of a mix: the codec of most matrices.
 MIXES = {"q4_k_m": "q4_k", "q5_k_m": "q5_k"}
 QUANTISED = (*ENCODERS, *MIXES)
 WEIGHTS = ("native", *FLOATS, *QUANTISED)
 
-# Weight of the error in each column, f32 [in], by name of the tensor; if absent all are equal.
+# By name of a tensor: weight of the quantisation error in each column, f32 [in]; if absent, all are equal.
 Importance = Mapping[str, np.ndarray]
 UNIFORM: Importance = MappingProxyType({})
 
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = ("model.embed_tokens.weight", "model.embeddings.weight", "transformer.wte.weight")
 _LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d{1,9})\.")
-# Matrices that llama.cpp doesn't quantise: routers and small matrices.
+# Matrices that are not quantised, as in llama.cpp: routers and small matrices.
 _UNQUANTISED = re.compile(
     r".*\.(gate|router|router\.layer|shared_expert_gate|wpe|(position|token_type)_embeddings|per_layer_model_projection)\.weight"
 )
@@ -48,8 +49,9 @@ _SMALLER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 def codecs_of(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
     """Return the codec of every tensor by name, for a value of --weights.
 
-    Vectors keep their codec. With a quantised `weights`, so do routers, other small matrices,
-    experts trained in MXFP4, and matrices whose rows are not a multiple of any block.
+    Vectors keep the codec that they have in the checkpoint. If `weights` is quantised, so do
+    routers, other small matrices, experts trained in MXFP4, and matrices whose rows are not a
+    multiple of a block. Raises CheckpointError if the checkpoint is already quantised.
     """
     matrices = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1]
     codecs = {tensor.name: tensor.codec for tensor in checkpoint.tensors.values()}
@@ -71,7 +73,11 @@ def codecs_of(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
 
 
 def _fitting(tensor: Tensor, codec: str) -> str:
-    """Return `codec` if its blocks divide a row, else one with smaller blocks or the tensor's."""
+    """Return `codec` if its blocks divide a row of the tensor.
+
+    Otherwise return a codec with smaller blocks, or the tensor's own codec if they do not divide a
+    row either.
+    """
     features = tensor.shape[-1]
     if features % CODECS[codec].block:
         codec = _SMALLER.get(codec, codec)
@@ -84,13 +90,16 @@ def _mixed(checkpoint: Checkpoint, matrices: list[Tensor], mix: str) -> dict[str
     eight_experts = (config.get("num_local_experts") or config.get("num_experts")) == 8
     tied = config.get("tie_word_embeddings") or _HEAD not in checkpoint.tensors
     heads = _EMBEDDINGS if tied else (_HEAD,)
-    # Only layers with such a tensor count: in a hybrid model only some have value projections.
+    # Count only layers with such a tensor, because in a hybrid model only some have value projections.
     found = {
         pattern: sorted({_layer_of(m.name) for m in matrices if pattern.fullmatch(m.name)}) for pattern in (_VALUES, _DOWN)
     }
 
     def more_bits(name: str, pattern: re.Pattern) -> bool:
-        """Return whether a tensor is in the first or last eighth, or a third layer between them."""
+        """Return whether a tensor gets a codec with more bits because of its layer.
+
+        It does in the first and last eighth of the layers, and in every third layer between them.
+        """
         layer, layers = found[pattern].index(_layer_of(name)), len(found[pattern])
         return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
@@ -114,7 +123,7 @@ def _layer_of(name: str) -> int:
 
 
 def convert_tensor(checkpoint: Checkpoint, name: str, codec: str, importance: Importance = UNIFORM) -> np.ndarray:
-    """Return the bytes of a tensor in `codec`, converted through f32 if it has another codec."""
+    """Return the data of a tensor in `codec`, converted through f32 if it has another codec."""
     tensor = checkpoint.tensors[name]
     if tensor.codec == codec:
         return tensor.data
@@ -127,7 +136,7 @@ def convert_tensor(checkpoint: Checkpoint, name: str, codec: str, importance: Im
 def write_parameters(
     path: Path, checkpoint: Checkpoint, module: Module, importance: Importance, progress: Callable[[float], None]
 ) -> str:
-    """Pack a module's parameters into the IRPA file `path`; return its sha256."""
+    """Write a module's packed parameters to the IRPA file `path`, and return its SHA-256."""
     params = sorted(module.params.values(), key=lambda param: param.name)
     pack = lambda param: lambda: pack_parameter(checkpoint, param, importance)
     packed = [(param.name, pack(param), (param.type.shape, param.type.dtype.numpy)) for param in params]
@@ -136,6 +145,6 @@ def write_parameters(
 
 def pack_parameter(checkpoint: Checkpoint, param: Param, importance: Importance = UNIFORM) -> np.ndarray:
     """Return the array of one parameter, as the compiled functions read it."""
-    # A parameter may name a tensor several times; convert it once, because quantising is slow.
+    # A parameter may name a tensor several times. Convert it only once, because quantising is slow.
     read = {source: convert_tensor(checkpoint, *source, importance) for source in dict.fromkeys(param.source.tensors)}
     return np.ascontiguousarray(param.source.pack(*(read[source] for source in param.source.tensors)))

@@ -1,1 +1,1 @@
-"""Generation of tokens: scheduler, sampling, constraints, prefix cache, speculative decoding."""
+"""Token generation: scheduler, sampling, constraints, prefix cache, speculative decoding."""

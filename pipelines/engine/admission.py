@@ -10,10 +10,10 @@ from castiron.pipelines.engine.context import common_prefix
 from castiron.pipelines.engine.prefix_cache import PrefixCache
 from castiron.pipelines.engine.request import Request
 
-# After other prompts were read before a prompt this often, it goes first; the oldest such one first.
+# A request that was passed over this often has precedence over the others; of these, the oldest one.
 PATIENCE = 4
 
-# Tokens left to read, the request's slot (None without one), and the request.
+# (Tokens left to read, slot of the request or None, the request).
 Candidate = tuple[int, int | None, Request]
 
 
@@ -60,9 +60,10 @@ class Admission:
         return None
 
     def next(self, forced: dict[int, Request]) -> tuple[int | None, Request] | None:
-        """Return the request to read tokens of next, and its slot or None; None if all are read.
+        """Return (slot or None, request) of the request whose tokens are read next.
 
-        `forced`: by slot, decoding requests with tokens that a grammar forces.
+        Returns None if no request has tokens to read. `forced`: decoding requests with several
+        unread tokens that a grammar forced, by slot.
         """
         found: list[Candidate] = [
             (len(request.unread(self.cache.sessions[slot].position)), slot, request)
@@ -84,7 +85,10 @@ class Admission:
         return slot, chosen
 
     def preempted(self) -> int | None:
-        """Return the slot to preempt for a waiting request of a higher priority, or None."""
+        """Return the slot of the request to preempt for a waiting request, or None.
+
+        The waiting request must have a higher priority (a lower number) and be ready to run.
+        """
         if not self.waiting or self.free:
             return None
         first = self.waiting[0].priority
@@ -94,7 +98,7 @@ class Admission:
         if not found or sum(r.paused is not None for r in self.waiting) >= self.slots:
             return None
         priority, _, slot = max(found)
-        # Requests that could use the slot now: others wait for a prefix being read or fetched.
+        # Only a request that could use the slot now, not one that waits for a prefix to be read.
         ready = self._for_free_slots(1)
         return slot if ready and ready[0][2].priority < priority else None
 
@@ -114,9 +118,10 @@ class Admission:
         return found[min(found)] if found else []
 
     def _left_to_read(self, request: Request) -> int:
-        """Return how many prompt tokens a waiting request has to read; 0 if it should wait longer.
+        """Return how many prompt tokens a waiting request has to read; 0 if it should wait.
 
-        It waits while another request reads the same prefix, or a thread reads it from disk.
+        It should wait while another request is reading the same prefix, or while the prefix is
+        being read from disk.
         """
         if request.paused:
             return max(1, len(request.prompt) - request.paused.position)
@@ -128,9 +133,9 @@ class Admission:
         return 0 if any(self._will_cache_more(r, request, cached) for r in older) else len(request.prompt) - cached
 
     def _will_cache_more(self, other: Request, request: Request, cached: int) -> bool:
-        """Return whether reading the prompt of `other` will cache a longer prefix of `request`'s.
+        """Return whether the cache will have a longer prefix after the prompt of `other` is read.
 
-        cached: length of the prefix that is in the cache now.
+        cached: length of the prefix of `request`'s prompt that is in the cache now.
         """
         common, wanted, given = common_prefix(request.prompt, other.prompt), request.prompt_logprobs, other.prompt_logprobs
         if wanted is None:

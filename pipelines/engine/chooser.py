@@ -14,14 +14,15 @@ from castiron.pipelines.errors import PipelineError
 
 
 class ConstraintError(PipelineError):
-    """No token of the vocabulary continues the text as its constraint requires."""
+    """The error if no token of the vocabulary continues the text as its constraint requires."""
 
 
 class Constraint(Protocol):
     """An interface that decides which tokens may continue a text, such as a grammar.
 
-    `forced`: the tokens that must come next, in order; empty if there is a choice. `done`: whether
-    the text is complete and cannot continue. `eos`: the tokens that may end a complete text.
+    `forced`: the tokens that must come next, in order; empty if several tokens are allowed.
+    `done`: whether the text is complete and cannot continue. `eos`: the tokens that may end a
+    complete text.
     """
 
     @property
@@ -74,7 +75,7 @@ class MinTokens:
 
 
 class Chooser:
-    """Chooses the tokens of one request: `pick` returns the next token, `accept` appends it.
+    """A chooser of the tokens of one request: `pick` returns the next token, `accept` appends it.
 
     `recent`: the last REPEAT_WINDOW tokens of prompt and answer, for the repeat penalty. `counts`:
     how often each token was generated, for the frequency and presence penalties. Both are updated
@@ -92,11 +93,14 @@ class Chooser:
 
     @property
     def forced(self) -> bool:
-        """Whether the next token is certain, whatever the logits are."""
+        """Whether the constraint allows only one next token, so that no logits are needed."""
         return bool(self.constraint and self.constraint.forced)
 
     def pick(self, argmax: int, logits: Callable[[], np.ndarray]) -> int:
-        """Return the next token. `argmax`: the most probable one. `logits` returns f32 [vocab]."""
+        """Return the next token.
+
+        `argmax`: the most probable token. `logits`: returns the logits, f32 [vocab].
+        """
         return self._pick(argmax, logits, False)[0]
 
     def pick_if_certain(self, argmax: int, logits: Callable[[], np.ndarray]) -> int | None:
@@ -133,7 +137,7 @@ class Chooser:
             self.sampler.used()
 
     def lookahead(self) -> Chooser:
-        """Return an independent copy, which draws later tokens with the same random numbers."""
+        """Return an independent copy, which will draw tokens with the same random numbers."""
         other = copy(self)
         other.sampler = self.sampler.copy()
         other.constraint, other.counts = self.constraint and self.constraint.copy(), self.counts.copy()

@@ -19,7 +19,10 @@ DEFAULT_MAX_TOKENS = 1024
 
 
 def free_positions(context: int, prompt_tokens: int) -> int:
-    """Return how many tokens can follow a prompt; below 1 if the prompt does not fit."""
+    """Return how many tokens a model can generate after a prompt; below 1 if it does not fit.
+
+    context: max tokens of prompt and answer together.
+    """
     # The last generated token needs no position, because the model never reads it.
     return context - prompt_tokens + 1
 
@@ -49,15 +52,18 @@ def check_free_positions(context: int, prompt_tokens: int, max_tokens: int | Non
 
 
 def default_limit(limit: int | None, free: int) -> int | None:
-    """Return `limit`; None (no limit but the context) if fewer positions are `free`."""
+    """Return `limit` as the max tokens of an answer, or None if fewer positions are free.
+
+    None means that only the context limits the answer.
+    """
     return limit if limit is not None and limit <= free else None
 
 
 def move_to(session: Session, position: int, fed: Sequence[int] = (), source: Session | None = None) -> None:
     """Move `session` back to `position`, or copy the states of the session `source` up to it.
 
-    `fed`: the tokens before `position`. If the states cannot return to exactly `position`, the
-    session goes back further and reads the last tokens of `fed` again.
+    `fed`: the tokens before `position`. Recurrent states may not be able to return to exactly
+    `position`; then the session goes back further and reads the last tokens of `fed` again.
     """
     source = source or session
     found = source.reachable(position)
@@ -70,7 +76,7 @@ def move_to(session: Session, position: int, fed: Sequence[int] = (), source: Se
 
 
 def move_after(session: Session, before: Snapshot, tokens: Sequence[int]) -> None:
-    """Move `session` back to the end of `tokens`, which it read after the snapshot `before`."""
+    """Move `session` back to the position after `tokens`, which it read after snapshot `before`."""
     position = before.position + len(tokens)
     if session.reachable(position) == position:
         session.rewind(position)

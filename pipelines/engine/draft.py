@@ -1,8 +1,8 @@
 """Proposals of a draft model, a smaller model with the same vocabulary as the target model.
 
-The draft samples with the random numbers that will sample the target model's tokens. A proposal is
-right if both models choose the same token, so the text is the same as without a draft
-(drafter-invariant: Daliri, Musco and Suresh, arXiv 2408.07978).
+The draft samples with the same random numbers as the target model will. A proposal is right if both
+models choose the same token, so the text is the same as without a draft (drafter-invariant
+speculative decoding: Daliri, Musco and Suresh, arXiv 2408.07978).
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from castiron.pipelines.engine.sampling import weights
 from castiron.vmfb.session import Session
 from castiron.vmfb.states import Snapshot
 
-# The draft model starts with only this many last tokens of a longer text.
+# The draft model first reads only this many last tokens of a longer text.
 WINDOW = 64
-# Max tokens that the draft reads beyond the end of the text, so that it can return to that end.
+# Max tokens that the draft reads after the end of the text and can undo.
 AHEAD = 64
 # Number of timing runs when a draft is opened, and tokens of each.
 ROUNDS, ROUND_TOKENS = 2, 32
-# Probabilities in the draft that separate the kinds of proposals, and the initial acceptance rates:
-# of each kind, then of all kinds together.
+# Proposals are divided into kinds by their probability in the draft model: limits between kinds, and
+# initial acceptance rates of each kind, then of all kinds together.
 CONFIDENCES, ACCEPTED = (0.3, 0.6, 0.8, 0.95), (0.3, 0.5, 0.7, 0.85, 0.95, 0.7)
 ALL_KINDS = -1
 
 
 class HitRates:
-    """Acceptance rates: the share of right proposals of each kind, where older ones count less.
+    """Acceptance rates: the fraction of right proposals of each kind, with decaying weights.
 
-    A kind is an index of `prior`, the initial rates, which count as much as `CASES` proposals. Each
-    new proposal multiplies the weight of the earlier ones by `decay`.
+    `prior`: initial rate of each kind, with the weight of `CASES` proposals. `decay`: factor by
+    which each new proposal multiplies the weight of earlier ones.
     """
 
     CASES = 4.0
@@ -56,7 +56,7 @@ class HitRates:
 
 
 def expected_tokens(rates: Iterable[float]) -> float:
-    """Return the expected tokens of a verification pass, one more than its right proposals.
+    """Return the expected tokens of a verification pass: its right proposals, and one more.
 
     `rates`: acceptance rate of each proposal.
     """
@@ -68,9 +68,9 @@ def expected_tokens(rates: Iterable[float]) -> float:
 
 
 class CallCosts:
-    """Seconds of a call of the model by its width in tokens: the median of the last calls.
+    """Seconds of a call of the model, by its width in tokens: the median of the last calls.
 
-    For a width without calls it is an estimate from the next narrower width.
+    For a width that was not called yet, they are estimated from the next smaller width.
     """
 
     GROWTH = 0.6  # low, because a width with a high estimate would never be tried
@@ -80,7 +80,7 @@ class CallCosts:
 
     @property
     def known(self) -> bool:
-        """Whether a call of width 1 has been timed; the others can be estimated from it."""
+        """Whether a call of width 1 has been timed, from which other widths can be estimated."""
         return 1 in self._seconds
 
     def learn(self, width: int, seconds: float) -> None:
@@ -95,7 +95,10 @@ class CallCosts:
 
 @dataclass(frozen=True)
 class Guess:
-    """A token that the draft model proposes, with its probability; None for a forced token."""
+    """A token that the draft model proposes.
+
+    `confidence`: its probability in the draft model; None for a token that a constraint forces.
+    """
 
     token: int
     confidence: float | None
@@ -115,8 +118,8 @@ class Draft:
     def __init__(self, session: Session, vocab: int, clock: Callable[[], float] = time.perf_counter):
         """Measure the speed of the draft model.
 
-        `session`: the draft model's, which nothing else may use. `vocab`: vocabulary size of the
-        target model. `clock` returns seconds.
+        `session`: session of the draft model, which nothing else may use. `vocab`: vocabulary size
+        of the target model. `clock`: returns seconds.
         """
         self.session, self.vocab, self.clock = session, vocab, clock
         self._rates, self.costs, self.saved = HitRates(ACCEPTED, 0.95), CallCosts(), 0.0
@@ -148,7 +151,7 @@ class Draft:
         return statistics.median(self._step_seconds)
 
     def acceptance(self, guess: Guess | None) -> float:
-        """Return the acceptance rate of guesses of `guess`'s kind; of all guesses for None."""
+        """Return the acceptance rate of the kind of `guess`, or of all guesses if it is None."""
         if guess is None:
             return self._rates[ALL_KINDS]
         return 1.0 if guess.confidence is None else self._rates[guess.kind]
@@ -159,10 +162,10 @@ class Draft:
                 self._rates.learn(kind, right)
 
     def plan(self, text: list[int], seconds: float) -> tuple[int, float] | None:
-        """Return the index in `text` from which the draft reads, and the seconds that this takes.
+        """Return (index in `text` from which the draft should read, seconds that reading takes).
 
-        Returns None if reading takes more than `seconds`. If the draft has read only the end of the
-        text, it starts again further back when that takes at most a quarter of `seconds`.
+        Returns None if it takes more than `seconds`. If the draft has read only the end of the
+        text, it starts again further back as soon as that takes at most a quarter of `seconds`.
         """
         affordable, length = int(min(seconds / self._read_seconds, 1e9)), len(text)
         cached = length - self._start
@@ -178,10 +181,10 @@ class Draft:
         return (length - count, count * self._read_seconds) if count <= affordable else None
 
     def propose(self, text: list[int], start: int, chooser: Chooser, go_on: Callable[[list[Guess]], bool]) -> list[Guess]:
-        """Return guesses of the tokens after `text`; guess on while `go_on(guesses)` is true.
+        """Return guesses of the tokens after `text`, until `go_on(guesses)` is false.
 
-        First the draft reads the unread tokens of `text` from index `start` on; it makes no guesses
-        if their ids are outside its vocabulary. `chooser`: lookahead of the request's chooser.
+        First the draft reads the unread tokens of `text` from index `start` on. It makes no guesses
+        if their ids are outside its vocabulary. `chooser`: `Chooser.lookahead` of the request.
         """
         if max(text[start:][self._agreed if start == self._start else 0 :], default=0) >= self.session.vocab:
             return []
@@ -227,9 +230,9 @@ class Draft:
         return argmax
 
     def _agree(self, text: list[int]) -> int:
-        """Return how many tokens that the session has read equal those of `text`.
+        """Return how many of the tokens that the session has read equal those of `text`.
 
-        The last token of `text` does not count, because it is read again for its logits.
+        The last token of `text` does not count, because it must be read again for its logits.
         """
         if text is not self._text:
             self._text, self._agreed = text, 0

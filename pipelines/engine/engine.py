@@ -38,14 +38,15 @@ class SingleSlot:
 
 
 class Engine:
-    """Owns a model's states (KV caches) and runs requests, at most one per slot at a time.
+    """An engine, which owns a model's states (KV caches) and runs requests in its slots.
 
         engine = Engine("build/model")
         for request, event in engine.submit(Request(prompt, engine.context, max_tokens=64)):
             ...
 
-    The engine has no thread. A thread that waits for events runs the next turn of the scheduler,
-    for all requests, unless another thread is running one. A server dedicates a thread to this.
+    A slot runs one request at a time. The engine has no thread of its own: a thread that waits for
+    events runs the next turn of the scheduler, for all requests, unless another thread is already
+    running a turn. A server has a dedicated thread that waits for events.
     """
 
     def __init__(
@@ -63,14 +64,14 @@ class Engine:
         """Open the bundle `model`, or use a session or batch that is already open.
 
         Args:
-            model: a bundle or its path; or a session or a batch that nothing else uses.
+            model: a bundle or its path, or a `Session` or `Batch` that nothing else uses.
             threads: CPU threads, by default one per physical core.
-            single: have one slot, even if the bundle has batch functions.
+            single: whether to have only one slot, even if the bundle has batch functions.
             observer: called with the events of the scheduler.
             store: store on disk for the states of prefixes.
             draft: draft model for speculative decoding.
-            ngrams: speculate that the text repeats earlier text (prompt lookup).
-            fill_slots: prefer throughput to the time between two tokens.
+            ngrams: whether to speculate that the text repeats earlier text (prompt lookup).
+            fill_slots: whether to prefer throughput to a short time between two tokens.
         """
         if isinstance(model, Bundle | Path | str):
             model = Session(model, threads) if single else Batch(model, threads)
@@ -113,11 +114,14 @@ class Engine:
         return stream
 
     def stream(self) -> EventStream:
-        """Return an empty stream, for the events of several requests."""
+        """Return a new stream, to which several requests can be submitted."""
         return EventStream(self)
 
     def read(self, stream: EventStream) -> Events:
-        """Run turns until the stream has events, and return these; empty if no request is left."""
+        """Return the next events of a stream, after running turns until there are any.
+
+        The result is empty if all requests of the stream have ended.
+        """
         with self._turn_ended:
             while not stream.events and (stream.live or self.cancelled):
                 if self._in_turn:
@@ -128,7 +132,7 @@ class Engine:
         return found
 
     def _turn(self, scheduler: Scheduler) -> None:
-        """Run one turn of the scheduler; release the caller's lock of `_turn_ended` meanwhile."""
+        """Run one turn of the scheduler, without the caller's lock of `_turn_ended` meanwhile."""
         self._in_turn = True
         self._turn_ended.release()
         events: Events = []
@@ -158,7 +162,7 @@ class Engine:
 
     @contextmanager
     def exclusive(self) -> Iterator[Scheduler]:
-        """Prevent turns while the body of the `with` statement uses the model."""
+        """Yield the scheduler, and prevent turns during the body of the `with` statement."""
         with self._turn_ended:
             while self._in_turn:
                 self._turn_ended.wait()
@@ -178,9 +182,9 @@ class Engine:
             return scheduler.batch.slots[scheduler.cache.latest()].position
 
     def save_state(self, path: Path) -> None:
-        """Write the tokens and states (KV cache) of the latest request to a file.
+        """Write the tokens and states (KV cache) of the latest request to the file `path`.
 
-        Without tokens the file is removed. May raise OSError.
+        If there are no tokens, removes the file. May raise OSError.
         """
         with self.exclusive() as scheduler:
             slot = scheduler.cache.latest()
@@ -192,7 +196,10 @@ class Engine:
                 path.unlink(missing_ok=True)
 
     def load_state(self, path: Path) -> None:
-        """Load a file of `save_state` into the cache; raise StateError or OSError if that fails."""
+        """Load the file of an earlier `save_state` into the prefix cache.
+
+        Raises StateError if it is invalid, or OSError.
+        """
         state = read_head(path)
         if state.bundle != identity(self.manifest):
             raise StateError(f"{path} is a state of another bundle")
@@ -209,9 +216,9 @@ class Engine:
 
 
 class EventStream:
-    """The events of the requests that were submitted to this stream, as (request, event) pairs.
+    """An iterator over (request, event) pairs, for the requests submitted to this stream.
 
-    Iterating runs turns of the engine until all these requests have ended.
+    It runs turns of the engine until all these requests have ended.
     """
 
     def __init__(self, engine: Engine):

@@ -1,4 +1,4 @@
-"""Memory: what a bundle needs, what the machine has, and what this process has used."""
+"""Memory of a bundle, of the machine, and of this process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Needed:
     """The memory that a bundle needs.
 
     `weights`: bytes of the memory-mapped weights file, which processes share. `state`: bytes of the
-    states (KV cache) of one sequence that fills the context. `slots`: max sequences at once.
+    states (KV cache) of one sequence that fills the context. `slots`: max concurrent sequences.
     """
 
     weights: int
@@ -37,14 +37,14 @@ class Needed:
 
 
 def needed(manifest: Manifest, slots: int = 1) -> Needed:
-    """Return the memory that a bundle needs to run `slots` sequences at once."""
+    """Return the memory that a bundle needs to run `slots` sequences concurrently."""
     used = {"positional": manifest.context / manifest.max_context}
     state = sum(int(state.nbytes * used.get(state.kind, 1)) for state in manifest.states)
     return Needed(manifest.files[WEIGHTS].size, state, slots)
 
 
 def slots_of(manifest: Manifest) -> int:
-    """Return the max sequences at once: the width of the widest batch function, 1 without one."""
+    """Return the max concurrent sequences: the largest batch size of the bundle, or 1."""
     return max(manifest.widths("batch"), default=1)
 
 
@@ -53,13 +53,16 @@ def warn_of_shortage(*manifests: Manifest) -> None:
     weights, available = sum(manifest.files[WEIGHTS].size for manifest in manifests), total_bytes()
     if weights > available:
         print_message(
-            f"the weights take {megabytes(weights)} and there are {megabytes(available)} of memory: every token will read "
-            "them from disk; take a smaller model, or one with fewer bits"
+            f"the weights take {megabytes(weights)}, but the machine has {megabytes(available)} of memory: every token will "
+            "read them from disk; use a smaller model, or one with fewer bits"
         )
 
 
 def print_memory(manifest: Manifest, slots: int, draft: Manifest | None = None) -> None:
-    """Print the memory of a bundle with `slots` sequences and of its draft; warn of a shortage."""
+    """Print the memory that a bundle with `slots` sequences and its draft model need.
+
+    Also warns if the weights exceed the machine's memory.
+    """
     need, of_draft = needed(manifest, slots), needed(draft) if draft else None
     total = need.total + (of_draft.total if of_draft else 0)
     drafts = f"; draft: {of_draft}" if of_draft else ""
@@ -69,7 +72,7 @@ def print_memory(manifest: Manifest, slots: int, draft: Manifest | None = None) 
 
 def total_bytes() -> int:
     """Return the machine's memory in bytes, or the limit of this container if it is lower."""
-    # Windows does not report its memory; 2^62 bytes there, so that no model is too large.
+    # Python cannot read the memory of Windows; use 2^62 bytes there, so that no model is too large.
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 1 << 62]
     for path in LIMITS:
         # The file may be absent, or contain "max".

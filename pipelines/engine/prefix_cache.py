@@ -1,4 +1,4 @@
-"""The prefix cache: it records the tokens in each slot's states and finds a prompt's best slot."""
+"""The prefix cache, which finds the slot whose states (KV cache) have the longest prompt prefix."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from castiron.vmfb.session import Session
 class Paused:
     """A copy of the states of a preempted request.
 
-    `rows`: an array for each state. `position`: how many tokens they contain, `chunked_tokens` of
-    them read in complete chunks. `prefilling`: whether the request has unread prompt tokens.
+    `rows`: an array for each state. `position`: number of tokens in the states. `chunked_tokens`:
+    how many of these were read in complete chunks. `prefilling`: whether a part of the prompt has
+    not been read yet.
     """
 
     rows: list[np.ndarray]
@@ -35,25 +36,26 @@ class Paused:
         session.take(self.rows, self.position, self.chunked_tokens)
 
 
-# A prompt continues in place in a slot if at most this many of the slot's last tokens differ: a
-# client sends an answer back as text, and its last tokens may then be tokenized differently.
+# A prompt reuses a slot's states in place if at most this many of the slot's last tokens differ.
+# Some differ because a client sends an answer back as text, which may be tokenized differently.
 REWRITTEN = 16
 
 
 class PrefixCache:
     """The prefix cache, which reuses the states (KV cache) of the slots for later prompts.
 
-    States outlive the request that filled them. A prompt that continues the text in a slot reuses
-    its states in place; a prompt that shares only a part of the text gets a copy of that part. A
-    prefix is read from `store`, on disk, if it is at least one chunk longer there than in any slot.
+    States stay in a slot after the end of the request that filled them. A prompt that continues the
+    text in a slot reuses its states in place. A prompt that shares only a part of the text gets a
+    copy of that part in another slot. A prefix is read from `store`, on disk, if it is at least one
+    chunk longer there than in any slot.
 
     `self.sessions`: one for each slot. `self.tokens`: i32 [slots, context], valid up to the
     position of each session. `self.scores`: for each slot the log-probabilities of its tokens from
-    index 1 on. A request with prompt_logprobs adds to them, and reuses only a prefix with scores.
+    index 1 on. Requests with prompt_logprobs add scores, and reuse only a prefix with scores.
     """
 
     def __init__(self, sessions: Sequence, store: PrefixStore | None = None, score_width: int = 1):
-        """Create an empty cache; `score_width`: how many tokens one call of the model scores."""
+        """Create an empty cache; `score_width`: tokens of a call of the model that scores them."""
         self.sessions, self.store, self.score_width = sessions, store, score_width
         self.tokens = np.zeros((len(sessions), sessions[0].context), np.int32)
         self.scores: list[list[Score]] = [[] for _ in sessions]
@@ -62,10 +64,10 @@ class PrefixCache:
         self._clock = 0
 
     def cached_in(self, prompt: np.ndarray, slot: int, top: int | None = None) -> int:
-        """Return the length of the prefix of `prompt`, i32 [n], that a slot's states can provide.
+        """Return the length of the prefix of `prompt`, i32 [n], that can be reused from a slot.
 
-        `top`: `prompt_logprobs` of the request. Unless it is None, the prefix ends where a scoring
-        call ended, and its scores have at least `top` of the most probable tokens.
+        `top`: `prompt_logprobs` of the request. If it is not None, the prefix must end where a call
+        that scored tokens ended, and its scores must have at least `top` most probable tokens.
         """
         session, scores = self.sessions[slot], self.scores[slot]
         found = common_prefix(self.tokens[slot, : session.position], prompt)
@@ -75,18 +77,18 @@ class PrefixCache:
         return session.reachable(found)
 
     def scored_positions(self, cached: int) -> int:
-        """Return how many of `cached` tokens with scores need not be read again.
+        """Return how many of `cached` tokens a request that needs scores can reuse.
 
-        The last call of `score_width` tokens is repeated, because its logits are not cached.
+        The last call of `score_width` tokens must be repeated, because its logits are not cached.
         """
         return max(0, cached - 1) // self.score_width * self.score_width
 
     def longest(self, prompt: np.ndarray, top: int | None = None) -> int:
-        """Return how many tokens of `prompt` the method `take` would find in the cache."""
+        """Return how many tokens of `prompt` are in the cache or in the store, for `take`."""
         return max(*self._cached(prompt, top), self._on_disk(prompt, top))
 
     def fetching(self, prompt: np.ndarray, top: int | None = None) -> bool:
-        """Whether a thread is still reading from disk the state that `take` would use."""
+        """Return whether the state that `take` would use is still being read from disk."""
         longer = self.store and self._on_disk(prompt, top) >= max(self._cached(prompt, top)) + self.store.width
         return bool(longer and self.store.fetching(self.sessions[0], prompt))
 
@@ -98,7 +100,10 @@ class PrefixCache:
         return self.store.lookup(self.sessions[0], prompt) if self.store and top is None else 0
 
     def take(self, prompt: np.ndarray, free: Collection[int], top: int | None = None) -> tuple[int, int]:
-        """Prepare one of the `free` slots for `prompt`; return the slot and the cached tokens."""
+        """Return a slot of `free` and how many tokens of `prompt` its states now contain.
+
+        Copies states from another slot, or loads them from the store, if that gives more tokens.
+        """
         cached = self._cached(prompt, top)
         best = max(cached)
         if self.store and self._on_disk(prompt, top) >= best + self.store.width:
@@ -114,7 +119,7 @@ class PrefixCache:
         source = slot if cached[slot] == best else cached.index(best)
         move_to(self.sessions[slot], best, source=self.sessions[source])
         self.tokens[slot, :best] = self.tokens[source, :best]
-        # A score belongs to the token after the position of its logits.
+        # Logits give the score of the next token, so there is one score less than tokens.
         self.scores[slot] = self.scores[source][: best if top is not None else max(0, best - 1)]
         self.touch(slot)
         return slot, best
@@ -132,14 +137,20 @@ class PrefixCache:
         self.tokens[slot, end - len(tokens) : end] = tokens
 
     def resume(self, paused: Paused, tokens: Sequence[int], free: Collection[int]) -> int:
-        """Restore a preempted request with these `tokens` in a `free` slot; return the slot."""
+        """Return the `free` slot to which the states of a preempted request are restored.
+
+        tokens: tokens of its prompt and answer.
+        """
         slot = self._unused_longest(free)
         paused.resume(self.sessions[slot])
         self._replace(slot, tokens[: paused.position])
         return slot
 
     def load(self, rows: Sequence[np.ndarray], tokens: np.ndarray) -> None:
-        """Put the states of `tokens` into the slot unused longest; no request may be running."""
+        """Load states into the least recently used slot, while no request is running.
+
+        rows: an array for each state. tokens: the tokens that the states contain, i32 [n].
+        """
         slot = self._unused_longest(range(len(self.sessions)))
         self.sessions[slot].take(rows, len(tokens))
         self._replace(slot, tokens)
@@ -149,6 +160,6 @@ class PrefixCache:
         self.touch(slot)
 
     def touch(self, slot: int) -> None:
-        """Record that the slot is in use now."""
+        """Mark the slot as the most recently used one."""
         self._clock += 1
         self.used[slot] = self._clock

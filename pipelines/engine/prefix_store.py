@@ -1,4 +1,4 @@
-"""A store on disk for the states of long prefixes, so that a document is prefilled only once."""
+"""A store on disk for the states (KV caches) of long prefixes, so that each is prefilled once."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from castiron.vmfb.session import Session
 from castiron.vmfb.staging import remove_abandoned
 from castiron.vmfb.state_file import StateError, StateFile, file_bytes, identity, read_head, read_rows, write_state
 
-# Default limit of the bytes of all states in a directory.
+# Default of the max bytes of all states in a directory.
 MAX_BYTES = 4_000_000_000
-# The store ignores a prefix of fewer complete chunks.
+# Min complete chunks of a prefix that is stored. A chunk is one call of the widest prefill function.
 MIN_CHUNKS = 2
 SUFFIX = ".state"
-# Max states in memory that were read from disk for requests without a slot.
+# Max states that are read from disk into memory for requests that wait for a slot.
 MAX_FETCHED = 4
-# Seconds after which the directory is listed again for states that other processes added.
+# Seconds between listings of the directory, which find states that other processes added.
 LISTED_SECONDS = 1.0
 
 
 class PrefixStore:
-    """A store of the states of prefixes of one bundle in `directory`, which processes may share.
+    """A store of the states of prefixes for one bundle; several processes may share `directory`.
 
         store = PrefixStore(directory, bundle.manifest)
         known = store.take(session, prompt)
         session.prefill(prompt[known:], progress=lambda *_: store.offer(session, prompt))
 
-    A state ends after a complete chunk of the widest prefill function, so a run that continues from
-    it makes the same calls as a run from the start and has the same logits to the last bit. A new
-    state has at least `MIN_CHUNKS` chunks, at least half of them in no other state. If a state
-    cannot be cut to its first part, as in a recurrent model, another one is written where two
-    prompts diverge. Beyond `max_bytes` in `directory` the least recently used states are removed. A
-    state that cannot be read or written is reported on stderr.
+    A state ends after a complete chunk of the widest prefill function. So a run that continues from
+    it makes the same calls as a run from the start, and its logits are equal to the last bit. A new
+    state has at least `MIN_CHUNKS` chunks, at least half of which are in no other state. If a state
+    cannot be cut to its first part, as in a recurrent model, another state is written at the
+    position where two prompts diverge. If the states in `directory` exceed `max_bytes`, the least
+    recently used ones are removed. A state that cannot be read or written is reported on stderr.
     """
 
     def __init__(self, directory: Path | str, manifest: Manifest, max_bytes: int = MAX_BYTES):
@@ -67,11 +67,14 @@ class PrefixStore:
         self._writable = True
 
     def lookup(self, session: Session, prompt: np.ndarray) -> int:
-        """Return how many tokens of `prompt`, i32 [n], the method `take` would find."""
+        """Return how many tokens of `prompt`, i32 [n], are in the store for `take` to load."""
         return self._longest(session, prompt)[0]
 
     def take(self, session: Session, prompt: np.ndarray) -> int:
-        """Load the state with the longest prefix of `prompt`; return its number of tokens, or 0."""
+        """Load the state with the longest prefix of `prompt` into `session`.
+
+        Returns the number of tokens of the prefix, or 0 if none is stored.
+        """
         while True:
             position, state = self._longest(session, prompt)
             if state is None:
@@ -88,21 +91,24 @@ class PrefixStore:
             return position
 
     def fetching(self, session: Session, prompt: np.ndarray) -> bool:
-        """Return whether a thread still reads `take`'s state; the first call starts the thread."""
+        """Return whether the state that `take` would load is still being read from disk.
+
+        The first call starts to read it in another thread.
+        """
         _, state = self._longest(session, prompt)
         if state is None:
             return False
         if (name := state.path.name) not in self._fetched:
             while len(self._fetched) >= MAX_FETCHED:
-                # The oldest state was read for a request that was cancelled.
+                # Drop the oldest state, which was read for a request that has been cancelled.
                 self._fetched.pop(next(iter(self._fetched)))
             self._fetched[name] = self._writer.submit(read_rows, state, session.rows(len(state.tokens)))
         return not self._fetched[name].done()
 
     def offer(self, session: Session, prompt: np.ndarray) -> None:
-        """Store the state of `session`, which has just read a chunk of `prompt`, in another thread.
+        """Store the state of `session`, if it is useful for later prompts, in another thread.
 
-        Only states at `_positions` are stored.
+        Call this after each chunk of `prompt`.
         """
         position = session.position
         if not position or position != session.chunked_tokens or not session.settled or not self._writable:
@@ -114,7 +120,7 @@ class PrefixStore:
             self.save(session, prompt[:position])
 
     def prepare(self, session: Session, tokens: np.ndarray, progress: Callable[[int, int], None] | None = None) -> int:
-        """Let an empty `session` read the complete chunks of `tokens`, i32 [n]; store the state.
+        """Prefill an empty `session` with the complete chunks of `tokens`, i32 [n]; store it.
 
         Returns the number of tokens in these chunks. Raises PipelineError if there is no complete
         chunk or the state cannot be written.
@@ -132,7 +138,8 @@ class PrefixStore:
     def save(self, session: Session, tokens: np.ndarray) -> Future:
         """Store the state of `session`, which has read `tokens`, in another thread.
 
-        The future's result is the size of the file in bytes, 0 if it was not written.
+        The result of the returned future is the size of the file in bytes, or 0 if it was not
+        written.
         """
         rows = [rows.copy() for rows in session.rows(len(tokens))]
         self._writing = self._writer.submit(self._write, np.array(tokens, np.int32), rows)

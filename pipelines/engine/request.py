@@ -15,8 +15,8 @@ from castiron.pipelines.engine.prefix_cache import Paused
 from castiron.pipelines.engine.sampling import Sampler, Sampling, Score, log_probabilities
 from castiron.pipelines.errors import PipelineError
 
-# A repetition loop has a period of at most MAX_PERIOD tokens, MIN_REPEATS periods and MIN_TOKENS
-# tokens. Tables and code repeat a line a few times, but no model leaves a loop of this length.
+# A repetition loop has a period of up to MAX_PERIOD tokens, and at least MIN_REPEATS periods and
+# MIN_TOKENS tokens. Tables and code repeat a line a few times, but no model leaves such a loop.
 MAX_PERIOD, MIN_REPEATS, MIN_TOKENS = 128, 8, 192
 
 
@@ -24,8 +24,8 @@ class RepetitionDetector:
     """A detector of repetition loops at the end of a text."""
 
     def __init__(self) -> None:
-        # At index p - 1, for period p: the token p positions ago, and how many consecutive last
-        # tokens equal the token p positions before them.
+        # At index p - 1, for period p: the token p positions before the next one, and how many
+        # consecutive last tokens equal the token p positions before them.
         self._ago = np.full(MAX_PERIOD, -1, np.int64)
         self._runs = np.zeros(MAX_PERIOD, np.int64)
         periods = np.arange(1, MAX_PERIOD + 1)
@@ -67,8 +67,9 @@ class Tokens(Event):
 class Finished(Event):
     """The event of the end of a request.
 
-    `reason`: "stop" (a stop token or string, a repetition loop, a complete text of a constraint),
-    "length" (max_tokens) or "context" (no free position). `repeated`: whether it was a loop.
+    `reason`: "stop" for a stop token or string, a repetition loop, or a text that its constraint
+    completes; "length" for max_tokens; "context" if no position is free. `repeated`: whether the
+    reason was a repetition loop.
     """
 
     reason: str
@@ -78,7 +79,7 @@ class Finished(Event):
 
 @dataclass(frozen=True)
 class Failed(Event):
-    """The event of the end of a request that failed."""
+    """The last event of a request that failed."""
 
     error: PipelineError
 
@@ -114,7 +115,10 @@ class TokenOutput:
 
 @dataclass
 class Timing:
-    """Times of a request's arrival, slot, first and latest token, in `time.monotonic` seconds."""
+    """Times of a request, in `time.monotonic` seconds; 0 if not reached yet.
+
+    `arrived`: creation. `started`: when it got a slot. `first`, `last`: first and latest token.
+    """
 
     arrived: float = field(default_factory=time.monotonic)
     started: float = 0.0
@@ -156,15 +160,15 @@ class Request:
         Args:
             context: max tokens of prompt and answer together.
             max_tokens: max tokens of the answer; None for no limit but the context.
-            sampling: a Sampler continues with the random numbers of an earlier request.
+            sampling: options, or a Sampler to continue the random numbers of an earlier request.
             stop_tokens: None for the end tokens of the model, () for no stop tokens.
             constraint: decides which tokens may come next.
             min_tokens: min tokens of the answer before a stop token can be chosen.
             repetition_stop: whether a repetition loop ends the request.
-            top_logprobs: report each token's log-probability, and those of this many most probable
-                tokens.
-            prompt_logprobs: the same for the prompt, in `self.scores`; max_tokens may then be 0,
-                and the stop token is reported.
+            top_logprobs: number of most probable tokens to report for each token of the answer,
+                with their log-probabilities and that of the token; None for no log-probabilities.
+            prompt_logprobs: the same for the prompt, in `self.scores`. Then max_tokens may be 0,
+                and the stop token is reported too.
             output: converts tokens to events; by default a TokenOutput.
             client: name of the client; clients get equal shares of the slots.
             priority: requests with a lower number run first.
@@ -202,7 +206,7 @@ class Request:
 
     @property
     def forced(self) -> bool:
-        """Whether the next token is certain, so that `advance` needs no logits."""
+        """Whether the constraint allows only one next token, so that `advance` needs no logits."""
         return self.chooser.forced and self.top_logprobs is None and self.finish_reason is None
 
     def unread(self, position: int) -> Sequence[int]:
@@ -210,10 +214,10 @@ class Request:
         return self.tokens[max(0, position - len(self.prompt)) :] if position >= len(self.prompt) else self.prompt[position:]
 
     def advance(self, argmax: int, logits: Callable[[], np.ndarray], chosen: int | None = None) -> list[Event]:
-        """Choose the next token and return the events, with a Finished last if the request ends.
+        """Choose the next token; return the events, which end with `Finished` if the request ends.
 
-        `argmax`: the most probable token. `logits` returns f32 [vocab]. `chosen`: the token that
-        `self.chooser` has already picked, if it has.
+        `argmax`: the most probable token. `logits`: returns the logits, f32 [vocab]. `chosen`: the
+        token, if `self.chooser` has already picked it.
         """
         self.timing.last = time.monotonic()
         self.timing.first = self.timing.first or self.timing.last

@@ -18,15 +18,16 @@ from castiron.vmfb.program import NanLogitsError
 from castiron.vmfb.record import short
 from castiron.vmfb.session import Session
 
-# How many last tokens the repeat penalty counts, like --repeat-last-n of llama.cpp.
+# Number of last tokens to which the repeat penalty applies, as --repeat-last-n of llama.cpp.
 REPEAT_WINDOW = 64
-# To draw a token, the weights are summed in blocks of this size first.
+# Size of the blocks in which weights are summed to draw a token.
 BLOCK = 256
 # Functions of a bundle add numbers in different orders, so their logits differ by rounding. That
-# could change a choice if the two largest logits differ by less than NEAR times the largest
-# magnitude, or if the random number is nearer than NEAR_DRAWN to another token's interval.
+# could change the chosen token in two cases: if the two largest logits differ by less than NEAR
+# times the largest magnitude, or if the random number is closer than NEAR_DRAWN to another token's
+# interval.
 NEAR, NEAR_DRAWN = 1e-4, 2e-5
-# Fields of a generation_config, in HF's names, that change how a model samples.
+# Sampling fields of a generation_config.json, which are also fields of `Sampling`.
 SAMPLED = ("temperature", "top_k", "top_p", "min_p")
 # A temperature_schedule: its shape, the temperature at its end, and its length in tokens.
 SCHEDULE = r"(constant|linear|cosine):([0-9]+|[0-9]*[.][0-9]+):([1-9][0-9]{0,8})"
@@ -160,7 +161,7 @@ def _invalid(reason: object) -> PipelineError:
 
 
 class Sampler:
-    """The sampler of one generation, which draws each token with the random number `number`."""
+    """The sampler of one generation; it has a sequence of random numbers, one for each token."""
 
     def __init__(self, sampling: Sampling = Sampling()):
         self.sampling = sampling
@@ -168,7 +169,7 @@ class Sampler:
         self.number = self.random.random()
 
     def copy(self) -> Sampler:
-        """Return an independent sampler with the same random numbers."""
+        """Return an independent sampler that has the same sequence of random numbers."""
         other = copy(self)
         other.random = deepcopy(self.random)
         return other
@@ -176,10 +177,10 @@ class Sampler:
     def pick(
         self, logits: np.ndarray, history: Sequence[int], counts: Mapping[int, int] = {}, check: bool = False
     ) -> tuple[int, bool]:
-        """Return the next token, and whether the choice is certain despite rounding.
+        """Return the next token, and whether rounding of the logits cannot change it.
 
-        OpenAI's penalties and biases come first; then, as in llama.cpp, repeat penalty, top-k,
-        top-p, min-p and temperature. Of equal logits the one with the lowest id is chosen.
+        The order is: OpenAI's penalties and biases; then, as in llama.cpp, repeat penalty, top-k,
+        top-p, min-p and temperature. Of tokens with equal logits, the lowest id is chosen.
 
         Args:
             logits: f32 [vocab].
@@ -209,9 +210,10 @@ class Sampler:
 
 
 def _draw(weight: np.ndarray, number: float) -> tuple[int, bool]:
-    """Draw an index in proportion to `weight`, f32 [n], by a uniform random number in [0, 1).
+    """Return an index drawn in proportion to `weight`, and whether rounding cannot change it.
 
-    Also returns whether the number is at least NEAR_DRAWN from the intervals of other indices.
+    weight: f32 [n]. number: a uniform random number in [0, 1). Rounding cannot change the index if
+    the number is at least NEAR_DRAWN away from the intervals of other indices.
     """
     # Running sums over a complete vocabulary are slow, so a block is drawn first, then an index in
     # the block.
@@ -251,7 +253,7 @@ def weights(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
     """Return exp(logits / temperature), f32 [n], scaled so that the largest value is 1."""
     # NumPy computes exp of f32 many times as fast as of f64.
     weight = (logits - logits.max()).astype(np.float32, copy=False)
-    # Beyond these limits the f32 weights are zero for all but one token, or all equal.
+    # Beyond these limits, the f32 weights of all tokens but one are zero, or all weights are equal.
     if temperature != 1:
         weight /= np.float32(min(max(temperature, 1e-5), 1e9))
     return np.exp(weight, out=weight)
@@ -294,8 +296,9 @@ def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.n
     if 0 < sampling.top_k < len(logits):
         possible = logits >= np.partition(logits, -sampling.top_k)[-sampling.top_k]
     else:
-        # Top-p removes all tokens below `outside`: even a vocabulary of them has less than the mass
-        # that top-p removes. The factor 0.999 leaves doubtful tokens to the exact cuts below.
+        # Top-p removes all tokens with a weight below `outside`: a full vocabulary of such tokens
+        # would have less probability than top-p removes. The factor 0.999 keeps tokens near the
+        # limit, for which the exact computation below decides.
         outside = (1 - sampling.top_p) * weight.sum(dtype=np.float64) / len(weight)
         possible = weight >= 0.999 * max(sampling.min_p, outside)
     ids = np.flatnonzero(possible)
@@ -306,7 +309,7 @@ def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.n
         order, exact = order[: sampling.top_k], exact[: sampling.top_k]
         total = exact.sum()
     probability = exact / total
-    # Leave out probabilities that underflowed to 0: the sampler takes their logarithm.
+    # Leave out probabilities that underflowed to 0, because the sampler takes the logarithm.
     keep = int(np.count_nonzero(probability))
     if sampling.top_p < 1:
         keep = min(keep, int(probability.cumsum().searchsorted(sampling.top_p)) + 1)
@@ -316,7 +319,10 @@ def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.n
 
 
 class Score(NamedTuple):
-    """The log-probability of a token, and the most probable tokens there as (id, logprob)."""
+    """The log-probability of a token, and the most probable tokens at its position.
+
+    `top`: (id, log-probability) of these tokens, the most probable one first.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -331,7 +337,7 @@ def log_probabilities(logits: np.ndarray, token: int, count: int) -> Score:
     total = float(top) + float(np.log(np.exp(logits - top).sum(dtype=np.float64)))
     count = min(count, len(logits))
     if count < 2:
-        # Nothing needs to be sorted.
+        # For at most one token, the logits need not be sorted.
         return Score(float(logits[token]) - total, ((int(logits.argmax()), float(top) - total),) * count)
     ids = np.flatnonzero(logits >= np.partition(logits, -count)[-count])
     ids = ids[np.argsort(-logits[ids], kind="stable")][:count]
@@ -339,9 +345,10 @@ def log_probabilities(logits: np.ndarray, token: int, count: int) -> Score:
 
 
 def score_width(widths: Sequence[int], max_width: int) -> int:
-    """Return how many tokens a call scores, given the `widths` of the verify functions.
+    """Return the number of tokens in a call that scores tokens (returns all their logits).
 
-    It is the widest of them up to `max_width`, else the narrowest; 1, a step, if there is none.
+    widths: widths of the verify functions. The result is the largest width up to `max_width`, else
+    the smallest width; 1 (a decode step) without verify functions.
     """
     return max((width for width in widths if width <= max_width), default=min(widths, default=1))
 
@@ -349,8 +356,8 @@ def score_width(widths: Sequence[int], max_width: int) -> int:
 def logit_rows(session: Session, tokens: Sequence[int], width: int) -> Iterator[np.ndarray]:
     """Read `tokens` in calls of `width` tokens and yield the logits after each token, f32 [vocab].
 
-    The last tokens are read by steps if the states cannot drop the padding of a call. Raises
-    NanLogitsError for logits that are NaN.
+    An incomplete last call is padded, or replaced by decode steps if the states cannot drop the
+    padding. Raises NanLogitsError for logits that are NaN.
     """
     for start in range(0, len(tokens), width):
         part = tokens[start : start + width]

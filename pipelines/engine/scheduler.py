@@ -1,4 +1,4 @@
-"""Continuous batching: a turn reads a chunk of one prompt and decodes a token of other requests."""
+"""Continuous batching: a turn prefills a chunk of one prompt and decodes a token of the others."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Observer:
     """A receiver of the scheduler's events, called on its thread; this base class ignores them."""
 
     def started(self, request: Request) -> None:
-        """The request got a slot; `request.cached` tokens of its prompt were in the cache."""
+        """Called when a request gets a slot; `request.cached` of its prompt tokens were cached."""
 
     def stepped(self) -> None:
-        """One decode step has run for all requests whose prompt has been read."""
+        """Called after a decode step of all requests whose prompt has been read."""
 
     def preempted(self, request: Request) -> None: ...
 
     def token(self, request: Request, since: float | None) -> None:
-        """The request got a token, `since` seconds after the previous one; None for the first."""
+        """Called for each token; `since`: seconds after the previous token, None for the first."""
 
     def ended(self, request: Request, reason: str) -> None:
-        """The request has ended; `reason`: `Finished.reason`, or "cancelled"."""
+        """Called when a request has ended; `reason`: `Finished.reason`, or "cancelled"."""
 
     def failed(self, request: Request) -> None: ...
 
@@ -40,14 +40,14 @@ class Observer:
 # Tokens of a prompt that are read between two decode steps. More would delay other requests; fewer
 # would make narrow, slow chunks.
 INTERLEAVED = 32
-# A prompt token whose logits are read costs at most this many times as much as one without.
+# Max cost of a prompt token whose logits are read, relative to one whose logits are not read.
 SCORING = 2
 
 Events = list[tuple[Request, Event]]
 
 
 class ModelFailed(PipelineError):
-    """An error while the model ran or a token was chosen; `__cause__` is the exception."""
+    """An error in the model or in the choice of a token; `__cause__` is the original exception."""
 
     def __init__(self, cause: BaseException):
         reason = f": {cause}" if isinstance(cause, SessionError) else "; other requests are not affected"
@@ -56,21 +56,22 @@ class ModelFailed(PipelineError):
 
 
 class Scheduler:
-    """Runs requests in the slots of a batch, which nothing else may use.
+    """The scheduler, which runs requests in the slots of a batch.
 
     Only one thread at a time may call `turn`. A turn reads one chunk of one prompt and decodes one
-    token of every other request, so that a long prompt delays the others by one chunk. A prefix
-    that is copied from another slot or read from disk gets a turn of its own. Tokens that a
-    constraint forces are read like a chunk.
+    token of every other request, so that a long prompt delays the others by one chunk at a time.
+    Copying a prefix from another slot, or reading it from disk, takes a turn of its own. Several
+    tokens that a constraint forces are read like a chunk.
 
-    `Admission` chooses which prompt is read next. A prompt that fails ends its own request only; a
-    decode step that fails ends all requests in it. A preempted request gives up its slot and
-    continues later from a copy of its states. With `draft` or `ngrams` a single running request
-    uses speculative decoding.
+    `Admission` chooses which prompt is read next. If a prompt fails, only its own request ends. If
+    a decode step fails, all requests in it end. A preempted request loses its slot and continues
+    later from a copy of its states. With `draft` or `ngrams`, a request that runs alone uses
+    speculative decoding.
 
     Args:
-        batch: a `castiron.vmfb.batch.Batch`, or a `SingleSlot`.
-        fill_slots: read all prompts that have slots before the next step, in the widest chunks.
+        batch: a `castiron.vmfb.batch.Batch` or a `SingleSlot`, which nothing else may use.
+        fill_slots: whether to read all prompts that have slots before the next decode step, in the
+            widest chunks.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Scheduler:
         return not (self.waiting or self.prefilling or self.decoding)
 
     def submit(self, request: Request) -> None:
-        """Queue a request; one without stop tokens gets the model's end tokens."""
+        """Queue a request; if its stop tokens are None, they become the model's end tokens."""
         if request.stop_tokens is None:
             request.stop_tokens = frozenset(self.manifest.tokens.eos)
         self.requests.add(request)
@@ -104,7 +105,7 @@ class Scheduler:
         self._leave(request, "cancelled")
 
     def turn(self) -> Events:
-        """Read one chunk, run one decode step, and return the events."""
+        """Run a turn: read one chunk, run one decode step, and return the events."""
         events: Events = []
         self._preempt()
         forced = {slot: r for slot, r in self.decoding.items() if r.constraint and len(self._unread(slot, r)) > 1}
@@ -115,9 +116,9 @@ class Scheduler:
         return events
 
     def fail_all(self, error: BaseException) -> Events:
-        """End every request after an error or an interrupt at any point of a turn.
+        """End every request with `error`, which may have interrupted a turn at any point.
 
-        States that are certain to be valid stay in the cache.
+        States stay in the cache as far as they are certain to be valid.
         """
         events: Events = []
         for slot, session in enumerate(self.batch.slots):
@@ -137,7 +138,10 @@ class Scheduler:
         return request.unread(self.batch.slots[slot].position)
 
     def _read(self, forced: dict[int, Request], events: Events) -> bool:
-        """Read the next chunk of a prompt or of `forced` tokens; return False if there is none."""
+        """Read the next chunk of a prompt or of forced tokens; return whether there was one.
+
+        forced: requests with several unread tokens that a constraint forced, by slot.
+        """
         if (chosen := self.requests.next(forced)) is None:
             return False
         slot, request = chosen
@@ -168,10 +172,13 @@ class Scheduler:
         return True
 
     def _read_chunk(self, session, request: Request, left, width: int, forced: bool):
-        """Read at most `width` of the tokens `left`; return the tokens read and the last argmax."""
+        """Read up to `width` tokens of `left`.
+
+        Returns the tokens that were read, and the most probable next token.
+        """
         if request.prompt_logprobs is None or forced:
             return left[:width], session.prefill(left[:width])
-        # Complete calls only, so that a prefix always has the same logits to the last bit.
+        # Make only complete calls, so that a prefix always has the same logits to the last bit.
         own = self.cache.score_width
         count = min(len(left), max(1, width // SCORING // own) * own)
         argmax, read = 0, left[:count]
@@ -183,7 +190,7 @@ class Scheduler:
         return read, argmax
 
     def _preempt(self) -> None:
-        """Free a slot for a request of a higher priority."""
+        """Preempt a running request if a request of a higher priority needs its slot."""
         if (slot := self.requests.preempted()) is None:
             return
         request = self.requests.running[slot]
@@ -195,7 +202,7 @@ class Scheduler:
         self.observer.preempted(request)
 
     def _start(self, request: Request) -> int:
-        """Give the request a slot and return the slot."""
+        """Return the slot that a waiting request gets, after preparing the slot's states."""
         free = self.requests.free
         if paused := request.paused:
             slot = self.cache.resume(paused, [*request.prompt, *request.tokens], free)
@@ -215,7 +222,7 @@ class Scheduler:
     def _decode(self, events: Events) -> None:
         """Run a decode step with one token of every request whose prompt has been read.
 
-        A request that then has no unread tokens chooses its next token.
+        Each request that has no more unread tokens then chooses its next token.
         """
         unread = {slot: self._unread(slot, r) if r.constraint else r.tokens[-1:] for slot, r in self.decoding.items()}
         if len(self.decoding) == 1 and not (self.prefilling or self.waiting):
@@ -241,7 +248,7 @@ class Scheduler:
                 self._advance(slot, request, found[slot], events)
 
     def _speculate(self, slot: int, request: Request, unread: list[int], events: Events) -> None:
-        """Run one speculative decoding pass (last token and proposals) of the only request."""
+        """Run one pass of speculative decoding for the only running request."""
         session, start = self.batch.slots[slot], self.batch.slots[slot].position
         speculator, new = self.speculator, list[Event]()
         try:
@@ -266,7 +273,7 @@ class Scheduler:
             self._advance(slot, request, 0, events)
 
     def _advance(self, slot: int, request: Request, argmax: int, events: Events) -> None:
-        """Choose the request's next token, and the tokens that a constraint forces after it."""
+        """Choose the request's next token, and append tokens that a constraint forces after it."""
         forced = True
         while forced:
             before = request.timing.last
@@ -292,7 +299,7 @@ class Scheduler:
             self.observer.ended(request, reason)
 
     def _fail(self, requests: list[Request], error: BaseException, events: Events, clear: bool = True) -> None:
-        """End requests with an error, and by default clear their slots."""
+        """End requests with an error; clear: whether to remove their states from the cache."""
         # A constraint that no token satisfies is not a failure of the model.
         failure = error if isinstance(error, ConstraintError) else ModelFailed(error)
         for request in requests:

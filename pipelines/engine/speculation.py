@@ -1,8 +1,8 @@
 """Speculative decoding: the model checks several proposed tokens in one pass.
 
 Proposals come from earlier text (`Ngrams`) and from a smaller model (`Draft`). The model chooses
-every token as it does without speculation, and a proposal is right if it is that token. So the text
-is the same as without speculation (Leviathan et al., arXiv 2211.17192, in its greedy form).
+every token as it would without speculation. A proposal is right if it equals the chosen token. So
+the text is the same as without speculation (Leviathan et al., arXiv 2211.17192, greedy form).
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from castiron.pipelines.errors import PipelineError
 from castiron.vmfb.program import NanLogitsError
 from castiron.vmfb.states import Snapshot
 
-# Shortest match that is looked up, and longest match that is counted, in tokens.
+# Min tokens of a match that is looked up, and max tokens of a match that are counted.
 MIN_MATCH, MAX_MATCH = 2, 32
-# How many of the latest occurrences of a pair of tokens are compared.
+# Number of the latest occurrences of a pair of tokens that are compared with the text's end.
 OCCURRENCES = 8
 # Initial hit rates of the token proposed after a match of 2-3, 4-7, 8-15, 16-31 and 32 tokens.
 FOLLOWED = (0.25, 0.5, 0.75, 0.9, 0.95)
-# Max share of the time that wrong proposals may cost: those from the text, and those of both
-# sources. With the cost of a first try they cost less than 5 % of the time of a text.
+# Max fraction of the time that wrong proposals may cost: proposals from the text, and proposals of
+# both sources. Including the first try, they cost less than 5 % of the time of a text.
 MAX_LOSS, MAX_LOSS_OF_ALL = 0.02, 0.04
-# Share of saved seconds that the draft may cost in addition. Proposals from this text and the draft
-# in earlier texts have saved them.
+# Fraction of the saved seconds that the draft may cost in addition. Seconds are saved by proposals
+# in this text, and by the draft in earlier texts.
 SPENT_GAINS = 0.25
 # A draft that saves no time is tried again after WAIT tokens, then after twice as many each time,
 # up to MAX_WAIT.
 WAIT, MAX_WAIT = 8, 256
-# An estimate spreads the time to read the text over this many passes of the draft.
+# The estimated cost of a pass of the draft includes this fraction (1 / PASSES) of the time to read the text.
 PASSES = 8
 
 
 class Ngrams:
-    """Proposals from the text so far (prompt lookup, Saxena 2023).
+    """A source of proposals from the text so far (prompt lookup, Saxena 2023).
 
-    They are the tokens that followed an earlier occurrence of the text's last tokens.
+    It proposes the tokens that followed an earlier occurrence of the text's last tokens.
 
-    `self.length`: how many last tokens match the earlier occurrence, 0 without a match. `self.end`:
-    index in `self.tokens` after that occurrence.
+    `self.length`: number of last tokens that match the earlier occurrence, 0 without a match.
+    `self.end`: index in `self.tokens` after that occurrence.
     """
 
     def __init__(self, tokens: Sequence[int] = ()):
@@ -68,7 +68,7 @@ class Ngrams:
             self.length, self.end = min(length, MAX_MATCH), end
 
     def propose(self, count: int) -> list[int]:
-        """Return the `count` tokens after the earlier occurrence; no tokens without a match.
+        """Return the `count` tokens after the earlier occurrence; an empty list without a match.
 
         If fewer than `count` tokens follow the occurrence, they are repeated.
         """
@@ -96,7 +96,7 @@ class Ngrams:
 
 
 def match_kind(length: int) -> int:
-    """Return the index in `FOLLOWED` for a match of `length` tokens."""
+    """Return the index in `FOLLOWED` of the kind of a match of `length` tokens."""
     return min(length, MAX_MATCH).bit_length() - 2
 
 
@@ -104,8 +104,8 @@ def match_kind(length: int) -> int:
 class SourceStats:
     """Counts of one source of proposals.
 
-    `proposed`: tokens that were checked. `accepted`: tokens that were right. `lost`: seconds lost
-    compared with decoding the same tokens by steps, below 0 if proposals saved time.
+    `proposed`: number of checked tokens. `accepted`: number of right tokens. `lost`: seconds lost
+    compared with decoding the same tokens by steps; negative if proposals saved time.
     """
 
     proposed: int = 0
@@ -117,10 +117,10 @@ class SourceStats:
 class Pass:
     """One call of the model over the last token of the text and proposed tokens.
 
-    `argmaxes[i]`: the most probable token after `tokens[i]`. `source`: name of the source of the
-    proposals. `before`: snapshot of the session before the call, None without proposals. `guesses`:
-    proposals of the draft model. `taken`: how many tokens were chosen. `doubtful`: whether rounding
-    required a step to choose the last token.
+    `argmaxes[i]`: the most probable token after `tokens[i]`. `source`: "ngram", "draft" or None.
+    `before`: snapshot of the session before the call, None without proposals. `guesses`: proposals
+    of the draft model. `taken`: number of tokens chosen from this pass. `doubtful`: whether a
+    decode step had to choose the last token, because rounding could have changed it.
     """
 
     tokens: list[int]
@@ -136,15 +136,15 @@ class Pass:
 class Speculator:
     """The speculative decoding of one request: each pass chooses one or several tokens.
 
-    `self.stats`: counts by source. `self.passes`: calls that checked proposals. `self.spent`:
-    seconds of all passes, of which `self.draft_seconds` in the draft model. `self.prompt_seconds`:
-    seconds that the prompt took, set by the caller.
+    `self.stats`: counts by source. `self.passes`: number of calls that checked proposals.
+    `self.spent`: seconds of all passes, including `self.draft_seconds` in the draft model.
+    `self.prompt_seconds`: seconds of the prompt's prefill, set by the caller.
     """
 
     def __init__(
         self, session, request: Request, draft: Draft | None = None, clock: Callable[[], float] = time.perf_counter
     ):  # fmt: skip
-        """Prepare a request's passes; PipelineError if the bundle has no verify functions."""
+        """Prepare speculation; raise PipelineError if the bundle has no verify functions."""
         self.session, self.request, self.draft, self.clock = session, request, draft, clock
         self.widths = session.manifest.widths("verify")
         if not self.widths:
@@ -169,7 +169,7 @@ class Speculator:
 
     @property
     def draft_share(self) -> float:
-        """The share of the time since the prompt that the draft model took, 0 to 1."""
+        """The fraction of the decoding time that the draft model took, 0 to 1."""
         return self.draft_seconds / self.spent if self.spent else 0.0
 
     def __str__(self) -> str:
@@ -178,15 +178,12 @@ class Speculator:
         return f"{self.accepted} of {self.proposed} proposed tokens were right{sources}"
 
     def report(self) -> dict:
-        """Return the counts and the draft's share of the time as a dict for JSON."""
+        """Return the counts and the draft's fraction of the time as a dict for JSON."""
         sources = {name: {"proposed": stats.proposed, "accepted": stats.accepted} for name, stats in self.stats.items()}
         return {"passes": self.passes, "draft_share": round(self.draft_share, 4), "sources": sources}
 
     def run(self, unread: Sequence[int]) -> Iterator[list[Event]]:
-        """Run one pass over `unread`, the tokens of the text that the session has not read.
-
-        Yields the events of each token that the pass chooses.
-        """
+        """Run a pass over the tokens that the session has not read; yield each token's events."""
         for token in self.request.tokens[self._noted :]:
             self._note(token)
         found = self._read(unread[0]) if len(unread) == 1 else Pass([*unread], [self.session.prefill(unread)])
@@ -207,7 +204,10 @@ class Speculator:
             yield events
 
     def _read(self, token: int) -> Pass:
-        """Read the last token of the text and the proposals with the most tokens per second."""
+        """Return a pass over the last token of the text and proposals.
+
+        The source and number of proposals are those with the most expected tokens per second.
+        """
         start = self.clock()
         source, count = self._plan()
         if source == "draft":
@@ -227,10 +227,10 @@ class Speculator:
         self._until -= 1
 
     def _choose(self, found: Pass, at: int) -> tuple[int, Callable[[], np.ndarray], int]:
-        """Return the most probable token after `found.tokens[at]`, the logits and the chosen token.
+        """Return (argmax, function that returns the logits, chosen token) after `found.tokens[at]`.
 
-        A verify call adds numbers in another order than a step. If that could change the chosen
-        token, a step computes the logits again.
+        A verify call adds numbers in another order than a decode step. If that could change the
+        chosen token, a decode step computes the logits again.
         """
         argmax, chooser, session = found.argmaxes[at], self.request.chooser, self.session
         if argmax < 0:
@@ -249,7 +249,7 @@ class Speculator:
         return argmax, logits, chosen
 
     def _end(self, found: Pass) -> None:
-        """End a pass: move the session to the end of the right tokens and update the counts."""
+        """End a pass: move the session back to the last right token, and update the counts."""
         before = found.before
         if before and self.session.position != before.position + found.taken:
             start = self.clock()
@@ -279,7 +279,7 @@ class Speculator:
         return Pass(tokens, argmaxes, source, before)
 
     def _width(self, count: int) -> int:
-        """Return the width of the narrowest verify function for `count` proposals."""
+        """Return the smallest width of a verify function that has space for `count` proposals."""
         return min(width for width in self.widths if width > count)
 
     def _plan(self) -> tuple[str | None, int]:
@@ -295,7 +295,10 @@ class Speculator:
         return "ngram" if count else None, count
 
     def _plan_ngrams(self, widest: int, left: int) -> tuple[float, int]:
-        """Return the expected tokens per second with proposals from the text, and their number."""
+        """Return (expected tokens per second, number of proposals) for proposals from the text.
+
+        widest: max width of a call. left: max tokens that the request may still generate.
+        """
         length, stats = self.ngrams.length, self.stats["ngram"]
         if not length or stats.lost > MAX_LOSS * self.spent:
             return 0.0, 0
@@ -308,8 +311,8 @@ class Speculator:
     def _plan_draft(self, widest: int, left: int, other: float) -> int:
         """Return how many tokens the draft model should propose.
 
-        Returns 0 if the best alternative generates more tokens per second (`other`) and the draft
-        is not due for another try.
+        Returns 0 if the draft is slower and is not due for another try. widest, left: as in
+        `_plan_ngrams`. other: expected tokens per second of the best alternative.
         """
         assert self.draft
         credit, longest = self._credit(), min(widest, left) - 1
@@ -333,7 +336,7 @@ class Speculator:
         return 0
 
     def _credit(self) -> float:
-        """Return how many seconds the draft may still lose, a share of the time spent and saved."""
+        """Return how many seconds the draft may still lose, given the time spent and saved."""
         ngrams = self.stats["ngram"].lost
         gains = max(0.0, self._saved) + max(0.0, -ngrams)
         lost = self.stats["draft"].lost + max(0.0, ngrams)
@@ -354,7 +357,10 @@ class Speculator:
         return expected_tokens(map(self.draft.acceptance, padded)) / (self._cost(count) + more_seconds)
 
     def _draft_pass(self, token: int, longest: int) -> Pass:
-        """Check up to `longest` proposals of the draft, as many as raise the tokens per second."""
+        """Return a pass with up to `longest` proposals of the draft model.
+
+        The draft stops when another proposal would lower the expected tokens per second.
+        """
         assert self.draft
         draft, start, trying = self.draft, self.clock(), self._trying
 

@@ -1,1 +1,1 @@
-"""Measure bundles: accuracy against HF transformers, perplexity, speed, and tiles to tune."""
+"""Measure bundles: accuracy against HF transformers, perplexity and speed; tune tile sizes."""

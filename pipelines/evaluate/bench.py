@@ -1,7 +1,7 @@
 """Measure a bundle and other engines ("peers"): speed, time to first token and memory.
 
-The shares of castiron come from the work of each kernel, which the bundle's manifest has
-(`castiron.pipelines.compile.bundle_manifest`).
+For castiron, the result also has the fractions of the machine's bandwidth and peak that it reaches.
+They are computed from the FLOP and bytes of each kernel in the bundle's manifest.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from castiron.vmfb.manifest import Manifest
 def bench(
     bundle: Bundle, settings: Settings, against: Sequence[str], checkpoint: str | None, progress: Progress
 ) -> dict[str, Any]:
-    """Measure a bundle and the peers `against`; return the object that --json prints.
+    """Return measurements of a bundle and of the engines `against`, as --json prints them.
 
-    checkpoint: the one that peers read; by default that from which the bundle was compiled.
+    checkpoint: the model that the other engines load; None for the bundle's checkpoint.
     """
-    if settings.context > bundle.manifest.context:
+    if settings.context > bundle.manifest.max_context:
         raise PipelineError(
-            f"settings need {settings.context} positions, but the bundle's context is {bundle.manifest.context}; lower "
-            "--prompt, --gen or --depth, or compile with a larger --context"
+            f"settings need {settings.context} positions, but the bundle has {bundle.manifest.max_context}; lower "
+            "--prompt, --gen or --depth, or compile with a larger --max-context"
         )
+    bundle = bundle.with_context(bundle.manifest.max_context)
     engines = {"castiron": Engine("castiron", str(bundle.path))}
     absent = add_peers(engines, against, checkpoint_of(bundle, checkpoint, any_format=True) if against else Path())
     progress("compiling the probes of the machine", 0.0)
@@ -62,7 +63,10 @@ def bench(
 
 
 def add_peers(engines: dict[str, Engine], against: Sequence[str], source: Path) -> dict[str, str]:
-    """Add the peers that can read `source` to `engines`; return why each other peer is missing."""
+    """Return the reason for each engine of `against` that cannot run; add the others to `engines`.
+
+    source: path of the checkpoint that they load.
+    """
     from castiron.reference.peers import PEERS
 
     missing = {}
@@ -93,7 +97,7 @@ def summarise(engine: Engine) -> dict[str, Any]:
 
 
 def ratios(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> dict[str, float]:
-    """Return castiron's advantage over a peer: above 1 is faster, or less memory."""
+    """Return castiron's advantage over a peer: above 1, castiron is faster or uses less memory."""
     return {
         "decode": round(ours["decode_tok_s"] / peer["decode_tok_s"], 3),
         "prefill": round(ours["prefill_tok_s"] / peer["prefill_tok_s"], 3),
@@ -103,7 +107,7 @@ def ratios(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> dict[str, float]
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Format the result as text."""
+    """Return the result of `bench` as a table for the terminal."""
     settings, machine = result["settings"], result["machine"]
     lines = [
         f"{settings['model']}, {counted(settings['threads'], 'thread')}, decode {settings['gen']} from position "
@@ -131,16 +135,17 @@ def table(result: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a bundle: bytes read for one token, and FLOP to prefill a prompt."""
+    """The work of a bundle's kernels: bytes read for a token, and FLOP to prefill a prompt."""
 
     manifest: Manifest
 
     def shares(self, settings: Settings, measured: Mapping[str, Any], limits: Mapping[str, float]) -> dict[str, float | None]:
-        """Return the shares of the machine's limits that the `measured` rates reach.
+        """Return the fractions of the machine's limits that the `measured` rates reach.
 
-        decode_roofline: share of the read bandwidth, for weights and KV cache. prefill_peak_share:
-        share of the f32 peak, which may exceed 1 if activations are rounded to int8. Both are None
-        for a bundle of the lowering `portable`, whose manifest has no work of kernels.
+        limits: read_gb_s and peak_gflop_s. decode_roofline: fraction of the read bandwidth, for
+        weights and KV cache. prefill_peak_share: fraction of the f32 peak; it may exceed 1 if
+        activations are int8. Both are None for a bundle of the lowering `portable`, whose manifest
+        has no FLOP and bytes of kernels.
         """
         if not self._kernels() or not all("weights" in kernel for kernel in self._kernels()):
             return {"decode_roofline": None, "prefill_peak_share": None}
@@ -152,13 +157,13 @@ class Workload:
         }
 
     def decode_bytes(self, depth: int, tokens: int) -> float:
-        """Return the mean bytes of weights and KV cache that a token reads.
+        """Return the mean bytes of weights and KV cache that a decode step reads.
 
-        Weights include one row of embeddings and the chosen experts. depth, tokens: position of the
-        first token, and number of tokens.
+        depth: position of the first token. tokens: number of tokens. Weights include one row of the
+        embedding and the chosen experts.
         """
         weights = sum(kernel["calls"] * kernel["weights"] for kernel in self._kernels())
-        # A kernel whose bytes grow with the position reads one position at 0.
+        # Only kernels that read the KV cache have bytes that grow with the position; at position 0 they read one entry.
         cache = sum(
             kernel["calls"] * (amount(kernel, "bytes", position) - kernel["bytes"][0] + kernel["bytes"][1])
             for kernel in self._kernels()
@@ -168,16 +173,16 @@ class Workload:
         return weights + cache / tokens
 
     def prefill_flops(self, tokens: int) -> float:
-        """Return the FLOP to prefill `tokens` tokens from position 0, with the last one's logits.
+        """Return the FLOP to prefill `tokens` tokens from position 0 and compute the last logits.
 
-        A call with fewer tokens than its width counts in proportion.
+        A chunk that is not full counts in proportion to its tokens.
         """
         names = {function.width: function.name for function in self.manifest.functions if function.role == "prefill"}
         names[1] = "decode_step"
         done, total = 0, 0.0
         for width, count in chunks(tokens, 0, self.manifest.context, self.manifest.widths("prefill"), 0.0):
             for kernel in self._kernels(names[width]):
-                # A kernel for one token in a call of many is the output head, which the last call needs.
+                # A one-token kernel in a call of many tokens is the output head, which only the last call needs.
                 of_last = width > 1 and kernel.get("tokens") == 1
                 share = (done + count == tokens) if of_last else count / width
                 total += kernel["calls"] * amount(kernel, "flops", done) * share

@@ -1,4 +1,4 @@
-"""Measure engines in turn on one machine, each in a process of its own."""
+"""Measure engines alternately on one machine, each in its own process."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from castiron.pipelines.engine.memory import peak_rss_mb
 from castiron.pipelines.errors import PipelineError
 
 if TYPE_CHECKING:
-    # Not imported by the process of an engine, whose start is timed.
+    # Not imported at run time, because the start of an engine's process is timed.
     from castiron.pipelines.evaluate.machine import Machine
 
 # Prompt tokens for the time to first token, which includes the start of the process.
 FIRST_PROMPT = 32
-# Measured turns for the time to first token: HF takes many seconds to read a GGUF file.
+# Max rounds for the time to first token, because HF needs many seconds to read a GGUF file.
 FIRST_ROUNDS = 3
-# Wait before each turn: the threads of the previous engine fall asleep.
+# Wait before each measurement, until the threads of the previous engine stop spinning.
 PAUSE_SECONDS = 0.05
 
 Progress = Callable[[str, float], None]
 
-# A forked process would have this one's libraries and memory.
+# Spawned, because a forked process would inherit the libraries and memory of this one.
 _SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -36,8 +36,8 @@ _SPAWN = multiprocessing.get_context("spawn")
 class Settings:
     """The settings of a measurement.
 
-    threads: threads of each engine. prompt: tokens to prefill. gen: tokens to decode. depth:
-    position of the first decoded token. rounds: measured rounds.
+    threads: threads of each engine. prompt: tokens to prefill. gen: tokens to decode.
+    depth: position of the first decoded token. rounds: number of measurements.
     """
 
     threads: int
@@ -48,15 +48,18 @@ class Settings:
 
     @property
     def context(self) -> int:
-        """The number of positions that every engine needs."""
+        """The context, in positions, that every engine needs for this measurement."""
         return max(self.prompt, self.depth + self.gen, FIRST_PROMPT + 1)
 
 
 class EngineError(PipelineError):
-    """The failure of an engine's process."""
+    """The error if an engine's process fails."""
 
     def __init__(self, engine: str, reason: str, status: int | None):
-        """Make the error of `engine`; status: exit status of its process, None if still running."""
+        """Describe the failure of `engine`.
+
+        status: exit status of its process, negative for a signal; None if it is still running.
+        """
         crash = f"crashed ({signal.Signals(-status).name})" if status and status < 0 else None
         self.engine, self.reason = engine, crash or f"ended: {reason or 'it gave no reason'}"
         super().__init__(f"{engine} {self.reason}")
@@ -64,9 +67,9 @@ class EngineError(PipelineError):
 
 @dataclass
 class Engine:
-    """An engine, the path of the model that it reads, and its measurements, one value per round.
+    """An engine, the path of its model, and its measurements, one value per round.
 
-    decode, prefill: tokens/s. first: milliseconds to the first token.
+    decode, prefill: tokens/s. first: milliseconds to the first token. rss_mb: peak memory in MB.
     """
 
     name: str
@@ -81,7 +84,7 @@ class Worker:
     """The process of one engine, which answers requests over a pipe."""
 
     def __init__(self, engine: str, model: str, settings: Settings):
-        """Start the process; EngineError if it cannot load the model."""
+        """Start the process; raise EngineError if it cannot load `model`, a path."""
         self.engine = engine
         self.pipe, end = _SPAWN.Pipe()
         arguments = end, engine, model, settings.threads, settings.context
@@ -91,7 +94,7 @@ class Worker:
         self._answer()
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Return the result of a method of the engine; EngineError if it fails."""
+        """Return the result of the engine's `method(*arguments)`; raise EngineError if it fails."""
         # If the process has ended, `_answer` reports why.
         with contextlib.suppress(BrokenPipeError):
             self.pipe.send((method, arguments))
@@ -115,8 +118,11 @@ class Worker:
 
 
 def serve_engine(pipe: Connection, name: str, model: str, threads: int, context: int) -> None:
-    """Load an engine, and answer each request (method, arguments) with (result, error or None)."""
-    # Libraries print progress and warnings.
+    """Load an engine and run requests from `pipe`: the main function of an engine's process.
+
+    A request is (method, arguments); the answer is (result, error message or None).
+    """
+    # Discard stdout and stderr, to which libraries print progress and warnings.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.dup2(2, 1)
     try:
@@ -139,7 +145,10 @@ def serve_engine(pipe: Connection, name: str, model: str, threads: int, context:
 
 
 def time_to_first_token(engine: str, model: str, settings: Settings, tokens: Sequence[int]) -> float:
-    """Return the seconds from the start of a process to the first token after a prompt."""
+    """Return the seconds from the start of a new process to the first token after a prompt.
+
+    tokens: token ids of the prompt.
+    """
     start = time.perf_counter()
     worker = Worker(engine, model, settings)
     worker.ask("first", tokens)
@@ -151,12 +160,12 @@ def time_to_first_token(engine: str, model: str, settings: Settings, tokens: Seq
 def measure(
     engines: dict[str, Engine], settings: Settings, tokens: Sequence[int], machine: Machine, progress: Progress
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Run every engine `settings.rounds` times in turn, after a turn that warms caches and clocks.
+    """Return the machine's limits, and why engines are missing; store measurements in `engines`.
 
-    A peer that fails is removed from `engines`. EngineError if castiron fails.
+    Engines run alternately for `settings.rounds` rounds, after one round that is not measured. An
+    engine that fails is removed from `engines`; raises EngineError if it is castiron.
 
-    Returns the machine's limits (read_gb_s, peak_gflop_s), one value per round, and why peers are
-    missing.
+    tokens: token ids to read. The limits are read_gb_s and peak_gflop_s, one value per round.
     """
     workers: dict[str, Worker] = {}
     limits: dict[str, list[float]] = {"read_gb_s": [], "peak_gflop_s": []}
@@ -208,14 +217,14 @@ def measure(
 
 
 class Castiron:
-    """castiron with the interface of the engines in `reference.peers`."""
+    """castiron's engine with the same methods as the engines in `reference.peers`."""
 
     def __init__(self, model: str, threads: int, context: int):
         from castiron.vmfb.bundle import open_bundle
         from castiron.vmfb.session import Session
 
         self.bundle = open_bundle(model)
-        self.session = Session(self.bundle, threads=threads)
+        self.session = Session(self.bundle.with_context(self.bundle.manifest.max_context), threads=threads)
 
     def prefill(self, tokens: Sequence[int]) -> float:
         self.session.rewind(0)
@@ -224,7 +233,7 @@ class Castiron:
         return time.perf_counter() - start
 
     def first(self, tokens: Sequence[int]) -> None:
-        # As llama.cpp and castiron run do, load the tokenizer too.
+        # Load the tokenizer too, because llama.cpp and `castiron run` do so.
         if self.bundle.tokenizer:
             from castiron.pipelines.text.tokenizer import load_tokenizer
 

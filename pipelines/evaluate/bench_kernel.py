@@ -1,4 +1,4 @@
-"""Time one kernel on operands like a model's, against the machine's limits."""
+"""Time one kernel on operands like those of a model, and compare it with the machine's limits."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from castiron.pipelines.evaluate.machine import (
 from castiron.pipelines.evaluate.random_checkpoint import tiled_rows
 from castiron.pipelines.terminal import counted, megabytes
 
-# A kernel with hardly any work, to measure the overhead of a call.
+# Kind and shape of a kernel with almost no work, which measures the overhead of a call.
 EMPTY = ("argmax", "16")
 
 Progress = Callable[[str, float], None]
 
 
 def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, position: int) -> dict[str, np.ndarray]:
-    """Return random operands for a kernel, by name.
+    """Return random operands for a kernel, arrays by name.
 
-    The KV cache is full up to `position`; experts and embedding rows are used in turn.
+    sizes: numbers of the kernel's --shape. position: number of entries in the KV cache. Experts and
+    token ids count upwards from 0.
     """
     rng = np.random.default_rng(0)
     full = {"length": tokens, "start": position, "position": position, "counters": 0}
@@ -57,9 +58,9 @@ def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, posi
             value = rng.integers(-(1 << bits - 1), 1 << bits - 1, type_.shape)
         else:
             value = np.resize(rng.standard_normal(1 << 20) * 0.5, type_.shape).astype(np.float32)
-            # The rates of a recurrent state are negative in a model, so that the state decays.
+            # The decay rates of a recurrent state are negative in a model.
             value = -np.abs(value) if name == "rate" else value
-            # NumPy has no bf16: these are its bits.
+            # NumPy has no bf16, so the array has the upper 16 bits of each f32.
             value = (value.view(np.uint32) >> 16).astype(np.uint16) if kind == "bf16" else value
         found[name] = value
     return found
@@ -67,7 +68,7 @@ def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, posi
 
 @dataclass(frozen=True)
 class KernelRun:
-    """A kernel, its settings, and the position at which it runs, the last one of its cache."""
+    """A kernel, the settings that --json prints, and the KV cache position at which it runs."""
 
     kernel: Kernel
     settings: Mapping[str, Any]
@@ -77,7 +78,10 @@ class KernelRun:
 def kernel_run(
     kind: str, shape: str, tokens: int | None, codec: str, numerics: str, threads: int, context: int, cache: str = "f32"
 ) -> KernelRun:
-    """Return the kernel that `named_kernel` makes for this machine, and the settings for it."""
+    """Return a kernel for this machine with its settings; arguments are those of `named_kernel`.
+
+    It runs at the last position of the context that has space for its tokens.
+    """
     from castiron.vmfb.targets import resolve
 
     isa = resolve("host").isa
@@ -95,7 +99,10 @@ def kernel_run(
 
 
 def measure(run: KernelRun, rounds: int, machine: Any, progress: Progress) -> dict[str, Any]:
-    """Measure a kernel, and the machine's limits between rounds; return what --json prints."""
+    """Return the measurements of a kernel, as --json prints them.
+
+    machine: a `Machine`, whose limits are measured after each round.
+    """
     kernel, settings, position = run.kernel, run.settings, run.position
     threads, codec = settings["threads"], settings["codec"]
     progress("compiling the kernel", 0.0)
@@ -114,7 +121,7 @@ def measure(run: KernelRun, rounds: int, machine: Any, progress: Progress) -> di
             count += number
             for name, values in limits.items():
                 values.append(machine.measure(name))
-    # Time above the minimum is waiting for other processes.
+    # The minimum, because longer times include waits for other processes.
     overhead = min(overheads)
     own = [max(call - overhead, call / 2) for call in calls]
     flops, nbytes = kernel.work(position)
@@ -139,7 +146,7 @@ def measure(run: KernelRun, rounds: int, machine: Any, progress: Progress) -> di
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Format the result as text."""
+    """Return the result of `measure` as text for the terminal."""
     settings, machine, runs = result["settings"], result["machine"], result["runs"]["us"]
     bound = {"memory": "memory bound", "compute": "compute bound", "cache": "in cache"}[result["bound"]]
     peak, of = next((machine[name], of) for name, of in PEAKS.items() if name in machine)

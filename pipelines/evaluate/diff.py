@@ -1,4 +1,4 @@
-"""Compare the activations of every module with HF transformers, and find the first difference."""
+"""Compare castiron's activations with those of HF transformers, module by module."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from castiron.reference import hf, interpreter
 
 
 def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, lowering: str = "portable") -> dict[str, Any]:
-    """Run `tokens` through castiron's graph in the NumPy interpreter and through HF transformers.
+    """Return the differences between castiron's and HF's activations for the prompt `tokens`.
 
+    castiron's graph runs in the NumPy interpreter. lowering: "portable" or "kernels". Raises
     OSError or ValueError for a checkpoint that HF cannot load.
 
     Returns:
         The object that `castiron diff --json` prints. modules: in execution order; a difference is
-        the largest one, divided by the root mean square of HF's values. first: the first module
-        whose difference exceeds `tolerance`, or None. operations: (kind, module path) of the layer
-        operations between the last equal module and the first different one.
+        the max absolute one, divided by the root mean square of HF's values. first: the first
+        module whose difference exceeds `tolerance`, or None. operations: (kind, module path) of the
+        layer operations between the last equal module and the first different one.
     """
     if checkpoint.encoding:
         raise CheckpointError(f"{checkpoint.path} is an embedding model; castiron diff compares models that generate text")
@@ -38,7 +39,7 @@ def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, low
     function = f"prefill_{width}"
     ours = _activations(checkpoint, module, function, tokens)
     oracle = hf.load(checkpoint.path)
-    # A module within a block (`self_attn`) has no counterpart: its last operation in our graph may be the residual.
+    # Compare blocks and leaf modules only: the last operation of a module like `self_attn` may be the residual addition.
     names = [n for n, m in oracle.named_modules() if n in ours and (n.split(".")[-1].isdigit() or not any(m.children()))]
     theirs = hf.activations(oracle, tokens, names)
     order = sorted(names, key=lambda name: ours[name][0])
@@ -55,7 +56,7 @@ def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, low
 
 
 def _activations(checkpoint: Checkpoint, module, function: str, tokens: Sequence[int]) -> dict:
-    """Return (index, result) of the last f32 operation of each module, by the module's path."""
+    """Return (execution index, result) of the last f32 operation of each module, by module path."""
     body = module.functions[function]
     states = [np.zeros(state.shape, DTYPES[state.dtype].numpy) for state in body.states]
     params = {name: pack_parameter(checkpoint, param) for name, param in module.params.items()}
@@ -69,7 +70,7 @@ def _activations(checkpoint: Checkpoint, module, function: str, tokens: Sequence
             return
         parts = op.path.split(".")
         for length in range(1, len(parts) + 1):
-            # A block such as `model.layers.3` has the result of its last operation.
+            # The result of a block such as `model.layers.3` is that of its last operation.
             if length == len(parts) or parts[length - 1].isdigit():
                 found[".".join(parts[:length])] = count, results[0]
 
@@ -79,9 +80,9 @@ def _activations(checkpoint: Checkpoint, module, function: str, tokens: Sequence
 
 
 def _distance(ours: np.ndarray, theirs: np.ndarray) -> float | None:
-    """Return the largest difference, relative to the root mean square of `theirs`.
+    """Return the max absolute difference, divided by the root mean square of `theirs`.
 
-    None if the shapes differ.
+    Both are [tokens, ...]; `ours` may have the last token only. None for other shapes.
     """
     rows = theirs.reshape(len(theirs), -1) if theirs.ndim > 1 else theirs[None]
     mine = ours.reshape(len(ours), -1)
@@ -95,8 +96,10 @@ def _distance(ours: np.ndarray, theirs: np.ndarray) -> float | None:
 
 
 def _between(function: Graph, equal: Sequence[str], different: str) -> list[tuple[str, str]]:
-    """Return (kind, module path) of the operations after the last of the modules `equal`, up to the
-    end of the module `different`."""
+    """Return (kind, module path) of the operations that may cause a difference.
+
+    They are those after the last module of `equal`, up to the end of the module `different`.
+    """
 
     def last(name: str) -> int:
         return max(i for i, op in enumerate(function.ops) if op.path == name or op.path.startswith(name + "."))

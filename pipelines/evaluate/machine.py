@@ -25,28 +25,28 @@ from castiron.emitter.kernels.mlir.matrix import COLUMNS, DEPTH, Matrix
 from castiron.emitter.printer import print_module
 from castiron.emitter.types import F32, I32, TensorType
 
-# 256 MB, several times any cache.
+# 256 MB, several times the size of any CPU cache.
 READ_FLOATS = 64 << 20
 READ_GROUPS = 64
 FMA_GROUPS = 16
 FMA_ITERATIONS = 400_000
-# Dot products of 4-bit codes and bytes, as many as fit s16.
+# Bits of a weight code, and dot products of codes and int8 that an int16 accumulator can hold.
 DOT_BITS, DOTS = 4, 8
 DOT_ITERATIONS = FMA_ITERATIONS // DOTS
-# 2 x 2 tiles of sums on a matrix unit: four of its eight registers, as in a kernel.
+# Tiles of accumulators on a matrix unit: 2 x 2, which are four of its eight registers, as in a kernel.
 HIGH = WIDE = 2
 MATRIX_ITERATIONS = FMA_ITERATIONS // 16
-# Two bf16 ones in a 32-bit word.
+# A 32-bit word with the bf16 number 1 in each half.
 ONES = 0x3F803F80
-# Calls take weights and KV caches in turn from more memory than a CPU cache holds, like the layers of a model.
+# Bytes of operand copies that calls cycle through: more than a CPU cache, so that weights come from memory as in a model.
 STREAMED_BYTES = 256 << 20
 MAX_COPIES = 512
-# Operands of at least 1/LARGE of the largest one's size also come in turn: keys and values.
+# Operands of at least 1/LARGE of the largest operand's size are copied too: both keys and values.
 LARGE = 4
-# Seconds of a measurement: as long as the work that it is compared with, so that clock rates are equal.
+# Seconds of a measurement, for limits and kernels alike, so that both run at the same clock rate.
 LOAD_SECONDS = 0.3
 
-# Name of a limit -> name of its arithmetic. `_PEAK_OF`: part of a kernel's name -> its limit; other kernels are f32.
+# From the name of a limit to its arithmetic. `_PEAK_OF`: from a part of a kernel's name to its limit; others use f32.
 PEAKS = {"peak_gflop_s": "f32", "peak_bytes_gop_s": "bytes", "peak_pairs_gflop_s": "bf16", "peak_matrix_gflop_s": "tiles"}
 _PEAK_OF = {
     "_int8_": "peak_bytes_gop_s",
@@ -57,14 +57,17 @@ _PEAK_OF = {
 
 
 def chains_of(isa: Isa) -> int:
-    """Return the number of accumulators in a probe: they hide latency and fit the registers."""
+    """Return the number of independent accumulators of a probe kernel.
+
+    They are enough to hide the latency of a multiply-add, and fit in the vector registers.
+    """
     return 24 if isa.lanes == 4 else 12
 
 
 def probes_of(isa: Isa) -> dict[str, Kernel]:
-    """Return the kernel that measures each limit of a kind of CPU, by the name of the limit.
+    """Return the probe kernels for an instruction set, by the name of the limit they measure.
 
-    The kernel for the read bandwidth sums READ_FLOATS floats; the others do arithmetic on
+    The kernel for the read bandwidth sums READ_FLOATS floats. The others do arithmetic on
     accumulators in registers.
     """
     found = {"read_gb_s": _read(isa), "peak_gflop_s": _fma(isa), "peak_bytes_gop_s": _dot(isa)}
@@ -93,7 +96,7 @@ def _fma(isa: Isa) -> Kernel:
     lanes, chains = isa.lanes, chains_of(isa)
 
     def write(body: Body, x: Ssa, y: Ssa) -> None:
-        # Operands come from memory: the compiler would fold constants and merge equal chains.
+        # Load operands from memory, because the compiler would fold constants and merge equal chains.
         *starts, factor, addend = (body.vload(x, lanes, i, 0) for i in range(chains + 2))
         with body.loop(0, FMA_ITERATIONS, carry=starts) as loop:
             loop.give(*(body.fma(value, factor, addend) for value in loop.values))
@@ -104,7 +107,7 @@ def _fma(isa: Isa) -> Kernel:
 
 
 def _dot(isa: Isa) -> Kernel:
-    # One start vector a chain, two vectors of codes a quad, and one row of x for two chains.
+    # Rows of the operand: an initial vector for each chain, two vectors of codes for each quad, a row of x for two chains.
     chains = chains_of(isa)
     operands = TensorType((chains + 2 * dot_of(isa).quads + chains // 2, isa.lanes), I32)
 
@@ -113,7 +116,7 @@ def _dot(isa: Isa) -> Kernel:
         vectors = [body.vload(x, isa.lanes, i, 0) for i in range(chains + 2 * dot.quads)]
         codes = [dot.code(quads) for quads in batches(vectors[chains:], dot.quads)]
         rows = batches(range(len(vectors), operands.shape[0]), dot.rows)
-        # As in a kernel, two codes meet many x from memory; otherwise equal dot products would be computed once.
+        # As in a matmul, multiply two vectors of codes by many x from memory; the compiler would merge equal dot products.
         with body.loop(0, DOT_ITERATIONS, carry=vectors[:chains]) as loop:
             sums = [Total(tuple(words)) for words in batches(loop.values, dot.rows)]
             for step in range(DOTS // dot.quads):
@@ -167,7 +170,11 @@ def _matrix(isa: Isa) -> Kernel:
 def _probe(
     name: str, x: TensorType, result: tuple[int, ...], write: Callable[..., None], *, flops: int = 0, nbytes: int = 0
 ) -> Kernel:
-    """Return a kernel with one workgroup per row of its result."""
+    """Return a probe kernel, with one workgroup per row of its result.
+
+    x: type of the operand. result: shape of the f32 result. flops, nbytes: work of one call.
+    write: called as write(body, x, y), emits the kernel's body.
+    """
     y = {"y": TensorType(result, F32)}
     return Kernel(f"probe_{name}", {"x": x}, y, result[0], write, dict, flops=flops, nbytes=nbytes)
 
@@ -175,8 +182,8 @@ def _probe(
 def module_of(kernel: Kernel) -> Module:
     """Return a module with a function `call` that runs the kernel once.
 
-    Its arguments are the tensors, then storage for each result that is not updated in place: the
-    measured time must not include an allocation.
+    Its arguments are the operands, then a buffer for each result that is not updated in place, so
+    that the measured time includes no allocation.
     """
     module = Module("kernel")
     storage = {f"{name}_storage": type_ for name, type_ in kernel.results.items() if name not in kernel.in_place}
@@ -191,8 +198,8 @@ def module_of(kernel: Kernel) -> Module:
 class TimedKernel:
     """A kernel compiled for this machine, with its operands.
 
-    results: array of each result that is not updated in place, by name. copies: sets of operands,
-    arrays by name; consecutive calls use consecutive sets.
+    results: arrays by result name, without results that are updated in place.
+    copies: sets of operands, arrays by operand name; each call uses the next set.
     """
 
     def __init__(self, kernel: Kernel, values: Mapping[str, np.ndarray], threads: int):
@@ -219,7 +226,7 @@ class TimedKernel:
 
         def buffer(type_: TensorType, value: np.ndarray | int) -> Buffer:
             made = Buffer(self, type_.shape, type_.dtype.name)  # type: ignore[arg-type]
-            # Unwritten pages are all the same page of zeros.
+            # Write every page, because the operating system maps all unwritten pages to one page of zeros.
             made.array[...] = value
             return made
 
@@ -237,7 +244,7 @@ class TimedKernel:
         release_at_exit(self, "_results", "_arguments", "_buffers", "_function", "_context", "device")
 
     def seconds(self, min_seconds: float) -> tuple[float, int]:
-        """Call the kernel for at least `min_seconds`; return (mean seconds of a call, calls)."""
+        """Return (mean seconds of a call, number of calls), measured for `min_seconds` or more."""
         calls, start = 0, time.perf_counter()
         while (taken := time.perf_counter() - start) < min_seconds or not calls:
             self._context.invoke(self._function, self._arguments[calls % len(self._arguments)], self._results)
@@ -246,9 +253,10 @@ class TimedKernel:
 
 
 class Machine:
-    """The probes, compiled for this machine, on `threads` threads.
+    """The probe kernels, compiled for this machine, on `threads` threads.
 
-    CompileError without iree-base-compiler; TargetError on a CPU without kernels of castiron.
+    Raises CompileError without iree-base-compiler, and TargetError on a CPU for which castiron has
+    no kernels.
     """
 
     def __init__(self, threads: int):
@@ -266,10 +274,10 @@ class Machine:
             self.probes[limit] = TimedKernel(kernel, {"x": values}, threads)
 
     def measure(self, limit: str, seconds: float = LOAD_SECONDS) -> float:
-        """Return a limit, the mean over `seconds`; 0 on a CPU without the instructions.
+        """Return a limit of the machine, the mean over `seconds`; 0 if the CPU lacks instructions.
 
-        limit: `read_gb_s` in GB/s, or a key of PEAKS in 10^9 operations/s; a multiply-add counts as
-        two.
+        limit: `read_gb_s` for GB/s, or a key of PEAKS for 10^9 operations/s. A multiply-add counts
+        as two operations.
         """
         if (probe := self.probes.get(limit)) is None:
             return 0.0
@@ -277,19 +285,19 @@ class Machine:
 
 
 def peak_of(kernel: str) -> str:
-    """Return the limit (a key of PEAKS) of a kernel's arithmetic, which follows from its name.
+    """Return the key of PEAKS that limits a kernel's arithmetic; kernel: its name.
 
-    Exact matmuls on matrix tiles split x into three or more bf16 parts, and so reach at most a
+    Exact matmuls on matrix units split x into three or more bf16 parts, so they can reach at most a
     third of the limit.
     """
     return next((peak for part, peak in _PEAK_OF.items() if part in kernel), "peak_gflop_s")
 
 
 def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: Mapping[str, float]) -> tuple[str, float | None]:
-    """Return what bounds a kernel that took `seconds`, and its share of that limit.
+    """Return what bounds a kernel, and the fraction of that limit that it reaches.
 
-    The bound is `memory` or `compute`, or `cache` for a kernel that read faster than memory can,
-    which has no share.
+    nbytes, flops, seconds: work and time of one call. The bound is "memory", "compute", or "cache"
+    with the fraction None, if the kernel read faster than the memory bandwidth.
     """
     reading, computing = nbytes / limits["read_gb_s"] / 1e9, flops / limits[peak_of(kernel)] / 1e9
     bound = "compute" if computing >= reading else "memory" if reading <= seconds else "cache"
@@ -297,25 +305,28 @@ def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: M
 
 
 def of_limit(row: Mapping[str, Any]) -> str:
-    """Format a kernel's share of its limit: `75%`, `in cache`, or `?` if its work is unknown."""
+    """Return a kernel's fraction of its limit as text: "75%", "in cache", or "?" if unknown.
+
+    row: has the results of `bound_of` as `bound` and `limit_share`.
+    """
     if row["bound"] == "cache":
         return "in cache"
     return "?" if row["limit_share"] is None else f"{row['limit_share']:.0%}"
 
 
 def amount(kernel: Mapping, unit: str, position: int) -> int:
-    """Return the FLOP or bytes of one call at `position`.
+    """Return the FLOP or bytes of one call of a kernel at `position`.
 
-    kernel[unit]: amount at position 0, increase per position, and amount at the last position.
+    unit: "flops" or "bytes". kernel[unit]: [amount at position 0, increase per position, maximum].
     """
     start, step, end = kernel[unit]
     return min(start + step * position, max(start, end))
 
 
 def describe(limits: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return the machine's CPU name, cores, memory in GB and system, and its measured limits.
+    """Return CPU name, cores, memory in GB, system, and medians of the measured limits.
 
-    limits: measurements of bandwidth and peak by name; the result has their medians.
+    limits: measurements by name of the limit, as `read_gb_s`.
     """
     import platform
 
@@ -333,6 +344,6 @@ def describe(limits: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict:
-    """Return the median, the extremes and the values in the order of measurement."""
+    """Return the median, min and max of measurements, and all values in order."""
     digits = [round(value, 3) for value in values]
     return {"median": round(statistics.median(values), 3), "min": min(digits), "max": max(digits), "values": digits}

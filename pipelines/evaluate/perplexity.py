@@ -1,8 +1,8 @@
-"""Measure the perplexity of a text, and the distance of a model's distributions from a base's.
+"""Measure the perplexity of a text, and the KL divergence of a model from a base model.
 
 Chunks, statistics and formulas are those of llama.cpp's `tools/perplexity/perplexity.cpp`
-(`log_softmax`, `kl_divergence`), except that softmax and divergence are computed in f64, and that
-the base's probabilities are not rounded to 16 bits.
+(`log_softmax`, `kl_divergence`), with two differences: softmax and divergence are computed in f64,
+and the base model's probabilities are not rounded to 16 bits.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from castiron.vmfb.session import Session
 # Percentiles of the KL divergence; llama.cpp prints more.
 PERCENTILES = {"maximum": 100.0, "99.0%": 99.0, "90.0%": 90.0, "median": 50.0}
 
-# Chapters I to IV of Lewis Carroll, Alice's Adventures in Wonderland (1865), which is in the public domain, by the 29th
-# edition of Project Gutenberg's text; a paragraph is a line.
+# Chapters I to IV of Lewis Carroll, Alice's Adventures in Wonderland (1865, in the public domain), from the 29th edition
+# of Project Gutenberg's text, with one paragraph per line.
 DEFAULT_TEXT = "evaluate_text.txt"
-# Random tokens for a bundle without tokenizer.
+# Number of random tokens for a bundle without tokenizer.
 RANDOM_TOKENS = 8192
-# Chunks and tokens of a chunk in `own_accuracy`.
+# Number of chunks, and tokens of a chunk, in `own_accuracy`.
 SHORT_CHUNKS, SHORT_CONTEXT = 2, 256
 
 Progress = Callable[[int, int], None]
-# A model that returns logits: (tokens, first) -> the logits, f32 `[vocab]`, after each of `tokens[first:]`; each is valid
-# until the next one.
+# A function of (tokens, first) that yields a model's logits, f32 [vocab], after each of `tokens[first:]`. Each array is
+# valid until the next one is read.
 Rows = Callable[[Sequence[int], int], Iterator[np.ndarray]]
 
 
 @dataclass(frozen=True)
 class Compared:
-    """The statistics of each scored token by a model and a base model, all `[tokens]`.
+    """Statistics of a model and a base model for each scored token, all [tokens].
 
-    nll, nll_base: negative log-likelihood by the model and by the base. kld: KL divergence of the
-    base from the model. same_top: whether both have the same most probable token.
+    nll, nll_base: the token's negative log-likelihood by the model and by the base.
+    kld: KL divergence KL(base || model). same_top: whether both have the same most probable token.
     """
 
     nll: np.ndarray
@@ -79,10 +79,10 @@ def perplexity(nll: np.ndarray) -> dict[str, float]:
 
 
 def statistics(found: Compared) -> dict:
-    """Return statistics of `llama-perplexity --kl-divergence`, with probabilities from 0 to 1.
+    """Return the statistics that `llama-perplexity --kl-divergence` prints.
 
-    As in llama.cpp, the error of the ratio of perplexities is computed from the differences of the
-    tokens, which include the covariance.
+    Probabilities are 0 to 1, not percentages. As in llama.cpp, the error of the perplexity ratio is
+    computed from the difference for each token, so it includes the covariance.
     """
     log_ratio = mean_and_error(found.nll - found.nll_base)
     ratio = float(np.exp(log_ratio["mean"]))
@@ -103,8 +103,10 @@ def statistics(found: Compared) -> dict:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of the text: the model reads `tokens`, and `targets`, the tokens after each of
-    `tokens[first:]`, are scored."""
+    """A part of the text. The model reads `tokens`, and `targets` are scored.
+
+    targets: the tokens that follow each of `tokens[first:]` in the text.
+    """
 
     tokens: list[int]
     targets: list[int]
@@ -112,7 +114,10 @@ class Chunk:
 
 
 def bundle_rows(session: Session, steps: bool = False) -> Rows:
-    """Return a function that yields logits of verify functions or, with `steps`, decode steps."""
+    """Return a function that yields a bundle's logits (see `Rows`).
+
+    They come from the bundle's verify functions or, with `steps`, from its decode step.
+    """
 
     def rows(tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
         session.rewind(0)
@@ -130,7 +135,7 @@ def bundle_rows(session: Session, steps: bool = False) -> Rows:
 
 
 def text_of(path: str | None = None) -> str:
-    """Return the text of a file without its last line feed; by default the one castiron ships."""
+    """Return the text of a file without its last line feed; None reads castiron's default text."""
     try:
         text = (Path(path) if path else files("castiron.pipelines.evaluate") / DEFAULT_TEXT).read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -139,7 +144,7 @@ def text_of(path: str | None = None) -> str:
 
 
 def tokens_of(bundle: Bundle, path: str | None = None) -> list[int]:
-    """Return the token ids of a text, or random ids for a bundle without tokenizer."""
+    """Return the token ids of the text `text_of(path)`; random ids without a tokenizer."""
     if bundle.tokenizer is not None:
         return load_tokenizer(bundle).encode(text_of(path))
     if path is not None:
@@ -148,15 +153,15 @@ def tokens_of(bundle: Bundle, path: str | None = None) -> list[int]:
 
 
 def text_name(bundle: Bundle, path: str | None = None) -> str:
-    """Return the name of the text that `tokens_of` reads."""
+    """Return the name of the text that `tokens_of` reads, for reports."""
     return path or (DEFAULT_TEXT if bundle.tokenizer else "random tokens")
 
 
 def chunks_of(tokens: Sequence[int], context: int, max_chunks: int | None = None, bos: int | None = None) -> list[Chunk]:
-    """Return the complete chunks of `context` tokens of a text.
+    """Return a text split into chunks of `context` tokens, without an incomplete last one.
 
-    As in llama.cpp, tokens from context // 2 + 1 on are scored, and if the text begins with the
-    token `bos`, `bos` replaces the first token of every chunk.
+    As in llama.cpp, the tokens of a chunk from index context // 2 + 1 on are scored. If the text
+    begins with the token `bos`, `bos` replaces the first token of every chunk.
     """
     if context < 4:
         raise PipelineError(f"--context is {context}; a chunk needs at least 4 tokens")
@@ -177,7 +182,7 @@ def chunks_of(tokens: Sequence[int], context: int, max_chunks: int | None = None
 
 
 def _scored(chunks: Sequence[Chunk], progress: Progress, *models: Rows) -> Iterator[tuple]:
-    """Yield (logits of each model, token) for every scored token; progress counts chunks."""
+    """Yield (logits of each model..., token) for every scored token; progress counts chunks."""
     for done, chunk in enumerate(chunks):
         progress(done, len(chunks))
         yield from zip(*(model(chunk.tokens, chunk.first) for model in models), chunk.targets, strict=True)
@@ -190,15 +195,15 @@ def likelihoods(model: Rows, chunks: Sequence[Chunk], progress: Progress = lambd
 
 
 def compare(model: Rows, base: Rows, chunks: Sequence[Chunk], progress: Progress = lambda done, total: None) -> Compared:
-    """Compare a model and a base on every scored token."""
+    """Return statistics of a model and a base model for every scored token."""
     found = [compare_row(*each) for each in _scored(chunks, progress, model, base)]
     return Compared(*map(np.array, zip(*found, strict=True)))
 
 
 def own_accuracy(bundle: Bundle, progress: Progress = lambda done, total: None) -> Accuracy | None:
-    """Measure how far a bundle's prefill and verify functions are from its exact decode steps.
+    """Return the accuracy of a bundle's prefill and verify functions, compared with decode steps.
 
-    None if the context, or the tokenized text, is too short.
+    Decode steps are exact. None if the context or the tokenized text is too short.
     """
     context = min(SHORT_CONTEXT, bundle.manifest.context)
     try:

@@ -1,6 +1,7 @@
-"""Write random checkpoints with the shapes of known models to the cache.
+"""Write checkpoints with random weights and the shapes of known models to the cache.
 
-They are GGUF files, which llama.cpp reads too, or HF directories where castiron has no GGUF writer.
+They are GGUF files, which llama.cpp can read too, or HF directories for architectures that castiron
+cannot export to GGUF.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from castiron.vmfb.staging import replace_file
 KIND = "shapes"
 DEFAULT_CODEC = "q4_k"
 
-# Bytes of random blocks before they repeat: more than a core's caches hold, yet quick to generate.
+# Bytes of random blocks before they repeat: more than the caches of a core, but quick to generate.
 TILE_BYTES = 1 << 22
-# Scale of a block, about that of trained weights, and its byte offset in the block; 0 if not listed.
+# By codec: the scale of a block, about that of trained weights, and the scale's byte offset in the block (0 if not listed).
 SCALES = {"q2_k": 0.002, "q3_k": 0.001, "tq1_0": 0.05, "tq2_0": 0.05, "iq4_nl": 0.001, "iq4_xs": 0.00003}
 SCALE_OFFSETS = {"q2_k": 80, "q3_k": 108, "q6_k": 208, "tq1_0": 52, "tq2_0": 64}
 
 Progress = Callable[[str, float], None]
 
 
-# The config.json of each model on the hub, without keys that have no effect on its shape.
+# The config.json of each model on the hub, without keys that do not affect its shapes.
 SHAPES: dict[str, dict[str, Any]] = {
     # meta-llama/Llama-3.2-1B
     "llama-3.2-1b": {
@@ -62,11 +63,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def random_checkpoint(name: str, codec: str, progress: Progress) -> tuple[Path, str]:
-    """Return the path of a random checkpoint of a known shape, and the --weights to compile it.
+    """Return the path of a random checkpoint, and the --weights to compile it with.
 
-    The first use writes it to the cache. A GGUF file already stores `codec`; an HF directory stores
-    bf16. q4_k mixes codecs as llama.cpp's Q4_K_M does; any other codec applies to every matrix.
-    PipelineError for an unknown name or codec, and for a disk without space.
+    name: a key of SHAPES. codec: q4_k mixes codecs as llama.cpp's Q4_K_M does; any other codec
+    applies to every matrix. The first use writes the checkpoint to the cache: a GGUF file with
+    weights in `codec`, or an HF directory with weights in bf16. Raises PipelineError for an unknown
+    name or codec, or if the disk is full.
     """
     if (config := SHAPES.get(name)) is None:
         raise PipelineError(f"unknown shape: {name}; without --kernel, --shape takes {', '.join(SHAPES)}")
@@ -96,16 +98,17 @@ def random_checkpoint(name: str, codec: str, progress: Progress) -> tuple[Path, 
 
 
 def checkpoint_of(name: str, config: dict[str, Any]) -> Checkpoint:
-    """Return a checkpoint of a config, with tensors in bf16 that have no data."""
+    """Return a checkpoint with the tensors of a model `config`, in bf16 and without data."""
     weights = build(dict(config), lambda weight: "bf16", 1, ()).weights.values()
     shapes = {tensor: shape for weight in weights for tensor, shape in weight.tensors}
     return Checkpoint(Path(name), "hf", config, {t: Tensor(t, shape, "bf16", t, bytes) for t, shape in shapes.items()})
 
 
 def gguf_parts(checkpoint: Checkpoint, weights: str) -> tuple[bytes, list[Tensor]]:
-    """Return the bytes of a GGUF file before the tensors, and the tensors.
+    """Return the header bytes of a GGUF file, and its random tensors.
 
-    The metadata has the size of the vocabulary but no tokens; llama.cpp makes up its own.
+    weights: a value of --weights. The metadata has the vocabulary size but no tokens; llama.cpp
+    generates placeholder tokens.
     """
     (architecture, _), config = gguf_export.architecture_for(checkpoint), gguf_export.flat_config(checkpoint.config)
     vocab = read_config(checkpoint.config).vocab
@@ -118,7 +121,7 @@ def gguf_parts(checkpoint: Checkpoint, weights: str) -> tuple[bytes, list[Tensor
 
 
 def _tensor(name: str, shape: tuple[int, ...], codec: str) -> Tensor:
-    """Return a tensor whose data repeats one random tile; the numbers of a vector are ones."""
+    """Return a tensor whose data repeats one random tile; a 1-D tensor is filled with ones."""
 
     def read() -> np.ndarray:
         if len(shape) == 1:
@@ -129,10 +132,10 @@ def _tensor(name: str, shape: tuple[int, ...], codec: str) -> Tensor:
 
 
 def _write(file: str, header: bytes, tensors: Sequence[Tensor], alignment: int, progress: Progress) -> Path:
-    """Write a header and tensors to a file in the cache, and return its path.
+    """Return the path of the cache file `file`, after writing a header and tensors to it.
 
-    A file with this header and size is not written again. alignment: each tensor is padded to a
-    multiple of this many bytes.
+    An existing file with this header and size is not written again. alignment: each tensor is
+    padded to a multiple of this many bytes.
     """
     path = cache_path(KIND) / file
     padding = [-tensor.nbytes % alignment for tensor in tensors]
@@ -154,7 +157,7 @@ def _write(file: str, header: bytes, tensors: Sequence[Tensor], alignment: int, 
 
 
 def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndarray:
-    """Return random weights, u8 `[rows, row_bytes]`, of sizes like those of trained ones."""
+    """Return random weights in a codec, u8 [rows, row_bytes], with scales like trained weights."""
     codec, rng = CODECS[codec_name], np.random.default_rng(seed)
     if not codec.quantised:
         values = (rng.standard_normal((rows, in_features)) * 0.05).astype(np.float32)
@@ -177,12 +180,15 @@ def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndar
 
 @cache
 def random_tile(codec_name: str) -> np.ndarray:
-    """Return about TILE_BYTES of random blocks; an odd number, so that rows of a matrix differ."""
+    """Return about TILE_BYTES of random blocks in a codec, u8 [bytes].
+
+    The number of blocks is odd, so that matrix rows that repeat them differ.
+    """
     codec = codec_of(codec_name)
     blocks = TILE_BYTES // codec.block_bytes | 1
     return raw_rows(codec_name, 1, blocks * codec.block, seed=0)[0]
 
 
 def tiled_rows(codec_name: str, rows: int, in_features: int) -> np.ndarray:
-    """Return u8 `[rows, row_bytes]` that repeats one random tile."""
+    """Return random weights in a codec, u8 [rows, row_bytes], that repeat `random_tile`."""
     return np.resize(random_tile(codec_name), (rows, row_bytes(codec_name, in_features)))

@@ -1,9 +1,9 @@
-"""Search for faster tiles of a model's matmuls on this machine, in the model's own functions and on
-its own weights.
+"""Search for tile sizes that make a model's matmuls faster on this machine.
 
-A round compiles one module with one candidate for every matmul. IREE's profiler times every
-dispatch with default tiles and with the candidate in turn. The fastest candidate of each matmul is
-measured again, and used if it is faster again and a bundle with all of them gives the same tokens.
+Matmuls are timed inside the model's own functions, on its own weights. A round compiles one module
+with one candidate for every matmul. IREE's profiler times every dispatch alternately with default
+tiles and with the candidate. The fastest candidate of each matmul is measured again. It is used if
+it is faster again and a bundle with all chosen tiles generates the same tokens.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from castiron.vmfb.manifest import WEIGHTS
 from castiron.vmfb.profile import dispatches
 from castiron.vmfb.session import Session
 
-# A candidate must be this much faster than the default.
+# Min speed-up of a candidate over the default tiles.
 MIN_GAIN = 1.03
-# Measurements of default and candidate in turn; the minimum counts.
+# Number of alternate measurements of default tiles and candidate; the shortest time of each counts.
 REPEATS, REPEATS_TO_CONFIRM = 3, 6
 MEASURE_SECONDS = 0.25
 POSITION = 64
-# Size of the token comparison: prompts, greedy tokens after each, decode steps of a batch.
+# Size of the token comparison: max prompts, greedy tokens after each prompt, and decode steps of a batch.
 PROMPTS, TOKENS, BATCH_STEPS = 12, 32, 8
 
 TilesByMatmul = dict[str, Tiles]
@@ -49,9 +49,10 @@ Progress = Callable[[str, float], None]
 class MatmulSearch:
     """The search for the best tiles of one matmul.
 
-    function: name of the function in which it is timed. default_seconds: time of a call with
-    default tiles. tiles, gain: the fastest tiles and their speed-up; None and 1 if the default ones
-    are the fastest.
+    function: name of the model function in which it is timed.
+    default_seconds: time of one call with default tiles.
+    tiles, gain: the fastest tiles and their speed-up over the default tiles; None and 1 if the
+    default tiles are the fastest.
     """
 
     matmul: Matmul
@@ -62,12 +63,13 @@ class MatmulSearch:
 
 
 class Bench:
-    """A model's bundle with default tiles, and modules with other tiles that run on its weights."""
+    """A bundle with default tiles, whose matmuls are timed against modules with other tiles."""
 
     def __init__(self, model: str | Path, options: Options, functions: Sequence[str], directory: Path, progress: Progress):
-        """Compile the model; functions: names of those whose matmuls are searched (default: all).
+        """Compile `model` with default tiles in `directory`.
 
-        PipelineError for an embedding model, and for an unknown function.
+        functions: names of the functions whose matmuls are searched; all if empty. Raises
+        PipelineError for an embedding model or an unknown function.
         """
         self.model, self.options, self.directory = model, options, directory
         checkpoint = open_source(model, options, progress)
@@ -88,13 +90,13 @@ class Bench:
         self._runs: dict[str, int] = {}
 
     def compiled(self, tiles: TilesByMatmul, name: str, progress: Progress) -> Bundle:
-        """Compile and open a bundle with these tiles."""
+        """Return a bundle compiled with `tiles` in the subdirectory `name`."""
         chosen = {matmul: asdict(found) for matmul, found in tiles.items()}
         compile_model(self.model, self.directory / name, self.options, progress, tiles=chosen)
         return open_bundle(self.directory / name)
 
     def matmuls(self) -> dict[str, MatmulSearch]:
-        """Return the matmuls of the functions by name, each in the first function that has it."""
+        """Return a search for each matmul, by its name, in the first function that contains it."""
         return {name: MatmulSearch(matmul, function) for name, (matmul, function, _) in self.kernels.items()}
 
     def gains(self, tiles: TilesByMatmul, repeats: int) -> dict[str, tuple[float, float]]:
@@ -120,8 +122,10 @@ class Bench:
         return found
 
     def _times(self, model: Path, function: Function) -> Iterator[tuple[str, float]]:
-        """Yield (kernel, seconds of one call) of a function's kernels, measured for about
-        MEASURE_SECONDS."""
+        """Yield (name, seconds of one call) of each kernel that `function` of module `model` runs.
+
+        The function runs for about MEASURE_SECONDS.
+        """
         measure = lambda runs: dispatches(
             model, self.bundle.file(WEIGHTS), self.bundle.manifest, function, POSITION, self.threads, runs
         )
@@ -136,7 +140,7 @@ class Bench:
         return lower(self._layers, isa=self.target.isa, threads=self.threads, tiles=tiled, numerics=self.options.numerics)
 
     def _kernels_of(self, module: Module) -> dict[str, tuple[Matmul, str, str]]:
-        """Return (matmul, first function that has it, name of its kernel) by the matmul's name."""
+        """Return (matmul, name of the first function with it, kernel name) by matmul name."""
         found: dict[str, tuple[Matmul, str, str]] = {}
         for function in self.functions:
             for op in module.functions[function.name].ops:
@@ -147,9 +151,9 @@ class Bench:
 
 
 def search(bench: Bench, searches: dict[str, MatmulSearch], progress: Progress) -> int:
-    """Find and confirm the best tiles of each matmul, and store them in `searches`.
+    """Return the number of rounds that did not compile; store the best tiles in `searches`.
 
-    Returns the number of rounds that did not compile.
+    Times all candidates of each matmul, then measures the fastest one again to confirm it.
     """
     refused = 0
     candidates = {name: list(neighbours(found.matmul, bench.isa, bench.threads)) for name, found in searches.items()}
@@ -157,7 +161,7 @@ def search(bench: Bench, searches: dict[str, MatmulSearch], progress: Progress) 
     best: dict[str, tuple[float, Tiles]] = {}
 
     def measured(tiles: TilesByMatmul, repeats: int) -> Iterator[tuple[str, float]]:
-        """Yield (matmul, speed-up) for `tiles`, and store the times with default tiles."""
+        """Yield (matmul name, speed-up with `tiles`); store the times with default tiles."""
         nonlocal refused
         try:
             gains = bench.gains(tiles, repeats) if tiles else {}
@@ -184,12 +188,12 @@ def search(bench: Bench, searches: dict[str, MatmulSearch], progress: Progress) 
 Steps = Callable[[int], Iterable[int]]
 _SCALED: Steps = lambda value: (value // 2, value * 2)
 _NEXT: Steps = lambda value: (value - 1, value + 1)
-# Tile fields that count registers change by one; other fields change by a factor of two.
+# Steps from a tile field's default value: fields that count registers change by 1, other fields by a factor of 2.
 _STEPS: dict[str, Steps] = {"together": _NEXT, "chains": _NEXT, "rows": _NEXT}
 
 
 def neighbours(matmul: Matmul, isa: Isa, threads: int) -> Iterator[Tiles]:
-    """Yield tiles that differ from the default in one field, and whose kernels differ in code."""
+    """Yield tiles that differ from the default in one field and give different kernel code."""
     default = default_tiles(matmul, isa, threads)
     seen = {None, _code(matmul, isa, threads, default)}
     for tile in fields(default):
@@ -201,7 +205,7 @@ def neighbours(matmul: Matmul, isa: Isa, threads: int) -> Iterator[Tiles]:
 
 
 def _code(matmul: Matmul, isa: Isa, threads: int, tiles: Tiles) -> str | None:
-    """Return the kernel's text without its name; None if the matmul cannot have these tiles."""
+    """Return the MLIR of the matmul's kernel without its name; None if `tiles` are invalid."""
     try:
         kernel = kernel_of(matmul, isa, threads, tiles)
     except ValueError:
@@ -210,7 +214,7 @@ def _code(matmul: Matmul, isa: Isa, threads: int, tiles: Tiles) -> str | None:
 
 
 def prompts_of(bundle: Bundle) -> list[list[int]]:
-    """Return those prompts of verify that fit the context with their answers, at most PROMPTS."""
+    """Return the token ids of up to PROMPTS prompts of `castiron verify` that fit the context."""
     context = bundle.manifest.context
     limit = context - TOKENS - max(bundle.manifest.widths("verify"), default=0)
     if found := [tokens for _, tokens in encoded_prompts(bundle) if len(tokens) <= limit][:PROMPTS]:
@@ -219,7 +223,10 @@ def prompts_of(bundle: Bundle) -> list[list[int]]:
 
 
 def answers(bundle: Bundle, threads: int, prompts: list[list[int]]) -> list[list[int]]:
-    """Return the bundle's tokens after the prompts, from steps, verify functions and batches."""
+    """Return lists of tokens that the bundle generates for `prompts`, to compare two bundles.
+
+    They come from decode steps, verify functions and batch functions.
+    """
     session, found = Session(bundle, threads), []
     for prompt in prompts:
         tokens = greedy(session, prompt, TOKENS)

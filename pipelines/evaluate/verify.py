@@ -23,16 +23,19 @@ if TYPE_CHECKING:
     from castiron.pipelines.checkpoints.checkpoint import Checkpoint
 
 DEFAULT_PROMPTS = "verify_prompts.jsonl"
-# Above this margin between its two largest logits, HF chooses the same token in one pass over a text as token by token:
-# the logits differ by rounding, about 1e-5.
+# If HF's two largest logits differ by more than this, it chooses the same token whether it reads a text in one pass or
+# token by token: rounding changes logits by about 1e-5.
 CERTAIN = 2e-3
-# Random prompts for a bundle without tokenizer: lengths around and between the sizes of prefill chunks.
+# Lengths of random prompts for a bundle without tokenizer: sizes of prefill chunks, and lengths near and between them.
 RANDOM_LENGTHS = (1, 2, 3, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 63, 64, 65, 100, 127, 128, 129, 300, 1000)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt for castiron and HF: token ids, or text, in the chat template unless `raw`."""
+    """A prompt for castiron and HF transformers, as `tokens` (ids) or as `text`.
+
+    raw: whether the text is encoded without the chat template.
+    """
 
     name: str
     text: str = ""
@@ -41,14 +44,15 @@ class Prompt:
 
 
 def first_difference(theirs: Sequence[int], ours: Sequence[int]) -> int | None:
-    """Return the index of the first different token; None if all are equal."""
+    """Return the index of the first token that differs; None if the sequences are equal."""
     return next((index for index, pair in enumerate(zip(theirs, ours, strict=True)) if pair[0] != pair[1]), None)
 
 
 def read_prompts(path: str | Path | None = None) -> list[Prompt]:
-    """Return the prompts of a file, by default those that castiron ships.
+    """Return the prompts in the file `path`; None reads the file that is part of castiron.
 
-    A line is a prompt, or an object with "prompt" or "tokens", and optionally "name" and "raw".
+    A line is the text of a prompt, or a JSON object with "prompt" (text) or "tokens" (ids), and
+    optionally "name" and "raw".
     """
     file = Path(path) if path else files("castiron.pipelines.evaluate") / DEFAULT_PROMPTS
     lines = enumerate(file.read_text(encoding="utf-8").split("\n"), 1)
@@ -87,14 +91,18 @@ def random_prompts(vocab: int) -> list[Prompt]:
 def encoded_prompts(
     bundle: Bundle, path: str | None = None, given: Sequence[Prompt] | None = None
 ) -> list[tuple[Prompt, list[int]]]:
-    """Return prompts with their token ids: `given`, or those of a file, or those castiron ships."""
+    """Return prompts with their token ids.
+
+    The prompts are `given`, or those in the file `path`, or castiron's default prompts (random
+    token ids for a bundle without tokenizer).
+    """
     vocab, text = bundle.manifest.vocab, load_tokenizer(bundle) if bundle.tokenizer else None
     prompts = given or (read_prompts(path) if path or text else random_prompts(vocab))
     return [(prompt, encode(prompt, text, vocab)) for prompt in prompts]
 
 
 def encode(prompt: Prompt, text, vocab: int) -> list[int]:
-    """Return the token ids of a prompt."""
+    """Return the token ids of a prompt; text: the bundle's tokenizer, or None without one."""
     if prompt.tokens:
         if max(prompt.tokens) >= vocab:
             raise PipelineError(f"prompt {prompt.name!r} has token {max(prompt.tokens)}, but the vocabulary has {vocab} tokens")
@@ -107,12 +115,13 @@ def encode(prompt: Prompt, text, vocab: int) -> list[int]:
 
 
 def checkpoint_of(bundle: Bundle, given: str | None = None, *, any_format: bool = False) -> Path:
-    """Return the path of the bundle's checkpoint: `given`, or the recorded path, or a download.
+    """Return the path of the checkpoint that the bundle was compiled from.
 
-    PipelineError if its hash differs from that in the manifest. With `any_format`, the hash of a
-    checkpoint in another format (GGUF or a directory) is not checked.
+    It is `given`, or else the path in the manifest, or else a download. Raises PipelineError if its
+    SHA-256 differs from that in the manifest. With `any_format`, the hash is not checked if one is
+    a GGUF file and the other a directory.
     """
-    from castiron.pipelines.checkpoints.catalogue import CATALOGUE, fetch
+    from castiron.pipelines.checkpoints.catalogue import CATALOGUE, canonical_name, fetch
     from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256, find_checkpoint
 
     source = bundle.manifest.source
@@ -121,8 +130,8 @@ def checkpoint_of(bundle: Bundle, given: str | None = None, *, any_format: bool 
         path = find_checkpoint(given)
     elif recorded and Path(recorded).exists():
         path = Path(recorded)
-    elif source.get("model") in CATALOGUE:
-        path = fetch(source["model"])
+    elif (name := canonical_name(source.get("model", ""))) in CATALOGUE:
+        path = fetch(name)
     elif hub := source.get("hub"):
         path = find_checkpoint(f"hf.co/{HubName(hub['repository'], hub['revision'], hub.get('file'))}")
     else:
@@ -139,20 +148,20 @@ def checkpoint_of(bundle: Bundle, given: str | None = None, *, any_format: bool 
 
 
 def text_of(bundle: Bundle) -> Path | None:
-    """Return the path of the text that the weights were calibrated on, if any."""
+    """Return the path of the bundle's calibration text; None if it was compiled without one."""
     sha256 = lambda path: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
     return _unchanged(bundle, "calibrated", "calibration text", sha256)
 
 
 def adapter_of(bundle: Bundle) -> Path | None:
-    """Return the path of the adapter that is merged into the weights, if any."""
+    """Return the path of the LoRA adapter merged into the bundle's weights; None without one."""
     from castiron.pipelines.checkpoints.adapter import adapter_sha256
 
     return _unchanged(bundle, "adapter", "adapter", lambda path: adapter_sha256(path) if path.is_dir() else None)
 
 
 def _unchanged(bundle: Bundle, key: str, what: str, sha256: Callable[[Path], str | None]) -> Path | None:
-    """Return the path that the manifest records under `key`; PipelineError if its hash differs."""
+    """Return the path that the manifest has under `key`; PipelineError if its hash differs."""
     if (recorded := bundle.manifest.source.get(key)) is None:
         return None
     path = Path(recorded["path"])
@@ -162,12 +171,12 @@ def _unchanged(bundle: Bundle, key: str, what: str, sha256: Callable[[Path], str
 
 
 def load_reference(path: Path, weights: str, threads: int | None, adapter: Path | None = None, calibrated: Path | None = None):
-    """Load a checkpoint with HF transformers, merge the adapter with peft, and round the matrices.
+    """Return a checkpoint loaded with HF transformers, with the same weights as the bundle.
 
-    weights: the bundle's --weights, to which matrices are rounded. calibrated: path of the text
-    that they were calibrated on.
+    weights: the bundle's --weights; matrices are rounded to that codec. adapter: path of a LoRA
+    adapter to merge with peft. calibrated: path of the bundle's calibration text.
     """
-    # Set before transformers is imported: its progress bar would garble castiron's.
+    # Set before transformers is imported, because its progress bar would overwrite castiron's.
     os.environ.setdefault("TQDM_DISABLE", "1")
     from castiron.pipelines.checkpoints.adapter import merge, open_adapter
     from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
@@ -189,7 +198,7 @@ def load_reference(path: Path, weights: str, threads: int | None, adapter: Path 
 
 
 def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[str, np.ndarray]) -> None:
-    """Round the model's matrices in place, as a bundle of the checkpoint stores them."""
+    """Round the matrices of an HF model in place to the values that a bundle stores."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
@@ -207,8 +216,8 @@ def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[s
             continue
         if codec is None:
             raise PipelineError(
-                f"transformers has no counterpart of {name} to quantise like the bundle's weights; use castiron evaluate "
-                "--against hf for the distance from the unquantised model"
+                f"cannot quantise {name} of the HF model like the bundle: castiron has no tensor of that name; use castiron "
+                "evaluate --against hf to compare with the unquantised model"
             )
         with torch.no_grad():
             values = parameter.numpy().T if name in transposed else parameter.numpy()
@@ -218,10 +227,10 @@ def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[s
 
 
 def expect(model, prompt: list[int], ours: list[int]):
-    """Return HF's greedy tokens after a prompt, valid only up to the first difference from `ours`.
+    """Return HF's greedy tokens after a prompt, valid up to the first difference from `ours`.
 
-    `ours`: castiron's tokens. One pass over them gives HF's choice after each prefix. If a margin
-    is below `CERTAIN`, HF generates token by token instead.
+    ours: the tokens that castiron generated. HF reads them in one forward pass, which gives its
+    choice after each prefix. If two logits are closer than `CERTAIN`, HF generates token by token.
     """
     import torch
 
@@ -239,7 +248,7 @@ def expect(model, prompt: list[int], ours: list[int]):
 
 
 def greedy(session, prompt: Sequence[int], n: int) -> list[int]:
-    """Return `n` greedy tokens after a prompt; the end-of-text token does not end them."""
+    """Return `n` greedy tokens after a prompt; generation does not stop at an end token."""
     check_free_positions(session.context, len(prompt), n)
     session.rewind(0)
     tokens = [session.prefill(prompt)]
@@ -249,9 +258,9 @@ def greedy(session, prompt: Sequence[int], n: int) -> list[int]:
 
 
 def compare(session, model, prompt: Prompt, tokens: list[int], n: int) -> dict[str, Any]:
-    """Compare `n` greedy tokens after a prompt and its token ids with HF's.
+    """Return how `n` greedy tokens of castiron compare with those of HF, for one prompt.
 
-    Returns the object of the prompt in `castiron verify --json`.
+    tokens: the prompt's ids. The result is the prompt's object in `castiron verify --json`.
     """
     ours = greedy(session, tokens, n)
     theirs = expect(model, tokens, ours)

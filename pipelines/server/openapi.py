@@ -57,6 +57,7 @@ AnthropicError = _answer("AnthropicError", type=Literal["error"], error=_Anthrop
 _COMPLETION = {"id": str, "created": int, "model": str, "choices": list[Object], "usage": Object}
 ChatCompletion = _answer("ChatCompletion", object=Literal["chat.completion"], **_COMPLETION)
 Completion = _answer("Completion", object=Literal["text_completion"], **_COMPLETION)
+Infill = _answer("Infill")
 Embeddings = _answer("Embeddings", object=Literal["list"], data=list[Object], model=str, usage=Object)
 ResponseAnswer = _answer(
     "ResponseAnswer", id=str, object=Literal["response"], created_at=int, status=str, model=str, output=list[Object]

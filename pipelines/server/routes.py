@@ -12,6 +12,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 
 from castiron.pipelines.api import schemas
 from castiron.pipelines.api.api_errors import invalid
+from castiron.pipelines.api.infill import InfillRequest, start_infill
 from castiron.pipelines.api.messages import CountTokensRequest, MessagesRequest, count_message_tokens, start_message
 from castiron.pipelines.api.model_api import ModelApi, run_in_thread
 from castiron.pipelines.api.responses import count_response_tokens, start_response
@@ -89,6 +90,11 @@ def _add_posts(app: FastAPI) -> None:
     def complete(api: ModelApi, body: schemas.CompletionRequest, _: Exchange) -> Any:
         """Continue a text."""
         return api.complete(body)
+
+    @post("/infill", answer=openapi.Infill, stream=True)
+    def infill(api: ModelApi, body: InfillRequest, _: Exchange) -> Any:
+        """Complete the text between a prefix and a suffix, in the shape of llama.cpp's API."""
+        return start_infill(api, body)
 
     @post("/v1/responses", answer=openapi.ResponseAnswer, stream=True)
     def respond(api: ModelApi, body: ResponsesRequest, exchange: Exchange) -> Any:

@@ -1,1 +1,1 @@
-"""Convert text to token ids and back: tokenizer, templates, tool calls, reasoning, grammars."""
+"""Text on top of the engine: tokenizer, chat templates, tool calls, reasoning and grammars."""

@@ -1,7 +1,7 @@
 """Chat templates: render messages as the text of a prompt, like HF's apply_chat_template.
 
-A template is a Jinja program of the model and runs in jinja2's immutable sandbox. Clients choose
-the messages, so rendering has limits of time and of characters.
+A template is a Jinja program that belongs to the model. It runs in jinja2's immutable sandbox. The
+messages may be hostile, so rendering has limits of time and of characters.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.tool_formats import HERMES, ToolFormat
 from castiron.vmfb.record import short
 
-# Variables that `render` itself passes to a template; tools and documents are empty unless given.
+# Variables that `render` itself sets; tools and documents are None unless given.
 OWN_VARIABLES = ("messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token")
-# Limits of one rendering: processor time, checked at each piece of text, and characters.
+# Limits of one rendering: seconds of processor time, and characters.
 SECONDS, MAX_CHARACTERS = 3.0, 64 << 20
-# Names of the message field that has the reasoning; the first one present counts.
+# Names of the message field for reasoning; the first one that a message has is used.
 REASONING = ("reasoning_content", "thinking", "reasoning")
-# The wording of Qwen 2.5's template, which many models were trained with.
+# Description of tools, worded as in Qwen 2.5's template, with which many models were trained.
 DESCRIPTION = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -45,8 +45,9 @@ def render(
 ) -> str:
     """Return the text of `messages`, {"role", "content"} each, in the Jinja `template`.
 
-    `special_tokens`: text by name, such as bos_token. `variables`: further variables of the
-    template. PipelineError if it is not valid Jinja, rejects the messages or exceeds a limit.
+    `special_tokens`: text of special tokens by name, such as bos_token. `variables`: other
+    variables of the template. Raises PipelineError if the template is not valid Jinja, rejects the
+    messages or exceeds a limit.
     """
     known = {"add_generation_prompt": True, "tools": None, "documents": None, **(special_tokens or {}), **variables}
     pieces, characters, deadline = [], 0, time.thread_time() + SECONDS
@@ -56,7 +57,7 @@ def render(
             pieces.append(piece)
             characters += len(piece)
             if characters > MAX_CHARACTERS:
-                raise PipelineError(f"the text of the chat template exceeds {MAX_CHARACTERS} characters; send less")
+                raise PipelineError(f"the rendered chat template exceeds {MAX_CHARACTERS} characters; send shorter messages")
             if time.thread_time() > deadline:
                 raise PipelineError(f"rendering the chat template takes longer than {SECONDS:g} s; send fewer messages")
     except PipelineError:
@@ -68,16 +69,16 @@ def render(
 
 
 def _with_reasoning(message: Mapping) -> Mapping:
-    """Return the message with its reasoning under each name that templates read.
+    """Return a message with its reasoning under both names that templates read.
 
-    As in transformers, gpt-oss reads `thinking`, most others `reasoning_content`.
+    gpt-oss's template reads `thinking`, most others read `reasoning_content`.
     """
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def prepare() -> None:
-    """Start to import jinja2, which takes 40 ms, in another thread."""
+    """Start the import of jinja2, which takes 40 ms, in another thread."""
     threading.Thread(target=_environment, daemon=True).start()
 
 
@@ -88,7 +89,7 @@ def variables_of(template: str) -> list[str]:
 
 
 def reads_tools(template: str | None) -> bool:
-    """Return whether a template shows the model the tools (functions) that it may call."""
+    """Return whether a template reads `tools`, to describe functions to the model."""
     return "tools" in _names(template or "")[0]
 
 
@@ -97,8 +98,9 @@ def describe_tools(
 ) -> list[dict[str, Any]]:
     """Return `messages` with a description of `tools` in the system message.
 
-    Calls and their results become text too, unless the template writes calls in `form`. Without
-    `has_system` the first message of the user has the system message's text.
+    If `form` is HERMES, calls and their results in the messages become text too. has_system:
+    whether the template accepts a system message; otherwise its text is put before the user's first
+    message.
     """
     shown = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     texts, found = [DESCRIPTION.format(tools=shown, call=form.write([CALL]))], []
@@ -115,7 +117,7 @@ def describe_tools(
         if not has_system and message["role"] == "user" and not merged:
             message["content"] = f"{system}\n\n{message['content']}"
         if merged and message["role"] == merged[-1]["role"] == "user":
-            # Results of several calls are one message, since many templates want turns.
+            # Join the results of several calls, because many templates require roles to alternate.
             merged[-1]["content"] += f"\n{message['content']}"
         else:
             merged.append(message)
@@ -145,7 +147,7 @@ def check_variables(template: str | None, given: Mapping[str, object]) -> None:
 
 @lru_cache(maxsize=8)
 def _names(template: str) -> tuple[set[str], set[str]]:
-    """Return the variables that a template reads, and Jinja's own; empty sets for invalid Jinja."""
+    """Return (variables that a template reads, Jinja's global names); empty if it is invalid."""
     from jinja2 import TemplateError, meta
 
     environment = _environment()
@@ -170,15 +172,18 @@ def _compiled(template: str) -> Any:
 def _environment() -> Any:
     """Return the Jinja environment of chat templates.
 
-    Source: transformers' chat_template_utils._compile_jinja_template, without its tracking of the
-    assistant's tokens.
+    It is that of transformers' chat_template_utils._compile_jinja_template, without the tracking of
+    the assistant's tokens.
     """
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Renders {% generation %} blocks, which mark tokens for training, as they are."""
+        """A Jinja extension that renders the content of {% generation %} blocks unchanged.
+
+        Templates mark the tokens to train on with these blocks.
+        """
 
         tags = {"generation"}
 
@@ -190,7 +195,7 @@ def _environment() -> Any:
         raise jinja2.TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    # Jinja's own tojson escapes HTML.
+    # Replaces Jinja's tojson, which escapes HTML.
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -202,5 +207,5 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 
 def _short(error: Exception) -> str:
-    """Return the message of an error, which may come from a template, in one short line."""
+    """Return the message of an error as one short line; a template may have raised any text."""
     return short(str(error) or type(error).__name__, 130)

@@ -1,4 +1,4 @@
-"""A conversation over an engine, whose states stay cached between turns."""
+"""A conversation with a model; the engine's states (KV cache) stay cached between turns."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from castiron.vmfb.disk import reason
 from castiron.vmfb.staging import write_file
 from castiron.vmfb.state_file import StateError
 
-# Without --max-tokens, turns are dropped while less than 1 / ANSWER_SHARE of the context is free.
+# Without --max-tokens, old turns are dropped if less than 1 / ANSWER_SHARE of the context is free.
 ANSWER_SHARE = 4
-# Dropping turns frees 1 / DROPPED_SHARE of the context at once, because the rest is read again.
+# Dropping turns frees at least 1 / DROPPED_SHARE of the context, because the rest must be read again.
 DROPPED_SHARE = 4
 ROLES = ("system", "user", "assistant")
 # Suffix of the state file beside a conversation's file.
@@ -34,14 +34,14 @@ class Chat:
     """A conversation: its messages, and the engine that answers them.
 
     `messages`: {"role", "content"} each, the system message first if there is one. Every turn
-    renders all messages and reads the tokens that differ from those in the cache. `dropped`: how
-    many messages the last turn dropped for space. `stream`: the last answer's, with its speed.
+    renders all messages and reads the tokens that differ from those in the cache. `dropped`: number
+    of messages that the last turn dropped to free space. `stream`: `Stream` of the last answer.
 
     Args:
-        max_tokens: max tokens of an answer. Turns are dropped to have space for them, and a message
-            that leaves too little space is rejected.
-        usual_tokens: used without `max_tokens`; near the end of the context the answer may be
-            shorter. Without both an answer may fill the context.
+        max_tokens: max tokens of an answer. Old turns are dropped to have space for them, and a
+            message that leaves too little space is rejected.
+        usual_tokens: max tokens of an answer if `max_tokens` is None; near the end of the context
+            the answer may be shorter. If both are None, an answer may fill the context.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the conversation except the system message; the states stay cached."""
+        """Remove all messages except the system message; the states stay cached."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def instruct(self, system: str | None) -> None:
@@ -68,15 +68,16 @@ class Chat:
         self.messages += others
 
     def answer(self, message: str, progress: Progress | None = None) -> Iterator[str]:
-        """Send a message and yield pieces of the answer, those of its reasoning as `Reasoning`.
+        """Send a message, and yield pieces of the answer; pieces of reasoning are `Reasoning`.
 
-        If the iterator is closed early, the answer so far stays in the conversation. PipelineError,
-        with the conversation unchanged, if the message does not fit in the context.
+        If the iterator is closed early, the answer so far stays in the conversation. Raises
+        PipelineError, and leaves the conversation unchanged, if the message does not fit in the
+        context.
         """
         return self._answer([*self.messages, {"role": "user", "content": message}], progress)
 
     def retry(self, progress: Progress | None = None) -> Iterator[str]:
-        """Answer the last message again, and replace its answer."""
+        """Yield a new answer to the last message, which replaces the earlier answer."""
         return self._answer(self.messages[: self._last_question() + 1], progress)
 
     def undo(self) -> str:
@@ -117,10 +118,10 @@ class Chat:
                 self.messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
 
     def _fit(self, messages: list[dict]) -> tuple[list[dict], list[int], int]:
-        """Return the messages that fit, their ids, and how many were dropped.
+        """Return (messages that fit, their token ids, number of dropped messages).
 
-        If the answer has too little space, the oldest turns are dropped until it has enough, and
-        until 1 / DROPPED_SHARE of the context is free.
+        If the answer has too little space, the oldest turns are dropped until it has enough, and at
+        least 1 / DROPPED_SHARE of the context.
         """
         context = self.engine.context
         needed = self.max_tokens or max(1, min(self.usual_tokens or context, context // ANSWER_SHARE))
@@ -152,7 +153,7 @@ class Chat:
         text = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=2) + "\n"
         file = Path(path).resolve()
         try:
-            # An earlier file of this name stays until this one is complete.
+            # An existing file is replaced only when the new one is complete.
             write_file(file, text.encode())
             self.engine.save_state(file.with_name(file.name + STATE))
         except OSError as error:
@@ -161,14 +162,14 @@ class Chat:
     def load(self, path: str | Path) -> None:
         """Load the messages of a file that `save` wrote, and the states beside it.
 
-        PipelineError, with the conversation unchanged, for any other file. States that cannot be
-        used are reported, and the next turn reads the conversation again.
+        Raises PipelineError, and leaves the conversation unchanged, for any other file. Prints a
+        message if the states cannot be used; then the next turn reads the conversation again.
         """
         try:
             messages = json.loads(Path(path).read_text("utf-8"))["messages"]
             is_valid = isinstance(messages, list) and all(message["role"] in ROLES for message in messages)
             messages = [{"role": message["role"], "content": message["content"]} for message in messages]
-            # JSON may have lone surrogates, which no tokenizer takes.
+            # JSON may have lone surrogates, which no tokenizer accepts.
             "".join(message["content"] for message in messages).encode()
         except (ValueError, TypeError, KeyError, RecursionError):
             is_valid = False

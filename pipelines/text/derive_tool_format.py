@@ -1,6 +1,7 @@
-"""Derive a chat template's tool format: render calls, and read the marks off the text around them.
+"""Derive the tool format of a chat template from the text that it renders for tool calls.
 
-The method is that of llama.cpp's autoparser: conversations that differ in one thing are compared.
+As in llama.cpp's autoparser, the rendered texts of conversations that differ in one thing are
+compared.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ from castiron.pipelines.text.tool_formats import ID, KEY, KNOWN, ToolFormat
 USER, ANSWER = "question_one?", "answer_one."
 NAMES, ARGUMENTS = ("get_alpha", "get_beta"), {"k_one": "v_one", "k_two": 4711}
 IDS = ("idcall001", "idcall002")
-# How the arguments above are written in each style except tags.
+# Patterns of ARGUMENTS in each style except tags.
 STYLES = {
     "json": re.compile(r'\{\s*"k_one"\s*:\s*"v_one"\s*,\s*"k_two"\s*:\s*4711\s*\}'),
     "python": re.compile(r"k_one=(['\"])v_one\1, k_two=4711"),
     "gemma": re.compile(r"\{k_one:(?P<quote>[^v]+)v_one(?P=quote),k_two:4711\}"),
 }
-# A value of each JSON type, and how templates write it.
+# By JSON type: a value, and a pattern of how templates write it.
 VALUES = {
     "string": ("v_one", "v_one"), "integer": (4711, "4711"), "number": (0.5, "0[.]5"), "boolean": (True, "(?i:true)"),
     "null": (None, "null|None"), "array": ([7, 8], r"\[7, ?8\]"), "object": ({"a": 7}, r"""\{["']a["']: ?7\}"""),
 }  # fmt: skip
-# Arguments that a format must give back unchanged.
+# Arguments for which a derived format is checked: they must be equal after rendering and parsing.
 DIFFICULT = ({"k_one": 'Say "<b>" & {x}, [y]\nÜber', "k_two": 12}, {"k_one": "", "k_two": -1}, {})
-# Marks, words, spaces and characters, of which a text is compared with another.
+# Units in which texts are compared: marks, words, white space and other characters.
 _TOKEN = re.compile(rf"<[^<>\s]*>|\[[A-Z_/]+\]|\s+|{ID}|\w+|.", re.DOTALL)
 
 
 def tool_format_of(template: str | None, special_tokens: Mapping[str, str] = {}) -> ToolFormat | None:
     """Return the format in which a chat template writes tool calls; None if it is unknown.
 
-    A format is returned only if it gives back calls that the template writes, or if the template
-    writes none and is known by a text in it.
+    A derived format must parse the calls that the template writes. If the template writes no calls,
+    the format is that in KNOWN for a text in the template.
     """
     if not template:
         return None
@@ -51,12 +52,12 @@ def tool_format_of(template: str | None, special_tokens: Mapping[str, str] = {})
     form = probe.derive()
     if form and probe.gives_back(form) and not probe.prompts_call(form):
         return form
-    # A template that writes calls in another form than the known one is not of that form.
+    # If the template writes calls, the known format must parse them.
     return known if known and (not probe.writes_calls or probe.gives_back(known)) else None
 
 
 class _Probe:
-    """Renders conversations with tool calls in one template."""
+    """A renderer of test conversations with tool calls in one template."""
 
     def __init__(self, template: str, special_tokens: Mapping[str, str]):
         self.template, self.special_tokens, self.marks = template, special_tokens, marks_of(template, ())
@@ -65,7 +66,7 @@ class _Probe:
         self.writes_calls = False
 
     def render(self, message: Mapping[str, Any] | None, **variables: Any) -> str | None:
-        """Return a conversation that ends in `message`; None if the template rejects it."""
+        """Return the text of a conversation that ends in `message`; None if it is rejected."""
         properties = {key: {"type": kind, "description": "d"} for key, kind in (("k_one", "string"), ("k_two", "integer"))}
         schema = {"type": "object", "properties": properties, "required": []}
         tools = [{"type": "function", "function": {"name": n, "description": "d", "parameters": schema}} for n in NAMES]
@@ -77,7 +78,10 @@ class _Probe:
             return None
 
     def calls(self, arguments: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return the text of calls, one for each item of `arguments`, without text around it."""
+        """Return the text that the template writes for calls, without the rest of the turn.
+
+        arguments: the arguments of each call. None if the template writes no calls.
+        """
         given = [
             {"id": id_, "type": "function", "function": {"name": name, "arguments": json.dumps(each) if self.as_text else each}}
             for id_, name, each in zip(IDS, NAMES, arguments)
@@ -92,7 +96,7 @@ class _Probe:
             text = text.rpartition(USER)[2]
             text, before = (text.partition(ANSWER)[2], tail) if content == ANSWER else (text, header)
             if all(name in text for name in NAMES[: len(given)]):
-                # Some templates begin another turn for calls.
+                # Some templates start another turn for calls.
                 for known in (before, header.lstrip()):
                     text = text[len(_common_prefix(text, known)) :]
                 ends = [end for end in (tail.strip(), self.special_tokens.get("eos_token")) if end]
@@ -110,9 +114,9 @@ class _Probe:
         return None
 
     def _form(self, style: str, before: str, head: str, body: str, after: str, rest: str) -> ToolFormat:
-        """Return the format of a call that was split at its name and arguments.
+        """Return the format, given the parts of a call from `_split`.
 
-        rest: the text of two calls after the first one's name; "" if the template allows one call.
+        rest: the text of two calls after the first name; "" if the template allows only one call.
         """
         fields: dict[str, Any] = {}
         if style == "tags":
@@ -133,7 +137,7 @@ class _Probe:
         return ToolFormat(style, begin, head, end, separator, section_begin, section_end, **fields)
 
     def _tags(self, head: str, body: str, after: str) -> tuple[str, str, dict[str, Any]]:
-        """Return the texts before and after arguments in tags, and the fields of tags."""
+        """Return (text before the arguments, text after them, fields of `ToolFormat` for tags)."""
         first, _, rest = (head + body + after).partition("k_one")
         key_end, _, rest = rest.partition("v_one")
         between, _, rest = rest.partition("k_two")
@@ -152,12 +156,12 @@ class _Probe:
         return first[: len(first) - len(key_begin)], last.removeprefix(value_end), fields
 
     def prompts_call(self, form: ToolFormat) -> bool:
-        """Return whether prompts end in the mark of a call, which answers then lack."""
+        """Return whether a prompt ends in the start mark of a call, which answers then lack."""
         prompt = self.render(None, add_generation_prompt=True) or ""
         return prompt.rstrip().endswith(form.triggers or ("\0",))
 
     def gives_back(self, form: ToolFormat) -> bool:
-        """Return whether reading calls that the template writes gives their names and arguments."""
+        """Return whether parsing the calls that the template writes gives the same calls."""
         schema = {"properties": {"k_one": {"type": "string"}, "k_two": {"type": "integer"}}}
         tools = Tools(form, dict.fromkeys(NAMES, schema))
         for arguments in ([ARGUMENTS], *([each] for each in DIFFICULT), [ARGUMENTS, DIFFICULT[0]]):
@@ -174,7 +178,10 @@ class _Probe:
 
 
 def _split(text: str) -> tuple[str, str, str, str, str] | None:
-    """Return a call's style, and its text in four parts: those around its name and arguments."""
+    """Return (style, text before the name, text after it, arguments, text after them) of a call.
+
+    None if the style is unknown.
+    """
     before, _, rest = text.partition(NAMES[0])
     before = _with_ids(before)
     for style, pattern in STYLES.items():
@@ -188,7 +195,7 @@ def _split(text: str) -> tuple[str, str, str, str, str] | None:
 
 
 def _after_arguments(text: str, fields: Mapping[str, Any]) -> str:
-    """Return what follows the arguments in the text of a call after its name."""
+    """Return the text after the arguments; text: that of a call after its name."""
     for pattern in STYLES.values():
         if found := pattern.search(text):
             return _with_ids(text[found.end() :])
@@ -196,14 +203,14 @@ def _after_arguments(text: str, fields: Mapping[str, Any]) -> str:
 
 
 def _with_ids(text: str) -> str:
-    """Return a text with ID instead of ids and indices of calls."""
+    """Return a text in which ids and indices of calls are replaced by ID."""
     return re.sub("|".join(IDS) + r"|(?<!\w)\d+(?!\w)", ID, text)
 
 
 def _without_turn(text: str, ends: Sequence[str], tail: str, marks: Marks) -> str:
     """Return the text of calls without empty reasoning before it and the end of the turn after it.
 
-    ends: texts that end a turn. tail: what follows a plain answer. marks: of reasoning.
+    ends: texts that end a turn. tail: text after a plain answer. marks: marks of reasoning.
     """
     start = text.index(NAMES[0])
     for _, end in marks:

@@ -17,7 +17,7 @@ from castiron.vmfb.encoder import Encoder
 
 # Error message after the name of a model that cannot rerank.
 NO_RERANKER = "generates text; rerank with a BERT or ModernBERT classifier of one label, or an embedding model"
-# Names that models give to the prompts of queries and of documents; the first one present counts.
+# Names of the prompts for queries and for documents; the first one that a model has is used.
 QUERY, DOCUMENT = ("query",), ("document", "passage")
 # A text, or token ids.
 Given = str | Sequence[int]
@@ -25,7 +25,7 @@ Given = str | Sequence[int]
 
 @dataclass(frozen=True)
 class Tokens:
-    """The ids of a text, with special tokens, and whether it was cut to the model's max tokens."""
+    """The ids of a text, with special tokens; `cut`: whether it was truncated to max tokens."""
 
     ids: list[int]
     cut: bool = False
@@ -50,7 +50,10 @@ class Embedder:
         self._running = threading.Lock()
 
     def prompt(self, name: str | None = None) -> str:
-        """Return the text of a prompt, or the default prompt; PipelineError for an unknown name."""
+        """Return the text of the prompt `name`, or of the default prompt for None.
+
+        Raises PipelineError for an unknown name.
+        """
         name = self.facts.default_prompt if name is None else name
         if name is not None and name not in self.facts.prompts:
             known = ", ".join(self.facts.prompts) or "none"
@@ -58,12 +61,12 @@ class Embedder:
         return "" if name is None else self.facts.prompts[name]
 
     def tokens(self, text: Given, prompt: str = "") -> Tokens:
-        """Return the tokens of a text with a prompt before it, or given ids unchanged.
+        """Return the tokens of `prompt` + `text`; if `text` is a list of ids, return it unchanged.
 
-        Raises PipelineError for no tokens, or for more ids than the model's max tokens.
+        Raises PipelineError if there are no tokens, or more ids than the model's max tokens.
         """
         if isinstance(text, str):
-            # As in sentence-transformers, space at the ends does not count.
+            # Remove white space at the ends, as sentence-transformers does.
             text = (prompt + text).strip()
             tokens = self._encode(text.lower() if self.facts.lower_case else text)[0]
         else:
@@ -73,7 +76,7 @@ class Embedder:
         return tokens
 
     def _encode(self, text: str, second: str | None = None) -> tuple[Tokens, list[int]]:
-        """Return the tokens of a text or a pair, and for each token the index of its text."""
+        """Return the tokens of a text or a pair of texts, and each token's type (0 or 1)."""
         if self.tokenizer is None:
             raise PipelineError(f"{self.name} has no tokenizer, because its checkpoint had none; give token ids")
         for part in (text, second or ""):
@@ -84,7 +87,8 @@ class Embedder:
     def relevance_inputs(self, query: str, documents: Sequence[str]) -> list[Tokens]:
         """Return the tokens of the texts whose vectors `relevance` needs.
 
-        A reranking model needs the query with each document, others the query, then each document.
+        For a reranking model, they are pairs of the query and a document. For an embedding model,
+        they are the query, then each document.
         """
         if self.facts.relevance:
             return [self._pair(query, document) for document in documents]
@@ -92,7 +96,7 @@ class Embedder:
         return [self.tokens(query, before[0]), *(self.tokens(document, before[1]) for document in documents)]
 
     def _pair(self, query: str, document: str) -> Tokens:
-        """Return the tokens of a query and a document together; if too many, the longer is cut."""
+        """Return the tokens of a pair; if there are too many, the longer text is truncated."""
         # The vocabulary size is added to the ids of the second text, if the model has token types.
         found, types = self._encode(query.strip(), document.strip())
         shift = self.bundle.manifest.vocab if self.facts.types else 0
@@ -101,7 +105,8 @@ class Embedder:
     def relevance(self, vectors: Sequence[np.ndarray]) -> np.ndarray:
         """Return the relevance of each document, f64 [documents].
 
-        It is the score of a reranking model, or the cosine. vectors: those of `relevance_inputs`.
+        It is the score of a reranking model, or the cosine similarity of query and document.
+        vectors: one for each item of `relevance_inputs`.
         """
         found = np.array(vectors, np.float64)
         if self.facts.relevance:
@@ -111,13 +116,16 @@ class Embedder:
         return found[1:] @ found[0]
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[tuple[int, float]]:
-        """Return (index, relevance) of the documents, best first; print how many texts were cut."""
+        """Return (index, relevance) of the documents, the most relevant first.
+
+        Prints how many texts were truncated.
+        """
         tokens = self.relevance_inputs(query, documents)
         print_cut(tokens, self.facts.max_tokens)
         return ranked(self.relevance([self.vector(found) for found in tokens])) if documents else []
 
     def check_vectors(self) -> None:
-        """Raise PipelineError for a model whose vectors are not embeddings."""
+        """Raise PipelineError for a reranking model, whose vectors are not embeddings."""
         if self.facts.relevance:
             raise PipelineError(f"{self.name} is a reranking model and cannot embed text; rerank texts with it")
 
@@ -126,7 +134,7 @@ class Embedder:
             raise PipelineError(f"dimensions is {dimensions}; {self.name} has 1 to {self.hidden}")
 
     def vector(self, tokens: Tokens, dimensions: int | None = None) -> np.ndarray:
-        """Return the vector of a text, f32 [dimensions], all by default."""
+        """Return the vector of a text, f32 [dimensions]; None for all dimensions of the model."""
         self.check_dimensions(dimensions)
         with self._running:
             found = self.encoder.encode(tokens.ids)
@@ -136,7 +144,10 @@ class Embedder:
         self, texts: Iterable[Given], prompt_name: str | None = None, prompt: str | None = None,
         dimensions: int | None = None,
     ) -> np.ndarray:  # fmt: skip
-        """Return the vectors of texts, f32 [texts, dimensions]; print how many texts were cut."""
+        """Return the vectors of texts, f32 [texts, dimensions]; print how many were truncated.
+
+        prompt_name: name of the model's prompt to put before each text. prompt: the prompt itself.
+        """
         self.check_vectors()
         before = self.prompt(prompt_name) if prompt is None else prompt
         tokens = [self.tokens(text, before) for text in texts]
@@ -146,7 +157,7 @@ class Embedder:
 
 
 def ranked(scores: np.ndarray) -> list[tuple[int, float]]:
-    """Return (index, score) pairs, the highest score first, equal scores in their order."""
+    """Return (index, score) pairs, the highest score first; equal scores keep their order."""
     return [(int(index), float(scores[index])) for index in np.argsort(-scores, kind="stable")]
 
 
@@ -162,7 +173,7 @@ def cut_to(vector: np.ndarray, dimensions: int | None, normalised: bool) -> np.n
 
 
 def print_cut(tokens: Sequence[Tokens], max_tokens: int) -> None:
-    """Print how many texts were cut, if any."""
+    """Print how many texts were truncated to `max_tokens` tokens, if any."""
     if cut := sum(each.cut for each in tokens):
         print_message(
             f"{cut} of {len(tokens)} texts ha{'ve' if cut > 1 else 's'} more than {max_tokens} tokens; the rest is cut off"

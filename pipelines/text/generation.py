@@ -33,7 +33,7 @@ Prompt = str | Collection[int] | Sequence[Mapping[str, Any]]
 def encode_prompt(
     prompt: Any, tokenizer: Tokenizer | None, vocab: int, template_args: Mapping[str, Any] = {}
 ) -> Collection[int]:
-    """Return the token ids of a prompt; PipelineError if it is not a prompt of this model."""
+    """Return the token ids of a prompt; PipelineError if it is not valid for this model."""
     if tokenizer and isinstance(prompt, str):
         return tokenizer.encode(prompt)
     if tokenizer and is_messages(prompt):
@@ -53,7 +53,7 @@ def is_messages(prompt: Any) -> bool:
 
 
 def is_prompt(value: Any) -> bool:
-    """Return whether `value` is one prompt, rather than several."""
+    """Return whether `value` is one prompt, and not a list of prompts."""
     ids = isinstance(value, Collection) and bool(len(value)) and all(isinstance(token, Integral) for token in value)
     return isinstance(value, str) or ids or is_messages(value)
 
@@ -64,13 +64,17 @@ class Stream(Iterator[str]):
     Without a tokenizer the pieces are token ids. The model runs only while the caller waits for a
     piece.
 
-    Attributes: `tokens`: the ids so far. `finish_reason`: None before the end. `repeated`: whether
-    a repetition loop ended the text. `steps`: tokens chosen after the first. `prefill_seconds`,
-    `decode_seconds`: time until the first token and of the steps, without the caller's time.
+    Attributes: `tokens`: the ids generated so far. `finish_reason`: None before the end.
+    `repeated`: whether a repetition loop ended the text. `steps`: number of tokens after the first.
+    `prefill_seconds`, `decode_seconds`: time to the first token, and time of the steps; neither
+    includes time in which the caller did not wait for a piece.
     """
 
     def __init__(self, engine: Engine, request: Request, *, reasoning: bool = False):
-        """Create a stream that starts at the first read; `reasoning`: yield it as `Reasoning`."""
+        """Create a stream; the request is submitted at the first read.
+
+        `reasoning`: whether to yield the model's reasoning too, as `Reasoning`.
+        """
         self.request, self._engine, self._reasoning = request, engine, reasoning
         self._events = engine.stream()
         self._pieces: deque[str] = deque()
@@ -84,7 +88,10 @@ class Stream(Iterator[str]):
         return self._pieces.popleft()
 
     def read(self) -> list[Event]:
-        """Return the next events; none after the end. Raises the error of a request that failed."""
+        """Return the next events, or an empty list after the end.
+
+        Raises the error of a request that failed.
+        """
         start = time.monotonic()
         if not self._start:
             self._start = start
@@ -111,7 +118,7 @@ class Stream(Iterator[str]):
         return reasoning + [event.text] * bool(event.text)
 
     def close(self) -> None:
-        """Cancel the rest; dropping the stream does the same."""
+        """Cancel the rest of the generation; deleting the stream does the same."""
         self._events.close()
 
     def __del__(self) -> None:
@@ -144,17 +151,17 @@ class Stream(Iterator[str]):
 
     @property
     def speculator(self) -> Speculator | None:
-        """The speculator of this request, None without one."""
+        """The `Speculator` of this request; None if it does not use speculative decoding."""
         found = self._engine.scheduler.speculator
         return found if found and found.request is self.request else None
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of prompt number `index`, counted from 0.
+    """The result of a prompt; `index`: index of the prompt.
 
-    `text`: None without a tokenizer. `finish_reason`: "stop", "length", "context" or, with an
-    `error`, "error".
+    `text`: None without a tokenizer. `finish_reason`: "stop", "length" or "context", or "error" if
+    there is an `error`.
     """
 
     index: int
@@ -171,7 +178,8 @@ class Result:
 class Scored:
     """The tokens of a text and their `logprobs`, f64 [tokens], NaN for the first.
 
-    `top`: for each token after the first the most probable tokens there, as (id, logprob).
+    `top`: for each token after the first, the most probable tokens at its position, as (id,
+    log-probability).
     """
 
     tokens: list[int]
@@ -185,10 +193,10 @@ class Scored:
 
 
 def generate_many(engine: Engine, prompts: Iterable[Prompt], make_request: Callable[[Prompt], Request]) -> Generator[Result]:
-    """Yield a result for each prompt as it ends; it has an error if the prompt cannot be run.
+    """Yield the result of each prompt when it ends; an invalid prompt has a result with an error.
 
-    A prompt is taken from the iterable when a slot is free for it. The model runs only while the
-    caller waits for a result; closing the iterator cancels the rest.
+    The next prompt is taken from the iterable when a slot is free. The model runs only while the
+    caller waits for a result. Closing the iterator cancels unfinished prompts.
     """
     waiting, stream = enumerate(prompts), engine.stream()
     running: dict[Request, tuple[int, list[str]]] = {}
@@ -220,9 +228,9 @@ def generate_many(engine: Engine, prompts: Iterable[Prompt], make_request: Calla
 
 
 def score_many(engine: Engine, prompts: Iterable[Prompt], make_request: Callable[[Prompt], Request]) -> list[Scored]:
-    """Return the scores of each prompt; PipelineError for one that cannot be scored.
+    """Return the scores of each prompt; raise PipelineError if one cannot be scored.
 
-    `make_request` sets `prompt_logprobs`, and max_tokens 0.
+    `make_request` must set `prompt_logprobs`, and `max_tokens` to 0.
     """
     requests: list[Request] = []
 
@@ -243,7 +251,7 @@ def score_many(engine: Engine, prompts: Iterable[Prompt], make_request: Callable
 
 
 def open_draft(bundle: Bundle | Path | str, target: Bundle, threads: int | None = None) -> Draft:
-    """Open the draft model in `bundle` for `target`; PipelineError if `check_draft` rejects it."""
+    """Return an open draft model for `target`; PipelineError if `check_draft` rejects it."""
     bundle = open_bundle(bundle)
     check_draft(bundle, target)
     return Draft(Session(bundle, threads), target.manifest.vocab)

@@ -19,31 +19,31 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.reasoning import Marks
 from castiron.pipelines.text.vocabulary import Vocabulary
 
-# Limits of the child process that compiles a grammar first: processor time, memory.
+# Limits of the child process that first compiles a grammar: seconds of processor time, bytes of memory.
 SECONDS, MAX_BYTES = 1.0, 1 << 30
 # Max characters of a grammar, and how many compiled definitions are cached.
 MAX_CHARACTERS, MAX_CACHED = 1_000_000, 16
-# Estimated memory of each text's grammar: a fixed part, and a part for each byte of its definition.
+# Estimated bytes of memory for the grammar of one text: a fixed part, and a part for each byte of its definition.
 BASE_BYTES, BYTES_EACH = 1_000_000, 2
-# Texts that few tokenizers merge with the text after them.
+# Short texts that few tokenizers merge with the text after them.
 PRECEDING = ("\n", "=")
 
 
 class GrammarConstraint:
-    """Constrains one text to its grammar, after the model's reasoning if there is any.
+    """The constraint of one text to a grammar, which starts after the model's reasoning, if any.
 
     `matcher`: an llguidance matcher that nothing else uses. `marks`: start and end marks of
-    reasoning. The prompt may end in a start mark; then reasoning comes first.
+    reasoning. If `prompt` ends in a start mark, the text starts with reasoning.
     """
 
     def __init__(self, matcher, grammars: Grammars, marks: Marks = (), prompt: str = ""):
         self._matcher, self._grammars, self.eos = matcher, grammars, grammars.eos
         self.forced: deque[int] = deque()
-        # The end marks of the reasoning that has started, and the last bytes since its start.
+        # End marks of the reasoning in progress, and its last bytes.
         self._ends = tuple(end.encode() for start, end in marks if prompt.rstrip().endswith(start))
         self._reasoning = b""
-        # Tokens that may start reasoning now, with its end mark. A mark of several tokens could be
-        # the start of the text itself.
+        # By token that may start reasoning now: the end mark. A mark of several tokens is not
+        # accepted, because its first token could be the start of the text itself.
         self._starts: dict[int, bytes] = {}
         if not self._ends and not any(prompt.rstrip().endswith(end) for _, end in marks):
             self._starts = {ids[0]: end.encode() for start, end in marks if len(ids := grammars.encode(start)) == 1}
@@ -65,7 +65,7 @@ class GrammarConstraint:
         return bool(self._ends) or token in self._starts or self._matcher.validate_tokens([token]) == 1
 
     def mask(self, vocab: int) -> np.ndarray:
-        """Return which tokens may come next, bool [vocab]; ConstraintError if no token may."""
+        """Return which tokens may come next, bool [vocab]; raise ConstraintError if none may."""
         found = np.full(vocab, bool(self._ends) and not self.forced)
         if self.forced:
             found[self.forced[0]] = True
@@ -73,8 +73,8 @@ class GrammarConstraint:
             bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")[:vocab]
             found[: len(bits)] = bits
             found[list(self._starts)] = True
-            # llguidance returns the first token of a forced text that exists, even if bytes before
-            # it have no token.
+            # If the grammar forces bytes that no token has, llguidance returns a token for later
+            # bytes, which is not valid.
             if np.count_nonzero(bits) == 1 and self._matcher.validate_tokens([int(bits.argmax())]) != 1:
                 found[int(bits.argmax())] = False
             if self._matcher.is_error() or not found.any():
@@ -86,7 +86,7 @@ class GrammarConstraint:
         return np.where(self.mask(len(logits)), logits, np.float32(-np.inf))
 
     def accept(self, token: int) -> None:
-        """Append `token`; ConstraintError if it is not allowed or the grammar grows too large."""
+        """Append `token`; raise ConstraintError if it is not allowed or exceeds a work limit."""
         if self._ends:
             self._accept_reasoning(token)
         elif token in self._starts:
@@ -100,7 +100,7 @@ class GrammarConstraint:
         self._look_ahead()
 
     def _accept_reasoning(self, token: int) -> None:
-        """Append a token of the reasoning, up to the mark that ends it."""
+        """Append a token of the reasoning, and end the reasoning at its end mark."""
         tokens = self._grammars.tokens
         self._reasoning += tokens[token] if token < len(tokens) else b""
         for end in self._ends:
@@ -119,7 +119,7 @@ class GrammarConstraint:
     def _look_ahead(self) -> None:
         if not (self.forced or self._ends or self._starts):
             tokens = self._matcher.compute_ff_tokens()
-            # The grammar may force bytes that the vocabulary lacks; then no token is forced.
+            # The grammar may force bytes that no token has; then no token is forced.
             self.forced.extend(tokens[: self._matcher.validate_tokens(tokens)])
 
     def _error(self) -> ConstraintError:
@@ -130,7 +130,10 @@ class GrammarConstraint:
 
 
 class GrammarError(PipelineError):
-    """An unsupported schema, regular expression or grammar; `kind`: such as "json_schema"."""
+    """The error for an unsupported schema, regular expression or grammar.
+
+    `kind`: name of the argument of `Grammars.compile`, such as "json_schema".
+    """
 
     def __init__(self, kind: str, message: str):
         super().__init__(f"{kind.replace('_', ' ')}: {message}")
@@ -138,30 +141,36 @@ class GrammarError(PipelineError):
 
 
 class Grammar:
-    """A compiled grammar; `calls`: whether texts are tool calls, `nbytes`: memory of each text."""
+    """A compiled grammar.
+
+    `calls`: whether its texts are tool calls. `nbytes`: estimated bytes of memory for each text.
+    """
 
     def __init__(self, grammars: Grammars, matcher, nbytes: int, calls: bool):
         self._grammars, self._matcher, self.nbytes, self.calls = grammars, matcher, nbytes, calls
 
     def constraint(self, marks: Marks = (), prompt: str = "") -> GrammarConstraint:
-        """Return the constraint of one text after `prompt`; reasoning between `marks` is exempt."""
+        """Return a constraint for the text after `prompt`.
+
+        The grammar does not apply to reasoning between `marks`.
+        """
         return GrammarConstraint(self._matcher.deep_copy(), self._grammars, marks, prompt)
 
 
 class Grammars:
-    """Compiles grammars: first in a child process with limits, then in this process."""
+    """A compiler of grammars, which compiles first in a child process with limits, then here."""
 
     def __init__(self, backend, vocabulary: Vocabulary, eos: Sequence[int]):
-        """Prepare the vocabulary; PipelineError if llguidance is not installed.
+        """Prepare the vocabulary; raise PipelineError if llguidance is not installed.
 
-        `backend`: the tokenizers library's tokenizer. `eos`: the tokens that end a text.
+        `backend`: a tokenizer of the tokenizers library. `eos`: the tokens that end a text.
         """
         try:
             from castiron.pipelines.text import grammar_compiler
         except ModuleNotFoundError:
             raise PipelineError("structured output needs llguidance: pip install 'castiron-llm[structured]'") from None
         self._compiler, self._backend = grammar_compiler, backend
-        # llguidance needs an end token: add one that no model emits if there is none.
+        # llguidance needs an end token. If there is none, add a token that no model generates.
         self.tokens = vocabulary.tokens if eos else [*vocabulary.tokens, b""]
         self.eos = tuple(eos) or (len(vocabulary.tokens),)
         self.special = vocabulary.special
@@ -176,9 +185,9 @@ class Grammars:
         return self._compiler.make_index(self.tokens, self.special, self.eos, self.encode)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text that continues another text."""
+        """Return the ids of a text that is in the middle of a longer text."""
         ids_of = lambda text: self._backend.encode(text, add_special_tokens=False).ids
-        # Some tokenizers add a space before a text. Then encode it after a short other text.
+        # Some tokenizers add a space before a text; then encode it after another short text.
         for before in ("", *PRECEDING):
             ids = ids_of(before + text)[len(ids_of(before)) :]
             if b"".join(self.tokens[i] for i in ids) == text.encode():
@@ -189,10 +198,10 @@ class Grammars:
         self, *, json_schema: Mapping[str, Any] | bool | None = None, regex: str | None = None, grammar: str | None = None,
         tools: Mapping[str, Any] | None = None, compact_json: bool = False,
     ) -> Grammar:  # fmt: skip
-        """Compile one grammar for a complete text.
+        """Return a compiled grammar for a complete text; give exactly one definition.
 
-        `grammar` is Lark or GBNF, `tools` the result of `Tools.grammar`. `compact_json`: JSON
-        without spaces. Raises GrammarError, which names the unsupported keyword or exceeded limit.
+        `grammar`: Lark or GBNF. `tools`: result of `Tools.grammar`. `compact_json`: whether JSON
+        has no spaces. Raises GrammarError, which names the unsupported keyword or exceeded limit.
         """
         given = {"json_schema": json_schema, "regex": regex, "grammar": grammar, "tools": tools}
         kinds = [kind for kind, value in given.items() if value is not None]
@@ -215,7 +224,7 @@ class Grammars:
         return Grammar(self, matcher, BASE_BYTES + BYTES_EACH * len(definition), calls=kind == "tools")
 
     async def compile_async(self, **given: Any) -> Grammar:
-        """Run `compile` in a thread of its own; cancelling it kills the child process."""
+        """Run `compile` in another thread; cancelling the coroutine kills the child process."""
         queued = self._thread.submit(self.compile, **given)
         work = asyncio.wrap_future(queued)
         # Read the exception, so that asyncio does not log the error of a cancelled request.

@@ -1,6 +1,7 @@
-"""Convert grammars to llguidance's form and try each of them, in a child process.
+"""Convert grammars to llguidance's form and compile each of them once, in a child process.
 
-llguidance overflows its stack, or takes minutes, on some grammars of a few kilobytes.
+The child process protects the server, because llguidance overflows its stack, or takes minutes, for
+some grammars of a few kilobytes.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from castiron.pipelines.text.special_tokens import strings_of
 from castiron.pipelines.text.tool_formats import ToolFormat
 from castiron.pipelines.text.tool_grammar import OPTIONS, ToolGrammar
 
-# Max states of a text's lexer, which take 1 to 2 kB each.
+# Max states of the lexer of a text; each takes 1 to 2 kB.
 MAX_STATES = 25_000
-# Work before the first token and at each token, in llguidance's units: at most half a second, and
-# 10 ms (or 0.4 s for a long text that the grammar forces), during which other requests wait. An
-# enumeration of 20,000 values takes less.
+# Max work before the first token and at each token, in llguidance's units. The first takes up to
+# 0.5 s. The second takes up to 10 ms, or 0.4 s for a long text that the grammar forces, and other
+# requests wait during that time. An enumeration of 20,000 values takes less.
 FIRST_FUEL, STEP_FUEL = 400_000, 50_000
 # Max nesting of terminals, because llguidance's work at a token grows with the cube of the depth.
 MAX_TERMINAL_DEPTH = 200
 # Keywords that don't constrain values.
 ANNOTATIONS = ("description", "title", "examples", "default", "$comment", "$schema", "$id")
-# Keywords that llguidance lacks, with values that don't constrain either.
+# Keywords that llguidance does not support, with values that do not constrain the text.
 NOOPS: dict[str, tuple[Any, ...]] = {"uniqueItems": (False,), "propertyNames": ({}, True, {"type": "string"})}
-# Keywords whose value is schemas by name, and those whose value is one or several schemas.
+# Keywords whose value is an object of schemas, and keywords whose value is a schema or a list of schemas.
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 SCHEMAS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf")
-# Error messages of llguidance, and what they mean to a user.
+# Patterns of llguidance's error messages, and the message for the user.
 ERRORS = (
     (r"Unimplemented keys: \[(.*)\]", "{} cannot be honoured; leave it out"),
     (r"Unknown format: (.*)", 'the format "{}" cannot be honoured; leave it out'),
@@ -46,22 +47,25 @@ ERRORS = (
 
 
 class Compiler:
-    """Converts grammars for one vocabulary, and tries each with llguidance."""
+    """A converter of grammars for one vocabulary, which also compiles each with llguidance."""
 
     def __init__(self, tokens: Sequence[bytes], special: Sequence[int], eos: Sequence[int], marks: Mapping[str, int]):
-        """Index a vocabulary; `marks`: the ids of special tokens by name."""
+        """Index a vocabulary; `tokens`: bytes of each token, `marks`: special token ids by text."""
         self.marks = marks
         self.index = make_index(tokens, special, eos, lambda text: self.index.greedy_tokenize(text))
-        # Some vocabularies lack the bytes of rare characters.
+        # All bytes in the vocabulary, because some vocabularies lack the bytes of rare characters.
         self.bytes = frozenset(b"".join(tokens[i] for i in set(range(len(tokens))).difference(special)))
 
     def compile(self, kind: str, value: Any, compact: bool) -> str:
-        """Return `value` in llguidance's form; PipelineError if unsupported or if no token fits."""
+        """Return a grammar in llguidance's form; kind: as the arguments of `Grammars.compile`.
+
+        Raises PipelineError if it is not supported, or if no token can start a text.
+        """
         definition = self.definition(kind, value, compact)
         matcher = make_matcher(self.index, definition)
         if matcher.is_error():
             raise PipelineError(_message(kind, matcher.get_error()))
-        # Do the work before the first token now, because it may exceed a limit.
+        # Do the work before the first token now, because it may exceed a limit of the child process.
         matcher.compute_ff_tokens()
         matcher.compute_bitmask()
         return definition
@@ -94,7 +98,7 @@ class Compiler:
             if not self.bytes.issuperset(character.encode("utf-8", "replace")):
                 raise PipelineError(f"this model's vocabulary has no bytes for {character!r}; remove it from the schema")
         if isinstance(schema, bool):
-            # The schema true allows every value, false none.
+            # The schema true allows every value, and false allows none.
             return {} if schema else {"enum": []}
         return without_noops(schema)
 
@@ -103,18 +107,21 @@ _compiler: Compiler
 
 
 def start(tokens: Sequence[str], *more: Any) -> None:
-    """Prepare this process for `compile_definition`; arguments of `Compiler`, tokens in Latin-1."""
+    """Prepare the child process for `compile_definition`.
+
+    The arguments are those of `Compiler`, but tokens are bytes decoded as Latin-1.
+    """
     global _compiler
     _compiler = Compiler([token.encode("latin-1") for token in tokens], *more)
 
 
 def compile_definition(kind: str, value: str, compact: bool) -> str:
-    """Run `Compiler.compile` of `value`, a JSON text, in the child process."""
+    """Return the result of `Compiler.compile` in the child process; value: the grammar as JSON."""
     return _compiler.compile(kind, json.loads(value), compact)
 
 
 def make_index(tokens: Sequence[bytes], special: Sequence[int], eos: Sequence[int], encode: Callable[[str], list[int]]) -> Any:
-    """Return llguidance's index of a vocabulary; `encode` returns the ids of a text."""
+    """Return llguidance's index of a vocabulary; `encode`: returns the token ids of a text."""
 
     class Source:
         eos_token_id, bos_token_id = eos[0], None
@@ -133,7 +140,7 @@ def make_matcher(index: Any, definition: str) -> Any:
 
 def check_terminals(lark: str) -> None:
     """Raise PipelineError for terminals that are nested too deeply."""
-    # Literals and comments may contain names.
+    # Remove literals and comments, which may contain names of terminals.
     names = re.sub(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/', " ", lark)
     parts = re.split(r"(?m)^[ \t]*(\w+)[^:\n|]*:", names)
     used = {
@@ -168,15 +175,15 @@ def without_noops(schema: Any) -> Any:
 def json_options(compact: bool) -> dict[str, Any]:
     """Return llguidance's options for JSON.
 
-    They allow only one form of white space, because a model may otherwise repeat it without end.
+    They allow only one form of white space, because a model may otherwise repeat it endlessly.
     """
-    # Models are trained on ", " and ": ", and give fewer right answers in compact JSON.
+    # Models are trained on ", " and ": ", and answer less accurately in compact JSON.
     item, key = (",", ":") if compact else (", ", ": ")
     return {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
 
 
 def _message(kind: str, error: str) -> str:
-    """Return one line for llguidance's error, in terms that a user of `kind` knows."""
+    """Return one line that explains an error of llguidance to the author of the grammar."""
     for pattern, message in ERRORS if kind == "json_schema" else ():
         if found := re.search(pattern, error):
             return message.format(*(group.strip() for group in found.groups()))

@@ -1,4 +1,4 @@
-"""Read tool calls from the text that a model wrote for them, in a `ToolFormat` or in bare JSON."""
+"""Parse tool calls in the text that a model generated, in a `ToolFormat` or in bare JSON."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from castiron.pipelines.text.tool_formats import ID, KEY, ToolFormat
 
 # Keys under which models write a function's name and its arguments in JSON.
 NAME_KEYS, ARGUMENT_KEYS = ("name", "tool_name", "function"), ("arguments", "parameters", "args", "input")
-# Types of JSON as Python's; bool is an int for Python, but not for JSON.
+# Python types of JSON types.
 TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
-# What reading a text that is not a call raises; a generator turns StopIteration into RuntimeError.
+# Exceptions of parsing a text that is not a call; in a generator, StopIteration becomes RuntimeError.
 NOT_CALLS = (ValueError, SyntaxError, TypeError, LookupError, AttributeError, RecursionError, RuntimeError)
 
 # A function's name and its arguments.
@@ -24,13 +24,13 @@ ReadCall = tuple[str, dict]
 
 
 class CallReader:
-    """A reader of calls in one format; `schemas` of the functions' parameters give types."""
+    """A parser of calls in one format; schemas: of the functions' parameters, by name."""
 
     def __init__(self, form: ToolFormat, schemas: Mapping[str, Any]):
         self.form, self.schemas = form, schemas
 
     def read(self, payload: str) -> list[ReadCall]:
-        """Return the calls of a text from the start mark up to the end mark; ValueError if none."""
+        """Return the calls in a text from start mark to end mark; ValueError if there are none."""
         styles = {"json": self._json, "python": self._python, "gemma": self._gemma, "tags": self._tags}
         try:
             calls = list(styles[self.form.style](payload))
@@ -42,15 +42,15 @@ class CallReader:
 
     @cached_property
     def head(self) -> re.Pattern:
-        """Matches a call from its start to its arguments; group 1 is the function's name."""
+        """A pattern of the text of a call before its arguments; group 1 is the function's name."""
         follows = r"\s*(?=\{)" if self.form.style in ("json", "gemma") else ""
         return re.compile(f"{_lenient(self.form.begin)}([\\w.:/-]+){_lenient(self.form.head)}{follows}")
 
     @cached_property
     def argument(self) -> re.Pattern:
-        """Matches an argument in tags: `key`, `value`, and a group for each type of value."""
+        """A pattern of an argument in tags: groups `key`, `value`, and one for each value type."""
         form = self.form
-        # Space next to a value may belong to it, so it is matched exactly.
+        # White space next to a value may belong to the value, so it is matched exactly.
         exact = lambda text: re.sub(r"((?:\\?\s)+)", r"(?:\1)?", re.escape(text))
         ends = "|".join(f"(?P<{kind or 'any'}>{exact(text)})" for kind, text in _by_text(form.key_end).items())
         value_end = exact(form.value_end).replace(re.escape(KEY), "(?P=key)")
@@ -86,7 +86,7 @@ class CallReader:
             yield from read_bare(payload)
 
     def _python(self, payload: str) -> Iterator[ReadCall]:
-        """Read [f(a="x", b=1), g()], also with JSON's true, false and null."""
+        """Parse calls such as [f(a="x", b=1), g()], which may have JSON's true, false and null."""
 
         class Constants(ast.NodeTransformer):
             def visit_Name(self, node: ast.Name) -> ast.Constant:
@@ -102,7 +102,7 @@ class CallReader:
             yield _name(ast.unparse(call.func)), {word.arg: value(word.value) for word in call.keywords}
 
     def _gemma(self, payload: str) -> Iterator[ReadCall]:
-        """Read call:name{key:<|"|>text<|"|>,other:[1,true]}: JSON whose strings have other quotes."""
+        """Parse a call such as call:name{key:<|"|>text<|"|>,other:[1,true]}."""
         head = self.head.search(payload)
         parts = payload[head.end() :].removesuffix(self.form.close).split(self.form.quote)
         if len(parts) % 2 == 0:
@@ -112,14 +112,14 @@ class CallReader:
         yield head[1], _object(json.loads("".join(parts)))
 
     def _tags(self, payload: str) -> Iterator[ReadCall]:
-        """Read keys and values between marks; a mark or the schema tells the type of a value."""
+        """Parse calls with keys and values between marks; marks or the schema give value types."""
         form, heads = self.form, [*self.head.finditer(payload)]
         if not heads:
             yield from read_bare(payload)
         end, close = re.compile(_lenient(form.end.split()[0])), re.compile(re.escape(form.close) + r"\Z")
         for head, following in zip(heads, [*heads[1:], None]):
             rest = payload[head.end() : following.start() if following else len(payload)]
-            # A value may contain the end mark, so the last one counts; some models leave it out.
+            # A value may contain the end mark, so use the last one; some models leave it out.
             marks = [*end.finditer(rest)] or [*close.finditer(rest)]
             yield head[1], dict(self._tagged_arguments(head[1], rest[: marks[-1].start()] if marks else rest))
 
@@ -134,7 +134,10 @@ class CallReader:
 
 
 def read_bare(text: str) -> Iterator[ReadCall]:
-    """Read calls from a list or from objects of JSON or of Python literals, in other keys too."""
+    """Parse calls in JSON or Python literals: objects, or a list of them.
+
+    The keys for name and arguments may be any of NAME_KEYS and ARGUMENT_KEYS.
+    """
     decoder, at = json.JSONDecoder(), 0
     while found := re.compile(r"[\[{]").search(text, at):
         try:
@@ -150,7 +153,10 @@ def read_bare(text: str) -> Iterator[ReadCall]:
 
 
 def _value(text: str, may_be_string: bool) -> Any:
-    """Return a value of JSON or a Python literal, or the text itself if it is neither."""
+    """Return the value of a JSON text or a Python literal, or the text itself if it is neither.
+
+    may_be_string: whether the schema allows a string; then only null and strings are parsed.
+    """
     value: Any = text
     try:
         value = json.loads(text)
@@ -176,13 +182,13 @@ def _object(value: Any) -> dict:
 
 
 def _by_text(key_end: Mapping[str, str]) -> dict[str, str]:
-    """Return the texts between key and value by type, each text once; strings come first."""
+    """Return the distinct texts between a key and a value by value type, that of strings first."""
     found = dict.fromkeys(key_end[kind] for kind in sorted(key_end, key=lambda kind: kind != "string"))
     return {next(kind for kind, each in key_end.items() if each == text): text for text in found}
 
 
 def _lenient(text: str) -> str:
-    """Return an expression for a text of a format that allows other space, and any identifier."""
+    """Return a pattern for a text of a format, with any white space, and any identifier for ID."""
     pattern = ""
     for part in re.split(rf"(\s+|{ID}|[{{}}\[\],:])", text):
         if part == ID:

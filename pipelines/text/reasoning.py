@@ -1,12 +1,12 @@
-"""Separate a model's reasoning, between marks such as <think> and </think>, from its answer."""
+"""Separate a model's reasoning (between marks such as <think> and </think>) from its answer."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
 
-# End marks of chat templates and tokenizers: </think>, [/THINK], </seed:think>, <|END_THINKING|>.
-# The start mark is the same without the slash, or with START for END.
+# End marks in chat templates and tokenizers: </think>, [/THINK], </seed:think>, <|END_THINKING|>.
+# The start mark has no slash, or START instead of END.
 _END = re.compile(r"(?i)[<\[◁]/[\w:|]*(?:think|thought|reason)[\w:|]*[>\]▷]|<\|END_(?:THINKING|THOUGHT|REASONING)\|>")
 
 Marks = tuple[tuple[str, str], ...]
@@ -17,7 +17,10 @@ class Reasoning(str):
 
 
 def marks_of(template: str, tokens: Iterable[str]) -> Marks:
-    """Return pairs of start and end marks: those in `template`, then those among added `tokens`."""
+    """Return (start mark, end mark) pairs, those in `template` before those in `tokens`.
+
+    tokens: texts of the tokenizer's added tokens.
+    """
     ends = dict.fromkeys([*_END.findall(template), *(token for token in tokens if _END.fullmatch(token))])
     return tuple((_start_of(end), end) for end in ends)
 
@@ -27,20 +30,20 @@ def _start_of(end: str) -> str:
 
 
 class ReasoningSplitter:
-    """Separates the reasoning at the start of a text from the answer after it.
+    """A streaming splitter of the reasoning at the start of a text and the answer after it.
 
-    Methods return pieces, `Reasoning` or str, as soon as they are final: only a possible mark, and
-    space next to one, is held back. Marks inside the answer are part of the answer.
+    Methods return pieces (`Reasoning` or str) as soon as they are final. Only a possible mark and
+    white space next to it are held back. Marks inside the answer are part of the answer.
     """
 
     def __init__(self, marks: Marks, prompt: str = ""):
-        """Expect reasoning first if `prompt`, the text before, ends in a start mark."""
+        """Start a text; if `prompt` (the text before it) ends in a start mark, with reasoning."""
         self.marks = marks
-        # End marks to look for in reasoning. A start mark counts only before the first word.
+        # End marks of the reasoning in progress. A start mark is recognised only before the first word.
         self._ends = tuple(end for start, end in marks if prompt.rstrip().endswith(start))
         self.reasoning, self.done = bool(self._ends), False
         self._pending = ""
-        # Whether to leave out space, because the reasoning or the answer after it has no word yet.
+        # Whether to drop white space, because the reasoning, or the answer after it, has no word yet.
         self._blank = True
 
     def add(self, more: str) -> list[str]:
@@ -75,7 +78,7 @@ class ReasoningSplitter:
         return [text] if text else []
 
     def _start(self) -> None:
-        """Decide whether the text starts with reasoning, once that is certain."""
+        """Set `reasoning` or `done` once it is certain whether the text starts with reasoning."""
         text = self._pending.lstrip()
         for start, end in self.marks:
             if text.startswith(start):
@@ -86,10 +89,10 @@ class ReasoningSplitter:
 
 
 def split_at_mark(text: str, marks: Collection[str], final: bool = False) -> tuple[str, str, str]:
-    """Return the text before the first mark, the mark, and the text after it.
+    """Return (text before the first mark, the mark, text after it).
 
-    Without a mark: the text that is certain not to be part of one, "", and the rest of the text.
-    `final`: no text follows, so all of it is certain.
+    Without a mark, return (text that is certain not to be part of a mark, "", rest of the text).
+    `final`: whether no more text follows, so that the rest is empty.
     """
     found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
     start, mark = min(found, key=lambda one: one[0], default=(len(text), ""))
@@ -101,6 +104,6 @@ def split_at_mark(text: str, marks: Collection[str], final: bool = False) -> tup
 
 
 def _prefix_start(text: str, mark: str) -> int:
-    """Return the start of the longest end of `text` that may begin `mark`; len(text) if none."""
+    """Return the index of the longest suffix of `text` that is a prefix of `mark`, or len(text)."""
     starts = range(max(0, len(text) - len(mark) + 1), len(text))
     return next((start for start in starts if mark.startswith(text[start:])), len(text))

@@ -1,9 +1,9 @@
 """Safe encoding of messages: text in a message that spells a special token stays text.
 
-So a message can't open or end a turn with a spelling such as `<|im_end|>`. Before the template
-renders a message, each spelling in it gets a break: a character that no message contains. In the
-rendered text only a spelling without a break is a special token. This also holds if the template
-cuts, joins or quotes messages.
+So a message cannot start or end a turn with a spelling such as `<|im_end|>`. Before the template
+renders a message, a break is inserted in each spelling in it: a character that no message contains.
+In the rendered text, only a spelling without a break is a special token. This also holds if the
+template cuts, joins or quotes messages.
 """
 
 from __future__ import annotations
@@ -19,19 +19,23 @@ from typing import Any
 
 from castiron.pipelines.errors import PipelineError
 
-# Characters to choose the break from: private use characters, which no language has.
+# Candidates for the break character: private use characters, which no language has.
 BREAKS = range(0xE000, 0xF900)
-# Fields of an assistant's message that contain text of the model.
+# Fields of an assistant's message with text that the model generated.
 ANSWERS = ("content", "reasoning_content")
-# Max depth of the regular expression that finds spellings: few spellings share longer prefixes.
+# Max nesting of the regular expression that finds spellings; few spellings share longer prefixes.
 DEEPEST = 60
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer, and other tokens that its template writes as marks."""
+    """The special tokens of a tokenizer, and other tokens that its chat template uses as marks."""
 
     def __init__(self, tokenizer: Any, template: str, answers: Collection[str] = ()):
-        """`answers`: marks, such as <think>, that templates look for in assistants' messages."""
+        """Collect the tokens whose spellings in messages must stay text.
+
+        `template`: the chat template. `answers`: marks such as <think>, which assistants' messages
+        may contain because templates look for them there.
+        """
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder().values()
         self._added = {str(token.content): token.special for token in added if token.content}
@@ -41,15 +45,15 @@ class SpecialTokens:
         self._normalised = tokenizer.normalizer is not None and (
             type(tokenizer.model).__name__ != "BPE" or any(t.normalized for t in added if t.content in self.spelled)
         )
-        # A text without any of these characters contains no spelling, and no part of one.
+        # Text without any of these characters contains no spelling and no part of a spelling.
         self._ends = {c for word in self.spelled for c in (word[0], word[-1])}
         self._answers = answers
 
     def broken(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-        """Return a template's variables with breaks in spellings of special tokens, and the break.
+        """Return (template variables with breaks in spellings of special tokens, break character).
 
-        A part of a spelling at an end of a text gets one too. The break is "" if none is needed.
-        PipelineError for values that nest too deep.
+        Breaks are also inserted in a part of a spelling at either end of a string. The character is
+        "" if no break is needed. Raises PipelineError for values that nest too deep.
         """
         try:
             strings = list(strings_of(given))
@@ -65,10 +69,10 @@ class SpecialTokens:
             raise PipelineError("the messages nest values too deep for a chat template; send them as text") from None
 
     def sanitised(self, text: str, mark: str) -> tuple[Any, str]:
-        """Return a tokenizer, and the text that it has to encode instead of the rendered `text`.
+        """Return (tokenizer, text that it must encode instead of the rendered `text`).
 
-        Spellings with the break `mark` become text, and so do those that only normalisation
-        produces, such as from full-width letters.
+        mark: the break character. Spellings with a break become text, and so do spellings that only
+        normalisation produces, for example from full-width letters.
         """
         if not mark and not self._normalised:
             return self._tokenizer, text
@@ -144,7 +148,7 @@ class SpecialTokens:
 
 
 class Spellings:
-    """A search for spellings of special tokens, in any case, and parts of them at a text's ends."""
+    """A search for spellings of special tokens, in any case, and for parts at a text's ends."""
 
     def __init__(self, words: Collection[str]):
         low = {word.lower() for word in words}
@@ -155,10 +159,10 @@ class Spellings:
         self._longest = max(map(len, low), default=0)
 
     def breaks(self, text: str) -> list[int]:
-        """Return the indexes at which `text` needs a break, ascending.
+        """Return the indices at which `text` needs a break, in ascending order.
 
-        They are after the first character of each spelling, and at an end of the text where the
-        template may complete a part of a spelling.
+        A break is needed after the first character of each spelling, and at an end of the text with
+        a part of a spelling that the template may complete.
         """
         low = text.lower()
         if len(low) != len(text):
@@ -173,7 +177,7 @@ class Spellings:
 
 
 def _is_mark(word: str, min_length: int = 2) -> bool:
-    """Return whether `word` is a mark and not a plain word, which may be the name of a role."""
+    """Return whether `word` has other characters than letters and digits, unlike a role's name."""
     return len(word) >= min_length and not word.isspace() and not word.isalnum()
 
 
@@ -182,7 +186,10 @@ def _is_bracketed(word: str) -> bool:
 
 
 def _any_of(words: Collection[str], depth: int = 0) -> str:
-    """Return a regular expression for the longest of `words`, which reads each character once."""
+    """Return a regular expression that matches the longest of `words` and reads text only once.
+
+    depth: depth of the recursion.
+    """
     if len(words) == 1 or depth == DEEPEST:
         return f"(?:{'|'.join(map(re.escape, sorted(words, key=len, reverse=True)))})"
     following: dict[str, list[str]] = {}
@@ -196,7 +203,7 @@ def _any_of(words: Collection[str], depth: int = 0) -> str:
 
 
 def strings_of(value: Any, skipped: Collection[str] = ()) -> Iterator[str]:
-    """Yield every string in a value, keys included, except the `skipped` keys and their values."""
+    """Yield all strings and keys in a JSON value, except the `skipped` keys and their values."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

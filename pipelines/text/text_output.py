@@ -1,4 +1,7 @@
-"""Convert a request's tokens to text as they come, and separate reasoning and tool calls."""
+"""Convert the tokens of a request to text while they are generated.
+
+Reasoning and tool calls are separated from the answer.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextToken(Token):
-    """A token with the `offset` in characters at which its text starts."""
+    """A token; `offset`: index in the generated text of the first character of the token."""
 
     offset: int = 0
 
 
 @dataclass(frozen=True)
 class Delta(Event):
-    """New text of the answer, reasoning and tool calls, and the tokens that they come from."""
+    """The event of new text: answer, reasoning and tool calls, with the tokens they come from."""
 
     text: str = ""
     tokens: tuple[TextToken, ...] = ()
@@ -35,20 +38,21 @@ class Delta(Event):
 
     @classmethod
     def joined(cls, parts: Collection[Delta]) -> Delta:
-        """Return consecutive deltas as one."""
+        """Return consecutive deltas merged into one."""
         tokens = tuple(chain.from_iterable(part.tokens for part in parts))
         calls = tuple(chain.from_iterable(part.calls for part in parts))
         return cls("".join(part.text for part in parts), tokens, "".join(part.reasoning for part in parts), calls)
 
 
 class StopStrings:
-    """A filter that ends a text before the stop string that starts first.
+    """A streaming filter that ends a text before the first stop string in it.
 
-    It holds back only text that may start a stop string. `met`: the one that ended the text.
+    It holds back only text that may be the start of a stop string. `met`: the stop string that
+    ended the text, or None.
     """
 
     def __init__(self, strings: Collection[str]):
-        """Raise PipelineError for an empty string, which would end every text at once."""
+        """Raise PipelineError for an empty stop string, which would end every text at its start."""
         self.strings = tuple(strings)
         if "" in self.strings:
             raise PipelineError("a stop string (--stop) is empty; give at least one character")
@@ -60,7 +64,10 @@ class StopStrings:
         return self.met is not None
 
     def add(self, more: str, final: bool = False) -> str:
-        """Add `more`; return the text that can no longer change, with `final` all of it."""
+        """Append `more`; return the new text that cannot be part of a stop string.
+
+        `final`: whether this is the end of the text, so that nothing is held back.
+        """
         if self.stopped:
             return ""
         text, met, self._pending = split_at_mark(self._pending + more, self.strings, final)
@@ -71,17 +78,20 @@ class StopStrings:
 class TextOutput:
     """An `Output` that converts tokens to `Delta`s as soon as their text is final.
 
-    `prompt`: the ids that the text follows. `reasoning`, `tools`: what to separate from the answer.
-    `reasoning_tokens`: how many tokens were reasoning. PipelineError for an empty stop string.
+    `prompt`: token ids before the text. `reasoning`: whether to separate reasoning from the answer.
+    `tools`: functions whose calls to separate, or None. `self.reasoning_tokens`: number of tokens
+    of reasoning. Raises PipelineError for an empty stop string.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Collection[int], *, stop_strings: str | Iterable[str] = (),
+        self, tokenizer: Tokenizer, prompt: Collection[int], *, stop_strings: str | Iterable[str] | StopStrings = (),
         reasoning: bool = False, tools: Tools | None = None,
     ):  # fmt: skip
         self.reasoning_tokens = 0
         self._detokeniser = Detokeniser(tokenizer)
-        self._stops = StopStrings((stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings))
+        if not isinstance(stop_strings, StopStrings):
+            stop_strings = StopStrings((stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings))
+        self._stops = stop_strings
         self._reasoning = (
             ReasoningSplitter(tokenizer.marks, tokenizer.end_of(prompt)) if reasoning and tokenizer.marks else None
         )
@@ -89,7 +99,7 @@ class TextOutput:
             # Harmony (gpt-oss) writes every answer as messages to channels, even without functions.
             tools = tools or Tools(tokenizer.tool_format)
         self._calls = tools.reader() if tools else None
-        # Tokens whose text is not final; numbers of characters decoded and reported so far.
+        # Tokens whose text is not final, and the numbers of characters decoded and returned so far.
         self._pending: list[TextToken] = []
         self._decoded = self._reported = 0
 
@@ -113,7 +123,10 @@ class TextOutput:
         self._pending.append(TextToken(token.id, token.logprob, token.top, self._decoded))
 
     def _release(self, text: str, rest: bool = False) -> list[Event]:
-        """Add `text` and return the final events; with `rest`, at the end, also held-back text."""
+        """Return the events of text that is now final; text: new text.
+
+        rest: whether this is the end, so that text that was held back is final too.
+        """
         self._decoded += len(text)
         final = self._stops.add(text, rest)
         self._reported += len(final)
@@ -127,7 +140,7 @@ class TextOutput:
         return [delta] if delta.text or delta.reasoning or delta.calls or tokens else []
 
     def _separated(self, text: str, tokens: tuple[TextToken, ...], rest: bool) -> Delta:
-        """Return a delta of `text`, with reasoning and tool calls apart from the answer."""
+        """Return `text` as a delta in which reasoning and tool calls are separated."""
         reasoning, calls, thinking = "", (), False
         if self._reasoning:
             thinking = self._reasoning.reasoning
@@ -144,27 +157,28 @@ class TextOutput:
 
 
 def _separate(pieces: Iterable[str]) -> tuple[str, str]:
-    """Return the answer and the reasoning in some pieces of text."""
+    """Return (answer, reasoning): the joined pieces that are not, and that are, `Reasoning`."""
     pieces = list(pieces)
     answer = "".join(piece for piece in pieces if not isinstance(piece, Reasoning))
     return answer, "".join(piece for piece in pieces if isinstance(piece, Reasoning))
 
 
 def text_request(
-    prompt: Collection[int], context: int, tokenizer: Tokenizer | None, *, stop_strings: str | Iterable[str] = (),
+    prompt: Collection[int], context: int, tokenizer: Tokenizer | None, *, stop_strings: str | Iterable[str] | StopStrings = (),
     reasoning: bool = False, grammar: Grammar | None = None, tools: Tools | None = None, **options: Any,
 ) -> Request:  # fmt: skip
     """Return a request whose events are `Delta`s, or `Tokens` without a tokenizer.
 
     Args:
-        stop_strings: the text ends before the first one.
-        reasoning: report it apart from the answer.
-        grammar: what the answer has to match; with `reasoning` only what follows the reasoning.
-        tools: functions whose calls are reported apart from the answer.
-        options: of `Request`.
+        stop_strings: the text ends before the first of these strings.
+        reasoning: whether to report reasoning separately from the answer.
+        grammar: grammar of the answer; with `reasoning`, it starts after the reasoning.
+        tools: functions whose calls are reported separately from the answer.
+        options: other arguments of `Request`.
 
     Raises:
-        PipelineError: as `Request`, or for stop strings or a grammar without a tokenizer.
+        PipelineError: invalid arguments of `Request`, or stop strings or a grammar without a
+            tokenizer.
     """
     if tokenizer is None:
         if stop_strings or grammar:

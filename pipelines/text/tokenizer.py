@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from castiron.pipelines.errors import PipelineError
@@ -22,19 +23,22 @@ if TYPE_CHECKING:
 
     from castiron.pipelines.text.grammar import Grammar, Grammars
 
-# Texts of at least this many characters are encoded without blocking other threads.
+# Texts of more characters are encoded without holding the GIL.
 LONG = 20_000
-# A text of at most this many characters is encoded before its length is checked.
+# Texts of up to this many characters are encoded before the number of tokens is checked.
 COUNTED = 100_000
 REPLACEMENT = "\ufffd"
-# Appended to the last message to find its end in the rendered text: private use characters.
+# Private use characters that are appended to the last message, to find its end in the rendered text.
 CUT = "\ue0c1\ue0c2\ue0c3"
-# Tokens at the end of a prompt that may contain a mark that starts reasoning.
+# Number of last prompt tokens that are searched for a mark that starts reasoning.
 PROMPT_END = 16
 
 
 def check_utf8(text: str, name: str = "the prompt") -> str:
-    """Return the text; PipelineError for lone surrogates, as from a terminal that isn't UTF-8."""
+    """Return `text`, or raise PipelineError if it has lone surrogates, which UTF-8 cannot encode.
+
+    name: what the text is, for the error.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -57,10 +61,10 @@ def tokenizer_errors() -> Iterator[None]:
 def encode_text(
     backend: tokenizers.Tokenizer, text: str, second: str | None = None, add_special_tokens: bool = True
 ) -> tokenizers.Encoding:
-    """Encode one text, or two together; PipelineError if the library fails."""
+    """Return the encoding of a text, or of a pair of texts; PipelineError if the library fails."""
     with tokenizer_errors():
         if len(text) > LONG and second is None:
-            # For a single text the library holds Python's lock until it is done.
+            # The library releases the GIL in `encode_batch`, but not in `encode`.
             return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         return backend.encode(text, second, add_special_tokens=add_special_tokens)
 
@@ -72,17 +76,18 @@ class Tokenizer:
         backend: a tokenizer of the tokenizers library.
         template_args: default values of the template's variables; PipelineError for unknown ones.
         vocabulary: reads the bundle's vocabulary; by default it is computed from `backend`.
-        tool_format: how the template writes calls of functions; by default `HERMES`, and then tools
-            and calls are shown to the model as text.
+        tool_format: format in which the template writes tool calls; by default `HERMES`, and then
+            tools and calls are described to the model in the text of messages.
         parse_special: whether special tokens in messages become tokens instead of text.
+        fim: fill-in-the-middle tokens, as in `vmfb.manifest.Tokens`; others are found by name.
     """
 
     def __init__(
         self, backend, chat_template: str | None = None, bos: int | None = None, eos: Sequence[int] = (),
         template_args: Mapping[str, object] | None = None, vocabulary: Callable[[], Vocabulary] | None = None,
-        tool_format: ToolFormat | None = None, parse_special: bool = False,
+        tool_format: ToolFormat | None = None, parse_special: bool = False, fim: Mapping[str, int] = MappingProxyType({}),
     ):  # fmt: skip
-        self.backend, self.chat_template, self.bos, self.eos = backend, chat_template, bos, tuple(eos)
+        self.backend, self.chat_template, self.bos, self.eos, self.fim = backend, chat_template, bos, tuple(eos), fim
         # The file may have the padding and truncation that were used for training.
         backend.no_truncation()
         backend.no_padding()
@@ -100,11 +105,11 @@ class Tokenizer:
         self._silent = frozenset(n for n, token in added.items() if token.special and str(token.content) not in shown)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of plain text, with a BOS token if the model's tokenizer adds one."""
+        """Return the ids of a text without chat template, with BOS if the tokenizer adds it."""
         return encode_text(self.backend, check_utf8(text), add_special_tokens=add_special_tokens).ids
 
     def offsets(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return the character at which each token of a prompt, text or ids, starts in its text."""
+        """Return the index of the first character of each token in the text of `prompt`."""
         found, end = [], 0
         if not isinstance(prompt, str):
             detokeniser = Detokeniser(self)
@@ -113,20 +118,23 @@ class Tokenizer:
                 end += len(detokeniser.add(token))
             return found
         for first, last in encode_text(self.backend, prompt).offsets:
-            # Space before a word belongs to its token, though some tokenizers leave it out; a
-            # special token has no characters.
+            # White space before a word belongs to the word's token, but some tokenizers leave it
+            # out. A special token has no characters.
             found.append(min(first, end) if last > first else end)
             end = max(end, last)
         return found
 
     def encode_chat(self, messages: Sequence[Mapping], **variables) -> list[int]:
-        """Return the ids of `messages`, {"role", "content"} each, in the chat template."""
+        """Return the ids of `messages`, {"role", "content"} each, rendered by the chat template.
+
+        variables: variables of the template, such as tools.
+        """
         return self._encode_rendered(*self._render_broken(messages, variables))
 
     def encode_unfinished_chat(self, messages: Sequence[Mapping], **variables) -> list[int]:
-        """Return the ids of `messages` up to the end of the last one, which the model continues.
+        """Return the ids of `messages` without the end of the last one, which the model continues.
 
-        Raises PipelineError if the template does not write the last message.
+        Raises PipelineError if the template leaves out the last message.
         """
         *before, last = messages
         unfinished = [*before, {**last, "content": last["content"] + CUT}]
@@ -139,20 +147,23 @@ class Tokenizer:
         return self._encode_rendered(text, mark)
 
     def _render_broken(self, messages: Sequence[Mapping], variables: Mapping) -> tuple[str, str]:
-        """Return the rendered text of `messages`, and the break of `SpecialTokens.broken` in it."""
+        """Return the rendered text of `messages`, and the break character in it.
+
+        The character separates the spellings of special tokens (see `SpecialTokens.broken`).
+        """
         given, mark = {"messages": list(messages), **self.template_args, **variables}, ""
         if self.chat_template is not None and not self.parse_special:
             given, mark = self.special_tokens.broken(given)
         return self._render(**given), mark
 
     def _encode_rendered(self, text: str, mark: str) -> list[int]:
-        # The template has written the special tokens itself.
+        # Add no special tokens, because the template has written them.
         if self.parse_special:
             return self.encode(text, add_special_tokens=False)
         return encode_text(*self.special_tokens.sanitised(check_utf8(text), mark), add_special_tokens=False).ids
 
     def render_chat(self, messages: Sequence[Mapping], **variables) -> str:
-        """Return the text whose ids `encode_chat` returns."""
+        """Return the text of `messages` that `encode_chat` converts to ids."""
         return self._render(messages, **(self.template_args | variables))
 
     def _render(self, messages: Sequence[Mapping], **variables) -> str:
@@ -167,7 +178,7 @@ class Tokenizer:
             described = describe_tools(messages, tools, self.tool_format)
             return render(self.chat_template, described, special_tokens=special, **variables)
         except PipelineError:
-            # Gemma's templates, among others, take no system message.
+            # Some templates, such as Gemma's, accept no system message.
             described = describe_tools(messages, tools, self.tool_format, has_system=False)
             return render(self.chat_template, described, special_tokens=special, **variables)
 
@@ -175,23 +186,23 @@ class Tokenizer:
     def special_tokens(self) -> SpecialTokens:
         """The special tokens that text in messages must not produce."""
         answers = {mark for pair in self.marks for mark in pair}
-        # An assistant's message may contain the marks of calls, except Harmony's, which open turns.
+        # An assistant's message may contain the marks of tool calls, except Harmony's, which start turns.
         if self.tool_format.style != "harmony":
             answers |= self.tool_marks
         return SpecialTokens(self.backend, self.chat_template or "", answers)
 
     def end_of(self, prompt: Iterable[int]) -> str:
-        """Return the text of a prompt's last tokens, special ones included."""
+        """Return the text of a prompt's last tokens, with special tokens."""
         with tokenizer_errors():
             return self.backend.decode([*prompt][-PROMPT_END:], skip_special_tokens=False)
 
     @property
     def answer_marks(self) -> Marks:
-        """The marks around text before an answer, such as reasoning, which grammars ignore."""
+        """The start and end marks of text before an answer, as reasoning, that grammars ignore."""
         return (("", "<|channel|>final<|message|>"),) if self.tool_format.style == "harmony" else self.marks
 
     def grammar(self, **given: Any) -> Grammar:
-        """Compile a JSON schema, a regular expression or a grammar, as `Grammars.compile` does."""
+        """Return a compiled JSON schema, regular expression or grammar; see `Grammars.compile`."""
         return self.grammars.compile(**given)
 
     @cached_property
@@ -233,15 +244,15 @@ def load_tokenizer(
     tool_format = ToolFormat(**form) if form else None
     return Tokenizer(
         backend, bundle.chat_template, tokens.bos, tokens.eos, template_args, lambda: read_vocabulary(bundle), tool_format,
-        parse_special,
+        parse_special, tokens.fim,
     )  # fmt: skip
 
 
 class Detokeniser:
-    """A streaming detokenizer, whose pieces of text never end inside a character.
+    """A streaming detokenizer, which never splits a character.
 
-    New tokens are decoded together with those before them, because a decoder may treat the first
-    token of a text differently.
+    New tokens are decoded together with the tokens before them, because a decoder may treat the
+    first token of a text differently.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -260,7 +271,7 @@ class Detokeniser:
         return text[len(returned) :]
 
     def finish(self) -> str:
-        """Return an incomplete character at the end of the text, as a replacement character."""
+        """Return U+FFFD if the text ends inside a character, otherwise an empty string."""
         rest = self._decode(None)[len(self._decode(self.done)) :]
         self.start = self.done = len(self.tokens)
         return rest

@@ -1,4 +1,4 @@
-"""Separate tool calls from the text of an answer as it comes, and read calls of a complete text."""
+"""Separate tool calls from the text of an answer while it is generated, or in a complete text."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from castiron.pipelines.text.read_calls import NOT_CALLS, CallReader, ReadCall, 
 from castiron.pipelines.text.reasoning import Reasoning, split_at_mark
 from castiron.pipelines.text.tool_formats import HARMONY_MARKS, ToolFormat
 
-# The start of a call as an object of JSON, which may be in a list or a code block.
+# The start of a call in JSON without marks, which may be in a list or a code block.
 BARE_CALL = re.compile(r"""(?:```\w*\s*)?\[?\s*\{\s*["'](?:name|tool_name|function|type|arguments|parameters)["']\s*:""")
-# A text that may be the start of such a call, and where in a text one may start.
+# A text that may become the start of such a call, and the positions in a text where one may start.
 BARE_PREFIX = re.compile(r"""(?:`{1,2}|```\w*\s*\[?\s*\{?\s*["']?\w*["']?|\[?\s*\{\s*["']?\w*["']?|\[\s*)\s*\Z""")
 BARE_START = re.compile(r"(?m)^[ \t]*(?=`|[\[{])")
 
@@ -23,9 +23,10 @@ Call = tuple[str, str]
 
 @dataclass(frozen=True)
 class CallPart:
-    """A piece of call number `index` in a text.
+    """A part of a tool call; `index`: index of the call in the text.
 
-    The first piece has the function's `name`; the `arguments` of all pieces join to JSON.
+    Only the first part of a call has the function's `name`. The concatenated `arguments` of all
+    parts of a call are a JSON object.
     """
 
     index: int
@@ -38,9 +39,10 @@ Piece = str | CallPart
 
 @dataclass(frozen=True)
 class Tools:
-    """Functions that a model may call, in the format of its template.
+    """The functions that a model may call, and the format in which it writes calls.
 
-    `schemas`: JSON schemas of their parameters, by name. `single`: the first call ends the text.
+    `schemas`: JSON schemas of the functions' parameters, by name. `single`: whether the first call
+    ends the text.
     """
 
     form: ToolFormat
@@ -48,7 +50,7 @@ class Tools:
     single: bool = False
 
     def grammar(self, schemas: Mapping[str, Any], *, answer: Any = None, free: bool = False) -> dict[str, Any]:
-        """Return the argument `tools` of `Grammars.compile`; options as of `ToolGrammar.text`."""
+        """Return the argument `tools` of `Grammars.compile`; options as in `ToolGrammar.text`."""
         form, parallel = asdict(self.form), not self.single
         return {"form": form, "schemas": dict(schemas), "parallel": parallel, "answer": answer, "free": free}
 
@@ -63,10 +65,10 @@ def read_calls(tools: Tools, text: str) -> list[Call]:
 
 
 class Calls:
-    """A reader that separates tool calls from the text of an answer.
+    """A streaming reader that separates tool calls from the text of an answer.
 
-    It holds back only text that may be part of a call. Calls that are JSON without the format's
-    marks are read too if they name a function and their arguments fit its parameters.
+    It holds back only text that may be part of a call. It also reads calls in JSON without the
+    format's marks, if they name a known function and their arguments fit its schema.
     """
 
     def __init__(self, tools: Tools):
@@ -75,14 +77,14 @@ class Calls:
         self.triggers, self.close = tools.form.triggers, tools.form.close
         self.count = 0
         self._pending = ""
-        # The text from the start mark of calls on; how many characters of it were passed on; the
-        # mark that ends it.
+        # `_payload`: the text from the start mark of calls on, None outside calls. `_done`: how many
+        # characters of it were returned. `_value`: the scanner of the arguments in progress.
         self._payload: str | None = None
         self._done = 0
         self._value: _Json | None = None
-        # A scanner of JSON that may be a call without marks, and how many characters it has read.
+        # A scanner of JSON that may be a call without marks, and the number of scanned characters.
         self._bare: tuple[_Json, int] | None = None
-        # Whether a call without marks may start here: at the start of the text or after a call.
+        # Whether a call without marks may start here, at the start of the text or after a call.
         self._may_start = True
 
     @property
@@ -99,7 +101,7 @@ class Calls:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """Return what was held back, at the end of the text."""
+        """End the text; return the pieces that were held back."""
         pieces: list[Piece] = []
         if self._payload is not None:
             self._payload += self._pending
@@ -112,7 +114,7 @@ class Calls:
         return pieces
 
     def _step_text(self, pieces: list[Piece]) -> bool:
-        """Pass on text that is not part of a call; return whether a call starts."""
+        """Move text that is not part of a call to `pieces`; return whether a call starts."""
         start = self._bare_start()
         text = self._pending if start is None else self._pending[:start]
         certain, mark, rest = split_at_mark(text, self.triggers, final=start is not None)
@@ -120,7 +122,7 @@ class Calls:
             self._emit_text(certain.rstrip(), pieces)
             self._pending, self._payload, self._done = self._pending[len(certain) + len(mark) :], mark, 0
             return True
-        # Space before and between calls is not part of the answer.
+        # White space before and between calls is not part of the answer.
         words = certain.rstrip()
         self._emit_text(words, pieces)
         self._pending = self._pending[len(words) :]
@@ -132,7 +134,7 @@ class Calls:
             self._may_start = False
 
     def _bare_start(self) -> int | None:
-        """Return where in the pending text a call without marks may start; None if nowhere."""
+        """Return the index in the pending text at which a call without marks may start, or None."""
         for found in BARE_START.finditer(self._pending if self.tools.schemas else ""):
             # The pending text may start inside a line.
             if found.start() == 0 and not self._may_start:
@@ -143,7 +145,10 @@ class Calls:
         return None
 
     def _step_bare(self, pieces: list[Piece]) -> bool:
-        """Read a call without marks from the pending text; return whether there was a decision."""
+        """Read JSON at the start of the pending text, as a call or as text.
+
+        Returns False while the JSON is incomplete.
+        """
         text = self._pending.lstrip()
         if not (start := BARE_CALL.match(text)):
             return False
@@ -183,7 +188,7 @@ class Calls:
         self._may_start = True
 
     def _step_payload(self, pieces: list[Piece]) -> bool:
-        """Move pending text to the payload, up to its end mark if the format has one."""
+        """Move pending text to the payload, up to the end mark; return whether it was found."""
         certain, end, self._pending = split_at_mark(self._pending, [self.close] if self.close else [])
         self._payload += certain + end
         self._emit_arguments(pieces)
@@ -192,7 +197,7 @@ class Calls:
         return bool(end)
 
     def _emit_arguments(self, pieces: list[Piece]) -> None:
-        """Add the arguments in JSON that have come so far to `pieces`."""
+        """Add the new part of JSON arguments in the payload to `pieces`."""
         while self.form.style == "json" and (self.count == 0 or not self.tools.single or self._value):
             if self._value is None:
                 if not (found := self.calls.head.search(self._payload, self._done)):
@@ -208,7 +213,7 @@ class Calls:
             self.count, self._value = self.count + 1, None
 
     def _end_payload(self, pieces: list[Piece]) -> None:
-        """Read the calls of a complete payload."""
+        """Add the calls of a complete payload to `pieces`."""
         payload, self._payload = self._payload, None
         if self._value is not None:
             # The call was cut off inside its arguments; the client has received a part of them.
@@ -222,9 +227,9 @@ class Calls:
 
 
 class _Json:
-    """A scanner that finds the end of an object or list of JSON whose text comes in pieces.
+    """A streaming scanner that finds the end of a JSON object or list.
 
-    It takes strings between single quotes too, as Python literals have them.
+    It also accepts strings in single quotes, for Python literals.
     """
 
     def __init__(self) -> None:
@@ -252,16 +257,17 @@ RECIPIENT = re.compile(r"\s*(?:t|to|to=[\w.-]*)?\s*")
 
 
 class Harmony:
-    """Separates the messages of gpt-oss, whose format is called Harmony.
+    """A streaming reader of the messages of gpt-oss, whose format is called Harmony.
 
-    The analysis channel is reasoning, a message to a function is a call, the rest is the answer.
+    A message in the analysis channel is reasoning, a message to a function is a call, and other
+    messages are the answer.
     """
 
     def __init__(self, tools: Tools):
         self.tools, self.count = tools, 0
         self._pending, self._header, self._body = "", "", False
         self._kind: str | None = "text"
-        # Whether the text may still be a recipient: the prompt ends in the first message's header.
+        # Whether the text may start with a recipient, because the prompt ends in the first message's header.
         self._opening = True
 
     @property
@@ -320,7 +326,7 @@ class Harmony:
 
 
 def joined(parts: Sequence[CallPart]) -> list[tuple[str, str]]:
-    """Return the complete calls as (name, arguments)."""
+    """Return the calls that consist of `parts`, as (name, arguments in JSON)."""
     found: dict[int, list[str]] = {}
     for part in parts:
         entry = found.setdefault(part.index, ["", ""])

@@ -1,4 +1,4 @@
-"""The formats in which models write tool calls, as data: reader and grammar follow from them."""
+"""The formats in which models write tool calls, as data for the parser and for grammars."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-# Stand for text that differs from call to call: a call's id or index, and an argument's key.
+# Placeholders in the texts of a format: a call's id or index, and an argument's key.
 ID, KEY = "⟨id⟩", "⟨key⟩"
-# Marks such as <tool_call> or [TOOL_CALLS] at the start of a text, and the word after them.
+# Matches marks such as <tool_call> or [TOOL_CALLS] at the start of a text, and the word after them.
 _MARKS = re.compile(r"(?:<[^<>\s]+>|\[[A-Z_/]+\])+\w*")
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes tool calls.
+    """The format in which a model writes tool calls.
 
-    Calls are `section_begin`, calls with `separator` between them, `section_end`. A call is
-    `begin`, the function's name, `head`, the arguments, `end`. ID in these texts stands for an
-    identifier that the model chooses.
+    The text of calls is: `section_begin`, the calls separated by `separator`, `section_end`. A call
+    is: `begin`, the function's name, `head`, the arguments, `end`. ID in these texts is a
+    placeholder for an identifier that the model chooses.
 
     Args:
-        style: how arguments are written: "json", an object; "tags", keys and values between marks;
-            "python", keywords; "gemma", JSON with `quote` around strings and no quotes around keys;
-            "harmony", the messages of gpt-oss, for which all other fields are unused.
-        key_begin: text before a key, in tags.
-        key_end: text between a key and its value, in tags, by the value's JSON type; with the one
-            key "" if types do not matter.
-        value_end: text after a value, in tags; KEY in it stands for the key.
+        style: format of arguments. "json": an object. "tags": keys and values between marks.
+            "python": keyword arguments. "gemma": JSON with `quote` around strings and without
+            quotes around keys. "harmony": the messages of gpt-oss; the other fields are unused.
+        key_begin: in tags, the text before a key.
+        key_end: in tags, the text between a key and its value, by the value's JSON type; only for
+            the key "" if it does not depend on the type.
+        value_end: in tags, the text after a value; KEY in it is a placeholder for the key.
     """
 
     style: str
@@ -44,18 +44,18 @@ class ToolFormat:
 
     @property
     def triggers(self) -> tuple[str, ...]:
-        """The texts of which one starts calls; none if a call is JSON without a mark before it."""
+        """The marks that start calls; empty if a call is JSON without a mark before it."""
         found = (_trigger(text) for text in (self.section_begin + self.begin, self.begin))
         return tuple(dict.fromkeys(text for text in found if text))
 
     @property
     def close(self) -> str:
-        """The mark after the calls that a trigger starts; "" if the end of the text ends them."""
+        """The mark that ends calls; "" if they end at the end of the text."""
         return "".join((self.section_end if self.section_begin else self.end).lstrip(" \n]})").split()[-1:])
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All texts of the format, which may contain special tokens of the model's vocabulary."""
+        """All texts of the format, in which to look for special tokens of the vocabulary."""
         if self.style == "harmony":
             return HARMONY_MARKS
         return (
@@ -64,12 +64,12 @@ class ToolFormat:
         )  # fmt: skip
 
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Return calls (name, arguments in JSON) as the model writes them, in the style "json"."""
+        """Return the text of calls (name, text of the arguments) in this format."""
         written = [f"{self.begin}{name}{self.head}{arguments}{self.end}" for name, arguments in calls]
         return self.section_begin + self.separator.join(written) + self.section_end
 
     def example(self) -> str:
-        """Return a call as the model writes it, in one line, to show to users."""
+        """Return an example of a call in this format, on one line, to show to users."""
         if self.style == "harmony":
             return "<|channel|>commentary to=functions.name <|constrain|>json<|message|>{…}"
         tags = f"{self.key_begin}key{next(iter(self.key_end.values()), '')}value{self.value_end}"
@@ -78,7 +78,7 @@ class ToolFormat:
 
 
 def _trigger(text: str) -> str:
-    """Return the marks at the start of a text, or all of it before an id or JSON if it has none."""
+    """Return the marks at the start of a text; without marks, the text before an id or JSON."""
     marks = _MARKS.match(text)
     return marks[0] if marks else re.split(rf"{ID}|(?<!\w)\[?\{{|\{{", text)[0].rstrip()
 
@@ -102,8 +102,8 @@ _COMMAND_R = ToolFormat(
     "Action: ```json\n[\n    ", "\n]```",
 )  # fmt: skip
 _FUNCTOOLS = ToolFormat("json", '{"name": "', '", "arguments": ', "}", ", ", "functools[", "]")
-# Formats of templates that do not write calls, or only in other forms: a text in the template that
-# identifies it, and its format. Sources: the models' cards and llama.cpp's common/chat.cpp.
+# Formats that cannot be derived, because the template writes no calls or writes them differently:
+# (a text in the template that identifies it, the format). Sources: the models' cards and llama.cpp's common/chat.cpp.
 KNOWN = (
     ("<|channel|>analysis", ToolFormat("harmony")),
     ("<|tool_call_start|>", _PYTHON),

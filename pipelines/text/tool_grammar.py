@@ -1,4 +1,4 @@
-"""Grammars of tool calls in llguidance's dialect of Lark, from a `ToolFormat`."""
+"""Build grammars of tool calls, in llguidance's dialect of Lark, from a `ToolFormat`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from castiron.pipelines.text.tool_formats import ID, KEY, ToolFormat
 # Keywords that don't constrain values by themselves: annotations and definitions.
 ANNOTATIONS = {"description", "title", "default", "examples", "$schema", "$defs", "definitions"}
 TEXT = "/(.|\\n)*/"
-# The key of llguidance's options, which a schema may not set.
+# The schema key for llguidance's options, which a client's schema may not set.
 OPTIONS = "x-guidance"
 
 
 class ToolGrammar:
-    """Builds a Lark grammar of calls.
+    """A builder of a Lark grammar for the tool calls of one request.
 
-    `special`: the ids of marks that are special tokens, by name. `options`: llguidance's for JSON.
+    `special`: ids of special tokens by text. `options`: llguidance's options for JSON.
     """
 
     def __init__(self, form: ToolFormat, special: Mapping[str, int], options: Mapping[str, Any]):
@@ -30,16 +30,16 @@ class ToolGrammar:
         self.mixed = False
 
     def text(self, schemas: Mapping[str, Any], parallel: bool, answer: Any = None, free: bool = False) -> str:
-        """Return the grammar, in Lark, of one call of a function.
+        """Return the Lark grammar of a text with a tool call.
 
         Args:
-            schemas: JSON schemas of the functions' parameters, by name.
-            parallel: allow several calls.
-            answer: a JSON schema; allow JSON of that schema instead.
-            free: allow any text around calls, in a format with a start mark.
+            schemas: JSON schemas of the functions' parameters, by function name.
+            parallel: whether several calls are allowed.
+            answer: a JSON schema; JSON of this schema is allowed instead of a call.
+            free: whether other text is allowed around calls; the format must have a start mark.
 
         Raises:
-            PipelineError: a format without JSON cannot enforce a schema.
+            PipelineError: the format does not use JSON, and cannot enforce a schema.
         """
         form, self.mixed = self.form, answer is not None and not self.form.triggers
         self.rules.append(f"call: {' | '.join(self._call(name, schema) for name, schema in schemas.items())}")
@@ -57,38 +57,41 @@ class ToolGrammar:
         return "\n".join(["%llguidance {}", f"start: {text}", *self.rules, "ID: /[0-9A-Za-z]{1,9}/", ""])
 
     def _call(self, name: str, schema: Any) -> str:
-        """Return the rule of a call, without the text before its name unless it is mixed."""
+        """Return the rule of a call from its name on; if `self.mixed`, of the complete call."""
         form = self.form
         if form.style == "harmony":
             head = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
             return f"{self.mark(head)} {self._arguments(schema)}"
         write = {"json": self._json, "python": self._python, "tags": self._tags, "gemma": self._gemma}[form.style]
         if self.mixed:
-            # Use the lexemes that an answer in JSON has: llguidance would prefer a longer lexeme.
+            # Use the same lexemes as an answer in JSON, because llguidance would prefer a longer lexeme.
             return f"{self._lexemes(form.begin + name + form.head)} {write(name, schema)} {self._lexemes(form.end)}"
         return f"{self.mark(name + form.head)} {write(name, schema)} {self.mark(form.end)}"
 
     def _lexemes(self, text: str) -> str:
-        """Return the lexemes of a part of JSON, with the options' space."""
+        """Return the Lark lexemes of a part of JSON, with the separators of `self.options`."""
         spaced = {",": self.options["item_separator"], ":": self.options["key_separator"]}
         return " ".join(quoted(spaced.get(part, part)) for part in re.findall(r'"[^"]*"|[{}\[\],:]', text))
 
     def mark(self, text: str) -> str:
-        """Return a text of the format, in which special tokens are tokens and identifiers vary."""
+        """Return the Lark expression for a text of the format.
+
+        Special tokens in the text are single tokens, and ID matches any identifier.
+        """
         write = lambda part: "ID" if part == ID else f"<[{self.special[part]}]>" if part in self.special else quoted(part)
         return " ".join(map(write, self._parts(text)))
 
     def _parts(self, text: str) -> list[str]:
-        """Return the special tokens, identifiers and other texts of which a text consists."""
+        """Return a text split into special tokens, ID, and the texts between them."""
         names = sorted([ID, *self.special], key=len, reverse=True)
         return [part for part in re.split("|".join(map(re.escape, names)).join("()"), text) if part]
 
     def _until(self, end: str) -> str:
-        """Return the rule of any text up to and including the first `end`."""
+        """Return the Lark expression for any text up to and including the first `end`."""
         parts = self._parts(end)
         if parts == [end] and end not in self.special:
             return self._rule(f"{TEXT} {quoted(end)}", "[lazy]")
-        # A special token ends the text before it, which has to end in what comes before the token.
+        # If `end` has a special token, that token ends the text, which must end in the part of `end` before the token.
         before = "" if parts[0] in self.special else parts[0]
         pattern = f"{TEXT[:-1]}{re.escape(before).replace('/', chr(92) + '/')}/" if before else TEXT
         return f"{pattern} {self.mark(end.removeprefix(before))}"
@@ -100,13 +103,16 @@ class ToolGrammar:
         return name
 
     def _value(self, schema: Any, root: Mapping[str, Any]) -> str:
-        """Return the rule of the JSON values of a schema; `root`: the schema that contains it."""
+        """Return the name of a rule for JSON values of `schema`.
+
+        `root`: the schema that contains it, whose definitions it may refer to.
+        """
         shared = {key: value for key, value in root.items() if key in ("$defs", "definitions")}
         schema = schema if isinstance(schema, dict) else {}
         return self._rule(f"%json {json.dumps({**shared, **schema, OPTIONS: self.options})}")
 
     def _arguments(self, schema: Mapping[str, Any]) -> str:
-        # A function takes an object, even if its schema doesn't say so.
+        # Arguments are an object, even if the schema does not state it.
         return self._value({"type": "object", **schema}, {})
 
     def _json(self, name: str, schema: Any) -> str:
@@ -135,7 +141,7 @@ class ToolGrammar:
         return self._gemma_value(name, {"type": "object", **schema})
 
     def _gemma_value(self, name: str, schema: Any) -> str:
-        """Return the rule of a value in Gemma's form of JSON, whose strings have other quotes."""
+        """Return the Lark expression for a value in Gemma's JSON, which has its own quotes."""
         quote = self.mark(self.form.quote)
         match type_of(schema):
             case "object":
@@ -151,7 +157,10 @@ class ToolGrammar:
         raise self._refusal(name)
 
     def _string(self, name: str, schema: Mapping[str, Any], end: str) -> str:
-        """Return the rule of a string without quotes, up to and including the first `end`."""
+        """Return the Lark expression for an unquoted string up to and including the first `end`.
+
+        name: name of the function, for errors.
+        """
         known = schema.keys() - ANNOTATIONS - {"type"}
         if not known:
             return self._until(end)
@@ -160,13 +169,16 @@ class ToolGrammar:
         raise self._refusal(name)
 
     def _members(self, name: str, schema: Any, write: Callable[[str, Any], str], between: str) -> str:
-        """Return the rule of an object's properties in order; optional ones may be left out."""
+        """Return the name of a rule for an object's properties, in order; optional ones may lack.
+
+        write(key, value schema): returns the expression for a property. between: separator.
+        """
         if schema.keys() - ANNOTATIONS - {"type", "properties", "required", "additionalProperties"}:
             raise self._refusal(name)
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not (isinstance(properties, dict) and isinstance(required, list)):
             raise self._refusal(name)
-        # Rules for what may follow before the first property and after a property.
+        # Rules for the rest of the properties: `first` if none was written before, `rest` otherwise.
         first = rest = self._rule('""')
         for key, value in reversed(properties.items()):
             member = self._rule(write(key, value))
@@ -180,12 +192,12 @@ class ToolGrammar:
 
 
 def quoted(text: str) -> str:
-    """Return a string literal of Lark."""
+    """Return a text as a Lark string literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def type_of(schema: Any) -> str | None:
-    """Return the only JSON type of a schema, "string" for an enum of strings; None for others."""
+    """Return the JSON type of a schema, "string" for an enum of strings; None if it has several."""
     if not isinstance(schema, dict):
         return None
     if "type" not in schema and are_strings(schema.get("enum")):

@@ -1,4 +1,4 @@
-"""The bytes of every token of a vocabulary, which compiling stores in the bundle."""
+"""The bytes of every token of a vocabulary, which the compiler stores in the bundle."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from castiron.pipelines.errors import PipelineError
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.manifest import VOCABULARY
 
-# Flag in the stored length of a token: the token is special, so no text contains it.
+# Flag in the stored length of a token: the token is special, so it is not part of any text.
 SPECIAL = 1 << 31
 
 
 class TokenBytes:
-    """The bytes of single tokens, many of which are only part of a character.
+    """A function from a token id to the token's bytes, which may be only a part of a character.
 
-    Byte-level tokenizers (GPT-2's) write a byte as a character of their own alphabet; SentencePiece
-    writes a space as U+2581 and a byte that is not a character as <0xE4>.
+    In a tokenizer file, byte-level tokenizers (as GPT-2's) write a byte as a character of their own
+    alphabet. SentencePiece writes a space as U+2581, and a byte that is not a character as <0xE4>.
     """
 
     def __init__(self, tokenizer):
@@ -67,17 +67,17 @@ class Vocabulary:
 
     @classmethod
     def read(cls, data: bytes) -> Vocabulary:
-        """Parse the result of `bytes(vocabulary)`; raise ValueError if `data` is anything else."""
+        """Return the vocabulary that `bytes(vocabulary)` serialised; ValueError for other data."""
         (size,) = np.frombuffer(data, "<u4", 1)
         heads = np.frombuffer(data, "<u4", size, 4)
         lengths = heads & ~np.uint32(SPECIAL)
         bounds = np.concatenate([[4 + 4 * int(size)], lengths]).cumsum(dtype=np.int64).tolist()
         if bounds[-1] != len(data):
-            raise ValueError("the lengths of its tokens are not those of the file")
+            raise ValueError("the lengths of the tokens do not match the size of the file")
         return cls([data[start:end] for start, end in pairwise(bounds)], tuple(np.flatnonzero(heads & SPECIAL).tolist()))
 
     def __bytes__(self) -> bytes:
-        """Serialise the vocabulary for vocabulary.bin.
+        """Return the vocabulary as the content of the file vocabulary.bin.
 
         The file has the number of tokens, then the length of each token with the flag SPECIAL, all
         u32 little-endian, then the bytes of all tokens.
@@ -88,7 +88,7 @@ class Vocabulary:
 
 
 def read_vocabulary(bundle: Bundle) -> Vocabulary:
-    """Return the vocabulary of a bundle; it is computed from the tokenizer if it is not stored."""
+    """Return the vocabulary of a bundle, from its file or else computed from its tokenizer."""
     if VOCABULARY in bundle.manifest.files:
         with suppress(ValueError):
             found = Vocabulary.read(bundle.part(VOCABULARY).read_bytes())

@@ -148,7 +148,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         (CompletionRequest, {"prompt": []}, "prompt", "token ids"),
         (CompletionRequest, {"prompt": [-1]}, "prompt", "token ids"),
         (CompletionRequest, {"prompt": "a", "logprobs": 21}, "logprobs", "20"),
-        (CompletionRequest, {"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
+        (CompletionRequest, {"prompt": "a", "suffix": 5}, "suffix", "string"),
         (TokenizeRequest, {"content": 5}, "content", "string"),
     ],
 )

@@ -13,6 +13,7 @@ import pytest
 from castiron.pipelines.checkpoints import catalogue
 from castiron.pipelines.checkpoints.catalogue import CATALOGUE, CatalogueModel, fetch
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
+from castiron.pipelines.checkpoints.open_checkpoint import find_checkpoint
 
 CONTENT = (b"first half, ", b"second half")
 COMPLETE = b"".join(CONTENT)
@@ -64,6 +65,15 @@ def test_parts_are_joined_and_cached(index):
     assert [done for _, done in reports] == pytest.approx([0.25, 0.75, 1], abs=0.05)
     assert fetch("toy") == path and len(index) == 2
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["toy.gguf"]
+
+
+def test_a_name_is_found_in_any_case_and_a_near_name_is_suggested(index):
+    assert find_checkpoint("TOY") == fetch("toy")
+    for typed, meant in (("tyo", "toy"), ("SmolLM2", "smollm2-135m-instruct"), ("gemma3-270m", "gemma-3-270m")):
+        with pytest.raises(CheckpointError, match=f"{typed}: no such file or directory; did you mean {meant}\\?"):
+            find_checkpoint(typed)
+    with pytest.raises(CheckpointError, match="nothing: no such file or directory; give a bundle"):
+        find_checkpoint("nothing")
 
 
 def test_download_is_polled_and_its_error_returned(tmp_path):

@@ -84,7 +84,7 @@ MALFORMED = {
     "only the magic": (b"GGUF", "ends inside its header"),
     "version 1": (raw_gguf(version=struct.pack("<I", 1)), "GGUF version 1"),
     "big-endian": (raw_gguf(version=struct.pack(">I", 3)), "big-endian"),
-    "absurd tensor count": (raw_gguf(tensor_count=BIG), "announces 4611686018427387904 tensors"),
+    "absurd tensor count": (raw_gguf(tensor_count=BIG), "states 4611686018427387904 tensors"),
     "one entry too many": (raw_gguf((ARCHITECTURE,), entry_count=2, data=b"\0" * 32), "a metadata key is empty"),
     "key longer than the file": (raw_gguf((struct.pack("<Q", BIG) + b"x" * 40,)), "ends inside a metadata key"),
     "string not UTF-8": (raw_gguf((entry("k", STRING, string(b"\xc3")),)), "'k' is not UTF-8"),

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError
+from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, validate
 from castiron.pipelines.checkpoints.gguf_export import export_tokenizer
 from castiron.pipelines.checkpoints.gguf_tokenizer import PRE_TOKENIZERS
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
@@ -140,6 +140,14 @@ def _tokenizer(path, metadata: dict) -> Tokenizer:
 )  # fmt: skip
 def test_pre_tokenizers_split_and_special_tokens_are_added(more, text, tokens, tmp_path):
     assert _tokenizer(tmp_path / "x.gguf", _bpe_metadata(**more)).encode(text).tokens == tokens
+
+
+def test_fim_tokens_are_those_that_the_file_names(tmp_path):
+    ids = {"fim_pre_token_id": 11, "prefix_token_id": 3, "suffix_token_id": 5, "middle_token_id": 6, "fim_sep_token_id": 7}
+    found = open_checkpoint(write_llama(tmp_path / "x.gguf", _bpe_metadata(**ids)))
+    assert found.fim_token_ids == {"pre": 11, "suf": 5, "mid": 6, "sep": 7}
+    with pytest.raises(CheckpointError, match="fim_pad_token_id is 10000, outside the vocabulary"):
+        validate(open_checkpoint(write_llama(tmp_path / "y.gguf", _bpe_metadata(fim_pad_token_id=10000))), 12)
 
 
 def test_control_tokens_are_special_and_user_tokens_are_not_split(tmp_path):

@@ -351,10 +351,24 @@ def test_commands_change_the_conversation(path, make):
     assert errors[-1].startswith("castiron: unknown setting: none; choose from temperature, ")
 
 
+def test_commands_of_ollama_and_llama_cpp_work(path, make):
+    done = piped(path, "/?\n/system x y\n/show\nbc\n/clear\n/system none\n/sytem\n/bye\nnever\n")
+    assert done.stdout.splitlines() == [reply(make(system="x y"), "bc")] and done.returncode == 0
+    shown = [line for line in done.stderr.splitlines() if "positions," not in line]
+    assert (
+        f"{'system':15}x y" in shown and f"{'family':15}llama" in shown and f"{'context':15}0 of {CONTEXT} positions" in shown
+    )
+    assert shown[0].startswith("/retry") and shown[-3:] == [
+        "castiron: a new conversation", f"{'system':15}none",
+        "castiron: /sytem is not a command; did you mean /system?; /help lists them",
+    ]  # fmt: skip
+
+
 def test_the_last_line_has_speed_and_context(path, make):
     chat = make()
     reply(chat, "bc")
-    speed, used = piped(path, "bc\n").stderr.strip().removeprefix("castiron: ").split(", ")
+    speed, used, cut = piped(path, "bc\n").stderr.strip().removeprefix("castiron: ").split(", ")
+    assert cut == "stopped at 2 tokens; /set max-tokens -1 for no limit"
     assert re.fullmatch(r"\d+\.\d tok/s", speed) and used == f"{session_of(chat).position} of {CONTEXT} positions"
     assert piped(path, "bc\n", "--quiet").stderr == ""
 

@@ -57,7 +57,7 @@ def test_a_paste_is_one_message(terminal, tmp_path):
         chat.prompt()
         chat.type("\x1b[200~" + "\r".join(("b", " c", "/quit", "d")) + "\x1b[201~\r")
         # The line of figures is dimmed.
-        chat.wait_for(rf"\x1b\[2m[\d.]+ tok/s, {SHOWN_POSITIONS}\x1b\[0m")
+        chat.wait_for(rf"\x1b\[2m[\d.]+ tok/s, {SHOWN_POSITIONS}, stopped at 2 tokens[^\r]*\x1b\[0m")
         chat.prompt()
         chat.type(f"/save {tmp_path}/c\r")
         chat.wait_for("2 messages in")

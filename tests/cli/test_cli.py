@@ -81,11 +81,10 @@ def test_an_answer_has_a_default_length_within_the_context(bundle, monkeypatch, 
         assert cli.main(["run", bundle, "--tokens", ",".join(["1"] * 10), "--ignore-eos", *more]) == 0
         return capsys.readouterr()
 
-    last = run().err.splitlines()[-1]
-    assert "stopped at 5 tokens" in last and "-n -1" in last
+    for argv in ([], ["-n", "5"]):
+        assert run(*argv).err.endswith("\ncastiron: stopped at 5 tokens; -n -1 for no limit\n")
     result = read_json(run("--json").out)
     assert len(result["tokens"]) == 5 and result["finish_reason"] == "length"
-    assert "stopped at" not in run("-n", "5").err
     for more, usual in ((["-n", "-1"], 5), ([], 16)):
         monkeypatch.setattr(engine_context, "DEFAULT_MAX_TOKENS", usual)
         result = read_json(run("--json", *more).out)
@@ -197,6 +196,24 @@ def test_a_closed_pipe_on_stdout_ends_the_command_without_a_traceback(bundle):
     assert done.returncode == 141 and "Traceback" not in done.stderr and "Broken" not in done.stderr
 
 
+def test_habits_of_llama_cpp_and_ollama_work(bundle, capsys):
+    """-m may come anywhere, --temp is --temperature, and layers for a GPU are ignored with a note."""
+    asked = ["--tokens", "1,2", "-n", "3", "-c", "20", "--json"]
+    assert cli.main(["run", bundle, *asked]) == cli.main(["run", *asked, "-m", bundle, "--temp", "0", "-ngl", "0"]) == 0
+    out, err = capsys.readouterr()
+    plain, habitual = (json.loads(line)["tokens"] for line in out.splitlines())
+    assert plain == habitual and not err
+    assert cli.main(["run", f"--model={bundle}", "a", "-n", "1", "--n-gpu-layers", "99"]) == 0
+    assert "no effect: -ngl 99; castiron computes on the CPU" in capsys.readouterr().err
+    for argv, message in (
+        (["run", "-m"], "argument -m: expected a model"),
+        (["rnu"], "unknown command: rnu; did you mean run?"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(argv)
+        assert message in complaint(capsys)
+
+
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_help_shows_examples_and_one_line_for_each_option(command, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -206,7 +223,7 @@ def test_help_shows_examples_and_one_line_for_each_option(command, capsys):
     assert "--json" in text or command in ("chat", "serve")
     assert "default: 1024" in text or command not in ("run", "chat")
     options = text.partition("\nexamples:")[0]
-    named = re.findall(r"^  (?:-\w(?: \S+)?, )?--(?:\[no-\])?([a-z-]+)\b.*  \S", options, re.MULTILINE)
+    named = re.findall(r"^  (?:-\w+(?: \S+)?, )?--(?:\[no-\])?([a-z-]+)\b.*  \S", options, re.MULTILINE)
     known = [a.option_strings for a in cli.command_parser(command)._actions if a.option_strings]
     assert sorted(named) == sorted(next(name[2:] for name in names if name.startswith("--")) for names in known)
     assert max(map(len, options.splitlines())) <= 110 and not re.search(r"^ {16}", options, re.MULTILINE)
@@ -216,9 +233,12 @@ def test_the_help_fits_one_screen_and_names_every_command(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     text = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["help"])
+    assert re.findall(r"^  castiron (\w+)", capsys.readouterr().out, re.MULTILINE) == list(cli.COMMANDS)[:5]
     assert len(text.splitlines()) < 24 and max(map(len, text.splitlines())) <= 80
     assert re.findall(r"^.{11}([a-z]+)  ", text, re.MULTILINE) == list(cli.COMMANDS)
-    assert list(cli.COMMANDS)[:5] == ["run", "chat", "serve", "compile", "verify"]
+    assert list(cli.COMMANDS)[:5] == ["run", "chat", "serve", "compile", "list"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

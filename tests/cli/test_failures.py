@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from castiron.pipelines import errors
+from castiron.pipelines.checkpoints.catalogue import CATALOGUE
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.errors import error_message
+from tests.cli.test_cli import complaint
 from tests.support import toy_text
 from tests.support.toy_text import read_json
 
@@ -108,6 +112,42 @@ def test_help_command_prints_the_help_of_the_command(capsys):
     with pytest.raises(SystemExit):
         cli.main(["help"])
     assert "castiron help COMMAND" in capsys.readouterr().out
+
+
+def test_list_and_rm_know_the_bundles_of_the_cache(bundle, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    cached, fetched = tmp_path / "cache/bundles", tmp_path / "cache/models" / CATALOGUE["gemma-3-270m"].file
+    for name in ("gemma-3-270m", "gemma-3-270m-12345678", "other-12345678"):
+        shutil.copytree(bundle, cached / name)
+    os.utime(cached / "other-12345678", (0, 0))
+    fetched.parent.mkdir()
+    fetched.write_bytes(bytes(1000))
+    assert cli.main(["list", "--json"]) == cli.main(["list"]) == 0
+    found, _, text = capsys.readouterr().out.partition("\n")
+    rows = json.loads(found)["cached"]
+    assert len(rows) == 3 and (rows[-1]["path"], rows[-1]["last_used"]) == (
+        str(cached / "other-12345678"),
+        "1970-01-01T00:00:00Z",
+    )
+    model = {model["name"]: model for model in json.loads(found)["catalogue"]}["gemma-3-270m"]
+    assert model["fetched"] and model["file"] in text and model["packages"][0] in text and model["licence"] in text
+    assert cli.main(["rm", "gemma-3-271m"]) == 1
+    assert "no such bundle; did you mean gemma-3-270m?" in complaint(capsys)
+    reader = subprocess.Popen(["sleep", "60"], stdin=open(cached / "other-12345678/weights.irpa"))
+    assert cli.main(["rm", "other-12345678"]) == 1
+    reader.kill()
+    assert f"other-12345678 is in use by process {reader.pid}" in complaint(capsys) and reader.wait()
+    shutil.copytree(bundle, "mine")
+    Path("mine/notes").touch()
+    for name, gone in (("Gemma-3-270M", [cached / "gemma-3-270m", cached / "gemma-3-270m-12345678", fetched]),
+                       ("other-12345678", [cached / "other-12345678"]), ("mine", [Path("mine")])):  # fmt: skip
+        assert cli.main(["rm", name, "--json"]) == 0
+        result = read_json(capsys.readouterr().out)
+        assert result["removed"] == list(map(str, gone)) and result["bytes"] > 1000
+    assert list(cached.iterdir()) == list(fetched.parent.iterdir()) == [] and os.listdir("mine") == ["notes"]
+    assert cli.main(["rm", "mine"]) == 1
+    assert "mine: no such bundle; castiron list shows them" in complaint(capsys)
 
 
 def test_list_shows_catalogue_and_bundles(bundle, tmp_path, monkeypatch, capsys):

@@ -151,7 +151,7 @@ def test_rejects_models_that_gguf_cannot_express(smollm2, tmp_path):
         "pretokenizers": [split, {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}],
     }
     (model / "tokenizer.json").write_text(json.dumps({**smollm2.tokenizer, "pre_tokenizer": steps}))
-    refused(model, out, "splits text by rules that have no name there")
+    refused(model, out, "has a pre-tokenizer that llama.cpp has no name for")
     (model / "tokenizer.json").write_text(json.dumps({**smollm2.tokenizer, "normalizer": {"type": "Lowercase"}}))
     refused(model, out, "cannot be written as GGUF, which would split text differently")
 

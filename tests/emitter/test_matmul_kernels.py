@@ -112,10 +112,12 @@ MISFITS = [
 
 @pytest.mark.parametrize("tokens, out, tiles", MISFITS, ids=str)
 def test_rejects_tiles_that_do_not_fit(tokens, out, tiles):
-    with pytest.raises(ValueError, match=f"tiles .* do not fit q4_1_{tokens}x{out}x576: see {type(tiles).__name__}"):
+    with pytest.raises(
+        ValueError, match=f"tiles .* are not valid for q4_1_{tokens}x{out}x576; see the class {type(tiles).__name__}"
+    ):
         kernel_of(Matmul("q4_1", tokens, out, 576), AVX2, 2, tiles)
 
 
 def test_a_glu_processes_its_two_row_blocks_together_or_in_turn():
-    with pytest.raises(ValueError, match="tiles .* do not fit"):
+    with pytest.raises(ValueError, match="tiles .* are not valid"):
         kernel_of(Matmul("q4_1", 1, 64, 576, glu="silu"), AVX2, 2, GemvTiles(together=3))

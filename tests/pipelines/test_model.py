@@ -178,6 +178,21 @@ def test_sampling_is_a_record_or_its_fields(model):
     assert set(model_file.Asking.__annotations__) == fields | limits | model_file.STRUCTURES | {"sampling"}
 
 
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda model: model.generate("x", max_new_tokens=2), "unknown option: max_new_tokens; did you mean max_tokens"),
+    (lambda model: model.stream("x", temprature=1.0), "unknown option: temprature; did you mean temperature"),
+    (lambda model: castiron.load(model.bundle, n_ctx=64), "unknown option: n_ctx; did you mean context"),
+    (lambda model: castiron.compile("x", "y", weight="q8_0"), "unknown option: weight; did you mean weights"),
+    (lambda model: castiron.compile("x", "y", qqq=1), "unknown option: qqq$"),
+    (lambda model: model.chat([{"role": "usr", "content": "x"}]), "unknown role: 'usr'; did you mean user"),
+    (lambda model: model.score([{"role": "bot", "content": "x"}]), "unknown role: 'bot'; did you mean assistant"),
+    (lambda model: model.chat([{"content": "x"}]), "unknown role: 'None'; use system, developer, user, assistant, tool"),
+])  # fmt: skip
+def test_a_wrong_role_or_keyword_names_the_right_one(model, call, message):
+    with pytest.raises(TypeError if "option" in message else PipelineError, match=message):
+        call(model)
+
+
 def test_a_bundle_without_a_tokenizer_takes_ids_only(tmp_path):
     with castiron.load(toy_text.write(tmp_path / "ids", text=False), threads=1) as model:
         assert model.generate([1, 2], max_tokens=3).text is None

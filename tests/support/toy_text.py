@@ -13,6 +13,7 @@ from tests.vmfb import toy
 from tests.vmfb.toy import CONTEXT, WIDTHS  # noqa: F401
 
 EOS = 24
+FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>")
 TEMPLATE_TEXT = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
 # Enough of a llama's config for bench to count its work.
 CONFIG = {
@@ -30,6 +31,16 @@ def tokenizer() -> Tokenizer:
     found.decoder = decoders.Fuse()
     found.add_special_tokens([AddedToken("</s>", special=True)])
     return found
+
+
+def with_fim(made: Tokenizer, first: int) -> Tokenizer:
+    """Return a tokenizer with FIM tokens instead of the four tokens from id `first` on."""
+    described = json.loads(made.to_str())
+    vocabulary = {name: n for name, n in described["model"]["vocab"].items() if n not in range(first, first + len(FIM))}
+    described["model"]["vocab"] = vocabulary | {name: first + n for n, name in enumerate(FIM)}
+    changed = Tokenizer.from_str(json.dumps(described))
+    changed.add_special_tokens([AddedToken(name, special=True) for name in FIM])
+    return changed
 
 
 def write(directory: Path, *, text: bool = True, source: dict | None = None) -> Path:

@@ -1,8 +1,9 @@
 """Compute attention of a new token: rotary embedding, append and softmax in one dispatch.
 
-Short contexts are split by kv head. Long ones are split by position, so that all threads have equal
-shares of complete rows of the cache; the last workgroup to finish combines the partial results. No
-workgroup reads the cache row that is written: the token's own key and value come from qkv.
+Short contexts are divided among workgroups by kv head. Long contexts are divided by position, so
+that all threads read equal parts of the cache in memory order; the last workgroup to finish
+combines the partial results. No workgroup reads the cache row that is written in this dispatch: the
+token's own key and value come from qkv.
 
     workgroup (group of `per` kv heads, slot):
       short context: one kv head, its slot; positions low .. pos - 1          slots past the heads are idle
@@ -19,8 +20,8 @@ workgroup reads the cache row that is written: the token's own key and value com
         the workgroup that adds the last one to the counter:
           for head: w [splits] = exp(references - max); out = sum(w * values) / sum(w * sums)
 
-For a batch of sequences with one token each, one dispatch does this for every row, with the same
-bits as a call for each.
+A batch of sequences with one token each takes one dispatch. The results have the same bits as one
+dispatch for each sequence.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,16 +41,16 @@ from castiron.emitter.kv_cache import EXACT, Cache
 from castiron.emitter.types import F32, I32, TensorType
 
 SPLIT_BYTES = 128 * 1024  # bytes of keys and values; longer contexts are split by position
-UNIT = 32  # positions of parts are multiples of this; smaller parts repeat work on queries, larger ones are unequal
+UNIT = 32  # the positions of a part are a multiple of this: smaller parts repeat work on queries, larger parts are unequal
 
 
 @dataclass(frozen=True)
 class DecodeTokens:
     """The tokens of one call: `count` rows of queries and results.
 
-    kind "one": the next token of a sequence. "batch": one token of each of `count` sequences; a row
-    with a negative position is idle, with a result of zeros. "chunk": `length` tokens of a sequence
-    from `start` on, whose keys and values are already in the caches.
+    kind: "one" for the next token of a sequence; "batch" for one token of each of `count`
+    sequences, where a negative position marks an idle row with a result of zeros; "chunk" for
+    `length` tokens of a sequence from `start` on, whose keys and values are already in the caches.
     """
 
     kind: str = "one"
@@ -61,7 +62,7 @@ class DecodeTokens:
 
     @property
     def suffix(self) -> str:
-        """Return this record as part of a kernel's name."""
+        """Return these settings as a part of a kernel's name."""
         return "" if self.kind == "one" else f"_{self.kind[0]}{self.count}"
 
     @property
@@ -72,7 +73,10 @@ class DecodeTokens:
         return {"position": TensorType((self.count,) if self.kind == "batch" else (), I32)}
 
     def position(self, b: Body, given: Mapping[str, Ssa], row: Index) -> tuple[Ssa, Ssa | None]:
-        """Return the position of the token in `row`, and an i1 or None: whether the row is idle."""
+        """Return the position of the token in `row`, and an i1 that is true if the row is idle.
+
+        The second value is None if rows are never idle.
+        """
         if self.kind == "one":
             return b.to_index(b.load(given["position"])), None
         if self.kind == "batch":
@@ -82,7 +86,7 @@ class DecodeTokens:
         return position, b.negate(b.less(row, b.to_index(b.load(given["length"]))))
 
     def runs(self, given: Mapping[str, np.ndarray]) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yield the index, the first row and the positions of each active sequence, for NumPy."""
+        """Yield (sequence, first row, positions) of each active sequence, from NumPy operands."""
         if self.kind == "one":
             yield 0, 0, np.reshape(given["position"], 1)
         elif self.kind == "chunk":
@@ -97,7 +101,10 @@ class DecodeTokens:
         return (0, unit) if self.kind == "one" else (b.div(unit, units), b.rem(unit, units))
 
     def layer(self, b: Body, layer: Index, row: Index, layers: int) -> Index:
-        """Return the index of a layer of the sequence in `row`, among `layers` of all sequences."""
+        """Return the index in the caches of layer `layer` of the sequence in `row`.
+
+        layers: first dimension of the caches, which counts the layers of all sequences.
+        """
         return b.add(b.mul(row, layers // self.count), layer) if self.kind == "batch" else layer
 
 
@@ -115,17 +122,17 @@ def attention_decode(
     cache: Cache = EXACT,
     ring: int | None = None,
 ) -> Kernel:
-    """Return the kernel of attention of one token; its cost grows with the position.
+    """Return the kernel of attention of one token for each row of qkv.
 
     qkv [1, row], (cos, sin [context, rotary_dim/2]), (q_norm, k_norm), (sinks [heads]), position
     i32, k_cache and v_cache [layers, context, kv_heads, *cache.row(head_dim)], counters i32 [n],
     layer -> out [1, heads*head_dim], k_cache, v_cache, counters, parts (scratch memory).
 
-    More than `split_from` positions are split into up to `splits` parts, a power of two. `counters`
-    must be zero before the first call, and are zero after each; all layers share them. A batch has
-    qkv [B, row] and position [B], and `layers` counts the layers of all sequences. A chunk has qkv
-    [T, row], and start and length i32 in place of position. ring: rows of each layer in the caches
-    if they are ring buffers, more than the window, or None.
+    A context of more than `split_from` positions is split into up to `splits` parts, a power of
+    two. `counters` must be zero before the first call, and each call resets them to zero; all
+    layers share them. A batch has qkv [B, row] and position [B], and `layers` counts the layers of
+    all sequences. A chunk has qkv [T, row], and operands start and length i32 in place of position.
+    ring: rows of each layer in the caches if they are ring buffers (more than the window), or None.
     """
     heads, kv_heads, hd, window = layout.heads, layout.kv_heads, layout.head_dim, scores.window
     row_bytes = cache.row_bytes(hd)
@@ -166,7 +173,7 @@ def attention_decode(
             b.vstore(b.splat(0.0, shape.width), given["out"], row, d.index)
 
     def sequence(b: Body, token: Token, unit: Index) -> None:
-        """Write the code of workgroup number `unit` for one token of a sequence."""
+        """Emit the code of workgroup number `unit` of a token."""
         position, counters, out = token.position, token.given["counters"], token.given["out"]
         work = Workgroup(b, layout, isa, ring or context, shape, scores, cache, turns=ring is not None)
         low = 0 if window is None else b.max(b.sub(position, window - 1), 0)
@@ -187,7 +194,7 @@ def attention_decode(
                 work.attend(low, position, ahead=False)
                 work.finish(out)
             with b.when(has_part):
-                # The same heads as a range whose length is a constant for the compiler.
+                # Set the same range of heads with a constant length, so that the compiler knows it.
                 work.first, work.end = base, b.add(base, per)
                 work.attend(start, b.min(b.add(start, share), position), ahead=True)
                 parts = _Parts(b, token.given["parts"], (rows, token.row), heads, splits, hd)
@@ -231,7 +238,10 @@ def attention_decode(
 
 
 def head_parts(layout: HeadLayout, isa: Isa, cache: Cache) -> int:
-    """Return the smallest number of equal parts of a kv head's queries that fit the stack."""
+    """Return the min number of kernels among which a kv head's query heads must be divided.
+
+    Each kernel's queries and partial results must fit on the stack.
+    """
     if layout.qk_norm_row:  # a norm over complete rows needs all heads
         return 1
     for parts in (n for n in range(1, layout.group) if layout.group % n == 0):
@@ -241,7 +251,10 @@ def head_parts(layout: HeadLayout, isa: Isa, cache: Cache) -> int:
 
 
 def _shape(layout: HeadLayout, isa: Isa, cache: Cache) -> Shape:
-    """Return the tile sizes of a workgroup with as many kv heads as fit the stack."""
+    """Return tile sizes for workgroups with as many kv heads as fit on the stack.
+
+    Raises ValueError if one kv head does not fit.
+    """
     for per in (n for n in range(layout.kv_heads, 0, -1) if layout.kv_heads % n == 0):
         shape = Shape(layout, isa, per, cache)
         if shape.stack_bytes <= STACK_BYTES:
@@ -253,10 +266,10 @@ def _shape(layout: HeadLayout, isa: Isa, cache: Cache) -> Shape:
 
 
 class _Parts:
-    """Partial results of the workgroups that share one context, in scratch memory.
+    """The partial results in scratch memory of the workgroups that split a token's context.
 
-    For each sequence: weighted values [heads, splits, head_dim], and references and sums of weights
-    [heads, splits]. rows: the number of sequences, and the index of this one.
+    For each row of qkv: weighted values [heads, splits, head_dim], then reference scores and sums
+    of weights, each [heads, splits]. rows: (number of rows, index of this row).
     """
 
     def __init__(self, b: Body, scratch: Ssa, rows: tuple[int, Index], heads: int, splits: int, hd: int):
@@ -268,7 +281,7 @@ class _Parts:
         self.weights = b.stack(splits)
 
     def put(self, work: Workgroup, slot: Index) -> None:
-        """Store the online softmax of a workgroup as partial result number `slot`."""
+        """Store the online softmax state of a workgroup as partial result number `slot`."""
         b = self.b
         low = b.mul(work.first, work.group)
         with b.loop(low, b.mul(work.end, work.group)) as head:
@@ -281,7 +294,7 @@ class _Parts:
                 b.vstore(value, self.scratch, b.add(b.mul(row, self.hd), d.index))
 
     def join(self, head: Ssa, count: Index, out: Ssa, width: int) -> None:
-        """Combine the first `count` partial results of a head, and store its result in `out`."""
+        """Combine the first `count` partial results of a query head into its row of `out`."""
         b, splits = self.b, self.splits
         row = b.mul(b.add(self.before, head), splits)
         numbers = b.constant(f"dense<{list(range(splits))}>", vector_type(splits, "i32"))

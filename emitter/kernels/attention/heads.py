@@ -1,6 +1,6 @@
-"""Prepare the heads of a fused row for attention: offsets, norms and rotary embedding.
+"""Prepare query and key heads for attention: RMS norm and rotary embedding.
 
-A row of the fused projection has all query heads, then the key heads, then the value heads.
+A row of the fused qkv projection has all query heads, then the key heads, then the value heads.
 Optional RMS norms of queries and keys (Qwen 3, Gemma 3: over a head; OLMo 2: over the complete row)
 come before the rotation, as in HF.
 
@@ -23,12 +23,12 @@ from castiron.emitter.types import F32, TensorType
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """The heads in a row of fused q, k and v, and the preparation of query and key heads.
+    """The heads in a fused qkv row, and how query and key heads are normalised and rotated.
 
     rotary_dim: number of leading elements of a head that are rotated, first half with second half
-    (`rotate_half` in HF), or None without rotary embedding. qk_norm: epsilon of the RMS norm of q
-    and k, or None without a norm. qk_norm_row: whether the norm is over the complete q row and k
-    row instead of over each head.
+        (`rotate_half` in HF), or None without rotary embedding.
+    qk_norm: epsilon of the RMS norm of q and k, or None without a norm.
+    qk_norm_row: whether the norm is over all heads of q, or of k, instead of over each head.
     """
 
     heads: int
@@ -50,12 +50,12 @@ class HeadLayout:
 
     @property
     def keys(self) -> int:
-        """Return the offset of the key heads in a fused row."""
+        """Return the index of the first element of the key heads in a fused row."""
         return self.heads * self.head_dim
 
     @property
     def suffix(self) -> str:
-        """Return this layout as part of a kernel's name."""
+        """Return this layout as a part of a kernel's name."""
         parts = [f"{self.heads}x{self.kv_heads}x{self.head_dim}"]
         if self.rotary_dim is not None:
             parts.append(f"rope{self.rotary_dim}")
@@ -76,7 +76,7 @@ class HeadLayout:
 
 @dataclass(frozen=True)
 class Span:
-    """A view of a buffer: the elements from `offset` on in the row with the indices `lead`."""
+    """A view of one row of a buffer, from element `offset` on; lead: the row's leading indices."""
 
     buffer: Ssa
     lead: Sequence[Index]
@@ -101,9 +101,10 @@ def prepare_head(
     position: Index,
     scale: float = 1.0,
 ) -> None:
-    """Normalise, rotate and scale the head at `source`, and store the result at `target`.
+    """Emit code that normalises, rotates and scales the head at `source` into `target`.
 
-    kind: "q" or "k". head: index among heads of this kind. given: includes `HeadLayout.operands`.
+    kind: "q" or "k". head: index among heads of this kind. given: memrefs by name, with those of
+    `HeadLayout.operands`. position: position of the token. scale: factor of the result.
     """
     hd = layout.head_dim
     inverse = None
@@ -145,7 +146,7 @@ def prepare_head(
 def prepared_heads(
     layout: HeadLayout, qkv: np.ndarray, positions: np.ndarray, given: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Normalise and rotate qkv [T, row] in NumPy in f64; return q, k, v [T, n, head_dim]."""
+    """Return q, k, v [T, n, head_dim] of qkv [T, row], normalised and rotated in NumPy in f64."""
     T, hd = len(qkv), layout.head_dim
     q, k, v = np.split(qkv.astype(np.float64), [layout.keys, layout.keys + layout.kv_heads * hd], axis=-1)
 
@@ -162,7 +163,7 @@ def prepared_heads(
 
 
 def rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, rotary_dim: int) -> np.ndarray:
-    """Rotate x [T, heads, head_dim] as HF's `rotate_half`; cos, sin [T, rotary_dim/2]."""
+    """Return x [T, heads, head_dim] with rotary embedding as in HF; cos, sin [T, rotary_dim/2]."""
     first, second = slice(0, rotary_dim // 2), slice(rotary_dim // 2, rotary_dim)
     cos, sin = cos[:, None, :].astype(np.float64), sin[:, None, :].astype(np.float64)
     result = x.copy()

@@ -41,8 +41,8 @@ from castiron.emitter.kv_cache import EXACT, Cache
 from castiron.emitter.types import F32, I32, TensorType
 
 KEYS = 48  # keys of a block; a multiple of every number in ROWS
-ROWS = (1, 2, 3, 4, 6, 8, 12)  # possible numbers of keys that are scored at once
-DEPTH = 64  # maximum elements of a key that are widened at once
+ROWS = (1, 2, 3, 4, 6, 8, 12)  # possible numbers of keys that are scored together
+DEPTH = 64  # max elements of a key that are converted to f32 at a time
 
 
 @cache
@@ -58,12 +58,12 @@ def attention_prefill(
     cache: Cache = EXACT,
     ring: int | None = None,
 ) -> Kernel:
-    """Return the kernel of attention for T tokens from position `start` on, after `rope_append`.
+    """Return the kernel of attention for a chunk of T tokens, after `rope_append` of the chunk.
 
     q [T, heads*head_dim] (rotated), start i32, length i32, (sinks [heads]), k_cache and v_cache
     [layers, context, kv_heads, *cache.row(head_dim)], layer -> out [T, heads*head_dim], zero in
-    rows >= length. ring: rows of each layer in the caches if they are ring buffers, at least window
-    + T, or None.
+    rows from `length` on. start: position of the first token. ring: rows of each layer in the
+    caches if they are ring buffers (at least window + T), or None.
     """
     heads, kv_heads, hd, group, window = layout.heads, layout.kv_heads, layout.head_dim, layout.group, scores.window
     shape = _Shape(T * group, hd, isa, cache)
@@ -82,7 +82,7 @@ def attention_prefill(
         chunk = b.to_index(b.load(start)), b.to_index(b.load(length))
         workgroup = b.workgroup()
         with b.loop(0, -(-items // workgroups)) as turn:
-            # Every second turn runs backwards: a short tile follows a long one. Workgroups with one item more come first.
+            # Every second turn assigns items in reverse order, so that a workgroup with a long tile next gets a short one.
             low = b.mul(turn.index, workgroups)
             count = b.min(b.sub(items, low), workgroups)
             odd = b.equal(b.rem(turn.index, 2), 1)
@@ -92,7 +92,7 @@ def attention_prefill(
 
     def attend_item(work: _Tile, item: Index, first: Index, real: Index, q: Ssa, out: Ssa, sinks: Ssa | None) -> None:
         b = work.b
-        # The last tokens attend to the most keys. Their tiles come first, so that no thread ends on a long tile.
+        # The last tokens attend to the most keys, so their tiles come first: no thread then ends with a long tile.
         tile = b.sub(items // kv_heads - 1, b.div(item, kv_heads))
         work.begin(b.mul(tile, shape.columns), b.rem(item, kv_heads), q, out, first, real, sinks)
         last_token = b.div(b.add(work.column, shape.columns - 1), group)
@@ -102,9 +102,9 @@ def attention_prefill(
         if window is not None:
             low = b.max(b.sub(b.add(first, work.token), window - 1), 0)
             if isa.canonical:
-                # Blocks of keys are the same in every tile.
+                # Round down, so that all tiles have the same blocks of keys.
                 low = b.mul(b.div(low, KEYS), KEYS)
-        # A tile of padding attends to no keys.
+        # A tile with only padding attends to no keys.
         end = b.select(b.less(work.token, real), end, low)
         with b.loop(low, end, KEYS) as block:
             work.block(block.index, end, out)
@@ -138,10 +138,12 @@ def attention_prefill(
 
 
 class _Shape:
-    """The sizes of a tile, each of which divides the extent that it tiles.
+    """The sizes of a tile; each divides the extent that it tiles.
 
-    A tile has `columns` in `vectors` of `width` lanes, and scores `rows` keys at once. Weighted
-    values of `out_columns` columns x `out_vectors` vectors of `out_width` are in registers.
+    columns: (token, query head) pairs of a tile, in `vectors` vectors of `width` lanes.
+    rows: keys that are scored together.
+    out_columns, out_vectors: the accumulators of weighted values in registers are for
+        `out_columns` columns and `out_vectors` vectors of `out_width` elements.
     """
 
     def __init__(self, columns: int, hd: int, isa: Isa, cache: Cache):
@@ -162,7 +164,7 @@ class _Shape:
         chunks = hd // self.out_width
         self.unroll = largest_width(4, hd)
         step = max(self.out_width, self.unroll)
-        # Elements of a key that are widened to f32 at once, or 0 if the cache is f32.
+        # Elements of a key that are converted to f32 at a time; 0 if the cache is f32.
         self.depth = 0 if cache is EXACT else max(n for n in range(step, DEPTH + 1, step) if hd % n == 0)
         shapes = [
             (c, n)
@@ -170,7 +172,7 @@ class _Shape:
             for c in range(1, self.columns + 1)
             if chunks % n == 0 and self.columns % c == 0 and c * n <= accumulators and cache.cuts(hd, n * self.out_width)
         ]
-        # As many sums as fit the registers, with the fewest loads; a vector of q8_0 costs as much as six loads.
+        # Use at least 60 % of the accumulators, then as few loads as possible; a q8_0 vector costs as much as six loads.
         cost = 6 if cache.grouped else 1
         self.out_columns, self.out_vectors = max(
             shapes, key=lambda s: (s[0] * s[1] / accumulators >= 0.6, s[0] * s[1] / (s[0] + cost * s[1]))
@@ -178,10 +180,10 @@ class _Shape:
 
 
 class _Tile:
-    """A writer of one item: `shape.columns` columns, (token, query head) pairs, of one kv head.
+    """A writer of code for one tile: `shape.columns` (token, query head) pairs of one kv head.
 
-    For each column, the stack has the online softmax, the last visible position (`limits`), and the
-    row and offset in the result (`tokens`, `offsets`).
+    For each pair (column), the stack has the online softmax, the last position that it attends to
+    (`limits`), and its row and offset in the result (`tokens`, `offsets`).
     """
 
     def __init__(self, b: Body, shape: _Shape, group: int, how: Scores, layer: Ssa, keys: Rows, values: Rows):
@@ -198,9 +200,10 @@ class _Tile:
             self.keys = b.stack(shape.rows, shape.depth)
 
     def begin(self, column: Index, head: Index, q: Ssa, out: Ssa, start: Index, real: Index, sinks: Ssa | None) -> None:
-        """Transpose and scale the queries, clear rows of `out`, and start the online softmax.
+        """Transpose and scale the queries, set results to zero, and reset the online softmax.
 
-        column, head: first column and kv head of the tile. real: number of real tokens.
+        column, head: first column and kv head of the tile. start: position of the chunk. real:
+        number of tokens that are not padding.
         """
         b, shape = self.b, self.shape
         self.column, self.head, self.token = column, head, b.div(column, self.group)
@@ -231,7 +234,7 @@ class _Tile:
             b.vstore(b.splat(0.0 if sinks is None else 1.0, shape.width), self.sums, column)
 
     def target(self, c: Index) -> tuple[Ssa, Ssa]:
-        """Return the row and the offset of column c in q and in the result."""
+        """Return (row, offset in the row) of column c in q and in the result."""
         b = self.b
         return b.to_index(b.load(self.tokens, c)), b.to_index(b.load(self.offsets, c))
 
@@ -251,7 +254,7 @@ class _Tile:
         b, shape = self.b, self.shape
         rows = [b.min(b.add(first, i), last) for i in range(shape.rows)]
         following = [b.min(b.add(first, shape.rows + i), last) for i in range(shape.rows)]
-        # Hardware does not prefetch such short rows.
+        # Prefetch explicitly, because hardware prefetchers do not detect such short rows.
         for row, next_row in zip(rows, following, strict=True):
             self.cached_keys.prefetch((self.layer, next_row, self.head))
             self.cached_values.prefetch((self.layer, row, self.head), near=False)
@@ -291,7 +294,10 @@ class _Tile:
                 b.vstore(b.select(seen, score, never), self.scores, b.add(j, i), c)
 
     def dots(self, first: Index, count: int, sums: list[Ssa], key: Callable[[int, Index], Ssa]) -> Sequence[Ssa]:
-        """Return `sums` plus products of queries and keys over `count` elements from `first`."""
+        """Return `sums` plus the dot products of queries and keys over elements from `first` on.
+
+        count: number of elements. key(row, d): loads element first + d of key number `row`.
+        """
         b, shape = self.b, self.shape
 
         def step(d: Index, sums: Sequence[Ssa]) -> list[Ssa]:
@@ -302,7 +308,7 @@ class _Tile:
         return b.unrolled(count, shape.unroll, sums, step)
 
     def softmax(self, count: Index) -> None:
-        """Replace scores of `count` keys by softmax weights; update maxima, sums, rescaling."""
+        """Replace the scores of `count` keys by softmax weights; update the online softmax."""
         b, shape = self.b, self.shape
         old = [b.vload(self.maxima, shape.width, c) for c in self.lanes]
         with b.loop(0, count, carry=old) as j:
@@ -326,7 +332,10 @@ class _Tile:
             b.vstore(total, self.sums, c)
 
     def add_values(self, column: Index, d: Index, first: Index, count: Index, out: Ssa) -> None:
-        """Compute out = rescale * out + weights @ `count` value rows, from `column` and d on."""
+        """Compute out = rescale * out + weights @ values for a register tile of the result.
+
+        column, d: first column and first element of the tile. first, count: range of value rows.
+        """
         b, shape = self.b, self.shape
         width = shape.out_width
         columns = [b.add(column, i) for i in range(shape.out_columns)]
@@ -340,7 +349,7 @@ class _Tile:
             row = b.add(first, j.index)
             weights = [b.broadcast(b.load(self.scores, j.index, c), width) for c in columns]
             sums = []
-            # One value vector at a time: all of them and the sums would not fit the registers.
+            # Load one value vector at a time, because all of them and the sums do not fit in the registers.
             part = self.cached_values.part((self.layer, row, self.head), d, shape.out_vectors * width)
             for i in range(shape.out_vectors):
                 v = part(i * width)
@@ -351,7 +360,7 @@ class _Tile:
                 b.vstore(total, out, token, b.add(offset, e))
 
     def finish(self, out: Ssa, real: Index) -> None:
-        """Divide the result by the sums of weights, and write zeros to rows of padding."""
+        """Divide the results by the sums of weights; store zeros in rows of padding."""
         b, shape = self.b, self.shape
         width = shape.out_width
         with b.loop(0, shape.columns) as c:

@@ -28,12 +28,12 @@ ROWS = 4  # tokens of a workgroup
 def rope_append(
     layers: int, context: int, T: int, layout: HeadLayout, *, isa: Isa, cache: Cache = EXACT, ring: int | None = None
 ) -> Kernel:
-    """Return the kernel for a chunk of T tokens.
+    """Return the kernel that rotates and appends a chunk of T tokens.
 
     qkv [T, row], (cos, sin [context, rotary_dim/2]), (q_norm, k_norm), start i32, length i32,
     k_cache and v_cache [layers, context, kv_heads, *cache.row(head_dim)], layer -> q [T,
-    heads*head_dim], k_cache, v_cache. ring: rows of each layer in the caches if they are ring
-    buffers, or None.
+    heads*head_dim], k_cache, v_cache. Only the first `length` tokens are appended. ring: rows of
+    each layer in the caches if they are ring buffers, or None.
     """
     hd = layout.head_dim
     scalar = TensorType((), I32)

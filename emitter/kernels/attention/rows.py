@@ -1,4 +1,4 @@
-"""Append rows to a KV cache (`emitter.kv_cache`) in a kernel, rounded, and read them as f32.
+"""Emit code that appends rows to a KV cache (`emitter.kv_cache`) and reads them as f32.
 
 append to q8_0: for each group of the head
   d = max |x| / 127; n = round(x * (127 / max |x|))
@@ -6,7 +6,7 @@ append to q8_0: for each group of the head
 read: x = f32(n) * d, one load of the scale for each group                                               registers
 
 A cache may be a ring buffer, which stores position p in row p modulo the number of rows. Kernels
-iterate over positions in order, so a ring gives the same bits as a cache of all positions.
+iterate over positions in order, so they give the same bits for a ring as for a full cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,9 +21,9 @@ LINE_BITS = 512  # bits of a cache line
 
 @dataclass(frozen=True)
 class Rows:
-    """A reader and writer of rows of a KV cache, each of a (layer, position, kv head), by vectors.
+    """Access to the rows of a KV cache, one row for each (layer, position, kv head).
 
-    ring: number of rows of a layer if the cache is a ring buffer, or None.
+    width: elements of a vector. ring: rows of a layer if the cache is a ring buffer, or None.
     """
 
     b: Body
@@ -37,16 +37,17 @@ class Rows:
         return position if self.ring is None else self.b.rem(position, self.ring)
 
     def indices(self, at: Sequence[Index]) -> list[Index]:
-        """Return the indices in the buffer of the row `at` = (layer, position, kv head)."""
+        """Return the buffer indices of a row; at: (layer, position, kv head)."""
         layer, position, head = at
         return [layer, self.row(position), head]
 
     def append(
         self, at: Sequence[Index], read: Callable[[Index], Ssa], on_store: Callable[[Index, Ssa], None] | None = None
     ) -> None:
-        """Store a head in the row `at`; `read(d)` returns the vector of the head from element d on.
+        """Store a key or value head in the row `at`, rounded to the format of the cache.
 
-        on_store(d, x): called with each vector x as it was stored, in f32.
+        at: (layer, position, kv head). read(d): returns the head's f32 vector from element d on.
+        on_store(d, x): called with each vector x after rounding, as f32.
         """
         b, group, at = self.b, self.cache.group(self.head_dim), self.indices(at)
         if not self.cache.grouped:
@@ -77,9 +78,10 @@ class Rows:
             self.b.prefetch(self.buffer, *at, *indices, near=near)
 
     def part(self, at: Sequence[Index], first: Index, size: int) -> Callable[[int], Ssa]:
-        """Return a function that loads the vector at element `first` + offset of the row `at`.
+        """Return a function from an offset to the f32 vector at element first + offset of a row.
 
-        Offsets are below `size`, which `cache.cuts` accepts, and which divides `first`.
+        at: (layer, position, kv head). size: limit of the offsets; it must divide `first`, and
+        `cache.cuts` must accept it.
         """
         b, group, scales, at = self.b, self.cache.group(self.head_dim), dict[int, Ssa](), self.indices(at)
         if not self.cache.grouped:

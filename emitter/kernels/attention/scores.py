@@ -1,4 +1,4 @@
-"""Scores and their soft cap, which all attention kernels share, and attention in NumPy."""
+"""Attention scores: scale, mask and soft cap of all attention kernels; reference in NumPy."""
 
 from dataclasses import dataclass
 
@@ -14,10 +14,11 @@ NEVER = -1.0e30  # score of masked positions: below all others; finite, so that 
 class Scores:
     """How attention computes scores and which positions it masks.
 
-    A score is (q . k) * scale, then softcap * tanh(score / softcap) if `softcap` is not None (Gemma
-    2). window: number of positions, including its own, that a token attends to, or None for all.
-    bidirectional: whether it also attends to later positions, to less than `window` or to all of
-    them. sinks: whether each head has one more score, without a key (gpt-oss).
+    scale, softcap: a score is (q . k) * scale; if `softcap` is not None, it is then replaced by
+        softcap * tanh(score / softcap), as in Gemma 2.
+    window: number of positions, including its own, that a token attends to, or None for all.
+    sinks: whether each head has an additional learned score that has no key, as in gpt-oss.
+    bidirectional: whether a token also attends to later positions (up to window - 1 of them).
     """
 
     scale: float
@@ -28,7 +29,7 @@ class Scores:
 
     @property
     def suffix(self) -> str:
-        """Return this record as part of a kernel's name."""
+        """Return these settings as a part of a kernel's name."""
         parts = {"s": self.scale, "w": self.window, "cap": self.softcap}
         flags = "_sinks" * self.sinks + "_both" * self.bidirectional
         return "_".join(f"{letter}{number(value)}" for letter, value in parts.items() if value is not None) + flags
@@ -37,7 +38,7 @@ class Scores:
         return {"sinks": TensorType((heads,), F32)} if self.sinks else {}
 
     def capped(self, b: Body, scores: Ssa) -> Ssa:
-        """Return the scores after the soft cap, or unchanged if there is none."""
+        """Return a vector of scores after the soft cap, or unchanged without a soft cap."""
         if self.softcap is None:
             return scores
         cap = b.splat(self.softcap, scores.width)
@@ -45,16 +46,17 @@ class Scores:
 
 
 def by_position(rows: np.ndarray, end: int) -> np.ndarray:
-    """Return the rows of positions 0 .. end - 1 of a cache, which may be a ring, as [end, ...]."""
+    """Return the rows of positions 0 .. end - 1 of a cache or ring buffer, [end, ...]."""
     return rows[np.arange(end) % len(rows)]
 
 
 def attend(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, positions: np.ndarray, how: Scores, sinks: np.ndarray | None = None
 ) -> np.ndarray:
-    """Compute attention in NumPy in f64: causal, or bidirectional up to the last position.
+    """Return attention [T, heads, head_dim], computed in NumPy in f64.
 
-    q [T, heads, head_dim] at `positions`, k and v [context, kv_heads, head_dim], sinks [heads].
+    q [T, heads, head_dim] is at `positions`; k and v are [context, kv_heads, head_dim], sinks
+    [heads]. Bidirectional attention ends at the last of `positions`.
     """
     nothing = np.full(q.shape[1], -np.inf) if sinks is None else sinks.astype(np.float64)
     group = q.shape[1] // k.shape[1]

@@ -1,8 +1,9 @@
-"""Write a workgroup of `attention_decode`: one token against a range of cached positions.
+"""Emit a workgroup of `attention_decode`: attention of one token to a range of cached positions.
 
-This is the online softmax of flash attention (Dao et al. 2022) over tiles of positions, but the
-weight of a score is exp(score - reference), and the reference of a head rises only when a score is
-far above it. A common factor of all weights costs no precision, and almost no tile rescales sums.
+This is the online softmax of flash attention (Dao et al. 2022) over tiles of positions, with one
+change. The weight of a score is exp(score - reference), and a head's reference is not always the
+maximum: it rises only when a score is far above it. A common factor of all weights costs no
+precision, and so almost no tile has to rescale the sums.
 
     for tile of `tile` positions:
       for `rows` positions: for kv head: for `heads` of its query heads:
@@ -18,9 +19,9 @@ far above it. A common factor of all weights costs no precision, and almost no t
           for position in tile: acc += scores[head, position] * v_cache[layer, position, kv head, d]
           values = acc                                                                                 stack
 
-For long ranges, the kernel reads ahead: while it computes with some rows of the cache, it loads one
-word of each cache line of the next rows, in memory order, which hardware prefetchers follow. CPUs
-drop prefetch instructions when memory is busy, so the kernel uses loads.
+For long ranges, the kernel reads ahead: while it computes with some rows of the KV cache, it loads
+one word of each cache line of the next rows. It does so in memory order, which hardware prefetchers
+detect. It uses loads, because CPUs drop prefetch instructions when memory is busy.
 """
 
 from collections.abc import Mapping
@@ -34,13 +35,13 @@ from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import exp, lane_max, lane_sums, outer
 from castiron.emitter.kv_cache import Cache
 
-TILE = 48  # positions; a multiple of every vector; times of 32 to 96 differ by a few percent
+TILE = 48  # positions of a tile, a multiple of every vector's width; speed differs by a few percent from 32 to 96
 LINE_BYTES = 64
-SLACK = 30.0  # how far a score may exceed its head's reference; e^30 is far from overflow
+SLACK = 30.0  # max difference of a score and its head's reference; e^30 is far from overflow
 
 
 class Shape:
-    """The tile sizes of a workgroup with `per` kv heads."""
+    """Tile sizes and stack bytes of a workgroup that computes up to `per` kv heads."""
 
     def __init__(self, layout: HeadLayout, isa: Isa, per: int, cache: Cache):
         hd = layout.head_dim
@@ -53,18 +54,18 @@ class Shape:
         self.rows = 1
         while self.rows * 2 * self.heads <= accumulators and self.rows * 2 <= self.width:
             self.rows *= 2
-        # Vectors of weighted values in registers, and vectors of a key in one iteration.
+        # `columns`: vectors of weighted values in registers. `unroll`: vectors of a key in one iteration.
         cut = [n for n in range(1, chunks + 1) if chunks % n == 0 and cache.cuts(hd, n * self.width)]
         self.columns = max(n for n in cut if n == 1 or n * self.heads <= accumulators)
         self.unroll = max(n for n in cut if n <= 8)
-        # Elements of a key that are multiplied before those of the next key; in q8_0 they share a scale.
+        # Elements of a key that are multiplied before the next key's elements; in q8_0 they share a scale.
         self.together = min(max(cache.group(hd), self.width), self.unroll * self.width)
         self.stack_bytes = 4 * (per * layout.group * (2 * hd + TILE + isa.lanes + 1) + hd)
 
 
 @dataclass(frozen=True)
 class Token:
-    """The token at `position`: a row of qkv and of the result, and a layer of the caches."""
+    """The token of a workgroup; row: in qkv and in the result. layer: index in the caches."""
 
     given: Mapping[str, Ssa]
     row: Index
@@ -73,9 +74,10 @@ class Token:
 
 
 class Workgroup:
-    """A writer of the online softmax of kv heads first .. end - 1 over a range of positions.
+    """A writer of code for the online softmax of some kv heads over a range of positions.
 
     cache_rows: number of rows of a layer in the caches. turns: whether caches are ring buffers.
+    "Stack index g" is the index of a query head among those of this workgroup.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class Workgroup:
         self.values = b.stack(own_heads, self.hd)  # weighted values
 
     def begin(self, token: Token, first: Index, end: Index) -> None:
-        """Prepare the queries of kv heads first .. end - 1 and clear the online softmax."""
+        """Prepare the queries of kv heads first .. end - 1, and reset the online softmax."""
         b, hd = self.b, self.hd
         self.token, self.first, self.end = token, first, end
         self.qkv, *caches = (token.given[name] for name in ("qkv", "k_cache", "v_cache"))
@@ -112,12 +114,12 @@ class Workgroup:
                 b.vstore(b.splat(0.0, self.width), self.values, g, d.index)
 
     def _prepare(self, kind: str, head: Index, offset: Index, target: Span, scale: float = 1.0) -> None:
-        """Normalise, rotate and scale the head at `offset` of the token's qkv row into `target`."""
+        """Store the head at `offset` of the token's qkv row in `target`, as `prepare_head` does."""
         source, token = Span(self.qkv, [self.token.row], offset), self.token
         prepare_head(self.b, self.layout, self.lanes, kind, head, source, target, token.given, token.position, scale)
 
     def own(self, appended: bool = False) -> None:
-        """Start the online softmax with the token's key and value; append them if needed."""
+        """Start the online softmax with the token's key and value; append them unless appended."""
         b, layout, hd = self.b, self.layout, self.hd
         with b.loop(self.first, self.end) as head:
             offset = b.add(b.mul(head.index, hd), layout.keys)
@@ -150,10 +152,7 @@ class Workgroup:
                     self.sink(g.index, b.add(b.mul(self.first, self.group), g.index), b.extract(score, 0), one)
 
     def sink(self, g: Index, head: Index, score: Ssa, one: Ssa) -> None:
-        """Add a query head's sink to the online softmax at index g, whose only score is `score`.
-
-        one: the vector 1, 0, 0, ...
-        """
+        """Add a query head's sink to the online softmax at stack index g; one: 1, 0, 0, ..."""
         b, lanes = self.b, self.lanes
         score, sink = (b.broadcast(x, lanes) for x in (score, b.load(self.token.given["sinks"], head)))
         top = b.maxf(score, sink)
@@ -163,7 +162,7 @@ class Workgroup:
         b.store(b.extract(top, 0), self.references, g)
 
     def attend(self, start: Index, end: Index, ahead: bool) -> None:
-        """Add positions start .. end - 1 to the online softmax; ahead: read rows in advance."""
+        """Add positions start .. end - 1 to the online softmax; ahead: whether to read ahead."""
         with self.b.loop(start, end, TILE) as tile:
             self.tile(tile.index, end, ahead)
 
@@ -189,14 +188,15 @@ class Workgroup:
                     self.add_values(head.index, heads, d.index, first, count)
 
     def own_heads(self, head: Ssa, heads: range) -> list[Index]:
-        """Return the stack indices of these query heads of kv head `head`."""
+        """Return the stack indices of query heads of kv head `head`; heads: their indices in it."""
         low = self.b.mul(self.b.sub(head, self.first), self.group)
         return [self.b.add(low, g) for g in heads]
 
     def touch(self, base: Ssa, row: Index, at: Index, lines: range) -> None:
-        """Load a word of each of the cache lines `lines` of the KV cache at address `base`.
+        """Read ahead: load a word of each cache line in `lines` of a KV cache.
 
-        Lines are counted from byte `at` of the heads of this workgroup, in the rows from `row` on.
+        base: address of the cache. Lines are counted from byte `at` of this workgroup's kv heads in
+        the cache rows from `row` on.
         """
         b, row_bytes = self.b, self.cache.row_bytes(self.hd)
         segment, size = self.shape.per * row_bytes, self.layout.kv_heads * row_bytes
@@ -208,9 +208,10 @@ class Workgroup:
             b.touch(base, b.add(start, byte))
 
     def score_rows(self, head: Ssa, row: Index, j: Ssa, rows: int, ahead: bool) -> None:
-        """Store the scores of positions row .. row + rows - 1, from index j of the tile on.
+        """Store the scores of positions row .. row + rows - 1 from index j of the tile on.
 
-        ahead: whether to read this head's share of these value rows and of the next key rows ahead.
+        head: a kv head. ahead: whether to read ahead this head's part of the value rows at these
+        positions and of the next key rows.
         """
         b, shape = self.b, self.shape
         near, following = row, b.add(row, rows)
@@ -218,7 +219,7 @@ class Workgroup:
             near, following = (b.min(self.cached_keys.row(at), self.ring - rows) for at in (near, following))
         else:
             following = b.min(following, self.cache_rows - rows)
-        # Bytes of this head in these rows that each iteration reads ahead.
+        # Bytes of this head and these rows that each iteration reads ahead.
         turn = rows * self.cache.row_bytes(self.hd) * shape.unroll * self.width // self.hd
         lines = -(-turn // LINE_BYTES)
         for heads in self.head_chunks:
@@ -239,7 +240,7 @@ class Workgroup:
                     offsets = range(low, low + shape.together, self.width)
                     queries = [[b.vload(self.q, self.width, g, b.add(loop.index, d)) for g in own_heads] for d in offsets]
                     totals: list[Ssa] = []
-                    # Row by row, so that a scale is in a register only while its group is multiplied.
+                    # Multiply row by row, so that a scale is in a register only while its group is used.
                     for key, total in zip(keys, batches(sums, count), strict=True):
                         for d, query in zip(offsets, queries, strict=True):
                             total = outer(b, [key(d)], query, total)
@@ -250,9 +251,10 @@ class Workgroup:
                 b.vstore(self.how.capped(b, lane_sums(b, loop.results[i::count])), self.scores, g, j)
 
     def softmax(self, head: Ssa, heads: range, blocks: Index) -> None:
-        """Replace scores by weights exp(score - reference), and add the weights to self.sums.
+        """Replace scores of a tile by weights exp(score - reference); add the weights to the sums.
 
-        If a score is more than SLACK above a head's reference, the reference first rises to it.
+        If the max score is more than SLACK above a head's reference, the reference first rises to
+        it. heads: query heads of kv head `head`. blocks: vectors of scores in the tile.
         """
         b, lanes = self.b, self.lanes
         own_heads = self.own_heads(head, heads)
@@ -261,7 +263,7 @@ class Workgroup:
             j.give(*[b.maxf(b.vload(self.scores, lanes, g, j.index), m) for g, m in zip(own_heads, j.values, strict=True)])
         for g, top in zip(own_heads, j.results, strict=True):
             top, old = lane_max(b, top), b.load(self.references, g)
-            # This is rare, and the branch is predicted, so that the code below does not wait for the maximum.
+            # The branch is rarely taken and well predicted, so that the code below need not wait for the maximum.
             with b.when(b.compare("ogt", b.subf(top, old), b.f32(SLACK))):
                 b.store(top, self.references, g)
                 self.scale_down(g, b.extract(exp(b, b.broadcast(b.subf(old, top), lanes)), 0))
@@ -285,7 +287,7 @@ class Workgroup:
             b.vstore(b.mulf(value, b.broadcast(factor, self.width)), self.values, g, d.index)
 
     def add_values(self, head: Ssa, heads: range, d: Index, first: Ssa, count: Index) -> None:
-        """Add `count` value rows times softmax weights to `self.columns` vectors of values."""
+        """Add `count` value rows times softmax weights to `self.columns` vectors from `d` on."""
         b, width = self.b, self.width
         own_heads = self.own_heads(head, heads)
         offsets = range(0, self.columns * width, width)
@@ -294,7 +296,7 @@ class Workgroup:
         with b.loop(0, count, carry=start) as j:
             weights = [b.broadcast(b.load(self.scores, g, j.index), width) for g in own_heads]
             sums = []
-            # One value vector at a time: all of them and the sums would not fit the registers.
+            # Load one value vector at a time, because all of them and the sums do not fit in the registers.
             part = self.cached_values.part((self.token.layer, b.add(first, j.index), head), d, self.columns * width)
             for i, offset in enumerate(offsets):
                 v = part(offset)

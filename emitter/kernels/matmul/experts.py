@@ -1,4 +1,4 @@
-"""Compute y = W_e x for pairs of a token and one of its experts e.
+"""Compute y = W_e x for (token, expert) pairs, where W_e is the weight of expert e.
 
 With few pairs for each expert, each pair is a GEMV (`gemv`) with the expert's part of the stacked
 weight:
@@ -25,7 +25,7 @@ With more pairs, the weights of an expert are decoded once for all of its pairs.
             y[pairs, set] = epilogue(sums)                                                                 memory
       y[a share of the pairs that are padding] = 0
 
-Tiles have `rows` pairs, or `rest` at the end of a block; a pair gets the same bits in both.
+A tile has `rows` pairs, or `rest` pairs at the end of a block; results have the same bits in both.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,16 +45,16 @@ from castiron.emitter.kernels.mlir.vector_math import outer
 from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.panel import Decoded, units
 
-# Pairs are grouped from this average number for each expert on, with x in f32 and in int8.
+# Min average pairs of an expert for which pairs are grouped by expert, with x in f32 and in int8.
 MIN_PAIRS, MIN_INT8_PAIRS = 3, 2
-DECODING = 4  # cost of decoding the weights for a block, as a number of pairs that cost as much to compute
-# Maximum pairs of a block whose tiles decode weights in registers, without a panel, with x in f32 and in int8.
+DECODING = 4  # decoding the weights of a block takes as long as the computation of this many pairs
+# Max pairs of a block whose weights are decoded in registers, without a panel, with x in f32 and in int8.
 DIRECT, DIRECT_INT8 = 32, 16
-UNITS = 8  # units of k of a float codec in one iteration
+UNITS = 8  # units of k (`panel.units`) of a float codec per loop iteration
 
 
 class ExpertGemvs:
-    """A writer of the body of a kernel that computes a GEMV for each (token, expert) pair."""
+    """A writer of the body of a kernel with one GEMV for each (token, expert) pair."""
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: GemvTiles, buffers: Buffers):
         self.b, self.matmul, self.isa, self.tiles, self.buffers = b, matmul, isa, tiles, buffers
@@ -82,8 +82,8 @@ class ExpertGemvs:
 class _PairTiles(PanelTiles):
     """Tiles of blocks of `tokens` (token, expert) pairs.
 
-    rest: pairs of a tile at the end of a block, a divisor of `rows`. direct: maximum pairs of a block
-    without a panel. few: pairs of a tile of such a block, a divisor of `direct`.
+    rest: pairs of a tile at the end of a block, a divisor of `rows`. direct: max pairs of a block
+    that is computed without a panel. few: pairs of a tile of such a block, a divisor of `direct`.
     """
 
     rest: int = 1
@@ -134,7 +134,7 @@ def _small_tiles(isa: Isa, rows: int, direct: int) -> dict[str, int]:
 
 
 def _pairs_of_block(matmul: Matmul, rows: int, limit: int) -> int:
-    """Return the number of pairs in a block: tiles of `rows` pairs, at most `limit` or one tile."""
+    """Return the pairs of a block: a multiple of `rows`, at most `limit` but at least `rows`."""
     return max(1, min(-(-matmul.tokens // rows), limit // rows)) * rows
 
 
@@ -180,7 +180,7 @@ class Grouped(Gemm):
         return self.b.to_index(self.b.load(buffer, i))
 
     def _pair(self, i: Index) -> Ssa:
-        """Return the index of pair number i of the block, among all pairs."""
+        """Return the index among all pairs of pair number i of the current block."""
         return self._at(self.pairs, i)
 
     def _count(self, real: Index) -> None:
@@ -193,7 +193,10 @@ class Grouped(Gemm):
             b.store(b.binary("addi", b.load(self.counts, expert), one), self.counts, expert)
 
     def _gather(self, expert: Index, first: Index, real: Index) -> None:
-        """Store in `self.pairs` the indices of the pairs of an expert, from its pair `first` on."""
+        """Store in `self.pairs` the indices of the expert's pairs from its pair number `first` on.
+
+        real: number of pairs that are not padding.
+        """
         b = self.b
         with b.loop(0, real, carry=[b.index(0)]) as pair:
             number = pair.values[0]
@@ -204,9 +207,10 @@ class Grouped(Gemm):
             pair.give(b.select(its, b.add(number, 1), number))
 
     def _set(self, first_block: Index, block: Index, count: Index) -> None:
-        """Compute the results of a set of row blocks for the `count` pairs of a block.
+        """Compute the results of a set of row blocks for the `count` pairs of the current block.
 
-        first_block, block: first row block of the set in the expert's and in the stacked weight.
+        first_block: first row block of the set in the expert's weight. block: the same in the
+        concatenated weight of all experts.
         """
         b = self.b
         few = b.less(count, self.tiles.direct + 1)
@@ -217,7 +221,7 @@ class Grouped(Gemm):
         self.finish.store(first_block, self.tiles.row_blocks, 0, count, count)
 
     def _direct(self, block: Index, count: Index) -> None:
-        """Compute the sums of `count` pairs; each tile decodes its weights in registers."""
+        """Compute the sums of `count` pairs without a panel: tiles decode weights in registers."""
         b, few, lanes, vectors = self.b, self.tiles.few, self.lanes, LANES * self.tiles.wide // self.lanes
         per_block, full = LANES // lanes, b.mul(b.div(count, few), few)
         sizes = sorted({max(1, few // 2), few})
@@ -232,7 +236,7 @@ class Grouped(Gemm):
                     self._direct_tile(sides, full, size)
 
     def _direct_tile(self, sides: Sequence[tuple[Index, int, Index]], token: Index, rows: int) -> None:
-        """Compute sums[token : token + rows] of `sides`: row block, vector, column in the sums."""
+        """Compute sums[token : token + rows]; sides: (row block, vector, column in the sums)."""
         b, lanes, unit = self.b, self.lanes, units(self.matmul.codec)
         x_row = self._x_rows(token, rows)
         full, rest = divmod(self.in_features, unit)
@@ -256,7 +260,7 @@ class Grouped(Gemm):
             b.vstore(total, self.sums, b.add(token, i // len(sides)), sides[i % len(sides)][2])
 
     def _prefetch(self, blocks: Sequence[Index], unit: Index, units: int) -> None:
-        """Prefetch `units` units of k from number `unit` on, for the row blocks after `blocks`."""
+        """Prefetch the codes of `units` units from `unit` on, for row blocks of the next set."""
         b, records, groups = self.b, self.panel.records, self.panel.records.layout.groups
         record = b.div(unit, groups)
         start, nbytes = records.extent(b.rem(unit, groups))

@@ -1,7 +1,7 @@
 """Compute Y = X W^T for a chunk of tokens; weights are decoded to f32 once for many tokens.
 
-This is the GEMM of Goto and van de Geijn 2008, with decoding in place of packing B. A workgroup takes
-a few row blocks of the weight and a block of tokens, and one panel after another along k.
+This is the GEMM of Goto and van de Geijn 2008, with decoding in place of packing B. A workgroup
+computes a few row blocks of the weight for a block of tokens, one panel after another along k.
 
     each workgroup: a share of the items, (block of `tokens` tokens) x (16 * `blocks` columns), columns first
       for item in share:
@@ -18,9 +18,9 @@ a few row blocks of the weight and a block of tokens, and one panel after anothe
 
 Rows of x from `length` on are computed only as padding of the last tile; their results are zeros.
 
-`GemmCanonical`, for quantised weights, adds in the order of `gemv`: each token gets the same bits for
-any number of tokens. Its panel has codes. Each group of a tile is summed in registers, multiplied by
-its scale and added to the sums:
+`GemmCanonical`, for quantised weights, adds in the same order as `gemv`, so that a token's results
+have the same bits for any number of tokens. Its panel has codes. Each group of a tile is summed in
+registers, multiplied by its scale and added to the sums:
 
           for tile of `rows` tokens:
             for 16 * `wide` columns:
@@ -53,13 +53,13 @@ from castiron.emitter.kernels.mlir.vector_math import outer
 from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.panel import CodePanel, Panel, units
 
-MAX_DEPTH = 288  # a panel of 18 KB for 16 columns; larger ones would evict x from the L1 cache
+MAX_DEPTH = 288  # a panel of 18 KB for 16 columns; larger panels would evict x from the L1 cache
 MAX_TOKENS = 132  # more tokens would evict x from the L2 cache between blocks of columns
 
 
 @dataclass(frozen=True)
 class GemmTiles(PanelTiles):
-    """Tiles of `gemm`; unroll: k in one iteration."""
+    """Tiles of `gemm`; unroll: elements of k per loop iteration."""
 
     unroll: int = 8
 
@@ -85,7 +85,7 @@ class GemmTiles(PanelTiles):
 
 
 class Gemm:
-    """A writer of a `gemm` kernel; `panel.fill(first_block, k, depth)` decodes weights."""
+    """A writer of the body of a `gemm` kernel; subclasses choose another `panel_type`."""
 
     panel_type: type[Any] = Panel
 
@@ -113,7 +113,7 @@ class Gemm:
             self.finish.store(first_block, tiles.row_blocks, first, end, last)
 
     def _dots(self, first_block: Index, first: Index, end: Index) -> None:
-        """Compute the sums of tokens `first` to `end`, rounded up to a complete tile."""
+        """Compute the sums of tokens first .. end - 1, with padding up to a complete tile."""
         b, depth, rows = self.b, self.tiles.depth, self.full_rows
         full = self.in_features // depth * depth
         count = b.sub(end, first)
@@ -128,7 +128,7 @@ class Gemm:
             self._multiply(first, count, full, self.in_features - full)
 
     def _multiply(self, first: Index, count: Index, k: Index, depth: int) -> None:
-        """Add x[first : first + count, k : k + depth] @ panel to the sums."""
+        """Add x[first : first + count, k : k + depth] @ `self.panel` to `self.sums`."""
         b, rows = self.b, self.tiles.rows
         rest = self.T % rows  # blocks of tokens are multiples of `rows`, so only the last one has a smaller tile
         start = self.T - rest
@@ -140,7 +140,7 @@ class Gemm:
                 self._tile(b.sub(start, first), start, rest, k, depth)
 
     def _x_rows(self, token: Index, rows: int) -> Callable[[int], Index]:
-        """Return a function from i to the row of x of token `token` + i, for i < rows."""
+        """Return a function from i, below `rows`, to the row of x for token number token + i."""
         return lambda r: self.b.add(token, r)
 
     def _tile(self, row: Index, token: Index, rows: int, k: Index, depth: int) -> None:
@@ -162,7 +162,7 @@ class Gemm:
 
 @dataclass(frozen=True)
 class GemmCanonicalTiles(GemmTiles):
-    """Tiles of `gemm` with a scale and a minimum for each group of the panel."""
+    """Tiles of `GemmCanonical`, whose panel also has a scale and a minimum for each group."""
 
     def stack_bytes(self, matmul: Matmul) -> int:
         return super().stack_bytes(matmul) + 4 * LANES * self.row_blocks * 2 * (self.depth // matmul.format.group)

@@ -1,7 +1,8 @@
-"""Compute Y = X W^T for bf16 weights and x rounded to bf16, in pairs (`mlir.bf16_pairs`).
+"""Compute Y = X W^T for bf16 weights and x rounded to bf16, by pairs of k (`mlir.bf16_pairs`).
 
-For 2 or more tokens. As `gemm`, but weights are not decoded: packed weights and x (`split_x`) have
-pairs of k in an i32. The weights of a step stay in the L1 cache for all tiles:
+The kernel is for 2 or more tokens. Its loops are those of `gemm`, but weights are not decoded: in
+packed weights and in x (`split_x`), an i32 has a pair of k. The weights of a step along k stay in
+the L1 cache for all tiles:
 
     each workgroup: a share of the items, (block of `tokens` tokens) x (16 * `blocks` columns), columns first
       for item in share:
@@ -35,7 +36,7 @@ PAIRS = DEPTH // 2  # pairs of k in a step
 
 @dataclass(frozen=True)
 class GemmBf16Tiles(PanelTiles):
-    """Tiles of `gemm_bf16`; rows: rows of a tile of x that are multiplied at a time."""
+    """Tiles of `gemm_bf16`; rows: rows of a tile of x that are multiplied together."""
 
     def units(self, matmul: Matmul) -> tuple[int, int]:
         return tile_rows(matmul.tokens), DEPTH
@@ -52,10 +53,10 @@ class GemmBf16Tiles(PanelTiles):
 
 
 class _Weights(BasePanel):
-    """A view of packed bf16 weights from a row block and a k on, in place of a panel."""
+    """A view of packed bf16 weights that takes the place of a decoded panel."""
 
     def fill(self, first_block: Index, k: Index, depth: int) -> None:
-        """Move the view to row blocks from `first_block` on and to k from `k` on."""
+        """Move the start of the view to row block `first_block` and element `k`."""
         self.block, self.first = first_block, self.b.div(k, 2)
 
     def pair(self, n: Index, pair: Index, v: int) -> Ssa:
@@ -72,7 +73,7 @@ class GemmBf16(Gemm):
         self.full_rows = tile_rows(matmul.tokens)
 
     def _multiply(self, first: Index, count: Index, k: Index, depth: int) -> None:
-        """Add x[first : first + count, k : k + depth] @ panel to the sums."""
+        """Add x[first : first + count, k : k + depth] @ `self.panel` to `self.sums`."""
         b, tile = self.b, self.full_rows
         with b.loop(0, b.ceildiv(count, tile)) as i:
             for row in range(0, tile, self.tiles.rows):
@@ -80,7 +81,10 @@ class GemmBf16(Gemm):
                 self._rows(b.add(b.mul(i.index, tile), row), b.add(b.div(first, tile), i.index), row, rows, k, depth)
 
     def _rows(self, sum_row: Index, tile: Index, row: int, rows: int, k: Index, depth: int) -> None:
-        """Add rows of a tile of x from `row` on, times the panel, to the sums from `sum_row` on."""
+        """Add rows of x times the panel to the sums from row `sum_row` on.
+
+        tile, row, rows: the rows are row .. row + rows - 1 of tile `tile` of x.
+        """
         b, lanes, pairs = self.b, self.lanes, Pairs(self.b, self.isa)
         first_step, count = b.div(k, DEPTH), -(-depth // 2)
         with b.loop(0, self.tiles.row_blocks, self.tiles.wide) as block:

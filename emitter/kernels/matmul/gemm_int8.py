@@ -1,4 +1,4 @@
-"""Compute Y = X W^T with x in int8 (`round_x`); sums of a group are exact.
+"""Compute Y = X W^T with x in int8 (`round_x`); the sums of a group are exact in s32.
 
 `GemmInt8`, for a chunk of tokens, is like `gemm`, but its panel has codes as bytes:
 
@@ -58,12 +58,12 @@ from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.panel import Int8Panel
 from castiron.emitter.kernels.weights.records import Int8Codes, Records
 
-# Maximum rows of a tile by lanes; more sums, f32 and s32, spill registers. NEON: by llvm-mca for Neoverse V1 and N2.
+# Max rows of a tile, by lanes; more accumulators would spill. The value for NEON is from llvm-mca for Neoverse V1 and N2.
 MAX_ROWS = {4: 2, 8: 6, 16: 6}
 MAX_DEPTH = 512
 Quads = Callable[[int], Sequence[Sequence[Ssa]]]
 Sides = Sequence[Sequence[tuple[Ssa, Ssa | None]]]
-FEW_ROWS = 8  # maximum rows of a tile of `SmallBatchInt8`; more sums spill registers
+FEW_ROWS = 8  # max rows of a tile of `SmallBatchInt8`; more accumulators would spill
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ class GemmInt8Tiles(PanelTiles):
 
 
 def row_bytes(depth: int, group: int) -> int:
-    """Return the stack bytes of codes, scales and bases for `depth` elements of a row of W."""
+    """Return the bytes of codes, scales and bases in a panel for `depth` elements of a row of W."""
     return depth + depth // group * 8
 
 
 def int8_depth(matmul: Matmul, budget: int) -> int:
-    """Return the depth of a panel that takes up to `budget` bytes of stack for each row of W."""
+    """Return the depth of a panel that has up to `budget` bytes for each row of W."""
     fitting = budget * GROUP // row_bytes(GROUP, matmul.format.group)
     return even_share(matmul.in_features // GROUP, min(MAX_DEPTH, fitting) // GROUP) * GROUP
 
@@ -126,11 +126,11 @@ class GemmInt8(Gemm):
 
 
 class Step:
-    """A writer of one step, which adds the products over GROUP k to f32 sums.
+    """A writer of code that adds the products over GROUP elements of k (a step) to f32 sums.
 
-    For stored codes c (plus `Dot.bias`) and bytes n of x, it adds scale * (x_scale * sum(c n)) +
-    base * sum(x) if the codec has minima, otherwise scale * (x_scale * (sum(c n) - (offset + bias)
-    sum(n))).
+    c is a stored code plus `Dot.bias`, and n an int8 of x. If the codec has minima, a step adds
+    scale * x_scale * sum(c * n) + base * sum(x). Otherwise it adds
+    scale * x_scale * (sum(c * n) - (offset + bias) * sum(n)).
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, buffers: Buffers):
@@ -140,10 +140,10 @@ class Step:
         self.bias = 0 if self.codec.minimum else self.codec.offset + self.dot.bias
 
     def add(self, sums: Sequence[Ssa], rows: Sequence[Index], unit: Index, quads: Quads, sides: Sides) -> list[Ssa]:
-        """Return sums [rows * vectors] plus the products over the GROUP k with number `unit`.
+        """Return sums [rows * vectors] plus the products of step number `unit`.
 
-        quads(q): codes of each vector of outputs from quad q on, for `Dot.code`. sides: scale and
-        base of each vector of outputs, for each group of the codec.
+        rows: rows of x. quads(q): returns the codes from quad q on of each vector of outputs, as
+        `Dot.code` takes them. sides: (scale, base) of each vector of outputs, for each codec group.
         """
         b, vectors = self.b, len(sides[0])
         groups = [self._dots(rows, unit, part, quads, vectors) for part in range(self.parts)]
@@ -170,9 +170,9 @@ class Step:
         groups: Sequence[tuple[Index, Index]],
         v: Index,
     ) -> list[Ssa]:
-        """Return sums plus the products of one step, for vector v of a packed row block.
+        """Return sums plus the products of one step, for vector v of a row block of packed weights.
 
-        groups: the record, and the group in it, of each codec group of the step.
+        groups: (record, group in the record) of each codec group of the step.
         """
         codes = [Int8Codes(self.records, block, *group) for group in groups]
         sides = [[self.records.scale_and_base(block, *group, v)] for group in groups]
@@ -180,7 +180,10 @@ class Step:
         return self.add(sums, list(rows), unit, lambda q: [codes[q // each].quads(q % each, v)], sides)
 
     def _dots(self, rows: Sequence[Index], unit: Index, part: int, quads: Quads, vectors: int) -> list[Ssa]:
-        """Return sum(c n) - (offset + bias) sum(n) f32 [rows * vectors] of a codec group."""
+        """Return the dot products of a codec group, f32 [rows * vectors], without scales.
+
+        They are sum(c * n) - (offset + bias) * sum(n), or sum(c * n) if the codec has minima.
+        """
         b, dot, quads_a_group = self.b, self.dot, self.codec.group // 4
         together = batches(rows, dot.rows)
         totals = [[dot.start([self._start(row, unit, part) for row in each])] * vectors for each in together]
@@ -189,12 +192,12 @@ class Step:
             for i, each in enumerate(together):
                 x = dot.x(self.buffers["x"], each, word)
                 totals[i] = [dot.add(total, code, x) for total, code in zip(totals[i], codes, strict=True)]
-        # The vectors of each row; an odd last row uses half of its block.
+        # Separate the vectors of each row; an odd last row uses only half of its block.
         by_row = [row for of_rows in totals for row in zip(*map(dot.words, of_rows), strict=True)]
         return [b.convert("sitofp", words, "f32") for row in by_row[: len(rows)] for words in row]
 
     def _start(self, row: Index, unit: Index, part: int) -> Ssa:
-        """Return the initial sum of a group: -(offset + bias) times the sum of x."""
+        """Return the initial s32 sum of a group: -(offset + bias) * sum(n), or 0."""
         if not self.bias:
             return self.b.constant("0", I32)
         return self.b.binary("muli", self._sum(row, unit, part), self.b.constant(str(-self.bias), I32))
@@ -205,7 +208,7 @@ class Step:
 
 @dataclass(frozen=True)
 class SmallBatchInt8Tiles(Tiles):
-    """Tiles of `SmallBatchInt8`; rows: tokens whose sums, for one vector, are in registers."""
+    """Tiles of `SmallBatchInt8`; rows: tokens of a tile, each with one vector of accumulators."""
 
     rows: int
 
@@ -220,7 +223,7 @@ class SmallBatchInt8Tiles(Tiles):
 
 
 class SmallBatchInt8:
-    """A writer of the body of an int8 kernel for a few tokens."""
+    """A writer of the body of an int8 matmul kernel for a few tokens."""
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: SmallBatchInt8Tiles, buffers: Buffers):
         self.b, self.codec, self.isa, self.tiles, self.buffers = b, matmul.format, isa, tiles, buffers

@@ -1,9 +1,10 @@
 """Compute Y = X W^T on a matrix unit (`mlir.matrix`), exactly by bf16 splits, or rounded to bf16.
 
-An f32 is the sum of three bf16, whose products are exact in f32. Piece i of x and piece j of w,
-counted from 0, are multiplied if i + j < 3; f32 would lose the other products. Codes of a quantised
-weight are one piece, bf16 weights one, f16 two, f32 three. `--numerics fast` rounds x and weights
-to one piece, the nearest bf16. As `gemm`, but with pairs of bf16 in the panel and in x (`split_x`):
+An f32 is the sum of three bf16 ("pieces"), and a product of two bf16 is exact in f32. Piece i of x
+is multiplied by piece j of w if i + j < 3; the other products are too small for an f32 sum. A code
+of a quantised weight is one piece, a bf16 weight one, f16 two, f32 three. `--numerics fast` rounds
+x and weights to one piece, the nearest bf16. The loops are those of `gemm`, with pairs of bf16 in
+the panel and in x (`split_x`):
 
     each workgroup: a share of the items, (block of `tokens` tokens) x (16 * `blocks` columns), columns first
       for item in share:
@@ -33,15 +34,15 @@ from castiron.emitter.kernels.split_x import DEPTH, EXACT, tile_rows
 from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.panel import BLOCK_BYTES, EXACT_COUNTS, Bf16CodePanel, Bf16Panel, Bf16SplitPanel
 
-MIN_TOKENS = 4  # with fewer tokens the matrix unit gains nothing
+MIN_TOKENS = 4  # for fewer tokens the matrix unit is not faster
 MAX_TOKENS = 128
-HIGH = 2  # of eight registers, four have sums, two x and two weights
+HIGH = 2  # of the unit's eight registers, four have sums, two x and two weights
 MAX_DEPTH = 512
 
 
 @dataclass(frozen=True)
 class GemmMatrixTiles(PanelTiles):
-    """Tiles of `gemm_matrix`: registers hold `high` x `wide` blocks of sums [rows, 16]."""
+    """Tiles of `gemm_matrix`; accumulators are `high` x `wide` blocks of [rows, 16]."""
 
     high: int
 
@@ -58,7 +59,7 @@ class GemmMatrixTiles(PanelTiles):
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        """Return tiles of two by two blocks with the deepest panel that fits the stack."""
+        """Return tiles of two by two blocks, and the deepest panel that fits on the stack."""
         wide, row_blocks = panel_columns(matmul, True)
         rows = tile_rows(matmul.tokens)
         high = HIGH if rows < matmul.tokens else 1
@@ -76,7 +77,7 @@ def _panel_type(matmul: Matmul) -> type[Any]:
 
 
 def _step_bytes(matmul: Matmul, row_blocks: int) -> int:
-    """Return the bytes of stack for 32 k of a panel."""
+    """Return the bytes of stack for 32 elements of k of a panel."""
     codec, kind = matmul.format, _panel_type(matmul)
     if kind is Bf16CodePanel:
         return DEPTH // codec.group * row_blocks * (BLOCK_BYTES + 4 * LANES * (2 if codec.minimum else 1))
@@ -95,7 +96,7 @@ class GemmMatrix(Gemm):
         self.x_shape = matmul.operands()["x"].shape
 
     def _multiply(self, first: Index, count: Index, k: Index, depth: int) -> None:
-        """Add x[first : first + count, k : k + depth] @ panel to the sums."""
+        """Add x[first : first + count, k : k + depth] @ `self.panel` to `self.sums`."""
         b, rows, high = self.b, self.tiles.rows, self.tiles.high
         there, before = b.ceildiv(count, rows), b.div(first, rows)
         full = b.mul(b.div(there, high), high)
@@ -104,7 +105,10 @@ class GemmMatrix(Gemm):
                 self._tiles(tile.index, b.add(before, tile.index), step, k, depth)
 
     def _tiles(self, at: Index, tile: Index, high: int, k: Index, depth: int) -> None:
-        """Add x[:, k : k + depth] @ panel to sums from tile `at` on, for `high` tiles."""
+        """Add x[:, k : k + depth] @ panel to the sums of `high` tiles of tokens.
+
+        at: first tile in the sums. tile: first tile in x.
+        """
         b, group = self.b, self.matmul.format.group
         first_step = b.div(k, DEPTH)
         with b.loop(0, self.tiles.row_blocks, self.tiles.wide) as block:
@@ -123,7 +127,11 @@ class GemmMatrix(Gemm):
         return [self.matrix.zero(i) for i in range(high * self.tiles.wide)]
 
     def _step(self, parts: list[Block], tile: Index, x_step: Index, step: Index, block: Index, high: int) -> list[Block]:
-        """Return accumulators `parts` [high * wide] plus the products of one step of 32 k."""
+        """Return accumulators `parts` [high * wide] plus the products of one step of 32 k.
+
+        tile, block: first tile of x and first row block of the panel. x_step, step: index of the
+        step in x and in the panel.
+        """
         b, wide, matrix = self.b, self.tiles.wide, self.matrix
         (pieces, x_tiles, x_steps, *_), (_, steps, row_blocks, *_) = self.x_shape, self.panel.words.type.shape
         parts = list(parts)
@@ -141,9 +149,10 @@ class GemmMatrix(Gemm):
     def _add(
         self, parts: list[Block], at: Index, tile: Index, block: Index, high: int, of: tuple[Index, Index] | None = None
     ) -> None:
-        """Add accumulators `parts` to the sums.
+        """Add accumulators `parts` to the sums; at, tile, block, high: as in `_tiles` and `_step`.
 
-        of: for codes, the index of their group in the panel and in x, for its scale and its minimum.
+        of: for codes, the indices of their group in the panel and in x, by which the code reads the
+        group's scale and the sum of x; None for float weights.
         """
         b, lanes, rows, wide = self.b, self.lanes, self.tiles.rows, self.tiles.wide
         for i, part in enumerate(parts):

@@ -1,7 +1,7 @@
 """Compute y = W x for one token; packed weights are decoded in registers, and sums are f32.
 
-Each lane has one of 16 rows, so there are no sums across lanes. x is prepared once per workgroup
-(`prepared_x`); a code costs a mask, a conversion and an fma.
+Each lane of a vector has one of 16 rows of W, so there are no sums across lanes. x is prepared once
+per workgroup (`prepared_x`), so that a code costs only a mask, a conversion and an fma.
 
     each workgroup: a share of the sets of 16-row blocks; a set is `together` blocks; for a GLU at least gate and up
       prefetch the first records of the first set
@@ -18,11 +18,11 @@ Each lane has one of 16 rows, so there are no sums across lanes. x is prepared o
         y [set] = epilogue(totals)                                                                   memory
 
 For codes with an offset, a chain starts with sums[group], which includes the factor -offset. If xs
-does not fit the stack, it is prepared in parts, and the totals of 32 sets stay on the stack for the
-next part. A record of a float codec is one k (bf16: two), whose elements are not decoded.
+does not fit on the stack, it is prepared in parts, and the totals of 32 sets stay on the stack for
+the next part. A record of a float codec has one k (bf16: two), and its elements are not decoded.
 
-In canonical form there is one chain, and each group is added to the totals in the same order as in
-the kernels for several tokens.
+In canonical form there is one chain, and groups are added to the totals in the same order as in the
+kernels for several tokens.
 """
 
 from collections.abc import Callable
@@ -41,10 +41,10 @@ from castiron.emitter.kernels.weights.packing import LANES, layout
 from castiron.emitter.kernels.weights.records import CACHE_LINE, Records
 
 AHEAD_BYTES = 5 << 10  # distance of prefetched weights
-BATCH = 32  # sets of row blocks whose sums (4 KB) stay on the stack if x is prepared in parts
+BATCH = 32  # sets of row blocks whose totals (4 KB) stay on the stack if x is prepared in parts
 X_BYTES = STACK_BYTES - (4 << 10)
-# Bytes of weights of a workgroup. Every workgroup prepares x and starts without prefetched weights, so a small weight has
-# one part for each thread. Larger weights have up to PARTS, because threads may start late.
+# Bytes of weights of a workgroup. Each workgroup has to prepare x and starts without prefetched weights, so small weights
+# have one workgroup per thread. Larger weights have up to PARTS per thread, because threads may start late.
 MIN_BYTES, ENOUGH_BYTES = 16 << 10, 1 << 20
 
 
@@ -52,8 +52,9 @@ MIN_BYTES, ENOUGH_BYTES = 16 << 10, 1 << 20
 class GemvTiles(Tiles):
     """Tiles of `gemv`.
 
-    together: row blocks that share every load of x; 1 or 2 with a GLU. chains: accumulators of a
-    row. ahead: distance of prefetches, in records. unroll: records of a float codec per iteration.
+    together: 16-row blocks that are multiplied together and share each load of x; 1 or 2 with a
+    GLU. chains: independent accumulators for a row. ahead: distance of prefetches, in records.
+    unroll: records of a float codec per loop iteration.
     """
 
     together: int = 2
@@ -66,7 +67,7 @@ class GemvTiles(Tiles):
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        """Return the default tiles; with experts, at most about two workgroups per thread."""
+        """Return the default tiles; with experts, about two workgroups per thread at most."""
         blocks, records, size = matmul.weight_shape
         nbytes, codec = blocks * records * size, matmul.format
         workgroups = threads * max(1, min(PARTS, nbytes // (threads * ENOUGH_BYTES)))
@@ -76,14 +77,14 @@ class GemvTiles(Tiles):
         ahead = 16 if codec.block == 32 else -(-AHEAD_BYTES // size)
         if isa.canonical:
             return cls(2 if matmul.glu or not isa.roomy else 4, 1, ahead, workgroups=workgroups)
-        # Two row blocks together overflow the registers for K-quants, with two levels of scales, and for all codecs on NEON.
+        # Two row blocks overflow the registers for K-quants, which have two levels of scales, and for all codecs on NEON.
         together = 1 if layout(codec).groups > 1 or (codec.quantised and isa.lanes < 8) else 2
         chains = {("q4_k", 8): 3}.get((codec.name, isa.lanes), 4 if isa.lanes == LANES else 2)
         return cls(together, chains, ahead, workgroups=workgroups)
 
 
 class Gemv:
-    """A writer of a GEMV: row `y_row` of y from `x_row` of x; base: first row block."""
+    """A writer of a GEMV: row `y_row` of y from row `x_row` of x; base: first row block of W."""
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class Gemv:
         self.write_share(self.b.workgroup())
 
     def write_share(self, share: Index) -> None:
-        """Write the work of share number `share` of `tiles.workgroups` equal shares."""
+        """Emit the code for part number `share` of `tiles.workgroups` equal parts of the rows."""
         b, elements = self.b, self.layout.elements
         chunks = -(-int(self.in_features * bytes_per_element(self.codec)) // X_BYTES)
         chunk = -(-self.count // chunks)  # records
@@ -135,7 +136,7 @@ class Gemv:
                 self._sets(batch.index, end, first, min(first + chunk, self.count), parts)
 
     def _sets(self, low: Index, high: Index, first: int, last: int, parts: Ssa | None) -> None:
-        """Compute sets low .. high - 1 over records first .. last - 1; parts: their totals."""
+        """Compute sets low .. high - 1 over records first .. last - 1; parts: buffer for totals."""
         b = self.b
         self.x.fill(first * self.layout.elements, last * self.layout.elements)
         with b.loop(low, high) as row:
@@ -168,7 +169,7 @@ class Gemv:
         return [b.min(block, self.row_blocks - 1) for block in row_blocks] if self.row_blocks % self.set else row_blocks
 
     def _dots(self, row_blocks: list[Index], first: int, last: int, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` of `self.sides` plus the dot products over records first .. last - 1."""
+        """Return `totals` (one for each of `self.sides`) plus dot products of these records."""
         if not self.codec.quantised:
             return self._float_dots(row_blocks, first, last, totals)
         with self.b.loop(first, last, carry=totals) as record:
@@ -178,7 +179,7 @@ class Gemv:
         return record.results
 
     def _prefetches(self, row_blocks: list[Index], record: Index, offset: Index, nbytes: int) -> list[Callable[[], None]]:
-        """Return functions that prefetch these bytes of the record `tiles.ahead` later."""
+        """Return functions that emit prefetches of these bytes, `tiles.ahead` records later."""
         b = self.b
         then = b.add(record, self.tiles.ahead)  # may be in the next set of row blocks
         skipped, record = b.mul(b.div(then, self.count), self.together), b.rem(then, self.count)
@@ -189,7 +190,7 @@ class Gemv:
         ]
 
     def _group_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus d * sum(x code) + m * sum(x); slot: number of the record in x."""
+        """Return `totals` plus d * sum(x * code) + m * sum(x); slot: the record's index in x."""
         b, records = self.b, self.records
         dots = self._group(row_blocks, record, 0, slot, self._prefetches(row_blocks, record, 0, self.size))
         done = []
@@ -202,7 +203,10 @@ class Gemv:
         return done
 
     def _super_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus d * sum(scale * sum(x code)) + m * sum(minimum * sum(x))."""
+        """Return `totals` plus d * sum(scale * sum(x * code)) + m * sum(minimum * sum(x)).
+
+        The outer sums are over the groups of a record. slot: as in `_group_record`.
+        """
         b, records, groups = self.b, self.records, self.layout.groups
         minima = self.codec.minimum != 0
         zeros = [b.splat(0.0, self.lanes)] * len(self.sides)
@@ -228,7 +232,10 @@ class Gemv:
         return done
 
     def _canonical_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus d * scale * sum(x code) + m * minimum * sum(x) of each group."""
+        """Return `totals` plus d * scale * sum(x * code) + m * minimum * sum(x) of each group.
+
+        Groups are added in order, as canonical form requires. slot: as in `_group_record`.
+        """
         b, records, groups = self.b, self.records, self.layout.groups
         with b.loop(0, groups, carry=totals) as g:
             soon = self._prefetches(row_blocks, record, records.codes_at(g.index), self.layout.group_bytes)
@@ -244,9 +251,10 @@ class Gemv:
     def _group(
         self, row_blocks: list[Index], record: Index, group: Index, slot: Index, soon: list[Callable[[], None]]
     ) -> list[Ssa]:
-        """Return sum(x code) of a group for each of `self.sides`; it is `slot` in the prepared x.
+        """Return sum(x * code) of a group, for each (row block, vector of rows) in `self.sides`.
 
-        soon: prefetches, spread over the group because a burst of prefetches stalls.
+        slot: index of the group in the prepared x. soon: functions that emit prefetches; they are
+        spread over the group, because many prefetches in sequence stall.
         """
         b, chains = self.b, self.chains
         codes = [self.records.group_codes(block, record, group) for block in row_blocks]
@@ -290,7 +298,7 @@ class Gemv:
         return [tree(b.addf, sums[n :: len(self.sides)]) for n in range(len(self.sides))]
 
     def _store(self, block: Index, results: list[Ssa]) -> None:
-        """Store 16 results from 16 * block on, or fewer in the last row block."""
+        """Store the results of row block `block`: 16, or fewer for the last row block."""
         b, buffers, row = self.b, self.buffers, self.y_row
         column = b.mul(block, LANES)
 
@@ -305,5 +313,5 @@ class Gemv:
 
 
 def _share(items: list, i: int, parts: int) -> list:
-    """Return part i of `parts` equal parts of the items."""
+    """Return part number i of the items, divided into `parts` equal parts."""
     return items[len(items) * i // parts : len(items) * (i + 1) // parts]

@@ -1,7 +1,8 @@
-"""Prepare x on the stack for matmuls with codes: apply the norm, multiply by `code_factors`.
+"""Prepare x on the stack for matmuls: apply the RMS norm, and multiply it by `code_factors`.
 
-The stack also has the sums over groups of x that minima and offsets of codes need. For canonical
-GEMMs, the kernel `group_sums` computes these sums once for all matmuls of x, in the same order:
+The stack also has sums of x over codec groups, which the minima and offsets of codes are multiplied
+by. For canonical GEMMs, the kernel `group_sums` computes these sums once for all matmuls of x, in
+the same order:
 
 each workgroup: up to 16 rows of x [T, in]
   for row, for group: sums = sum(x of the group) * the sign of the codec's minimum, or minus its offset       memory
@@ -26,19 +27,22 @@ ROWS = 16  # rows of a workgroup of `group_sums`
 
 
 def bytes_per_element(codec: Codec) -> float:
-    """Return the bytes of stack for an element of x."""
+    """Return the bytes of stack for an element of x and its part of the group sums."""
     return 4 + (4 / codec.group if codec.summed else 0)
 
 
 def group_sum(b: Body, codec: Codec, parts: Sequence[Ssa]) -> Ssa:
-    """Return the sum of a group of x, times the sign of the codec's minimum or its -offset."""
+    """Return sum(x) of a codec group, times the sign of the codec's minimum, or times -offset.
+
+    parts: the vectors of x in the group.
+    """
     total = b.extract(lane_sums(b, [tree(b.addf, parts)]), 0)
     return b.mulf(total, b.f32(codec.minimum or -codec.offset))
 
 
 @cache
 def group_sums(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
-    """Return the kernel: x [rows, in] -> sums f32 [rows, in / group], each a `group_sum`."""
+    """Return the kernel x [rows, in] -> sums f32 [rows, in / group], as in `group_sum`."""
     count, factor = in_features // codec.group, codec.minimum or -codec.offset
 
     def write(b: Body, x: Ssa, sums: Ssa) -> None:
@@ -62,12 +66,15 @@ def group_sums(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel
 
 
 class PreparedX:
-    """A stack buffer of prepared x: up to `capacity` elements of T rows of x from `row` on."""
+    """A stack buffer of prepared x, for T rows of x from `row` on.
+
+    capacity: max elements of a row in the buffer. `fill` prepares a range of elements.
+    """
 
     def __init__(self, b: Body, matmul: Matmul, lanes: int, buffers: Mapping[str, Ssa], capacity: int, T: int, row: Index = 0):
         self.b, self.codec, self.lanes, self.in_features, self.T = b, matmul.format, lanes, matmul.in_features, T
         self.source, self.norm, self.row = buffers["x"], buffers.get("norm"), row
-        # Without PAD, rows whose length is a power of two would share cache sets.
+        # PAD keeps rows whose length is a power of two from sharing cache sets.
         self.values = b.stack(T, capacity + (PAD if T > 1 else 0))
         self.sums = b.stack(T, capacity // self.codec.group) if self.codec.summed else None
         self.inverse = None
@@ -75,11 +82,11 @@ class PreparedX:
             self.inverse = inverse_rms(b, partial(self._read, 0), self.in_features, matmul.rms_eps, lanes)
 
     def at(self, k: Index, token: Index = 0) -> Ssa:
-        """Return element k of the last `fill`, in every lane."""
+        """Return a vector with element k of the last filled range in every lane."""
         return self.b.broadcast(self.b.load(self.values, token, k), self.lanes)
 
     def sum_of(self, group: Index, token: Index = 0) -> Ssa:
-        """Return `group_sum` of a group of the last `fill`, in every lane."""
+        """Return a vector with the `group_sum` of a group of that range in every lane."""
         assert self.sums is not None, "only codecs with an offset or a minimum have sums"
         return self.b.broadcast(self.b.load(self.sums, token, group), self.lanes)
 

@@ -1,4 +1,4 @@
-"""Choose the kernel of a matmul: the first row of a table whose predicate is true."""
+"""Choose the kernel of a matmul, from the first row of a table whose predicate is true."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, fields
@@ -18,7 +18,7 @@ from castiron.emitter.kernels.matmul.tiles import Tiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import Isa
 
-# Rows: a predicate of matmuls, the prefix of the kernel's name, the class of its tiles, and of the writer of its body.
+# Columns: predicate of a matmul, prefix of the kernel's name, class of its tiles, class that emits its body.
 _CHOICES: tuple[tuple[Callable[[Matmul], bool], str, type[Tiles], type[Any]], ...] = (
     (lambda m: m.experts > 0 and m.numerics == "int8", "grouped", GroupedInt8Tiles, GroupedInt8),
     (lambda m: 0 < experts.MIN_PAIRS * m.experts <= m.tokens and m.numerics == "exact", "grouped", GroupedTiles, Grouped),
@@ -39,11 +39,11 @@ def _choice(matmul: Matmul) -> tuple[str, type[Tiles], type[Any]]:
 
 
 def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool) -> str:
-    """Return the best of `matmul_spec.NUMERICS` for a matmul; x is rounded only if `is_fast`.
+    """Return the fastest of `matmul_spec.NUMERICS` for a matmul; x is rounded only if `is_fast`.
 
-    Rounding gains nothing for one token, which is limited by memory bandwidth, and for few pairs of
-    tokens and experts. In canonical form, "exact" kernels for few tokens or float weights are
-    canonical too.
+    Rounding is not faster for one token, which is limited by memory bandwidth, and for few (token,
+    expert) pairs. In canonical form, kernels for few tokens or float weights are "exact", because
+    they already add in canonical order.
     """
     if isa.canonical:
         is_batched = matmul.experts or (matmul.format.quantised and matmul.tokens > small_batch.MAX_TOKENS)
@@ -55,7 +55,7 @@ def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool) -> str:
         return "exact"
     if isa.matrix and matmul.tokens >= gemm_matrix.MIN_TOKENS:
         return "bf16_matrix" if is_fast else "bf16_split"
-    # AVX2 widens codes of 8 bits, or of a table, to s16: int8 measured 0.8 to 0.95 times as fast as f32.
+    # AVX2 must widen 8-bit codes and table entries to s16, so that int8 measured 0.8 to 0.95 times the speed of f32.
     is_slow_in_int8 = matmul.format.code_bits == 8 and isa.dot == "madd" and isa.lanes == 8
     if is_fast and matmul.format.quantised and not is_slow_in_int8:
         return "int8"
@@ -63,13 +63,16 @@ def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool) -> str:
 
 
 def default_tiles(matmul: Matmul, isa: Isa, threads: int = 2) -> Tiles:
-    """Return tiles that measured well for a kernel that is expected to run on `threads` threads."""
+    """Return the default tiles of a matmul's kernel for `threads` threads."""
     _, kind, _ = _choice(matmul)
     return kind.default(matmul, isa, threads)
 
 
 def read_tiles(matmul: Matmul, values: Mapping[str, int]) -> Tiles:
-    """Return tiles from their fields; ValueError for unknown fields or non-integer values."""
+    """Return tiles for a matmul from the values of their fields.
+
+    Raises ValueError for unknown or missing fields and for values that are not integers.
+    """
     _, kind, _ = _choice(matmul)
     if set(values) != {field.name for field in fields(kind)} or any(type(v) is not int for v in values.values()):
         raise ValueError(f"{dict(values)} are not the fields of {kind.__name__}; give an integer for each of them")
@@ -78,11 +81,14 @@ def read_tiles(matmul: Matmul, values: Mapping[str, int]) -> Tiles:
 
 @cache
 def kernel_of(matmul: Matmul, isa: Isa, threads: int = 2, tiles: Tiles | None = None) -> Kernel:
-    """Return the kernel of a matmul, with default tiles if None; ValueError if they do not fit."""
+    """Return the kernel of a matmul; tiles: None for default tiles.
+
+    Raises ValueError if the tiles are not valid for the matmul.
+    """
     prefix, _, writer = _choice(matmul)
     tiles = tiles or default_tiles(matmul, isa, threads)
     if any(type(value) is not int or value < 1 for value in astuple(tiles)) or not tiles.fit(matmul):
-        raise ValueError(f"tiles {tiles.name} do not fit {matmul.name}: see {type(tiles).__name__}")
+        raise ValueError(f"tiles {tiles.name} are not valid for {matmul.name}; see the class {type(tiles).__name__}")
     return Kernel(
         f"{prefix}_{matmul.name}_{isa.name}_{tiles.name}",
         matmul.operands(),

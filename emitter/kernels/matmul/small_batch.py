@@ -1,7 +1,8 @@
 """Compute Y = X W^T for a few tokens; weights are decoded in registers, as in `gemv`.
 
-For so few tokens, decoding to memory as in `gemm` takes as long as the fma. Tiles of tokens times
-vectors of outputs share loads of x and decoded codes, and hide the latency of fma.
+For so few tokens, decoding weights to memory as in `gemm` would take as long as the fma. A tile of
+several tokens and several vectors of outputs shares loads of x and decoded codes, and has enough
+accumulators to hide the latency of fma.
 
     each workgroup: a share of the sets of 16-row blocks
       xs [T, in] = x * factors of the codes, sums [T, in / group]                                      stack
@@ -17,8 +18,9 @@ vectors of outputs share loads of x and decoded codes, and hide the latency of f
             acc[t] += d * scale * products[t] + m * minimum * sums[t, group]
         y [T, 16 * blocks] = epilogue(acc)                                                           memory
 
-If xs does not fit the stack, it is prepared in parts, each for a batch of sets whose acc are on the
-stack. Float codecs read x from memory, and the sums of a tile stay in registers over all k.
+If xs does not fit on the stack, it is prepared in parts, and the acc of several sets stay on the
+stack for the next part. For float codecs, x is read from memory, and the sums of a tile stay in
+registers over all k.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,15 +37,15 @@ from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.records import Records
 
 MAX_TOKENS = 8
-SUMS_BYTES = 8 << 10  # stack for the sums that share a prepared part of x
+SUMS_BYTES = 8 << 10  # bytes of stack for sums if x is prepared in parts
 PARTS = 2  # workgroups for each thread
 
 
 @dataclass(frozen=True)
 class SmallBatchTiles(Tiles):
-    """Tiles of `small_batch`: `rows` tokens x `vectors` vectors of outputs are in registers.
+    """Tiles of `small_batch`: accumulators for `rows` tokens x `vectors` vectors of outputs.
 
-    unroll: records of a float codec in one iteration.
+    unroll: records of a float codec per loop iteration.
     """
 
     rows: int
@@ -51,7 +53,10 @@ class SmallBatchTiles(Tiles):
     unroll: int = 4
 
     def row_blocks(self, isa: Isa, shared: int) -> int:
-        """Return how many row blocks are finished at a time; a result needs `shared` of them."""
+        """Return the number of row blocks that a set has.
+
+        shared: row blocks that are combined to one block of results, 2 with a GLU.
+        """
         per_block = LANES // isa.lanes
         return lcm(lcm(per_block, self.vectors) // per_block, shared)
 
@@ -109,7 +114,10 @@ class SmallBatch:
             self.finish.store(first, b.sub(last, first), 0, end, self.T)
 
     def _add_chunks(self, first: Index, last: Index, end: Index) -> None:
-        """Compute the sums of row blocks `first` to `last`, with x in parts that fit the stack."""
+        """Compute the sums of row blocks first .. last - 1, with x in parts that fit on the stack.
+
+        end: number of real tokens.
+        """
         b = self.b
         zero = b.splat(0.0, self.lanes)
         with b.loop(0, self.T) as t, b.loop(0, self.batch * self.set * LANES, self.lanes) as column:
@@ -132,10 +140,10 @@ class SmallBatch:
             add_chunk(part.index, stop)
 
     def _tiles(self, first: Index, last: Index, end: Index, add: Callable[[list, Index, int], None]) -> None:
-        """Call add(sides, token, rows) for each tile of row blocks and of tokens below `end`.
+        """Call add(sides, first token, number of tokens) for each tile of the result.
 
-        A side is a row block, a vector of it, and its column in the sums. A short set computes its
-        last block twice.
+        Tiles cover row blocks first .. last - 1 and tokens below `end`. A side is (row block,
+        vector of its rows, column in the sums). An incomplete set computes its last block twice.
         """
         b, rows, vectors, per_block, unit = self.b, self.tiles.rows, self.tiles.vectors, self.records.vectors, self.unit
         full = self.T // rows * rows
@@ -155,7 +163,7 @@ class SmallBatch:
                         add(tile, full, self.T - full)
 
     def _add_group(self, sides: list, token: Index, rows: int, record: Index, group: Index, slot: Index) -> None:
-        """Add d * scale * sum(x code) + m * minimum * sum(x) of a group to the sums.
+        """Add d * scale * sum(x * code) + m * minimum * sum(x) of a group to the sums of a tile.
 
         slot: index of the record in the prepared part of x.
         """
@@ -187,7 +195,7 @@ class SmallBatch:
                 b.vstore(total, self.sums, t, column)
 
     def _float_tile(self, sides: list, token: Index, rows: int) -> None:
-        """Compute the sums of `sides` and of tokens `token` to `token + rows`."""
+        """Compute the sums of a tile of `rows` tokens from `token` on, for a float codec."""
         b, elements, unroll = self.b, self.layout.elements, self.tiles.unroll
         full, rest = divmod(self.in_features, elements)
 

@@ -1,4 +1,4 @@
-"""Tile sizes of matmul kernels, and a writer of MLIR that stores their results."""
+"""Tile sizes of matmul kernels, and a class that emits the code to store their results."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from castiron.emitter.kernels.mlir.body import PARTS, STACK_BYTES, Body, Index, 
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.weights.packing import LANES
 
-# The operands of a matmul (`Matmul.operands`) and its result y, by name.
+# Memrefs of a matmul's operands (`Matmul.operands`) and of its result y, by name.
 Buffers = Mapping[str, Ssa]
 # The letter of each size in a kernel's name.
 LETTERS = {
@@ -23,34 +23,36 @@ LETTERS = {
 
 @dataclass(frozen=True)
 class Tiles(ABC):
-    """The sizes of a matmul kernel that a tuning search may vary, all positive integers.
+    """Tile sizes of a matmul kernel, which `castiron tune` varies; all are positive integers.
 
-    They change results by rounding only. workgroups: number of workgroups of a kernel, or of a
-    (token, expert) pair.
+    Results for different tiles differ by rounding only. workgroups: number of workgroups of the
+    kernel; for a kernel with a GEMV for each (token, expert) pair, of one pair.
     """
 
     workgroups: int = field(default=12, kw_only=True)
 
     @property
     def name(self) -> str:
-        """Return the sizes as a part of a kernel's name, each after the letter of its field."""
+        """Return the sizes for a kernel's name, each after the letter of its field: "r6w2b2"."""
         return "".join(f"{LETTERS[name]}{value}" for name, value in asdict(self).items())
 
     @classmethod
     @abstractmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        """Return tiles that measured well for a kernel that runs on `threads` threads."""
+        """Return the default tiles for `threads` threads, which were chosen by measurements."""
 
     @abstractmethod
     def fit(self, matmul: Matmul) -> bool:
-        """Return whether a kernel of this matmul can have these tiles."""
+        """Return whether these tiles are valid for a kernel of this matmul."""
 
 
 @dataclass(frozen=True)
 class PanelTiles(Tiles):
-    """The tiles of kernels with a panel of `row_blocks` blocks of 16 columns x `depth` k.
+    """Tiles of kernels that decode weights into a panel on the stack.
 
-    `tokens` tokens share a panel. Sums of `rows` tokens x (16 * `wide`) columns are in registers.
+    depth: k of a panel. row_blocks: columns of a panel, in blocks of 16. tokens: tokens that are
+    multiplied by one panel. rows, wide: the accumulators in registers are for `rows` tokens and
+    16 * `wide` columns.
     """
 
     rows: int
@@ -61,10 +63,10 @@ class PanelTiles(Tiles):
 
     @abstractmethod
     def units(self, matmul: Matmul) -> tuple[int, int]:
-        """Return the numbers of which `tokens` and `depth` are multiples."""
+        """Return (token unit, depth unit); `tokens` and `depth` must be multiples of them."""
 
     def stack_bytes(self, matmul: Matmul) -> int:
-        """Return the bytes of stack for sums and panel."""
+        """Return the bytes of stack for sums and panel; here, for f32 sums only."""
         return 4 * LANES * self.row_blocks * self.tokens
 
     def fit(self, matmul: Matmul) -> bool:
@@ -80,20 +82,20 @@ class PanelTiles(Tiles):
 
 
 def panel_columns(matmul: Matmul, can_pair: bool) -> tuple[int, int]:
-    """Return default `wide` and `row_blocks`; can_pair: whether sums of two fit registers."""
+    """Return default `wide` and `row_blocks`; can_pair: whether registers suffice for wide 2."""
     shared = matmul.blocks_per_result
     wide = 2 if can_pair and (shared == 2 or matmul.weight_shape[0] % 2 == 0) else 1
     return wide, max(wide, shared)
 
 
 def even_tokens(tokens: int, limit: int, unit: int) -> int:
-    """Return the tokens of a block, about `limit`, for equal blocks; a multiple of `unit`."""
+    """Return the size of equal blocks of tokens: about `limit`, and a multiple of `unit`."""
     blocks = -(-tokens // limit)
     return -(-tokens // (blocks * unit)) * unit
 
 
 def even_share(total: int, limit: int) -> int:
-    """Return the largest divisor of `total` up to `limit`; if it is below limit / 2, the limit."""
+    """Return the largest divisor of `total` up to `limit`; `limit` if it is under limit / 2."""
     limit = min(limit, total)
     share = next(n for n in range(limit, 0, -1) if total % n == 0)
     return share if 2 * share >= limit else limit
@@ -105,7 +107,10 @@ def panel_workgroups(matmul: Matmul, row_blocks: int, tokens: int, threads: int)
 
 
 def each_block(b: Body, out_features: int, block: Index, store: Callable[[int], None]) -> None:
-    """Call store(0) for 16 results from 16 * block on, store(n) for a last block of n results."""
+    """Emit the code that stores the 16 results of row block `block`.
+
+    store: called with 0 for a full block, and with n for a last block of only n results.
+    """
     last, ragged = divmod(out_features, LANES)
     if not ragged:
         store(0)
@@ -117,7 +122,10 @@ def each_block(b: Body, out_features: int, block: Index, store: Callable[[int], 
 
 
 class Finish:
-    """A writer that applies the epilogue to `sums` [tokens, columns] and stores y."""
+    """A writer of the code that applies the epilogue to `sums` [tokens, columns] and stores y.
+
+    row_of: from a token's index to its row of y.
+    """
 
     def __init__(
         self, b: Body, matmul: Matmul, lanes: int, buffers: Buffers, sums: Ssa, row_of: Callable[[Index], Index] = lambda t: t
@@ -125,9 +133,9 @@ class Finish:
         self.b, self.matmul, self.lanes, self.buffers, self.sums, self.row_of = b, matmul, lanes, buffers, sums, row_of
 
     def store(self, first_block: Index, row_blocks: Index, first: Index, end: Index, last: Index) -> None:
-        """Store results for tokens `first` to `end`, zeros from `end` to `last`.
+        """Store the results of tokens first .. end - 1, and zeros for tokens end .. last - 1.
 
-        Row 0 of the sums is token `first`; columns 0 to 15 are row block `first_block`.
+        Row 0 of the sums is token `first`. Columns 0 to 15 are row block `first_block`.
         """
         b, shared = self.b, self.matmul.blocks_per_result
         with b.loop(0, b.div(row_blocks, shared)) as i:
@@ -136,7 +144,7 @@ class Finish:
             each_block(b, self.matmul.out_features, block, partial(self._block, i.index, column, first, end, last))
 
     def _block(self, slot: Index, column: Index, first: Index, end: Index, last: Index, ragged: int) -> None:
-        """Store 16 columns of the result, or only the first `ragged` if that is not 0."""
+        """Store 16 columns of the result, or only the first `ragged` columns if it is not 0."""
         b, lanes, shared = self.b, self.lanes, self.matmul.blocks_per_result
         with b.loop(first, end) as token:
             dots = []
@@ -150,7 +158,7 @@ class Finish:
                 self._put(token.index, column, [b.splat(0.0, lanes)] * (LANES // lanes), ragged, add=False)
 
     def _put(self, token: Index, column: Index, results: list[Ssa], ragged: int, add: bool) -> None:
-        """Store the results of a token; add: whether to add bias and residual first."""
+        """Store up to 16 results of a token; add: whether to add bias and residual first."""
         b, lanes, row = self.b, self.lanes, self.row_of(token)
         for lane in range(0, ragged or LANES, 1 if ragged else lanes):
             y = results[lane // lanes]

@@ -1,4 +1,4 @@
-"""Emit dot products of pairs of bf16, lane by lane; an i32 contains a pair, lower half first.
+"""Emit dot products of pairs of bf16, lane by lane; an i32 has a pair, its first in the low half.
 
 dpbf16  vdpbf16ps of AVX-512: adds both products to an f32, each rounded to nearest, denormals as zero
 bfdot   NEON's instruction for the same sum, which rounds differently
@@ -14,13 +14,13 @@ HALF_ULP = 1 << 15  # half a unit in the last place of bf16, in the bits of an f
 
 
 class Pairs:
-    """A writer of MLIR that adds products of bf16 pairs to f32 totals."""
+    """A writer of code that adds products of bf16 pairs to f32 totals."""
 
     def __init__(self, b: Body, isa: Isa):
         self.b, self.lanes, self.instruction = b, isa.lanes, isa.pairs
 
     def add(self, total: Ssa, a: Ssa, c: Ssa) -> Ssa:
-        """Return `total` f32 plus both products of the bf16 pairs in each lane of a and c."""
+        """Return `total`, f32 [lanes], plus the dot product of the pairs in each lane of a and c."""
         if self.instruction == "plain":
             for left, right in zip(halves(self.b, a), halves(self.b, c), strict=True):
                 total = self.b.fma(left, right, total)
@@ -31,25 +31,28 @@ class Pairs:
 
 
 def halves(b: Body, words: Ssa) -> tuple[Ssa, Ssa]:
-    """Return the two bf16 of each i32 as f32, the lower half first."""
+    """Return two f32 vectors: the bf16 in the low half of each i32, and in the high half."""
     width = words.width
     low = b.binary("shli", words, b.isplat(16, width))
     return b.bitcast(low, width, "f32"), b.bitcast(_high(b, words), width, "f32")
 
 
 def cut(b: Body, low: Ssa, high: Ssa) -> Ssa:
-    """Round two vectors of f32 to bf16 towards zero; return i32 pairs, `low` in the lower half."""
+    """Return two f32 vectors truncated to bf16 as i32 pairs, `low` in the low halves."""
     low, high = (b.bitcast(each, each.width, "i32") for each in (low, high))
     return b.binary("ori", b.binary("shrui", low, b.isplat(16, low.width)), _high(b, high))
 
 
 def nearest(b: Body, low: Ssa, high: Ssa) -> Ssa:
-    """Round two vectors of f32 to the nearest bf16, ties away from zero; return i32 pairs."""
+    """Return two f32 vectors rounded to bf16, ties away from zero, as i32 pairs."""
     return cut(b, *(_up(b, each) for each in (low, high)))
 
 
 def pieces(b: Body, low: Ssa, high: Ssa, count: int) -> list[Ssa]:
-    """Split two vectors of f32 exactly into 3 vectors of bf16 pairs, or round them to 1."""
+    """Return `count` vectors of bf16 pairs (i32) whose sum is the f32 vectors `low` and `high`.
+
+    3 vectors are exact; 1 rounds to the nearest bf16.
+    """
     if count == 1:
         return [nearest(b, low, high)]
     found = [cut(b, low, high)]

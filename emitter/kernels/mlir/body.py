@@ -1,4 +1,4 @@
-"""Build the MLIR text of a kernel: typed SSA values, shared constants, and loops."""
+"""A builder of the MLIR text of a kernel, with typed SSA values, constants and loops."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partialmethod
 from typing import TypeVar
 
-STACK_BYTES = 30 << 10  # limit for buffers on the stack; IREE allows a kernel 32 KB
-PARTS = 6  # workgroups per thread; with 8 or more, IREE hands out 8 at a time
+STACK_BYTES = 30 << 10  # max bytes of a kernel's stack buffers; IREE allows a kernel 32 KB
+PARTS = 6  # workgroups per thread; from 8 on, IREE assigns 8 at a time to a thread
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,17 @@ Value = TypeVar("Value")
 
 
 def f32_literal(x: float) -> str:
-    """Return the f32 nearest to x as a hexadecimal literal of MLIR, also for infinities."""
+    """Return the f32 nearest to x as a hexadecimal MLIR literal, which can also be an infinity."""
     return f"0x{struct.unpack('<I', struct.pack('<f', x))[0]:08X}"
 
 
 def number(x: float) -> str:
-    """Format a float with nine digits, in characters that an MLIR symbol may contain."""
+    """Return a float with nine digits as text that is valid in an MLIR symbol: 1e-5 is "1em05"."""
     return f"{x:.9g}".replace("-", "m").replace(".", "p").replace("+", "")
 
 
 def largest_width(limit: int, *extents: int) -> int:
-    """Return the largest power of two up to `limit` that divides every extent except 0."""
+    """Return the largest power of two up to `limit` (a power of two) that divides all extents."""
     width = limit
     while any(n % width for n in extents):
         width //= 2
@@ -77,12 +77,12 @@ def largest_width(limit: int, *extents: int) -> int:
 
 
 def batches(values: Sequence[Value], size: int) -> list[Sequence[Value]]:
-    """Return the values in consecutive parts of `size`."""
+    """Return `values` split into consecutive parts of `size` values."""
     return [values[i : i + size] for i in range(0, len(values), size)]
 
 
 class Loop:
-    """An open `scf.for`: `index` and carried `values` inside it, `results` after it."""
+    """An `scf.for` under construction: `index` and carried `values` inside, `results` after it."""
 
     def __init__(self, index: Ssa, values: list[Ssa]):
         self.index, self.values = index, values
@@ -90,14 +90,15 @@ class Loop:
         self.given: list[Ssa] = []
 
     def give(self, *values: Ssa) -> None:
-        """Set the values that this iteration passes to the next one."""
+        """Set the loop-carried values for the next iteration (`scf.yield`)."""
         self.given = list(values)
 
 
 class Body:
-    """The body of one kernel function under construction; index arithmetic folds Python integers.
+    """The body of a kernel function under construction; each method appends an operation.
 
-    fenced: whether to keep compilers from fusing `mulf` and an addition into an fma.
+    Arithmetic on Python integers is computed immediately and appends no operation. fenced: whether
+    compilers must not fuse `mulf` and an addition into an fma.
     """
 
     def __init__(self, fenced: bool = False) -> None:
@@ -146,7 +147,7 @@ class Body:
         return self.constant(f"dense<{n}>", vector_type(width, "i32"))
 
     def stack(self, *shape: int, element: str = "f32") -> Ssa:
-        """Allocate a buffer on the stack; all buffers of a kernel together may have STACK_BYTES."""
+        """Return a memref of a new stack buffer; a kernel may have STACK_BYTES of them in total."""
         buffer = Ssa(self.name(), memref_type(shape, element))
         self._head.append(f"{buffer} = memref.alloca() alignment = 64 : {buffer.type}")
         return buffer
@@ -201,17 +202,20 @@ class Body:
         return self.let("stream.dispatch.workgroup.id[0] : index", INDEX)
 
     def share(self, count: Index, workgroup: Index, workgroups: int) -> tuple[Index, Index]:
-        """Return the first item and the end of a workgroup's share of `count` items."""
+        """Return (first, end) of the range of items of a workgroup, of `count` items in total."""
         if isinstance(count, Ssa):
             low = self.div(self.mul(workgroup, count), workgroups)
             return low, self.div(self.mul(self.add(workgroup, 1), count), workgroups)
-        # The first workgroups get one item more. Threads take them in turn, and finish within one item of each other.
+        # The first workgroups get one item more, so that the items of any two workgroups differ by one at most.
         each, more = divmod(count, workgroups)
         first = lambda n: self.add(self.mul(n, each), self.min(n, more) if more else 0)
         return first(workgroup), first(self.add(workgroup, 1))
 
     def real(self, length: Ssa | None, low: Index, high: Index) -> Index:
-        """Return `length`, an i32 in memory, limited to low .. high: the end of the real rows."""
+        """Return the end of the rows that are not padding: `length` clamped to low .. high.
+
+        length: memref of an i32, or None if there is no padding, so that the end is `high`.
+        """
         return high if length is None else self.max(self.min(self.to_index(self.load(length)), high), low)
 
     def binary(self, op: str, a: Ssa, b: Ssa) -> Ssa:
@@ -228,28 +232,28 @@ class Body:
         return self.intrinsic("llvm.arithmetic.fence", y.type, y) if self._fenced else y
 
     def bitcast(self, vector: Ssa, width: int, element: str) -> Ssa:
-        """Return the same bits as `width` elements of another type."""
+        """Return the bits of a vector as a vector of `width` elements of type `element`."""
         type = vector_type(width, element)
         return self.let(f"vector.bitcast {vector} : {vector.type} to {type}", type)
 
     def convert(self, op: str, x: Ssa, element: str) -> Ssa:
-        """Convert a scalar or a vector to another element type by the operation `arith.{op}`."""
+        """Return a scalar or vector converted to the element type `element` by `arith.{op}`."""
         type = replace(x.type, element=element)
         return self.let(f"arith.{op} {x} : {x.type} to {type}", type)
 
     def widened(self, x: Ssa) -> Ssa:
-        """Convert a float, or a vector of floats, to f32, which is exact."""
+        """Return a float or a vector of floats converted to f32, which is exact."""
         return x if x.type.element == "f32" else self.convert("extf", x, "f32")
 
     def narrowed(self, x: Ssa, element: str) -> Ssa:
-        """Round f32 values to another element type, to nearest even."""
+        """Return f32 values rounded to the float type `element`, ties to even."""
         return x if x.type.element == element else self.convert("truncf", x, element)
 
     def fma(self, a: Ssa, b: Ssa, c: Ssa) -> Ssa:
         return self.let(f"math.fma {a}, {b}, {c} : {a.type}", a.type)
 
     def math(self, function: str, a: Ssa) -> Ssa:
-        """Return a function of the MLIR dialect `math` of an f32 or a vector, such as "sqrt"."""
+        """Return `math.{function}` (MLIR's dialect `math`), such as "sqrt", of an f32 or vector."""
         return self.let(f"math.{function} {a} : {a.type}", a.type)
 
     def compare(self, predicate: str, a: Ssa, b: Ssa) -> Ssa:
@@ -257,14 +261,14 @@ class Body:
         return self.let(f"arith.{op} {predicate}, {a}, {b} : {a.type}", replace(a.type, element="i1"))
 
     def select(self, condition: Ssa, a: Index, b: Index) -> Ssa:
-        """Return a where a condition is true, else b."""
+        """Return `a` where the condition is true, else `b`; for vectors, lane by lane."""
         a, b = self.index(a), self.index(b)
         types = f"{condition.type}, {a.type}" if condition.type.kind else str(a.type)
         return self.let(f"arith.select {condition}, {a}, {b} : {types}", a.type)
 
     def maxf(self, a: Ssa, b: Ssa) -> Ssa:
-        """Return the maximum, or b if either is NaN, in one x86 instruction."""
-        # `arith.maximumf` takes four instructions.
+        """Return the maximum, or `b` if either operand is NaN."""
+        # This compiles to one x86 instruction; `arith.maximumf` takes four.
         return self.select(self.compare("ogt", a, b), a, b)
 
     def broadcast(self, scalar: Ssa, width: int) -> Ssa:
@@ -297,7 +301,7 @@ class Body:
         self.do(f"vector.store {value}, {self._at(buffer, indices)} : {buffer.type}, {value.type}")
 
     def atomic_add(self, value: Ssa, buffer: Ssa, *indices: Index) -> Ssa:
-        """Add to a shared i32 in acquire-release order; return its previous value."""
+        """Return the previous value of an i32 in memory, after adding `value` to it atomically."""
         types = f"({value.type}, {buffer.type}) -> {value.type}"
         return self.let(f"memref.atomic_rmw addi {value}, {self._at(buffer, indices)} : {types}", value.type)
 
@@ -315,7 +319,7 @@ class Body:
         return self.let(f"llvm.inttoptr {self.moved(address, offset)} : i64 to !llvm.ptr", POINTER)
 
     def touch(self, address: Ssa, offset: Index) -> None:
-        """Load the word at `address` + `offset` bytes and discard it; compilers keep the load."""
+        """Load the i32 at `address` + `offset` bytes and discard it; compilers keep this load."""
         self.let(f"llvm.load volatile {self.pointer(address, offset)} : !llvm.ptr -> i32", I32)
 
     def prefetch(self, buffer: Ssa, *indices: Index, near: bool = True) -> None:
@@ -324,7 +328,10 @@ class Body:
 
     @contextmanager
     def loop(self, low: Index, high: Index, step: Index = 1, carry: Sequence[Ssa] = ()) -> Iterator[Loop]:
-        """Open `scf.for` from low to high - 1; carry: initial values, which `Loop.give` updates."""
+        """Emit an `scf.for` over low .. high - 1 around the code of the `with` block.
+
+        carry: initial loop-carried values; `Loop.give` sets them for the next iteration.
+        """
         bounds = f"{self.index(low)} to {self.index(high)} step {self.index(step)}"
         loop = Loop(Ssa(self.name(), INDEX), [Ssa(self.name(), v.type) for v in carry])
         group = self.name()
@@ -350,9 +357,10 @@ class Body:
         step: Callable[[Index, Sequence[Ssa]], Sequence[Ssa]],
         before: Callable[[Index], None] = lambda i: None,
     ) -> Sequence[Ssa]:
-        """Return `values` after values = step(i, values) for i < count, `unroll` in each iteration.
+        """Return `values` after values = step(i, values) for i in 0 .. count - 1.
 
-        before(i): called at the start of an iteration.
+        Emits a loop with `unroll` steps per iteration. before(i): emits code at the start of an
+        iteration.
         """
         full = count // unroll * unroll
         with self.loop(0, full, unroll, carry=values) as loop:

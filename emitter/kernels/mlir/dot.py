@@ -1,7 +1,8 @@
-"""Emit dot products of bytes with the vector unit's instruction for them.
+"""Emit int8 dot products of weight codes and x, with the CPU's instruction for them.
 
-A quad is four bytes in an i32, lowest first: codes of one output, or signed bytes of one row of x.
-Sums are s32 for each row and output, which is exact, so all instructions give the same numbers:
+A quad is four int8 in an i32, the first in the lowest byte: four codes of one output, or four
+elements of one row of x. Each row and output has an exact s32 sum, so all instructions give the
+same results:
 
     vnni   vpdpbusd: u8 x s8, adds four products of each lane to s32
     sdot   NEON's sdot: s8 x s8, adds four products of each lane to s32
@@ -25,13 +26,17 @@ _MADD_WORDS = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
 _SDOT = "llvm.aarch64.neon.sdot.v4i32.v16i8"
 _SMMLA = "llvm.aarch64.neon.smmla.v4i32.v16i8"
 _BLOCKS = ("smmla", "plain blocks")
-# Shuffles that return the first, and the last, two lanes of two vectors.
+# Shuffles of two vectors of four lanes that return the first two lanes of each, and the last two lanes of each.
 LOW, HIGH = (0, 1, 4, 5), (2, 3, 6, 7)
 
 
 @dataclass(frozen=True)
 class Total:
-    """The accumulators of a dot product: s32 `words`, and for `madd` s16 sums of `pairs` pairs."""
+    """The accumulators of a dot product.
+
+    words: s32 sums. halves, pairs: for `madd`, s16 sums that are not yet added to `words`, and the
+    number of pairs of products in each.
+    """
 
     words: tuple[Ssa, ...]
     halves: Ssa | None = None
@@ -39,9 +44,9 @@ class Total:
 
 
 class Dot:
-    """A writer of dot products of codes of `bits` bits with x; lane l of a vector is output l.
+    """A writer of code for dot products of codes of `bits` bits with x; lane l is output l.
 
-    One `add` takes `self.rows` rows of x and `self.quads` quads along k.
+    Each call of `add` takes `self.rows` rows of x and `self.quads` quads along k.
     """
 
     rows: ClassVar[int] = 1
@@ -49,15 +54,15 @@ class Dot:
 
     def __init__(self, b: Body, isa: Isa, bits: int):
         self.b, self.lanes, self.dot, self.bits = b, isa.lanes, isa.dot, bits
-        # The bias added to stored codes, which makes signed codes of 8 bits unsigned.
+        # Callers add this bias to stored codes, to make signed 8-bit codes unsigned.
         self.bias = 128 if bits == 8 and isa.dot not in ("sdot", *_BLOCKS) else 0
 
     def arranged(self, quads: Sequence[Ssa]) -> list[Ssa]:
-        """Reorder vectors of codes, which have a quad in each lane, for `code`."""
+        """Return vectors with a quad of codes in each lane, in the lane order that `code` takes."""
         return list(quads)
 
     def code(self, arranged: Sequence[Ssa]) -> tuple[Ssa, ...]:
-        """Convert codes from `arranged` to the form that `add` takes."""
+        """Return codes from `arranged` in the form that `add` takes."""
         (quad,) = arranged
         if self.dot == "plain":
             return tuple(self._byte(quad, j, "shrui") for j in range(4))
@@ -68,7 +73,7 @@ class Dot:
         return (self.b.bitcast(quad, 4 * self.lanes, "i8"),)
 
     def x(self, x: Ssa, rows: Sequence[Index], quad: Index) -> tuple[Ssa, ...]:
-        """Load quads of these rows of x, from quad `quad` on, in the form that `add` takes."""
+        """Load x in the form that `add` takes; rows: rows of x. quad: index of the first quad."""
         (row,) = rows
         every = self.b.broadcast(self.b.load(x, row, quad), self.lanes)
         if self.dot == "plain":
@@ -81,12 +86,12 @@ class Dot:
         return (self.b.bitcast(every, 4 * self.lanes, "i8"),)
 
     def start(self, words: Sequence[Ssa]) -> Total:
-        """Return initial totals of up to `self.rows` rows, from one i32 for each row."""
+        """Return totals for up to `self.rows` rows; words: the initial sum of each row, i32."""
         (word,) = words
         return Total((self.b.broadcast(word, self.lanes),))
 
     def add(self, total: Total, code: tuple[Ssa, ...], x: tuple[Ssa, ...]) -> Total:
-        """Return `total` plus the products of 4 * `self.quads` codes and bytes of x along k."""
+        """Return `total` plus products along 4 * `self.quads` k; code, x: from `code` and `x`."""
         (words,) = total.words
         if self.dot == "plain" or self._wide:
             for pair in zip(code, x, strict=True):
@@ -103,7 +108,7 @@ class Dot:
         return Total((self._call(name, "i32", 1, words, code[0], x[0]),))
 
     def words(self, total: Total) -> list[Ssa]:
-        """Return the s32 sums of a total: a vector [outputs] for each row."""
+        """Return the final s32 sums of a total: one vector [outputs] for each row of x."""
         (words,) = total.words
         if total.halves is None:
             return [words]
@@ -119,7 +124,7 @@ class Dot:
         return self._call(_MADD_WORDS[self.lanes], "i32", 1, code, x) if self._wide else self.b.binary("muli", code, x)
 
     def _byte(self, quad: Ssa, j: int, shift: str) -> Ssa:
-        """Return byte j of each lane as i32; shift: shrsi if bytes are signed, otherwise shrui."""
+        """Return byte j of each lane as i32; shift: "shrsi" for signed bytes, else "shrui"."""
         high = self.b.binary("shli", quad, self.b.isplat(24 - 8 * j, self.lanes)) if j < 3 else quad
         return self.b.binary(shift, high, self.b.isplat(24, self.lanes))
 
@@ -131,12 +136,15 @@ class Dot:
 
 
 class BlockDot(Dot):
-    """The writer for `smmla`: lane 2 i + j of two vectors has row i of x, and output j or 2 + j."""
+    """The `Dot` of `smmla`, for two rows of x and four outputs in two accumulators.
+
+    Lane 2 i + j of the first accumulator is row i and output j; of the second, output 2 + j.
+    """
 
     rows = quads = 2
 
     def arranged(self, quads: Sequence[Ssa]) -> list[Ssa]:
-        """Return vectors of eight codes of outputs 0 and 1, and of outputs 2 and 3."""
+        """Return two vectors with eight codes for each output: outputs 0 and 1, outputs 2 and 3."""
         first, second = quads
         return [self.b.shuffle(first, second, lanes) for lanes in ((0, 4, 1, 5), (2, 6, 3, 7))]
 
@@ -171,5 +179,5 @@ class BlockDot(Dot):
 
 
 def dot_of(isa: Isa) -> type[Dot]:
-    """Return the class that sums products of bytes on this vector unit."""
+    """Return the class that emits int8 dot products for an instruction set."""
     return BlockDot if isa.dot in _BLOCKS else Dot

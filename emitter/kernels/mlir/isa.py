@@ -1,8 +1,8 @@
-"""Vector units of CPUs; their lanes and registers determine tile sizes and the order of additions.
+"""Instruction sets of CPUs; lanes and registers determine tile sizes and the order of additions.
 
-In canonical form, the order of additions is the same for all units, so that every CPU computes the
-same bits: vectors have 16 lanes, each output has one accumulator, and compilers fuse no operations
-into an fma that the MLIR text does not contain.
+In canonical form, the order of additions is the same for all instruction sets, so that every CPU
+computes the same bits. Vectors have 16 lanes, each output has one accumulator, and compilers may
+not fuse multiplications and additions into an fma.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ CANONICAL_LANES = 16
 
 @dataclass(frozen=True)
 class Isa:
-    """The vector unit of a CPU: `registers` vector registers of `lanes` f32, and instructions.
+    """The vector instructions of a CPU, with `registers` vector registers of `lanes` f32.
 
-    dot: for dot products of bytes (`mlir.dot`). pairs: for pairs of bf16 (`mlir.bf16_pairs`).
-    matrix: for blocks of bf16 (`mlir.matrix`). canonical: whether kernels add in canonical order.
+    dot: instruction for int8 dot products (`mlir.dot`). pairs: instruction for pairs of bf16
+    (`mlir.bf16_pairs`), or "". matrix: instruction for blocks of bf16 (`mlir.matrix`), or "".
+    canonical: whether kernels are in canonical form.
     """
 
     name: str
@@ -30,18 +31,21 @@ class Isa:
 
     @property
     def roomy(self) -> bool:
-        """Return whether 24 accumulators of 16 lanes fit in the registers."""
+        """Return whether 24 accumulators of 16 f32, and operands, fit in the vector registers."""
         return self.lanes * self.registers >= 512
 
     @property
     def plain(self) -> Isa:
-        """Return a copy without special instructions; its kernels run on every CPU."""
+        """Return a copy without CPU-specific instructions, whose kernels run on every CPU."""
         dot = "plain blocks" if self.dot == "smmla" else "plain"
         return replace(self, dot=dot, pairs=self.pairs and "plain", matrix=self.matrix and "plain")
 
     @property
     def in_canonical_form(self) -> Isa:
-        """Return this unit in canonical form: vectors of 16 lanes, each in 1, 2 or 4 registers."""
+        """Return this instruction set in canonical form.
+
+        A vector has 16 lanes, and takes 1, 2 or 4 registers.
+        """
         registers = self.registers * self.lanes // CANONICAL_LANES
         return Isa(f"{self.name}_canonical", CANONICAL_LANES, registers, "plain", canonical=True)
 

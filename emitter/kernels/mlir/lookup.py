@@ -1,7 +1,7 @@
-"""Look up each lane of a vector in a table of 16 entries, by permuting lanes or bytes.
+"""Emit code that looks up each lane of a vector in a table of 16 entries.
 
-AVX-512, AVX2  vpermps of 16 or twice 8 lanes, vpshufb of bytes
-NEON           tbl of bytes
+AVX-512, AVX2  vpermps, once for 16 lanes or twice for 8 lanes; vpshufb for bytes
+NEON           tbl for bytes
 plain          a tree of selects by the bits of the index, for any CPU
 """
 
@@ -15,7 +15,7 @@ _BYTES = {4: "llvm.aarch64.neon.tbl1.v16i8", 8: "llvm.x86.avx2.pshuf.b", 16: "ll
 
 
 def entries(b: Body, isa: Isa, table: Sequence[int], indices: Ssa) -> Ssa:
-    """Return the table entry at each of the indices, i32 [lanes], as f32."""
+    """Return the entries of `table` at `indices`, i32 [lanes], as f32 [lanes]."""
     lanes = isa.lanes
     if _plain(isa):
         return _tree(b, table, lambda entry: b.splat(float(entry), lanes), lambda bit: b.isplat(1 << bit, lanes), indices)
@@ -31,7 +31,7 @@ def entries(b: Body, isa: Isa, table: Sequence[int], indices: Ssa) -> Ssa:
 
 
 def byte_entries(b: Body, isa: Isa, table: Sequence[int], indices: Ssa) -> Ssa:
-    """Replace each byte of `indices`, i32 [lanes], by the entry of `table` at that index."""
+    """Return `indices`, i32 [lanes], with each byte replaced by the entry of `table` at it."""
     width = 4 * isa.lanes
     bytes_ = b.bitcast(indices, width, "i8")
 
@@ -51,7 +51,7 @@ def _plain(isa: Isa) -> bool:
 
 
 def _signed(n: int) -> int:
-    """Return the i8 with the bits of a u8."""
+    """Return the i8 that has the same bits as the u8 `n`."""
     return (n + 128) % 256 - 128
 
 

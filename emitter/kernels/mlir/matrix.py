@@ -1,7 +1,7 @@
 """Emit matmuls of bf16 blocks with f32 accumulators: x [rows, 32 k] times weights [32 k, 16].
 
-Both blocks are contiguous in memory, with a pair of k in each i32: x is [rows, 16 pairs of k], and
-weights are [16 pairs of k, 16 columns]. Accumulators [rows, 16] stay in the matrix unit's eight
+Both blocks are contiguous in memory. Each i32 has two bf16, a pair along k: x is i32 [rows, 16],
+and weights are i32 [16, 16 columns]. Accumulators [rows, 16] stay in the matrix unit's eight
 registers until they are stored.
 
     amx    tdpbf16ps on Intel's AMX tiles: sums rounded to nearest, denormals as zero. The process must first request
@@ -14,22 +14,25 @@ from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, Type, vector_ty
 from castiron.emitter.kernels.mlir.isa import Isa
 
 COLUMNS = 16
-DEPTH = 32  # k of one `add`
+DEPTH = 32  # elements of k in one `add`
 ROW_BYTES = 64  # bytes of a row of x, of weights and of sums
 _TILE = Type("!llvm.x86_amx")
 _ROW = vector_type(COLUMNS)
 
-Block = Ssa  # sums, x or weights: a tile, or an address
+Block = Ssa  # a block of sums, x or weights: an AMX tile, or an address
 
 
 class Matrix:
-    """A writer of matmuls of blocks of up to 16 rows, with results f32 [blocks, rows, 16]."""
+    """A writer of code for matmuls of blocks, with results f32 [blocks, rows, 16].
+
+    rows: rows of a block of x, up to 16. results: memref for the results.
+    """
 
     def __init__(self, b: Body, isa: Isa, rows: int, results: Ssa):
         self.b, self.rows, self.tiled, self.results = b, rows, isa.matrix == "amx", b.address(results)
 
     def zero(self, number: int) -> Block:
-        """Return accumulators of zero for block `number` of the results."""
+        """Return zeroed accumulators for block `number` of the results."""
         if self.tiled:
             return self._tile("tilezero", self.rows)
         address = self.b.moved(self.results, number * self.rows * ROW_BYTES)
@@ -38,11 +41,11 @@ class Matrix:
         return address
 
     def x(self, base: Ssa, offset: Index) -> Block:
-        """Load the block [rows, 16 pairs of k] of x at `offset` bytes from address `base`."""
+        """Load a block of x, i32 [rows, 16], from address `base` + `offset` bytes."""
         return self._load(self.rows, base, offset)
 
     def weights(self, base: Ssa, offset: Index) -> Block:
-        """Load the block [16 pairs of k, 16] of weights at `offset` bytes from address `base`."""
+        """Load a block of weights, i32 [16, 16 columns], from address `base` + `offset` bytes."""
         return self._load(DEPTH // 2, base, offset)
 
     def add(self, sums: Block, x: Block, weights: Block) -> Block:

@@ -1,4 +1,4 @@
-"""Vector functions that kernels share: exp, sums and maxima across lanes, RMS, int8."""
+"""Vector functions for all kernels: exp, sums and maxima across lanes, RMS norm, int8."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -8,20 +8,20 @@ from castiron.emitter.int8 import MAX_BYTE, MIN_SCALED
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, largest_width
 
 LOG2_E = 1.44269504088896341
-# ln 2 in two parts; the first has so few bits that its product with a small integer is exact in f32 (Cody and Waite).
+# ln 2 as a sum of two parts. The first has so few bits that its product with a small integer is exact (Cody and Waite).
 LN_2_HIGH, LN_2_LOW = 0.693359375, -2.12194440054690583e-4
-# Adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits of the sum.
+# Adding 1.5 * 2^23 to an f32 rounds it to the nearest integer, which is then in the low bits of the sum.
 ROUND = 12582912.0
 EXP_LOW, EXP_HIGH = -88.0, 88.0
-# exp(r) = 1 + r + r^2 * P(r) for |r| <= ln(2)/2: P by minimax of the relative error, highest power first.
+# Coefficients of P, highest power first: exp(r) = 1 + r + r^2 * P(r) for |r| <= ln(2)/2, with minimax relative error.
 EXP_POLYNOMIAL = (1.381459860e-3, 8.368716914e-3, 4.166838805e-2, 1.666652063e-1, 4.999999345e-1)
-# 2^r = 1 + r * Q(r) for |r| <= 1/2: Q like P.
+# Coefficients of Q, highest power first: 2^r = 1 + r * Q(r) for |r| <= 1/2, with minimax relative error.
 EXP2_LOW = -127.0
 EXP2_POLYNOMIAL = (1.53533619e-4, 1.33988744e-3, 9.61843736e-3, 5.55033247e-2, 2.40226479e-1, 6.93147203e-1)
 
 
 def exp(b: Body, x: Ssa) -> Ssa:
-    """Return e^x of a vector of f32 within 1.1 ulp; exactly 0 below -87.7, and e^88 above 88."""
+    """Return e^x of f32 within 1.1 ulp; exactly 0 for x below -87.7, and e^88 for x above 88."""
     width = x.width
     x = b.maxf(x, b.splat(EXP_LOW, width))
     x = b.select(b.compare("olt", x, b.splat(EXP_HIGH, width)), x, b.splat(EXP_HIGH, width))
@@ -38,7 +38,10 @@ def exp(b: Body, x: Ssa) -> Ssa:
 
 
 def exp2(b: Body, x: Ssa) -> Ssa:
-    """Return 2^x of a vector of f32 up to 127 within 1 ulp; exactly 0 below -126.5. Faster than exp."""
+    """Return 2^x of a vector of f32, with an error of up to 1 ulp, faster than `exp`.
+
+    x must not exceed 127. The result is exactly 0 for x below -126.5.
+    """
     width = x.width
     x = b.maxf(x, b.splat(EXP2_LOW, width))
     shifted = b.addf(x, b.splat(ROUND, width))
@@ -50,16 +53,17 @@ def exp2(b: Body, x: Ssa) -> Ssa:
 
 
 def _power(b: Body, shifted: Ssa) -> Ssa:
-    """Return 2^n for integers n from -127 (which gives 0) to 127, from `shifted` = n + ROUND."""
+    """Return 2^n for integers n from -127 (with the result 0) to 127; shifted: n + ROUND."""
     width = shifted.width
     bits = b.binary("shli", b.bitcast(shifted, width, "i32"), b.isplat(23, width))
     return b.bitcast(b.binary("addi", bits, b.isplat(127 << 23, width)), width, "f32")
 
 
 def lane_sums(b: Body, vectors: Sequence[Ssa]) -> Ssa:
-    """Sum the lanes of 1, 2, 4, ... up to `width` vectors; return the sums as lanes of one vector.
+    """Return a vector whose lane i is the sum of the lanes of vector i.
 
-    Lanes are added in the same order, by folding a vector in halves, for every number of vectors.
+    vectors: 1, 2, 4, ... up to as many as they have lanes. Lanes are added in the same order (half
+    by half) for any number of vectors.
     """
     vectors = list(vectors)
     width = vectors[0].width
@@ -105,20 +109,20 @@ def square_sum(b: Body, count: int, lanes: int, read: Callable[[Index, int], Ssa
 
 
 def tree(combine: Callable[[Ssa, Ssa], Ssa], parts: Sequence[Ssa]) -> Ssa:
-    """Combine parts pair by pair, as a balanced tree, until one is left, and return it."""
+    """Return all parts combined into one value, pair by pair in a balanced tree."""
     while len(parts) > 1:
         parts = [combine(*parts[i : i + 2]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
     return parts[0]
 
 
 def outer(b: Body, rows: Iterable[Ssa], columns: Sequence[Ssa], sums: Sequence[Ssa]) -> list[Ssa]:
-    """Return `sums` [rows * columns] plus the outer product of rows and columns, row by row."""
+    """Return `sums` [rows * columns], in row order, plus the outer product of rows and columns."""
     totals = iter(sums)
     return [b.fma(row, column, next(totals)) for row in rows for column in columns]
 
 
 def transpose(b: Body, rows: Sequence[Ssa]) -> list[Ssa]:
-    """Transpose a square matrix of row vectors, whose width is a power of two."""
+    """Return the columns of a square matrix of row vectors; the size must be a power of two."""
     rows = list(rows)
     width = len(rows)
     fold = width // 2
@@ -135,7 +139,7 @@ def transpose(b: Body, rows: Sequence[Ssa]) -> list[Ssa]:
 
 
 def lane_max(b: Body, vector: Ssa) -> Ssa:
-    """Return the maximum of the lanes as a scalar."""
+    """Return the maximum of a vector's lanes as a scalar."""
     width = vector.width
     while width > 1:
         width //= 2
@@ -151,13 +155,16 @@ def inverse_rms(b: Body, read: Callable[[Index, int], Ssa], count: int, eps: flo
 
 
 def rms_normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    """Compute the RMS norm of rows in NumPy in f64 (Zhang and Sennrich 2019; HF `LlamaRMSNorm`)."""
+    """Return the RMS norm of the rows of x in f64 (Zhang and Sennrich 2019; HF `LlamaRMSNorm`)."""
     x = x.astype(np.float64)
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
 def as_bytes(b: Body, parts: Sequence[Ssa]) -> tuple[list[Ssa], Ssa]:
-    """Quantise a group of f32 vectors to int8; return vectors x / scale + ROUND, and the scale."""
+    """Return a group of f32 vectors quantised to int8, and the scalar scale of the group.
+
+    The vectors are f32 x / scale + ROUND; `numbers_of` and `low_bytes` extract the integers.
+    """
     width = parts[0].width
     peak = lane_max(b, tree(b.maxf, [b.math("absf", part) for part in parts]))
     zero = b.compare("olt", peak, b.f32(float(MIN_SCALED)))
@@ -166,10 +173,10 @@ def as_bytes(b: Body, parts: Sequence[Ssa]) -> tuple[list[Ssa], Ssa]:
 
 
 def numbers_of(b: Body, shifted: Ssa) -> Ssa:
-    """Return the quantised integers of a vector of `as_bytes` as f32."""
+    """Return the integers of a vector that `as_bytes` has quantised, as f32."""
     return b.subf(shifted, b.splat(ROUND, shifted.width))
 
 
 def low_bytes(b: Body, shifted: Ssa) -> Ssa:
-    """Return the quantised integers of a vector of `as_bytes` as i8, in lane order."""
+    """Return the integers of a vector that `as_bytes` has quantised, as i8."""
     return b.convert("trunci", b.bitcast(shifted, shifted.width, "i32"), "i8")

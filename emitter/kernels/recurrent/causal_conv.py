@@ -1,4 +1,4 @@
-"""Compute a causal convolution over time with a filter for each feature, and an activation.
+"""Compute a depthwise causal convolution over time, and an activation.
 
 each workgroup: up to `BLOCK` features of one sequence
   for some vectors of features:
@@ -28,7 +28,9 @@ BLOCK = 512  # features of a workgroup
 def causal_conv(
     tokens: Tokens, features: int, positions: int, x: Columns, *, isa: Isa, bias: bool = False, activation: str | None = None
 ) -> Kernel:
-    """Return the kernel of y_t = act(bias + sum over i of w_i x_(t - n + 1 + i)), n = `positions`.
+    """Return the kernel of y_t = act(bias + sum over i of w_i x_(t - n + 1 + i)).
+
+    n: `positions`, the length of the filter of each feature.
 
     x [T, width], weight [n, features], (bias [features]), (positions i32 [T]), (length i32), state
     [layers, n - 1, features], layer -> y [T, features], state. Rows of padding are zero.

@@ -1,7 +1,7 @@
 """Compute the gated delta rule (arXiv:2412.06464) token by token, and the gated norm after it.
 
-Columns of the state are independent: a few are updated for all tokens while they are in the L1
-cache. An element takes four operations, fewer than the matmuls of the chunked form need.
+Columns of the state are independent, so the kernel updates a few of them for all tokens while they
+are in the L1 cache. Each element takes four operations, fewer than the matmuls of the chunked form.
 
     each workgroup: one head of one sequence, S [k_dim, v_dim] = state[layer, head]
       for token: decay, beta, 1 / |k|, 1 / (|q| sqrt(k_dim))                                        stack
@@ -31,7 +31,7 @@ from castiron.emitter.kernels.recurrent.tokens import Columns, Share, Tokens, si
 from castiron.emitter.types import F32, TensorType
 
 LENGTH_EPS = 1e-6  # added to the squared length of q and of k
-DECAY, BETA, OF_K, OF_Q = range(4)  # values computed for a token before the state is read
+DECAY, BETA, OF_K, OF_Q = range(4)  # rows of `_Head.known`: decay, beta, 1 / |k|, 1 / (|q| sqrt(k_dim)) of each token
 
 
 def gated_delta(
@@ -39,10 +39,11 @@ def gated_delta(
 ) -> Kernel:
     """Return the kernel of `recurrences.gated_delta`; shape: k_heads, heads, k_dim, v_dim.
 
-    alpha and beta are a and b in `recurrences`. norm_eps: epsilon of an RMS norm of each head,
-    whose result is multiplied by silu(z), or None. q, k, v, alpha, beta, (z) [T, width], rate and
-    bias [heads], (norm [v_dim]), (positions i32 [T]), (length i32), state [layers, heads, k_dim,
-    v_dim], layer -> out [T, heads * v_dim], state. Rows of padding are zero.
+    q, k, v, alpha, beta, (z) [T, width], rate and bias [heads], (norm [v_dim]), (positions i32
+    [T]), (length i32), state [layers, heads, k_dim, v_dim], layer -> out [T, heads * v_dim], state.
+    Rows of padding are zero. alpha and beta are a and b in `recurrences`. columns: where each of q
+    to z starts in its operand. norm_eps: epsilon of an RMS norm of each head, whose result is
+    multiplied by silu(z), or None.
     """
     k_heads, heads, k_dim, v_dim = shape
     T = tokens.count
@@ -115,7 +116,10 @@ def _unit(x: np.ndarray) -> np.ndarray:
 
 
 def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tuple[int, bool]:
-    """Return how many vectors of columns to update together, and whether they fit the stack."""
+    """Return how many vectors of columns to update together, and whether to copy them.
+
+    A copy on the stack is used for several tokens if it fits. vectors: vectors in a row of v_dim.
+    """
     limit = isa.registers // 4
     if tokens.in_turn > 1:
         fitting = (STACK_BYTES - 16 * tokens.in_turn) // (4 * k_dim * width)
@@ -126,10 +130,11 @@ def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tu
 
 @dataclass
 class _Head:
-    """A writer of the work of one workgroup: one head of one sequence.
+    """A writer of the code of one workgroup, which computes one head of one sequence.
 
-    sizes: k_dim, v_dim, vector width, vectors of columns computed together. at: the head's first
-    column in each operand. known: stack buffer [4, tokens], indexed by DECAY, BETA, OF_K and OF_Q.
+    sizes: (k_dim, v_dim, vector width, vectors of columns computed together). given: memrefs by
+    name. at: the head's first column in each operand. known: stack buffer [4, tokens], indexed by
+    DECAY, BETA, OF_K and OF_Q.
     """
 
     b: Body
@@ -142,20 +147,20 @@ class _Head:
 
     @property
     def first(self) -> Index:
-        """Return the head's first column of the result."""
+        """Return the index of the head's first column in the result."""
         return self.b.mul(self.share.unit, self.sizes[1])
 
     def _read(self, name: str, t: Index, d: Index, width: int) -> Ssa:
-        """Return `width` elements of row t of an operand, from element d of the head on."""
+        """Return `width` elements of row t of the operand `name`, from element d of the head on."""
         return self.b.vload(self.given[name], width, t, self.b.add(self.at[name], d))
 
     def _times(self, name: str, t: Index, d: Index) -> Ssa:
-        """Load element d of the head in row t of an operand into every lane of a vector."""
+        """Return a vector with element d of the head in row t of an operand in every lane."""
         b = self.b
         return b.broadcast(b.load(self.given[name], t, b.add(self.at[name], d)), self.sizes[2])
 
     def know(self, t: Index) -> None:
-        """Store decay, beta and the factors that scale k and q of a token in the buffer `known`."""
+        """Store the decay, beta and scales of k and q of token `t` in the buffer `known`."""
         b, k_dim, head = self.b, self.sizes[0], self.share.unit
 
         def inverse_length(name: str, factor: float) -> Ssa:
@@ -173,7 +178,10 @@ class _Head:
         b.store(inverse_length("q", k_dim**-0.5), self.known, OF_Q, slot)
 
     def block(self, column: Index, copy: Ssa | None) -> None:
-        """Update the state from `column` on, in a stack buffer `copy` or in memory."""
+        """Update some columns of the state from `column` on for all tokens, and store the results.
+
+        copy: stack buffer to which the columns are copied, or None to update them in memory.
+        """
         b, (k_dim, _, width, vectors) = self.b, self.sizes
         state, offsets = self.given["state"], range(0, vectors * width, width)
         own: list[Index] = [self.share.at, self.share.unit]
@@ -225,7 +233,7 @@ class _Head:
             b.vstore(b.mulf(total, scale), self.given["out"], t, b.add(self.first, b.add(column, d)))
 
     def gated_norm(self, t: Index, eps: float) -> None:
-        """Normalise a token's result and multiply it by silu(z)."""
+        """Apply the RMS norm to the result of token `t`, and multiply it by silu(z)."""
         b, (_, v_dim, width, _) = self.b, self.sizes
         out, first = self.given["out"], self.first
         read = lambda d, width: b.vload(out, width, t, b.add(first, d))

@@ -1,7 +1,7 @@
 """Compute the scan of Mamba 2 (arXiv:2405.21060) token by token.
 
-Rows of the state are independent: a few are updated for all tokens while they are in the L1 cache.
-An element takes three operations, fewer than the matmuls of the chunked form need.
+Rows of the state are independent, so the kernel updates a few of them for all tokens while they are
+in the L1 cache. Each element takes three operations, fewer than the matmuls of the chunked form.
 
     each workgroup: one head of one sequence, S [head_dim, n] = state[layer, head]
       for token: step = softplus(dt + bias), decay = exp(rate * step)                               stack
@@ -32,6 +32,7 @@ def selective_scan(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, C
 
     x, dt, B, C [T, width], rate, bias and skip [heads], (positions i32 [T]), (length i32), state
     [layers, heads, head_dim, n], layer -> y [T, heads * head_dim], state. Rows of padding are zero.
+    columns: where each of x, dt, B and C starts in its operand.
     """
     groups, heads, head_dim, n = shape
     T = tokens.count

@@ -1,4 +1,4 @@
-"""Tokens of a call, columns of operands, and gates, for the kernels of recurrent layers."""
+"""Parts of the kernels of recurrent layers: tokens of a call, columns of operands, and gates."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
 from castiron.emitter.kernels.mlir.vector_math import exp
 from castiron.emitter.types import F32, I32, TensorType
 
-QUAD = 4  # lanes of a vector that computes a single number
+QUAD = 4  # lanes of the vectors in which scalars are computed
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of an operand [T, width] from `first` on."""
+    """The columns from `first` on of an operand [T, width], which may be a fused projection."""
 
     width: int
     first: int = 0
@@ -27,16 +27,17 @@ class Columns:
         return f"{self.first}of{self.width}"
 
     def of(self, x: np.ndarray, *sizes: int) -> np.ndarray:
-        """Return these columns of x [T, width], in f64, as [T, *sizes]."""
+        """Return prod(sizes) columns of x [T, width] from `first` on, as f64 [T, *sizes]."""
         own = x[:, self.first : self.first + int(np.prod(sizes))]
         return own.reshape(len(x), *sizes).astype(np.float64)
 
 
 @dataclass(frozen=True)
 class Share:
-    """The work of a workgroup: item `unit`, such as a head, of rows low .. end - 1.
+    """The work of a workgroup.
 
-    at: index of the layer's state. Rows end .. high - 1 are padding.
+    unit: index of a head or of a block of features. at: index of the layer's state. low, end, high:
+    rows low .. end - 1 are real tokens, rows end .. high - 1 are padding.
     """
 
     unit: Index
@@ -48,10 +49,11 @@ class Share:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a call: `count` tokens of one sequence, or in a batch one of `count` sequences.
+    """The tokens of a call: `count` tokens of one sequence, or a batch.
 
-    layers: first dimension of the state, all layers of one sequence after another. length: whether
-    a run-time length gives the number of real tokens. Negative positions mark idle sequences.
+    layers: first dimension of the state, with all layers of the first sequence, then of the next.
+    batch: whether the tokens are one token of each of `count` sequences, of which those with a
+    negative position are idle. length: whether an operand gives the number of real tokens.
     """
 
     count: int
@@ -61,7 +63,7 @@ class Tokens:
 
     @property
     def in_turn(self) -> int:
-        """Return the number of tokens that a workgroup computes one after another."""
+        """Return the number of tokens that a workgroup processes sequentially."""
         return 1 if self.batch else self.count
 
     @property
@@ -78,7 +80,7 @@ class Tokens:
         return f"{self.layers}_{'b' * self.batch}{self.count}" + "_length" * self.length
 
     def share(self, b: Body, units: int, layer: Ssa, given: Mapping[str, Ssa]) -> Share:
-        """Return the share of this workgroup; each sequence has `units` workgroups."""
+        """Return the work of this workgroup; units: number of workgroups for each sequence."""
         unit: Index = b.workgroup()
         if not self.batch:
             return Share(unit, layer, 0, b.real(given.get("length"), 0, self.count), self.count)
@@ -88,7 +90,7 @@ class Tokens:
         return Share(unit, b.add(b.mul(row, self.layers // self.count), layer), row, end, after)
 
     def real(self, layer: int, given: dict[str, np.ndarray]) -> Iterator[tuple[int, range]]:
-        """Yield each active sequence's index in the state and the rows of its real tokens."""
+        """Yield (index in the state, rows of real tokens) of each active sequence, for NumPy."""
         if not self.batch:
             yield layer, range(int(given.get("length", self.count)))
             return
@@ -98,18 +100,18 @@ class Tokens:
 
 
 def zero_padding(b: Body, share: Share, y: Ssa, low: Index, high: Index, width: int) -> None:
-    """Store zeros in columns low .. high - 1 of the rows of y that are padding."""
+    """Store zeros in columns low .. high - 1 of the padding rows of y."""
     with b.loop(share.end, share.high) as t, b.loop(low, high, width) as d:
         b.vstore(b.splat(0.0, width), y, t.index, d.index)
 
 
 def single_lane(b: Body, x: Ssa) -> Ssa:
-    """Broadcast a scalar to a vector of QUAD lanes, of which one lane is used."""
+    """Return a vector of QUAD lanes with a scalar in each; callers use one lane of the result."""
     return b.broadcast(x, QUAD)
 
 
 def softplus(b: Body, x: Ssa) -> Ssa:
-    """Return log(1 + e^x) of a vector, accurate for small results too."""
+    """Return log(1 + e^x) of a vector of QUAD lanes, accurate also for small results."""
     small = exp(b, b.subf(b.splat(0.0, QUAD), b.math("absf", x)))
     return b.addf(b.maxf(x, b.splat(0.0, QUAD)), b.math("log1p", small))
 

@@ -1,12 +1,12 @@
-"""Pack weights in the layout that kernels read: a sequential stream of records, for every codec.
+"""Pack weights into the layout that kernels read sequentially.
 
-A row block has 16 rows, one for each lane of a vector; zero rows fill the last row block. The shape
-of a packed weight, in bytes, is
+A row block has 16 rows of the weight, one for each lane of a vector. The last row block is padded
+with zero rows. A packed weight is a u8 array of shape
 
     [ceil(out / 16), records, record_bytes]
 
-A record has one codec block (32 or 256 elements) of each of 16 rows. It has as many bytes as these
-blocks in the model file, except that the six-bit scales of K-quants become bytes (3 % more):
+A record has one codec block (32 or 256 elements) of each of the 16 rows. It has as many bytes as
+these blocks in a GGUF file, but the six-bit scales of K-quants are stored as bytes (3 % more):
 
     d      [16] f16                  scale of the codec block; u8 if it is an exponent
     m      [16] f16                  minimum, if the codec has one
@@ -16,9 +16,9 @@ blocks in the model file, except that the six-bit scales of K-quants become byte
                                      for 8 bits: [group, 16] i8
 
 `word & mask` is a code times a power of two. Kernels multiply x by the inverse power beforehand, so
-that no code needs a shift. For 5 and 6 bits, fields do not use the highest bits of the words, which
-contain the remaining codes of the group (`TOP_CODES`). A record of a float codec is one k of 16
-rows, or two k for bf16 (the even k in the low half).
+that codes need no shift. For 5 and 6 bits, the fields leave the highest bits of the words free;
+these bits contain the remaining codes of the group (`TOP_CODES`). A record of a float codec has one
+k of 16 rows; for bf16 it has two k, the even k in the low half of an i32.
 """
 
 import os
@@ -33,7 +33,7 @@ LANES = 16
 _AT_ONCE_BYTES = 1 << 20  # bytes of rows packed at a time, so that intermediate arrays fit a CPU's caches
 _MAX_THREADS = 4  # more threads gain nothing, because memory bandwidth is the limit
 
-# bits -> for each code beyond the fields, the parts (word, right shift, mask) that are or-ed to give it
+# By bits of a code: for each code that is not in a field, the bit fields (word, right shift, mask) whose OR is the code.
 TOP_CODES: dict[int, tuple[tuple[tuple[int, int, int], ...], ...]] = {
     2: (),
     4: (),
@@ -44,7 +44,7 @@ TOP_CODES: dict[int, tuple[tuple[tuple[int, int, int], ...], ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a record: its size in bytes, and the byte offsets of its parts, d to codes."""
+    """The layout of a record; `size` is its bytes, `d` to `codes` are byte offsets of its parts."""
 
     size: int
     elements: int  # elements of each row in a record
@@ -58,12 +58,12 @@ class Layout:
     codes: int = 0
 
     def field(self, k: int) -> tuple[int, int]:
-        """Return the word, and the field in it, that contain code k of a group; k < `in_fields`."""
+        """Return (word, index of the field in it) of code k of a group, for k < `in_fields`."""
         return k // self.fields, k % self.fields
 
     @property
     def in_fields(self) -> int:
-        """Return the number of codes of a group that are in fields; TOP_CODES has the others."""
+        """Return how many codes of a group are in fields; `TOP_CODES` has the other codes."""
         return self.words * self.fields
 
     @property
@@ -96,8 +96,8 @@ def packed_shape(codec_name: str, out_features: int, in_features: int) -> tuple[
 
 
 def _words(codec: Codec, record: Layout, codes: np.ndarray) -> np.ndarray:
-    """Pack codes i8 [n, group] into words u32 [n, words]."""
-    # One code at a time, so that each step has one stride in memory.
+    """Return codes i8 [n, group] packed into words, u32 [n, words]."""
+    # Pack one code of all groups at a time, so that each step has one stride in memory.
     stored = np.ascontiguousarray(_stored(codec, codes).T)
     words = np.zeros((record.words, len(codes)), "<u4")
 
@@ -114,7 +114,7 @@ def _words(codec: Codec, record: Layout, codes: np.ndarray) -> np.ndarray:
 
 
 def _stored(codec: Codec, codes: np.ndarray) -> np.ndarray:
-    """Convert codes i8 to the u8 that fields store: code + offset, or an index in the table."""
+    """Return stored codes u8 of codes i8: code + offset, or the index of the code in the table."""
     if not codec.table:
         return codes.view(np.uint8) + np.uint8(codec.offset)
     indices = np.zeros(256, np.uint8)
@@ -124,7 +124,7 @@ def _stored(codec: Codec, codes: np.ndarray) -> np.ndarray:
 
 
 def _codes(codec: Codec, record: Layout, words: np.ndarray) -> np.ndarray:
-    """Unpack words u32 [..., words] into codes i8 [..., group]: the inverse of `_words`."""
+    """Return the codes i8 [..., group] in words u32 [..., words]: the inverse of `_words`."""
     mask = np.uint32((1 << codec.bits) - 1)
     of_words, of_fields = np.array([record.field(k) for k in range(record.in_fields)], np.uint32).T
     fields = words[..., of_words] >> of_fields * np.uint32(codec.bits) & mask
@@ -139,7 +139,7 @@ def _codes(codec: Codec, record: Layout, words: np.ndarray) -> np.ndarray:
 
 
 def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.ndarray) -> None:
-    """Pack raw rows [16 n, row_bytes] into `packed` [n, records, size]."""
+    """Write codec rows `raw`, u8 [16 n, row_bytes], into `packed`, u8 [n, records, size]."""
     row_blocks, count, _ = packed.shape
     if not codec.quantised:
         element = codec.block_bytes
@@ -173,14 +173,14 @@ def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.n
 
 
 def _filled(raw: np.ndarray, axis: int, multiple: int) -> np.ndarray:
-    """Pad raw [rows, bytes] with zeros along `axis` to a multiple; return it contiguous."""
+    """Return raw [rows, bytes], padded with zeros to `multiple` along `axis`, contiguous."""
     if rest := -raw.shape[axis] % multiple:
         raw = np.pad(raw, [(0, rest if axis == at else 0) for at in (0, 1)])
     return np.ascontiguousarray(raw)
 
 
 def pack(codec_name: str, raw: np.ndarray) -> np.ndarray:
-    """Pack codec rows `raw`, u8 [out, row_bytes]; return u8 of shape `packed_shape`."""
+    """Return codec rows `raw`, u8 [out, row_bytes], as a packed weight, u8 of `packed_shape`."""
     codec = codec_of(codec_name)
     record = layout(codec)
     packed = np.empty(packed_shape(codec_name, len(raw), in_features_of(codec, raw)), np.uint8)
@@ -190,7 +190,7 @@ def pack(codec_name: str, raw: np.ndarray) -> np.ndarray:
         rows = _filled(raw[start * LANES : (start + step) * LANES], 0, LANES)
         _pack_row_blocks(codec, record, rows, packed[start : start + step])
 
-    # NumPy releases the interpreter lock.
+    # Threads run in parallel, because NumPy releases the GIL.
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
         for _ in pool.map(some, range(0, len(packed), step)):
             pass
@@ -198,7 +198,7 @@ def pack(codec_name: str, raw: np.ndarray) -> np.ndarray:
 
 
 def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: int) -> np.ndarray:
-    """Dequantise a packed weight to f32 [out, in], with the same bits as `dequantise`."""
+    """Return a packed weight dequantised to f32 [out, in], bit for bit as `dequantise` does."""
     codec = codec_of(codec_name)
     record = layout(codec)
     packed = np.ascontiguousarray(packed).view(np.uint8)
@@ -231,7 +231,10 @@ def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: 
 
 
 def interleave_rows(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """Alternate row blocks of gate and up, raw [n, row_bytes], the last ones padded with zeros."""
+    """Return rows of gate and up, each u8 [n, row_bytes], in alternate blocks of 16 rows.
+
+    The last block of each is padded with zeros.
+    """
     fill = ((0, -len(gate) % LANES), (0, 0))
     row_blocks = [np.pad(rows, fill).reshape(-1, 1, LANES, rows.shape[1]) for rows in (gate, up)]
     return np.concatenate(row_blocks, axis=1).reshape(-1, gate.shape[1])

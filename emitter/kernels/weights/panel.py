@@ -1,7 +1,9 @@
-"""Panels for GEMMs: a few row blocks by `depth` k of a packed weight, decoded on the stack.
+"""Panels for GEMMs: parts of a packed weight that are decoded to a buffer on the stack.
 
-`fill(first_block, k, depth)` decodes k .. k + depth - 1 of row blocks from `first_block` on. Panels
-of codes have a scale and a minimum for each group. bf16 panels have the blocks of `mlir.matrix`.
+A panel has a few 16-row blocks of the weight, and `depth` elements of k (in_features). Output rows
+of the weight are columns of the panel. `fill(first_block, k, depth)` decodes elements k to
+k + depth - 1 of the row blocks from `first_block` on. A panel of codes also has a scale and a
+minimum for each codec group. A bf16 panel has the block layout of `mlir.matrix`.
 """
 
 from castiron.emitter.codecs import Codec, codec_of
@@ -14,18 +16,21 @@ from castiron.emitter.kernels.weights.records import Int8Codes, Records, code_fa
 
 PAIRS = DEPTH // 2
 BLOCK_BYTES = 4 * PAIRS * LANES
-# The number of bf16 that represent a weight of a float codec exactly.
+# The number of bf16 whose sum is exactly a weight of a float codec.
 EXACT_COUNTS = {"bf16": 1, "f16": 2, "f32": 3}
 
 
 def units(codec_name: str) -> int:
-    """Return how many consecutive k of a codec are decoded together; a panel has complete units."""
+    """Return the consecutive k of a codec that are decoded together (a unit): a group or record.
+
+    The depth of a panel is a multiple of this number.
+    """
     codec = codec_of(codec_name)
     return codec.group if codec.quantised else layout(codec).elements
 
 
 class Decoded:
-    """The weights of one unit (`units` elements of k) of a row block, decoded on first use."""
+    """The weights of one row block and one unit (see `units`); each is decoded on first use."""
 
     def __init__(self, records: Records, block: Index, unit: Index):
         self.records, self.block = records, block
@@ -39,7 +44,7 @@ class Decoded:
             self.at = unit, 0
 
     def weight(self, k: int, v: int) -> Ssa:
-        """Return the weight of element k of the unit, for vector v of the row block, as f32."""
+        """Return the f32 weights of element k of the unit, for vector v of the row block."""
         b, records = self.records.b, self.records
         if not records.codec.quantised:
             if v not in self._elements:
@@ -57,13 +62,13 @@ class Decoded:
 
 
 def decoded(records: Records, block: Index, unit: Index) -> list[list[Ssa]]:
-    """Decode unit number `unit` of a row block, as [vectors of rows][k of the unit]."""
+    """Return the f32 weights of a unit of a row block, as [vectors of rows][k of the unit]."""
     weights = Decoded(records, block, unit)
     return [[weights.weight(k, v) for k in range(units(records.codec.name))] for v in range(records.vectors)]
 
 
 class BasePanel:
-    """A panel of `depth` k by `row_blocks` row blocks, of 16 columns each, of a packed weight."""
+    """The base class of panels: `depth` k by 16 * `row_blocks` columns of a packed weight."""
 
     def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int):
         self.b, self.codec, self.lanes, self.row_blocks = b, codec, isa.lanes, row_blocks
@@ -84,9 +89,10 @@ class BasePanel:
             self.b.vstore(minimum, self.minima, group, column)
 
     def _group(self, first_block: Index, k: Index, i: Index, g: Index) -> tuple[Index, Index, Index]:
-        """Return the row block, the record and its group that contain group g of row block i.
+        """Return (row block, record, group in the record) in the weight of a group of the panel.
 
-        first_block, k: first row block and first k of the panel.
+        first_block, k: first row block and first k of the panel. i, g: row block and group, counted
+        from there.
         """
         b, groups = self.b, self.records.layout.groups
         block, number = b.add(first_block, i), b.add(b.div(k, self.codec.group), g)
@@ -94,7 +100,7 @@ class BasePanel:
 
 
 class Panel(BasePanel):
-    """A panel of weights: `values` f32 [depth, columns]."""
+    """A panel of weights as f32: `values` [depth, columns]."""
 
     def allocate(self, depth: int, columns: int) -> None:
         self.values = self.b.stack(depth, columns)
@@ -113,7 +119,7 @@ class Panel(BasePanel):
 class CodePanel(BasePanel):
     """A panel of codes as f32: `codes` [depth, columns].
 
-    `scales` and `minima` [groups, columns] have d * scale and m * minimum of each group.
+    `scales` and `minima`, f32 [groups, columns], are d * scale and m * minimum of each codec group.
     """
 
     def allocate(self, depth: int, columns: int) -> None:
@@ -135,9 +141,9 @@ class CodePanel(BasePanel):
 
 
 class Int8Panel(BasePanel):
-    """A panel of codes, four bytes in an i32: `codes` [depth / 4, columns].
+    """A panel of int8 codes, four in each i32: `codes` [depth / 4, columns].
 
-    `scales` and `bases` are f32 [groups, columns]: a weight is scale * code + base.
+    `scales` and `bases` are f32 [groups, columns]; a weight is scale * code + base.
     """
 
     def allocate(self, depth: int, columns: int) -> None:
@@ -159,14 +165,15 @@ class Int8Panel(BasePanel):
                     b.vstore(arranged, self.codes, b.add(b.mul(g.index, group // 4), each), column)
 
     def quads(self, q: Index, column: Index, count: int) -> list[Ssa]:
-        """Load `count` quads from q on for one vector of columns, in the order that `Dot` takes."""
+        """Load `count` i32 vectors of four codes each, from row q on, as `Dot.code` takes them."""
         return [self.b.vload(self.codes, self.lanes, self.b.add(q, i), column) for i in range(count)]
 
 
 class Bf16Panel(BasePanel):
-    """A panel of weights rounded to one bf16.
+    """A panel of weights rounded to bf16.
 
-    `words` [count, depth / 32, row blocks, 16 pairs of k, 16 columns] of i32.
+    `words`: i32 [count, depth / 32, row blocks, 16 pairs of k, 16 columns], where `count` is the
+    number of bf16 for each weight, here 1.
     """
 
     count = 1
@@ -175,7 +182,7 @@ class Bf16Panel(BasePanel):
         self.words = self.b.stack(self.count, depth // DEPTH, self.row_blocks, PAIRS, LANES, element="i32")
 
     def fill(self, first_block: Index, k: Index, depth: int) -> None:
-        """Decode weights k .. k + depth - 1, followed by zeros to the end of a step of 32 k."""
+        """Decode weights k .. k + depth - 1, and pad them with zeros to a multiple of 32 k."""
         with self.b.loop(0, self.row_blocks) as i:
             fill = self._fill_codes if self.codec.quantised else self._fill_floats
             fill(i.index, self.b.add(first_block, i.index), k, depth)
@@ -199,7 +206,10 @@ class Bf16Panel(BasePanel):
                 self._store(i, pair.index, v, [b.isplat(0, self.lanes)] * self.count)
 
     def _put_pair(self, i: Index, pair: Index, v: int, block: Index, k: Index, last: bool = False) -> None:
-        """Store weights k and k + 1, or k and zero, of a float codec."""
+        """Store weights k and k + 1 of a float codec as pair number `pair`.
+
+        last: whether k is the last element, so that zero takes the place of weight k + 1.
+        """
         b, records = self.b, self.records
         if self.codec.name == "bf16":
             self._store(i, pair, v, [records.rows((block, b.div(k, 2), 0), v, "i32", 32)])
@@ -217,7 +227,7 @@ class Bf16Panel(BasePanel):
 
 
 class Bf16SplitPanel(Bf16Panel):
-    """A panel of weights of a float codec, split exactly into `count` bf16."""
+    """A panel of float weights, each split into `count` bf16 whose sum is exactly the weight."""
 
     def allocate(self, depth: int, columns: int) -> None:
         self.count = EXACT_COUNTS[self.codec.name]
@@ -225,9 +235,9 @@ class Bf16SplitPanel(Bf16Panel):
 
 
 class Bf16CodePanel(BasePanel):
-    """A panel of codes as bf16, which is exact, with scales and minima [groups, columns].
+    """A panel of codes as bf16, which is exact, with scales and minima f32 [groups, columns].
 
-    Each group takes one step of 32 k; if a group has 16 k, half of each step is zeros.
+    Each codec group has its own step of 32 k; for groups of 16 k, half of each step is zero.
     """
 
     count = 1
@@ -255,7 +265,7 @@ class Bf16CodePanel(BasePanel):
                     b.vstore(words, self.words, 0, g.index, i.index, b.add(first, j // 2), v * self.lanes)
 
     def _signed(self, code: Ssa, factor: float) -> Ssa:
-        """Return the integer that a stored code represents, after subtracting the codec's offset.
+        """Return code * factor - offset of the codec: the signed integer that a code stands for.
 
         code: the stored code divided by `factor`.
         """

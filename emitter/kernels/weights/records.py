@@ -1,4 +1,8 @@
-"""Emit MLIR that reads packed weights of 16 rows: codes as f32 or bytes, scales and minima."""
+"""Emit MLIR that reads packed weights (`weights.packing`): codes as f32 or int8, scales, minima.
+
+Arguments of methods: block, record, group: index of a 16-row block, of a record in it, of a codec
+group in that. v: a vector of the 16 rows. k: an element of a group along in_features.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,10 @@ CACHE_LINE = 64
 
 
 def code_factors(codec: Codec) -> np.ndarray:
-    """Return the powers of two by which `GroupCodes.code` divides codes, as f32 [group]."""
+    """Return the factor for each code of a group that gives `GroupCodes.code` its true value.
+
+    The factors are powers of two, f32 [group]: `GroupCodes.code` does not shift bits down.
+    """
     record = layout(codec)
     if not record.fields or codec.table:
         return np.ones(codec.group or 1, np.float32)
@@ -30,9 +37,10 @@ def code_factors(codec: Codec) -> np.ndarray:
 
 
 class Records:
-    """A reader of a packed weight i8 [row blocks, records, bytes], counted from row block `base`.
+    """A writer of code that reads a packed weight, i8 [row blocks, records, bytes].
 
-    A row block has `self.vectors` vectors; vector v has its rows from v * self.lanes on.
+    base: row block that block 0 of the methods refers to. A row block has `self.vectors` vectors;
+    vector v has rows v * self.lanes .. (v + 1) * self.lanes - 1.
     """
 
     def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, base: Index = 0):
@@ -42,7 +50,7 @@ class Records:
         self.vectors = LANES // isa.lanes
 
     def rows(self, at: tuple[Index, Index, Index], v: Index, element: str, bits: int) -> Ssa:
-        """Load vector v of 16 elements, one for each row, at a row block, record and byte."""
+        """Load vector v of the 16 elements of rows; at: (row block, record, byte offset)."""
         width = self.lanes * bits // 8
         block, record, offset = at
         data = self.b.vload(self.weight, width, self.b.add(block, self.base), record, self.b.add(offset, self.b.mul(v, width)))
@@ -52,17 +60,17 @@ class Records:
         return self.b.widened(self.rows(at, v, "f16", 16))
 
     def prefetch(self, block: Index, record: Index, offset: Index) -> None:
-        """Prefetch the cache line of a byte, which may be past the end of the weight."""
+        """Prefetch the cache line of the byte `offset` of a record, even past the weight's end."""
         self.b.prefetch(self.weight, self.b.add(block, self.base), record, offset)
 
     def prefetch_later(self, blocks: Iterable[Index], step: int, record: Index, first: Index, nbytes: int) -> None:
-        """Prefetch bytes of a record from byte `first` on, `step` row blocks after `blocks`."""
+        """Prefetch `nbytes` bytes of a record from byte `first` on, for row blocks block + step."""
         for block in dict.fromkeys(blocks):
             for line in range(0, nbytes, CACHE_LINE):
                 self.prefetch(self.b.add(block, step), record, self.b.add(first, line))
 
     def extent(self, group: Index, count: int = 1) -> tuple[Index, int]:
-        """Return byte offset and size of `count` groups, or of the record if it has one group."""
+        """Return (byte offset, bytes) of `count` groups, or of a record with only one group."""
         if self.layout.groups == 1:
             return 0, self.layout.size
         return self.codes_at(group), self.layout.group_bytes * count
@@ -71,7 +79,7 @@ class Records:
         at = (block, record, self.layout.d)
         if not self.codec.exponents:
             return self._f16(at, v)
-        # 2^(e - 128) by setting the exponent of an f32; the two smallest become 0.
+        # The scale is 2^(e - 128): shift e - 1 to the exponent bits of an f32. For e = 0 and 1 the result is 0.
         b, one = self.b, self.b.isplat(1, self.lanes)
         exponent = b.binary("subi", b.binary("maxui", b.convert("extui", self.rows(at, v, "i8", 8), "i32"), one), one)
         return b.bitcast(b.binary("shli", exponent, b.isplat(23, self.lanes)), self.lanes, "f32")
@@ -87,15 +95,15 @@ class Records:
         return self.b.convert("sitofp", wide, "f32")
 
     def group_scale(self, block: Index, record: Index, group: Index, v: Index) -> Ssa | None:
-        """Return the factor of d in the scale of a group, or None if the codec has none."""
+        """Return a group's integer scale (a factor of d) as f32, or None without such scales."""
         return self._factor(self.layout.scales, self.codec.minimum == 0, block, record, group, v)
 
     def group_minimum(self, block: Index, record: Index, group: Index, v: Index) -> Ssa | None:
-        """Return the factor of m in the minimum of a group, or None if the codec has none."""
+        """Return a group's integer minimum (a factor of m) as f32, or None without such minima."""
         return self._factor(self.layout.minima, False, block, record, group, v)
 
     def scale_and_minimum(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
-        """Return d * scale and m * minimum: factors of a group's sum(x * code) and sum(x)."""
+        """Return (d * scale, m * minimum or None), the factors of sum(x * code) and sum(x)."""
         scale = self._times(self.d(block, record, v), self.group_scale(block, record, group, v))
         minimum = self.m(block, record, v)
         return scale, None if minimum is None else self._times(minimum, self.group_minimum(block, record, group, v))
@@ -104,7 +112,7 @@ class Records:
         return x if factor is None else self.b.mulf(x, factor)
 
     def scale_and_base(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
-        """Return scale and base of a group: weight = scale * stored code + base."""
+        """Return (scale, base or None) of a group: weight = scale * stored code + base."""
         b, codec = self.b, self.codec
         scale, base = self.d(block, record, v), self.m(block, record, v)
         scale = self._times(scale, self.group_scale(block, record, group, v))
@@ -123,7 +131,7 @@ class Records:
         return GroupCodes(self, block, record, self.codes_at(group))
 
     def elements(self, block: Index, record: Index, v: Index) -> list[Ssa]:
-        """Load a record of a float codec: one f32 vector for each k."""
+        """Load a record of a float codec; return an f32 vector for each k of the record."""
         at = (block, record, 0)
         if self.codec.name == "f32":
             return [self.rows(at, v, "f32", 32)]
@@ -136,7 +144,7 @@ class Records:
 
 
 class GroupCodes:
-    """A reader of the codes of one group in arbitrary order; it loads a word on first use."""
+    """A writer of code that reads a group's codes in any order, and loads each word only once."""
 
     def __init__(self, records: Records, block: Index, record: Index, offset: Index):
         self.records, self.block, self.record, self.offset = records, block, record, offset
@@ -155,7 +163,7 @@ class GroupCodes:
         return self.records.b.binary("shrui", value, self.records.b.isplat(shift, value.width))
 
     def _stored(self, k: int, v: Index) -> Ssa:
-        """Return stored code k times a power of two, as i32."""
+        """Return stored code k divided by its factor of `code_factors`, as i32."""
         r, bits = self.records, self.records.codec.bits
         if bits == 8:
             at = (self.block, self.record, r.b.add(self.offset, LANES * k))
@@ -169,7 +177,7 @@ class GroupCodes:
         return self._masked(self._word(word, v), mask << shift)
 
     def _pieces(self, k: int) -> tuple[tuple[int, int, int], ...]:
-        """Return the words, right shifts and masks that are or-ed to give stored code k."""
+        """Return (word, right shift, mask) of each bit field whose OR is stored code k."""
         r, bits = self.records, self.records.codec.bits
         if k >= r.layout.in_fields:
             return TOP_CODES[bits][k - r.layout.in_fields]
@@ -177,7 +185,7 @@ class GroupCodes:
         return ((word, bits * field, (1 << bits) - 1),)
 
     def code(self, k: int, v: Index) -> Ssa:
-        """Return stored code k of vector v by `code_factors(codec)[k]`, or its table entry."""
+        """Return stored code k divided by `code_factors(codec)[k]`, or its table entry, as f32."""
         r = self.records
         if r.codec.table:
             return entries(r.b, r.isa, r.codec.table, self._stored(k, v))
@@ -185,9 +193,9 @@ class GroupCodes:
 
 
 class Int8Codes(GroupCodes):
-    """A reader of the codes of one group as bytes, four in a lane, for dot products (`mlir.dot`).
+    """A writer of code that reads a group's codes as int8, for dot products (`mlir.dot`).
 
-    Each eight consecutive k have the order EVEN_ODD, as in x.
+    Each i32 lane has four codes (a quad). Eight consecutive k are in the order EVEN_ODD, as in x.
     """
 
     def __init__(self, records: Records, block: Index, record: Index, group: Index):
@@ -195,17 +203,17 @@ class Int8Codes(GroupCodes):
         super().__init__(records, block, record, records.codes_at(group))
 
     def quads(self, q: int, v: Index) -> list[Ssa]:
-        """Return quads of vector v from quad q on, plus `self.dot.bias`, for `Dot.code`."""
+        """Return codes of vector v from quad q on, plus `self.dot.bias`, as `Dot.code` takes."""
         return self.dot.arranged([self._quad(q + i, v) for i in range(self.dot.quads)])
 
     def _quad(self, q: int, v: Index) -> Ssa:
-        """Return codes 4 q to 4 q + 3 of the order EVEN_ODD as an i32, lowest byte first."""
+        """Return codes 4 q to 4 q + 3 in the order EVEN_ODD as one i32, first code lowest."""
         r = self.records
         ks = [q // 2 * 8 + EVEN_ODD[q % 2 * 4 + j] for j in range(4)]
         if r.codec.bits == 8:
             parts = [self._up(self._widened(k, v), 8 * j) for j, k in enumerate(ks)]
         else:
-            # For each word and right shift, the mask of the bits that are used.
+            # From (word, right shift) to the mask of the bits that the quad takes from that word.
             masks: dict[tuple[int, int], int] = {}
             for j, k in enumerate(ks):
                 for word, shift, mask in self._pieces(k):

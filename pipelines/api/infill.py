@@ -1,0 +1,147 @@
+"""llama.cpp's POST /infill: the text between a prefix and a suffix, for editors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
+
+from castiron.pipelines.api.generation_api import GenerationApi, Job
+from castiron.pipelines.api.model_api import ModelApi, run_in_thread
+from castiron.pipelines.api.replies import ChoicesReply
+from castiron.pipelines.api.schemas import Body, CompletionFields, Unsupported
+from castiron.pipelines.engine.request import Finished, Request
+from castiron.pipelines.text.fim import LineStops
+from castiron.pipelines.text.text_output import Delta
+from castiron.pipelines.text.vocabulary import TokenBytes
+
+# Free positions after a prompt that is cut to fit, for an answer without n_predict.
+ANSWER_TOKENS = 256
+STOP_TYPES = {"length": "limit", "context": "limit"}
+
+
+class ExtraFile(Body):
+    """A part of another file; llama.vim adds the time at which it read it."""
+
+    model_config = ConfigDict(extra="ignore", json_schema_extra={})
+    text: str
+    filename: str = "tmp"
+
+
+class InfillRequest(CompletionFields):
+    """POST /infill; fields that llama.cpp has for its samplers and slots have no effect.
+
+    The answer is greedy without penalties by default, not sampled as in chats.
+    """
+
+    model_config = ConfigDict(extra="ignore", json_schema_extra={})
+    input_prefix: str
+    input_suffix: str
+    input_extra: Annotated[list[ExtraFile], Field(max_length=1024, fail_fast=True)] = []
+    # The start of the line; it follows the prefix.
+    prompt: str = ""
+    # -1 means no limit. 0 only reads the prompt, so that a later request finds it in the cache.
+    n_predict: int = -1
+    temperature: float | None = Field(0.0, ge=0, le=2)
+    repeat_penalty: float | None = Field(1.0, ge=0.01, le=100)
+    n_indent: int = Field(0, ge=0)
+    t_max_predict_ms: int = 0
+    response_fields: list[str] | None = None
+    cache_prompt: bool | None = None
+    n: Annotated[int | None, Unsupported(1)] = None
+
+
+class InfillReply(ChoicesReply):
+    """The answer to an infill request, in the shape of llama.cpp's completions."""
+
+    last = None
+
+    def __init__(self, model: str, token_bytes: TokenBytes, body: InfillRequest):
+        super().__init__(model, token_bytes, False)
+        self.body = body
+        # `start_infill` sets it.
+        self.request: Request | None = None
+
+    def opening(self, index: int) -> None:
+        return None
+
+    def choice(self, index: int, delta: Delta, end: Finished) -> dict:
+        return self._selected(self.delta(index, delta, end))
+
+    def complete(self, choices: list[dict], usage: dict) -> dict:
+        return choices[0]
+
+    def chunk(self, *choices: dict, usage: dict | None = None) -> dict:
+        return choices[0]
+
+    def extend(self, index: int, delta: Delta, end: Finished | None) -> list[dict]:
+        found = self.delta(index, delta, end)
+        return [self._selected(found) if end else found]
+
+    def delta(self, index: int, delta: Delta, end: Finished | None = None) -> dict:
+        assert self.request
+        request, is_read_only = self.request, self.body.n_predict == 0
+        tokens = 0 if is_read_only else len(request.tokens)
+        found: dict[str, Any] = {
+            "index": index, "content": "" if is_read_only else delta.text,
+            "tokens": [] if is_read_only else [token.id for token in delta.tokens], "stop": end is not None,
+            "tokens_predicted": tokens, "tokens_evaluated": len(request.prompt),
+        }  # fmt: skip
+        if not end:
+            return found
+        kind = "word" if end.stop_string else STOP_TYPES.get(end.reason, "eos")
+        return found | {
+            "model": self.head["model"], "stop_type": kind, "stopping_word": end.stop_string or "", "truncated": False,
+            "tokens_cached": len(request.prompt) + tokens, "timings": timings(request, tokens),
+        }  # fmt: skip
+
+    def _selected(self, answer: dict) -> dict:
+        """Return the fields of `response_fields`, where a/b is the field b of a; else all."""
+        if self.body.response_fields is None:
+            return answer
+        found = {}
+        for name in self.body.response_fields:
+            value: Any = answer
+            for part in name.split("/"):
+                value = value.get(part) if isinstance(value, dict) else None
+            if value is not None:
+                found[name] = value
+        return found
+
+    def finish(self, usage: dict) -> Iterable[dict]:
+        return []
+
+
+def timings(request: Request, tokens: int) -> dict[str, float]:
+    """Return llama.cpp's `timings`; prompt_n does not count cached tokens."""
+    times, read = request.timing, len(request.prompt) - request.cached
+    spent = {"prompt": (read, times.first - times.started), "predicted": (tokens, times.last - times.first)}
+    found: dict[str, float] = {"cache_n": request.cached}
+    for name, (count, seconds) in spent.items():
+        found |= {
+            f"{name}_n": count, f"{name}_ms": seconds * 1e3, f"{name}_per_token_ms": seconds * 1e3 / max(count, 1),
+            f"{name}_per_second": count / seconds if seconds > 0 else 0.0,
+        }  # fmt: skip
+    return found
+
+
+async def start_infill(api: ModelApi, body: InfillRequest) -> Any:
+    """Start the answer to an /infill request and return its job."""
+    if not isinstance(api, GenerationApi):
+        return await api.complete(body)
+    fim = await api.fim("input_suffix")
+    limit = body.n_predict if body.n_predict >= 0 else body.max_tokens
+    reserve = min(ANSWER_TOKENS if limit is None else max(limit, 1), max(api.context // 2, 1))
+    files = [(file.filename, file.text) for file in body.input_extra]
+    prefix = body.input_prefix + body.prompt
+    api.check_length(len(prefix) + len(body.input_suffix) + sum(len(text) for _, text in files), "input_prefix")
+    prompt = await run_in_thread(fim.prompt, prefix, body.input_suffix, files, api.context - reserve + 1)
+    stops = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
+    reply = InfillReply(api.names[0], api.token_bytes, body)
+    job: Job = api.start_job(
+        body, [prompt], "input_prefix", reply, None, limit=None, default=None if limit is None else max(limit, 1),
+        stop_tokens=fim.ends, stop_strings=LineStops(stops, body.n_indent, max(body.t_max_predict_ms, 0) / 1e3 or None),
+    )  # fmt: skip
+    (reply.request,) = job.requests
+    return job

@@ -1,0 +1,103 @@
+"""Remove a bundle that castiron list shows, and for a catalogue name the checkpoint fetched for it.
+
+NAME is a name in castiron's cache, a bundle's path, or the model that was compiled: its catalogue
+name, org/name or path. A checkpoint that was given by path stays, and so do the hub's files. No
+question is asked. A bundle that a process uses is not removed.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+from pathlib import Path
+
+from castiron.pipelines.cli.list import bundles_at
+from castiron.pipelines.cli.options import add_options
+from castiron.pipelines.errors import PipelineError, did_you_mean
+from castiron.pipelines.locate import is_bundle
+from castiron.pipelines.terminal import megabytes
+from castiron.vmfb.bundle import read_manifest
+from castiron.vmfb.cache import cache_path
+from castiron.vmfb.disk import files_below
+from castiron.vmfb.staging import locked
+
+EXAMPLES = """\
+examples:
+  castiron rm smollm2-135m-instruct
+  castiron rm build/smollm2-135m-instruct
+
+--json prints one object: removed (paths) and bytes (freed).
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="bundle or model, as castiron list shows it")
+    add_options(parser, "--json")
+
+
+def main(args: argparse.Namespace) -> int:
+    found = paths_of(args.name)
+    if not found:
+        known = [path.name for path in bundles_at(cache_path("bundles"))]
+        raise PipelineError(f"{args.name}: no such bundle{did_you_mean(args.name, known) or '; castiron list shows them'}")
+    for path in found:
+        if user := process_using(path):
+            raise PipelineError(f"{args.name} is in use by process {user}; end it first")
+    freed = sum(map(remove, found))
+    result = {"removed": list(map(str, found)), "bytes": freed}
+    print(json.dumps(result) if args.json else f"{args.name}: {megabytes(freed)} freed")
+    return 0
+
+
+def paths_of(name: str) -> list[Path]:
+    """Return the bundles, and the fetched checkpoint, that a name or path means."""
+    from castiron.pipelines.checkpoints.catalogue import CATALOGUE, canonical_name
+    from castiron.pipelines.compile.open_model import cached_path
+    from castiron.pipelines.compile.options import Options
+
+    path, folder = Path(name), cache_path("bundles")
+    if is_bundle(path):
+        return [path]
+    bundles = list(bundles_at(folder))
+    name = canonical_name(name)
+    if name not in CATALOGUE and (found := [bundle for bundle in bundles if bundle.name == name]):
+        return found
+    # Bundles with other options have a hash of them at the end.
+    pattern = re.compile(re.escape(cached_path(name, Options()).name) + "(-[0-9a-f]{8})?")
+    found = [bundle for bundle in bundles if pattern.fullmatch(bundle.name)]
+    fetched = cache_path("models") / CATALOGUE[name].file if name in CATALOGUE else None
+    return [*found, fetched] if fetched and fetched.is_file() else found
+
+
+def process_using(path: Path) -> int | None:
+    """Return the id of a process that has opened or mapped a file of a bundle; on Linux only."""
+    location = os.path.realpath(path)
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            used = [os.readlink(file) for file in (process / "fd").iterdir()]
+            used += [line.split(maxsplit=5)[-1] for line in (process / "maps").read_text(errors="replace").splitlines()]
+        except OSError:  # another user's process, or one that has ended
+            continue
+        if int(process.name) != os.getpid() and any(file == location or file.startswith(f"{location}/") for file in used):
+            return int(process.name)
+    return None
+
+
+def remove(path: Path) -> int:
+    """Remove a bundle or a fetched file, and return its size in bytes."""
+    if path.is_file() or path.is_symlink():
+        files = [path]
+    elif path.parent == cache_path("bundles"):
+        files = [file for file, _ in files_below(path)]
+    else:
+        # Other files in the folder stay.
+        files = [path / "manifest.json", path / "compile.log", *(path / name for name in read_manifest(path).files)]
+    freed = sum(file.lstat().st_size for file in files if file.exists())
+    with locked(path.absolute().parent):
+        for file in files:
+            file.unlink(missing_ok=True)
+        if path.is_dir():
+            with contextlib.suppress(OSError):
+                path.rmdir()
+    return freed
