@@ -25,11 +25,15 @@ def rows_at_once(bytes_of_a_row: int) -> int:
 
 @dataclass(frozen=True)
 class Parts:
-    """The unpacked parts of n quantised blocks: codes [n, block] i8, scales and minima.
+    """The unpacked parts of n quantised blocks, in two levels as in ggml: blocks, and groups in them.
 
-    d, m: scale and minimum of each block, [n] f16; d is [n] u8 if the codec has `exponents`, and m
-    is None if it has no minima. scales, minima: for each group, the factors by which d and m are
-    multiplied, [n, groups] u8 or i8; None means 1.
+    An element is d * scale * code plus or minus (`Codec.minimum`) m * minimum.
+
+    Attributes:
+        codes: [n, block] i8.
+        d, m: the factors of a block, [n] f16; d is [n] u8 if the codec has `exponents`, and m is
+            None if it has no minima.
+        scales, minima: the factors of a group, [n, groups] u8 or i8; None means 1.
     """
 
     codes: np.ndarray

@@ -310,7 +310,7 @@ class Model:
         stop_tokens, template_args = options.pop("stop_tokens", None), options.pop("template_args", {})
         structure = {name: value for name in STRUCTURES & options.keys() if (value := options.pop(name)) is not None}
         if structure and self.tokenizer is None:
-            raise PipelineError(f"{self.name} has no tokenizer, which {', '.join(structure)} needs; leave it out")
+            raise PipelineError(f"{self.name} has no tokenizer; remove {', '.join(structure)}, which need one")
         compact = options.pop("compact_json", False)
         grammar = self.tokenizer.grammar(**structure, compact_json=compact) if structure and self.tokenizer else None
         sampling = replace(options.pop("sampling", Sampling()), **options)

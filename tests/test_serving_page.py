@@ -76,7 +76,9 @@ def test_the_unit_starts_a_server_that_its_stop_ends(packed, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("nginx"), reason="no nginx here")
+@pytest.mark.skipif(
+    not shutil.which("nginx"), reason="nginx is not installed; apt-get install nginx, and run make test-all again"
+)
 def test_the_proxy_stands_before_a_server(path, tmp_path):
     """The proxy passes streams, limits bodies and hides metrics."""
     with serving.served(path, tmp_path / "log", slow=0.1) as running:

@@ -331,7 +331,7 @@ def _check_functions(manifest: Manifest) -> None:
     widths = {role: [f.width for f in manifest.functions if f.role == role] for role in ROLES}
     multi = [w for role in ("prefill", "verify", "embed", "encode") for w in widths[role]]
     if bad := [w for w in multi if not 2 <= w <= manifest.context]:
-        raise RecordError(f"functions have the width {bad[0]}; it must be from 2 to the context, {manifest.context}")
+        raise RecordError(f"a function takes {bad[0]} tokens; it must take from 2 to {manifest.context}, the context")
     duplicate = any(len(set(w)) != len(w) or min(w, default=2) < 1 for w in widths.values())
     roles = {"encode"} if manifest.encoder else set(ROLES) - {"encode"}
     complete = bool(widths["encode"]) if manifest.encoder else widths["decode"] == [1]
@@ -362,6 +362,6 @@ def _check_states(manifest: Manifest) -> None:
         if problem := state.problem():
             raise RecordError(f"{where}.{problem}")
         if state.kind == "positional" and state.shape[1] != manifest.max_context:
-            raise RecordError(f"{where} has {state.shape[1]} positions; max_context is {manifest.max_context}")
+            raise RecordError(f"{where} has {state.shape[1]} positions; it must have {manifest.max_context}, the max_context")
         if state.kind == "window" and state.shape[1] < (needed := ring_rows(state.window, widest)):
             raise RecordError(f"{where} has {state.shape[1]} rows; its window and functions need {needed}")

@@ -100,7 +100,7 @@ def mlp(step: Step, c: DecoderConfig, layer: int, x: Value) -> Value:
     return gated_mlp(step, x, c.intermediate, c.hidden_act, c.mlp_bias)
 
 
-# Names of a block's norms: before and after attention, before and after the MLP; None where there is none.
+# Names of the four norms of a block: before attention, after it, before the MLP, after it. A missing norm is None.
 Norms: TypeAlias = tuple[str | None, str | None, str | None, str | None]
 PRE_NORM: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
 POST_NORM: Norms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")

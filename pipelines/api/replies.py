@@ -288,11 +288,11 @@ class BlocksReply(Reply):
 
     @abstractmethod
     def open(self, block: Block) -> Iterable[dict]:
-        """Yield the events that begin `block`, the last of the answer."""
+        """Yield the events that begin `block`, which follows the answer's earlier blocks."""
 
     @abstractmethod
     def fill(self, block: Block, text: str, logprobs: list[dict]) -> Iterable[dict]:
-        """Yield the events for new `text` of `block`, the last of the answer."""
+        """Yield the events for new `text` at the end of `block`."""
 
     @abstractmethod
     def close(self, block: Block) -> Iterable[dict]:

@@ -28,8 +28,8 @@ def read_encoding(path: Path) -> Encoding | None:
         return None
     modules = [_module(path, entry) for entry in (found if isinstance(found, list) else [])]
     if [kind for kind, _ in modules[:2]] != ["Transformer", "Pooling"] or modules[0][1]:
-        first = "the first two must be a Transformer in this folder and a Pooling"
-        raise CheckpointError(f"{path / MODULES} has unsupported modules; {first}")
+        kinds = shorten_text(", ".join(kind for kind, _ in modules[:2])) or "no modules"
+        raise CheckpointError(f"{path / MODULES} begins with {kinds}; it must begin with Transformer and Pooling")
     pooling, tensors = Pooling(_mode(path / modules[1][1]), normalised=False), {}
     for kind, folder in modules[2:]:
         if kind == "Normalize" and not pooling.normalised:

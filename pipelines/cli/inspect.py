@@ -82,7 +82,7 @@ def bundle(path: str) -> tuple[dict, list[str]]:
         ("module", module and f"not castiron's: {module['module']} ({module['sha256'][:16]}…)"),
         ("versions", f"castiron {manifest.versions.castiron}, IREE {manifest.versions.iree}"),
         ("tokenizer", "yes" if "tokenizer.json" in manifest.files else "none: takes token ids only"),
-        ("tool calls", tool_call_example(manifest.tool_format)),
+        ("tool calls", tool_call_example(manifest)),
         ("accuracy", manifest.accuracy and str(manifest.accuracy)),
         ("speed", manifest.speed and json.dumps(manifest.speed)),
         *((name, f"{megabytes(file.size)}  sha256 {file.sha256[:16]}…") for name, file in manifest.files.items()),
@@ -90,11 +90,12 @@ def bundle(path: str) -> tuple[dict, list[str]]:
     return json.loads(dump(manifest)), table(rows)
 
 
-def tool_call_example(form: dict | None) -> str:
-    """Return an example of a tool call in the format of a manifest."""
+def tool_call_example(manifest: Manifest) -> str:
+    """Return an example of a tool call of a bundle."""
     from castiron.pipelines.text.tool_formats import HERMES, ToolFormat
 
-    return ToolFormat(**form).example() if form else f"{HERMES.example()} (the chat template has none)"
+    form = ToolFormat.of(manifest)
+    return form.example() if form else f"{HERMES.example()} (the chat template has none)"
 
 
 def encoder(manifest: Manifest) -> list[tuple[str, str]]:

@@ -100,7 +100,7 @@ def describe_tools(
 
     If `form` is HERMES, calls and their results in the messages become text too. has_system:
     whether the template accepts a system message; otherwise its text is put before the user's first
-    message.
+    message. PipelineError for messages whose calls are not in OpenAI's format.
     """
     shown = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     texts, found = [DESCRIPTION.format(tools=shown, call=form.write([CALL]))], []
@@ -108,7 +108,10 @@ def describe_tools(
         if message["role"] in ("system", "developer"):
             texts.insert(-1, message["content"])
         elif form is HERMES:
-            found.append(_as_text(message))
+            try:
+                found.append(_as_text(message))
+            except (LookupError, TypeError):
+                raise PipelineError("tool_calls of a message are not in OpenAI's format; give each function's name") from None
         else:
             found.append(dict(message))
     system = "\n\n".join(texts)
@@ -133,6 +136,15 @@ def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
         text = HERMES.write([(call["function"]["name"], written(call["function"]["arguments"])) for call in calls])
         plain["content"] = "\n".join(filter(None, [plain.get("content"), text]))
     return plain
+
+
+def takes_system(template: str) -> bool:
+    """Return whether a template accepts a system message, as Gemma 2's does not."""
+    try:
+        render(template, [{"role": role, "content": "x"} for role in ("system", "user")])
+    except PipelineError:
+        return False
+    return True
 
 
 def check_variables(template: str | None, given: Mapping[str, object]) -> None:

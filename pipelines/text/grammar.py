@@ -170,7 +170,7 @@ class Grammars:
         except ModuleNotFoundError:
             raise PipelineError("structured output needs llguidance: pip install 'castiron-llm[structured]'") from None
         self._compiler, self._backend = grammar_compiler, backend
-        # llguidance needs an end token. If there is none, add a token that no model generates.
+        # llguidance needs an end token, so a vocabulary without one gets a token that no model generates.
         self.tokens = vocabulary.tokens if eos else [*vocabulary.tokens, b""]
         self.eos = tuple(eos) or (len(vocabulary.tokens),)
         self.special = vocabulary.special

@@ -57,9 +57,15 @@ class Compiler:
         self.bytes = frozenset(b"".join(tokens[i] for i in set(range(len(tokens))).difference(special)))
 
     def compile(self, kind: str, value: Any, compact: bool) -> str:
-        """Return a grammar in llguidance's form; kind: as the arguments of `Grammars.compile`.
+        """Return a grammar in llguidance's form.
 
-        Raises PipelineError if it is not supported, or if no token can start a text.
+        Args:
+            kind: "json_schema", "regex", "grammar" (Lark or GBNF) or "tools".
+            value: the schema, expression or grammar; for tools `Tools.grammar`.
+            compact: whether JSON has no white space.
+
+        Raises:
+            PipelineError: the grammar is not supported, or no token can start a text.
         """
         definition = self.definition(kind, value, compact)
         matcher = make_matcher(self.index, definition)

@@ -17,7 +17,9 @@ NAME_KEYS, ARGUMENT_KEYS = ("name", "tool_name", "function"), ("arguments", "par
 # Python types of JSON types.
 TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
 # Exceptions of parsing a text that is not a call; in a generator, StopIteration becomes RuntimeError.
-NOT_CALLS = (ValueError, SyntaxError, TypeError, LookupError, AttributeError, RecursionError, RuntimeError)
+NOT_CALLS = (
+    ValueError, SyntaxError, TypeError, LookupError, AttributeError, RecursionError, RuntimeError, MemoryError
+)  # fmt: skip
 
 # A function's name and its arguments.
 ReadCall = tuple[str, dict]
@@ -44,7 +46,8 @@ class CallReader:
     def head(self) -> re.Pattern:
         """A pattern of the text of a call before its arguments; group 1 is the function's name."""
         follows = r"\s*(?=\{)" if self.form.style in ("json", "gemma") else ""
-        return re.compile(f"{_lenient(self.form.begin)}([\\w.:/-]+){_lenient(self.form.head)}{follows}")
+        begin, head = _lenient(self.form.begin).removeprefix(r"\s*"), _lenient(self.form.head) + follows
+        return re.compile(f"{begin}([\\w.:/-]+){head}".replace(r"\s*\s*", r"\s*"))
 
     @cached_property
     def argument(self) -> re.Pattern:
@@ -54,8 +57,9 @@ class CallReader:
         exact = lambda text: re.sub(r"((?:\\?\s)+)", r"(?:\1)?", re.escape(text))
         ends = "|".join(f"(?P<{kind or 'any'}>{exact(text)})" for kind, text in _by_text(form.key_end).items())
         value_end = exact(form.value_end).replace(re.escape(KEY), "(?P=key)")
-        follows = rf"(?=\s*(?:{_lenient(form.key_begin)}|\Z))"
-        return re.compile(f"(?s){_lenient(form.key_begin)}(?P<key>[^\\s<>]+?)(?:{ends})(?P<value>.*?){value_end}{follows}")
+        begin = _lenient(form.key_begin).removeprefix(r"\s*")
+        follows = rf"(?=\s*(?:{begin}|\Z))"
+        return re.compile(f"(?s){begin}(?P<key>[^\\s<>]+?)(?:{ends})(?P<value>.*?){value_end}{follows}")
 
     def fitted(self, name: str, arguments: Any) -> dict | None:
         """Return arguments that fit a function's parameters, or None.
@@ -77,13 +81,19 @@ class CallReader:
             found[key] = value
         return found if all(key in found for key in required) else None
 
+    def _inside(self, payload: str) -> str:
+        """Return a payload without its start mark and end mark."""
+        for trigger in self.form.triggers:
+            payload = payload.removeprefix(trigger)
+        return payload.removesuffix(self.form.close)
+
     def _json(self, payload: str) -> Iterator[ReadCall]:
         at, decoder = 0, json.JSONDecoder()
         while found := self.head.search(payload, at):
             arguments, at = decoder.raw_decode(payload, found.end())
             yield found[1], _object(arguments)
         if not at:
-            yield from read_bare(payload)
+            yield from read_bare(self._inside(payload))
 
     def _python(self, payload: str) -> Iterator[ReadCall]:
         """Parse calls such as [f(a="x", b=1), g()], which may have JSON's true, false and null."""
@@ -93,11 +103,10 @@ class CallReader:
                 return ast.Constant({"true": True, "false": False, "null": None}[node.id])
 
         value = lambda node: ast.literal_eval(Constants().visit(node))
-        for trigger in self.form.triggers:
-            payload = payload.removeprefix(trigger)
+        payload = self._inside(payload)
         # Some templates don't escape line breaks in strings.
         payload = re.sub(r"(?s)'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", lambda found: found[0].replace("\n", "\\n"), payload)
-        calls = ast.parse(payload.removesuffix(self.form.close).strip(), mode="eval").body
+        calls = ast.parse(payload.strip(), mode="eval").body
         for call in calls.elts if isinstance(calls, ast.List) else [calls]:
             yield _name(ast.unparse(call.func)), {word.arg: value(word.value) for word in call.keywords}
 
@@ -115,7 +124,8 @@ class CallReader:
         """Parse calls with keys and values between marks; marks or the schema give value types."""
         form, heads = self.form, [*self.head.finditer(payload)]
         if not heads:
-            yield from read_bare(payload)
+            yield from read_bare(self._inside(payload))
+            return
         end, close = re.compile(_lenient(form.end.split()[0])), re.compile(re.escape(form.close) + r"\Z")
         for head, following in zip(heads, [*heads[1:], None]):
             rest = payload[head.end() : following.start() if following else len(payload)]
@@ -199,4 +209,5 @@ def _lenient(text: str) -> str:
             pattern += rf"\s*{re.escape(part)}\s*"
         else:
             pattern += re.escape(part)
-    return pattern
+    # Adjacent expressions for space would try every way to divide a long space between them.
+    return re.sub(r"(?:\\s\*)+", r"\\s*", pattern)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.text.chat_template import check_variables, describe_tools, reads_tools, render
+from castiron.pipelines.text.chat_template import check_variables, describe_tools, reads_tools, render, takes_system
 from castiron.pipelines.text.reasoning import Marks, marks_of
 from castiron.pipelines.text.special_tokens import SpecialTokens
 from castiron.pipelines.text.tool_formats import HERMES, ToolFormat
@@ -173,14 +173,12 @@ class Tokenizer:
         special = {name: self.backend.id_to_token(index) for name, index in names.items() if index is not None}
         if not variables.get("tools") or not self._describes_tools:
             return render(self.chat_template, messages, special_tokens=special, **variables)
-        tools = variables.pop("tools")
-        try:
-            described = describe_tools(messages, tools, self.tool_format)
-            return render(self.chat_template, described, special_tokens=special, **variables)
-        except PipelineError:
-            # Some templates, such as Gemma's, accept no system message.
-            described = describe_tools(messages, tools, self.tool_format, has_system=False)
-            return render(self.chat_template, described, special_tokens=special, **variables)
+        described = describe_tools(messages, variables.pop("tools"), self.tool_format, self._takes_system)
+        return render(self.chat_template, described, special_tokens=special, **variables)
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        return takes_system(self.chat_template or "")
 
     @cached_property
     def special_tokens(self) -> SpecialTokens:
@@ -240,8 +238,7 @@ def load_tokenizer(
         backend = Backend.from_buffer(bundle.tokenizer.read_bytes())
     except Exception as error:  # tokenizers raises Exception itself
         raise PipelineError(f"{bundle.tokenizer}: cannot be read ({short(str(error))}); compile the bundle again") from None
-    tokens, form = bundle.manifest.tokens, bundle.manifest.tool_format
-    tool_format = ToolFormat(**form) if form else None
+    tokens, tool_format = bundle.manifest.tokens, ToolFormat.of(bundle.manifest)
     return Tokenizer(
         backend, bundle.chat_template, tokens.bos, tokens.eos, template_args, lambda: read_vocabulary(bundle), tool_format,
         parse_special, tokens.fim,

@@ -108,6 +108,10 @@ class Calls:
             self._pending = ""
             self._emit_arguments(pieces)
             self._end_payload(pieces)
+        if self._bare and self._bare[0].complete:
+            # A code block without its end mark.
+            self._pending += "```"
+            self._step_bare(pieces)
         if self._pending and not (self.count and not self._pending.strip()):
             pieces.append(self._pending)
         self._pending = ""
@@ -172,7 +176,7 @@ class Calls:
         return True
 
     def _fitted(self, name: str, arguments: dict) -> dict:
-        """Return the arguments of a function; ValueError if there is none or they don't fit it."""
+        """Return the arguments of a call; ValueError if its function is unknown or they don't fit it."""
         found = self.calls.fitted(name, arguments)
         if found is None and not self.triggers and name in self.tools.schemas:
             # In a format without marks the name alone tells calls from other JSON.

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from castiron.pipelines.errors import PipelineError
+from castiron.vmfb.manifest import Manifest
+from castiron.vmfb.record import RecordError, from_json, short
 
 # Placeholders in the texts of a format: a call's id or index, and an argument's key.
 ID, KEY = "⟨id⟩", "⟨key⟩"
+STYLES = ("json", "tags", "python", "gemma", "harmony")
+# Keys of `ToolFormat.key_end`: the types of JSON, or "" for any.
+KINDS = ("", "string", "integer", "number", "boolean", "null", "array", "object")
 # Matches marks such as <tool_call> or [TOOL_CALLS] at the start of a text, and the word after them.
 _MARKS = re.compile(r"(?:<[^<>\s]+>|\[[A-Z_/]+\])+\w*")
 
@@ -38,9 +45,20 @@ class ToolFormat:
     section_begin: str = ""
     section_end: str = ""
     key_begin: str = ""
-    key_end: Mapping[str, str] = field(default_factory=dict)
+    key_end: dict[str, str] = field(default_factory=dict)
     value_end: str = ""
     quote: str = '"'
+
+    @staticmethod
+    def of(manifest: Manifest) -> ToolFormat | None:
+        """Return the tool format of a bundle; PipelineError if its manifest has an invalid one."""
+        try:
+            form = from_json(ToolFormat | None, manifest.tool_format, "tool_format")
+            if form and (form.style not in STYLES or not form.key_end.keys() <= set(KINDS)):
+                raise RecordError(f"tool_format has the style {short(form.style)} and types {short(', '.join(form.key_end))}")
+        except RecordError as error:
+            raise PipelineError(f"{manifest.name} has an invalid manifest: {error}; compile the bundle again") from None
+        return form
 
     @property
     def triggers(self) -> tuple[str, ...]:

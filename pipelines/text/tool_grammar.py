@@ -25,6 +25,8 @@ class ToolGrammar:
 
     def __init__(self, form: ToolFormat, special: Mapping[str, int], options: Mapping[str, Any]):
         self.form, self.special, self.options = form, special, options
+        names = sorted([ID, *special], key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, names)).join("()"))
         self.rules: list[str] = []
         # Whether JSON may be the answer instead of a call.
         self.mixed = False
@@ -83,8 +85,7 @@ class ToolGrammar:
 
     def _parts(self, text: str) -> list[str]:
         """Return a text split into special tokens, ID, and the texts between them."""
-        names = sorted([ID, *self.special], key=len, reverse=True)
-        return [part for part in re.split("|".join(map(re.escape, names)).join("()"), text) if part]
+        return [part for part in self._names.split(text) if part]
 
     def _until(self, end: str) -> str:
         """Return the Lark expression for any text up to and including the first `end`."""

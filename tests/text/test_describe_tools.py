@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.tokenizer import Tokenizer
 from castiron.pipelines.text.tool_formats import ToolFormat
 from tests.support import schemas
@@ -43,6 +44,12 @@ def test_a_template_that_writes_calls_and_shows_no_tools_gets_only_the_descripti
     form = ToolFormat("json", "<call>", "<args>", "</call>")
     text = rendered(TURNS.replace("{% endfor %}", "{{ m.tool_calls | length if m.tool_calls else '' }}{% endfor %}"), form)
     assert "<call><function-name><args><args-json-object></call>" in text and "[assistant]Well.2[tool]sun[tool]rain" in text
+
+
+@pytest.mark.parametrize("calls", [5, [{}], [{"function": {"name": "f"}}], ["x"]])
+def test_calls_in_another_format_than_openais_are_rejected(calls):
+    with pytest.raises(PipelineError, match="not in OpenAI's format"):
+        rendered(TURNS, messages=[{"role": "assistant", "content": "", "tool_calls": calls}])
 
 
 @pytest.mark.parametrize("template", [TURNS, NO_SYSTEM])

@@ -116,6 +116,7 @@ CALL = '{"name": "weather", "arguments": {"city": "Ulm"}}'
         (f"```json\n{CALL}\n```", "", 1),
         (f"Let me look.\n\n```\n{CALL}\n```\n", "Let me look.", 1),
         (f"[{CALL}, {CALL}]", "", 2),
+        (f"Well.\n```json\n{CALL}\n", "Well.", 1),
         (CALL.replace("}}", ", \"days\": null}}"), "", 1),
         (f"{CALL}\n{CALL}", "", 2),
         ('{"type": "function", "function": {"name": "weather", "parameters": {"city": "Ulm"}}}', "", 1),
@@ -137,6 +138,21 @@ def test_reads_json_without_the_formats_marks_as_calls(name, text, rest, calls):
 def test_json_whose_arguments_do_not_fit_the_function_is_text(arguments):
     text = CALL.replace('{"city": "Ulm"}', arguments)
     assert reported(Tools(HERMES, SCHEMAS), text, [3] * 50) == ("", text, [])
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "kimi"])
+def test_reads_calls_with_other_keys_between_marks(name):
+    form = FORMATS[name]
+    text = f"{form.triggers[0]} {CALL.replace('arguments', 'parameters')}{form.close}"
+    assert reported(Tools(form, SCHEMAS), text, [4] * 60) == ("", "", [("weather", '{"city": "Ulm"}')])
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS.keys() - {"harmony"}))
+def test_patterns_do_not_divide_white_space(name):
+    """Each token reads a call again; two adjacent patterns try every division of a long space."""
+    reader = Tools(FORMATS[name], SCHEMAS).reader().calls
+    for pattern in (reader.head.pattern, reader.argument.pattern):
+        assert r"\s*\s*" not in pattern and not pattern.startswith((r"\s*", r"(?s)\s*"))
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen-xml", "glm", "dsml", "kimi"])

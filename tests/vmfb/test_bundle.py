@@ -65,7 +65,7 @@ def test_a_written_manifest_is_read_back(toy_dir):
         (["files", WEIGHTS], DELETED, "manifest.json does not list weights.irpa;"),
         (["vocab"], True, "vocab is True, not an integer"),
         (["vocab"], 0, "vocab is 0, which is not positive"),
-        (["max_context"], 25, "states.k has 24 positions; max_context is 25"),
+        (["max_context"], 25, "states.k has 24 positions; it must have 25, the max_context"),
         (["context"], 25, "max_context is 24, below the context of 25"),
         (["states", 0, "shape"], [24], "states.k.shape [24] is invalid for a positional state"),
         (["states", 1, "storage"], "f8", "states.v.storage is 'f8', not one of f32, f16, q8_0"),

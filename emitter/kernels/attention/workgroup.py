@@ -287,7 +287,11 @@ class Workgroup:
             b.vstore(b.mulf(value, b.broadcast(factor, self.width)), self.values, g, d.index)
 
     def add_values(self, head: Ssa, heads: range, d: Index, first: Ssa, count: Index) -> None:
-        """Add `count` value rows times softmax weights to `self.columns` vectors from `d` on."""
+        """Add softmax weights times `count` cached values to a part of the weighted values.
+
+        head: the kv head. heads: the query heads of this workgroup that share it. d: the first of
+        the part's `self.columns * self.width` columns. first: the first position in the cache.
+        """
         b, width = self.b, self.width
         own_heads = self.own_heads(head, heads)
         offsets = range(0, self.columns * width, width)

@@ -98,7 +98,7 @@ class _PairTiles(PanelTiles):
 
 @dataclass(frozen=True)
 class GroupedTiles(_PairTiles, GemmTiles):
-    """Tiles of `Grouped`."""
+    """The tile sizes of `Grouped`, the GEMM over (token, expert) pairs grouped by expert."""
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:

@@ -179,7 +179,10 @@ class Gemv:
         return record.results
 
     def _prefetches(self, row_blocks: list[Index], record: Index, offset: Index, nbytes: int) -> list[Callable[[], None]]:
-        """Return functions that emit prefetches of these bytes, `tiles.ahead` records later."""
+        """Return functions that emit prefetches for the record `tiles.ahead` after `record`.
+
+        They fetch `nbytes` bytes of it, from byte `offset` on, in each of `row_blocks`.
+        """
         b = self.b
         then = b.add(record, self.tiles.ahead)  # may be in the next set of row blocks
         skipped, record = b.mul(b.div(then, self.count), self.together), b.rem(then, self.count)
@@ -190,7 +193,11 @@ class Gemv:
         ]
 
     def _group_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus d * sum(x * code) + m * sum(x); slot: the record's index in x."""
+        """Return `totals` plus d * sum(x * code) + m * sum(x) for one record, whose block is a group.
+
+        row_blocks: indices of the blocks of rows that are computed together. slot: index of the
+        record's columns among those of x that this workgroup has prepared.
+        """
         b, records = self.b, self.records
         dots = self._group(row_blocks, record, 0, slot, self._prefetches(row_blocks, record, 0, self.size))
         done = []

@@ -173,10 +173,10 @@ def as_bytes(b: Body, parts: Sequence[Ssa]) -> tuple[list[Ssa], Ssa]:
 
 
 def numbers_of(b: Body, shifted: Ssa) -> Ssa:
-    """Return the integers of a vector that `as_bytes` has quantised, as f32."""
+    """Return a result of `as_bytes`, integers plus ROUND in f32, as the integers in f32."""
     return b.subf(shifted, b.splat(ROUND, shifted.width))
 
 
 def low_bytes(b: Body, shifted: Ssa) -> Ssa:
-    """Return the integers of a vector that `as_bytes` has quantised, as i8."""
+    """Return a result of `as_bytes`, integers plus ROUND in f32, as the integers in i8."""
     return b.convert("trunci", b.bitcast(shifted, shifted.width, "i32"), "i8")
