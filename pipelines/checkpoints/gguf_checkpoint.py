@@ -16,7 +16,7 @@ from castiron.emitter.codecs import CODECS
 from castiron.emitter.shorten import shorten, shorten_text
 from castiron.pipelines.checkpoints.checkpoint import HEAD, Checkpoint, CheckpointError, Tensor, without, without_shared
 from castiron.pipelines.checkpoints.gguf_config import architecture_of, encoding_of, hf_config, sampling_config
-from castiron.pipelines.checkpoints.gguf_file import GgufFile, read_split_gguf
+from castiron.pipelines.checkpoints.gguf_file import GgufFile, read_gguf
 from castiron.pipelines.checkpoints.gguf_metadata import Architecture
 from castiron.pipelines.checkpoints.gguf_rules import RULES_OF_ROPE_TENSOR
 from castiron.pipelines.checkpoints.gguf_tokenizer import eos_token_ids, fim_token_ids, tokenizer_json
@@ -29,7 +29,7 @@ _NAMED = re.compile(r"(?:blk\.(?P<layer>\d{1,9})\.)?(?P<leaf>.+)\.(?P<suffix>wei
 
 def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
     """Open a GGUF file without the metadata keys `ignore_keys`."""
-    file = read_split_gguf(path)
+    file = read_gguf(path)
     file = replace(file, metadata=without(file.metadata, ignore_keys, path))
     kind = file.metadata.get("general.type")
     if kind is not None and (not isinstance(kind, str) or kind != "model"):

@@ -131,7 +131,37 @@ class _Cursor:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Return the GGUF file at `path` with its header parsed; CheckpointError if it is invalid."""
+    """Map a GGUF file, or all parts of a split one given the first; CheckpointError if it is invalid.
+
+    The metadata are those of the first part, without its number.
+    """
+    file = _read_part(path)
+    split = {key: file.metadata.pop(key, None) for key in ("split.count", "split.no", "split.tensors.count")}
+    count, number, stated = split.values()
+    for key in split:
+        file.entries.pop(key, None)
+    if not isinstance(count, int) or isinstance(count, bool) or count <= 1:
+        return file
+    names = parts_of(path.name)
+    if len(names) != count or number != 0:
+        example = f"NAME-00001-of-{count:05d}.gguf" if count < 100_000 else "the first"
+        raise CheckpointError(f"{path} is one of {count} parts; give {example}, with the others beside it")
+    for number, name in enumerate(names[1:], 1):
+        if not (path.parent / name).exists():
+            raise CheckpointError(f"{path.parent / name}: no such file; fetch all {count} parts of the model")
+        part = _read_part(path.parent / name)
+        if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number, count):
+            raise CheckpointError(f"{part.path} is not part {number + 1} of {count}; fetch it again")
+        if twice := sorted(file.tensors.keys() & part.tensors.keys()):
+            raise CheckpointError(f"{part.path}: {shorten(twice[0])} is in two parts; fetch it again")
+        file.tensors.update(part.tensors)
+    if stated not in (None, len(file.tensors)):
+        raise CheckpointError(f"{path}: its parts have {len(file.tensors)} tensors, not {shorten(stated)}; fetch them again")
+    return file
+
+
+def _read_part(path: Path) -> GgufFile:
+    """Map one GGUF file and parse its header; CheckpointError if it is invalid."""
     cursor = _Cursor(path, view := map_file(path))
     if view[:4] != b"GGUF":
         raise CheckpointError(f"{path} is not a GGUF file; give a GGUF file or an HF directory")
@@ -144,31 +174,6 @@ def read_gguf(path: Path) -> GgufFile:
     tensor_count = cursor.count(_SMALLEST_TENSOR, "tensors", _MAX_ENTRIES)
     metadata, alignment, entries = _metadata(cursor, cursor.count(_SMALLEST_ENTRY, "metadata entries", _MAX_ENTRIES))
     return GgufFile(path, metadata, _tensors(cursor, tensor_count, alignment), entries)
-
-
-def read_split_gguf(path: Path) -> GgufFile:
-    """Read a GGUF file, or all parts of one given the first; metadata are those of the first."""
-    file = read_gguf(path)
-    count = file.metadata.get("split.count")
-    if not isinstance(count, int) or isinstance(count, bool) or count <= 1:
-        return file
-    names = parts_of(path.name)
-    if len(names) != count or file.metadata.get("split.no") != 0:
-        example = f"NAME-00001-of-{count:05d}.gguf" if count < 100_000 else "the first"
-        raise CheckpointError(f"{path} is one of {count} parts; give {example}, with the others beside it")
-    for number, name in enumerate(names[1:], 1):
-        if not (path.parent / name).exists():
-            raise CheckpointError(f"{path.parent / name}: no such file; fetch all {count} parts of the model")
-        part = read_gguf(path.parent / name)
-        if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number, count):
-            raise CheckpointError(f"{part.path} is not part {number + 1} of {count}; fetch it again")
-        if twice := sorted(file.tensors.keys() & part.tensors.keys()):
-            raise CheckpointError(f"{part.path}: {shorten(twice[0])} is in two parts; fetch it again")
-        file.tensors.update(part.tensors)
-    stated = file.metadata.get("split.tensors.count", len(file.tensors))
-    if stated != len(file.tensors):
-        raise CheckpointError(f"{path}: its parts have {len(file.tensors)} tensors, not {shorten(stated)}; fetch them again")
-    return file
 
 
 def _metadata(cursor: _Cursor, count: int) -> tuple[dict, int, dict[str, memoryview]]:

@@ -10,6 +10,8 @@ from transformers import AutoConfig
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError, missing_and_left_over
 from castiron.pipelines.checkpoints.gguf_file import read_gguf
 from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256, open_checkpoint
+from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.quantise_gguf import quantise
 from castiron.pipelines.locate import model_name
 from tests.support.hf_to_gguf import permute
 from tests.support.tiny_gguf import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LLAMA_SIZES, llama_tensors, write_gguf, write_llama
@@ -76,6 +78,8 @@ def test_a_model_in_parts_is_opened_by_its_first(tmp_path):
     one, complete = open_checkpoint(tmp_path / names[0]), open_checkpoint(write_llama(tmp_path / "complete.gguf"))
     assert one.tensors.keys() == complete.tensors.keys() and model_name(one.path) == "tiny"
     assert all(np.array_equal(tensor.data, complete.tensors[name].data) for name, tensor in one.tensors.items())
+    made = quantise(one.path, tmp_path / "q.gguf", Options(weights="q8_0"), lambda stage, done: None)
+    assert open_checkpoint(made.file).tensors.keys() == complete.tensors.keys()
     before = checkpoint_sha256(one.path)
     with pytest.raises(CheckpointError, match="is one of 3 parts; give NAME-00001-of-00003.gguf"):
         open_checkpoint(tmp_path / names[1])

@@ -47,7 +47,7 @@ def test_a_template_that_writes_calls_and_shows_no_tools_gets_only_the_descripti
 
 
 @pytest.mark.parametrize("calls", [5, [{}], [{"function": {"name": "f"}}], ["x"]])
-def test_calls_in_another_format_than_openais_are_rejected(calls):
+def test_calls_that_are_not_in_openais_format_are_rejected(calls):
     with pytest.raises(PipelineError, match="not in OpenAI's format"):
         rendered(TURNS, messages=[{"role": "assistant", "content": "", "tool_calls": calls}])
 

@@ -306,7 +306,7 @@ def test_reads_or_rejects_module_configs(qwen, tmp_path):
         (pooling, lambda _: {"pooling_mode": "max"}, "the pooling mode is max"),
         (pooling, lambda _: {"pooling_mode": "mean", "include_prompt": False}, "include_prompt is false"),
         (modules, lambda value: value.append(dense), "unsupported module Dense"),
-        (modules, lambda value: value.pop(0), "the first two must be a Transformer"),
+        (modules, lambda value: value.pop(0), "it must begin with Transformer and Pooling"),
         (modules, lambda value: value.insert(2, dense), "no config.json, but modules.json names it"),
         (modules, lambda value: value.insert(2, dense | {"path": ".."}), "lacks a valid type or path"),
         (
