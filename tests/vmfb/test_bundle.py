@@ -88,9 +88,9 @@ def test_rejects_invalid_manifests(copy, keys, value, message):
 @pytest.mark.parametrize(
     ("widths", "message"),
     [
-        ({"prefill": (25,)}, "width 25; it must be from 2 to the context, 24"),
-        ({"prefill": (1,)}, "width 1; it must be from 2"),
-        ({"verify": (25,)}, "width 25; it must be from 2"),
+        ({"prefill": (25,)}, "takes 25 tokens; it must take from 2 to 24, the context"),
+        ({"prefill": (1,)}, "takes 1 tokens; it must take from 2"),
+        ({"verify": (25,)}, "takes 25 tokens; it must take from 2"),
         ({"prefill": (4, 4)}, "functions must be distinct"),
         ({"batch": (0,)}, "functions must be distinct"),
     ],
