@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, get_arg
 import numpy as np
 
 from castiron.pipelines.compile.open_model import compile_to, is_bundle, open_or_compile, options_of
-from castiron.pipelines.engine.context import DEFAULT_MAX_TOKENS, default_limit, free_positions, move_to
+from castiron.pipelines.engine.context import DEFAULT_MAX_TOKENS, move_to
 from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.engine.prefix_store import PrefixStore
 from castiron.pipelines.engine.request import Request
@@ -318,7 +318,7 @@ class Model:
         def make_request(prompt: Prompt) -> Request:
             ids = self._encode(prompt, template_args)
             return text_request(
-                ids, engine.context, self.tokenizer, max_tokens=default_limit(limit, free_positions(engine.context, len(ids))),
+                ids, engine.context, self.tokenizer, max_tokens=limit,
                 sampling=sampling, stop_tokens=stop_tokens, stop_strings=stops, grammar=grammar,
                 reasoning=grammar is not None and is_messages(prompt),
             )  # fmt: skip

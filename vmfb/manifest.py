@@ -1,4 +1,4 @@
-"""The manifest of a bundle, `manifest.json` (schema 6): its records, and their validation."""
+"""The manifest of a bundle, `manifest.json`: its records, and their validation."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from castiron.emitter.abi import ROLES, Function, Signature, State, functions, r
 from castiron.vmfb.record import Json, RecordError, from_json, short, to_json
 from castiron.vmfb.targets import Target
 
-SCHEMA = 7
-MODEL, WEIGHTS, TOKENIZER, VOCABULARY, TEMPLATE, LOG, TEXT = (
-    "model.vmfb", "weights.irpa", "tokenizer.json", "vocabulary.bin", "chat_template.jinja", "compile.log", "model.mlir",
+SCHEMA = 8
+MODEL, WEIGHTS, TOKENIZER, TEMPLATE, LOG, TEXT = (
+    "model.vmfb", "weights.irpa", "tokenizer.json", "chat_template.jinja", "compile.log", "model.mlir",
 )  # fmt: skip
 # The files that a bundle may have besides the manifest and more modules, and whether they are required.
-FILES = dict.fromkeys((MODEL, WEIGHTS), True) | dict.fromkeys((TOKENIZER, VOCABULARY, TEMPLATE, LOG, TEXT), False)
+FILES = dict.fromkeys((MODEL, WEIGHTS), True) | dict.fromkeys((TOKENIZER, TEMPLATE, LOG, TEXT), False)
 # The module with all functions of one width, which share kernels: `tokens_32.vmfb` for 32 tokens.
 _MODULE = re.compile(r"tokens_[0-9]+\.vmfb")
 # Maximum size in bytes of files that are read into memory.
-_MAX_BYTES = dict.fromkeys((TOKENIZER, VOCABULARY, TEMPLATE), 100_000_000)
+_MAX_BYTES = dict.fromkeys((TOKENIZER, TEMPLATE), 100_000_000)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 

@@ -15,7 +15,7 @@ from castiron.pipelines.api.model_api import Limits, ModelApi, default_sampling,
 from castiron.pipelines.api.replies import BlocksReply, ChatReply, ChoicesReply, CompletionReply, Echo, Reply
 from castiron.pipelines.api.response_format import ANY_OBJECT, requested_format
 from castiron.pipelines.api.schemas import ChatRequest, CompletionFields, CompletionRequest, NamedTool, StreamOptions
-from castiron.pipelines.engine.context import default_limit, free_positions
+from castiron.pipelines.engine.context import free_positions
 from castiron.pipelines.engine.request import Event, Failed, Finished, Request
 from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.errors import PipelineError
@@ -23,9 +23,9 @@ from castiron.pipelines.text.chat_template import check_variables
 from castiron.pipelines.text.fim import Fim, fim_of
 from castiron.pipelines.text.grammar import Grammar, GrammarError
 from castiron.pipelines.text.text_output import Delta, TextOutput, text_request
+from castiron.pipelines.text.token_bytes import TokenBytes
 from castiron.pipelines.text.tokenizer import Tokenizer
 from castiron.pipelines.text.tool_calls import Tools
-from castiron.pipelines.text.vocabulary import TokenBytes
 from castiron.vmfb.manifest import Manifest
 
 # The schema of a function without parameters.
@@ -336,12 +336,12 @@ class GenerationApi(ModelApi):
         try:
             for index, prompt in enumerate(prompts):
                 free = self._free_positions(prompt, limit, param)
-                max_tokens = default_limit(default, free) if limit is None else limit
+                max_tokens = default if limit is None else limit
                 if max_tokens is not None and min_tokens > max_tokens:
                     message = f"min_tokens is {min_tokens}, but the answer has at most {max_tokens} tokens; use a smaller one"
                     raise invalid("min_tokens", message)
                 for choice in range(body.n or 1):
-                    longest = free if max_tokens is None else max_tokens
+                    longest = free if max_tokens is None else min(max_tokens, free)
                     reserve_answer(job.share, longest, top, len(prompt), prompt_logprobs, grammar)
                     sampling = replace(self.sampling_of(body, choice), logit_bias=bias)
                     request = text_request(

@@ -16,7 +16,7 @@ from castiron.pipelines.api.replies import Block, BlocksReply
 from castiron.pipelines.api.schemas import Body, ByType, ChatRequest, Content, GenerationFields, TextPart, Unsupported, text_of
 from castiron.pipelines.engine.request import Finished
 from castiron.pipelines.text.text_output import Delta
-from castiron.pipelines.text.vocabulary import TokenBytes
+from castiron.pipelines.text.token_bytes import TokenBytes
 
 # Names of this API's fields, by the chat fields that they are converted to.
 FIELDS = {"response_format": "output_config.format", "stop": "stop_sequences", "reasoning_effort": "output_config.effort"}

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from castiron.pipelines.api.api_errors import ApiError
 from castiron.pipelines.engine.request import Finished, Request
 from castiron.pipelines.text.text_output import Delta, TextToken
+from castiron.pipelines.text.token_bytes import TokenBytes
 from castiron.pipelines.text.tool_calls import CallPart, joined
-from castiron.pipelines.text.vocabulary import TokenBytes
 
 # OpenAI's finish reasons, by the engine's.
 FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}

@@ -25,7 +25,7 @@ from castiron.pipelines.api.responses_request import (
 )
 from castiron.pipelines.api.schemas import Body, ChatRequest, Message
 from castiron.pipelines.engine.sampling import Sampling
-from castiron.pipelines.text.vocabulary import TokenBytes
+from castiron.pipelines.text.token_bytes import TokenBytes
 
 # Prefixes of item ids, and of the names of events, by kind of block.
 PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}

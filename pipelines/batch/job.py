@@ -21,7 +21,7 @@ from castiron.vmfb.staging import replace_file
 
 # A window is a group of records that are sorted together. Max requests of a window, and max tokens of its prompts.
 MAX_REQUESTS, MAX_TOKENS = 512, 1 << 20
-# Seconds from a window's first record until it runs with the records that it has, and seconds between polls for records.
+# Seconds that an incomplete window waits for more records before it runs, and seconds between polls for records.
 WAIT, POLL = 0.25, 0.02
 Answered = tuple[Record, Outcome]
 # A function that answers records, in any order. Its input yields None while no record is available.
@@ -63,11 +63,11 @@ def run_job(
     records: Records, key: Callable[[Record], str], answer: Answer, output: Path | None,
     report: Callable[[Summary, float | None], None] = lambda summary, share: None,
 ) -> Summary:  # fmt: skip
-    """Answer the records that are not in the output's journal, and write the output.
+    """Answer the records that are not in the output's journal, write the output, and return counts.
 
     Args:
-        key: returns the key of a record in the journal.
-        answer: answers records in any order.
+        key: returns a record's key, under which the journal stores its result.
+        answer: answers an iterator of records, in any order.
         output: a path, or None for stdout. Stdout has no journal and gets results as they finish.
         report: called with the counts and the finished fraction of the input (None if unknown).
 
@@ -118,7 +118,8 @@ def run_job(
 def answering(engine: Engine | None, conversion: Conversion, window: int = MAX_REQUESTS) -> Answer:
     """Return a function that answers records in this process.
 
-    engine: None for an embedding model. window: max requests that are sorted together.
+    engine: runs the requests into which `conversion` converts records; None for an embedding model.
+    window: max requests that are sorted by prompt together.
     """
 
     works = lambda records: (record and conversion.work(record) for record in records)
@@ -163,7 +164,10 @@ def run(engine: Engine | None, works: Iterator[Work | None]) -> Iterator[Answere
 
 
 def in_windows(works: Iterable[Work | None], max_requests: int = MAX_REQUESTS) -> Iterator[Work | None]:
-    """Yield `works` in groups (windows), each sorted by prompt; None while no work is available."""
+    """Yield `works`, sorted by prompt within groups (windows) of about `max_requests` requests.
+
+    Yields None while no work is available. A window that waits longer than WAIT is not filled up.
+    """
     window, size, tokens, began = list[Work](), 0, 0, 0.0
     for work in works:
         if work is not None:
@@ -189,7 +193,7 @@ def arranged(works: Iterable[Work]) -> list[Work]:
 
 
 def open_records(path: str) -> Records:
-    """Open a file of records, or stdin for "-"; raise PipelineError for an unknown extension."""
+    """Return the records of a file, or of stdin for "-"; PipelineError for an unknown extension."""
     if is_table(path):
         from castiron.pipelines.batch.parquet import Table
 
@@ -198,7 +202,10 @@ def open_records(path: str) -> Records:
 
 
 def write_output(output: Path, entries: Callable[[], Iterable[Entry]]) -> None:
-    """Write finished records to `output` atomically; `entries` may be called twice."""
+    """Write finished records to the file `output` atomically.
+
+    entries: returns an iterator over the records; it is called twice for Parquet, else once.
+    """
     with replace_file(output) as file:
         if is_table(output.name):
             from castiron.pipelines.batch.parquet import write

@@ -39,7 +39,10 @@ MAX_LINE = 1 << 28
 
 @dataclass(frozen=True)
 class Entry:
-    """A finished record: its input columns `own` (see `Record.own`) and answer columns `added`."""
+    """A finished record.
+
+    own: its input columns, as in `Record.own`. added: its output columns with the answer, by name.
+    """
 
     own: Mapping[str, Any] | str
     added: Mapping[str, Any]
@@ -106,9 +109,9 @@ class Journal:
                 offset += len(line)
 
     def find(self, key: str) -> tuple[int, bool] | None:
-        """Return the offset of a record's line, and whether the record failed.
+        """Return (file offset of the record's line, whether the record failed).
 
-        None if the record is not finished.
+        None if the record with this key is not finished.
         """
         offset = self.finished.get(bytes.fromhex(key))
         return None if offset is None else (offset, bytes.fromhex(key) in self.failed)
@@ -132,7 +135,7 @@ class Journal:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def entries(self, offsets: Iterable[int]) -> Iterator[Entry]:
-        """Yield the finished records whose lines are at these offsets."""
+        """Yield the finished records whose lines are at these file offsets."""
         with open(self.path, "rb") as file:
             for offset in offsets:
                 if file.tell() != offset:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from castiron.pipelines.api.parse_body import parse_body
 from castiron.pipelines.api.responses import start_response
 from castiron.pipelines.api.responses_request import ResponsesRequest
 from castiron.pipelines.batch.records import Outcome, Record, Work
+from castiron.pipelines.engine.request import Request
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.embedder import Embedder, Tokens
 from castiron.pipelines.text.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ from castiron.vmfb.manifest import Manifest
 
 FIELDS = ("custom_id", "method", "url", "body")
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
-# By endpoint: the dataclass of its request body, and the function of (API, body) that starts the answer.
+# By URL: the dataclass of the request body, and a function of (API, body) that starts the answer.
 ENDPOINTS: dict[str, tuple[type[schemas.Body], Callable[[Any, Any], Coroutine[Any, Any, Any]]]] = {
     "/v1/chat/completions": (schemas.ChatRequest, lambda api, body: api.chat(body)),
     "/v1/completions": (schemas.CompletionRequest, lambda api, body: api.complete(body)),
@@ -40,15 +40,12 @@ ENDPOINTS: dict[str, tuple[type[schemas.Body], Callable[[Any, Any], Coroutine[An
     "/v1/embeddings": (schemas.EmbeddingsRequest, lambda api, body: api.embeddings(body)),
     "/v1/rerank": (schemas.RerankRequest, lambda api, body: api.rerank(body)),
 }
-# Fields of an answer that differ between runs: times, and counts of cached prompt tokens.
-TIMES = ("created", "created_at", "completed_at")
-CACHED = ("prompt_tokens_details", "input_tokens_details", "cache_creation_input_tokens", "cache_read_input_tokens")
 
 
 class Collector:
-    """A stand-in for the server's engine: it ignores requests, because the batch job runs them.
+    """A stand-in for the engine of the API classes, which does not run requests.
 
-    It computes embedding vectors immediately.
+    The batch job runs the requests itself. Embedding vectors are computed immediately.
     """
 
     def __init__(self, embedder: Embedder | None):
@@ -62,12 +59,13 @@ class Collector:
 
 
 class OpenAI:
-    """The `Format` of OpenAI's batch files; answers have the form of `castiron serve`'s."""
+    """The `Format` of OpenAI's batch files; answers equal those of `castiron serve`'s endpoints."""
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer, names: list[str], embedder: Embedder | None = None):
-        """Answer records for one model.
+        """Set up the endpoints of one model.
 
-        names: values of a body's `model` that mean this model. embedder: for an embedding model.
+        names: values of a body's `model` that mean this model. embedder: computes the vectors of an
+        embedding model; None for a model that generates text.
         """
         self.loop = asyncio.new_event_loop()
         self.api: ModelApi
@@ -100,27 +98,25 @@ class OpenAI:
         self.api.check_model(body.model)
         job = self._wait(start(self.api, body))
         if not isinstance(job, Job):
-            return Work(record, lambda: self._answered(record, job.answer()))
+            return Work(record, lambda: self._answered(record, job))
         # Release the server's limit on requests in flight: the job already limits them to the engine's slots.
         job.share.release()
         listen = lambda request, event: job.events.put_nowait((request, event))
-        return Work(record, lambda: self._answered(record, job.answer(), job), job.requests, listen)  # type: ignore
+        return Work(record, lambda: self._answered(record, job, job.requests), job.requests, listen)
 
     def failed(self, record: Record, error: Exception) -> Outcome:
         if isinstance(error, ApiError):
             return self._outcome(record, error.response(str(record.fields.get("url"))), None, failed=True)
         return self._outcome(record, None, {"code": "invalid_request", "message": str(error)}, failed=True)
 
-    def _answered(self, record: Record, answer: Coroutine[Any, Any, dict], job: Job | None = None) -> Outcome:
-        requests = job.requests if job else []
-        counts = {"generated": sum(len(r.tokens) for r in requests), "cached": sum(r.cached for r in requests)}
-        used = job.usage if job else None
+    def _answered(self, record: Record, job: Any, requests: Sequence[Request] = ()) -> Outcome:
         try:
-            body = self._wait(answer)
+            body = self._wait(job.answer())
         except (ApiError, PipelineError) as error:
             return self.failed(record, error if isinstance(error, ApiError) else api_error(error))
-        counts["prompt"] = (used or body["usage"])["prompt_tokens"]
-        return self._outcome(record, (200, reproducible(body, record.key)), None, **counts)
+        counts = {"generated": sum(len(r.tokens) for r in requests), "cached": sum(r.cached for r in requests)}
+        counts["prompt"] = (job.usage if requests else body["usage"])["prompt_tokens"]
+        return self._outcome(record, (200, body), None, **counts)
 
     def _outcome(
         self, record: Record, answer: tuple[int, Any] | None, error: Any, failed: bool = False, **counts: int
@@ -135,7 +131,7 @@ class OpenAI:
 
 
 def _request(fields: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the body and the URL of a record; raise PipelineError for an invalid request."""
+    """Return (body, URL) of a record; raise PipelineError for invalid fields."""
     if unknown := [name for name in fields if name not in FIELDS]:
         raise PipelineError(f"unknown field: {unknown[0][:40]!r}; use {', '.join(FIELDS)}")
     if not isinstance(fields.get("custom_id"), str):
@@ -157,52 +153,5 @@ def _body(fields: Mapping[str, Any]) -> dict[str, Any]:
         except (ValueError, RecursionError) as error:
             raise PipelineError(f"body is not JSON: {error}; give a JSON object") from None
     if not isinstance(body, dict):
-        raise PipelineError("body must be a JSON object")
+        raise PipelineError("body is not a JSON object; give the fields of the request")
     return body
-
-
-def reproducible(body: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return a response body that is equal in every run, so that jobs can be compared.
-
-    Ids are derived from the record's key, times are 0, and counts of cached tokens are removed.
-    Modifies parts of `body` in place.
-    """
-    body = {**body, **{name: 0 for name in TIMES if body.get(name) is not None}}
-    if "id" in body:
-        body["id"] = _with_prefix(body["id"], key)
-    calls = count()
-    for choice in body.get("choices", ()):
-        for number, call in enumerate(choice.get("message", {}).get("tool_calls") or ()):
-            call["id"] = _call_id(key, choice["index"], number)
-    for number, item in enumerate(_items(body)):
-        if item["type"] == "tool_use":
-            item["id"] = _call_id(key, 0, next(calls))
-        elif "id" in item:
-            item["id"] = f"{_with_prefix(item['id'], key)}{number:02}"
-        if "call_id" in item:
-            item["call_id"] = _call_id(key, 0, next(calls))
-    used = {name: value for name, value in body["usage"].items() if name not in CACHED}
-    if cached := body["usage"].get("cache_read_input_tokens"):
-        # Only Anthropic's input_tokens exclude cached tokens.
-        used["input_tokens"] += cached
-    return {**body, "usage": used}
-
-
-def _items(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the output items of a Responses API body, or the content blocks of a Messages body."""
-    content = body.get("content")
-    yield from body.get("output") or (content if isinstance(content, list) else ())
-
-
-def _with_prefix(name: str, key: str) -> str:
-    """Return `key` after the prefix of the id `name`: "chatcmpl-..." gives "chatcmpl-" + key."""
-    end = min(index for mark in "-_" if (index := name.find(mark)) >= 0)
-    return name[: end + 1] + key
-
-
-def _call_id(key: str, choice: int, number: int) -> str:
-    """Return a tool call's id of nine letters and digits, as the server's ids.
-
-    choice: index of the choice in the response. number: index of the call in the choice.
-    """
-    return f"{key[:5]}{choice % 100:02}{number % 100:02}"

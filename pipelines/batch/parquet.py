@@ -84,9 +84,9 @@ def plain(record: pa.Table) -> dict[str, Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return `value` without null members of dicts.
+    """Return a JSON value whose dicts, also nested ones, have no members that are None.
 
-    Arrow gives each struct the members of all records, and sets those that it lacks to null.
+    Arrow gives the structs of a column the same members, and sets to null what a record lacks.
     """
     if isinstance(value, dict):
         return {name: without_nulls(member) for name, member in value.items() if member is not None}
@@ -94,7 +94,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def unpack(own: str) -> pa.Table:
-    """Return the one-row table that is encoded in `own` (`Record.own`)."""
+    """Return the one-row table in `own`, which is an Arrow stream in base64 (`Record.own`)."""
     return pa.ipc.open_stream(base64.b64decode(own)).read_all()
 
 
@@ -132,7 +132,7 @@ def _groups_of(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
 
 
 def _table(group: Sequence[Entry], json_columns: Collection[str]) -> pa.Table:
-    """Return finished records as a table; columns in `json_columns` become JSON text."""
+    """Return finished records as a table, one row each; columns in `json_columns` are JSON text."""
     records = [entry.added for entry in group]
     columns: dict[str, pa.Array | pa.ChunkedArray] = {}
     if not any(isinstance(entry.own, str) for entry in group):
@@ -146,10 +146,7 @@ def _table(group: Sequence[Entry], json_columns: Collection[str]) -> pa.Table:
 
 
 def _column(values: list[Any], as_json: bool) -> pa.Array:
-    """Return JSON values as an Arrow array.
-
-    They become JSON text if `as_json`, if one is an object, or if their types differ.
-    """
+    """Return JSON values as an Arrow array: as JSON text if `as_json` or if their types differ."""
     if not as_json and not any(isinstance(value, dict) for value in values):
         try:
             return pa.array(values)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from castiron.pipelines.batch.records import PROMPTS, TEXTS, Outcome, Record, Work
-from castiron.pipelines.engine.context import default_limit, free_positions
 from castiron.pipelines.engine.request import Event, Failed, Request
 from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.errors import PipelineError
@@ -22,16 +21,18 @@ from castiron.vmfb.manifest import Manifest
 class Prompts:
     """The `Format` of records with a column `messages`, or `prompt` as text or token ids.
 
-    max_tokens: max tokens of an answer; None for `default_tokens`.
-    default_tokens: used if the context has space for so many; None for all free positions.
+    max_tokens: max tokens of an answer. If it is None, or fewer positions of the context are free,
+        only the context limits the answer.
     raw: whether prompts are encoded without the chat template.
-    system: system message before each prompt. Raises PipelineError for invalid options.
+    system: system message before each prompt.
+    json_schema: JSON schema that answers match; None for plain text.
+
+    Raises PipelineError for invalid options.
     """
 
     manifest: Manifest
     tokenizer: Tokenizer
     max_tokens: int | None = None
-    default_tokens: int | None = None
     sampling: Sampling = Sampling()
     stop: Sequence[str] = ()
     ignore_eos: bool = False
@@ -78,7 +79,10 @@ class Prompts:
         return Outcome({**empty, "error": str(error)}, failed=True)
 
     def _encode(self, fields: Mapping[str, Any]) -> tuple[Sequence[int], bool]:
-        """Return a record's prompt as token ids, and whether it was rendered as a chat."""
+        """Return (token ids of a record's prompt, whether the chat template was used).
+
+        fields: the record's columns by name. Raises PipelineError for an invalid prompt.
+        """
         name = column_of(fields, PROMPTS)
         prompt, tokenizer = fields[name], self.tokenizer
         if name == "messages":
@@ -95,11 +99,9 @@ class Prompts:
         return tokenizer.encode_chat([*system, {"role": "user", "content": prompt}]), True
 
     def _request(self, ids: Sequence[int], chat: bool, seed: int) -> Request:
-        context = self.manifest.context
         sampling = replace(self.sampling, seed=seed) if self.sampling.is_random else self.sampling
-        limit = self.max_tokens or default_limit(self.default_tokens, free_positions(context, len(ids)))
         return text_request(
-            ids, context, self.tokenizer, max_tokens=limit, sampling=sampling, stop_strings=self.stop,
+            ids, self.manifest.context, self.tokenizer, max_tokens=self.max_tokens, sampling=sampling, stop_strings=self.stop,
             stop_tokens=() if self.ignore_eos else self.manifest.tokens.eos, repetition_stop=self.repetition_stop,
             reasoning=chat, grammar=self.grammar,
         )  # fmt: skip
@@ -109,9 +111,10 @@ class Embeddings:
     """The `Format` of records with text or token ids to embed."""
 
     def __init__(self, embedder: Embedder, prompt: str = "", dimensions: int | None = None):
-        """Embed each record's text with the prefix `prompt`.
+        """Set how texts are embedded.
 
-        dimensions: length of the vectors; None for the model's. PipelineError if it exceeds that.
+        prompt: text to put before each text. dimensions: length of the vectors, up to the model's;
+        None for the model's.
         """
         embedder.check_dimensions(dimensions)
         self.embedder, self.prompt, self.dimensions = embedder, prompt, dimensions
@@ -173,7 +176,7 @@ def _content(message: Mapping[str, Any], index: int) -> str:
 
 
 def column_of(fields: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return the only column of `names` that the record has; PipelineError for none or several."""
+    """Return the one column of `names` with a value in `fields`; PipelineError for 0 or several."""
     found = [name for name in names if fields.get(name) is not None]
     if len(found) != 1:
         columns = " and ".join(found) if found else "no " + " and no ".join(names)

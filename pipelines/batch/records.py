@@ -77,7 +77,7 @@ class Records(Protocol):
 
 
 def is_table(path: str) -> bool:
-    """Return whether `path` is Parquet, not JSON lines or "-"; PipelineError for other names."""
+    """Return True for Parquet, False for JSON lines and "-"; PipelineError for other extensions."""
     if path == "-" or path.lower().endswith(LINES):
         return False
     if path.lower().endswith(TABLE):
@@ -145,7 +145,10 @@ class JsonLines:
 
 
 def _record(index: int, number: int, line: bytes, was_openai: bool) -> Record:
-    """Return record `index` from line `number`; was_openai: the format of the previous record."""
+    """Return the record with index `index` that is parsed from line number `number`.
+
+    was_openai: whether the previous record is in OpenAI's format, as an invalid record then is too.
+    """
     source = line.strip()
     invalid = lambda why: Record(index, {}, {}, source, was_openai, f"line {number} {why}")
     if len(line) > MAX_LINE:
@@ -169,8 +172,8 @@ def _no_constant(name: str) -> NoReturn:
 class Outcome:
     """The result of a record.
 
-    added: output columns with the answer. failed: whether the answer is an error.
-    prompt, generated, cached: numbers of prompt tokens, new tokens and cached prompt tokens.
+    added: output columns with the answer, by name. failed: whether the answer is an error.
+    prompt, generated, cached: numbers of prompt tokens, generated tokens and cached prompt tokens.
     """
 
     added: Mapping[str, Any]
@@ -184,9 +187,9 @@ class Outcome:
 class Work:
     """A record with the engine requests that answer it.
 
-    requests: may be empty, if the answer needs no generation.
+    requests: empty if the answer needs no generation.
     listen: called as `listen(request, event)` for each event of these requests.
-    outcome: called once, after the last request has ended; returns the result.
+    outcome: called once, after the last request has ended; returns the record's result.
     """
 
     record: Record
@@ -199,11 +202,14 @@ class Format(Protocol):
     """A record format: it converts records to `Work`, and errors to an `Outcome`."""
 
     def samples(self, record: Record) -> bool:
-        """Return whether the answer to a record is sampled at random, with the job's seed."""
+        """Return whether tokens of the answer are sampled at random, with a seed of the job's."""
         ...
 
     def work(self, record: Record, seed: int) -> Work:
-        """Return the work for a record; raise PipelineError or ApiError if it is invalid."""
+        """Return the record with its engine requests; raise PipelineError or ApiError if invalid.
+
+        seed: seed of the record, if tokens are sampled.
+        """
         ...
 
     def failed(self, record: Record, error: Exception) -> Outcome:
@@ -217,7 +223,7 @@ class Conversion:
     def __init__(self, plain: Format, openai: Callable[[], Format], identity: bytes, seed: int):
         """Convert plain records with `plain`, and records in OpenAI's format with `openai()`.
 
-        identity: the hash of model and options from `identity`. seed: the job's seed for sampling.
+        identity: result of the function `identity`. seed: the job's seed for sampling.
         """
         self.plain, self.openai, self.identity, self.seed = plain, cache(openai), identity, seed
 
@@ -231,7 +237,7 @@ class Conversion:
         return hashlib.sha256(self.identity + (b"%d " % record.index if numbered else b"") + record.source).hexdigest()[:32]
 
     def work(self, record: Record) -> Work:
-        """Return the work for a record; for an invalid record, work whose outcome is the error."""
+        """Return the record with its engine requests; an invalid one has none, and fails."""
         format_ = self._format(record)
         seed = int.from_bytes(hashlib.sha256(f"{self.seed} {record.key}".encode()).digest()[:8]) >> 1
         try:
@@ -250,7 +256,7 @@ class Conversion:
 
 
 def identity(manifest: Manifest, options: Mapping[str, Any]) -> bytes:
-    """Return a SHA-256 hash of the model and the options that affect answers."""
+    """Return a SHA-256 hash of what affects answers: the bundle's manifest, and `options`."""
     files = {name: file.sha256 for name, file in manifest.files.items() if name not in IDLE_FILES}
     facts = [files, manifest.name, manifest.context, manifest.numerics, manifest.generation, repr(manifest.tokens),
              repr(manifest.encoder), manifest.tool_format, dict(options)]  # fmt: skip

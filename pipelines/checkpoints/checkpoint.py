@@ -52,7 +52,7 @@ _child = ChildProcess(seconds=10, max_bytes=2 << 30)
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A tensor of a checkpoint, or, with its GGUF name, of a GGUF file to read or write."""
+    """A tensor of a checkpoint under its HF name, or of a GGUF file under its GGUF name."""
 
     name: str
     shape: tuple[int, ...]  # (out, in) for a linear layer
@@ -185,7 +185,7 @@ def missing_and_left_over(required: Mapping[str, tuple[int, ...]], checkpoint: C
 
 
 def validate(checkpoint: Checkpoint, vocab: int) -> None:
-    """Raise CheckpointError for invalid token ids, weights that are not finite, or tokenizer."""
+    """Raise CheckpointError for invalid token ids or tokenizer, or weights that are not finite."""
     tokens = [("bos_token_id", checkpoint.bos_token_id), *(("eos_token_id", eos) for eos in checkpoint.eos_token_ids)]
     tokens += [(f"fim_{role}_token_id", token) for role, token in checkpoint.fim_token_ids.items()]
     for key, token in tokens:

@@ -22,7 +22,10 @@ _TENSORS = "model.safetensors"
 
 
 def read_encoding(path: Path) -> Encoding | None:
-    """Return what sentence-transformers' files in a directory state; None without modules.json."""
+    """Return the layers and prompts that sentence-transformers' files in a directory describe.
+
+    None without modules.json.
+    """
     found = json_value(path / MODULES)
     if found is None:
         return None
@@ -109,7 +112,10 @@ def _tokens(value: Any) -> int | None:
 
 
 def base_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors by name; names of a model without head, as Qwen3Model, get `model.` before."""
+    """Return the tensors by name, with the prefix `model.` if the checkpoint leaves it out.
+
+    A checkpoint that was saved without its output head, such as a Qwen3Model, leaves it out.
+    """
     if "embed_tokens.weight" not in tensors:
         return dict(tensors)
     named = {name: name if name.startswith(("lm_head.", "model.")) else f"model.{name}" for name in tensors}

@@ -198,7 +198,7 @@ def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tenso
     ours, theirs = (read_config(config) for config in (checkpoint.config, hf_config(file)))
     if differing := sorted(_differing(ours, theirs)):
         model = f"{checkpoint.path} is a {checkpoint.config['model_type']} model that cannot be written as GGUF"
-        raise CheckpointError(f"{model}, which would change its {', '.join(differing)}; {_CONVERT}")
+        raise CheckpointError(f"{model}, because reading the file would change its {', '.join(differing)}; {_CONVERT}")
 
 
 def _differing(one: Any, other: Any) -> Iterator[str]:
@@ -246,7 +246,8 @@ def export_tokenizer(checkpoint: Checkpoint, vocab: int) -> dict[str, Value]:
     stored = as_read({"general.architecture": architecture_for(checkpoint)[0], **metadata})
     back = tokenizer_json(GgufFile(checkpoint.path, stored, {}))
     if tokenizer_of(back, checkpoint.path).encode(SAMPLE).ids != complete:
-        raise CheckpointError(f"{checkpoint.path} cannot be written as GGUF, which would split text differently; {_CONVERT}")
+        why = "its tokenizer would then split text differently"
+        raise CheckpointError(f"{checkpoint.path} cannot be written as GGUF: {why}; {_CONVERT}")
     return metadata
 
 

@@ -68,21 +68,21 @@ class _Cursor:
 
     def invalid(self, fault: str) -> CheckpointError:
         """Return the error for a file that is not valid GGUF; `fault` describes why."""
-        return CheckpointError(f"{self.path} is not a valid GGUF file: {fault}")
+        return CheckpointError(f"{self.path} is not a valid GGUF file: {fault}; fetch it again")
 
     def take(self, size: int, what: str) -> int:
         """Skip the next `size` bytes and return their offset."""
         if size > len(self.view) - self.at:
-            raise self.invalid(f"it ends inside {what} ({len(self.view)} bytes); fetch it again")
+            raise self.invalid(f"it ends inside {what} ({len(self.view)} bytes)")
         start, self.at = self.at, self.at + size
         return start
 
     def number(self, form: struct.Struct, what: str) -> int | float:
-        """Read one number."""
+        """Read one number of the type `form`, and return it."""
         return form.unpack_from(self.view, self.take(form.size, what))[0]
 
     def string(self, what: str) -> str:
-        """Read a string: its length as u64, then UTF-8."""
+        """Read a string (its length as u64, then UTF-8), and return it."""
         size = self.number(_U64, what)
         start = self.take(size, what)
         self.string_bytes += size + _STRING_OVERHEAD
@@ -94,7 +94,7 @@ class _Cursor:
             raise self.invalid(f"{what} is not UTF-8") from None
 
     def count(self, smallest: int, what: str, limit: int = 2**64) -> int:
-        """Read a count of items, and check that so many items can follow in the file.
+        """Read and return a count of items, after checking that so many can follow in the file.
 
         smallest: min bytes of an item. limit: max count.
         """
@@ -106,7 +106,7 @@ class _Cursor:
         return count
 
     def value(self, kind: int, what: str):
-        """Read a metadata value of GGUF's type `kind`."""
+        """Read a metadata value of GGUF's type `kind`, and return it."""
         if kind == _STRING:
             return self.string(what)
         if kind != _ARRAY:
@@ -117,7 +117,7 @@ class _Cursor:
         return self.numbers(kind, what)
 
     def numbers(self, kind: int, what: str, count: int | None = None) -> np.ndarray:
-        """Read numbers of GGUF's type `kind`; count: None to read the count from the file first."""
+        """Read and return `count` numbers of type `kind`; for None, first read the count."""
         if kind not in _NUMBERS:
             raise self.invalid(f"{what} has the unsupported value type {kind}")
         dtype = np.dtype(_NUMBERS[kind])
@@ -131,9 +131,10 @@ class _Cursor:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Map a GGUF file, or all parts of a split one given the first; CheckpointError if it is invalid.
+    """Map a GGUF file, or all parts of a split model if `path` is its first part.
 
-    The metadata are those of the first part, without its number.
+    The metadata are those of the first part, without the keys about the split. Raises
+    CheckpointError for an invalid file.
     """
     file = _read_part(path)
     split = {key: file.metadata.pop(key, None) for key in ("split.count", "split.no", "split.tensors.count")}
@@ -213,7 +214,7 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tensor]:
         if offset % alignment:
             raise cursor.invalid(f"the data of {name} starts at {offset}, not a multiple of {alignment}")
         if start + offset + tensor.nbytes > len(cursor.view):
-            raise cursor.invalid(f"the data of {name} ends past the file's {len(cursor.view)} bytes; fetch it again")
+            raise cursor.invalid(f"the data of {name} ends past the file's {len(cursor.view)} bytes")
         if start + offset < end:
             raise cursor.invalid(f"the data of {before} and of {name} overlap")
         end, before = start + offset + tensor.nbytes, name

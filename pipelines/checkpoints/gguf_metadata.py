@@ -34,7 +34,7 @@ class Metadata:
         """Return the error for a key with an invalid value; `wanted` describes a valid value."""
         value = self.get(key)
         stated = shorten(value.tolist() if isinstance(value, np.ndarray) else value, 40)
-        return self.error(f"{self.prefix}{key} is {stated}, not {wanted}")
+        return self.error(f"{self.prefix}{key} is {stated}, not {wanted}; convert the model again")
 
     def get(self, key: str, default=None):
         """Return the value of a key without checking its type."""

@@ -1,12 +1,12 @@
-"""Run the requests of a file, as many at once as the bundle's batch functions have slots.
+"""Answer every record of a file; a bundle with batch functions answers several at once.
 
-A record is a prompt (text or token ids) or messages, with other columns, which its result keeps; or
-a request in OpenAI's batch format (custom_id, method, url and body). IN and OUT are JSON lines or
-Parquet, by their extension; - is JSON lines on stdin or stdout.
+A record has a column prompt (text or token ids) or messages; its other columns are copied to its
+result. Or it is a request in OpenAI's batch format, with custom_id, method, url and body. IN and
+OUT are JSON lines or Parquet, by their file name extension; - is JSON lines on stdin or stdout.
 
-If a record fails, its result has the error. OUT appears when all records are done; until then the
-results are in OUT.journal. The same command continues an interrupted job, and computes only records
-that are new or have changed.
+The result of a failed record has an error message. OUT is written when all records are finished;
+until then the results are in OUT.journal. After an interruption, run the same command again: it
+answers only records that are new or have changed.
 """
 
 import argparse
@@ -35,23 +35,23 @@ examples:
   castiron batch build/model prompts.jsonl -o answers.jsonl --ray head:6379
   castiron batch build/embeddinggemma-300m texts.jsonl -o vectors.parquet --embed
 
-Each record has its own seed, made from --seed and its number: the same job gives the same results.
+Each record has its own seed, derived from --seed, so the same job gives the same results.
 
 A result has generated (text), finish_reason, prompt_tokens, generated_tokens, error, and
 reasoning_content of a reasoning model; with --embed: embedding, prompt_tokens, truncated and error.
 
---json prints one object: records (number of records), before (done by an earlier run), failed,
+--json prints one object: records (number of records), before (finished by earlier runs), failed,
 prompt_tokens, generated_tokens, cached_tokens (of the prompts), duplicates (records with the
 custom_id of an earlier one), seconds, tok_s, output.
 """
 # Seconds between two progress lines where stderr is not a terminal.
 REPORT_SECONDS = 60.0
-# Options for plain prompts: requests in OpenAI's format have their own.
+# Options with an effect on plain prompts only: requests in OpenAI's format set them in their bodies.
 PROMPT_OPTIONS = {
     "max_tokens", "ignore_eos", "system", "raw", "temperature", "temperature_schedule", "top_k", "top_p", "min_p",
     "repeat_penalty", "stop", "repetition_stop", "json_schema",
 }  # fmt: skip
-# Options that change answers, besides the seed: they are part of a record's key.
+# Options that change answers. They are part of a record's key, as is the seed.
 ANSWER_OPTIONS = PROMPT_OPTIONS | {"template_arg", "embed", "prompt_name", "dimensions", "name"}
 
 
@@ -59,9 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     parser.add_argument("input", metavar="IN", help="records: .jsonl or .parquet; - is JSON lines on stdin")
     parser.add_argument("-o", "--output", metavar="OUT", required=True,
-                        help="results, in the same formats; - is stdout, which cannot be continued")  # fmt: skip
+                        help="results: .jsonl or .parquet; - is stdout, where a job cannot be continued")  # fmt: skip
     options.add_options(parser, "-n --max-tokens", "-c --context", "--json")
-    parser.add_argument("--ray", metavar="ADDRESS", help="run on a Ray cluster: host:port, auto, or local")
+    parser.add_argument("--ray", metavar="ADDRESS", help="run on a Ray cluster: host:port, auto, or local (started here)")
     group = parser.add_argument_group("prompt")
     group.add_argument("--system", metavar="TEXT", help="system message before each prompt")
     options.add_options(group, "--raw", "--template-arg", "--ignore-eos", "--json-schema")
@@ -94,10 +94,10 @@ def main(args: argparse.Namespace) -> int:
             summary = run_job(records, key, answer, output, progress_reporter(progress))
     except KeyboardInterrupt:
         if output:
-            print_message("finished results are stored; the same command continues")
+            print_message("finished results are stored; run the same command again to continue")
         raise
     if summary.duplicates:
-        print_message(f"{counted(summary.duplicates, 'record')} with a custom_id of an earlier record")
+        print_message(f"{counted(summary.duplicates, 'record')} with the custom_id of an earlier record")
     print_message(summary_line(summary) + (f"; results in {output}" if output else ""))
     if args.json:
         rounded = {"seconds": round(summary.seconds, 3), "tok_s": round(summary.tokens_per_second, 1), "output": args.output}
@@ -107,7 +107,10 @@ def main(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def engine(args: argparse.Namespace, bundle: "Bundle") -> "Iterator[tuple[Callable[[Record], str], Answer]]":
-    """Yield a function that returns a record's key, and one that answers records."""
+    """Yield two functions for `run_job`: one returns a record's key, the other answers records.
+
+    With --ray, the second function answers the records on the Ray cluster.
+    """
     from castiron.pipelines.batch.job import answering
 
     if args.ray is None:
@@ -123,16 +126,16 @@ def engine(args: argparse.Namespace, bundle: "Bundle") -> "Iterator[tuple[Callab
 
 
 def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "tuple[Conversion, Engine | None]":
-    """Return the conversion of records to requests, and the engine that runs these.
+    """Return the converter of records to engine requests, and the engine that runs the requests.
 
-    The engine is None for embeddings, and if `runs` is false. args.json_schema is the schema, not
-    its path.
+    The engine is None for an embedding model, and if `runs` is false. args.json_schema must be the
+    schema itself, not the path of its file.
     """
     from castiron.pipelines.batch.records import Conversion, identity
     from castiron.pipelines.engine.engine import Engine
     from castiron.pipelines.engine.memory import print_memory, slots_of
 
-    # An actor opens the bundle itself.
+    # Set the context here, because an actor of a cluster opens the bundle without it.
     bundle = bundle if args.context is None else bundle.with_context(args.context)
     manifest, seed = bundle.manifest, args.seed or 0
     given = {name: value for name, value in vars(args).items() if name in ANSWER_OPTIONS}
@@ -147,7 +150,11 @@ def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "t
 
 
 def text_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, Callable[[], Format]]":
-    """Return the `Format` of records with a prompt, and a function that returns OpenAI's format."""
+    """Return the `Format` of plain prompts, and a function that makes that of OpenAI's requests.
+
+    The function is called at the first record in OpenAI's format, and prints which options have no
+    effect on it.
+    """
     from castiron.pipelines.batch.openai_batch import OpenAI
     from castiron.pipelines.batch.plain_records import Prompts
     from castiron.pipelines.text.tokenizer import load_tokenizer
@@ -156,11 +163,11 @@ def text_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, C
         raise PipelineError("--prompt-name and --dimensions need --embed; add it, or remove them")
     # Each record gets its own seed; this checks the range of --seed.
     unseeded = argparse.Namespace(**vars(args) | {"seed": None})
-    sampling, (max_tokens, default) = options.sampling_of(unseeded), options.length_of(args.max_tokens)
+    sampling, max_tokens = options.sampling_of(unseeded), options.answer_limit(args.max_tokens)
     replace(sampling, seed=args.seed)
     text = load_tokenizer(bundle, dict(args.template_arg))
     plain = Prompts(
-        bundle.manifest, text, max_tokens, default, sampling, args.stop, args.ignore_eos, args.repetition_stop, args.raw,
+        bundle.manifest, text, max_tokens, sampling, args.stop, args.ignore_eos, args.repetition_stop, args.raw,
         args.system, args.json_schema,
     )  # fmt: skip
 
@@ -175,7 +182,7 @@ def text_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, C
 
 
 def embedding_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, Callable[[], Format]]":
-    """Return the `Format` of records with a text, and a function that returns OpenAI's format."""
+    """Return the `Format` of texts to embed, and a function that makes OpenAI's `Format`."""
     from castiron.pipelines.batch.openai_batch import OpenAI
     from castiron.pipelines.batch.plain_records import Embeddings
     from castiron.pipelines.text.embedder import Embedder
@@ -189,20 +196,23 @@ def embedding_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Form
 
 
 def names(args: argparse.Namespace, bundle: "Bundle") -> list[str]:
-    """Return the names of the model in requests, as in castiron serve."""
+    """Return the values of a request's "model" that mean this bundle, as in castiron serve."""
     own = [bundle.manifest.name, bundle.path.resolve().name.removesuffix(".castiron")]
     return [args.name] if args.name else list(dict.fromkeys(own))
 
 
 def progress_reporter(progress: Progress) -> "Callable[[Summary, float | None], None]":
-    """Return a callback that reports progress: with a bar at a terminal, else in lines."""
+    """Return a callback that draws a bar at a terminal, and else prints a line once a minute.
+
+    It takes the counts and the finished fraction of the input, which is None if unknown.
+    """
     last = time.monotonic()
 
     def report(summary: "Summary", share: float | None) -> None:
         nonlocal last
         note = f"{counted(summary.records, 'record')}, {summary.tokens_per_second:,.0f} tok/s"
         if progress.shown:
-            # The summary replaces a full bar.
+            # At 1 the bar would be erased and drawn again for the next record.
             progress("records", min(share or 0.0, 0.999), note)
         elif time.monotonic() - last > REPORT_SECONDS:
             last = time.monotonic()
@@ -215,7 +225,7 @@ def progress_reporter(progress: Progress) -> "Callable[[Summary, float | None], 
 
 
 def summary_line(summary: "Summary") -> str:
-    """Format the counts of a job."""
+    """Return the counts and the speed of a job as one line."""
     counts = [f"{number:,} {what}" for number, what in ((summary.failed, "failed"), (summary.before, "done before")) if number]
     records = counted(summary.records, "record") + (f" ({', '.join(counts)})" if counts else "")
     cached = f" ({summary.cached_tokens:,} cached)" if summary.cached_tokens else ""

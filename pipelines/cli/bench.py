@@ -1,9 +1,10 @@
 """Measure decode and prefill speed, time to first token and memory, beside the machine's limits.
 
---shape measures a random checkpoint of a known model's shape instead of a bundle; it is written and
-compiled once, in the cache. --kernel times one kernel on weights larger than the CPU's caches.
-Engines run in processes of their own and take turns: the first turn warms up, and the result is the
-median of the others. Read bandwidth and f32 peak are measured between turns.
+--shape measures a model with random weights and the shape of a known model instead of a bundle; its
+bundle is cached. --kernel times one kernel on weights larger than the CPU's caches. Each engine
+runs in its own process. The engines take turns: the first turn warms up, and the result is the
+median of the other turns. The machine's limits, which are its read bandwidth and its f32 peak, are
+measured between turns.
 """
 
 import argparse
@@ -37,7 +38,7 @@ ttft_ms (from process start to the first token after a 32-token prompt), rss_mb 
 prefill_peak_share (of the f32 peak), null for unknown work; machine with read_gb_s and
 peak_gflop_s; ratios (above 1: castiron is better); settings; missing (peers that could not be
 measured, and why).
-With --kernel: kernel, us (a call without overhead_us, the time of an empty call), calls, bytes,
+With --kernel: kernel, us (time of a call minus overhead_us, that of an empty call), calls, bytes,
 flops, gb_s, gflop_s, bound (memory, compute or cache), limit_share (null in cache), runs, machine,
 settings.
 """
@@ -109,7 +110,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise PipelineError for options that exclude each other or that name nothing to measure."""
+    """Raise PipelineError if options exclude each other, or if they name nothing to measure."""
     if args.kernel and not args.shape:
         raise PipelineError(f"--kernel {args.kernel} needs --shape; see castiron bench --help")
     if args.bundle is None and not args.shape:
@@ -127,7 +128,10 @@ def check(args: argparse.Namespace) -> None:
 
 
 def compiled_shape(settings, args: argparse.Namespace, progress: Progress):
-    """Return the bundle of a random checkpoint with a known model's shape; both are cached."""
+    """Return a bundle with random weights and the shape --shape; compile it if it is not cached.
+
+    settings: the measurement; the bundle's context is at least `settings.context`.
+    """
     from castiron.pipelines.compile.open_model import open_or_compile
     from castiron.pipelines.compile.options import Options
     from castiron.pipelines.evaluate.random_checkpoint import DEFAULT_CODEC, random_checkpoint

@@ -1,11 +1,11 @@
 """List and clear the files that castiron caches, or add a long system message to a prefix cache.
 
-The folder is $CASTIRON_CACHE, else $XDG_CACHE_HOME/castiron, else ~/.cache/castiron. castiron can
-make all files again, except the history of chats.
+The folder is $CASTIRON_CACHE, else $XDG_CACHE_HOME/castiron, else ~/.cache/castiron. castiron makes
+a cleared file again when it needs it, except the history of chats.
 
-castiron cache add BUNDLE FILE --prefix-cache DIR computes the bundle's state after the system
-message in FILE (with --raw: after plain text), and stores it in DIR. run, chat and serve reuse it
-with the same option.
+castiron cache add BUNDLE FILE --prefix-cache DIR computes the model's state after the system
+message in FILE (with --raw: after plain text), and stores it in DIR. run, chat and serve with the
+same --prefix-cache DIR reuse it.
 """
 
 import argparse
@@ -32,8 +32,8 @@ examples:
   castiron cache add build/model system.txt --prefix-cache states
 
 models      checkpoints fetched by name
-compile     output of iree-compile; above 512 MB the least recently used files go
-verified    which bundles' hashes were checked
+compile     output of iree-compile; above 512 MB the least recently used files are deleted
+verified    bundles whose hashes were checked
 calibrated  activation sizes on a text, for compile --calibrate
 tuned       tiles that castiron tune found
 shapes      random checkpoints of castiron bench --shape
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", nargs="?", choices=("list", "clear", "add"), default="list", help="default: list")
     parser.add_argument("words", nargs="*", metavar="KIND|BUNDLE FILE",
                         help="list, clear: kinds, as below (default: all); add: a bundle and a text file")  # fmt: skip
-    parser.add_argument("--older-than", type=float, metavar="DAYS", help="clear files that were not used for so many days")
+    parser.add_argument("--older-than", type=float, metavar="DAYS", help="clear only files that were not used for so many days")
     add_options(parser, "--json")
     group = parser.add_argument_group("castiron cache add")
     add_options(group, "--prefix-cache", "--prefix-cache-size", "--raw", "--template-arg", "--threads")
@@ -87,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def add(args: argparse.Namespace) -> int:
-    """Store the model's state after a prefix in the folder --prefix-cache."""
+    """Run `castiron cache add`: store the model's state after a text in --prefix-cache."""
     if len(args.words) != 2 or args.prefix_cache is None:
         args.parser.error("add needs a bundle, a file and --prefix-cache DIR")
     from castiron.pipelines.cli.run import decoded
@@ -112,9 +112,9 @@ def add(args: argparse.Namespace) -> int:
 
 
 def prefix_tokens(text: "Tokenizer", prefix: str, raw: bool) -> "np.ndarray":
-    """Return the first token ids, i32 [n], of every conversation with this system message.
+    """Return the token ids, i32 [n], that begin every prompt with the system message `prefix`.
 
-    raw: return those of every plain text that begins with `prefix` instead.
+    raw: whether `prefix` is the beginning of a plain text instead.
     """
     import numpy as np
 
@@ -125,6 +125,6 @@ def prefix_tokens(text: "Tokenizer", prefix: str, raw: bool) -> "np.ndarray":
         return np.array(text.encode(prefix)[:-1], np.int32)
     # A shell also strips the last line feed from --system "$(cat FILE)".
     system = {"role": "system", "content": prefix.rstrip("\n")}
-    # Questions with different first letters: the common first tokens are those of the prefix.
+    # The two questions differ in their first letter, so only the tokens of the prefix are equal.
     prompts = [np.array(text.encode_chat([system, {"role": "user", "content": q}]), np.int32) for q in ("A", "7")]
     return prompts[0][: common_prefix(*prompts)]

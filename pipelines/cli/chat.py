@@ -1,8 +1,8 @@
-"""Have a conversation in the model's chat template; a turn computes only its own tokens.
+"""Have a conversation with a model; each turn computes only its new tokens.
 
 /help lists the commands: /retry, /undo, /system, /set, /show, /reset, /save, /load, /quit. Ctrl-C
-stops an answer and Ctrl-D ends the chat. If the context is full, the oldest turns are dropped with
-a message, and the system message stays.
+stops an answer and Ctrl-D ends the chat. When the context is full, castiron drops the oldest turns
+but not the system message, and prints a message.
 """
 
 import argparse
@@ -36,7 +36,7 @@ BLOCK = '"""'
 COMMANDS = {
     "/retry": ("", "answer the last question again"),
     "/undo": ("", "remove the last question and its answer"),
-    "/system": ("TEXT", "change the system message, or show it; none removes it"),
+    "/system": ("TEXT", "show or change the system message; /system none removes it"),
     "/set": ("NAME VALUE", "change a setting, or show them all"),
     "/show": ("", "describe the model and the settings"),
     "/reset": ("", "start a new conversation with the same system message, as /clear does"),
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message before the conversation")
     parser.add_argument("--load", metavar="FILE", help="continue a conversation that /save wrote")
     options.add_options(parser, "-n --max-tokens", "-c --context")
-    parser.add_argument("--no-history", action="store_true", help="neither read nor store what is typed")
+    parser.add_argument("--no-history", action="store_true", help="do not read or store the history of typed messages")
     parser.add_argument("--quiet", action="store_true", help="do not print speed and context after each answer")
     group = parser.add_argument_group("prompt")
     options.add_options(group, "--template-arg", "--parse-special", "--prefix-cache", "--prefix-cache-size")
@@ -75,14 +75,14 @@ def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.text.tokenizer import load_tokenizer
     from castiron.vmfb.cache import cache_root
 
-    max_tokens, default = options.length_of(args.max_tokens)
+    max_tokens = options.answer_limit(args.max_tokens)
     bundle, engine = options.open_engine(args)
     sampling = options.sampling_of(args, bundle.manifest.generation)
     text = load_tokenizer(bundle, dict(args.template_arg), args.parse_special)
     if text.chat_template is None:
         raise PipelineError(f"{bundle.path} has no chat template; castiron run --raw continues plain text")
     chat = Chat(
-        engine, text, sampling=sampling, system=args.system, stops=args.stop, max_tokens=max_tokens, usual_tokens=default,
+        engine, text, sampling=sampling, system=args.system, stops=args.stop, max_tokens=max_tokens,
         repetition_stop=args.repetition_stop,
     )  # fmt: skip
     if args.load:
@@ -112,7 +112,7 @@ class Console:
         }
 
     def run(self) -> int:
-        """Answer until /quit or the end of the input; return the exit status."""
+        """Answer messages until /quit or the end of stdin; return the exit status."""
         failed = False
         while True:
             try:
@@ -134,7 +134,7 @@ class Console:
                 failed = failed or not self.input.terminal
 
     def turn(self, message: str, may_command: bool = True) -> None:
-        """Answer a message, or run it as a command if it is one."""
+        """Answer a message, or run it if it is a command and `may_command` is true."""
         command, _, rest = message.strip().partition(" ")
         if not command:
             return
@@ -181,9 +181,10 @@ class Console:
         print_message(f"{counted(len(self.chat.messages), 'message')} {where} {path}")
 
     def answer(self, ask: Callable[[Callable[[int, int], None]], Iterator[str]]) -> None:
-        """Print an answer as it streams.
+        """Print an answer while the model generates it.
 
-        `ask`: takes a callback for the progress of prefill, and returns an iterator over the text.
+        ask: starts the answer, and returns an iterator over its text. Its argument is a callback
+        for the progress of prefill, called with (prompt tokens read, all prompt tokens).
         """
         from castiron.pipelines.cli.run import AnswerOutput
 
@@ -234,9 +235,9 @@ class Console:
 
 
 def settings(chat: "Chat", name: str = "") -> dict[str, str]:
-    """Return all settings by name, or only `name`; PipelineError for an unknown name."""
+    """Return all settings, or only `name`, as text by name; PipelineError for an unknown name."""
     values = {setting: getattr(chat.sampler.sampling, setting.replace("-", "_")) for setting in SAMPLING}
-    values |= {"max-tokens": chat.max_tokens or chat.usual_tokens or -1, "system": chat.system}
+    values |= {"max-tokens": chat.max_tokens or -1, "system": chat.system}
     shown = {setting: NONE if value is None else f"{value:g}" if isinstance(value, float) else str(value)
              for setting, value in values.items()}  # fmt: skip
     if name and name not in shown:
@@ -251,7 +252,7 @@ def change(chat: "Chat", name: str, value: str) -> None:
     if name == "system":
         chat.instruct(None if value == NONE else value)
     elif name == "max-tokens":
-        chat.max_tokens, chat.usual_tokens = options.length_of(int(_number(name, value, int)))
+        chat.max_tokens = options.answer_limit(int(_number(name, value, int)))
     elif name in SAMPLING:
         number = None if name == "seed" and value == NONE else _number(name, value, SAMPLING[name])
         field = name.replace("-", "_")
@@ -275,7 +276,10 @@ def _number(name: str, value: str, kind: type) -> float:
 
 
 class ChatInput:
-    """A reader of messages from stdin; history: file that stores typed messages."""
+    """A reader of messages from stdin.
+
+    history: file to which typed messages are added at a terminal; None for no history.
+    """
 
     def __init__(self, history: Path | None = None):
         self.terminal = sys.stdin.isatty()
@@ -284,8 +288,8 @@ class ChatInput:
     def message(self) -> tuple[str, bool] | None:
         """Return the next message, and whether it may be a command; None at the end of stdin.
 
-        A message is a line, the lines of one paste, or the lines between three quotes. Ctrl-C
-        discards them and raises KeyboardInterrupt.
+        A message is a line, the lines of one paste, or the lines between triple quotes. Ctrl-C
+        discards an unfinished message and raises KeyboardInterrupt.
         """
         if (line := self._line(PROMPT)) is None:
             return None
@@ -295,7 +299,7 @@ class ChatInput:
         return message, "\n" not in message
 
     def _block(self, line: str | None) -> str:
-        """Return the text from `line` to the closing quotes, or to the end of the input."""
+        """Return the text of `line` and the lines after it, up to the closing triple quotes."""
         lines: list[str] = []
         while line is not None and not line.rstrip().endswith(BLOCK):
             lines.append(line)
@@ -325,13 +329,13 @@ def _prompt_session(history: Path | None) -> Any:
         from prompt_toolkit.output import create_output
         from prompt_toolkit.shortcuts import CompleteStyle
     except ImportError:
-        # input() then edits lines.
+        # If readline is imported, input() can edit lines.
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401
         return None
 
     class LineCompleter(Completer):
-        """Complete commands, settings after /set, and files after /save and /load."""
+        """A completer of commands, of settings after /set, and of files after /save and /load."""
 
         commands = WordCompleter([f"{name} " if needed else name for name, (needed, _) in COMMANDS.items()], sentence=True)
         arguments = {

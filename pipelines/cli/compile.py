@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def replace_module(args: argparse.Namespace) -> int:
-    """Replace the module of the bundle MODEL by one that the user compiled."""
+    """Run `castiron compile --module`: replace the bundle's .vmfb file; return the exit status."""
     from castiron.pipelines.errors import PipelineError
     from castiron.vmfb import replace_module as compiled
     from castiron.vmfb.bundle import open_bundle

@@ -1,7 +1,8 @@
 """Run a model with castiron and HF transformers, and show the first module that differs.
 
-castiron runs the emitted graph in a NumPy interpreter, in f32: a difference is in the mathematics,
-not in a kernel. --lowering kernels runs the kernels' NumPy definitions. Use a small model.
+castiron interprets the emitted graph with NumPy in f32, so a difference comes from the mathematics
+of the model, not from a kernel. --lowering kernels runs the NumPy definition of each kernel. Use a
+small model, because the interpreter is slow.
 """
 
 import argparse
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     given.add_argument("--tokens", type=token_ids, metavar="IDS", help="the token ids to run: 1,2,3")
     add_options(parser, "--lowering", default="portable", help="graph to run: portable (default) or kernels")
     parser.add_argument("--tolerance", type=float, default=1e-3, metavar="X",
-                        help="difference that counts as equal, by HF's root mean square (default: 0.001)")  # fmt: skip
+                        help="largest difference that counts as equal, relative to HF's values (default: 0.001)")  # fmt: skip
     add_options(parser, "--json", "--ignore-key")
 
 
@@ -48,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def tokens_of(args: argparse.Namespace, checkpoint) -> list[int]:
-    """Return the token ids to run, at least two."""
+    """Return the token ids of --tokens or --prompt; PipelineError if there are fewer than two."""
     from castiron.pipelines.errors import PipelineError
 
     if args.tokens:
@@ -66,7 +67,7 @@ def tokens_of(args: argparse.Namespace, checkpoint) -> list[int]:
 
 
 def report(found: dict) -> list[str]:
-    """Format the result as text, with the last modules up to the first difference."""
+    """Return lines about the result of `compare`: the last modules up to the first difference."""
     modules, first = found["modules"], found["first"]
     width = max(len(each["module"]) for each in modules)
     end = next((i for i, each in enumerate(modules) if each["module"] == first), len(modules) - 1)

@@ -21,7 +21,7 @@ examples:
   castiron embed build/embeddinggemma-300m --file lines.txt --dimensions 256 -o vectors.npy
   cat lines.txt | castiron embed build/embeddinggemma-300m -
 
-A line has index, tokens, truncated and embedding. --json prints one object instead: model, prompt,
+Each line has index, tokens (number), truncated and embedding. --json prints one object: model, prompt,
 dimensions, truncated (number of texts) and embeddings, a list of {index, tokens, truncated,
 embedding}.
 """
@@ -74,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def texts_of(args: argparse.Namespace) -> Iterator[str]:
-    """Yield the texts to embed; PipelineError if there are none."""
+    """Yield the texts of the arguments, a file or stdin; PipelineError if there are none."""
     if args.texts and args.file:
         args.parser.error("argument TEXT: not allowed with --file")
     source = "-" if args.texts == ["-"] else args.file

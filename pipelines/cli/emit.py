@@ -1,7 +1,8 @@
 """Print the MLIR of a checkpoint. The same checkpoint and options give the same bytes.
 
---function and --layer print a part of it, and --kernel one kernel without a model; each is a
-complete module. --lowering portable --weights-as arguments prints pure StableHLO, for any compiler.
+--function and --layer print a part of the model, and --kernel prints one kernel without a model.
+The output is always a complete module. --lowering portable --weights-as arguments prints pure
+StableHLO, for any compiler.
 """
 
 import argparse
@@ -40,13 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--function", metavar="NAME", help="print one function: decode_step, prefill_128, ...")
     parser.add_argument("--layer", type=int, metavar="N", help="print one layer, from 0; its inputs become arguments")
     parser.add_argument("--weights-as", choices=("parameters", "arguments"), default="parameters", metavar="FORM",
-                        help="weights are the module's parameters (default), or arguments")  # fmt: skip
+                        help="weights are parameters of the module (default), or arguments of functions")  # fmt: skip
     add_options(parser, "--json")
     group = parser.add_argument_group("one kernel instead of a MODEL")
     group.add_argument("--kernel", metavar="NAME", help=f"{', '.join(list(KINDS)[:4])}, ...; see below")
     group.add_argument("--shape", metavar="NxN", help="sizes of the kernel, as below")
-    group.add_argument("--codec", default="f32", metavar="TYPE", help="type of its weight: q4_1, bf16, ... (default: f32)")
-    group.add_argument("--tokens", type=int, metavar="N", help="tokens that it processes at once, as below")
+    group.add_argument("--codec", default="f32", metavar="TYPE", help="type of the weight: q4_1, bf16, ... (default: f32)")
+    group.add_argument("--tokens", type=int, metavar="N", help="tokens that the kernel processes at once, as below")
     group.add_argument("--isa", choices=("avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx", "neon", "neoni8mm"),
                        metavar="ISA", help="avx2, avx512, amx, neon, ... (default: that of --target)")  # fmt: skip
     add_compile_options(parser)

@@ -2,7 +2,8 @@
 
 The text (by default four chapters of a novel) is divided into chunks of --context tokens, and the
 second half of each chunk is scored, as by llama.cpp's perplexity tool. The base is another bundle,
-HF transformers in f32, or llama.cpp: so one measures what --numerics fast or quantisation costs.
+HF transformers in f32, or llama.cpp. The divergence from a more exact base is the cost of
+quantisation or of --numerics fast.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def report(facts: dict) -> list[str]:
-    """Format the result with the names of llama.cpp's perplexity tool."""
+    """Return the lines to print; facts: the object that --json prints."""
     base = facts["base"]
     head = (
         f"{facts['model']} ({arithmetic(facts['numerics'], facts['cache'])}), {facts['text']}: {facts['chunks']} chunks of "
@@ -116,22 +117,22 @@ def report(facts: dict) -> list[str]:
 
 
 def plus_minus(value: dict[str, float]) -> str:
-    """Format a mean and its error."""
+    """Return the members "mean" and "error" of `value` as the text "mean ± error"."""
     return f"{value['mean']:10.6f} ± {value['error']:10.6f}"
 
 
 def percent(value: dict[str, float]) -> str:
-    """Format a share of 1 and its error in percent."""
+    """Return the members "mean" and "error" of `value`, fractions of 1, as text in percent."""
     return f"{100 * value['mean']:6.3f} ± {100 * value['error']:5.3f} %"
 
 
 def arithmetic(numerics: str, cache: str) -> str:
-    """Describe a bundle's numerics and cache type: `exact`, or `fast, cache of f16`."""
+    """Return a bundle's numerics, with its cache type unless f32: "fast, cache of f16"."""
     return numerics + f", cache of {cache}" * (cache != "f32")
 
 
 def hf_rows(checkpoint: Path, weights: str, threads: int, adapter: Path | None) -> Rows:
-    """Return a function that yields logits of HF transformers, which reads the checkpoint."""
+    """Return a function that yields HF transformers' logits (see `Rows`, `load_reference`)."""
     model = load_reference(checkpoint, weights, threads, adapter)
 
     def rows(tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
@@ -146,7 +147,7 @@ def hf_rows(checkpoint: Path, weights: str, threads: int, adapter: Path | None) 
 
 
 def llama_cpp_rows(checkpoint: Path, context: int, threads: int) -> Rows:
-    """Return a function that yields logits of llama.cpp: f16 cache, int8 activations."""
+    """Return a function that yields llama.cpp's logits for a GGUF file (see `Rows`)."""
     from llama_cpp import Llama
 
     try:
@@ -165,13 +166,13 @@ def llama_cpp_rows(checkpoint: Path, context: int, threads: int) -> Rows:
 
 
 def base_of(bundle: Bundle, named: str, context: int, threads: int, checkpoint: str | None = None) -> tuple[str, Rows]:
-    """Return the name of a base, and a function that yields its logits.
+    """Return the name of the base model, and a function that yields its logits (see `Rows`).
 
     named: the value of --against: hf, llama.cpp or the path of a bundle. context: positions that
-    the base needs.
+    the base needs. checkpoint: the value of --checkpoint, for hf and llama.cpp.
     """
     if named == "hf":
-        # HF's weights are not quantised, to measure the cost of that, but rounded to a float type like the bundle's.
+        # HF's weights are not quantised, so that the divergence shows the cost of quantisation. A float type is applied.
         weights = "native" if bundle.manifest.weights in QUANTISED else bundle.manifest.weights
         return "HF transformers", hf_rows(checkpoint_of(bundle, checkpoint), weights, threads, adapter_of(bundle))
     if named == "llama.cpp":

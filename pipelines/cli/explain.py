@@ -1,9 +1,10 @@
-"""Show the time of each kernel in a call, with its module in the model, its work and its limit.
+"""Show how long each kernel of a call takes, in which module, and how near it is to its limit.
 
-A kernel's limit is the time to read its bytes at the read bandwidth or to compute its FLOP at the
-peak, whichever is longer; "in cache" means that it reads faster than memory can. The limits are
-measured in turn with the call. Times come from IREE's profiler, which slows short kernels down a
-little. "no kernel" is the rest of the call, which is timed without the profiler.
+A kernel's limit is the time to read its bytes at the machine's read bandwidth, or to compute its
+FLOP at the machine's peak, whichever is longer. "in cache" means that the kernel reads faster than
+memory can deliver. Bandwidth and peak are measured in turns with the call. Times of kernels come
+from IREE's profiler, which slows short kernels down a little. "no kernel" is the rest of the call's
+time, which is measured without the profiler.
 """
 
 import argparse
@@ -32,7 +33,7 @@ bytes, flops, bound: memory, compute or cache, and limit_share, null in cache).
 # Columns of a line.
 WIDTH = 100
 REST = "no kernel"
-# Times that the call and the limits are measured in turn.
+# How many times the call and the limits are measured, in turns.
 ROUNDS = 3
 
 
@@ -53,7 +54,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def explain(bundle: Bundle, function_name: str, position: int, threads: int | None) -> dict[str, Any]:
-    """Time every kernel of a call, in turn with the machine's limits; return what --json prints."""
+    """Return the times of a call's kernels and the machine's limits: the object that --json prints.
+
+    position: number of tokens in the KV cache.
+    """
     functions = {function.name: function for function in bundle.manifest.functions}
     if function_name not in functions:
         raise PipelineError(f"unknown function: {function_name}; this bundle has {', '.join(functions)}")
@@ -74,7 +78,10 @@ def explain(bundle: Bundle, function_name: str, position: int, threads: int | No
 
 
 def described(measured: Profile, rows: list[dict], limits: Mapping[str, float]) -> dict[str, Any]:
-    """Return the JSON object of a call and its kernels."""
+    """Return the object that --json prints.
+
+    measured: the call. rows: results of `kernel_row`. limits: the machine's limits by name.
+    """
     flops = sum(row["flops"] or 0 for row in rows)
     return {
         "function": measured.function,
@@ -83,14 +90,18 @@ def described(measured: Profile, rows: list[dict], limits: Mapping[str, float]) 
         "machine": limits,
         "call_ms": measured.seconds * 1e3,
         "dispatches": rows,
-        # At least 0, because kernels are timed in other calls.
+        # At least 0: the kernels are timed in other calls than `measured.seconds`, so their sum can be larger.
         "rest_ms": max(0.0, measured.seconds * 1e3 - sum(row["ms"] for row in rows)),
         "peak_share": flops / measured.seconds / (limits["peak_gflop_s"] * 1e9),
     }
 
 
 def kernel_row(dispatch: Dispatch, work: Mapping[str, Mapping], position: int, limits: Mapping[str, float]) -> dict[str, Any]:
-    """Describe one kernel over all its calls, as an entry of `dispatches` in the JSON object."""
+    """Return the entry of one kernel in `dispatches`, with sums over its calls.
+
+    work: FLOP, bytes and module paths of the function's kernels by name, from the manifest.
+    limits: the machine's limits by name.
+    """
     kernel = work.get(dispatch.name.removesuffix("_fn"), {})
     nbytes, flops = (amount(kernel, unit, position) * kernel["calls"] if kernel else None for unit in ("bytes", "flops"))
     bound, share = (
@@ -109,7 +120,7 @@ def kernel_row(dispatch: Dispatch, work: Mapping[str, Mapping], position: int, l
 
 
 def table(result: Mapping[str, Any]) -> list[str]:
-    """Format the result as lines of at most WIDTH columns."""
+    """Return the result of `explain` as lines of at most WIDTH columns."""
     machine, rows, rest = result["machine"], result["dispatches"], result["rest_ms"]
     total = sum(row["ms"] for row in rows) + rest
     threads = result["threads"]

@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def bundle(path: str) -> tuple[dict, list[str]]:
-    """Return a bundle's manifest, and lines that describe it."""
+    """Return a bundle's manifest as JSON values, and the lines that describe it."""
     from castiron.pipelines.checkpoints.hf_tensors import in_words
     from castiron.pipelines.engine.memory import needed, slots_of, warn_of_shortage
     from castiron.vmfb.bundle import open_bundle
@@ -91,7 +91,7 @@ def bundle(path: str) -> tuple[dict, list[str]]:
 
 
 def tool_call_example(manifest: Manifest) -> str:
-    """Return an example of a tool call of a bundle."""
+    """Return an example of a tool call in the format that the bundle's model writes."""
     from castiron.pipelines.text.tool_formats import HERMES, ToolFormat
 
     form = ToolFormat.of(manifest)
@@ -99,7 +99,7 @@ def tool_call_example(manifest: Manifest) -> str:
 
 
 def encoder(manifest: Manifest) -> list[tuple[str, str]]:
-    """Return the table rows of an embedding or reranking model."""
+    """Return rows (name, text) about an embedding or reranking model; none for other models."""
     if (facts := manifest.encoder) is None:
         return []
     if facts.relevance:
@@ -113,7 +113,10 @@ def encoder(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
-    """Return the JSON object of a checkpoint, and lines that describe it (and every tensor)."""
+    """Return the object that --json prints for a checkpoint, and the lines that describe it.
+
+    tensors: whether to add a line for every tensor.
+    """
     from castiron.emitter.codecs import row_bytes
     from castiron.emitter.models import ignored_keys
     from castiron.emitter.types import EmitError
@@ -122,7 +125,7 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
 
     with Progress() as progress:
         found = open_checkpoint(path, progress)
-    # Sizes come from shapes: reading a tensor could mean computing it.
+    # Compute sizes from shapes, because reading a tensor can mean converting it.
     sizes = {
         name: prod(tensor.shape[:-1]) * row_bytes(tensor.codec, tensor.shape[-1]) for name, tensor in found.tensors.items()
     }
@@ -171,7 +174,7 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
 
 
 def table(rows: Sequence[tuple[str, object]]) -> list[str]:
-    """Format the rows that have a value, with the names in one column."""
+    """Return a line "name  value" for each row with a value; the values start in one column."""
     rows = [(name, value) for name, value in rows if value]
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {value}" for name, value in rows]

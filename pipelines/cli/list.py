@@ -1,8 +1,8 @@
 """List the models of the catalogue, and bundles.
 
-Bundles are those in ./build and in the folders given (directories with a manifest.json, and files
-that castiron pack wrote), and those that run, chat, serve and castiron.load compiled into
-castiron's cache, with their last use. Only manifests are read. castiron rm removes a bundle.
+The bundles are those in ./build and in the given folders: directories with a manifest.json, and
+files that castiron pack wrote. Then follow the bundles in castiron's cache, which run, chat, serve
+and castiron.load compiled, with the time of their last use. castiron rm removes a bundle.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def bundles_at(path: Path) -> Iterator[Path]:
-    """Yield `path` itself if it is a bundle, else the bundles in it; they may be invalid."""
+    """Yield `path` if it is a bundle, else the bundles in this folder; they may be invalid."""
     is_directory = lambda entry: (entry / "manifest.json").is_file() and not entry.name.startswith(".")
     is_bundle = lambda entry: is_directory(entry) or entry.suffix == ".castiron" and is_archive(entry)
     if is_bundle(path):
@@ -57,7 +57,7 @@ def bundles_at(path: Path) -> Iterator[Path]:
 
 
 def catalogue() -> list[dict]:
-    """Return the facts of the models that can be fetched by name."""
+    """Return an object for each model that can be fetched by name, as in the result of --json."""
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE
 
     return [
@@ -68,12 +68,12 @@ def catalogue() -> list[dict]:
 
 
 def last_use(path: Path) -> str:
-    """Return when a cached bundle was last opened, in ISO 8601."""
+    """Return the time at which a cached bundle was last opened, in ISO 8601 and UTC."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(path.stat().st_mtime))
 
 
 def bundle(path: Path) -> dict:
-    """Return facts from the manifest of a bundle, or the error that reading it raised."""
+    """Return the object of a bundle in the result of --json: path and error if it is invalid."""
     from castiron.vmfb.bundle import read_manifest
     from castiron.vmfb.manifest import BundleError
 
@@ -94,7 +94,7 @@ def bundle(path: Path) -> dict:
 
 
 def table(result: dict) -> list[str]:
-    """Format the result as text."""
+    """Return the lines to print; result: the object that --json prints."""
     cached = [row | {"path": Path(row["path"]).name} for row in result["cached"]]
     width = max(len(name) for name in [row["name"] for row in result["catalogue"]]
                 + [row["path"] for row in result["bundles"] + cached])  # fmt: skip
@@ -113,7 +113,7 @@ def table(result: dict) -> list[str]:
 
 
 def bundle_line(row: dict, width: int) -> str:
-    """Format the facts of a bundle as a line; `width`: columns of its path."""
+    """Return the line for a bundle; row: its object in --json, width: columns for its path."""
     used = f", used {row['last_used'][:16].replace('T', ' ')}" if "last_used" in row else ""
     if "error" in row:
         return f"  {row['path']:<{width}}  {row['error']}{used}"

@@ -49,7 +49,7 @@ GROUPS = {
     },
 }
 COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
-# With the next prompt it fits a terminal of 24 lines and 80 columns.
+# This text and the shell's next prompt fit a terminal of 24 lines and 80 columns.
 HELP = """\
 usage: castiron COMMAND [OPTIONS]      (castiron help COMMAND shows its options)
 
@@ -93,7 +93,10 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line (default: this process's) and return its exit status."""
+    """Run a command line, and return its exit status.
+
+    argv: the arguments after the program's name; None for those of this process.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -124,7 +127,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str], as_json: bool) -> argparse.Namespace:
-    """Parse a command's arguments; SystemExit after help, a version or a usage error."""
+    """Return the parsed arguments of a command.
+
+    Raises SystemExit after printing help, the version, a completion script or a usage error.
+    """
     if argv[:1] == ["help"]:
         if len(argv) == 1:
             _print_and_exit(short_help_text())
@@ -146,7 +152,7 @@ def _parse(argv: Sequence[str], as_json: bool) -> argparse.Namespace:
 
 
 def command_parser(name: str, parser: Parser | None = None) -> Parser:
-    """Return the parser of one command."""
+    """Return the parser of the command `name`; with `parser`, add the command's options to it."""
     module = importlib.import_module(f"castiron.pipelines.cli.{name}")
     parser = parser or Parser(prog=f"castiron {name}")
     parser.formatter_class, parser.description, parser.epilog = Formatter, module.__doc__, module.EXAMPLES
@@ -188,7 +194,7 @@ def short_help_text() -> str:
 
 
 def usage_error(message: str, prog: str, as_json: bool) -> NoReturn:
-    """Print one line and exit with status 2."""
+    """Print a usage error of the command `prog` as one line, and exit with status 2."""
     _print_failure(f"{message}; see {prog} --help", "UsageError", as_json)
     raise SystemExit(USAGE)
 
@@ -201,8 +207,8 @@ def _print_and_exit(text: str) -> NoReturn:
 def _open_closed_streams() -> None:
     """Open the null device for each closed standard stream.
 
-    Otherwise the next opened file would get the number of the stream, and messages would be written
-    to it.
+    Otherwise the next opened file would get the file descriptor of the stream, and messages would
+    be written to that file.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -214,7 +220,7 @@ def _open_closed_streams() -> None:
 
 
 def _print_failure(message: str, kind: str, as_json: bool) -> None:
-    """Print one line on stderr and, with --json, an object on stdout."""
+    """Print an error as a line on stderr and, with --json, as an object (type: kind) on stdout."""
     # Stdout may be closed, or its disk full.
     with contextlib.suppress(OSError):
         print(f"castiron: {sanitised(message)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Options that several commands have, and the values that commands make from them."""
+"""Options that several commands share, and functions that convert their values."""
 
 import argparse
 import json
@@ -33,7 +33,7 @@ DRAWING = ("top_k", "top_p", "min_p", "seed")
 
 
 def token_ids(text: str) -> list[int]:
-    """Parse token ids with commas between them, such as "1,2,3"."""
+    """Return the token ids of a text such as "1,2,3"."""
     try:
         ids = [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
@@ -44,7 +44,7 @@ def token_ids(text: str) -> list[int]:
 
 
 def template_arg(text: str) -> tuple[str, Any]:
-    """Parse "name=value"; the value is JSON, or text if it is not JSON."""
+    """Return (name, value) of the text "name=value"; a value that is not JSON stays text."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"invalid variable: {text!r}; give NAME=VALUE, such as enable_thinking=false")
@@ -55,7 +55,7 @@ def template_arg(text: str) -> tuple[str, Any]:
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """Parse sizes with commas between them, such as "4,8", or "none"."""
+    """Return the numbers of a text such as "4,8"; the text "none" gives an empty tuple."""
     try:
         return () if text == "none" else tuple(int(part) for part in text.split(",") if part)
     except ValueError:
@@ -77,13 +77,13 @@ SHARED: dict[str, dict[str, Any]] = {
     "--template-arg": {"action": "append", "default": [], "type": template_arg, "metavar": "NAME=VALUE",
                        "help": "set a chat template variable, as in enable_thinking=false; may be repeated"},
     "--parse-special": {"action": "store_true", "help": "parse special tokens, such as <|im_end|>, in messages"},
-    "--prefix-cache": {"metavar": "DIR", "help": "store states of long prefixes in this folder, and reuse them"},
+    "--prefix-cache": {"metavar": "DIR", "help": "store the states after long prefixes in this folder, and reuse them"},
     "--prefix-cache-size": {"type": float, "default": 4.0, "metavar": "GB",
                             "help": "size limit of that folder; deletes the least recently used (default: 4)"},
     "--json-schema": {"metavar": "FILE", "help": "generate JSON that matches the JSON schema in a file"},
     "--draft": {"metavar": "DIR|MODEL", "help": "smaller model with the same vocabulary that proposes tokens"},
-    "--prompt-name": {"metavar": "NAME", "help": "prompt of the model before each text (castiron inspect lists them)"},
-    "--dimensions": {"type": int, "metavar": "N", "help": "only the first N numbers of each vector (default: all)"},
+    "--prompt-name": {"metavar": "NAME", "help": "put the model's prompt NAME before each text (castiron inspect lists them)"},
+    "--dimensions": {"type": int, "metavar": "N", "help": "return only the first N numbers of each vector (default: all)"},
     "--adapter": {"metavar": "DIR", "help": "merge a PEFT LoRA adapter into the weights"},
     "--calibrate": {"metavar": "FILE", "help": "sample text that makes quantisation more accurate"},
     "--ignore-key": {"action": "append", "default": [], "dest": "ignore_keys", "metavar": "KEY",
@@ -116,14 +116,17 @@ def add_options(parser: argparse._ActionsContainer, *options: str, **changes: An
 
 
 def add_checkpoint(parser: argparse.ArgumentParser, **changes: str) -> None:
-    """Add the MODEL argument of commands that read checkpoints."""
+    """Add the MODEL argument of commands that read checkpoints; `changes`: as in `add_options`."""
     arguments = {"metavar": "MODEL", "help": "GGUF file, HF directory, catalogue name, or org/name on the hub"}
     parser.add_argument("model", **arguments | changes)
     _add_model_option(parser)
 
 
 def model_first(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """Return the arguments with the values of -m as the first positional ones, as in llama.cpp."""
+    """Return `argv` with the values of -m and --model moved to its start, as positional arguments.
+
+    So a command that takes the model as its first argument also takes -m MODEL, as llama.cpp does.
+    """
     models: list[str] = []
     others: list[str] = []
     words = iter(argv)
@@ -142,15 +145,15 @@ def model_first(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[st
 
 
 def note_ignored(args: argparse.Namespace) -> None:
-    """Print a message if layers shall be offloaded to a GPU, as -ngl asks llama.cpp."""
+    """Print that -ngl has no effect, if it is given and not 0."""
     if getattr(args, "n_gpu_layers", "0") != "0":
         print_message(f"no effect: -ngl {args.n_gpu_layers}; castiron computes on the CPU")
 
 
 def check_models_exist(args: argparse.Namespace) -> None:
-    """Raise CheckpointError for a model or bundle argument that is neither a path nor a name.
+    """Replace the arguments that name models by the results of `existing_model`.
 
-    Names of the catalogue get the catalogue's case.
+    Raises CheckpointError for an argument that is neither a path nor a name.
     """
     for name in ("model", "bundle", "draft"):
         value = getattr(args, name, None)
@@ -161,7 +164,11 @@ def check_models_exist(args: argparse.Namespace) -> None:
 
 
 def existing_model(model: str) -> str:
-    """Return a path or name, in the catalogue's case; CheckpointError if it is neither."""
+    """Return `model` if it is a path, a name on the hub or a name of the catalogue.
+
+    A catalogue name is returned in the catalogue's upper and lower case. Raises CheckpointError if
+    `model` is none of the three.
+    """
     if Path(model).exists() or HubName.read(model):
         return model
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, canonical_name, not_found
@@ -172,7 +179,7 @@ def existing_model(model: str) -> str:
 
 
 def check_threads(args: argparse.Namespace) -> None:
-    """Raise PipelineError if --threads exceeds the CPUs of the machine that runs the threads."""
+    """Raise PipelineError if --threads exceeds this machine's CPUs and the work runs here."""
     threads, cpus = getattr(args, "threads", None), os.cpu_count() or 1
     elsewhere = getattr(args, "target", "host") != "host" or getattr(args, "ray", None) not in (None, "local")
     if args.command != "emit" and not elsewhere and threads is not None and threads > cpus:
@@ -180,7 +187,7 @@ def check_threads(args: argparse.Namespace) -> None:
 
 
 def add_compile_options(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each field of `Options`; `compile_options` reads them back."""
+    """Add the compiler's options, from which `compile_options` makes an `Options`."""
     add_options(parser, "--weights", "--context", "--cache", "--numerics")
     group = parser.add_argument_group("what is compiled")
     add_options(group, "--max-context", "--adapter", "--calibrate", "--batch", "--speculate", "--embed", "--ignore-key")
@@ -191,7 +198,7 @@ def add_compile_options(parser: argparse.ArgumentParser) -> None:
 
 
 def compile_options(args: argparse.Namespace) -> "Options":
-    """Return the compiler's Options from the arguments of `add_compile_options`."""
+    """Return the values of the options that `add_compile_options` added."""
     from castiron.pipelines.compile.options import Options
 
     names = "context max_context weights adapter calibrate numerics cache lowering target batch speculate embed threads".split()
@@ -223,16 +230,17 @@ def _add_model_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
-    """Add --threads, --trust and -ngl in a group of their own."""
+    """Add the options --threads, --trust and -ngl, in a group with the title "loading"."""
     group = parser.add_argument_group("loading")
     add_options(group, "--threads", "--trust")
     group.add_argument("-ngl", "--n-gpu-layers", default="0", metavar="N", help="ignored: castiron computes on the CPU")
 
 
 def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False) -> "Bundle":
-    """Open a bundle, or compile a checkpoint and open its bundle.
+    """Return the opened bundle `model`; if `model` is a checkpoint, compile it first.
 
-    one_sequence: compile only the functions that a single sequence needs.
+    args: sets the context (--context) and when hashes are checked (--trust). one_sequence: whether
+    to compile only the functions that a single sequence needs.
     """
     from castiron.pipelines.compile.open_model import open_or_compile
 
@@ -242,7 +250,10 @@ def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False)
 
 
 def open_engine(args: argparse.Namespace) -> "tuple[Bundle, Engine]":
-    """Open the model of `castiron run` or `chat`, with its draft model and prefix cache."""
+    """Return the opened bundle of `castiron run` or `chat`, and its engine.
+
+    The engine uses the draft model --draft, and the prefix cache --prefix-cache.
+    """
     from castiron.pipelines.compile.open_model import require_generation
     from castiron.pipelines.engine.engine import Engine
     from castiron.pipelines.engine.memory import warn_of_shortage
@@ -258,22 +269,22 @@ def open_engine(args: argparse.Namespace) -> "tuple[Bundle, Engine]":
     return bundle, Engine(bundle, args.threads, single=True, store=store, draft=draft, ngrams=args.speculate == "ngram")
 
 
-def length_of(max_tokens: int | None) -> tuple[int | None, int | None]:
-    """Return the value of --max-tokens, and the default if it is not given; None means no limit."""
+def answer_limit(max_tokens: int | None) -> int | None:
+    """Return the max tokens of an answer from the value of --max-tokens; None for no limit."""
     from castiron.pipelines.engine.context import DEFAULT_MAX_TOKENS
 
     if max_tokens is None:
-        return None, DEFAULT_MAX_TOKENS
+        return DEFAULT_MAX_TOKENS
     if max_tokens < 1 and max_tokens != -1:
         raise PipelineError(f"-n is {max_tokens}; give at least 1, or -1 for no limit")
-    return (None if max_tokens == -1 else max_tokens), None
+    return None if max_tokens == -1 else max_tokens
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, model_default: bool = False, speculates: bool = True) -> None:
     """Add the options that `sampling_of` reads.
 
-    model_default: the defaults are the model's generation_config, and repetition loops are stopped,
-    as conversations need. speculates: add --speculate and --draft.
+    model_default: whether the defaults come from the model's generation_config, and repetition
+    loops are stopped by default. speculates: whether to add --speculate and --draft.
     """
     own = "the model's, else " if model_default else ""
     group = parser.add_argument_group("sampling", None if model_default else "Greedy unless --temperature is given.")
@@ -297,10 +308,11 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, model_default: bool
 
 
 def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None = None) -> "Sampling":
-    """Return the sampling of the options, with defaults from the generation_config if given.
+    """Return the `Sampling` that the options set.
 
-    PipelineError for a value out of its range, an empty stop string, or options without effect in
-    greedy decoding. With an explicit --temperature 0, a message names such options instead.
+    generation: the model's generation_config with the defaults; None for greedy decoding. Raises
+    PipelineError for a value out of its range, an empty stop string, or an option without effect in
+    greedy decoding. With an explicit --temperature 0, such an option is only reported.
     """
     from castiron.pipelines.engine.sampling import Sampling, model_sampling
     from castiron.pipelines.text.text_output import StopStrings

@@ -1,7 +1,8 @@
 """Write a bundle as one file, which every command accepts in place of the directory.
 
-The file is a zip archive with uncompressed, page-aligned parts: weights are mapped from it, and
-unzip restores the directory. The parts are compared with the hashes in the manifest.
+The file is a zip archive. Its parts are uncompressed and page-aligned, so that weights can be
+memory-mapped; unzip restores the directory. castiron pack first compares the bundle's files with
+the hashes in the manifest.
 """
 
 import argparse

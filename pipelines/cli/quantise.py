@@ -1,7 +1,7 @@
 """Write a checkpoint with quantised weights as a GGUF file, for castiron and llama.cpp.
 
-MODEL is an HF directory, or a GGUF file in f16, bf16 or f32. castiron compile --weights quantises
-without such a file.
+MODEL is an HF directory, or a GGUF file in f16, bf16 or f32. castiron itself does not need the
+file: castiron compile --weights quantises the same way.
 """
 
 import argparse

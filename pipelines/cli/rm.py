@@ -1,8 +1,9 @@
 """Remove a bundle that castiron list shows, and for a catalogue name the checkpoint fetched for it.
 
 NAME is a name in castiron's cache, a bundle's path, or the model that was compiled: its catalogue
-name, org/name or path. A checkpoint that was given by path stays, and so do the hub's files. No
-question is asked. A bundle that a process uses is not removed.
+name, org/name or path. castiron rm does not remove checkpoints that were given by path, or files in
+the cache of Hugging Face Hub. It does not ask for confirmation. If a process uses the bundle,
+castiron rm fails.
 """
 
 import argparse
@@ -51,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def paths_of(name: str) -> list[Path]:
-    """Return the bundles, and the fetched checkpoint, that a name or path means."""
+    """Return the paths to remove for a name or path: bundles, and a checkpoint fetched by name."""
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, canonical_name
     from castiron.pipelines.compile.open_model import cached_path
     from castiron.pipelines.compile.options import Options
@@ -63,7 +64,7 @@ def paths_of(name: str) -> list[Path]:
     name = canonical_name(name)
     if name not in CATALOGUE and (found := [bundle for bundle in bundles if bundle.name == name]):
         return found
-    # Bundles with other options have a hash of them at the end.
+    # The name of a bundle that was compiled with other options ends with a hash of the options.
     pattern = re.compile(re.escape(cached_path(name, Options()).name) + "(-[0-9a-f]{8})?")
     found = [bundle for bundle in bundles if pattern.fullmatch(bundle.name)]
     fetched = cache_path("models") / CATALOGUE[name].file if name in CATALOGUE else None
@@ -71,7 +72,10 @@ def paths_of(name: str) -> list[Path]:
 
 
 def process_using(path: Path) -> int | None:
-    """Return the id of a process that has opened or mapped a file of a bundle; on Linux only."""
+    """Return the id of another process that uses a file of the bundle at `path`, or None.
+
+    Reads the opened and memory-mapped files of all processes from /proc, which only Linux has.
+    """
     location = os.path.realpath(path)
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -91,7 +95,7 @@ def remove(path: Path) -> int:
     elif path.parent == cache_path("bundles"):
         files = [file for file, _ in files_below(path)]
     else:
-        # Other files in the folder stay.
+        # Remove only the bundle's files, because the user may have put others into its directory.
         files = [path / "manifest.json", path / "compile.log", *(path / name for name in read_manifest(path).files)]
     freed = sum(file.lstat().st_size for file in files if file.exists())
     with locked(path.absolute().parent):

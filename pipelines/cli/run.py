@@ -1,8 +1,9 @@
-"""Answer PROMPT in the model's chat template; the text is streamed to stdout.
+"""Answer PROMPT with a model, and stream the text to stdout.
 
-A model that is not compiled yet is compiled once, with castiron compile's default options, and
-cached. Text on stdin is appended to the prompt. Reasoning is dimmed at a terminal, and left out of
-piped output. The last line on stderr reports the speed.
+The prompt is rendered with the model's chat template, unless --raw is given. A checkpoint is
+compiled at its first use, with castiron compile's default options, and its bundle is cached. Text
+on stdin is appended to the prompt. Reasoning is dimmed at a terminal, and left out of piped output.
+The last line on stderr reports the speed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from castiron.pipelines.cli import options
-from castiron.pipelines.engine.context import default_limit, free_positions
 from castiron.pipelines.engine.memory import peak_rss_mb
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.terminal import Progress, counted, print_message, sanitised
@@ -49,7 +49,7 @@ peak_rss_mb, speculation (null without --speculate and --draft; else passes, tok
 accepted by ngram and draft, and draft_share of the decode time).
 """
 STDIN = 0
-# A message explains the wait after this many seconds without input on stdin.
+# Seconds without input on stdin until a message explains the wait.
 STDIN_SECONDS = 2.0
 
 
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form = group.add_mutually_exclusive_group()
     options.add_options(form, "--json-schema")
     form.add_argument("--regex", metavar="RE", help="generate text that a regular expression matches completely")
-    form.add_argument("--grammar", metavar="FILE", help="generate text of the grammar in a file, in Lark or GBNF")
+    form.add_argument("--grammar", metavar="FILE", help="generate text that matches the grammar in a file (Lark or GBNF)")
     group.add_argument("--compact-json", action="store_true", help="JSON without spaces; most models write spaced JSON better")
     options.add_sampling_options(parser)
     options.add_loading(parser)
@@ -78,20 +78,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     start = time.perf_counter()
-    sampling, (requested, default) = options.sampling_of(args), options.length_of(args.max_tokens)
+    sampling, limit = options.sampling_of(args), options.answer_limit(args.max_tokens)
     check_prompt(args)
     if not (args.raw or args.tokens or args.suffix is not None):
         prepare()
     bundle, engine = options.open_engine(args)
-    prompt, text = read_prompt(args, bundle)
+    prompt, text, fim_ends = read_prompt(args, bundle)
     grammar = read_grammar(args, text)
     load_seconds = time.perf_counter() - start
     with Progress() as progress:
         request = text_request(
             prompt, engine.context, text, sampling=sampling, stop_strings=args.stop, grammar=grammar,
-            max_tokens=requested or default_limit(default, free_positions(engine.context, len(prompt))),
-            stop_tokens=() if args.ignore_eos else end_tokens(args, bundle, text), repetition_stop=args.repetition_stop,
-            reasoning=not (args.raw or args.tokens or args.suffix is not None),
+            max_tokens=limit, stop_tokens=() if args.ignore_eos else (*bundle.manifest.tokens.eos, *fim_ends),
+            repetition_stop=args.repetition_stop, reasoning=not (args.raw or args.tokens or args.suffix is not None),
             on_prefill=lambda done, total: progress("reading the prompt", done / total),
         )  # fmt: skip
         stream = Stream(engine, request, reasoning=True)
@@ -121,7 +120,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def check_prompt(args: argparse.Namespace) -> None:
-    """Set args.prompt from PROMPT or stdin; PipelineError for options that exclude each other."""
+    """Set args.prompt to PROMPT, or to "-" for stdin if no prompt is given.
+
+    Raises PipelineError for options that exclude each other, and if there is no prompt.
+    """
     has_option = not (args.prompt is args.file is args.tokens is None)
     if args.words and has_option:
         args.parser.error(f"argument PROMPT ({' '.join(args.words)}): not allowed with -p, -f or --tokens")
@@ -137,30 +139,28 @@ def check_prompt(args: argparse.Namespace) -> None:
         raise PipelineError("--template-arg needs the chat template, which --raw and --tokens do not use; remove one of them")
 
 
-def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], Tokenizer | None]:
-    """Return the prompt's token ids, and the bundle's tokenizer, or None if no text is needed."""
+def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], Tokenizer | None, tuple[int, ...]]:
+    """Return (token ids of the prompt, tokenizer, further ids that end the answer to --suffix).
+
+    The tokenizer is None if --tokens is given and the bundle has none or no option needs it.
+    """
     if args.tokens:
         vocab = bundle.manifest.vocab
         if max(args.tokens) >= vocab:
             raise PipelineError(f"token {max(args.tokens)} is outside the vocabulary; give ids from 0 to {vocab - 1}")
         needed = args.stop or not args.json or args.json_schema or args.regex or args.grammar
-        return args.tokens, load_tokenizer(bundle) if bundle.tokenizer and needed else None
+        return args.tokens, load_tokenizer(bundle) if bundle.tokenizer and needed else None, ()
     text = load_tokenizer(bundle, dict(args.template_arg), args.parse_special)
     prompt = prompt_text(args)
     if args.suffix is not None:
-        return fim_of(text).prompt(prompt, args.suffix), text
+        fim = fim_of(text)
+        return fim.prompt(prompt, args.suffix), text, fim.ends
     if args.raw or text.chat_template is None:
         if args.system:
             raise PipelineError("--system needs a chat template; remove --raw, or use a model that has a template")
-        return text.encode(prompt), text
+        return text.encode(prompt), text, ()
     system = [{"role": "system", "content": args.system}] if args.system else []
-    return text.encode_chat([*system, {"role": "user", "content": prompt}]), text
-
-
-def end_tokens(args: argparse.Namespace, bundle, text: Tokenizer | None) -> tuple[int, ...]:
-    """Return the token ids that end the answer."""
-    ends: tuple[int, ...] = bundle.manifest.tokens.eos
-    return ends if args.suffix is None or text is None else (*ends, *fim_of(text).ends)
+    return text.encode_chat([*system, {"role": "user", "content": prompt}]), text, ()
 
 
 def read_grammar(args: argparse.Namespace, text: Tokenizer | None) -> Grammar | None:
@@ -168,7 +168,9 @@ def read_grammar(args: argparse.Namespace, text: Tokenizer | None) -> Grammar | 
     if args.json_schema is args.regex is args.grammar is None:
         return None
     if text is None:
-        raise PipelineError("structured output needs a tokenizer, and this bundle has none")
+        raise PipelineError(
+            f"{args.bundle} has no tokenizer, which structured output needs; remove --json-schema, --regex and --grammar"
+        )
     if args.regex is not None:
         return text.grammar(regex=args.regex)
     if args.grammar:
@@ -177,7 +179,7 @@ def read_grammar(args: argparse.Namespace, text: Tokenizer | None) -> Grammar | 
 
 
 def prompt_text(args: argparse.Namespace) -> str:
-    """Return the prompt from a file, stdin, or the command line and stdin."""
+    """Return the prompt from --file, from stdin, or from the command line with stdin appended."""
     if args.file:
         prompt, source = decoded(Path(args.file).read_bytes()), args.file
     elif args.prompt == "-":
@@ -192,12 +194,15 @@ def prompt_text(args: argparse.Namespace) -> str:
 
 
 def decoded(data: bytes) -> str:
-    """Decode UTF-8 without a byte order mark; invalid bytes become surrogates, which fail later."""
+    """Return the text of UTF-8 bytes, without a byte order mark.
+
+    Invalid bytes become lone surrogates, which the tokenizer rejects with an error message.
+    """
     return data.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogateescape")
 
 
 def read_stdin() -> bytes:
-    """Read stdin to its end; print a message after a while, because this looks like a hang."""
+    """Return all bytes of stdin; print a message after STDIN_SECONDS without input."""
     try:
         if not select.select([STDIN], [], [], STDIN_SECONDS)[0]:
             print_message("waiting for stdin; end it with Ctrl-D, or run the command with < /dev/null")
@@ -214,7 +219,11 @@ def rate(tokens: int, seconds: float) -> float | None:
 
 
 def report(stream: Stream, text: str | None, reasoning: str | None, load_seconds: float) -> dict:
-    """Return the object that --json prints."""
+    """Return the object that --json prints.
+
+    text, reasoning: the answer and its reasoning; None if absent. load_seconds: time until the
+    model was loaded.
+    """
     request = stream.request
     return {
         "tokens": stream.tokens,
@@ -235,7 +244,7 @@ def report(stream: Stream, text: str | None, reasoning: str | None, load_seconds
 def speed(stream: Stream, thinking: bool) -> str:
     """Return the line printed after an answer: its speed, and why it ended.
 
-    thinking: the answer ended in its reasoning.
+    thinking: whether generation ended before the reasoning did.
     """
     request = stream.request
     cached = f" ({request.cached} cached)" if request.cached else ""

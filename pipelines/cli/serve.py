@@ -55,13 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_options(group, "--template-arg", "--parse-special", "--draft", "--prefix-cache", "--prefix-cache-size")
     limits = parser.add_argument_group("limits")
-    limits.add_argument("--queue", type=int, default=64, metavar="N", help="waiting requests of one client (default: 64)")
+    limits.add_argument("--queue", type=int, default=64, metavar="N", help="max waiting requests of one client (default: 64)")
     limits.add_argument("--scheduling-policy", choices=("fair", "priority"), default="fair", metavar="NAME",
-                        help="fair: share slots between clients; priority: as requests say (default: fair)")  # fmt: skip
+                        help="fair: share slots between clients; priority: that of each request (default: fair)")  # fmt: skip
     limits.add_argument("--max-body", type=float, default=4.0, metavar="MB", help="largest request body (default: 4)")
     limits.add_argument("--timeout", type=float, default=600.0, metavar="S",
                         help="seconds for a request, including waiting (default: 600)")  # fmt: skip
-    limits.add_argument("--grace", type=float, default=10.0, metavar="S", help="seconds to finish after SIGTERM (default: 10)")
+    limits.add_argument("--grace", type=float, default=10.0, metavar="S",
+                        help="seconds for running requests after SIGTERM (default: 10)")  # fmt: skip
     add_loading(parser)
 
 
@@ -109,7 +110,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise PipelineError for numbers out of range, before any model is loaded."""
+    """Raise PipelineError for options that are out of range or exclude each other."""
     ranges = (
         ("port", 0 <= args.port < 65536, "between 0 and 65535"),
         ("temperature", args.temperature is None or 0 <= args.temperature <= 2, "between 0 and 2"),
@@ -120,7 +121,7 @@ def check(args: argparse.Namespace) -> None:
         ("grace", 0 <= args.grace < float("inf"), "0 or more"),
     )
     if not args.host:
-        # The system would listen on every address.
+        # With an empty host, the operating system would listen on every address.
         raise PipelineError("--host is empty; give an address, or leave the option out for 127.0.0.1")
     for name, holds, wanted in ranges:
         if not holds:
@@ -131,7 +132,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def origins(args: argparse.Namespace) -> list[str]:
-    """Return the origins of --cors in the form that browsers send."""
+    """Return the origins of --cors in lower case, as browsers send them."""
     for origin in args.cors:
         if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
             raise PipelineError(f"--cors is {origin!r}; give an origin as browsers send it, such as https://example.com, or *")
@@ -139,7 +140,7 @@ def origins(args: argparse.Namespace) -> list[str]:
 
 
 def api_keys(args: argparse.Namespace) -> list[str]:
-    """Return the keys of --api-key and of the environment."""
+    """Return the keys of --api-key and of the environment; PipelineError for an empty one."""
     if not all(key.strip() for key in args.api_key):
         raise PipelineError("--api-key is empty; give a key, or leave the option out to serve without authentication")
     given = os.environ.get(KEY_VARIABLE)

@@ -1,8 +1,8 @@
 """Compare a bundle's greedy tokens with those of HF transformers, which reads the same checkpoint.
 
-Both generate N tokens after each prompt, past the end-of-text token, HF in f32. The exit status is
-1 if any token differs. Prompts that do not fit the bundle's largest context are skipped, with a
-message.
+Both generate N tokens after each prompt, also after an end-of-text token; HF computes in f32. The
+exit status is 1 if any token differs. Prompts that do not fit the bundle's largest context are
+skipped, with a message.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
     prompts = [(prompt, tokens) for prompt, tokens in gathered if len(tokens) + args.max_tokens - 1 <= context]
     skipped = [prompt.name for prompt, tokens in gathered if len(tokens) + args.max_tokens - 1 > context]
     if not prompts:
-        raise PipelineError(f"no prompt and {args.max_tokens} tokens fit the bundle's context of {context}; lower -n")
+        raise PipelineError(f"every prompt with {args.max_tokens} more tokens exceeds the context of {context}; lower -n")
     source = checkpoint_of(bundle, args.checkpoint)
     session = Session(bundle, threads=args.threads)
     found = []
@@ -85,7 +85,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def line(facts: dict) -> str:
-    """Format the comparison of one prompt."""
+    """Return the line of one prompt; facts: the result of `compare` for it."""
     head = f"{facts['name']:<20.20}  {facts['prompt_tokens']:>5} + {len(facts['tokens'])} tokens  "
     if facts["exact"]:
         return f"exact   {head}HF's smallest margin {facts['smallest_hf_margin']:.4f}"

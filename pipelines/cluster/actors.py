@@ -33,15 +33,16 @@ if TYPE_CHECKING:
 
 # Columns that `Generate` adds to a row.
 ANSWER = ("generated", "finish_reason", "generated_tokens", "error")
-# One call of an actor answers a window of records: max and min records of a window. Max calls of an actor in flight: with
-# two, the actor never waits.
+# Each call of an actor answers a window of records: max records of a window, min records, and max calls of an actor in
+# flight. With two calls, the actor never waits for records.
 MAX_WINDOW, MIN_WINDOW, WINDOWS_AHEAD = 128, 16, 2
 # The job fails if this many actors die while they run the same records.
 MAX_DEATHS = 3
-# Seconds between checks for new nodes, seconds between checks for new records, and seconds without a node until a message.
+# Seconds between checks for new nodes and for new records, and seconds without a node until a message is printed.
 NODE_POLL, RECORD_POLL, NODE_WAIT = 2.0, 0.2, 30.0
 
-# The function `prepare` of `castiron batch`: from its arguments and a bundle to the conversion of records and the engine.
+# `prepare` of `castiron batch`: takes the command's arguments and a bundle, and returns the converter of records and the
+# engine.
 Prepare = Callable[[argparse.Namespace, Bundle], tuple[Conversion, Engine | None]]
 # The id of a node, and the index of an actor on that node.
 Slot = tuple[str, int]
@@ -103,7 +104,7 @@ def cpus_of_actor() -> int | None:
 
 
 def _prompt(values: Sequence[Any]) -> Any:
-    """Return the only value that is not None; if there is not exactly one, None."""
+    """Return the value that is not None; if none or several are not None, return None."""
     from castiron.pipelines.batch.parquet import without_nulls
 
     given = [value for value in values if value is not None]
@@ -136,7 +137,10 @@ class BatchActor:
             return False
 
     def answers(self, records: list[Record], stored: Stored | None) -> list[tuple[int, Outcome]]:
-        """Return (index, outcome) of each record; stored: None if this node has the bundle."""
+        """Return (index, outcome) of each record.
+
+        stored: the bundle in Ray's object store; None if this node has it at the job's path.
+        """
         if self.answer is None:
             found = open_bundle(self.path if stored is None else bundle_at(stored), full_check=self.args.trust == "never")
             # Set the job's path, because requests may name the model by the file name of the bundle.
@@ -146,14 +150,17 @@ class BatchActor:
 
 
 class Engines:
-    """The actors of a job: one for each `--threads` CPUs of a node; nodes may join later."""
+    """The actors of a batch job.
+
+    A node with N CPUs runs N / `--threads` actors. Nodes may join the cluster during the job.
+    """
 
     def __init__(self, args: argparse.Namespace, bundle: Bundle, prepare: Prepare):
         plain = (str, int, float, list, dict, type(None))
         self.args = {name: value for name, value in vars(args).items() if isinstance(value, plain)}
         self.bundle, self.manifest, self.prepare = bundle, dump(bundle.manifest), prepare
         self.actors: dict[Slot, Any] = {}
-        # Calls of `has_bundle` in progress, and the bundle that each ready actor must fetch (None if it has it).
+        # Calls of `has_bundle` in progress. For each ready actor: the bundle to fetch, or None if its node has the bundle.
         self.starting: dict[ray.ObjectRef, Slot] = {}
         self.ready: dict[Slot, Stored | None] = {}
         self._stored: Stored | None = None
@@ -185,7 +192,10 @@ class Engines:
         self.ready[slot] = None if has_bundle else self._stored
 
     def wait(self, running: list[ray.ObjectRef], seconds: float) -> list[ray.ObjectRef]:
-        """Return a list with a call that ended, of `running` or a start; empty after `seconds`."""
+        """Wait for one of the calls `running`, or for an actor to start; return it in a list.
+
+        Returns an empty list if none ends within `seconds`.
+        """
         if not running and not self.ready and time.monotonic() > self.message_time:
             print_message("no node of the cluster has free CPUs for this job yet; waiting for one")
             self.message_time = math.inf
@@ -237,7 +247,8 @@ class Windows:
 def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prepare) -> Answer:
     """Return a function that answers the records of a batch job on the connected Ray cluster.
 
-    args: command-line arguments of `castiron batch`. prepare: sets up the engine on each node.
+    args: command-line arguments of `castiron batch`. prepare: called by each actor to set up its
+    engine.
     """
 
     def answer(records: Iterator[Record | None]) -> Iterator[Answered]:
@@ -287,7 +298,7 @@ def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prep
 
 
 def _result(call: ray.ObjectRef) -> Any:
-    """Return a call's result; raise a user error of castiron without Ray's wrapper."""
+    """Return the result of a Ray call; raise castiron's own error instead of Ray's around it."""
     try:
         return ray.get(call)
     except RayTaskError as error:

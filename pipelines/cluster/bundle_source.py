@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stored:
-    """A packed bundle in Ray's object store: its name, the SHA-256 of its manifest, its bytes."""
+    """A packed bundle in Ray's object store.
+
+    key: SHA-256 of its manifest in hex. data: reference to its bytes, u8 [size].
+    """
 
     name: str
     key: str
@@ -39,7 +42,7 @@ BundleSource = str | os.PathLike[str] | Stored
 
 
 def store(bundle: Bundle | Path | str) -> Stored:
-    """Put a local bundle into Ray's object store, from which other nodes fetch it."""
+    """Put a local bundle into Ray's object store, and return a record with which nodes fetch it."""
     import numpy as np
     import ray
 
@@ -83,13 +86,14 @@ def bundle_at(source: BundleSource) -> Bundle:
     except Exception as error:
         # Each fsspec file system has its own exception types.
         why = " ".join(str(error).split()) or type(error).__name__
-        raise PipelineError(f"cannot fetch {url}: {why:.300}") from error
+        raise PipelineError(f"cannot fetch {url}: {why:.300}; check the URL") from error
 
 
 def _fetched(key: str, source: str, fetch: Callable[[Path], Any]) -> Bundle:
-    """Return the opened bundle with cache key `key`; if it is missing, `fetch(path)` writes it.
+    """Return the opened bundle that this node caches under `key`.
 
-    If its hashes do not match, removes it and raises BundleError with the name `source`.
+    If it is not cached, `fetch(path)` writes it. An invalid bundle is removed from the cache, and
+    BundleError names `source`.
     """
     path = cache_folder("fetched") / key
     lock = path.with_name(f".{key}.lock")

@@ -53,7 +53,7 @@ SCOPE_KEYS = (
 
 @dataclass(frozen=True)
 class Call:
-    """An HTTP request for a replica: ASGI scope, body, and result of `prefix_hashes`."""
+    """An HTTP request for a replica; prefixes: the result of `prefix_hashes` for its body."""
 
     scope: Mapping[str, Any]
     body: bytes
@@ -80,10 +80,10 @@ def prefix_hashes(body: bytes) -> tuple[bytes, ...]:
 
 
 class PrefixRouter(RequestRouter):
-    """A router that prefers the replica which was sent the longest prefix of the prompt before.
+    """A router that prefers the replica with the longest prefix of a prompt in its cache.
 
-    Each front has its own router, which remembers only requests of that front. Ray's prefix router
-    (in ray.serve.llm) is not used, because it imports vLLM or SGLang.
+    Each front has its own router, which knows only the requests that this front sent to replicas.
+    Ray's prefix router (in ray.serve.llm) is not used, because it imports vLLM or SGLang.
     """
 
     def initialize_state(self, slots: int) -> None:  # type: ignore[override]
@@ -127,10 +127,13 @@ def _prefixes(pending: PendingRequest) -> tuple[bytes, ...]:
 
 
 class Front:
-    """The ingress: forwards a request to a replica; if it dies before it answers, to another."""
+    """The ingress, which forwards each HTTP request to a replica.
+
+    If the replica dies before it answers, the request is sent to another replica.
+    """
 
     def __init__(self, replicas: DeploymentHandle, body_bytes: int):
-        """Send requests to `replicas`, which reject bodies of more than `body_bytes`."""
+        """Set the replicas, and the max bytes of a request body."""
         self.replicas, self.body_bytes = replicas, body_bytes
 
     def __serve_build_asgi_app__(self) -> Starlette:
@@ -151,7 +154,7 @@ class Front:
         return PlainTextResponse(text, media_type=MEDIA_TYPE)
 
     async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer any request except /metrics; cancel it when the client disconnects."""
+        """Answer a request for any path but /metrics; cancel it when the client disconnects."""
         body = await _read_body(receive, self.body_bytes)
         call = Call(_plain_scope(scope), body, prefix_hashes(body) if scope["method"] == "POST" else ())
         with contextlib.suppress(ClientDisconnect):
@@ -185,10 +188,11 @@ class Front:
 
 
 async def _send_lost(started: Message, path: str, send: Send) -> None:
-    """Report a replica's death to the client after the response `started` to arrive.
+    """Tell the client that the replica died after it had sent a part of the response.
 
-    Sends an error event if it is an event stream. Otherwise raises ConnectionResetError, because a
-    normal end would make the response look complete.
+    started: first ASGI message of the response. If the response is an event stream, sends an error
+    event. Otherwise raises ConnectionResetError, because a normal end would make the response look
+    complete.
     """
     if not any(value.startswith(b"text/event-stream") for name, value in started["headers"] if name == b"content-type"):
         raise ConnectionResetError("the replica ended in the middle of its answer")
@@ -244,7 +248,7 @@ class Replica:
         return self.name, (messages[0]["status"], b"".join(message.get("body", b"") for message in messages))
 
     async def _run(self, call: Call, queue: asyncio.Queue) -> None:
-        """Run the application for a call; put its ASGI messages and then None into `queue`."""
+        """Run the application for a call; put its ASGI messages into `queue`, then None."""
         bodies: Iterator[Message] = iter([{"type": "http.request", "body": call.body, "more_body": False}])
 
         async def receive() -> Message:

@@ -26,7 +26,7 @@ ENCODE_WIDTHS, SINGLE_CALL_WIDTHS = (32, 128), (32, 128, 512, 2048)
 
 
 def open_source(model: str | Path, options: Options, progress: Progress | None = None) -> Checkpoint:
-    """Return an open checkpoint without `options.ignore_keys`, merged with `options.adapter`."""
+    """Return an open checkpoint without `options.ignore_keys`, with `options.adapter` merged."""
     checkpoint = open_checkpoint(model, progress, options.ignore_keys)
     return merge(checkpoint, open_adapter(Path(options.adapter))) if options.adapter else checkpoint
 
@@ -79,7 +79,7 @@ def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
         kinds = [[problem for problem in problems if problem.endswith(" is left over") == left] for left in (False, True)]
         limit = 180 // sum(map(bool, kinds))
         listed = "; ".join(shorten_list(kind, "; ", limit) for kind in kinds if kind)
-        raise CheckpointError(f"{checkpoint.path} does not match its config: {listed}")
+        raise CheckpointError(f"{checkpoint.path} does not match its config: {listed}; give a complete checkpoint")
     return module
 
 

@@ -84,7 +84,8 @@ def calibrate(checkpoint: Checkpoint, options: Options, progress: Progress) -> I
 def chunks_of(checkpoint: Checkpoint, text: str | Path) -> list[list[int]]:
     """Return the tokens of a text as up to MAX_CHUNKS sequences of CHUNK tokens.
 
-    A text of fewer tokens gives shorter sequences. Raises PipelineError if it has under WIDTH.
+    A text of fewer than CHUNK tokens gives one shorter sequence. Raises PipelineError for a text of
+    fewer than WIDTH tokens.
     """
     if checkpoint.tokenizer is None:
         raise PipelineError(f"{checkpoint.path} has no tokenizer to calibrate with; leave --calibrate out")
@@ -128,9 +129,9 @@ def measure(checkpoint: Checkpoint, chunks: Sequence[list[int]], progress: Progr
 
 
 def watched(model: ModelModule, function: Graph) -> list[tuple[str, ...]]:
-    """Return, for each result added to `function`, the names of the weights whose input it sums.
+    """Add a result to `function` for each input x of its matmuls: the sum of x² over tokens.
 
-    Adds a result for each input x of matmuls: the sum of x² over tokens, f32 [in].
+    Each result is f32 [in]. Returns, for each result, the names of the weights that read this x.
     """
     weights = {op.results[0]: op.attrs["weight"] for op in function.ops if op.kind == "weight"}
     # Gate and up projections of experts read the operation's x. The input of the down projection
@@ -152,10 +153,10 @@ def watched(model: ModelModule, function: Graph) -> list[tuple[str, ...]]:
 
 
 def watched_experts(module: Module, function: Graph, known: Set[str]) -> list[tuple[tuple[str, ...], ...]]:
-    """Return, for each result added to `function`, the names of the weights of each expert.
+    """Add a result to a lowered function for each experts' matmul whose weights are not in `known`.
 
-    Adds a result for each experts' matmul whose weights are not in `known`, in a lowered function.
-    It is the sum of squared inputs over the tokens that are routed to an expert, f32 [experts, in].
+    The result is the sum of x² over the tokens that are routed to each expert, f32 [experts, in].
+    Returns, for each added result, the names of the weights of each expert.
     """
     made = {result: op for op in function.ops for result in op.results}
     names, sums = [], []
@@ -171,7 +172,7 @@ def watched_experts(module: Module, function: Graph, known: Set[str]) -> list[tu
                 x = made[x].operands[0]
             with building(module, function):
                 chosen = ops.broadcast_in_dim(operands["chosen"], (x.shape[0], experts), (0,))
-                # A conversion would not work: IREE 3.13 reads a true i1 in a matmul as -1.
+                # Not converted from i1 to f32, because IREE 3.13 reads a true i1 in a matmul as -1.
                 one, zero = (ops.constant(number, F32, chosen.shape) for number in (1.0, 0.0))
                 ours = ops.select(ops.compare("EQ", chosen, ops.iota(chosen.shape, 1)), one, zero)
                 sums.append(ops.dot_general(ours, ops.multiply(x, x), ((0,), (0,))))
@@ -182,9 +183,9 @@ def watched_experts(module: Module, function: Graph, known: Set[str]) -> list[tu
 
 
 def _run(loaded: Loaded, function: Graph, names: Sequence, chunks: Sequence[list[int]], progress: Progress) -> list[np.ndarray]:
-    """Return the last len(names) results of `function`, summed over all calls, as f64.
+    """Run `function` on sequences of tokens, each from position 0.
 
-    Each chunk is a sequence of its own.
+    Returns the sums of its last len(names) results over all calls, in f64.
     """
     results = len(function.outputs)
     assert function.entry is not None, "a model's function has a role"

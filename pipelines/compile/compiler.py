@@ -32,14 +32,13 @@ from castiron.pipelines.compile.tile_store import TileFields, tuned_tiles
 from castiron.pipelines.compile.weights import UNIFORM, write_parameters
 from castiron.pipelines.files import BUNDLE_SOURCES, require_free_space, sources_hash
 from castiron.pipelines.locate import parts_of
-from castiron.pipelines.text.vocabulary import Vocabulary
 from castiron.vmfb.bundle import Bundle, BundleWriter, open_bundle
 from castiron.vmfb.compiler import compile_flags, compile_modules, compiler_version
 from castiron.vmfb.disk import naming
-from castiron.vmfb.manifest import MODEL, TOKENIZER, VOCABULARY, WEIGHTS, Accuracy, BundleError, Manifest, module_name
+from castiron.vmfb.manifest import MODEL, TOKENIZER, WEIGHTS, Accuracy, BundleError, Manifest, module_name
 from castiron.vmfb.targets import Target, missing_features, resolve
 
-# A function of a bundle and a progress function (done, total) that measures the bundle's accuracy, as `own_accuracy`.
+# A function of (bundle, progress) that measures the bundle's accuracy, such as `own_accuracy`; progress takes (done, total).
 Evaluate = Callable[[Bundle, Callable[[int, int], None]], Accuracy | None]
 
 # Files that `castiron compile --keep` writes. The compiled module has the name TEXT in its debug information.
@@ -48,7 +47,7 @@ LAYERS, TEXT, COMMANDS = "layers.mlir", "module.mlir", "commands.sh"
 
 @dataclass(frozen=True)
 class CompileReport:
-    """The result of `compile_model`."""
+    """The path and the manifest of a bundle, and how `compile_model` made it."""
 
     bundle: Path
     up_to_date: bool  # whether the bundle existed already and was not compiled again
@@ -69,7 +68,8 @@ def compile_model(
 ) -> CompileReport:
     """Compile a GGUF file, an HF directory or a named model into the bundle directory `out`.
 
-    Does nothing if `out` is already a bundle of the same inputs. An error leaves no files.
+    Does nothing if `out` is already a bundle of the same inputs, unless `keep` is given. An error
+    leaves no files.
 
     Args:
         progress: called with the name of a stage and its finished fraction, 0 to 1.
@@ -89,8 +89,7 @@ def compile_model(
     facts = before.manifest.compile if before else {}
     # The key does not include tiles, so compare the tiles of the bundle's matmuls separately.
     used = {name: tiles[name] for name in facts.get("matmuls", ()) if name in tiles}
-    up_to_date = before is not None and facts.get("key") == key and facts.get("tuned") == used
-    if up_to_date and keep is None:
+    if before is not None and facts.get("key") == key and facts.get("tuned") == used and keep is None:
         return CompileReport(before.path, True, {}, before.manifest)
     checkpoint = open_source(path, options, progress)
     announce()
@@ -109,13 +108,11 @@ def compile_model(
         text = print_module(module)
     weights_key = _weights_key(path, options, target, module)
     same = next((b for b in (before, packed) if b and b.manifest.compile.get("weights_key") == weights_key), None)
-    if not up_to_date and same is None:
+    if same is None:
         require_free_space(out, sum(param.type.nbytes for param in module.params.values()), f"the bundle {out}")
     if keep is not None:
         with naming(keep):
             _write_sources(keep, build_model(checkpoint, options), text, compile_flags(target, options.iree_flags), out)
-    if up_to_date:
-        return CompileReport(before.path, True, {}, before.manifest)
     cancelled, compiling = threading.Event(), threading.Event()
 
     def report_pack(name: str, done: float) -> None:
@@ -129,11 +126,7 @@ def compile_model(
         """Validate the checkpoint, write all files except modules, return the weights' SHA-256."""
         validate(checkpoint, vocab)
         if checkpoint.tokenizer is not None:
-            tokenizer = json.dumps(checkpoint.tokenizer, ensure_ascii=False)
-            writer.write(TOKENIZER, tokenizer)
-            # Only models that generate text need the vocabulary.
-            if not checkpoint.encoding and (vocabulary := _vocabulary(tokenizer, vocab)):
-                writer.write(VOCABULARY, bytes(vocabulary))
+            writer.write(TOKENIZER, json.dumps(checkpoint.tokenizer, ensure_ascii=False))
         if checkpoint.chat_template:
             writer.write("chat_template.jinja", checkpoint.chat_template)
         if same:
@@ -197,16 +190,6 @@ def module_texts(module: Module) -> dict[str, str]:
         assert function.entry is not None, "a model's function has a role"
         by_file.setdefault(module_name(function.entry), []).append(function.name)
     return {name if at else MODEL: print_module(module.part(*part)) for at, (name, part) in enumerate(by_file.items())}
-
-
-def _vocabulary(tokenizer: str, size: int) -> Vocabulary | None:
-    """Return the table of token bytes that grammars use; None if the tokenizer does not have it."""
-    from tokenizers import Tokenizer
-
-    try:
-        return Vocabulary.of(Tokenizer.from_str(tokenizer), size)
-    except Exception:  # tokenizers raises Exception itself
-        return None
 
 
 def existing(out: Path) -> Bundle | None:

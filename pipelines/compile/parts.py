@@ -40,12 +40,7 @@ def extract_function(module: Module, name: str) -> Module:
     """
     if name not in module.functions:
         raise PipelineError(f"the model has no function {name!r}; --function takes {', '.join(module.functions)}")
-    into = Module(module.name)
-    function = into.functions[name] = module.functions[name]
-    for op in function.ops:
-        if op.kind == "parameter":
-            into.add_param(module.params[op.attrs["name"]])
-    return into
+    return module.part(name)
 
 
 def extract_layer(module: Module, layer: int) -> Module:
@@ -71,7 +66,7 @@ def layer_of(op: Op) -> int | None:
 
 
 def kernel_module(kernel: Kernel) -> Module:
-    """Return a module with a function `call` that runs the kernel once, with 0 for indices."""
+    """Return a module with a function `call` that runs the kernel once; index operands are 0."""
     module = Module("kernel")
     with module.function("call", **kernel.tensors) as inputs:
         given = dict(zip(kernel.tensors, inputs, strict=True))
@@ -109,7 +104,7 @@ def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None
 
 
 def _names(function: Graph) -> dict[Value, str]:
-    """Return the name of each input of a function, and of each value that another layer reads.
+    """Return names by value, for the inputs of a function and the values that other layers read.
 
     An updated state has the name of its input. Other values are named after the module path of
     their operation.
@@ -145,7 +140,7 @@ def _updated(op: Op, result: int) -> Value | None:
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """The options that select one kernel."""
+    """The options of `castiron emit` that select one kernel."""
 
     sizes: tuple[int, ...]  # the numbers of --shape
     tokens: int  # rows of x; for attention_decode, sequences; for experts, (token, expert) pairs
@@ -203,7 +198,7 @@ def _split_x(name: str, asked: KernelRequest) -> Kernel:
 
 
 def _recurrent(name: str, asked: KernelRequest) -> Kernel:
-    """Return a kernel of a recurrent layer; each operand is a separate tensor."""
+    """Return a kernel of a recurrent layer: causal_conv, gated_delta or selective_scan."""
     tokens, isa = Tokens(asked.tokens, 1, length=asked.tokens > 1), ISAS[asked.isa]
     if name == "causal_conv":
         features, positions = asked.sizes
@@ -219,10 +214,10 @@ def _recurrent(name: str, asked: KernelRequest) -> Kernel:
 
 
 def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, KernelRequest], Kernel]:
-    """Return a function that builds a model with one layer and returns a kernel of it.
+    """Return a function that builds a model with one layer, and returns its first kernel of a kind.
 
-    function: function of the model that has the kernel; for one token it is decode_step. keys: keys
-    of the config for the sizes of --shape. The result is the first kernel with the given name.
+    function: function of the model from which the kernel is taken; for one token it is decode_step.
+    keys: keys of the config to which the sizes of --shape are assigned.
     """
 
     def make(name: str, asked: KernelRequest) -> Kernel:

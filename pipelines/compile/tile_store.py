@@ -59,7 +59,7 @@ def store_path() -> Path:
 
 
 def key_of(target: Target, threads: int) -> Key:
-    """Return the key of kernels for `target` that this machine runs on `threads` threads."""
+    """Return the key of tiles measured on this machine, for `target` and `threads` threads."""
     return Key(host_cpu(), target.isa, compiler_version(), sources_hash(*KERNEL_SOURCES)[:16], threads)
 
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from castiron.pipelines.errors import PipelineError
-
 if TYPE_CHECKING:
     from castiron.vmfb.session import Session
     from castiron.vmfb.states import Snapshot
@@ -25,38 +23,6 @@ def free_positions(context: int, prompt_tokens: int) -> int:
     """
     # The last generated token needs no position, because the model never reads it.
     return context - prompt_tokens + 1
-
-
-def check_free_positions(context: int, prompt_tokens: int, max_tokens: int | None) -> int:
-    """Return `free_positions` after checking the sizes of a request.
-
-    Raises PipelineError if the prompt is empty, `max_tokens` is below 1, or the prompt and
-    `max_tokens` generated tokens do not fit in the context.
-    """
-    if prompt_tokens < 1:
-        raise PipelineError("the prompt has no tokens; give at least one")
-    if max_tokens is not None and max_tokens < 1:
-        raise PipelineError(f"max_tokens is {max_tokens}; give at least 1")
-    free = free_positions(context, prompt_tokens)
-    if free < 1:
-        raise PipelineError(
-            f"the prompt has {prompt_tokens} tokens and the bundle's context is {context}; shorten the prompt, or give "
-            "a larger --context"
-        )
-    if max_tokens is not None and max_tokens > free:
-        raise PipelineError(
-            f"the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}, but the bundle's context is {context}; "
-            f"ask for at most {free}, or give a larger --context"
-        )
-    return free
-
-
-def default_limit(limit: int | None, free: int) -> int | None:
-    """Return `limit` as the max tokens of an answer, or None if fewer positions are free.
-
-    None means that only the context limits the answer.
-    """
-    return limit if limit is not None and limit <= free else None
 
 
 def move_to(session: Session, position: int, fed: Sequence[int] = (), source: Session | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from castiron.pipelines.engine.chooser import Chooser, Constraint, MinTokens
-from castiron.pipelines.engine.context import check_free_positions
+from castiron.pipelines.engine.context import free_positions
 from castiron.pipelines.engine.prefix_cache import Paused
 from castiron.pipelines.engine.sampling import Sampler, Sampling, Score, log_probabilities
 from castiron.pipelines.errors import PipelineError
@@ -159,7 +159,8 @@ class Request:
 
         Args:
             context: max tokens of prompt and answer together.
-            max_tokens: max tokens of the answer; None for no limit but the context.
+            max_tokens: max tokens of the answer. If it is None, or fewer positions are free, only
+                the context limits the answer.
             sampling: options, or a Sampler to continue the random numbers of an earlier request.
             stop_tokens: None for the end tokens of the model, () for no stop tokens.
             constraint: decides which tokens may come next.
@@ -175,11 +176,21 @@ class Request:
             on_prefill: called with (tokens read, tokens of the prompt) after each prefill call.
 
         Raises:
-            PipelineError: the prompt is empty, or the prompt and max_tokens exceed the context.
+            PipelineError: the prompt is empty or fills the context, or max_tokens is below 1.
         """
         scored = prompt_logprobs is not None
-        free = check_free_positions(context, len(prompt), None if scored and max_tokens == 0 else max_tokens)
-        self.limit, self.limit_reason = (free, "context") if max_tokens is None else (max_tokens, "length")
+        free = free_positions(context, len(prompt))
+        if not len(prompt):
+            raise PipelineError("the prompt has no tokens; give at least one")
+        if free < 1:
+            raise PipelineError(
+                f"the prompt has {len(prompt)} tokens and the bundle's context is {context}; shorten the prompt, or give a "
+                "larger --context"
+            )
+        if max_tokens is not None and max_tokens < (0 if scored else 1):
+            raise PipelineError(f"max_tokens is {max_tokens}; give at least 1")
+        is_short = max_tokens is not None and max_tokens <= free
+        self.limit, self.limit_reason = (max_tokens, "length") if is_short else (free, "context")
         self.prompt = np.asarray(prompt)
         self.stop_tokens = None if stop_tokens is None else frozenset(stop_tokens)
         self.top_logprobs, self.prompt_logprobs = top_logprobs, prompt_logprobs

@@ -108,7 +108,7 @@ class Sampling:
 
     @property
     def settings(self) -> dict[str, float]:
-        """The fields that a server reports as its defaults, by name."""
+        """The numbers that a client can set: the fields of SAMPLED and repeat_penalty, by name."""
         return {name: getattr(self, name) for name in (*SAMPLED, "repeat_penalty")}
 
     def __str__(self) -> str:

@@ -34,8 +34,8 @@ def bench(
     """
     if settings.context > bundle.manifest.max_context:
         raise PipelineError(
-            f"settings need {settings.context} positions, but the bundle has {bundle.manifest.max_context}; lower "
-            "--prompt, --gen or --depth, or compile with a larger --max-context"
+            f"--prompt, --gen and --depth need {settings.context} positions, but the bundle has "
+            f"{bundle.manifest.max_context}; lower them, or compile with a larger --max-context"
         )
     bundle = bundle.with_context(bundle.manifest.max_context)
     engines = {"castiron": Engine("castiron", str(bundle.path))}
@@ -63,9 +63,9 @@ def bench(
 
 
 def add_peers(engines: dict[str, Engine], against: Sequence[str], source: Path) -> dict[str, str]:
-    """Return the reason for each engine of `against` that cannot run; add the others to `engines`.
+    """Add the engines `against` to `engines`; return why an engine cannot run, by its name.
 
-    source: path of the checkpoint that they load.
+    source: path of the checkpoint that the engines load.
     """
     from castiron.reference.peers import PEERS
 
@@ -97,7 +97,7 @@ def summarise(engine: Engine) -> dict[str, Any]:
 
 
 def ratios(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> dict[str, float]:
-    """Return castiron's advantage over a peer: above 1, castiron is faster or uses less memory."""
+    """Return castiron's advantages from two results of `summarise`: above 1, it is better."""
     return {
         "decode": round(ours["decode_tok_s"] / peer["decode_tok_s"], 3),
         "prefill": round(ours["prefill_tok_s"] / peer["prefill_tok_s"], 3),
@@ -140,12 +140,13 @@ class Workload:
     manifest: Manifest
 
     def shares(self, settings: Settings, measured: Mapping[str, Any], limits: Mapping[str, float]) -> dict[str, float | None]:
-        """Return the fractions of the machine's limits that the `measured` rates reach.
+        """Return decode_roofline and prefill_peak_share, fractions of the machine's limits.
 
-        limits: read_gb_s and peak_gflop_s. decode_roofline: fraction of the read bandwidth, for
-        weights and KV cache. prefill_peak_share: fraction of the f32 peak; it may exceed 1 if
-        activations are int8. Both are None for a bundle of the lowering `portable`, whose manifest
-        has no FLOP and bytes of kernels.
+        decode_roofline: fraction of the read bandwidth that reading weights and KV cache takes.
+        prefill_peak_share: fraction of the f32 peak; it may exceed 1 if activations are int8. Both
+        are None for a bundle of the lowering `portable`, whose manifest has no FLOP and bytes.
+
+        measured: has decode_tok_s and prefill_tok_s. limits: read_gb_s and peak_gflop_s.
         """
         if not self._kernels() or not all("weights" in kernel for kernel in self._kernels()):
             return {"decode_roofline": None, "prefill_peak_share": None}

@@ -53,7 +53,7 @@ class Settings:
 
 
 class EngineError(PipelineError):
-    """The error if an engine's process fails."""
+    """The error of an engine whose process failed."""
 
     def __init__(self, engine: str, reason: str, status: int | None):
         """Describe the failure of `engine`.
@@ -160,12 +160,13 @@ def time_to_first_token(engine: str, model: str, settings: Settings, tokens: Seq
 def measure(
     engines: dict[str, Engine], settings: Settings, tokens: Sequence[int], machine: Machine, progress: Progress
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Return the machine's limits, and why engines are missing; store measurements in `engines`.
+    """Measure engines in turns, and add the measurements to `engines`.
 
-    Engines run alternately for `settings.rounds` rounds, after one round that is not measured. An
-    engine that fails is removed from `engines`; raises EngineError if it is castiron.
+    The engines run for `settings.rounds` rounds, after one round that is not measured. An engine
+    that fails is removed from `engines`; if castiron fails, raises EngineError.
 
-    tokens: token ids to read. The limits are read_gb_s and peak_gflop_s, one value per round.
+    tokens: token ids of the prompt. Returns the machine's limits (read_gb_s and peak_gflop_s, one
+    value per round), and why engines failed, by their names.
     """
     workers: dict[str, Worker] = {}
     limits: dict[str, list[float]] = {"read_gb_s": [], "peak_gflop_s": []}

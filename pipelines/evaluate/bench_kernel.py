@@ -35,8 +35,8 @@ Progress = Callable[[str, float], None]
 def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, position: int) -> dict[str, np.ndarray]:
     """Return random operands for a kernel, arrays by name.
 
-    sizes: numbers of the kernel's --shape. position: number of entries in the KV cache. Experts and
-    token ids count upwards from 0.
+    codec: codec of the weights. sizes: numbers of the kernel's --shape. tokens: rows of x.
+    position: number of entries in the KV cache. Ids of experts and tokens are 0, 1, 2, ...
     """
     rng = np.random.default_rng(0)
     full = {"length": tokens, "start": position, "position": position, "counters": 0}
@@ -80,7 +80,7 @@ def kernel_run(
 ) -> KernelRun:
     """Return a kernel for this machine with its settings; arguments are those of `named_kernel`.
 
-    It runs at the last position of the context that has space for its tokens.
+    The kernel's position is the last one in the context after which its tokens fit.
     """
     from castiron.vmfb.targets import resolve
 

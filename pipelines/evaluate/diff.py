@@ -56,7 +56,10 @@ def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, low
 
 
 def _activations(checkpoint: Checkpoint, module, function: str, tokens: Sequence[int]) -> dict:
-    """Return (execution index, result) of the last f32 operation of each module, by module path."""
+    """Run `function` of `module` on the prompt `tokens` in the NumPy interpreter.
+
+    Returns (execution index, result) of the last f32 operation of each module, by module path.
+    """
     body = module.functions[function]
     states = [np.zeros(state.shape, DTYPES[state.dtype].numpy) for state in body.states]
     params = {name: pack_parameter(checkpoint, param) for name, param in module.params.items()}

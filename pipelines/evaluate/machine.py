@@ -47,7 +47,7 @@ LARGE = 4
 # Seconds of a measurement, for limits and kernels alike, so that both run at the same clock rate.
 LOAD_SECONDS = 0.3
 
-# From the name of a limit to its arithmetic. `_PEAK_OF`: from a part of a kernel's name to its limit; others use f32.
+# By name of a limit: its arithmetic. `_PEAK_OF`: by a part of a kernel's name, the limit of the kernel; others have f32's.
 PEAKS = {"peak_gflop_s": "f32", "peak_bytes_gop_s": "bytes", "peak_pairs_gflop_s": "bf16", "peak_matrix_gflop_s": "tiles"}
 _PEAK_OF = {
     "_int8_": "peak_bytes_gop_s",

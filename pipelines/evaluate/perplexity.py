@@ -79,7 +79,7 @@ def perplexity(nll: np.ndarray) -> dict[str, float]:
 
 
 def statistics(found: Compared) -> dict:
-    """Return the statistics that `llama-perplexity --kl-divergence` prints.
+    """Return the statistics that `llama-perplexity --kl-divergence` prints, by name.
 
     Probabilities are 0 to 1, not percentages. As in llama.cpp, the error of the perplexity ratio is
     computed from the difference for each token, so it includes the covariance.
@@ -139,7 +139,7 @@ def text_of(path: str | None = None) -> str:
     try:
         text = (Path(path) if path else files("castiron.pipelines.evaluate") / DEFAULT_TEXT).read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise PipelineError(f"{path} is not text in UTF-8") from None
+        raise PipelineError(f"{path} is not text in UTF-8; convert it") from None
     return text.removesuffix("\n")
 
 
@@ -182,7 +182,10 @@ def chunks_of(tokens: Sequence[int], context: int, max_chunks: int | None = None
 
 
 def _scored(chunks: Sequence[Chunk], progress: Progress, *models: Rows) -> Iterator[tuple]:
-    """Yield (logits of each model..., token) for every scored token; progress counts chunks."""
+    """Yield (logits of each model in `models`..., token) for every scored token.
+
+    progress: called with (finished chunks, all chunks).
+    """
     for done, chunk in enumerate(chunks):
         progress(done, len(chunks))
         yield from zip(*(model(chunk.tokens, chunk.first) for model in models), chunk.targets, strict=True)

@@ -100,7 +100,10 @@ class Bench:
         return {name: MatmulSearch(matmul, function) for name, (matmul, function, _) in self.kernels.items()}
 
     def gains(self, tiles: TilesByMatmul, repeats: int) -> dict[str, tuple[float, float]]:
-        """Return (seconds with default tiles, speed-up with `tiles`) for each matmul in `tiles`."""
+        """Return (seconds with default tiles, speed-up with `tiles`) for each matmul in `tiles`.
+
+        repeats: how many times both are measured, in turns; the shortest times count.
+        """
         module = self._lowered(tiles)
         candidate = self.directory / "candidate.vmfb"
         compile_mlir(print_module(module), self.target, candidate, cache_dir=self.directory)
@@ -140,7 +143,7 @@ class Bench:
         return lower(self._layers, isa=self.target.isa, threads=self.threads, tiles=tiled, numerics=self.options.numerics)
 
     def _kernels_of(self, module: Module) -> dict[str, tuple[Matmul, str, str]]:
-        """Return (matmul, name of the first function with it, kernel name) by matmul name."""
+        """Return (matmul, name of the first function with it, its kernel's name) by matmul name."""
         found: dict[str, tuple[Matmul, str, str]] = {}
         for function in self.functions:
             for op in module.functions[function.name].ops:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from castiron.pipelines.engine.context import check_free_positions
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.locate import HubName
 from castiron.pipelines.text.tokenizer import load_tokenizer
@@ -68,7 +67,7 @@ def _prompt(line: str, where: str) -> Prompt:
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise PipelineError(f"{where} starts with {{ but is not JSON ({error})") from None
+        raise PipelineError(f"{where} starts with {{ but is not JSON ({error}); correct it") from None
     text, tokens = value.get("prompt", ""), value.get("tokens", [])
     if unknown := sorted(set(value) - {"name", "prompt", "tokens", "raw"}):
         raise PipelineError(f"{where} has the unknown key {unknown[0]!r}; use name, prompt, tokens or raw")
@@ -105,7 +104,7 @@ def encode(prompt: Prompt, text, vocab: int) -> list[int]:
     """Return the token ids of a prompt; text: the bundle's tokenizer, or None without one."""
     if prompt.tokens:
         if max(prompt.tokens) >= vocab:
-            raise PipelineError(f"prompt {prompt.name!r} has token {max(prompt.tokens)}, but the vocabulary has {vocab} tokens")
+            raise PipelineError(f"prompt {prompt.name!r} has token {max(prompt.tokens)}; give ids from 0 to {vocab - 1}")
         return list(prompt.tokens)
     if text is None:
         raise PipelineError(f"prompt {prompt.name!r} is text, but the bundle has no tokenizer; give token ids")
@@ -118,8 +117,8 @@ def checkpoint_of(bundle: Bundle, given: str | None = None, *, any_format: bool 
     """Return the path of the checkpoint that the bundle was compiled from.
 
     It is `given`, or else the path in the manifest, or else a download. Raises PipelineError if its
-    SHA-256 differs from that in the manifest. With `any_format`, the hash is not checked if one is
-    a GGUF file and the other a directory.
+    SHA-256 differs from that in the manifest. With `any_format`, `given` may be the same model in
+    the other format (GGUF file or HF directory), whose hash is not checked.
     """
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, canonical_name, fetch
     from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256, find_checkpoint
@@ -161,7 +160,11 @@ def adapter_of(bundle: Bundle) -> Path | None:
 
 
 def _unchanged(bundle: Bundle, key: str, what: str, sha256: Callable[[Path], str | None]) -> Path | None:
-    """Return the path that the manifest has under `key`; PipelineError if its hash differs."""
+    """Return the path of a file or folder that the bundle was compiled with; None without one.
+
+    key: its key in the manifest's `source`. what: its name for the error. sha256: computes its
+    hash. Raises PipelineError if the hash differs from that in the manifest.
+    """
     if (recorded := bundle.manifest.source.get(key)) is None:
         return None
     path = Path(recorded["path"])
@@ -198,7 +201,10 @@ def load_reference(path: Path, weights: str, threads: int | None, adapter: Path 
 
 
 def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[str, np.ndarray]) -> None:
-    """Round the matrices of an HF model in place to the values that a bundle stores."""
+    """Round the matrices of an HF model in place to the values that a bundle stores.
+
+    weights: the bundle's --weights. importance: that of each weight's columns, by tensor name.
+    """
     import torch
     from transformers.pytorch_utils import Conv1D
 
@@ -249,7 +255,6 @@ def expect(model, prompt: list[int], ours: list[int]):
 
 def greedy(session, prompt: Sequence[int], n: int) -> list[int]:
     """Return `n` greedy tokens after a prompt; generation does not stop at an end token."""
-    check_free_positions(session.context, len(prompt), n)
     session.rewind(0)
     tokens = [session.prefill(prompt)]
     while len(tokens) < n:

@@ -43,7 +43,7 @@ RESULT = "<tool_response>\n{}\n</tool_response>"
 def render(
     template: str, messages: Sequence[Mapping], *, special_tokens: Mapping[str, str] | None = None, **variables: Any
 ) -> str:
-    """Return the text of `messages`, {"role", "content"} each, in the Jinja `template`.
+    """Return the text of `messages`, {"role", "content"} each, rendered by the Jinja `template`.
 
     `special_tokens`: text of special tokens by name, such as bos_token. `variables`: other
     variables of the template. Raises PipelineError if the template is not valid Jinja, rejects the
@@ -78,7 +78,7 @@ def _with_reasoning(message: Mapping) -> Mapping:
 
 
 def prepare() -> None:
-    """Start the import of jinja2, which takes 40 ms, in another thread."""
+    """Start to import jinja2 in another thread, because the import takes 40 ms."""
     threading.Thread(target=_environment, daemon=True).start()
 
 
@@ -219,5 +219,5 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 
 def _short(error: Exception) -> str:
-    """Return the message of an error as one short line; a template may have raised any text."""
+    """Return the message of an error as one short line; a template can raise any text."""
     return short(str(error) or type(error).__name__, 130)

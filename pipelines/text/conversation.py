@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from castiron.pipelines.engine.context import default_limit, free_positions
+from castiron.pipelines.engine.context import free_positions
 from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.engine.sampling import Sampler, Sampling
 from castiron.pipelines.errors import PipelineError
@@ -19,10 +19,9 @@ from castiron.vmfb.disk import reason
 from castiron.vmfb.staging import write_file
 from castiron.vmfb.state_file import StateError
 
-# Without --max-tokens, old turns are dropped if less than 1 / ANSWER_SHARE of the context is free.
-ANSWER_SHARE = 4
-# Dropping turns frees at least 1 / DROPPED_SHARE of the context, because the rest must be read again.
-DROPPED_SHARE = 4
+# Old turns are dropped if less than 1 / SHARE of the context, and less than `max_tokens`, is free for the answer. Dropping
+# frees at least 1 / SHARE of the context, because the model must read the remaining turns again.
+SHARE = 4
 ROLES = ("system", "user", "assistant")
 # Suffix of the state file beside a conversation's file.
 STATE = ".state"
@@ -38,20 +37,17 @@ class Chat:
     of messages that the last turn dropped to free space. `stream`: `Stream` of the last answer.
 
     Args:
-        max_tokens: max tokens of an answer. Old turns are dropped to have space for them, and a
-            message that leaves too little space is rejected.
-        usual_tokens: max tokens of an answer if `max_tokens` is None; near the end of the context
-            the answer may be shorter. If both are None, an answer may fill the context.
+        max_tokens: max tokens of an answer; near the end of the context the answer may be shorter.
+            None for no limit but the context.
     """
 
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, *, sampling: Sampling = Sampling(), system: str | None = None,
-        stops: Sequence[str] = (), max_tokens: int | None = None, usual_tokens: int | None = None,
-        repetition_stop: bool = True,
+        stops: Sequence[str] = (), max_tokens: int | None = None, repetition_stop: bool = True,
     ):  # fmt: skip
         self.engine, self.tokenizer, self.sampler = engine, tokenizer, Sampler(sampling)
         self.system, self.stops = system, tuple(stops)
-        self.max_tokens, self.usual_tokens, self.repetition_stop = max_tokens, usual_tokens, repetition_stop
+        self.max_tokens, self.repetition_stop = max_tokens, repetition_stop
         self.stream: Stream | None = None
         self.dropped = 0
         self.reset()
@@ -70,9 +66,9 @@ class Chat:
     def answer(self, message: str, progress: Progress | None = None) -> Iterator[str]:
         """Send a message, and yield pieces of the answer; pieces of reasoning are `Reasoning`.
 
-        If the iterator is closed early, the answer so far stays in the conversation. Raises
-        PipelineError, and leaves the conversation unchanged, if the message does not fit in the
-        context.
+        progress: called with (prompt tokens read, all prompt tokens). If the iterator is closed
+        early, the answer so far stays in the conversation. Raises PipelineError, and leaves the
+        conversation unchanged, if the message does not fit in the context.
         """
         return self._answer([*self.messages, {"role": "user", "content": message}], progress)
 
@@ -95,11 +91,10 @@ class Chat:
 
     def _answer(self, messages: list[dict], progress: Progress | None) -> Iterator[str]:
         messages, prompt, self.dropped = self._fit(messages)
-        context = self.engine.context
-        limit = self.max_tokens or default_limit(self.usual_tokens, free_positions(context, len(prompt)))
         request = text_request(
-            prompt, context, self.tokenizer, sampling=self.sampler, max_tokens=limit, stop_tokens=self.tokenizer.eos,
-            stop_strings=self.stops, repetition_stop=self.repetition_stop, reasoning=True, on_prefill=progress,
+            prompt, self.engine.context, self.tokenizer, sampling=self.sampler, max_tokens=self.max_tokens,
+            stop_tokens=self.tokenizer.eos, stop_strings=self.stops, repetition_stop=self.repetition_stop, reasoning=True,
+            on_prefill=progress,
         )  # fmt: skip
         self.stream = stream = Stream(self.engine, request, reasoning=True)
         return self._pieces(stream, messages)
@@ -121,15 +116,15 @@ class Chat:
         """Return (messages that fit, their token ids, number of dropped messages).
 
         If the answer has too little space, the oldest turns are dropped until it has enough, and at
-        least 1 / DROPPED_SHARE of the context.
+        least 1 / SHARE of the context.
         """
         context = self.engine.context
-        needed = self.max_tokens or max(1, min(self.usual_tokens or context, context // ANSWER_SHARE))
+        needed = max(1, min(self.max_tokens or context, context // SHARE))
         head = 1 if messages[0]["role"] == "system" else 0
         prompt = self.tokenizer.encode_chat(messages)
         goal, dropped = len(prompt), 0
         if free_positions(context, len(prompt)) < needed:
-            goal -= context // DROPPED_SHARE
+            goal -= context // SHARE
         while len(prompt) > goal or free_positions(context, len(prompt)) < needed:
             turns = [i for i in range(head + 1, len(messages)) if messages[i]["role"] == "user"]
             if not turns:
@@ -137,11 +132,10 @@ class Chat:
             dropped += turns[0] - head
             messages = [*messages[:head], *messages[turns[0] :]]
             prompt = self.tokenizer.encode_chat(messages)
-        if free_positions(context, len(prompt)) < (self.max_tokens or 1):
-            answer = f" and {needed} for the answer" if self.max_tokens else ""
+        if free_positions(context, len(prompt)) < 1:
             raise PipelineError(
-                f"even without earlier messages, this one needs {len(prompt)} tokens{answer}, but the context is "
-                f"{context}; shorten it, or give a larger --context"
+                f"even without earlier messages, this one needs {len(prompt)} tokens, but the context is {context}; shorten "
+                "it, or give a larger --context"
             )
         return messages, prompt, dropped
 
@@ -157,7 +151,7 @@ class Chat:
             write_file(file, text.encode())
             self.engine.save_state(file.with_name(file.name + STATE))
         except OSError as error:
-            raise PipelineError(f"{path} cannot be written: {reason(error)}") from None
+            raise PipelineError(f"{path} cannot be written: {reason(error)}; give another path") from None
 
     def load(self, path: str | Path) -> None:
         """Load the messages of a file that `save` wrote, and the states beside it.

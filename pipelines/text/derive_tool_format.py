@@ -20,7 +20,7 @@ from castiron.pipelines.text.tool_formats import ID, KEY, KNOWN, ToolFormat
 USER, ANSWER = "question_one?", "answer_one."
 NAMES, ARGUMENTS = ("get_alpha", "get_beta"), {"k_one": "v_one", "k_two": 4711}
 IDS = ("idcall001", "idcall002")
-# Patterns of ARGUMENTS in each style except tags.
+# By style, except tags: a pattern of how templates write ARGUMENTS.
 STYLES = {
     "json": re.compile(r'\{\s*"k_one"\s*:\s*"v_one"\s*,\s*"k_two"\s*:\s*4711\s*\}'),
     "python": re.compile(r"k_one=(['\"])v_one\1, k_two=4711"),
@@ -114,7 +114,7 @@ class _Probe:
         return None
 
     def _form(self, style: str, before: str, head: str, body: str, after: str, rest: str) -> ToolFormat:
-        """Return the format, given the parts of a call from `_split`.
+        """Return the format; style, before, head, body, after: the parts of one call from `_split`.
 
         rest: the text of two calls after the first name; "" if the template allows only one call.
         """
@@ -156,7 +156,7 @@ class _Probe:
         return first[: len(first) - len(key_begin)], last.removeprefix(value_end), fields
 
     def prompts_call(self, form: ToolFormat) -> bool:
-        """Return whether a prompt ends in the start mark of a call, which answers then lack."""
+        """Return whether the template itself writes the start mark of a call at a prompt's end."""
         prompt = self.render(None, add_generation_prompt=True) or ""
         return prompt.rstrip().endswith(form.triggers or ("\0",))
 
@@ -195,7 +195,7 @@ def _split(text: str) -> tuple[str, str, str, str, str] | None:
 
 
 def _after_arguments(text: str, fields: Mapping[str, Any]) -> str:
-    """Return the text after the arguments; text: that of a call after its name."""
+    """Return the text after the arguments of a call; text: the call's text after its name."""
     for pattern in STYLES.values():
         if found := pattern.search(text):
             return _with_ids(text[found.end() :])

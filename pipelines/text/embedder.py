@@ -25,7 +25,7 @@ Given = str | Sequence[int]
 
 @dataclass(frozen=True)
 class Tokens:
-    """The ids of a text, with special tokens; `cut`: whether it was truncated to max tokens."""
+    """The token ids of a text, with special tokens; cut: whether the text was truncated."""
 
     ids: list[int]
     cut: bool = False
@@ -96,7 +96,7 @@ class Embedder:
         return [self.tokens(query, before[0]), *(self.tokens(document, before[1]) for document in documents)]
 
     def _pair(self, query: str, document: str) -> Tokens:
-        """Return the tokens of a pair; if there are too many, the longer text is truncated."""
+        """Return the tokens of a pair of texts; of too many tokens, the longer text loses some."""
         # The vocabulary size is added to the ids of the second text, if the model has token types.
         found, types = self._encode(query.strip(), document.strip())
         shift = self.bundle.manifest.vocab if self.facts.types else 0
@@ -134,7 +134,7 @@ class Embedder:
             raise PipelineError(f"dimensions is {dimensions}; {self.name} has 1 to {self.hidden}")
 
     def vector(self, tokens: Tokens, dimensions: int | None = None) -> np.ndarray:
-        """Return the vector of a text, f32 [dimensions]; None for all dimensions of the model."""
+        """Return the vector of a text, f32 [dimensions]; dimensions None: that of the model."""
         self.check_dimensions(dimensions)
         with self._running:
             found = self.encoder.encode(tokens.ids)
@@ -146,7 +146,8 @@ class Embedder:
     ) -> np.ndarray:  # fmt: skip
         """Return the vectors of texts, f32 [texts, dimensions]; print how many were truncated.
 
-        prompt_name: name of the model's prompt to put before each text. prompt: the prompt itself.
+        prompt_name: name of the model's prompt to put before each text. prompt: text to put there
+        instead of a prompt of the model.
         """
         self.check_vectors()
         before = self.prompt(prompt_name) if prompt is None else prompt

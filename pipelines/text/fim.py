@@ -1,7 +1,7 @@
 """Fill-in-the-middle (FIM): prompts for the text between a prefix and a suffix, by model family.
 
-The vocabulary decides the family: models name their FIM tokens alike, and llama.cpp's
-llama-vocab.cpp finds them by the same names. A GGUF file may name others by id.
+The names of the FIM tokens in the vocabulary decide the family, as in llama.cpp's llama-vocab.cpp.
+A GGUF file may state ids of FIM tokens, which then replace those found by name.
 """
 
 from __future__ import annotations
@@ -35,17 +35,19 @@ PADDING = ("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<PAD>")
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "▁<EOT>", "<EOT>", "<|EOT|>", "<｜end▁of▁sentence｜>")
 # A character that no token joins with the text after it.
 ANCHOR = "\u263a"
-# A long prefix is cut in steps of this share of its space, so that later prompts start alike.
+# The start of a long prefix is cut off in steps of 1 / CUTS of its space, so that the prompts of the following requests
+# begin with the same tokens, whose states are cached.
 CUTS = 8
 
 
 @dataclass(frozen=True)
 class Fim:
-    """The FIM prompts of a model; token ids, None for tokens that it lacks.
+    """A builder of a model's FIM prompts.
 
     Attributes:
-        repository, file: the tokens before the name of a repository and of each file.
-        ends: the tokens that end an answer, besides those of the model.
+        prefix, suffix, middle: ids of the tokens before these parts of a prompt; None: no token.
+        repository, file: ids of the tokens before the name of a repository and of each file.
+        ends: ids of the tokens that end an answer, besides those of the model.
         suffix_first: whether the suffix comes before the prefix.
     """
 
@@ -65,10 +67,11 @@ class Fim:
         """Return the token ids of a prompt.
 
         Args:
-            prefix, suffix: the text before and after the answer, in which no token is special.
+            prefix, suffix: the texts before and after the answer; special tokens in them are text.
             files: (name, text) of other files.
-            max_tokens: the prompt is cut to this number: first files from the first one on, then
-                the prefix at its start and the suffix at its end, three parts to one.
+            max_tokens: max length of the prompt. A longer prompt loses files, the first one first,
+                then the start of the prefix and the end of the suffix, so that the prefix has three
+                quarters of the space.
         """
         head = [self.tokenizer.bos] if self.tokenizer.encode("")[:1] == [self.tokenizer.bos] else []
         before, after = self._encode(prefix), self._encode(suffix, joined=True)
@@ -89,7 +92,7 @@ class Fim:
         return [*head, *begin, *(token for other in others for token in other), *end, *first, *second, *middle]
 
     def _around_files(self) -> tuple[list[int], list[int]]:
-        """Return what precedes and follows other files; the names are llama.cpp's."""
+        """Return the token ids before and after the other files of a prompt, as in llama.cpp's."""
         begin = [] if self.repository is None else [self.repository, *self._encode("myproject\n")]
         return begin, [] if self.file is None else self._file("filename")
 
@@ -99,10 +102,10 @@ class Fim:
         return [self.file, *self._encode(f"{name}\n")]
 
     def _encode(self, text: str, joined: bool = False) -> list[int]:
-        """Return the ids of text without special tokens.
+        """Return the token ids of a text, in which special tokens are text.
 
-        `joined`: leave out the space that SentencePiece puts before a text, as CodeLlama and
-        Mistral do for a suffix.
+        joined: whether to leave out the space that SentencePiece puts before a text, as CodeLlama
+        and Mistral do for a suffix.
         """
         if not text:
             return []
@@ -113,20 +116,20 @@ class Fim:
         return self._plain(text)[0]
 
     def _plain(self, text: str) -> tuple[list[int], str]:
-        """Return the ids of text without special tokens, and its first token."""
+        """Return (token ids of a text, in which special tokens are text; spelling of the first)."""
         given, mark = self.special.broken({"text": check_utf8(text, "the text")})
         found = encode_text(*self.special.sanitised(given["text"], mark), add_special_tokens=False)
         return found.ids, found.tokens[0] if found.tokens else ""
 
 
 def _last(tokens: list[int], space: int) -> list[int]:
-    """Return the last tokens, at most `space`, cut at a multiple of a step."""
+    """Return the end of `tokens`, at most `space` of them, from a multiple of space / CUTS on."""
     step = max(space // CUTS, 1)
     return tokens[-(-max(len(tokens) - space, 0) // step) * step :]
 
 
 def fim_of(tokenizer: Tokenizer) -> Fim:
-    """Return the FIM prompts of a tokenizer; PipelineError if it has no FIM tokens."""
+    """Return the builder of FIM prompts for a tokenizer; PipelineError if it has no FIM tokens."""
     name, number = tokenizer.backend.id_to_token, tokenizer.backend.token_to_id
     known = lambda names: [token for each in names if (token := number(each)) is not None]
     family = next((names for names in FAMILIES if all(number(each) is not None for each in names if each)), ("", "", ""))

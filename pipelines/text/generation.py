@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import zip_longest
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,9 @@ from castiron.pipelines.engine.speculation import Speculator
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.reasoning import Reasoning
 from castiron.pipelines.text.text_output import Delta, TextOutput
-from castiron.pipelines.text.tokenizer import Tokenizer
-from castiron.pipelines.text.vocabulary import read_vocabulary
+from castiron.pipelines.text.tokenizer import Tokenizer, load_tokenizer
 from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.manifest import VOCABULARY
+from castiron.vmfb.manifest import TOKENIZER
 from castiron.vmfb.session import Session
 
 # Plain text, token ids, or messages ({"role", "content"} each) for the chat template.
@@ -158,10 +158,10 @@ class Stream(Iterator[str]):
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a prompt; `index`: index of the prompt.
+    """The result of a prompt.
 
-    `text`: None without a tokenizer. `finish_reason`: "stop", "length" or "context", or "error" if
-    there is an `error`.
+    index: index of the prompt. tokens: generated ids. text: generated text; None without a
+    tokenizer. finish_reason: "stop", "length" or "context", or "error" if there is an `error`.
     """
 
     index: int
@@ -251,7 +251,7 @@ def score_many(engine: Engine, prompts: Iterable[Prompt], make_request: Callable
 
 
 def open_draft(bundle: Bundle | Path | str, target: Bundle, threads: int | None = None) -> Draft:
-    """Return an open draft model for `target`; PipelineError if `check_draft` rejects it."""
+    """Return the bundle opened as a draft model for `target`; PipelineError if it cannot be one."""
     bundle = open_bundle(bundle)
     check_draft(bundle, target)
     return Draft(Session(bundle, threads), target.manifest.vocab)
@@ -267,9 +267,8 @@ def check_draft(draft: Bundle, target: Bundle) -> None:
     if not target.manifest.widths("verify"):
         raise PipelineError(f"{target.path} has no verify functions for a draft; compile it with --speculate 4,8")
     mine, others = draft.manifest, target.manifest
-    files = [manifest.files.get(VOCABULARY) for manifest in (mine, others)]
-    # Equal tokenizer files have equal vocabularies; different files may differ only in padding.
-    if mine.vocab == others.vocab and (files[0] == files[1] is not None or not (draft.tokenizer or target.tokenizer)):
+    # Equal tokenizer files have equal vocabularies; different files may differ in other parts only.
+    if mine.vocab == others.vocab and mine.files.get(TOKENIZER) == others.files.get(TOKENIZER):
         return
     if not (draft.tokenizer and target.tokenizer):
         bare = target if draft.tokenizer else draft
@@ -277,11 +276,11 @@ def check_draft(draft: Bundle, target: Bundle) -> None:
             f"{bare.path} has no tokenizer, so the vocabularies of {draft.path} and {target.path} cannot be compared; "
             "compile it from a checkpoint with a tokenizer"
         )
-    tokens = [read_vocabulary(each).tokens for each in (draft, target)]
-    length = max(map(len, tokens))
-    padded = [[*each, *[b""] * (length - len(each))] for each in tokens]
-    if padded[0] != padded[1]:
-        differs = next(index for index, (first, second) in enumerate(zip(*padded)) if first != second)
+    tokens = [load_tokenizer(each).vocabulary for each in (draft, target)]
+    # Unused ids at the end have empty bytes.
+    pairs = enumerate(zip_longest(*tokens, fillvalue=b""))
+    differs = next((index for index, (first, second) in pairs if first != second), None)
+    if differs is not None:
         raise PipelineError(
             f"{draft.path} has another vocabulary than {target.path} from token {differs} on; take a smaller model of the "
             "same family"

@@ -17,7 +17,6 @@ from castiron.pipelines.child_process import ChildProcess, LimitExceeded, run_on
 from castiron.pipelines.engine.chooser import ConstraintError
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.reasoning import Marks
-from castiron.pipelines.text.vocabulary import Vocabulary
 
 # Limits of the child process that first compiles a grammar: seconds of processor time, bytes of memory.
 SECONDS, MAX_BYTES = 1.0, 1 << 30
@@ -30,7 +29,7 @@ PRECEDING = ("\n", "=")
 
 
 class GrammarConstraint:
-    """The constraint of one text to a grammar, which starts after the model's reasoning, if any.
+    """A constraint that makes one text match a grammar, from the end of the model's reasoning on.
 
     `matcher`: an llguidance matcher that nothing else uses. `marks`: start and end marks of
     reasoning. If `prompt` ends in a start mark, the text starts with reasoning.
@@ -160,10 +159,11 @@ class Grammar:
 class Grammars:
     """A compiler of grammars, which compiles first in a child process with limits, then here."""
 
-    def __init__(self, backend, vocabulary: Vocabulary, eos: Sequence[int]):
+    def __init__(self, backend, vocabulary: Sequence[bytes], eos: Sequence[int]):
         """Prepare the vocabulary; raise PipelineError if llguidance is not installed.
 
-        `backend`: a tokenizer of the tokenizers library. `eos`: the tokens that end a text.
+        `backend`: a tokenizer of the tokenizers library. `vocabulary`: the bytes of every token.
+        `eos`: the tokens that end a text.
         """
         try:
             from castiron.pipelines.text import grammar_compiler
@@ -171,11 +171,11 @@ class Grammars:
             raise PipelineError("structured output needs llguidance: pip install 'castiron-llm[structured]'") from None
         self._compiler, self._backend = grammar_compiler, backend
         # llguidance needs an end token, so a vocabulary without one gets a token that no model generates.
-        self.tokens = vocabulary.tokens if eos else [*vocabulary.tokens, b""]
-        self.eos = tuple(eos) or (len(vocabulary.tokens),)
-        self.special = vocabulary.special
+        self.tokens = [*vocabulary] if eos else [*vocabulary, b""]
+        self.eos = tuple(eos) or (len(vocabulary),)
         added = backend.get_added_tokens_decoder()
-        marks = {str(added[i].content): i for i in self.special if i in added}
+        self.special = tuple(sorted(i for i in added if added[i].special and i < len(vocabulary)))
+        marks = {str(added[i].content): i for i in self.special}
         tokens = [token.decode("latin-1") for token in self.tokens]
         self._child = ChildProcess(SECONDS, MAX_BYTES, grammar_compiler.start, tokens, self.special, self.eos, marks)
         self._definition = lru_cache(MAX_CACHED)(self._definition_in_child)
@@ -185,7 +185,10 @@ class Grammars:
         return self._compiler.make_index(self.tokens, self.special, self.eos, self.encode)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text that is in the middle of a longer text."""
+        """Return the ids of a text as they are in the middle of a longer text.
+
+        They lack the space that some tokenizers put before a text.
+        """
         ids_of = lambda text: self._backend.encode(text, add_special_tokens=False).ids
         # Some tokenizers add a space before a text; then encode it after another short text.
         for before in ("", *PRECEDING):
@@ -216,7 +219,7 @@ class Grammars:
         except LimitExceeded as error:
             raise GrammarError(kind, f"too complex: {error}; simplify it") from None
         except RecursionError:
-            raise GrammarError(kind, "it nests too deep") from None
+            raise GrammarError(kind, "it nests too deep; simplify it") from None
         # This stack is twice as large as the child process's, on which the grammar compiled.
         matcher = run_on_large_stack(self._compiler.make_matcher, self._index, definition)
         if matcher.is_error():

@@ -94,7 +94,7 @@ class Compiler:
         except (PipelineError, MemoryError):
             raise
         except RecursionError:
-            raise PipelineError("it nests too deep") from None
+            raise PipelineError("it nests too deep; simplify it") from None
         except Exception as error:
             # The conversion of GBNF raises a plain Exception, that of a schema a ValueError.
             raise PipelineError(_message(kind, str(error))) from None

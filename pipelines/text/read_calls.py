@@ -26,13 +26,19 @@ ReadCall = tuple[str, dict]
 
 
 class CallReader:
-    """A parser of calls in one format; schemas: of the functions' parameters, by name."""
+    """A parser of tool calls in one format.
+
+    schemas: JSON schemas of the functions' parameters, by function name.
+    """
 
     def __init__(self, form: ToolFormat, schemas: Mapping[str, Any]):
         self.form, self.schemas = form, schemas
 
     def read(self, payload: str) -> list[ReadCall]:
-        """Return the calls in a text from start mark to end mark; ValueError if there are none."""
+        """Return the calls, (name, arguments) each, in a text; ValueError if there are none.
+
+        payload: the text from the start mark of calls to the end mark.
+        """
         styles = {"json": self._json, "python": self._python, "gemma": self._gemma, "tags": self._tags}
         try:
             calls = list(styles[self.form.style](payload))
@@ -62,9 +68,9 @@ class CallReader:
         return re.compile(f"(?s){begin}(?P<key>[^\\s<>]+?)(?:{ends})(?P<value>.*?){value_end}{follows}")
 
     def fitted(self, name: str, arguments: Any) -> dict | None:
-        """Return arguments that fit a function's parameters, or None.
+        """Return the arguments of a call, or None if they don't match the function's schema.
 
-        Nulls are left out where a parameter is optional and not null.
+        Arguments that are null are left out if the parameter is optional and cannot be null.
         """
         schema = self.schemas.get(name)
         if schema is None or not isinstance(arguments, dict):
@@ -121,7 +127,10 @@ class CallReader:
         yield head[1], _object(json.loads("".join(parts)))
 
     def _tags(self, payload: str) -> Iterator[ReadCall]:
-        """Parse calls with keys and values between marks; marks or the schema give value types."""
+        """Parse calls with keys and values between marks.
+
+        The type of a value comes from the marks or from the function's schema.
+        """
         form, heads = self.form, [*self.head.finditer(payload)]
         if not heads:
             yield from read_bare(self._inside(payload))
@@ -192,13 +201,16 @@ def _object(value: Any) -> dict:
 
 
 def _by_text(key_end: Mapping[str, str]) -> dict[str, str]:
-    """Return the distinct texts between a key and a value by value type, that of strings first."""
+    """Return the distinct texts of a `ToolFormat.key_end` by value type, that of strings first."""
     found = dict.fromkeys(key_end[kind] for kind in sorted(key_end, key=lambda kind: kind != "string"))
     return {next(kind for kind, each in key_end.items() if each == text): text for text in found}
 
 
 def _lenient(text: str) -> str:
-    """Return a pattern for a text of a format, with any white space, and any identifier for ID."""
+    """Return a regular expression for a text of a format.
+
+    It accepts any white space where the text has some, and any identifier where the text has ID.
+    """
     pattern = ""
     for part in re.split(rf"(\s+|{ID}|[{{}}\[\],:])", text):
         if part == ID:

@@ -47,7 +47,7 @@ class ReasoningSplitter:
         self._blank = True
 
     def add(self, more: str) -> list[str]:
-        """Append `more` to the text; return the pieces that are now final."""
+        """Append `more` to the text; return the pieces (`Reasoning` or str) that are now final."""
         self._pending += more
         pieces: list[str] = []
         if not (self.reasoning or self.done):
@@ -71,7 +71,7 @@ class ReasoningSplitter:
         return pieces
 
     def finish(self) -> list[str]:
-        """End the text; return the pieces that were held back."""
+        """End the text; return its last pieces (`Reasoning` or str), which were held back."""
         text, self._pending = self._pending, ""
         if self.reasoning:
             text = Reasoning(text.strip() if self._blank else text.rstrip())

@@ -52,8 +52,9 @@ class SpecialTokens:
     def broken(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         """Return (template variables with breaks in spellings of special tokens, break character).
 
-        Breaks are also inserted in a part of a spelling at either end of a string. The character is
-        "" if no break is needed. Raises PipelineError for values that nest too deep.
+        given: the template's variables, with the messages. Breaks are also inserted in a part of a
+        spelling at either end of a string. The break character is "" if no break is needed. Raises
+        PipelineError for values that nest too deep.
         """
         try:
             strings = list(strings_of(given))
@@ -148,7 +149,10 @@ class SpecialTokens:
 
 
 class Spellings:
-    """A search for spellings of special tokens, in any case, and for parts at a text's ends."""
+    """A search in texts for the spellings of special tokens, in upper or lower case.
+
+    It also finds parts of spellings at the ends of a text.
+    """
 
     def __init__(self, words: Collection[str]):
         low = {word.lower() for word in words}
@@ -177,7 +181,7 @@ class Spellings:
 
 
 def _is_mark(word: str, min_length: int = 2) -> bool:
-    """Return whether `word` has other characters than letters and digits, unlike a role's name."""
+    """Return whether `word` has `min_length` characters, and not only letters and digits."""
     return len(word) >= min_length and not word.isspace() and not word.isalnum()
 
 

@@ -157,7 +157,7 @@ class TextOutput:
 
 
 def _separate(pieces: Iterable[str]) -> tuple[str, str]:
-    """Return (answer, reasoning): the joined pieces that are not, and that are, `Reasoning`."""
+    """Return (answer, reasoning), each joined from its pieces; `Reasoning` pieces are reasoning."""
     pieces = list(pieces)
     answer = "".join(piece for piece in pieces if not isinstance(piece, Reasoning))
     return answer, "".join(piece for piece in pieces if isinstance(piece, Reasoning))

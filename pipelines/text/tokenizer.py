@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -13,8 +13,8 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.chat_template import check_variables, describe_tools, reads_tools, render, takes_system
 from castiron.pipelines.text.reasoning import Marks, marks_of
 from castiron.pipelines.text.special_tokens import SpecialTokens
+from castiron.pipelines.text.token_bytes import TokenBytes
 from castiron.pipelines.text.tool_formats import HERMES, ToolFormat
-from castiron.pipelines.text.vocabulary import Vocabulary, read_vocabulary
 from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.record import short
 
@@ -75,7 +75,7 @@ class Tokenizer:
     Args:
         backend: a tokenizer of the tokenizers library.
         template_args: default values of the template's variables; PipelineError for unknown ones.
-        vocabulary: reads the bundle's vocabulary; by default it is computed from `backend`.
+        vocab: number of tokens of the model; by default that of `backend`.
         tool_format: format in which the template writes tool calls; by default `HERMES`, and then
             tools and calls are described to the model in the text of messages.
         parse_special: whether special tokens in messages become tokens instead of text.
@@ -84,7 +84,7 @@ class Tokenizer:
 
     def __init__(
         self, backend, chat_template: str | None = None, bos: int | None = None, eos: Sequence[int] = (),
-        template_args: Mapping[str, object] | None = None, vocabulary: Callable[[], Vocabulary] | None = None,
+        template_args: Mapping[str, object] | None = None, vocab: int | None = None,
         tool_format: ToolFormat | None = None, parse_special: bool = False, fim: Mapping[str, int] = MappingProxyType({}),
     ):  # fmt: skip
         self.backend, self.chat_template, self.bos, self.eos, self.fim = backend, chat_template, bos, tuple(eos), fim
@@ -95,7 +95,7 @@ class Tokenizer:
         self.tool_format = tool_format or HERMES
         self._describes_tools = tool_format is None or not reads_tools(chat_template)
         check_variables(chat_template, self.template_args)
-        self._vocabulary = vocabulary
+        self.vocab = vocab or backend.get_vocab_size()
         added = backend.get_added_tokens_decoder()
         self.marks = marks_of(chat_template or "", (str(token.content) for token in added.values()))
         tool_texts = "\n".join(self.tool_format.texts)
@@ -190,13 +190,13 @@ class Tokenizer:
         return SpecialTokens(self.backend, self.chat_template or "", answers)
 
     def end_of(self, prompt: Iterable[int]) -> str:
-        """Return the text of a prompt's last tokens, with special tokens."""
+        """Return the text of the last token ids of a prompt, with special tokens."""
         with tokenizer_errors():
             return self.backend.decode([*prompt][-PROMPT_END:], skip_special_tokens=False)
 
     @property
     def answer_marks(self) -> Marks:
-        """The start and end marks of text before an answer, as reasoning, that grammars ignore."""
+        """The (start mark, end mark) pairs of text to which grammars do not apply, as reasoning."""
         return (("", "<|channel|>final<|message|>"),) if self.tool_format.style == "harmony" else self.marks
 
     def grammar(self, **given: Any) -> Grammar:
@@ -209,12 +209,16 @@ class Tokenizer:
         return max(map(len, self.backend.get_vocab()))
 
     @cached_property
+    def vocabulary(self) -> list[bytes]:
+        """The bytes of every token of the model, by id; empty for unused ids."""
+        return list(map(TokenBytes(self.backend), range(self.vocab)))
+
+    @cached_property
     def grammars(self) -> Grammars:
         """The compiler of grammars over the vocabulary."""
         from castiron.pipelines.text.grammar import Grammars
 
-        read = self._vocabulary or (lambda: Vocabulary.of(self.backend, self.backend.get_vocab_size()))
-        return Grammars(self.backend, read(), self.eos)
+        return Grammars(self.backend, self.vocabulary, self.eos)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of `tokens`.
@@ -240,7 +244,7 @@ def load_tokenizer(
         raise PipelineError(f"{bundle.tokenizer}: cannot be read ({short(str(error))}); compile the bundle again") from None
     tokens, tool_format = bundle.manifest.tokens, ToolFormat.of(bundle.manifest)
     return Tokenizer(
-        backend, bundle.chat_template, tokens.bos, tokens.eos, template_args, lambda: read_vocabulary(bundle), tool_format,
+        backend, bundle.chat_template, tokens.bos, tokens.eos, template_args, bundle.manifest.vocab, tool_format,
         parse_special, tokens.fim,
     )  # fmt: skip
 

@@ -93,7 +93,7 @@ class Calls:
         return self.tools.single and self.count > 0 and self._value is None and (self._payload is None or not self.close)
 
     def add(self, more: str) -> list[Piece]:
-        """Append `more` to the text; return the pieces that are now final."""
+        """Append `more` to the text; return the pieces (`CallPart` or str) that are now final."""
         self._pending += more
         pieces: list[Piece] = []
         while self._step_payload(pieces) if self._payload is not None else self._step_text(pieces):
@@ -101,7 +101,7 @@ class Calls:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """End the text; return the pieces that were held back."""
+        """End the text; return its last pieces (`CallPart` or str), which were held back."""
         pieces: list[Piece] = []
         if self._payload is not None:
             self._payload += self._pending
@@ -149,7 +149,7 @@ class Calls:
         return None
 
     def _step_bare(self, pieces: list[Piece]) -> bool:
-        """Read JSON at the start of the pending text, as a call or as text.
+        """Move JSON at the start of the pending text to `pieces`, as a call or as text.
 
         Returns False while the JSON is incomplete.
         """
@@ -176,7 +176,7 @@ class Calls:
         return True
 
     def _fitted(self, name: str, arguments: dict) -> dict:
-        """Return the arguments of a call; ValueError if its function is unknown or they don't fit it."""
+        """Return the arguments of a call; ValueError if they don't match a known function."""
         found = self.calls.fitted(name, arguments)
         if found is None and not self.triggers and name in self.tools.schemas:
             # In a format without marks the name alone tells calls from other JSON.

@@ -59,7 +59,10 @@ class ToolGrammar:
         return "\n".join(["%llguidance {}", f"start: {text}", *self.rules, "ID: /[0-9A-Za-z]{1,9}/", ""])
 
     def _call(self, name: str, schema: Any) -> str:
-        """Return the rule of a call from its name on; if `self.mixed`, of the complete call."""
+        """Return the Lark expression for a call of the function `name`, from its name on.
+
+        If JSON may be the answer (`self.mixed`), the expression includes the text before the name.
+        """
         form = self.form
         if form.style == "harmony":
             head = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
@@ -84,7 +87,7 @@ class ToolGrammar:
         return " ".join(map(write, self._parts(text)))
 
     def _parts(self, text: str) -> list[str]:
-        """Return a text split into special tokens, ID, and the texts between them."""
+        """Return a text split into special tokens, the placeholder ID, and the texts between."""
         return [part for part in self._names.split(text) if part]
 
     def _until(self, end: str) -> str:
@@ -170,9 +173,11 @@ class ToolGrammar:
         raise self._refusal(name)
 
     def _members(self, name: str, schema: Any, write: Callable[[str, Any], str], between: str) -> str:
-        """Return the name of a rule for an object's properties, in order; optional ones may lack.
+        """Return the name of a rule for an object's properties, in the order of the schema.
 
-        write(key, value schema): returns the expression for a property. between: separator.
+        Optional properties may be left out. name: name of the function, for errors. write: takes
+        (key, schema of the value), and returns the Lark expression for a property. between: text
+        between properties.
         """
         if schema.keys() - ANNOTATIONS - {"type", "properties", "required", "additionalProperties"}:
             raise self._refusal(name)

@@ -20,7 +20,7 @@ from castiron.pipelines.engine.scheduler import ModelFailed
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.app import open_app
 from castiron.pipelines.text.text_output import Delta, StopStrings, text_request
-from castiron.pipelines.text.vocabulary import TokenBytes
+from castiron.pipelines.text.token_bytes import TokenBytes
 from tests.support import toy_text
 from tests.support.generating import choose
 from tests.text.test_generate_text import TEXTS, byte_level

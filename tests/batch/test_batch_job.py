@@ -24,7 +24,6 @@ from castiron.pipelines import terminal
 from castiron.pipelines.batch import job as jobs
 from castiron.pipelines.batch import records as records_module
 from castiron.pipelines.batch.job import Summary, answering
-from castiron.pipelines.batch.openai_batch import reproducible
 from castiron.pipelines.batch.plain_records import Prompts
 from castiron.pipelines.batch.records import Conversion, Record
 from castiron.pipelines.cli import batch as command
@@ -33,7 +32,7 @@ from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.engine.sampling import Sampling
 from tests.engine.test_scheduler import CONTEXT, EOS, PROMPTS, TEXT, VOCAB, FakeBatch, by_itself
 from tests.support import served
-from tests.support.batch_jobs import read, write
+from tests.support.batch_jobs import read, without_varying, write
 
 ROOT = Path(__file__).parents[2]
 
@@ -149,16 +148,16 @@ def test_openai_rows_equal_the_servers_answers(job, path, tmp_path):
     with served.served(path, tmp_path / "log", "--quiet") as server, httpx2.Client(base_url=server.url, timeout=120) as client:
         for row in rows:
             result, response = found[row["custom_id"]]["response"], client.post(row["url"], json=row["body"])
-            body = response.json()
-            expected = reproducible(body, result["request_id"]) if response.status_code == 200 else body
-            assert (result["status_code"], result["body"]) == (response.status_code, expected)
+            assert result["status_code"] == response.status_code
+            assert without_varying(result["body"]) == without_varying(response.json())
     assert [row["response"]["status_code"] for row in found.values()].count(200) == 9
     assert all(row["error"] is None for row in found.values())
-    # The bytes are the same with another prefix cache.
-    first = (tmp_path / "out.jsonl").read_bytes()
+    # The results are the same with another prefix cache.
+    first = read(tmp_path / "out.jsonl")
     Path(f"{tmp_path}/out.jsonl.journal").unlink()
     job(write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl")
-    assert (tmp_path / "out.jsonl").read_bytes() == first
+    again = read(tmp_path / "out.jsonl")
+    assert without_varying(again) == without_varying(first) and again[0]["id"] == first[0]["id"]
 
 
 def test_memory_limits_count_a_row_at_a_time(job, tmp_path, monkeypatch):
@@ -198,7 +197,7 @@ BAD_REQUESTS = [
     ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "stream": True}}, "do not stream"),
     ({"custom_id": "a", "url": "/v1/completions", "body": "{"}, "body is not JSON"),
     ({"custom_id": "a", "body": {}, "more": 1}, "'more'"),
-    ({"custom_id": "a", "url": "/v1/completions"}, "body must be"),
+    ({"custom_id": "a", "url": "/v1/completions"}, "body is not"),
     ("no JSON after a row in OpenAI's format", "line"),
 ]
 
@@ -210,7 +209,7 @@ def test_a_bad_row_fails_by_itself(job, tmp_path):
     lines = [(row if isinstance(row, str) else json.dumps(row)).encode("latin-1") for row in rows]
     (tmp_path / "in.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\n\n".join(lines))
     counts = job(tmp_path / "in.jsonl", tmp_path / "out.jsonl", "-n", "4")
-    assert "castiron: 4 records with a custom_id of an earlier record" in job.errors
+    assert "castiron: 4 records with the custom_id of an earlier record" in job.errors
     first, *middle, last = read(tmp_path / "out.jsonl")
     assert (counts["records"], counts["failed"]) == (24, 22)
     assert first == last and first["generated"] and first["error"] is None

@@ -22,10 +22,9 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.conversation import Chat
 from castiron.pipelines.text.generation import check_draft, open_draft
 from castiron.pipelines.text.tokenizer import load_tokenizer
-from castiron.pipelines.text.vocabulary import Vocabulary
 from castiron.reference import tiny
 from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.manifest import VOCABULARY
+from castiron.vmfb.manifest import TOKENIZER
 from castiron.vmfb.session import Session
 from tests.engine.test_speculate import Parrot
 from tests.support import served
@@ -236,13 +235,16 @@ def test_commands_and_the_api_take_a_draft(target, small, tmp_path, capsys):
 
 def bundle_with(tokens=None, vocab=3, verify=(4,), name="x"):
     """Return a bundle as far as `check_draft` reads it; `tokens`: None without a tokenizer."""
-    files = {} if tokens is None else {VOCABULARY: repr(tokens)}
+    files = {} if tokens is None else {TOKENIZER: repr(tokens)}
     manifest = SimpleNamespace(encoder=None, vocab=vocab, files=files, widths=lambda role: verify)
     return SimpleNamespace(path=name, manifest=manifest, tokenizer=tokens, tokens=tokens)
 
 
 def test_rejects_a_draft_with_another_vocabulary(monkeypatch):
-    monkeypatch.setattr("castiron.pipelines.text.generation.read_vocabulary", lambda bundle: Vocabulary(bundle.tokens, ()))
+    monkeypatch.setattr(
+        "castiron.pipelines.text.generation.load_tokenizer",
+        lambda bundle: SimpleNamespace(vocabulary=bundle.tokens),
+    )
     two, three = [b"a", b"b"], [b"a", b"b", b""]
     target = bundle_with(three)
     for good in (bundle_with(three), bundle_with(two, vocab=2), bundle_with([*three, b""], vocab=4)):

@@ -170,7 +170,7 @@ def test_bench_measures_a_shape(tiny, monkeypatch, tmp_path, capsys):
         (["--shape", "tiny", "--tokens", "4"], "--tokens does not apply to a random model"),
         (["--shape", "tiny", "--checkpoint", "x"], "--checkpoint does not apply to a random model"),
         (["--shape", "tiny", "--context", "0"], "--context is 0"),
-        (["--shape", "tiny", "--context", "100"], "settings need 512 positions"),
+        (["--shape", "tiny", "--context", "100"], "--prompt, --gen and --depth need 512 positions"),
         ([".", "--shape", "tiny"], "--shape and . exclude each other"),
         ([".", "--codec", "q4_k"], "--codec does not apply to a compiled bundle"),
         (["--kernel", "gemm"], "--kernel gemm needs --shape"),

@@ -28,3 +28,17 @@ class Jobs:
         captured = self.capsys.readouterr()
         self.errors = captured.err
         return json.loads(captured.out)
+
+
+# Fields of a response that differ between runs: ids, times, and counts that depend on cached tokens.
+VARYING = {
+    "id", "call_id", "created", "created_at", "completed_at", "prompt_tokens_details", "input_tokens_details", "input_tokens",
+    "cache_creation_input_tokens", "cache_read_input_tokens",
+}  # fmt: skip
+
+
+def without_varying(value):
+    """Return a result or a part of it without the fields `VARYING`."""
+    if isinstance(value, dict):
+        return {name: without_varying(member) for name, member in value.items() if name not in VARYING}
+    return [without_varying(item) for item in value] if isinstance(value, list) else value

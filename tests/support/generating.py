@@ -7,7 +7,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from castiron.pipelines.engine.context import default_limit, free_positions
 from castiron.pipelines.engine.engine import Engine, SingleSlot
 from castiron.pipelines.engine.sampling import Sampler
 from castiron.pipelines.text import generation
@@ -56,12 +55,8 @@ def generate_many(
     """Return an iterator over the results of prompts, in the order of completion."""
     vocab = engine.manifest.vocab
 
-    limit = options.pop("max_tokens", None)
-
     def make_request(prompt):
-        ids = encode_prompt(prompt, text, vocab, template_args)
-        max_count = default_limit(limit, free_positions(engine.context, len(ids)))
-        return text_request(ids, engine.context, text, max_tokens=max_count, **options)
+        return text_request(encode_prompt(prompt, text, vocab, template_args), engine.context, text, **options)
 
     make_request([0])
     return generation.generate_many(engine, prompts, make_request)

@@ -19,7 +19,6 @@ from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.grammar import GrammarError
 from castiron.pipelines.text.tokenizer import Tokenizer, load_tokenizer
-from castiron.pipelines.text.vocabulary import Vocabulary
 from castiron.vmfb.batch import Batch
 from castiron.vmfb.session import Session
 from tests.support import schemas, structured
@@ -204,16 +203,9 @@ def test_a_mask_allows_only_fitting_tokens():
         constraint.accept(0)
 
 
-@given(st.lists(st.binary(max_size=9), max_size=20), st.sets(st.integers(0, 19)))
-def test_a_vocabulary_is_read_as_written(tokens, special):
-    written = Vocabulary(tokens, tuple(sorted(i for i in special if i < len(tokens))))
-    assert Vocabulary.read(bytes(written)) == written
-
-
-def test_a_bundle_contains_the_bytes_of_its_vocabulary(path, text):
-    found = Vocabulary.read((path / "vocabulary.bin").read_bytes())
-    assert found == Vocabulary.of(text.backend, 211) and found.special == (0, 1, 2) and found.tokens[3] == b" "
-    assert text.grammars.tokens == found.tokens
+def test_a_vocabulary_has_the_bytes_of_every_token_of_the_model(text):
+    assert len(text.vocabulary) == 211 and text.vocabulary[3] == b" "
+    assert text.grammars.tokens == text.vocabulary and text.grammars.special == (0, 1, 2)
 
 
 def test_continues_a_text_without_a_leading_space():

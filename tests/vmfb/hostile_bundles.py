@@ -22,7 +22,6 @@ import pytest
 
 from castiron.emitter.abi import functions
 from castiron.pipelines.text.tokenizer import load_tokenizer
-from castiron.pipelines.text.vocabulary import Vocabulary
 from castiron.vmfb.batch import Batch
 from castiron.vmfb.bundle import open_bundle
 from castiron.vmfb.manifest import BundleError
@@ -76,9 +75,7 @@ def run(folder: Path, text: bool) -> None:
 def write_valid(folder: Path) -> Path:
     """Write a toy bundle with every optional file."""
     toy_text.write(folder)
-    (folder / "vocabulary.bin").write_bytes(bytes(Vocabulary.of(toy_text.tokenizer(), 32)))
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"]["vocabulary.bin"] = {}
     work = {"calls": 2, "flops": [64, 0, 64], "bytes": [128, 4, 256], "weights": 128, "paths": ["layers.*.mlp"], "tokens": 1}
     manifest["compile"] = {"work": {"decode_step": {"gemv": work}}}
     (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -108,7 +105,7 @@ def mutant(number: int, valid: Path, folder: Path) -> str:
             file.write(data)
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         return kind
-    small = [name for name in ("tokenizer.json", "chat_template.jinja", "vocabulary.bin") if (folder / name).exists()]
+    small = [name for name in ("tokenizer.json", "chat_template.jinja") if (folder / name).exists()]
     path = folder / {"weights": "weights.irpa", "module": "model.vmfb", "files": rng.choice(small)}[kind]
     path.write_bytes(damage(rng, path.read_bytes(), tables(path)))
     rehash(folder)

@@ -55,7 +55,7 @@ def test_a_written_manifest_is_read_back(toy_dir):
 @pytest.mark.parametrize(
     ("keys", "value", "message"),
     [
-        (["schema"], 2, "has schema 2 and this castiron reads 7"),
+        (["schema"], 2, "has schema 2 and this castiron reads 8"),
         (["schema"], True, "has schema True"),
         (["name"], DELETED, "name is missing"),
         (["states", 0, "colour"], 1, "states[0].colour is an unknown field"),
