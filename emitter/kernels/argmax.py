@@ -26,10 +26,11 @@ BLOCK = 512  # logits of a block, a multiple of 8 vectors of every instruction s
 
 @cache
 def argmax(vocab: int, *, isa: Isa, rows: int | None = None) -> Kernel:
-    """Return the kernel logits [vocab] -> index i32, or with `rows`, [rows, vocab] -> i32 [rows].
+    """Return the kernel that finds the largest logit.
 
-    Among equal logits, the kernel chooses the lowest index, as HF does. It never chooses NaN, and
-    returns 0 if no logit is above -inf.
+    Operand: logits f32 [vocab], or [rows, vocab] if `rows` is given. Result: index i32 scalar, or
+    i32 [rows]. Among equal logits the kernel chooses the lowest index, as HF does. It never chooses
+    NaN, and returns 0 if no logit is above -inf.
     """
     shape = (vocab,) if rows is None else (rows, vocab)
     full = vocab // BLOCK * BLOCK

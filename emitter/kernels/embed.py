@@ -26,10 +26,11 @@ MAX_WORKGROUPS = 64
 
 @cache
 def embed(codec_name: str, vocab: int, hidden: int, T: int, *, isa: Isa) -> Kernel:
-    """Return the kernel ids i32 [T], weight i8 (`packed_shape`) -> y f32 [T, hidden].
+    """Return the kernel that copies rows of a packed embedding table, dequantised to f32.
 
-    Ids outside the vocabulary are clamped. For each id, the kernel decodes all 16 rows of a row
-    block, which is cheaper than a second copy of the weight.
+    Operands: ids i32 [T], weight i8 (shape: `packed_shape`). Result: y f32 [T, hidden]. Ids outside
+    the vocabulary are clamped to it. For each id, the kernel decodes the block of 16 rows that
+    contains the row, because that is cheaper than a second copy of the table in another layout.
     """
     codec = codec_of(codec_name)
     shape = packed_shape(codec_name, vocab, hidden)

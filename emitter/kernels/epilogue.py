@@ -42,9 +42,10 @@ ACTIVATIONS = {
 
 
 def combine(b: Body, glu: str | None, dots: list[list[Ssa]]) -> list[Ssa]:
-    """Return vectors of 16 results: dot products, or act(gate) * up if there is a `glu`.
+    """Return f32 vectors with 16 results of a matmul: `dots[0]`, or act(gate) * up with a GLU.
 
-    dots: [row blocks][vectors]; with a GLU, the row blocks are gate and up.
+    glu: name of the activation, or None. dots: for each block of 16 rows of the weight, the vectors
+    of its 16 dot products. With a GLU there are two blocks: `dots[0]` is gate, `dots[1]` is up.
     """
     if glu is None:
         return dots[0]
@@ -53,7 +54,11 @@ def combine(b: Body, glu: str | None, dots: list[list[Ssa]]) -> list[Ssa]:
 
 
 def with_operands(b: Body, y: Ssa, buffers: Mapping[str, Ssa], row: Index, column: Index) -> Ssa:
-    """Return y plus bias and residual, if `buffers` has them; y: results from [row, column] on."""
+    """Return y plus the bias and the residual of a matmul, if `buffers` has them.
+
+    y: a scalar or vector of results, at [row, column] and the columns after it. buffers: memrefs by
+    name; "bias" is f32 [out], "residual" f32 [tokens, out].
+    """
     for name, at in (("bias", (column,)), ("residual", (row, column))):
         if name in buffers:
             y = b.addf(y, b.vload(buffers[name], y.width, *at) if y.type.kind else b.load(buffers[name], *at))

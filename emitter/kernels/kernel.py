@@ -19,14 +19,17 @@ class Kernel:
     """An IREE `stream.executable` with operand types, a NumPy reference and a cost.
 
     name: symbol; kernels with different text have different names.
-    operands: types by name, in the order of the dispatch; "index" is a scalar, as a layer number.
-    write: called as write(body, **arguments), emits the body. The arguments are memrefs and index
-        values by name, for all operands and for results that are not in `in_place`.
+    operands: types by name, in the order of the dispatch. "index" is the type of a scalar operand,
+        such as the number of a layer.
+    workgroups: number of workgroups of a dispatch.
+    write: called as write(body, **arguments) to emit the body. The arguments are memrefs and index
+        values by name, for all operands and for the results that are not in `in_place`.
     reference: computes the results by name from the operands by name, in NumPy.
-    flops, nbytes: cost of a call, as a number or as a function of the sequence position.
-    in_place: from each result that overwrites an operand to the name of that operand.
-    matmul: the `Matmul` that the kernel computes, if its tiles can be tuned, or None.
-    fenced: whether compilers must not fuse multiplications and additions, as in `Body`.
+    flops, nbytes: FLOPs and bytes of memory traffic of a call, as a number or as a function of the
+        position of the first token in its sequence.
+    in_place: names of the results that overwrite an operand, each with the name of that operand.
+    matmul: the `Matmul` that the kernel computes, if `castiron tune` can vary its tiles, or None.
+    fenced: whether compilers must not fuse multiplications and additions (see `Body`).
     """
 
     name: str
@@ -52,7 +55,7 @@ class Kernel:
         return [name for name, t in self.operands.items() if t == INDEX]
 
     def work(self, position: int) -> tuple[int, int]:
-        """Return (FLOPs, bytes of memory traffic) of one call at a sequence position."""
+        """Return (FLOPs, bytes of memory traffic) of a call whose first token is at `position`."""
         flops, nbytes = (w(position) if callable(w) else w for w in (self.flops, self.nbytes))
         return flops, nbytes
 

@@ -26,15 +26,16 @@ PIECES = {"bf16_pairs": 1, "bf16_matrix": 1, "bf16_split": EXACT}
 class Matmul:
     """The specification of y = x W^T, for x [tokens, in] and a packed weight W [out, in].
 
-    codec: name of the codec of W. rms_eps: epsilon of an RMS norm of x (one token only), or None.
-    glu: activation of a GLU, y = act(gate) * up, or None. With a GLU, W alternates blocks of 16
-        rows of gate and of up, gate first (`weights.packing.interleave_rows`).
+    codec: name of the codec of W.
+    rms_eps: epsilon of an RMS norm that the kernel applies to x (for one token only), or None.
     bias, residual: whether the kernel adds a bias or a residual to y.
-    length: whether an operand `length` gives the number of real rows of x; the results of later
-        rows (padding) are zero.
+    glu: activation of a GLU, y = act(gate) * up, or None. With a GLU, W has alternate blocks of 16
+        rows of gate and of up, gate first (`weights.packing.interleave_rows`).
+    length: whether an operand `length` gives the number of rows of x that are not padding. The
+        results of padding are zero.
     experts: number of experts, whose weights are concatenated, or 0. With experts, `tokens` is the
         number of (token, expert) pairs, and each row of x has `per_row` consecutive pairs.
-    numerics: one of NUMERICS.
+    numerics: one of `NUMERICS`, the formats in which a kernel receives x.
 
     Raises ValueError for an unknown codec, or if its block does not divide `in_features`.
     """
@@ -89,9 +90,10 @@ class Matmul:
     def operands(self) -> dict[str, TensorType]:
         """Return the types of the kernel's operands by name, in order.
 
-        x: activations in f32, or the result of `round_x` or `split_x`. x_scales: scales of int8 x.
-        x_sums: sums of x over each codec group. norm: weight of the RMS norm. chosen: the expert of
-        each (token, expert) pair. length: the number of real rows of x.
+        x: activations in f32, or the result of `round_x` or `split_x`. x_scales: scales of x, if x
+        is int8. x_sums: sums of x over each codec group. norm: weight of the RMS norm. weight:
+        packed weight. chosen: index of the expert of each (token, expert) pair. bias, residual:
+        what is added to the result. length: number of rows of x that are not padding.
         """
         row_blocks, *record = self.weight_shape
         every = {
@@ -118,7 +120,7 @@ class Matmul:
 
     @property
     def summed_groups(self) -> int:
-        """Return the number of elements of x in each sum of the f32 operand `x_sums`; 0 without."""
+        """Return the number of elements of x in each sum of `x_sums`, or 0 without that operand."""
         if self.numerics == "canonical" and not self.experts:
             return self.format.group if self.format.summed else 0
         return self.format.group if self.numerics == "bf16_split" and self.format.minimum else 0
@@ -127,9 +129,9 @@ class Matmul:
         return {"y": TensorType((self.tokens, self.out_features), F32)}
 
     def define(self, x: np.ndarray, weight: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the reference result {"y": y}, computed in NumPy in f64.
+        """Return the reference result {"y": f32 [tokens, out]}, computed in NumPy in f64.
 
-        given: the other `operands` by name.
+        given: the other operands of `Matmul.operands`, by name.
         """
         x = self.x_of(x, given.get("x_scales"))
         if self.rms_eps is not None:
@@ -151,7 +153,10 @@ class Matmul:
         return {"y": y}
 
     def x_of(self, x: np.ndarray, scales: np.ndarray | None = None) -> np.ndarray:
-        """Return activations as f64 [rows, in] from the operands x and x_scales of a kernel."""
+        """Return the activations as f64 [rows, in].
+
+        x, scales: the operands x and x_scales of the kernel, in the format that `numerics` says.
+        """
         if self.numerics == "int8" and scales is not None:
             return of_bytes(x, scales)
         if self.numerics in PIECES:
@@ -168,9 +173,10 @@ class Matmul:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of operands and result.
+        """Return the bytes of memory traffic of a call: its operands and its result.
 
-        With experts, counts weights of as many experts as there are pairs, up to all experts.
+        With experts, only the weights of experts in use count: as many as there are (token, expert)
+        pairs, but at most all.
         """
         types = self.operands() | self.results()
         weight = types.pop("weight").nbytes

@@ -25,10 +25,12 @@ ROWS = 4  # rows of a workgroup
 
 @cache
 def norm(kind: str, T: int, hidden: int, eps: float, *, isa: Isa, length: bool = False, bias: bool = False) -> Kernel:
-    """Return a norm kernel; kind: "rms_norm" (HF `LlamaRMSNorm`) or "layer_norm" (as in torch).
+    """Return the kernel of a norm over each row of x.
 
-    x [T, hidden], weight [hidden], (bias [hidden]), (length i32) -> y [T, hidden]; rows of y from
-    `length` on are zero.
+    Operands: x f32 [T, hidden], weight f32 [hidden], bias f32 [hidden] if `bias`, length i32 if
+    `length`. Result: y f32 [T, hidden]; rows from `length` on are zero.
+
+    kind: "rms_norm" (HF `LlamaRMSNorm`) or "layer_norm" (as in torch).
     """
     centred = kind == "layer_norm"
     rows, row = TensorType((T, hidden), F32), TensorType((hidden,), F32)

@@ -29,7 +29,11 @@ ROWS = 4  # rows of a workgroup
 
 
 def rounded_types(rows: int, in_features: int, codec: Codec) -> dict[str, TensorType]:
-    """Return the types of the results of `round_x` for x [rows, in] and weights of a codec."""
+    """Return the types of the results of the kernel `round_x`, by name.
+
+    x has the shape [rows, in_features]. codec: the codec of the weight that x is multiplied by; its
+    group size and its minima determine the shape and type of `sums`.
+    """
     return {
         "y": TensorType((rows, in_features // 4), I32),
         "scales": TensorType((rows, in_features // GROUP), F32),
@@ -38,7 +42,10 @@ def rounded_types(rows: int, in_features: int, codec: Codec) -> dict[str, Tensor
 
 
 def rounded(x: np.ndarray, codec: Codec) -> dict[str, np.ndarray]:
-    """Return the results of the kernel `round_x` for x [rows, in], computed in NumPy."""
+    """Return the results of the kernel `round_x` by name, computed in NumPy.
+
+    x: f32 [rows, in]. codec: the codec of the weight that x is multiplied by.
+    """
     numbers, scales = int8.as_bytes(x.astype(np.float32).reshape(len(x), -1, GROUP))
     ordered = numbers.reshape(-1, 8)[:, EVEN_ODD].astype(np.int8)
     sums = numbers.reshape(len(x), -1, codec.group).sum(axis=2)
@@ -49,7 +56,7 @@ def rounded(x: np.ndarray, codec: Codec) -> dict[str, np.ndarray]:
 
 
 def of_bytes(words: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return x as f64 [rows, in] from the results y (here `words`) and `scales` of `round_x`."""
+    """Return x as f64 [rows, in] from the results y (here `words`) and scales of `round_x`."""
     numbers = np.ascontiguousarray(words).view(np.int8).reshape(-1, 8)[:, np.argsort(EVEN_ODD)]
     groups = numbers.astype(np.float64).reshape(*scales.shape, GROUP)
     return (groups * scales[..., None]).reshape(len(words), -1)
@@ -57,9 +64,10 @@ def of_bytes(words: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 @cache
 def round_x(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
-    """Return the kernel x [rows, in] -> y, scales, sums, with the types of `rounded_types`.
+    """Return the kernel that quantises x f32 [rows, in] to int8, one scale for every 32 elements.
 
-    codec: codec of the weights that x is multiplied by.
+    Results (types: `rounded_types`): y, four int8 in each i32, in the order `EVEN_ODD`; scales;
+    sums of x over each group of the codec. codec: the codec of the weight that x is multiplied by.
     """
     lanes = isa.lanes
 
@@ -92,9 +100,9 @@ def round_x(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
 
 
 def _store_bytes(b: Body, shifted: list[Ssa], y: Ssa, row: Index, start: Index) -> None:
-    """Store quantised vectors in y[row, start:] as int8, in the order EVEN_ODD.
+    """Emit code that stores quantised vectors as int8 in y[row, start:], in the order `EVEN_ODD`.
 
-    shifted: the vectors that `vector_math.as_bytes` returns.
+    shifted: vectors in the form that `vector_math.as_bytes` returns.
     """
     while len(shifted) > 1 and shifted[0].width < 8:
         pairs = zip(shifted[::2], shifted[1::2], strict=True)

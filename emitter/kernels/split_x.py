@@ -33,9 +33,10 @@ def tile_rows(rows: int) -> int:
 
 
 def split_type(rows: int, in_features: int, count: int) -> TensorType:
-    """Return the type of the result y of `split_x`; count: number of bf16 for each element.
+    """Return the type of the result y of the kernel `split_x`.
 
-    Its shape is [count, tiles, steps of 32 k, rows of a tile, 16 pairs of k].
+    Its shape is [count, tiles, steps, rows of a tile, 16]. A step is 32 elements of in_features. An
+    i32 has two of them as bf16. count: number of bf16 for each element of x.
     """
     tile = tile_rows(rows)
     return TensorType((count, -(-rows // tile), -(-in_features // DEPTH), tile, HALF), I32)
@@ -52,7 +53,10 @@ def nearest(x: np.ndarray) -> np.ndarray:
 
 
 def split(x: np.ndarray, count: int) -> np.ndarray:
-    """Return the result y of the kernel `split_x` for x [rows, in], computed in NumPy."""
+    """Return the result y of the kernel `split_x` (type: `split_type`), computed in NumPy.
+
+    x: f32 [rows, in]. count: number of bf16 for each element of x; 1 rounds x, 3 is exact.
+    """
     parts, rest = [], x.astype(np.float32)
     for _ in range(count):
         parts.append(_cut(rest) if count > 1 else nearest(rest))
@@ -65,7 +69,7 @@ def split(x: np.ndarray, count: int) -> np.ndarray:
 
 
 def joined(words: np.ndarray, rows: int, in_features: int) -> np.ndarray:
-    """Return x as f64 [rows, in] from the result y of `split_x`: the sum of each element's bf16."""
+    """Return x as f64 [rows, in] from the result y of `split_x`: the sum of the bf16."""
     count, tiles, steps, tile, _ = words.shape
     halves = np.ascontiguousarray(words.transpose(0, 1, 3, 2, 4)).view(np.uint16).reshape(count, tiles * tile, steps * DEPTH)
     values = (halves.astype(np.uint32) << 16).view(np.float32).astype(np.float64).sum(axis=0)
@@ -74,10 +78,11 @@ def joined(words: np.ndarray, rows: int, in_features: int) -> np.ndarray:
 
 @cache
 def split_x(rows: int, in_features: int, count: int, group: int = 0, *, isa: Isa) -> Kernel:
-    """Return the kernel x [rows, in] -> y (`split_type`), (sums f32 [rows, in / group]).
+    """Return the kernel that splits each element of x f32 [rows, in] into `count` bf16.
 
-    count: number of bf16 for each element; 1 rounds x, 3 is exact. group: elements of x in each of
-    `sums`, or 0 for a kernel without `sums`.
+    Results: y (type: `split_type`), and with `group` also sums f32 [rows, in / group]. count: 1
+    rounds each element to the nearest bf16; the sum of 3 bf16 is exact. group: number of elements
+    of x in each sum, or 0 for a kernel without sums.
     """
     tile, full = tile_rows(rows), in_features // DEPTH * DEPTH
     results = {"y": split_type(rows, in_features, count)}

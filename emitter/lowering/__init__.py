@@ -32,13 +32,17 @@ def lower(
     tiles: Callable[[Matmul], Tiles | None] = lambda matmul: None,
     numerics: str = "exact",
 ) -> Module:
-    """Lower the layer operations of a module, and verify the result.
+    """Return a verified module with layer operations replaced by kernel calls or StableHLO.
 
-    isa: name of the CPU's vector unit. threads: number of threads for which tiles are chosen.
-    tiles(matmul): tile sizes of a matmul kernel, or None for the default. These three change
-    results by rounding only. numerics: "exact" keeps activations f32; "canonical" also fixes the
-    order of additions, so that results have the same bits for every isa, threads, tiles and number
-    of tokens in a call; "fast" rounds activations to int8 or bf16 where that is faster.
+    lowering: "kernels", or "portable" for StableHLO only.
+    isa: name of the CPU's vector instructions (`mlir.isa.ISAS`).
+    threads: number of threads for which tiles are chosen.
+    tiles(matmul): returns the tile sizes of a matmul kernel, or None for the default.
+    numerics: "exact" keeps activations in f32; isa, threads and tiles change results by rounding
+        only. "canonical" also fixes the order of additions, so that results have the same bits for
+        every isa, threads, tiles and number of tokens in a call. "fast" rounds activations to int8
+        or bf16 where that is faster.
+
     Raises EmitError for unknown values.
     """
     for what, value, known in (

@@ -17,7 +17,7 @@ from castiron.emitter.types import F32, LARGEST, EmitError
 
 
 def multiply(op: Op, a: Value, b: Value) -> Value:
-    """Return a * b, rounded before any addition; infinities become the largest f32."""
+    """Return a * b that is never fused with an addition; inf becomes the largest f32."""
     y = ops.multiply(a, b)
     if y.dtype is not F32:
         return y
@@ -26,7 +26,7 @@ def multiply(op: Op, a: Value, b: Value) -> Value:
 
 
 def reduce(op: Op, x: Value, init: Value) -> Value:
-    """Replace a sum by additions of halves; keep maxima, and sums that are exact in any order."""
+    """Return a sum by additions of halves; maxima and exact sums stay as they are."""
     if op.attrs["reducer"] != "add" or op.attrs["exact"]:
         return ops.reduce(op.attrs["reducer"], x, op.attrs["dims"], op.attrs["exact"])
     for dim in sorted(op.attrs["dims"], reverse=True):
@@ -62,7 +62,10 @@ RULES: Mapping[str, Rule] = {"multiply": multiply, "reduce": reduce, "dot_genera
 
 
 def canonical(module: Module) -> Module:
-    """Return a lowered module in canonical form; EmitError if a matmul is outside kernels."""
+    """Return a lowered module whose results have the same bits whatever compiler builds it.
+
+    Raises EmitError for a matmul that is not a kernel.
+    """
     found = Module(module.name)
     found.params = module.params
     for function in module.functions.values():

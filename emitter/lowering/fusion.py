@@ -38,15 +38,6 @@ from castiron.emitter.types import F32, TensorType
 
 
 @dataclass
-class _Matmul:
-    """A fused matmul: linear operations with one input and codec, a residual, a GLU's activation."""
-
-    linears: list[Op]
-    residual: Value | None = None
-    glu: str | None = None
-
-
-@dataclass
 class _Heads:
     """The inputs of fused attention and its preparation of q and k.
 
@@ -65,7 +56,7 @@ class _Heads:
 
 
 class _Uses:
-    """The producer and uses of each value of a function, and the fusions found so far."""
+    """The producer and the uses of each value of a function, and the fusions found so far."""
 
     def __init__(self, function: Graph) -> None:
         self.producer = {value: op for op in function.ops for value in op.results}
@@ -74,14 +65,11 @@ class _Uses:
         for op in function.ops:
             for value in op.operands:
                 self.readers.setdefault(value, []).append(op)
-        # Fusions, by the operation or value that they replace; `absorbed`: the other operations of a fusion, to be dropped.
-        self.matmuls = {op: _Matmul([op]) for op in function.ops if op.kind == "linear"}
-        self.attentions: dict[Op, _Heads] = {}
-        self.norms: dict[Value, Op] = {}
-        # Replacements of single operations; and sibling linear operations, by the first of them.
-        self.replaced: dict[Op, Op] = {}
-        self.stacks: dict[Op, list[Op]] = {}
+        # `replaced`: new operations in place of an operation. `absorbed`: operations that other operations replace too.
+        # `norms`: RMS norms that matmuls compute, by their results.
+        self.replaced: dict[Op, list[Op]] = {}
         self.absorbed: set[Op] = set()
+        self.norms: dict[Value, Op] = {}
 
     def only(self, value: Value, kind: str) -> Op | None:
         """Return the operation of this kind that computes `value`, if the value has one use."""
@@ -90,11 +78,11 @@ class _Uses:
 
 
 def fuse(function: Graph, norm_limit: int) -> Graph:
-    """Return a copy of the function with all fusions; norms over `norm_limit` features stay."""
+    """Return a copy with all fusions; RMS norms of over `norm_limit` features are not fused."""
     graph = _Uses(function)
     for op in function.ops:
         if op.kind == "attention":
-            graph.attentions[op] = _heads(graph, op)
+            graph.replaced[op] = _fused_attention(graph, op, _heads(graph, op))
         elif op.kind == "multiply":
             _glu(graph, op)
             _gated_norm(graph, op)
@@ -107,50 +95,45 @@ def fuse(function: Graph, norm_limit: int) -> Graph:
     _siblings(graph, function)
     fused: list[Op] = []
     for op in function.ops:
-        if op in graph.replaced:
-            fused.append(graph.replaced[op])
-        elif op in graph.stacks:
-            fused += _stack(graph, graph.stacks[op])
-        elif op in graph.attentions:
-            fused += _fused_attention(graph, op, graph.attentions[op])
-        elif op in graph.absorbed:
-            continue
-        elif op in graph.matmuls:
-            fused.append(_matmul_op(graph, graph.matmuls[op], op.results[0], op.path))
-        else:
-            fused.append(op)
+        fused += graph.replaced.get(op, () if op in graph.absorbed else (op,))
     return replace(function, ops=fused)
 
 
-def _matmul_op(graph: _Uses, matmul: _Matmul, result: Value, path: str) -> Op:
-    x = matmul.linears[0].operands[0]
+def _matmul(
+    graph: _Uses, linears: list[Op], result: Value, path: str, residual: Value | None = None, glu: str | None = None
+) -> Op:
+    """Return one matmul for linear operations with the same input and codec.
+
+    residual: value that is added to the result. glu: activation of a GLU of two linear operations.
+    """
+    x = linears[0].operands[0]
     norm = graph.norms.get(x)
-    biases = [op.operands[2] for op in matmul.linears if len(op.operands) > 2]
+    biases = [op.operands[2] for op in linears if len(op.operands) > 2]
     operands = [
         *(norm.operands if norm else (x,)),
-        *(op.operands[1] for op in matmul.linears),
+        *(op.operands[1] for op in linears),
         *biases,
-        *([matmul.residual] if matmul.residual else []),
+        *([residual] if residual else []),
     ]
     attrs = {
-        "weights": len(matmul.linears),
+        "weights": len(linears),
         "biases": len(biases),
         "eps": norm.attrs["eps"] if norm else None,
-        "residual": matmul.residual is not None,
-        "glu": matmul.glu,
+        "residual": residual is not None,
+        "glu": glu,
     }
     return Op("matmul", tuple(operands), (result,), attrs, path)
 
 
 def _fused_attention(graph: _Uses, op: Op, heads: _Heads) -> list[Op]:
-    """Return matmuls for the q, k and v rows, and `fused_attention`, in place of attention."""
+    """Return the operations that replace attention: matmuls and `fused_attention`."""
     made, rows = list(heads.reordered), []
     (tokens, count, head_dim), kv_heads = op.operands[0].shape, op.operands[1].shape[1]
     for source in heads.sources:
         if isinstance(source, list):
             out = sum(linear.results[0].shape[1] for linear in source)
             row = Value(TensorType((tokens, out), F32))
-            made.append(_matmul_op(graph, _Matmul(source), row, op.path))
+            made.append(_matmul(graph, source, row, op.path))
             rows.append(row)
         else:
             rows.append(source)
@@ -193,7 +176,10 @@ def _heads(graph: _Uses, op: Op) -> _Heads:
 
 
 def _apart(graph: _Uses, linear: Op, order: tuple[int, int]) -> list[Op]:
-    """Reorder the rows of weight and bias by `Weight.apart`; return the new weight operations."""
+    """Return new weight operations for a linear operation, with their rows reordered.
+
+    order: (heads, rotary_dim), the order for rotary embedding that `Weight.apart` describes.
+    """
     made = []
     for value in linear.operands[1:]:
         weight = graph.producer[value]
@@ -207,7 +193,7 @@ def _apart(graph: _Uses, linear: Op, order: tuple[int, int]) -> list[Op]:
 
 
 def _chain(graph: _Uses, value: Value) -> list[Op]:
-    """Return the operations that prepare q or k, from `value` back to its linear layer.
+    """Return the operations that prepare q or k; the first of the list computes `value`.
 
     Their order is rope, norm over a head, reshape, norm over the row. Each may be missing.
     """
@@ -221,14 +207,18 @@ def _chain(graph: _Uses, value: Value) -> list[Op]:
 
 
 def _alike(q: Op, k: Op) -> bool:
-    """Return whether q and k have the same kind, with the same rotary tables or norm epsilon."""
+    """Return whether q and k are operations of one kind, with the same rotary tables or epsilon."""
     if q.kind != k.kind:
         return False
     return q.operands[1:] == k.operands[1:] if q.kind == "rope" else q.attrs.get("eps") == k.attrs.get("eps")
 
 
 def _stacks(graph: _Uses, values: list[Value]) -> list[Value | list[Op]]:
-    """Replace each run of values from linear layers that can be stacked by a list of the layers."""
+    """Return the values, with results of linear operations replaced by lists of these.
+
+    A list has the operations that one matmul computes: consecutive ones with the same input and
+    codec.
+    """
     sources: list[Value | list[Op]] = []
     for value in values:
         linear = graph.only(value, "linear")
@@ -260,7 +250,7 @@ def _glu(graph: _Uses, op: Op) -> None:
             continue
         plain = len(gate.operands) == len(up.operands) == 2 and act.attrs["function"] in ACTIVATIONS
         if plain and gate.operands[1].type == up.operands[1].type and _codec(graph, gate) == _codec(graph, up):
-            graph.matmuls[op] = _Matmul([gate, up], glu=act.attrs["function"])
+            graph.replaced[op] = [_matmul(graph, [gate, up], op.results[0], op.path, glu=act.attrs["function"])]
             graph.absorbed.update((act, gate, up))
             return
 
@@ -270,7 +260,7 @@ def _residual(graph: _Uses, op: Op) -> None:
     for value, other in (op.operands[::-1], op.operands):
         linear = graph.only(value, "linear")
         if linear and linear not in graph.absorbed and value.type == other.type and value is not other:
-            graph.matmuls[op] = _Matmul([linear], residual=other)
+            graph.replaced[op] = [_matmul(graph, [linear], op.results[0], op.path, residual=other)]
             graph.absorbed.add(linear)
             return
 
@@ -289,7 +279,7 @@ def _activated_conv(graph: _Uses, op: Op) -> None:
     conv, function = graph.only(op.operands[0], "causal_conv"), op.attrs["function"]
     if conv is not None and function in ACTIVATIONS:
         attrs = {**conv.attrs, "activation": function}
-        graph.replaced[op] = replace(conv, results=(op.results[0], conv.results[1]), attrs=attrs)
+        graph.replaced[op] = [replace(conv, results=(op.results[0], conv.results[1]), attrs=attrs)]
         graph.absorbed.add(conv)
 
 
@@ -301,20 +291,21 @@ def _gated_norm(graph: _Uses, op: Op) -> None:
     *own, state = delta.operands[:8]
     attrs = {**delta.attrs, "norm_eps": norm.attrs["eps"]}
     operands = (*own, norm.operands[1], gate.operands[0], state, *delta.operands[8:])
-    graph.replaced[op] = Op("gated_delta", operands, (op.results[0], delta.results[1]), attrs, delta.path)
+    graph.replaced[op] = [Op("gated_delta", operands, (op.results[0], delta.results[1]), attrs, delta.path)]
     graph.absorbed.update((norm, gate, delta))
 
 
 def _siblings(graph: _Uses, function: Graph) -> None:
+    """Replace the linear operations that are in no other fusion by matmuls, siblings by one."""
     groups: dict[tuple, list[Op]] = {}
     for op in function.ops:
-        if op in graph.matmuls and op not in graph.absorbed and op.kind == "linear":
+        if op.kind == "linear" and op not in graph.absorbed:
             groups.setdefault((op.operands[0], _codec(graph, op), len(op.operands)), []).append(op)
-    for ops in groups.values():
-        if len(ops) > 1:
-            graph.stacks[ops[0]] = ops
-            graph.absorbed.update(ops[1:])
-            graph.absorbed.update(graph.producer[weight] for op in ops[1:] for weight in op.operands[1:])
+    for first, *others in groups.values():
+        graph.absorbed.update(others)
+        graph.absorbed.update(graph.producer[weight] for op in others for weight in op.operands[1:])
+        single = [_matmul(graph, [first], first.results[0], first.path)]
+        graph.replaced[first] = _stack(graph, [first, *others]) if others else single
 
 
 def _common(paths: list[str]) -> str:
@@ -324,11 +315,11 @@ def _common(paths: list[str]) -> str:
 
 
 def _stack(graph: _Uses, linears: list[Op]) -> list[Op]:
-    """Return one matmul for these linear operations, and a slice with the columns of each."""
+    """Return one matmul for these linear operations, and a slice of its result for each of them."""
     tokens, path = linears[0].results[0].shape[0], _common([op.path for op in linears])
     ends = np.cumsum([op.results[0].shape[1] for op in linears]).tolist()
     row = Value(TensorType((tokens, ends[-1]), F32))
     parts = [graph.producer[weight] for op in linears[1:] for weight in op.operands[1:]]
-    parts.append(_matmul_op(graph, _Matmul(linears), row, path))
+    parts.append(_matmul(graph, linears, row, path))
     parts += [Op("slice", (row,), op.results, {"starts": (0, first)}, op.path) for op, first in zip(linears, [0, *ends])]
     return parts

@@ -17,6 +17,7 @@ from castiron.emitter.kernels.attention.decode import DecodeTokens, attention_de
 from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.attention.prefill import attention_prefill
 from castiron.emitter.kernels.attention.rope_append import rope_append
+from castiron.emitter.kernels.attention.rows import Caches
 from castiron.emitter.kernels.attention.scores import Scores
 from castiron.emitter.kernels.embed import embed as embed_kernel
 from castiron.emitter.kernels.epilogue import ACTIVATIONS
@@ -38,7 +39,11 @@ from castiron.emitter.types import F32, I32, TensorType
 
 @dataclass
 class Context:
-    """The state that the lowering rules share; `counters`: those of attention kernels, by type."""
+    """What the lowering rules share.
+
+    project: emits matmuls. counters: latest value of the operand `counters` of attention kernels,
+    by its type.
+    """
 
     isa: Isa
     threads: int
@@ -46,12 +51,12 @@ class Context:
     counters: dict[TensorType, Value] = field(default_factory=dict)
 
     def rules(self) -> dict[str, Rule]:
-        """Return RULES bound to this context, and the rules of `portable` for other operations."""
+        """Return a rule for each kind of operation: RULES, and those of `portable` for others."""
         return {**portable.RULES, **{kind: partial(rule, self) for kind, rule in RULES.items()}}
 
 
 def _length(rows: int) -> Value | None:
-    """Return the number of rows that are not padding, or None if there is only one row."""
+    """Return the i32 number of rows that are not padding, or None if there is only one row."""
     length = current_function().length
     # A constant if there is no padding, so that all functions with as many rows share kernels.
     return None if rows == 1 else ops.constant(rows, I32, ()) if length is None else length
@@ -114,21 +119,21 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
     rows = [ops.reshape(x, (x.shape[0], prod(x.shape[1:]))) for x in operands[:count]]
     prepared = operands[count : count + len(names)]
     k_cache, v_cache, start, *rest = operands[count + len(names) :]
-    (layers, cache_rows), tokens, cache = k_cache.shape[:2], rows[0].shape[0], CACHES[op.attrs["storage"]]
-    attrs = op.attrs
+    (layers, cache_rows), tokens, attrs = k_cache.shape[:2], rows[0].shape[0], op.attrs
     scores = Scores(attrs["scale"], attrs["window"], attrs["softcap"], attrs["sinks"], attrs["bidirectional"])
     sinks = {"sinks": rest.pop().value()} if scores.sinks else {}
-    ring = cache_rows if op.attrs["cache"] == "window" else None
+    ring = cache_rows if attrs["cache"] == "window" else None
     qkv = rows[0] if count == 1 else ops.concatenate(rows, 1)
     given = {name: stored.value() for name, stored in zip(names, prepared, strict=True)}
     # A ring buffer has fewer rows than there are positions, so the rotary tables give the context.
     context = given["cos"].shape[0] if ring and "cos" in given else cache_rows
-    caches = {"k_cache": k_cache, "v_cache": v_cache, "layer": op.attrs["layer"]}
+    caches = Caches(layers, context, CACHES[attrs["storage"]], ring)
+    updated = {"k_cache": k_cache, "v_cache": v_cache, "layer": attrs["layer"]}
 
     def token_by_token(kind: DecodeTokens, **where: Value) -> tuple[Value, Value, Value]:
-        parts = head_parts(layout, c.isa, cache)
+        parts = head_parts(layout, c.isa, caches.format)
         own = replace(layout, heads=layout.heads // parts)
-        kernel = attention_decode(layers, context, own, scores, kind, isa=c.isa, cache=cache, ring=ring)
+        kernel = attention_decode(caches, own, scores, kind, isa=c.isa)
         outs = []
         for part in range(parts):
             # All layers can share the counters, which are zero after each call. Every part appends the same keys and values.
@@ -137,28 +142,31 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
             heads = {"qkv": _part_of_queries(qkv, layout, parts, part)}
             if sinks:
                 heads["sinks"] = _part_of_heads(sinks["sinks"], layout, parts, part)
-            found = ops.kernel_call(kernel, **heads, **given, **where, counters=counters, **caches)
+            found = ops.kernel_call(kernel, **heads, **given, **where, counters=counters, **updated)
             c.counters[type_] = found["counters"]
-            caches.update({name: found[name] for name in ("k_cache", "v_cache") if name in found})
+            updated.update({name: found[name] for name in ("k_cache", "v_cache") if name in found})
             outs.append(ops.reshape(found["out"], (tokens, layout.kv_heads, own.group, layout.head_dim)))
         out = ops.reshape(ops.concatenate(outs, 2), (tokens, layout.keys)) if parts > 1 else found["out"]
-        return out, caches["k_cache"], caches["v_cache"]
+        return out, updated["k_cache"], updated["v_cache"]
 
-    if op.attrs["mode"] in ("decode", "batch"):
-        return token_by_token(DecodeTokens("batch", tokens) if op.attrs["mode"] == "batch" else DecodeTokens(), position=start)
+    if attrs["mode"] in ("decode", "batch"):
+        return token_by_token(DecodeTokens("batch", tokens) if attrs["mode"] == "batch" else DecodeTokens(), position=start)
     chunk = {"start": start, "length": rest[0] if rest else ops.constant(tokens, I32, ())}
-    kernel = rope_append(layers, context, tokens, layout, isa=c.isa, cache=cache, ring=ring)
-    appended = ops.kernel_call(kernel, qkv=qkv, **given, **chunk, **caches)
+    kernel = rope_append(caches, tokens, layout, isa=c.isa)
+    appended = ops.kernel_call(kernel, qkv=qkv, **given, **chunk, **updated)
     if c.isa.canonical and not scores.bidirectional:
-        caches |= {name: appended[name] for name in ("k_cache", "v_cache")}
+        updated |= {name: appended[name] for name in ("k_cache", "v_cache")}
         return token_by_token(DecodeTokens("chunk", tokens), **chunk)
-    kernel = attention_prefill(layers, context, tokens, layout, scores, isa=c.isa, threads=c.threads, cache=cache, ring=ring)
-    out = ops.kernel_call(kernel, **chunk, **sinks, **appended, layer=op.attrs["layer"])["out"]
+    kernel = attention_prefill(caches, tokens, layout, scores, isa=c.isa, threads=c.threads)
+    out = ops.kernel_call(kernel, **chunk, **sinks, **appended, layer=attrs["layer"])["out"]
     return out, appended["k_cache"], appended["v_cache"]
 
 
 def _part_of_heads(x: Value, layout: HeadLayout, parts: int, part: int) -> Value:
-    """Return the columns of x [..., heads * n] for one part of the query heads of each kv head."""
+    """Return the columns of x [..., heads * n] that belong to one part of the query heads.
+
+    The query heads of each kv head are divided into `parts` parts; part: number of the part.
+    """
     if parts == 1:
         return x
     *rows, last = x.shape
@@ -169,7 +177,7 @@ def _part_of_heads(x: Value, layout: HeadLayout, parts: int, part: int) -> Value
 
 
 def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> Value:
-    """Return qkv [T, row] with only part `part` of the query heads of each kv head."""
+    """Return qkv [T, row] with the query heads of one part only, as in `_part_of_heads`."""
     if parts == 1:
         return qkv
     tokens = qkv.shape[0]
@@ -178,7 +186,11 @@ def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> V
 
 
 def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple[Tokens, dict[str, Value]]:
-    """Return a recurrent kernel's `Tokens`, and its operand with their positions or number."""
+    """Return the `Tokens` of a recurrent kernel, and its operands `positions` or `length` by name.
+
+    count: number of rows of the call. numbers: the operation's last operands: start or positions,
+    then length in a prefill.
+    """
     if op.attrs["mode"] == "batch":
         return Tokens(count, state.shape[0], batch=True), {"positions": numbers[0]}
     length = numbers[1:] if count > 1 else ()
@@ -186,7 +198,10 @@ def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple
 
 
 def _columns(x: Value) -> tuple[Value, Columns]:
-    """Return the value [T, width] that x [T, ...] is sliced from, if any, and the columns of x."""
+    """Return (the value [T, width] that x is a slice of, the columns of it that are x).
+
+    x: [T, ...]. If x is no slice, the value is x itself.
+    """
     tokens, first, made = x.shape[0], 0, current_function().ops
     rows = x
     while op := next((op for op in reversed(made) if rows in op.results), None):
@@ -203,7 +218,11 @@ def _columns(x: Value) -> tuple[Value, Columns]:
 def _recurrent(
     make: Callable[..., Kernel], op: Op, state: Value, numbers: Sequence[Value], rows: Mapping[str, Value], **given: Value
 ) -> tuple[Value, Value]:
-    """Call the kernel `make(tokens, columns)`; return its result in the operation's shape, and the state."""
+    """Return the result of a recurrent operation and the state after it, computed by a kernel.
+
+    make(tokens, columns): returns the kernel. state, numbers: as in `_tokens`. rows: the kernel's
+    operands that may be columns of a fused matmul, by name. given: its other operands.
+    """
     tokens, own = _tokens(op, op.results[0].shape[0], state, numbers)
     found = {name: _columns(x) for name, x in rows.items()}
     kernel = make(tokens, {name: columns for name, (_, columns) in found.items()})

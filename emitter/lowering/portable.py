@@ -24,7 +24,7 @@ _FLOATS: dict[str, DType] = {"f32": F32, "f16": F16, "bf16": BF16}
 
 
 class Stored:
-    """A weight whose stored parts are dequantised where an operation uses its value."""
+    """A weight that is a parameter in its codec's format and is dequantised where it is used."""
 
     def __init__(self, weight: Weight) -> None:
         self.weight = weight
@@ -36,7 +36,7 @@ class Stored:
         return parameter(Param(weight.name + suffix, type_, source([weight], lambda raw: take(raw).reshape(type_.shape))))
 
     def value(self, pick: Callable[[Value], Value] = lambda part: part) -> Value:
-        """Return the f32 values; pick: selects rows of each stored part [rows, ...]."""
+        """Return the f32 values; pick(part): selects rows of each stored part [rows, ...]."""
         weight, codec = self.weight, self.codec
         if not codec.quantised:
             return ops.convert(pick(parameter(float_param(weight, _FLOATS[weight.codec]))), F32)
@@ -47,7 +47,11 @@ class Stored:
             return lambda raw: getattr(codec.split(raw.reshape(-1, codec.block_bytes)), name)
 
         def factor(name: str, sub: str) -> Value:
-            """Return f32 [rows, groups]: part `name` of blocks, times the groups' factors `sub` if any."""
+            """Return the factor of each group, f32 [rows, groups]: part `name` times part `sub`.
+
+            name: a part with a number for each block. sub: a part with a number for each group, if
+            there are several groups in a block.
+            """
             if codec.exponents:
                 # As powers of two, because f16 cannot represent 2^-128.
                 value = pick(self._part("." + name, F32, blocks, lambda raw: powers_of_two(split(name)(raw))))
@@ -71,7 +75,7 @@ class Stored:
 
 
 def float_param(weight: Weight, dtype: DType) -> Param:
-    """Return the parameter of an unquantised weight or a computed table."""
+    """Return the parameter of a weight of a float codec, or of a computed table."""
     type_ = TensorType(weight.shape, dtype)
     if (values := weight.values) is not None:
         return Param(weight.name, type_, Source((), lambda: np.asarray(values(), np.float32)))
@@ -97,7 +101,7 @@ def linear(op: Op, x: Value, weight: Value | Stored, bias: Value | Stored | None
 
 
 def _along_last(vector: Value, like: Value) -> Value:
-    """Repeat a vector along the last dimension of `like`, or a matrix along the last two."""
+    """Return `vector` repeated to the shape of `like`, whose last dimensions it has."""
     return ops.broadcast_in_dim(vector, like.shape, range(like.type.rank - vector.type.rank, like.type.rank))
 
 
@@ -196,7 +200,11 @@ def _erf(x: Value) -> Value:
 
 
 def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Value, Value]:
-    """Choose the most likely experts of each token, and return their indices and weights."""
+    """Return the experts chosen for each token, i32 [T, top_k], and their weights, f32 [T, top_k].
+
+    logits: router logits [T, experts]. correction: added to the scores to choose, but not in
+    weights.
+    """
     tokens, experts = logits.shape
     if op.attrs["scores"] == "sigmoid":
         likely = ops.logistic(logits)
@@ -220,7 +228,7 @@ def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Valu
 
 
 def _ranks(rated: Value) -> Value:
-    """Return the rank of each rating in its row, f32 from 0 for the largest; ties by index."""
+    """Return the rank of each number in its row, f32: 0 for the largest, equal ones by index."""
     rows, n = rated.shape
     pairs = (rows, n, n)
     own, other = (ops.broadcast_in_dim(rated, pairs, dims) for dims in ((0, 1), (0, 2)))
@@ -232,7 +240,8 @@ def _ranks(rated: Value) -> Value:
 def _of_best_groups(rated: Value, groups: int, chosen_groups: int) -> Value:
     """Return ratings [T, experts] with -inf for experts outside the `chosen_groups` best groups.
 
-    The rating of a group is the sum of its two largest ratings.
+    Experts are divided into `groups` groups. The rating of a group is the sum of its two largest
+    ratings.
     """
     (tokens, experts), each = rated.shape, rated.shape[1] // groups
     apart = ops.reshape(rated, (tokens * groups, each))
@@ -245,7 +254,7 @@ def _of_best_groups(rated: Value, groups: int, chosen_groups: int) -> Value:
 
 
 def gated(gate: Value, up: Value, function: str | ClampedSwiGLU) -> Value:
-    """Return function(gate) * up, or ClampedSwiGLU of both: the input of the down projection."""
+    """Return the input of a down projection: function(gate) * up, or ClampedSwiGLU of both."""
     if isinstance(function, str):
         return ops.multiply(activated(gate, function), up)
     limit = ops.constant(function.limit, F32, gate.shape)
@@ -255,7 +264,7 @@ def gated(gate: Value, up: Value, function: str | ClampedSwiGLU) -> Value:
 
 
 def into_down(projected: Sequence[Value], function: str | ClampedSwiGLU) -> Value:
-    """Return the input of a down projection, from the outputs of gate and up, or of up without a gate."""
+    """Return the input of a down projection; projected: results of gate and up, or of up."""
     gate, *up = projected
     return gated(gate, up[0], function) if up else activated(gate, str(function))
 
@@ -265,7 +274,11 @@ _Stacked = tuple[Stored, int, Stored | None]
 
 
 def experts(op: Op, x: Value, chosen: Value, weights: Value, *stacked: Stored) -> Value:
-    """Compute the chosen experts; only their rows of the stacked weights are read and dequantised."""
+    """Return the weighted sum of the chosen experts for each token, [T, hidden].
+
+    chosen: i32 [T, n]. weights: f32 [T, n]. stacked: weights of gate (if gated), up and down, then
+    their biases, each with the rows of all experts. Only rows of chosen experts are read.
+    """
     take = _experts_of_token if x.shape[0] == 1 else _experts_of_pairs
     count = 3 if op.attrs["gated"] else 2
     biases = stacked[count:] or (None,) * count
@@ -274,7 +287,7 @@ def experts(op: Op, x: Value, chosen: Value, weights: Value, *stacked: Stored) -
 
 
 def _experts_of_token(x: Value, chosen: Value, weights: Value, function: str | ClampedSwiGLU, parts: list[_Stacked]) -> Value:
-    """Compute the experts of one token, each a slice of the stacked weights."""
+    """Return the result of `experts` for one token, whose experts are slices of weights."""
     zero = ops.constant(0, I32, ())
     total: Value | None = None
     for slot in range(chosen.shape[1]):
@@ -295,13 +308,16 @@ def _experts_of_token(x: Value, chosen: Value, weights: Value, function: str | C
 
 
 def _experts_of_pairs(x: Value, chosen: Value, weights: Value, function: str | ClampedSwiGLU, parts: list[_Stacked]) -> Value:
-    """Compute all (token, expert) pairs at once; a loop would compile a program for each."""
+    """Return the result of `experts` for several tokens, with all (token, expert) pairs at once.
+
+    A loop would compile a program for each pair.
+    """
     (tokens, hidden), per_token = x.shape, chosen.shape[1]
     pairs = tokens * per_token
     expert = ops.reshape(chosen, (pairs,))
 
     def project(x: Value, stacked: Stored, out: int, bias: Stored | None) -> Value:
-        """Return x [pairs, in] times each pair's rows of stacked [experts * out, in]: [pairs, out]."""
+        """Return x [pairs, in] times the rows of each pair's expert in `stacked`: [pairs, out]."""
         first = ops.multiply(expert, ops.constant(out, I32, expert.shape))
         rows = ops.add(ops.broadcast_in_dim(first, (pairs, out), (0,)), ops.iota((pairs, out), 1))
         rows = ops.reshape(rows, (pairs * out,))

@@ -18,7 +18,11 @@ from castiron.emitter.types import F32, I8, I32
 def attention(
     op: Op, q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value, start: Value, *rest: Any
 ) -> tuple[Value, ...]:
-    """Return the result and the caches of attention; rest: (length of a prefill), (sinks)."""
+    """Return the result of attention [T, heads * head_dim], and the new caches.
+
+    rest: the number of tokens that are not padding (in a prefill), then the sinks, if there are
+    any.
+    """
     *given, stored = rest if op.attrs["sinks"] else (*rest, None)
     sinks = stored.value() if stored is not None else None
     over = _over_ring if op.attrs["cache"] == "window" else _over_positions
@@ -55,10 +59,10 @@ def _over_positions(
     op: Op, sinks: Value | None, layer: int, start: Value, length: Value | None,
     q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value,
 ) -> tuple[Value, Value, Value]:  # fmt: skip
-    """Compute attention of one sequence over `layer` of caches of every position.
+    """Return the result and the new caches for one sequence and caches of all positions.
 
-    length: number of real tokens from `start` on, None if all are; 0 for an idle sequence of a
-    batch. Rows of padding are never read.
+    layer: index in dimension 0 of the caches. length: number of tokens from `start` on that are not
+    padding; None for all; 0 for an idle sequence of a batch.
     """
     tokens, context, stored = q.shape[0], k_cache.shape[1], CACHES[op.attrs["storage"]]
     k, v = _rounded(k, stored), _rounded(v, stored)
@@ -75,7 +79,7 @@ def _over_positions(
 
 
 def _rounded(x: Value, stored: Cache) -> Value:
-    """Return x [n, kv_heads, head_dim] rounded to rows of a cache [n, kv_heads, *row] (`int8.as_bytes`)."""
+    """Return x [n, kv_heads, head_dim] in the format of a cache, [n, kv_heads, *row]."""
     if not stored.grouped:
         return ops.convert(x, stored.dtype)
     groups, size = stored.row(x.shape[2])
@@ -90,7 +94,7 @@ def _rounded(x: Value, stored: Cache) -> Value:
 
 
 def _widened(rows: Value, stored: Cache) -> Value:
-    """Return rows of a cache [n, kv_heads, *row] as f32 [n, kv_heads, head_dim]."""
+    """Return rows in the format of a cache, [n, kv_heads, *row], as f32 [n, kv_heads, head_dim]."""
     if not stored.grouped:
         return ops.convert(rows, F32)
     *peak, size = rows.shape
@@ -101,7 +105,7 @@ def _widened(rows: Value, stored: Cache) -> Value:
 
 
 def _stored_or_new(new: Value, cache: Value, layer: int, start: Value, length: Value) -> Value:
-    """Return the row `new` [1, kv_heads, *row], or the cache's row at that position if `length` is 0."""
+    """Return `new` [1, kv_heads, *row], or if `length` is 0 the cache's row at `start`."""
     zero = ops.constant(0, I32, ())
     at = (ops.constant(layer, I32, ()), start, *[zero] * (cache.type.rank - 2))
     old = ops.dynamic_slice(cache, at, (1, 1, *cache.shape[2:]))
@@ -113,7 +117,10 @@ def _over_ring(
     op: Op, sinks: Value | None, layer: int, start: Value, length: Value | None,
     q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value,
 ) -> tuple[Value, Value, Value]:  # fmt: skip
-    """Append the `length` real tokens of one sequence to ring buffers, and attend to them."""
+    """Return the result and the new caches for one sequence and caches as ring buffers.
+
+    layer, length: as in `_over_positions`.
+    """
     tokens, rows, stored = q.shape[0], k_cache.shape[1], CACHES[op.attrs["storage"]]
     every = ops.constant(tokens, I32, ())
     # Each row gets its last real position, if that position is new.
@@ -138,7 +145,7 @@ def _over_ring(
 
 
 def _ring_positions(end: Value, rows: int) -> Value:
-    """Return i32 [rows]: the last position below `end` of each ring row, or a negative one."""
+    """Return i32 [rows]: the last position below `end` in each ring row, negative if none."""
     row = ops.iota((rows,), 0)
     # Add `rows` first, so that the dividend is not negative: division rounds towards zero.
     turn = ops.constant(rows, I32, (rows,))
@@ -147,7 +154,7 @@ def _ring_positions(end: Value, rows: int) -> Value:
 
 
 def _positions(start: Value, shape: tuple[int, ...]) -> Value:
-    """Return the position of token t, start + t, in each element of row t, as i32 [T, n]."""
+    """Return i32 [T, n] with the position of token t, start + t, in all of row t."""
     return ops.add(ops.iota(shape, 0), ops.broadcast_in_dim(start, shape, ()))
 
 
@@ -161,7 +168,10 @@ def _seen(position: Value, other: Value, window: int | None) -> Value:
 
 
 def _seen_both_ways(start: Value, length: Value, shape: tuple[int, ...], window: int | None) -> Value:
-    """Return i1 [T, n]: whether position n is real and in the window of each token."""
+    """Return i1 [T, n]: whether token t attends to position i, in bidirectional attention.
+
+    The position must be below start + length, and within `window` of the token's own.
+    """
     last = ops.subtract(ops.add(start, length), ops.constant(1, I32, ()))
     position, other = ops.minimum(_positions(start, shape), ops.broadcast_in_dim(last, shape, ())), ops.iota(shape, 1)
     seen = ops.compare("LE", other, ops.broadcast_in_dim(last, shape, ()))
@@ -174,7 +184,10 @@ def _seen_both_ways(start: Value, length: Value, shape: tuple[int, ...], window:
 
 
 def _attend(op: Op, sinks: Value | None, q: Value, k: Value, v: Value, seen: Value) -> Value:
-    """Compute attention of q [T, heads, head_dim] over k, v [n, kv_heads, head_dim]."""
+    """Return attention [T, heads * head_dim] of q [T, heads, head_dim] over k and v.
+
+    k, v: [n, kv_heads, head_dim]. seen: i1 [T, n], whether a token attends to a position.
+    """
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     # [T, kv_heads, group, head_dim] . [n, kv_heads, head_dim] -> [kv_heads, T, group, n]

@@ -22,10 +22,11 @@ CHUNK = 64
 
 @dataclass
 class _Tokens:
-    """The tokens of one operation: one token of each sequence, or a chunk of one sequence.
+    """The tokens of a recurrent operation.
 
-    single: whether there is one token of each sequence. before: the layer's state before these
-    tokens, [sequences, ...]. length: number of real tokens in a chunk, or None if all are real.
+    single: True for one token of each sequence, False for a chunk of one sequence. before: the
+    state of the layer before these tokens, [sequences, ...]. length: number of the chunk's tokens
+    that are not padding, or None for all.
     """
 
     single: bool
@@ -41,7 +42,7 @@ class _Tokens:
 
 
 def _recurrence(rule: Callable[..., tuple[Value, Value]]) -> Rule:
-    """Return the lowering rule that calls `rule(tokens, *operands)` -> result, new layer state."""
+    """Return a lowering rule that calls rule(tokens, *operands) -> (result, layer state)."""
 
     def lowered(op: Op, *operands) -> tuple[Value, Value]:
         mode, layer = op.attrs["mode"], op.attrs["layer"]
@@ -66,7 +67,7 @@ def softplus(x: Value) -> Value:
 
 
 def _along(vector: Value, like: Value, *dims: int) -> Value:
-    """Repeat a value with dimensions `dims` of `like` along the other dimensions."""
+    """Return a value repeated to the shape of `like`, whose dimensions `dims` it has."""
     return ops.broadcast_in_dim(vector, like.shape, dims)
 
 
@@ -94,7 +95,7 @@ def causal_conv(tokens: _Tokens, x: Value, weight, bias=None) -> tuple[Value, Va
 
 
 def _per_head(x: Value, heads: int) -> Value:
-    """Repeat x [T, groups, n] for the consecutive heads of each group: [T, heads, n]."""
+    """Return x [T, groups, n] repeated for the heads of each group: [T, heads, n]."""
     count, groups, width = x.shape
     wide = ops.broadcast_in_dim(x, (count, groups, heads // groups, width), (0, 1, 3))
     return ops.reshape(wide, (count, heads, width))
@@ -106,7 +107,7 @@ def _swapped(x: Value) -> Value:
 
 
 def _dot(a: Value, b: Value, i: int, j: int) -> Value:
-    """Contract dimension i of a with dimension j of b, both [heads, ., .], for each head."""
+    """Return a times b, both [heads, ., .], for each head, over dimensions i of a, j of b."""
     return ops.dot_general(a, b, ((i,), (j,)), ((0,), (0,)))
 
 
@@ -127,7 +128,7 @@ class _Decays:
 
 
 def _decays(log: Value) -> _Decays:
-    """Compute the decays from log [heads, C], the logarithm of each token's decay, at most 0.
+    """Return the decays of a chunk; log: [heads, C], logarithms of the tokens' decays.
 
     Each sum between two tokens is computed directly; the difference of two sums since the chunk's
     start, as in HF's delta rule, loses precision after strong decay.
@@ -149,18 +150,22 @@ def _decays(log: Value) -> _Decays:
 
 
 def _constant(mask: np.ndarray, shape: tuple[int, ...]) -> Value:
-    """Return a mask [C, .] as f32, repeated for each head if `shape` is [heads, C, .]."""
+    """Return a mask [C, n] as f32; if `shape` is [heads, C, n], repeated for each head."""
     value = ops.constant(mask.astype(np.float32), F32)
     return value if shape == mask.shape else ops.broadcast_in_dim(value, shape, (1, 2))
 
 
 def _times(x: Value, y: Value) -> Value:
-    """Return x [a, b, c] times y, which is repeated along its dimensions of size 1."""
+    """Return x [a, b, c] times y; dimensions of y whose size is 1 are repeated."""
     return ops.multiply(x, ops.broadcast_in_dim(y, x.shape, (0, 1, 2)))
 
 
 def _chunks(tokens: _Tokens, rows: list[Value], one: Callable[..., tuple[Value, Value]]) -> tuple[Value, Value]:
-    """Call one(*rows [heads, C, ...], state) for chunks of C tokens; return results and state."""
+    """Return results [T, heads, ...] and state of a recurrence computed in chunks of C tokens.
+
+    one(*rows, state): returns result and state of a chunk; its rows are [heads, C, ...]. rows: [T,
+    heads, ...] each.
+    """
     results, count, state = [], rows[0].shape[0], ops.reshape(tokens.before, tokens.before.shape[1:])
     for start in range(0, count, CHUNK):
         stop = min(start + CHUNK, count)
@@ -171,10 +176,11 @@ def _chunks(tokens: _Tokens, rows: list[Value], one: Callable[..., tuple[Value, 
 
 
 def _inverse(lower: Value) -> Value:
-    """Return the inverse of I + the part of `lower` [heads, C, C] below the diagonal.
+    """Return the inverse of I + L, where L is the part of `lower` [heads, C, C] below the diagonal.
 
-    Diagonal blocks of 1, 2, 4, ... are inverted: the inverse of [[A, 0], [B, D]] has the blocks A', D'
-    and -D' B A'. Powers of `lower` would need fewer matmuls, but overflow f32 if keys are similar.
+    Diagonal blocks of 1, 2, 4, ... are inverted: the inverse of [[A, 0], [B, D]] has the blocks A',
+    D' and -D' B A'. Powers of `lower` would need fewer matmuls, but overflow f32 if keys are
+    similar.
     """
     heads, count, _ = lower.shape
     row, column = np.indices((count, count))
@@ -191,7 +197,11 @@ def _inverse(lower: Value) -> Value:
 
 
 def gated_delta(tokens: _Tokens, q: Value, k: Value, v: Value, a: Value, b: Value, rate, bias) -> tuple[Value, Value]:
-    """Return result and state of the gated delta rule, by HF's recurrent form or its chunk form."""
+    """Return the result [T, heads, v_dim] and the state of the gated delta rule.
+
+    q, k: [T, k_heads, k_dim]. v: [T, heads, v_dim]. a, b: [T, heads]. rate, bias: weights [heads].
+    One token uses HF's recurrent form, several use its chunk form.
+    """
     heads = v.shape[1]
     log = ops.multiply(softplus(ops.add(a, _along(bias.value(), a, 1))), _along(rate.value(), a, 1))
     beta = ops.reshape(tokens.real(ops.logistic(b)), (*b.shape, 1))
@@ -210,9 +220,10 @@ def _unit(x: Value) -> Value:
 
 
 def _delta_of_token(q: Value, k: Value, v: Value, decay: Value, beta: Value, state: Value) -> tuple[Value, Value]:
-    """Return result and state after one token of each sequence.
+    """Return result and state of the gated delta rule after one token of each sequence.
 
-    q, k, v [sequences, heads, .], decay [sequences, heads], state [sequences, heads, k_dim, v_dim].
+    q, k: [sequences, heads, k_dim]. v: [sequences, heads, v_dim]. decay: [sequences, heads]. beta:
+    [sequences, heads, 1]. state: [sequences, heads, k_dim, v_dim].
     """
     state = ops.multiply(state, _along(decay, state, 0, 1))
     delta = _times(ops.subtract(v, _read(k, state, 2)), beta)
@@ -221,17 +232,22 @@ def _delta_of_token(q: Value, k: Value, v: Value, decay: Value, beta: Value, sta
 
 
 def _read(x: Value, state: Value, dim: int) -> Value:
-    """Contract x [sequences, heads, n] with dimension `dim` of a state of these sequences."""
+    """Return x [sequences, heads, n] times a state, summed over n.
+
+    state: [sequences, heads, ., .]; its dimension `dim` has size n.
+    """
     return ops.dot_general(x, state, ((2,), (dim,)), ((0, 1), (0, 1)))
 
 
 def _delta_of_chunk(q: Value, k: Value, v: Value, log: Value, beta: Value, state: Value) -> tuple[Value, Value]:
-    """Return result and state after a chunk.
+    """Return result [heads, C, v_dim] and state of the gated delta rule after a chunk of C tokens.
 
-    q, k, v [heads, C, .], log [heads, C] of the decays, beta [heads, C, 1], state [heads, k_dim,
-    v_dim]. The update by a token depends on the updates by earlier tokens, so all updates are the
-    solution of a triangular system. Its right side is beta * (v - decay * k @ S), where S is the
-    state before the chunk.
+    q, k: [heads, C, k_dim]. v: [heads, C, v_dim]. log: [heads, C], logarithms of the decays. beta:
+    [heads, C, 1]. state: [heads, k_dim, v_dim].
+
+    The update by a token depends on the updates by earlier tokens, so all updates are the solution
+    of a triangular system. Its right side is beta * (v - decay * k @ S), where S is the state
+    before the chunk.
     """
     decays, written = _decays(log), _times(k, beta)
     system = ops.multiply(_dot(written, k, 2, 2), decays.between)
@@ -243,7 +259,11 @@ def _delta_of_chunk(q: Value, k: Value, v: Value, log: Value, beta: Value, state
 
 
 def selective_scan(tokens: _Tokens, x: Value, dt: Value, b: Value, c: Value, rate, bias, skip) -> tuple[Value, Value]:
-    """Return result and state of the scan of Mamba 2, by HF's recurrent form or its chunk form."""
+    """Return the result [T, heads, head_dim] and the state of the scan of Mamba 2.
+
+    x: [T, heads, head_dim]. dt: [T, heads]. b, c: [T, groups, n]. rate, bias, skip: weights
+    [heads]. One token uses HF's recurrent form, several use its chunk form.
+    """
     heads, state = x.shape[1], tokens.before
     step = tokens.real(softplus(ops.add(dt, _along(bias.value(), dt, 1))))
     log, written = ops.multiply(step, _along(rate.value(), dt, 1)), ops.multiply(x, _along(step, x, 0, 1))
@@ -258,7 +278,11 @@ def selective_scan(tokens: _Tokens, x: Value, dt: Value, b: Value, c: Value, rat
 
 
 def _scan_of_chunk(written: Value, b: Value, c: Value, log: Value, state: Value) -> tuple[Value, Value]:
-    """Return result and state [heads, head_dim, n] after a chunk; log: logarithms of decays."""
+    """Return result [heads, C, head_dim] and state [heads, head_dim, n] after a chunk of C tokens.
+
+    written: x times its step, [heads, C, head_dim]. b, c: [heads, C, n]. log: [heads, C], the
+    logarithm of each token's decay. state: [heads, head_dim, n], before the chunk.
+    """
     decays = _decays(log)
     inside = _dot(ops.multiply(_dot(c, b, 2, 2), decays.between), written, 2, 1)
     out = ops.add(inside, _dot(_times(c, decays.since_start), state, 2, 2))

@@ -28,8 +28,9 @@ NORM_LIMIT = 8192
 class Projector:
     """An emitter of calls of matmul kernels.
 
-    kernel_of: chooses the kernel of a matmul. fast: whether to round x where a kernel supports it.
-    rounded: cached results of kernels that prepare x, by x and kernel name.
+    kernel_of: returns the kernel of a matmul. fast: whether x may be rounded to int8 or bf16, where
+    a kernel supports it. rounded: results of kernels that prepare x, by x and name of the kernel,
+    for other matmuls of x.
     """
 
     kernel_of: Callable[[Matmul], Kernel]
@@ -50,12 +51,17 @@ class Projector:
         chosen: Value | None = None,
         experts: int = 0,
     ) -> Value:
-        """Return x [T, in] times weights [out_i, in] of one codec.
+        """Return x [T, in] times weights [out_i, in], which have one codec.
 
-        The result is [T, sum of out_i], or [T, out] for the two weights of a GLU. norm: weight [in] and
-        epsilon of an RMS norm of x, for T = 1. residual: added to the result. length: number of real
-        rows of x. experts: number of experts in each weight [experts * out, in]; row i of the result
-        [len(chosen), out] is then x's row i // (len(chosen) / T) times the weight of expert chosen[i].
+        The result is [T, sum of out_i], or [T, out] for the two weights of a GLU.
+
+        norm: weight [in] and epsilon of an RMS norm of x, for T = 1.
+        residual: value that is added to the result.
+        glu: activation of a GLU.
+        length: number of rows of x that are not padding.
+        chosen, experts: with experts, each weight is [experts * out, in], and row i of the result
+            [len(chosen), out] is row i // (len(chosen) / T) of x times the weight of expert
+            chosen[i].
         """
         given = {
             "norm": norm[0] if norm else None,
@@ -85,7 +91,7 @@ class Projector:
         return ops.kernel_call(self.kernel_of(matmul), **self._x(x, matmul), **operands)["y"]
 
     def _x(self, x: Value, matmul: Matmul) -> dict[str, Value]:
-        """Return the operands for x by name; x is quantised or split once for all its matmuls."""
+        """Return the operands for x by name; x is prepared only once for all its matmuls."""
         if matmul.numerics == "exact":
             return {"x": x}
         if matmul.numerics == "canonical":
@@ -106,9 +112,9 @@ class Projector:
 
 
 def packed_param(weights: Sequence[Weight], interleaved: bool = False, experts: int = 1) -> Param:
-    """Return one parameter for stacked weights [experts * out_i, in], packed for kernels.
+    """Return one parameter with stacked weights [experts * out_i, in], packed for kernels.
 
-    interleaved: whether blocks of 16 rows alternate between the two weights of a GLU.
+    interleaved: whether blocks of 16 rows alternate between the two weights, for a GLU.
     """
     codec, inner = weights[0].codec, weights[0].shape[1]
     own = [w.shape[0] // experts for w in weights]

@@ -12,7 +12,10 @@ Rule = Callable[..., Any]
 
 
 def rewrite(function: Graph, rules: Mapping[str, Rule], into: Module) -> None:
-    """Add a copy of `function` to `into`; `rules` replace operations, by kind of operation."""
+    """Add a copy of `function` to the module `into`, with operations replaced by `rules`.
+
+    rules: by kind of operation; other operations are copied.
+    """
     inputs = [Value(v.type, v.name) for v in function.inputs]
     mapped: dict[Value, Any] = dict(zip(function.inputs, inputs))
     length = None if function.length is None else mapped[function.length]

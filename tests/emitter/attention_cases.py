@@ -14,6 +14,7 @@ from castiron.emitter.kernels.attention.decode import DecodeTokens, attention_de
 from castiron.emitter.kernels.attention.heads import HeadLayout, prepared_heads
 from castiron.emitter.kernels.attention.prefill import attention_prefill
 from castiron.emitter.kernels.attention.rope_append import rope_append
+from castiron.emitter.kernels.attention.rows import Caches
 from castiron.emitter.kernels.attention.scores import Scores
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.mlir.isa import ISAS, Isa
@@ -65,16 +66,19 @@ class Case:
         return Scores(self.scale, **self.scores)
 
     def decode(self, isa: Isa, batch: int | None = None) -> Kernel:
-        options = {"splits": self.splits, "split_from": 24, "cache": self.rows, "ring": self.ring}
         tokens = DecodeTokens() if batch is None else DecodeTokens("batch", batch)
-        return attention_decode(LAYERS * (batch or 1), CONTEXT, self.layout, self.how, tokens, isa=isa, **options)
+        return attention_decode(
+            self.caches(batch or 1), self.layout, self.how, tokens, isa=isa, splits=self.splits, split_from=24
+        )
 
     def append(self, isa: Isa) -> Kernel:
-        return rope_append(LAYERS, CONTEXT, self.tokens, self.layout, isa=isa, cache=self.rows, ring=self.ring)
+        return rope_append(self.caches(), self.tokens, self.layout, isa=isa)
 
     def prefill(self, isa: Isa) -> Kernel:
-        options = {"cache": self.rows, "ring": self.ring}
-        return attention_prefill(LAYERS, CONTEXT, self.tokens, self.layout, self.how, isa=isa, **options)
+        return attention_prefill(self.caches(), self.tokens, self.layout, self.how, isa=isa)
+
+    def caches(self, sequences: int = 1) -> Caches:
+        return Caches(LAYERS * sequences, CONTEXT, self.rows, self.ring)
 
 
 @st.composite

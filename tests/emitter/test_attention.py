@@ -12,6 +12,7 @@ import pytest
 from castiron.emitter.kernels.attention.decode import attention_decode
 from castiron.emitter.kernels.attention.heads import HeadLayout, prepared_heads
 from castiron.emitter.kernels.attention.prefill import attention_prefill
+from castiron.emitter.kernels.attention.rows import Caches
 from castiron.emitter.kernels.attention.scores import Scores
 from castiron.emitter.kernels.mlir.isa import AVX2, AVX512, ISAS, NEON
 from castiron.emitter.kv_cache import CACHES
@@ -227,16 +228,16 @@ def test_kernels_match_the_definition(directory, target, cache):
 def test_a_chunk_has_fewer_than_8_workgroups_for_each_thread(threads):
     """With more, IREE gives 8 at a time to a thread, and one thread would get all of the longest tiles."""
     for tokens in (8, 32, 128, 512):
-        kernel = attention_prefill(1, 512, tokens, HeadLayout(9, 3, 64, 64), Scores(0.125), isa=AVX512, threads=threads)
+        kernel = attention_prefill(Caches(1, 512), tokens, HeadLayout(9, 3, 64, 64), Scores(0.125), isa=AVX512, threads=threads)
         (workgroups,) = re.findall(r"workgroups\(\).*?constant (\d+) : index", kernel.text, re.DOTALL)
         assert 0 < int(workgroups) < 8 * threads, kernel.name
 
 
 def test_work_follows_the_position():
     layout = HeadLayout(9, 3, 64, 64)
-    kernel = attention_decode(LAYERS, 4096, layout, Scores(0.125), isa=AVX2)
+    kernel = attention_decode(Caches(LAYERS, 4096), layout, Scores(0.125), isa=AVX2)
     assert kernel.work(2047)[0] == 2 * kernel.work(1023)[0] == 4 * 9 * 64 * 2048
-    windowed = attention_decode(LAYERS, 4096, layout, Scores(0.125, window=100), isa=AVX2)
+    windowed = attention_decode(Caches(LAYERS, 4096), layout, Scores(0.125, window=100), isa=AVX2)
     assert windowed.work(4000) == windowed.work(99)
 
 
@@ -259,4 +260,4 @@ def test_text_differs_where_names_differ():
 
 def test_rejects_heads_that_exceed_the_stack():
     with pytest.raises(ValueError, match="needs .* bytes for 71 heads of 64; the limit is"):
-        attention_decode(1, 64, HeadLayout(71, 1, 64, 64), Scores(1.0), isa=AVX2)
+        attention_decode(Caches(1, 64), HeadLayout(71, 1, 64, 64), Scores(1.0), isa=AVX2)

@@ -31,13 +31,14 @@ from functools import cache
 import numpy as np
 
 from castiron.emitter.kernels.attention.heads import HeadLayout, prepared_heads
+from castiron.emitter.kernels.attention.rows import Caches
 from castiron.emitter.kernels.attention.scores import NEVER, Scores, attend, by_position
 from castiron.emitter.kernels.attention.workgroup import TILE, Shape, Token, Workgroup
 from castiron.emitter.kernels.kernel import INDEX, Kernel
 from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index, Ssa, Type, vector_type
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import exp, lane_max, lane_sums
-from castiron.emitter.kv_cache import EXACT, Cache
+from castiron.emitter.kv_cache import Cache
 from castiron.emitter.types import F32, I32, TensorType
 
 SPLIT_BYTES = 128 * 1024  # bytes of keys and values; longer contexts are split by position
@@ -46,11 +47,13 @@ UNIT = 32  # the positions of a part are a multiple of this: smaller parts repea
 
 @dataclass(frozen=True)
 class DecodeTokens:
-    """The tokens of one call: `count` rows of queries and results.
+    """The tokens of one call of a decode kernel: `count` rows of queries and results.
 
-    kind: "one" for the next token of a sequence; "batch" for one token of each of `count`
-    sequences, where a negative position marks an idle row with a result of zeros; "chunk" for
-    `length` tokens of a sequence from `start` on, whose keys and values are already in the caches.
+    kind "one": the next token of a sequence.
+    kind "batch": one token of each of `count` sequences. A negative position marks an idle row,
+        whose result is zero.
+    kind "chunk": `length` tokens of a sequence from position `start` on, whose keys and values are
+        already in the caches. Rows from `length` on are padding.
     """
 
     kind: str = "one"
@@ -73,9 +76,9 @@ class DecodeTokens:
         return {"position": TensorType((self.count,) if self.kind == "batch" else (), I32)}
 
     def position(self, b: Body, given: Mapping[str, Ssa], row: Index) -> tuple[Ssa, Ssa | None]:
-        """Return the position of the token in `row`, and an i1 that is true if the row is idle.
+        """Return the position of the token in row `row`, and an i1 that is true if the row is idle.
 
-        The second value is None if rows are never idle.
+        The i1 is None if rows are never idle. given: memrefs of the kernel's operands, by name.
         """
         if self.kind == "one":
             return b.to_index(b.load(given["position"])), None
@@ -86,7 +89,11 @@ class DecodeTokens:
         return position, b.negate(b.less(row, b.to_index(b.load(given["length"]))))
 
     def runs(self, given: Mapping[str, np.ndarray]) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yield (sequence, first row, positions) of each active sequence, from NumPy operands."""
+        """Yield (sequence index, first row, positions i64 [n]) of each sequence that is not idle.
+
+        given: the kernel's operands as NumPy arrays, by name. The sequence has n rows from the
+        first on.
+        """
         if self.kind == "one":
             yield 0, 0, np.reshape(given["position"], 1)
         elif self.kind == "chunk":
@@ -96,22 +103,22 @@ class DecodeTokens:
             yield from ((i, i, np.array([at])) for i, at in enumerate(given["position"].tolist()) if at >= 0)
 
     def item(self, b: Body, units: int) -> tuple[Index, Index]:
-        """Return the row of this workgroup, and its index among the row's `units` workgroups."""
+        """Return (row of this workgroup, its index among the row's `units` workgroups)."""
         unit = b.workgroup()
         return (0, unit) if self.kind == "one" else (b.div(unit, units), b.rem(unit, units))
 
     def layer(self, b: Body, layer: Index, row: Index, layers: int) -> Index:
-        """Return the index in the caches of layer `layer` of the sequence in `row`.
+        """Return the index of a sequence's layer in dimension 0 of the caches.
 
-        layers: first dimension of the caches, which counts the layers of all sequences.
+        layer: layer of the model. row: row of the sequence in the batch. layers: size of dimension
+        0 of the caches. For a batch it has the layers of the first sequence, then of the next.
         """
         return b.add(b.mul(row, layers // self.count), layer) if self.kind == "batch" else layer
 
 
 @cache
 def attention_decode(
-    layers: int,
-    context: int,
+    caches: Caches,
     layout: HeadLayout,
     scores: Scores,
     tokens: DecodeTokens = DecodeTokens(),
@@ -119,22 +126,24 @@ def attention_decode(
     isa: Isa,
     splits: int = 8,
     split_from: int | None = None,
-    cache: Cache = EXACT,
-    ring: int | None = None,
 ) -> Kernel:
-    """Return the kernel of attention of one token for each row of qkv.
+    """Return the kernel of attention for one token in each row of qkv.
 
-    qkv [1, row], (cos, sin [context, rotary_dim/2]), (q_norm, k_norm), (sinks [heads]), position
-    i32, k_cache and v_cache [layers, context, kv_heads, *cache.row(head_dim)], counters i32 [n],
-    layer -> out [1, heads*head_dim], k_cache, v_cache, counters, parts (scratch memory).
+    The kernel also normalises and rotates q and k, and appends k and v to the caches (not for a
+    chunk).
 
-    A context of more than `split_from` positions is split into up to `splits` parts, a power of
-    two. `counters` must be zero before the first call, and each call resets them to zero; all
-    layers share them. A batch has qkv [B, row] and position [B], and `layers` counts the layers of
-    all sequences. A chunk has qkv [T, row], and operands start and length i32 in place of position.
-    ring: rows of each layer in the caches if they are ring buffers (more than the window), or None.
+    Operands: qkv f32 [T, layout.row]; cos, sin, q_norm, k_norm as in `HeadLayout.operands`; sinks
+        f32 [heads] if `scores.sinks`; position i32 (a batch: [T]; a chunk: start i32 and length i32
+        instead); k_cache, v_cache; counters i32 [n]; layer. T is `tokens.count`.
+    Results: out f32 [T, heads * head_dim]; k_cache, v_cache and counters, in place; parts
+        (scratch).
+
+    A context of more than `split_from` positions is divided among up to `splits` workgroups, a
+    power of two. The counters, which all layers share, must be zero before the first call; each
+    call resets them.
     """
     heads, kv_heads, hd, window = layout.heads, layout.kv_heads, layout.head_dim, scores.window
+    context, cache = caches.context, caches.format
     row_bytes = cache.row_bytes(hd)
     rows = tokens.count
     shape = _shape(layout, isa, cache)
@@ -144,22 +153,20 @@ def attention_decode(
     slots = max(per, splits)
     units = groups * slots
 
-    caches = dict.fromkeys(("k_cache", "v_cache"), cache.type(layers, ring or context, kv_heads, hd))
+    cached = caches.types(kv_heads, hd)
     counters = {"counters": TensorType((rows * groups,), I32)}
-    updated = counters if tokens.in_cache else {**caches, **counters}
+    updated = counters if tokens.in_cache else {**cached, **counters}
     operands: dict[str, TensorType | str] = {
         "qkv": TensorType((rows, layout.row), F32),
         **layout.operands(context),
         **scores.operands(heads),
         **tokens.operands,
-        **caches,
+        **cached,
         **counters,
         "layer": INDEX,
     }
     out_type, parts_type = TensorType((rows, heads * hd), F32), TensorType((rows * heads * splits * (hd + 2),), F32)
-    name = f"attention_decode_{layers}x{context}_{layout.suffix}_{scores.suffix}_{isa.name}_t{TILE}_p{splits}from{split_from}"
-    name += tokens.suffix + ("" if ring is None else f"_ring{ring}")
-    name += f"_{cache.name}" * (cache is not EXACT)
+    name = f"attention_decode_{caches.layers}x{context}_{layout.suffix}_{scores.suffix}_{isa.name}_t{TILE}_p{splits}"
 
     def write(b: Body, layer: Ssa, **given: Ssa) -> None:
         row, unit = tokens.item(b, units)
@@ -168,14 +175,14 @@ def attention_decode(
             sequence(b, Token(given, row, position, layer), unit)
             return
         with b.when(b.negate(idle)):
-            sequence(b, Token(given, row, position, tokens.layer(b, layer, row, layers)), unit)
+            sequence(b, Token(given, row, position, tokens.layer(b, layer, row, caches.layers)), unit)
         with b.when(b.both(idle, b.equal(unit, 0))), b.loop(0, heads * hd, shape.width) as d:
             b.vstore(b.splat(0.0, shape.width), given["out"], row, d.index)
 
     def sequence(b: Body, token: Token, unit: Index) -> None:
-        """Emit the code of workgroup number `unit` of a token."""
+        """Emit the code of one workgroup; unit: its number among the workgroups of the token."""
         position, counters, out = token.position, token.given["counters"], token.given["out"]
-        work = Workgroup(b, layout, isa, ring or context, shape, scores, cache, turns=ring is not None)
+        work = Workgroup(b, layout, isa, shape, scores, caches)
         low = 0 if window is None else b.max(b.sub(position, window - 1), 0)
         group, slot = b.div(unit, slots), b.rem(unit, slots)
         base = b.mul(group, per)
@@ -211,11 +218,11 @@ def attention_decode(
         k_cache, v_cache = given["k_cache"].copy(), given["v_cache"].copy()
         out = np.zeros(out_type.shape, np.float32)
         for sequence, first, positions in tokens.runs(given):
-            own, at = slice(first, first + len(positions)), sequence * (layers // rows) + layer
+            own, at = slice(first, first + len(positions)), sequence * (caches.layers // rows) + layer
             q, k, v = prepared_heads(layout, given["qkv"][own], positions, given)
-            for cached, new in () if tokens.in_cache else ((k_cache, k), (v_cache, v)):
-                cached[at, positions % cached.shape[1]] = cache.stored(new)
-            k, v = (cache.values(by_position(cached[at], positions[-1] + 1)) for cached in (k_cache, v_cache))
+            for stored, new in () if tokens.in_cache else ((k_cache, k), (v_cache, v)):
+                stored[at, positions % caches.positions] = cache.stored(new)
+            k, v = (cache.values(by_position(stored[at], positions[-1] + 1)) for stored in (k_cache, v_cache))
             out[own] = attend(q, k, v, positions, scores, given.get("sinks")).reshape(len(positions), -1)
         found = {"out": out, "k_cache": k_cache, "v_cache": v_cache, "counters": np.zeros(rows * groups, np.int32)}
         return {name: found[name] for name in ("out", *updated)} | {"parts": np.zeros(parts_type.shape, np.float32)}
@@ -224,7 +231,7 @@ def attention_decode(
         return min(position + 1, window or context)
 
     return Kernel(
-        name,
+        f"{name}from{split_from}{tokens.suffix}{caches.suffix}",
         operands,
         {"out": out_type, **updated, "parts": parts_type},
         rows * units,
@@ -238,9 +245,10 @@ def attention_decode(
 
 
 def head_parts(layout: HeadLayout, isa: Isa, cache: Cache) -> int:
-    """Return the min number of kernels among which a kv head's query heads must be divided.
+    """Return into how many kernels the query heads of each kv head must be divided.
 
-    Each kernel's queries and partial results must fit on the stack.
+    It is the smallest number for which the queries and partial results of each kernel fit on its
+    stack.
     """
     if layout.qk_norm_row:  # a norm over complete rows needs all heads
         return 1
@@ -251,10 +259,7 @@ def head_parts(layout: HeadLayout, isa: Isa, cache: Cache) -> int:
 
 
 def _shape(layout: HeadLayout, isa: Isa, cache: Cache) -> Shape:
-    """Return tile sizes for workgroups with as many kv heads as fit on the stack.
-
-    Raises ValueError if one kv head does not fit.
-    """
+    """Return tile sizes for as many kv heads as fit on the stack; ValueError if none fits."""
     for per in (n for n in range(layout.kv_heads, 0, -1) if layout.kv_heads % n == 0):
         shape = Shape(layout, isa, per, cache)
         if shape.stack_bytes <= STACK_BYTES:
@@ -266,10 +271,11 @@ def _shape(layout: HeadLayout, isa: Isa, cache: Cache) -> Shape:
 
 
 class _Parts:
-    """The partial results in scratch memory of the workgroups that split a token's context.
+    """The partial results, in scratch memory, of the workgroups among which a context is divided.
 
-    For each row of qkv: weighted values [heads, splits, head_dim], then reference scores and sums
-    of weights, each [heads, splits]. rows: (number of rows, index of this row).
+    They are values weighted by softmax weights [rows, heads, splits, head_dim], then reference
+    scores and sums of weights, each [rows, heads, splits]. scratch: memref of that memory. rows:
+    (number of rows of qkv, index of this row).
     """
 
     def __init__(self, b: Body, scratch: Ssa, rows: tuple[int, Index], heads: int, splits: int, hd: int):
@@ -281,7 +287,7 @@ class _Parts:
         self.weights = b.stack(splits)
 
     def put(self, work: Workgroup, slot: Index) -> None:
-        """Store the online softmax state of a workgroup as partial result number `slot`."""
+        """Emit code that stores a workgroup's softmax state as partial result number `slot`."""
         b = self.b
         low = b.mul(work.first, work.group)
         with b.loop(low, b.mul(work.end, work.group)) as head:
@@ -294,7 +300,7 @@ class _Parts:
                 b.vstore(value, self.scratch, b.add(b.mul(row, self.hd), d.index))
 
     def join(self, head: Ssa, count: Index, out: Ssa, width: int) -> None:
-        """Combine the first `count` partial results of a query head into its row of `out`."""
+        """Emit code that combines `count` partial results of a query head, `width` at a time."""
         b, splits = self.b, self.splits
         row = b.mul(b.add(self.before, head), splits)
         numbers = b.constant(f"dense<{list(range(splits))}>", vector_type(splits, "i32"))

@@ -23,8 +23,9 @@ from castiron.emitter.types import F32, TensorType
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """The heads in a fused qkv row, and how query and key heads are normalised and rotated.
+    """The heads in a row of the fused qkv projection, and how q and k are normalised and rotated.
 
+    A row has all query heads, then the key heads, then the value heads.
     rotary_dim: number of leading elements of a head that are rotated, first half with second half
         (`rotate_half` in HF), or None without rotary embedding.
     qk_norm: epsilon of the RMS norm of q and k, or None without a norm.
@@ -64,7 +65,11 @@ class HeadLayout:
         return "_".join(parts)
 
     def operands(self, context: int) -> dict[str, TensorType]:
-        """Return the types of the operands that this layout needs, by name."""
+        """Return the types of the kernel operands that prepare q and k, by name.
+
+        cos, sin: f32 [context, rotary_dim / 2], with rotary embedding. q_norm, k_norm: weights of
+        the norm.
+        """
         types: dict[str, TensorType] = {}
         if self.rotary_dim is not None:
             types |= dict.fromkeys(("cos", "sin"), TensorType((context, self.rotary_dim // 2), F32))
@@ -76,7 +81,7 @@ class HeadLayout:
 
 @dataclass(frozen=True)
 class Span:
-    """A view of one row of a buffer, from element `offset` on; lead: the row's leading indices."""
+    """Elements of a row from `offset` on; lead: the leading indices of the row in `buffer`."""
 
     buffer: Ssa
     lead: Sequence[Index]
@@ -101,10 +106,11 @@ def prepare_head(
     position: Index,
     scale: float = 1.0,
 ) -> None:
-    """Emit code that normalises, rotates and scales the head at `source` into `target`.
+    """Emit code that reads a head at `source`, normalises, rotates and scales it, and stores it.
 
-    kind: "q" or "k". head: index among heads of this kind. given: memrefs by name, with those of
-    `HeadLayout.operands`. position: position of the token. scale: factor of the result.
+    target: where the result is stored. kind: "q" or "k". head: index of the head among the heads of
+    this kind. given: memrefs by name, among them those of `HeadLayout.operands`. position: position
+    of the token, which selects the rows of cos and sin. scale: factor of the result.
     """
     hd = layout.head_dim
     inverse = None
@@ -146,7 +152,11 @@ def prepare_head(
 def prepared_heads(
     layout: HeadLayout, qkv: np.ndarray, positions: np.ndarray, given: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return q, k, v [T, n, head_dim] of qkv [T, row], normalised and rotated in NumPy in f64."""
+    """Return q, k and v as f64 [T, heads of each, head_dim], computed in NumPy.
+
+    q and k are normalised and rotated. qkv: [T, layout.row]. positions: [T]. given: the operands of
+    `HeadLayout.operands`, by name.
+    """
     T, hd = len(qkv), layout.head_dim
     q, k, v = np.split(qkv.astype(np.float64), [layout.keys, layout.keys + layout.kv_heads * hd], axis=-1)
 
@@ -163,7 +173,10 @@ def prepared_heads(
 
 
 def rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, rotary_dim: int) -> np.ndarray:
-    """Return x [T, heads, head_dim] with rotary embedding as in HF; cos, sin [T, rotary_dim/2]."""
+    """Return x [T, heads, head_dim] with rotary embedding as in HF.
+
+    cos, sin: [T, rotary_dim / 2]. Elements of a head from `rotary_dim` on stay as they are.
+    """
     first, second = slice(0, rotary_dim // 2), slice(rotary_dim // 2, rotary_dim)
     cos, sin = cos[:, None, :].astype(np.float64), sin[:, None, :].astype(np.float64)
     result = x.copy()

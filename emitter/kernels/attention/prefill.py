@@ -31,7 +31,7 @@ from functools import cache
 import numpy as np
 
 from castiron.emitter.kernels.attention.heads import HeadLayout
-from castiron.emitter.kernels.attention.rows import Rows
+from castiron.emitter.kernels.attention.rows import Caches, Rows
 from castiron.emitter.kernels.attention.scores import NEVER, Scores, attend, by_position
 from castiron.emitter.kernels.kernel import INDEX, Kernel
 from castiron.emitter.kernels.mlir.body import PARTS, STACK_BYTES, Body, Index, Ssa, batches, largest_width
@@ -46,38 +46,28 @@ DEPTH = 64  # max elements of a key that are converted to f32 at a time
 
 
 @cache
-def attention_prefill(
-    layers: int,
-    context: int,
-    T: int,
-    layout: HeadLayout,
-    scores: Scores,
-    *,
-    isa: Isa,
-    threads: int = 2,
-    cache: Cache = EXACT,
-    ring: int | None = None,
-) -> Kernel:
-    """Return the kernel of attention for a chunk of T tokens, after `rope_append` of the chunk.
+def attention_prefill(caches: Caches, T: int, layout: HeadLayout, scores: Scores, *, isa: Isa, threads: int = 2) -> Kernel:
+    """Return the kernel of attention for a chunk of T tokens, which are already in the caches.
 
-    q [T, heads*head_dim] (rotated), start i32, length i32, (sinks [heads]), k_cache and v_cache
-    [layers, context, kv_heads, *cache.row(head_dim)], layer -> out [T, heads*head_dim], zero in
-    rows from `length` on. start: position of the first token. ring: rows of each layer in the
-    caches if they are ring buffers (at least window + T), or None.
+    `rope_append` must run before it. Operands: q f32 [T, heads * head_dim], rotated; start i32, the
+    position of the first token; length i32, the number of tokens that are not padding; sinks f32
+    [heads] if `scores.sinks`; k_cache, v_cache; layer. Result: out f32 [T, heads * head_dim]; rows
+    from `length` on are zero.
     """
     heads, kv_heads, hd, group, window = layout.heads, layout.kv_heads, layout.head_dim, layout.group, scores.window
+    context, cache = caches.context, caches.format
     shape = _Shape(T * group, hd, isa, cache)
     scalar, rows = TensorType((), I32), TensorType((T, heads * hd), F32)
     chunk = {"q": rows, "start": scalar, "length": scalar, **scores.operands(heads)}
-    caches = dict.fromkeys(("k_cache", "v_cache"), cache.type(layers, ring or context, kv_heads, hd))
-    name = f"attention_prefill_{layers}x{context}_{T}_{heads}x{kv_heads}x{hd}_{scores.suffix}_{isa.name}_k{KEYS}"
+    read = caches.types(kv_heads, hd)
+    name = f"attention_prefill_{caches.layers}x{context}_{T}_{heads}x{kv_heads}x{hd}_{scores.suffix}_{isa.name}_k{KEYS}"
     items = kv_heads * (T * group // shape.columns)
     workgroups = min(items, PARTS * threads)
 
     def write(
         b: Body, q: Ssa, start: Ssa, length: Ssa, k_cache: Ssa, v_cache: Ssa, layer: Ssa, out: Ssa, sinks: Ssa | None = None
     ) -> None:
-        keys, values = (Rows(b, buffer, cache, hd, shape.out_width, ring) for buffer in (k_cache, v_cache))
+        keys, values = (Rows(b, buffer, caches, hd, shape.out_width) for buffer in (k_cache, v_cache))
         work = _Tile(b, shape, group, scores, layer, keys, values)
         chunk = b.to_index(b.load(start)), b.to_index(b.load(length))
         workgroup = b.workgroup()
@@ -115,7 +105,7 @@ def attention_prefill(
         positions = int(given["start"]) + np.arange(length)
         queries = given["q"][:length].reshape(-1, heads, hd).astype(np.float64)
         out = np.zeros((T, heads * hd), np.float32)
-        k, v = (cache.values(by_position(given[name][layer], int(given["start"]) + length)) for name in caches)
+        k, v = (cache.values(by_position(given[name][layer], int(given["start"]) + length)) for name in read)
         seen = attend(queries, k, v, positions, scores, given.get("sinks"))
         out[:length] = seen.reshape(-1, heads * hd)
         return {"out": out}
@@ -125,8 +115,8 @@ def attention_prefill(
         return sum(min(start + t + 1, window or context) + ahead(t) for t in range(T))
 
     return Kernel(
-        name + f"_g{workgroups}" + f"_ring{ring}" * (ring is not None) + f"_{cache.name}" * (cache is not EXACT),
-        {**chunk, **caches, "layer": INDEX},
+        f"{name}_g{workgroups}{caches.suffix}",
+        {**chunk, **read, "layer": INDEX},
         {"out": rows},
         workgroups,
         write,
@@ -138,12 +128,12 @@ def attention_prefill(
 
 
 class _Shape:
-    """The sizes of a tile; each divides the extent that it tiles.
+    """The sizes of a tile of `attention_prefill`; each divides the extent that it tiles.
 
-    columns: (token, query head) pairs of a tile, in `vectors` vectors of `width` lanes.
-    rows: keys that are scored together.
-    out_columns, out_vectors: the accumulators of weighted values in registers are for
-        `out_columns` columns and `out_vectors` vectors of `out_width` elements.
+    columns: number of (token, query head) pairs of a tile, in `vectors` vectors of `width` lanes.
+    rows: number of keys whose scores are computed together.
+    out_columns, out_vectors: the registers have sums of weighted values for `out_columns` pairs and
+        `out_vectors` vectors of `out_width` elements of head_dim.
     """
 
     def __init__(self, columns: int, hd: int, isa: Isa, cache: Cache):
@@ -180,10 +170,11 @@ class _Shape:
 
 
 class _Tile:
-    """A writer of code for one tile: `shape.columns` (token, query head) pairs of one kv head.
+    """A writer of the code for one tile: `shape.columns` (token, query head) pairs of one kv head.
 
-    For each pair (column), the stack has the online softmax, the last position that it attends to
-    (`limits`), and its row and offset in the result (`tokens`, `offsets`).
+    A column is such a pair. The stack has, for each column, the state of the online softmax, the
+    last position that the token attends to (`limits`), and the row and offset of its result
+    (`tokens`, `offsets`).
     """
 
     def __init__(self, b: Body, shape: _Shape, group: int, how: Scores, layer: Ssa, keys: Rows, values: Rows):
@@ -200,10 +191,10 @@ class _Tile:
             self.keys = b.stack(shape.rows, shape.depth)
 
     def begin(self, column: Index, head: Index, q: Ssa, out: Ssa, start: Index, real: Index, sinks: Ssa | None) -> None:
-        """Transpose and scale the queries, set results to zero, and reset the online softmax.
+        """Emit code that transposes and scales the queries, and resets results and softmax.
 
-        column, head: first column and kv head of the tile. start: position of the chunk. real:
-        number of tokens that are not padding.
+        column, head: first column and kv head of the tile. q, out, sinks: memrefs of the kernel.
+        start: position of the chunk's first token. real: number of its tokens that are not padding.
         """
         b, shape = self.b, self.shape
         self.column, self.head, self.token = column, head, b.div(column, self.group)
@@ -234,12 +225,15 @@ class _Tile:
             b.vstore(b.splat(0.0 if sinks is None else 1.0, shape.width), self.sums, column)
 
     def target(self, c: Index) -> tuple[Ssa, Ssa]:
-        """Return (row, offset in the row) of column c in q and in the result."""
+        """Return (row, first element in it) of the memrefs q and out for column c of the tile."""
         b = self.b
         return b.to_index(b.load(self.tokens, c)), b.to_index(b.load(self.offsets, c))
 
     def block(self, first: Ssa, end: Ssa, out: Ssa) -> None:
-        """Add keys first .. min(first + KEYS, end) - 1 and their values to the online softmax."""
+        """Emit code that adds a block of keys and their values to the online softmax of the tile.
+
+        The block has positions first .. min(first + KEYS, end) - 1.
+        """
         b, shape = self.b, self.shape
         count = b.min(b.sub(end, first), KEYS)
         last = b.sub(end, 1)
@@ -250,7 +244,11 @@ class _Tile:
             self.add_values(c.index, d.index, first, count, out)
 
     def score_rows(self, first: Index, last: Index, j: Index) -> None:
-        """Store masked scores of `shape.rows` keys from `first` on in self.scores[j:]."""
+        """Emit code that stores the scores of `shape.rows` keys in `self.scores[j:]`.
+
+        Scores of masked keys are NEVER. first: position of the first key. last: last position of
+        the cache that the tile attends to.
+        """
         b, shape = self.b, self.shape
         rows = [b.min(b.add(first, i), last) for i in range(shape.rows)]
         following = [b.min(b.add(first, shape.rows + i), last) for i in range(shape.rows)]
@@ -294,9 +292,10 @@ class _Tile:
                 b.vstore(b.select(seen, score, never), self.scores, b.add(j, i), c)
 
     def dots(self, first: Index, count: int, sums: list[Ssa], key: Callable[[int, Index], Ssa]) -> Sequence[Ssa]:
-        """Return `sums` plus the dot products of queries and keys over elements from `first` on.
+        """Return `sums` plus the dot products of `shape.rows` keys with all queries of the tile.
 
-        count: number of elements. key(row, d): loads element first + d of key number `row`.
+        sums: f32 vectors [shape.rows * shape.vectors]. The products are over `count` elements of
+        head_dim from `first` on. key(i, d): returns element first + d of key number i as a scalar.
         """
         b, shape = self.b, self.shape
 
@@ -308,7 +307,7 @@ class _Tile:
         return b.unrolled(count, shape.unroll, sums, step)
 
     def softmax(self, count: Index) -> None:
-        """Replace the scores of `count` keys by softmax weights; update the online softmax."""
+        """Emit code that replaces scores of `count` keys by weights, and adds up the weights."""
         b, shape = self.b, self.shape
         old = [b.vload(self.maxima, shape.width, c) for c in self.lanes]
         with b.loop(0, count, carry=old) as j:
@@ -332,9 +331,10 @@ class _Tile:
             b.vstore(total, self.sums, c)
 
     def add_values(self, column: Index, d: Index, first: Index, count: Index, out: Ssa) -> None:
-        """Compute out = rescale * out + weights @ values for a register tile of the result.
+        """Emit code for out = rescale * out + weights @ values, for a register tile of `out`.
 
-        column, d: first column and first element of the tile. first, count: range of value rows.
+        column, d: first column and first element of head_dim of the register tile. first, count:
+        the values are those of positions first .. first + count - 1.
         """
         b, shape = self.b, self.shape
         width = shape.out_width
@@ -360,7 +360,7 @@ class _Tile:
                 b.vstore(total, out, token, b.add(offset, e))
 
     def finish(self, out: Ssa, real: Index) -> None:
-        """Divide the results by the sums of weights; store zeros in rows of padding."""
+        """Emit code that divides results by sums of weights; rows from token `real` on become 0."""
         b, shape = self.b, self.shape
         width = shape.out_width
         with b.loop(0, shape.columns) as c:

@@ -14,39 +14,37 @@ from functools import cache
 import numpy as np
 
 from castiron.emitter.kernels.attention.heads import HeadLayout, Span, prepare_head, prepared_heads
-from castiron.emitter.kernels.attention.rows import Rows
+from castiron.emitter.kernels.attention.rows import Caches, Rows
 from castiron.emitter.kernels.kernel import INDEX, Kernel
 from castiron.emitter.kernels.mlir.body import Body, Ssa, largest_width
 from castiron.emitter.kernels.mlir.isa import Isa
-from castiron.emitter.kv_cache import EXACT, Cache
 from castiron.emitter.types import F32, I32, TensorType
 
 ROWS = 4  # tokens of a workgroup
 
 
 @cache
-def rope_append(
-    layers: int, context: int, T: int, layout: HeadLayout, *, isa: Isa, cache: Cache = EXACT, ring: int | None = None
-) -> Kernel:
-    """Return the kernel that rotates and appends a chunk of T tokens.
+def rope_append(caches: Caches, T: int, layout: HeadLayout, *, isa: Isa) -> Kernel:
+    """Return the kernel that prepares q and k of T tokens and appends k and v to the caches.
 
-    qkv [T, row], (cos, sin [context, rotary_dim/2]), (q_norm, k_norm), start i32, length i32,
-    k_cache and v_cache [layers, context, kv_heads, *cache.row(head_dim)], layer -> q [T,
-    heads*head_dim], k_cache, v_cache. Only the first `length` tokens are appended. ring: rows of
-    each layer in the caches if they are ring buffers, or None.
+    To prepare is to normalise and rotate, as `layout` says.
+
+    Operands: qkv f32 [T, layout.row]; cos, sin, q_norm, k_norm as in `HeadLayout.operands`; start
+    i32, the position of the first token; length i32, the number of tokens that are not padding and
+    are appended; k_cache, v_cache; layer. Results: q f32 [T, heads * head_dim]; k_cache and
+    v_cache, in place.
     """
     hd = layout.head_dim
     scalar = TensorType((), I32)
-    caches = dict.fromkeys(("k_cache", "v_cache"), cache.type(layers, ring or context, layout.kv_heads, hd))
-    operands = {"qkv": TensorType((T, layout.row), F32), **layout.operands(context), "start": scalar, "length": scalar}
-    name = f"rope_append_{layers}x{context}_{T}_{layout.suffix}_{isa.name}_r{ROWS}"
+    updated = caches.types(layout.kv_heads, hd)
+    operands = {"qkv": TensorType((T, layout.row), F32), **layout.operands(caches.context), "start": scalar, "length": scalar}
 
     def write(b: Body, qkv: Ssa, start: Ssa, length: Ssa, k_cache: Ssa, v_cache: Ssa, layer: Ssa, q: Ssa, **given: Ssa) -> None:
         first = b.to_index(b.load(start))
         real = b.to_index(b.load(length))
         low = b.mul(b.workgroup(), ROWS)
         width = largest_width(isa.lanes, hd)
-        keys, values = (Rows(b, buffer, cache, hd, width, ring) for buffer in (k_cache, v_cache))
+        keys, values = (Rows(b, buffer, caches, hd, width) for buffer in (k_cache, v_cache))
         key = Span(b.stack(hd), [], 0)
         with b.loop(low, b.min(b.add(low, ROWS), T)) as token:
             t = token.index
@@ -68,18 +66,18 @@ def rope_append(
         q, k, v = prepared_heads(layout, given["qkv"], positions, given)
         k_cache, v_cache = given["k_cache"].copy(), given["v_cache"].copy()
         for rows, new in (k_cache, k), (v_cache, v):
-            rows[layer, positions[:length] % rows.shape[1]] = cache.stored(new[:length])
+            rows[layer, positions[:length] % rows.shape[1]] = caches.format.stored(new[:length])
         return {"q": q.reshape(T, -1).astype(np.float32), "k_cache": k_cache, "v_cache": v_cache}
 
     return Kernel(
-        name + f"_ring{ring}" * (ring is not None) + f"_{cache.name}" * (cache is not EXACT),
-        {**operands, **caches, "layer": INDEX},
-        {"q": TensorType((T, layout.heads * hd), F32), **caches},
+        f"rope_append_{caches.layers}x{caches.context}_{T}_{layout.suffix}_{isa.name}_r{ROWS}{caches.suffix}",
+        {**operands, **updated, "layer": INDEX},
+        {"q": TensorType((T, layout.heads * hd), F32), **updated},
         -(-T // ROWS),
         write,
-        in_place={name: name for name in caches},
+        in_place={name: name for name in updated},
         reference=reference,
         flops=3 * T * (layout.heads + layout.kv_heads) * (layout.rotary_dim or 0),
-        nbytes=T * (4 * (layout.row + layout.keys) + 2 * layout.kv_heads * cache.row_bytes(hd)),
+        nbytes=T * (4 * (layout.row + layout.keys) + 2 * layout.kv_heads * caches.format.row_bytes(hd)),
         fenced=isa.canonical,
     )

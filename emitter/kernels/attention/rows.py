@@ -14,40 +14,77 @@ from dataclasses import dataclass
 
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
 from castiron.emitter.kernels.mlir.vector_math import as_bytes, low_bytes, numbers_of
-from castiron.emitter.kv_cache import SCALE_BYTES, Cache
+from castiron.emitter.kv_cache import EXACT, SCALE_BYTES, Cache
+from castiron.emitter.types import TensorType
 
 LINE_BITS = 512  # bits of a cache line
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Access to the rows of a KV cache, one row for each (layer, position, kv head).
+class Caches:
+    """The two KV caches that attention kernels read and write.
 
-    width: elements of a vector. ring: rows of a layer if the cache is a ring buffer, or None.
+    layers: layers in a cache; for a batch, those of all sequences.
+    context: max number of positions of a sequence.
+    format: how a cache stores the key or value of a head.
+    ring: positions that a layer stores if the caches are ring buffers, or None. Ring buffers must
+        have more positions than the window, and for a chunk at least window + T.
+    """
+
+    layers: int
+    context: int
+    format: Cache = EXACT
+    ring: int | None = None
+
+    @property
+    def positions(self) -> int:
+        """Return the number of positions that a layer stores."""
+        return self.ring or self.context
+
+    @property
+    def suffix(self) -> str:
+        """Return the ring and the format as a part of a kernel's name."""
+        return f"_ring{self.ring}" * (self.ring is not None) + f"_{self.format.name}" * (self.format is not EXACT)
+
+    def types(self, kv_heads: int, head_dim: int) -> dict[str, TensorType]:
+        """Return the types of the operands k_cache and v_cache, by name."""
+        type_ = self.format.type(self.layers, self.positions, kv_heads, head_dim)
+        return dict.fromkeys(("k_cache", "v_cache"), type_)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Access to the rows of a KV cache.
+
+    A row is the key or value of one layer, position and kv head. buffer: memref of the cache.
+    width: number of elements of a vector.
     """
 
     b: Body
     buffer: Ssa
-    cache: Cache
+    caches: Caches
     head_dim: int
     width: int
-    ring: int | None = None
+
+    @property
+    def cache(self) -> Cache:
+        return self.caches.format
 
     def row(self, position: Index) -> Index:
-        return position if self.ring is None else self.b.rem(position, self.ring)
+        return position if self.caches.ring is None else self.b.rem(position, self.caches.ring)
 
     def indices(self, at: Sequence[Index]) -> list[Index]:
-        """Return the buffer indices of a row; at: (layer, position, kv head)."""
+        """Return the leading indices of a row in `buffer`; at: (layer, position, kv head)."""
         layer, position, head = at
         return [layer, self.row(position), head]
 
     def append(
         self, at: Sequence[Index], read: Callable[[Index], Ssa], on_store: Callable[[Index, Ssa], None] | None = None
     ) -> None:
-        """Store a key or value head in the row `at`, rounded to the format of the cache.
+        """Emit code that stores a key or value of one head, rounded to the format of the cache.
 
-        at: (layer, position, kv head). read(d): returns the head's f32 vector from element d on.
-        on_store(d, x): called with each vector x after rounding, as f32.
+        at: (layer, position, kv head). read(d): returns the f32 vector at element d of the head.
+        on_store(d, x): called with each f32 vector x as the cache represents it, after rounding.
         """
         b, group, at = self.b, self.cache.group(self.head_dim), self.indices(at)
         if not self.cache.grouped:
@@ -69,7 +106,7 @@ class Rows:
                     on_store(b.add(first, k), b.mulf(numbers_of(b, x), factor))
 
     def prefetch(self, at: Sequence[Index], near: bool = True) -> None:
-        """Prefetch the cache lines of the row `at` into L1 if `near`, otherwise into L2 only."""
+        """Emit prefetches of row `at` into L1 if `near`, else L2; at: (layer, position, kv head)."""
         per_line, at = LINE_BITS // self.cache.dtype.bits, self.indices(at)
         offsets: list[tuple[int, ...]] = [(d,) for d in range(0, self.head_dim, per_line)]
         if self.cache.grouped:
@@ -80,7 +117,7 @@ class Rows:
     def part(self, at: Sequence[Index], first: Index, size: int) -> Callable[[int], Ssa]:
         """Return a function from an offset to the f32 vector at element first + offset of a row.
 
-        at: (layer, position, kv head). size: limit of the offsets; it must divide `first`, and
+        at: (layer, position, kv head). size: offsets are below it. It must divide `first`, and
         `cache.cuts` must accept it.
         """
         b, group, scales, at = self.b, self.cache.group(self.head_dim), dict[int, Ssa](), self.indices(at)

@@ -38,7 +38,7 @@ class Scores:
         return {"sinks": TensorType((heads,), F32)} if self.sinks else {}
 
     def capped(self, b: Body, scores: Ssa) -> Ssa:
-        """Return a vector of scores after the soft cap, or unchanged without a soft cap."""
+        """Return a vector of scores after the soft cap; the same vector if there is no soft cap."""
         if self.softcap is None:
             return scores
         cap = b.splat(self.softcap, scores.width)
@@ -46,17 +46,20 @@ class Scores:
 
 
 def by_position(rows: np.ndarray, end: int) -> np.ndarray:
-    """Return the rows of positions 0 .. end - 1 of a cache or ring buffer, [end, ...]."""
+    """Return the rows of positions 0 .. end - 1, in this order: [end, ...].
+
+    rows: one layer of a cache. If it is a ring buffer of n rows, position p is in row p modulo n.
+    """
     return rows[np.arange(end) % len(rows)]
 
 
 def attend(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, positions: np.ndarray, how: Scores, sinks: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return attention [T, heads, head_dim], computed in NumPy in f64.
+    """Return the result of attention, f64 [T, heads, head_dim], computed in NumPy.
 
-    q [T, heads, head_dim] is at `positions`; k and v are [context, kv_heads, head_dim], sinks
-    [heads]. Bidirectional attention ends at the last of `positions`.
+    q: [T, heads, head_dim]. k, v: [context, kv_heads, head_dim]. positions: positions of the T
+    tokens. sinks: [heads] or None. Bidirectional attention ends at the last of `positions`.
     """
     nothing = np.full(q.shape[1], -np.inf) if sinks is None else sinks.astype(np.float64)
     group = q.shape[1] // k.shape[1]

@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from castiron.emitter.kernels.attention.heads import HeadLayout, Span, prepare_head
-from castiron.emitter.kernels.attention.rows import Rows
+from castiron.emitter.kernels.attention.rows import Caches, Rows
 from castiron.emitter.kernels.attention.scores import NEVER, Scores
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, batches, largest_width, vector_type
 from castiron.emitter.kernels.mlir.isa import Isa
@@ -41,7 +41,7 @@ SLACK = 30.0  # max difference of a score and its head's reference; e^30 is far 
 
 
 class Shape:
-    """Tile sizes and stack bytes of a workgroup that computes up to `per` kv heads."""
+    """The tile sizes and stack bytes of a workgroup that computes at most `per` kv heads."""
 
     def __init__(self, layout: HeadLayout, isa: Isa, per: int, cache: Cache):
         hd = layout.head_dim
@@ -65,7 +65,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Token:
-    """The token of a workgroup; row: in qkv and in the result. layer: index in the caches."""
+    """The token that a workgroup computes attention for.
+
+    given: memrefs of the kernel's operands, by name. row: its row of qkv and of the result. layer:
+    the index of the layer in dimension 0 of the caches.
+    """
 
     given: Mapping[str, Ssa]
     row: Index
@@ -74,17 +78,16 @@ class Token:
 
 
 class Workgroup:
-    """A writer of code for the online softmax of some kv heads over a range of positions.
+    """A writer of the code that computes attention of one token for some of its kv heads.
 
-    cache_rows: number of rows of a layer in the caches. turns: whether caches are ring buffers.
-    "Stack index g" is the index of a query head among those of this workgroup.
+    The stack has the state of an online softmax for each query head of these kv heads. "Stack index
+    g" is the index of a query head among them. how: scale and mask of the
+    scores.
     """
 
-    def __init__(
-        self, b: Body, layout: HeadLayout, isa: Isa, cache_rows: int, shape: Shape, how: Scores, cache: Cache, turns: bool
-    ):
-        self.b, self.layout, self.cache_rows, self.how, self.cache = b, layout, cache_rows, how, cache
-        self.ring = cache_rows if turns else None
+    def __init__(self, b: Body, layout: HeadLayout, isa: Isa, shape: Shape, how: Scores, caches: Caches):
+        self.b, self.layout, self.how, self.caches = b, layout, how, caches
+        self.row_bytes = caches.format.row_bytes(layout.head_dim)
         self.lanes, self.hd, self.group = isa.lanes, layout.head_dim, layout.group
         self.shape, self.width, self.rows, self.columns = shape, shape.width, shape.rows, shape.columns
         heads = shape.heads
@@ -98,12 +101,12 @@ class Workgroup:
         self.values = b.stack(own_heads, self.hd)  # weighted values
 
     def begin(self, token: Token, first: Index, end: Index) -> None:
-        """Prepare the queries of kv heads first .. end - 1, and reset the online softmax."""
+        """Emit code that prepares queries of kv heads first .. end - 1, and resets the softmax."""
         b, hd = self.b, self.hd
         self.token, self.first, self.end = token, first, end
-        self.qkv, *caches = (token.given[name] for name in ("qkv", "k_cache", "v_cache"))
-        self.cached_keys, self.cached_values = (Rows(b, buffer, self.cache, hd, self.width, self.ring) for buffer in caches)
-        self.bases = [b.address(buffer) for buffer in caches]
+        self.qkv, *buffers = (token.given[name] for name in ("qkv", "k_cache", "v_cache"))
+        self.cached_keys, self.cached_values = (Rows(b, buffer, self.caches, hd, self.width) for buffer in buffers)
+        self.bases = [b.address(buffer) for buffer in buffers]
         low = b.mul(first, self.group)
         with b.loop(low, b.mul(end, self.group)) as head:
             g = b.sub(head.index, low)
@@ -114,12 +117,19 @@ class Workgroup:
                 b.vstore(b.splat(0.0, self.width), self.values, g, d.index)
 
     def _prepare(self, kind: str, head: Index, offset: Index, target: Span, scale: float = 1.0) -> None:
-        """Store the head at `offset` of the token's qkv row in `target`, as `prepare_head` does."""
+        """Emit code that prepares the head at element `offset` of the token's row of qkv.
+
+        It does so by `prepare_head`. kind: "q" or "k". head: index among the heads of this kind.
+        target: where the head is stored.
+        """
         source, token = Span(self.qkv, [self.token.row], offset), self.token
         prepare_head(self.b, self.layout, self.lanes, kind, head, source, target, token.given, token.position, scale)
 
     def own(self, appended: bool = False) -> None:
-        """Start the online softmax with the token's key and value; append them unless appended."""
+        """Emit code that starts the online softmax with the key and value of the token itself.
+
+        appended: whether the caches already have them; otherwise the code appends them.
+        """
         b, layout, hd = self.b, self.layout, self.hd
         with b.loop(self.first, self.end) as head:
             offset = b.add(b.mul(head.index, hd), layout.keys)
@@ -152,7 +162,11 @@ class Workgroup:
                     self.sink(g.index, b.add(b.mul(self.first, self.group), g.index), b.extract(score, 0), one)
 
     def sink(self, g: Index, head: Index, score: Ssa, one: Ssa) -> None:
-        """Add a query head's sink to the online softmax at stack index g; one: 1, 0, 0, ..."""
+        """Emit code that adds a query head's sink (a score without a value) to its online softmax.
+
+        g: stack index of the head. head: its index among all query heads. score: the scalar score
+        so far. one: vector 1, 0, 0, ...
+        """
         b, lanes = self.b, self.lanes
         score, sink = (b.broadcast(x, lanes) for x in (score, b.load(self.token.given["sinks"], head)))
         top = b.maxf(score, sink)
@@ -162,12 +176,14 @@ class Workgroup:
         b.store(b.extract(top, 0), self.references, g)
 
     def attend(self, start: Index, end: Index, ahead: bool) -> None:
-        """Add positions start .. end - 1 to the online softmax; ahead: whether to read ahead."""
-        with self.b.loop(start, end, TILE) as tile:
-            self.tile(tile.index, end, ahead)
+        """Emit code that adds positions start .. end - 1 of the caches to the online softmax.
 
-    def tile(self, first: Ssa, end: Index, ahead: bool) -> None:
-        """Add positions first .. min(first + TILE, end) - 1 to the online softmax."""
+        ahead: whether the code also loads the next rows of the caches ahead of their use.
+        """
+        with self.b.loop(start, end, TILE) as tile:
+            self._tile(tile.index, end, ahead)
+
+    def _tile(self, first: Ssa, end: Index, ahead: bool) -> None:
         b = self.b
         count = b.min(b.sub(end, first), TILE)
         vectors = b.ceildiv(count, self.lanes)
@@ -188,19 +204,22 @@ class Workgroup:
                     self.add_values(head.index, heads, d.index, first, count)
 
     def own_heads(self, head: Ssa, heads: range) -> list[Index]:
-        """Return the stack indices of query heads of kv head `head`; heads: their indices in it."""
+        """Return the stack indices of some query heads of kv head `head`.
+
+        heads: their indices among the query heads of this kv head.
+        """
         low = self.b.mul(self.b.sub(head, self.first), self.group)
         return [self.b.add(low, g) for g in heads]
 
     def touch(self, base: Ssa, row: Index, at: Index, lines: range) -> None:
-        """Read ahead: load a word of each cache line in `lines` of a KV cache.
+        """Emit loads of one word of each cache line in `lines`, so that later loads hit the cache.
 
-        base: address of the cache. Lines are counted from byte `at` of this workgroup's kv heads in
-        the cache rows from `row` on.
+        base: address of a KV cache. Line 0 begins `at` bytes after the start of row `row`; only
+        bytes of this workgroup's kv heads count.
         """
-        b, row_bytes = self.b, self.cache.row_bytes(self.hd)
+        b, row_bytes = self.b, self.row_bytes
         segment, size = self.shape.per * row_bytes, self.layout.kv_heads * row_bytes
-        start = b.mul(b.add(b.mul(self.token.layer, self.cache_rows), row), size)
+        start = b.mul(b.add(b.mul(self.token.layer, self.caches.positions), row), size)
         for line in lines:
             byte = b.add(at, line * LINE_BYTES)
             if segment < size:
@@ -208,19 +227,20 @@ class Workgroup:
             b.touch(base, b.add(start, byte))
 
     def score_rows(self, head: Ssa, row: Index, j: Ssa, rows: int, ahead: bool) -> None:
-        """Store the scores of positions row .. row + rows - 1 from index j of the tile on.
+        """Emit code that stores the scores of positions row .. row + rows - 1.
 
-        head: a kv head. ahead: whether to read ahead this head's part of the value rows at these
-        positions and of the next key rows.
+        head: kv head whose query heads attend to them. j: index in the tile of the first position.
+        ahead: whether the code also loads, ahead of their use, the values of these positions and
+        the next keys.
         """
         b, shape = self.b, self.shape
         near, following = row, b.add(row, rows)
-        if self.ring:
-            near, following = (b.min(self.cached_keys.row(at), self.ring - rows) for at in (near, following))
+        if self.caches.ring:
+            near, following = (b.min(self.cached_keys.row(at), self.caches.ring - rows) for at in (near, following))
         else:
-            following = b.min(following, self.cache_rows - rows)
+            following = b.min(following, self.caches.positions - rows)
         # Bytes of this head and these rows that each iteration reads ahead.
-        turn = rows * self.cache.row_bytes(self.hd) * shape.unroll * self.width // self.hd
+        turn = rows * self.row_bytes * shape.unroll * self.width // self.hd
         lines = -(-turn // LINE_BYTES)
         for heads in self.head_chunks:
             own_heads = self.own_heads(head, heads)
@@ -232,7 +252,7 @@ class Workgroup:
                 keys = [self.cached_keys.part(at, loop.index, size) for at in cached]
                 for low in range(0, size, shape.together):
                     if ahead and heads is self.head_chunks[0]:
-                        share = b.mul(b.sub(head, self.first), rows * self.cache.row_bytes(self.hd))
+                        share = b.mul(b.sub(head, self.first), rows * self.row_bytes)
                         share = b.add(share, b.mul(b.div(loop.index, size), turn))
                         now = range(lines * low // size, lines * (low + shape.together) // size)
                         for base, ahead_from in (self.bases[0], following), (self.bases[1], near):
@@ -251,10 +271,11 @@ class Workgroup:
                 b.vstore(self.how.capped(b, lane_sums(b, loop.results[i::count])), self.scores, g, j)
 
     def softmax(self, head: Ssa, heads: range, blocks: Index) -> None:
-        """Replace scores of a tile by weights exp(score - reference); add the weights to the sums.
+        """Emit code that replaces a tile's scores by weights exp(score - reference).
 
-        If the max score is more than SLACK above a head's reference, the reference first rises to
-        it. heads: query heads of kv head `head`. blocks: vectors of scores in the tile.
+        It also adds the weights to their sum. If the max score is more than SLACK above a head's
+        reference, the reference first rises to it. heads: indices of query heads among those of kv
+        head `head`. blocks: vectors of scores in the tile.
         """
         b, lanes = self.b, self.lanes
         own_heads = self.own_heads(head, heads)
@@ -278,7 +299,7 @@ class Workgroup:
             b.vstore(total, self.sums, g, 0)
 
     def scale_down(self, g: Index, factor: Ssa) -> None:
-        """Multiply the sums of weights and the weighted values at stack index g by `factor`."""
+        """Emit code that multiplies sum and values of the head at stack index g by `factor`."""
         b = self.b
         total = b.vload(self.sums, self.lanes, g, 0)
         b.vstore(b.mulf(total, b.broadcast(factor, self.lanes)), self.sums, g, 0)
@@ -287,10 +308,11 @@ class Workgroup:
             b.vstore(b.mulf(value, b.broadcast(factor, self.width)), self.values, g, d.index)
 
     def add_values(self, head: Ssa, heads: range, d: Index, first: Ssa, count: Index) -> None:
-        """Add softmax weights times `count` cached values to a part of the weighted values.
+        """Emit code that adds softmax weights times cached values to a part of the weighted values.
 
-        head: the kv head. heads: the query heads of this workgroup that share it. d: the first of
-        the part's `self.columns * self.width` columns. first: the first position in the cache.
+        head: kv head. heads: indices of query heads among those of this kv head. d: the part is the
+        `self.columns * self.width` elements of head_dim from d on. first, count: the values are
+        those of positions first .. first + count - 1.
         """
         b, width = self.b, self.width
         own_heads = self.own_heads(head, heads)
@@ -311,11 +333,14 @@ class Workgroup:
                 b.vstore(total, self.values, g, c)
 
     def total(self, g: Index) -> Ssa:
-        """Return the sum of the softmax weights of the head at stack index g."""
+        """Return the scalar sum of the softmax weights of the query head at stack index g."""
         return self.b.extract(lane_sums(self.b, [self.b.vload(self.sums, self.lanes, g, 0)]), 0)
 
     def finish(self, out: Ssa) -> None:
-        """Divide the weighted values of each head by its sum of weights; store them in `out`."""
+        """Emit code that stores each head's weighted values, divided by its sum of weights.
+
+        out: memref of the result, f32 [rows, heads * head_dim].
+        """
         b = self.b
         low = b.mul(self.first, self.group)
         with b.loop(low, b.mul(self.end, self.group)) as head:

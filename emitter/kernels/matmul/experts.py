@@ -54,7 +54,10 @@ UNITS = 8  # units of k (`panel.units`) of a float codec per loop iteration
 
 
 class ExpertGemvs:
-    """A writer of the body of a kernel with one GEMV for each (token, expert) pair."""
+    """A writer of the body of a kernel with one GEMV for each (token, expert) pair.
+
+    The GEMV multiplies a row of x by the weight of one expert.
+    """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: GemvTiles, buffers: Buffers):
         self.b, self.matmul, self.isa, self.tiles, self.buffers = b, matmul, isa, tiles, buffers
@@ -80,10 +83,11 @@ class ExpertGemvs:
 
 @dataclass(frozen=True)
 class _PairTiles(PanelTiles):
-    """Tiles of blocks of `tokens` (token, expert) pairs.
+    """The tile sizes of kernels for blocks of `tokens` (token, expert) pairs of one expert.
 
-    rest: pairs of a tile at the end of a block, a divisor of `rows`. direct: max pairs of a block
-    that is computed without a panel. few: pairs of a tile of such a block, a divisor of `direct`.
+    rest: number of pairs that are multiplied together at the end of a block; it divides `rows`.
+    direct: max number of pairs of a block whose weights are decoded in registers, without a panel.
+    few: number of pairs of such a block that are multiplied together; it divides `direct`.
     """
 
     rest: int = 1
@@ -114,7 +118,7 @@ class GroupedTiles(_PairTiles, GemmTiles):
 
 @dataclass(frozen=True)
 class GroupedInt8Tiles(_PairTiles, GemmInt8Tiles):
-    """Tiles of `GroupedInt8`."""
+    """The tile sizes of `GroupedInt8`, the GEMM of int8 x over pairs grouped by expert."""
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
@@ -128,18 +132,24 @@ class GroupedInt8Tiles(_PairTiles, GemmInt8Tiles):
 
 
 def _small_tiles(isa: Isa, rows: int, direct: int) -> dict[str, int]:
-    """Return the fields `rest`, `few` and `direct` of _PairTiles."""
+    """Return the fields `rest`, `few` and `direct` of `_PairTiles`, by name.
+
+    rows: pairs that are multiplied together. direct: upper limit of the field `direct`.
+    """
     few = min(8 if isa.lanes == LANES else 4, direct)
     return {"rest": max(1, rows // 3), "few": few, "direct": direct // few * few}
 
 
 def _pairs_of_block(matmul: Matmul, rows: int, limit: int) -> int:
-    """Return the pairs of a block: a multiple of `rows`, at most `limit` but at least `rows`."""
+    """Return the number of (token, expert) pairs in a block, a multiple of `rows`.
+
+    It is at most `limit`, unless `limit` is below `rows`.
+    """
     return max(1, min(-(-matmul.tokens // rows), limit // rows)) * rows
 
 
 class Grouped(Gemm):
-    """A writer of the body of a kernel that groups (token, expert) pairs by expert."""
+    """A writer of the body of a GEMM over (token, expert) pairs, grouped by expert."""
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: Any, buffers: Buffers):
         super().__init__(b, matmul, isa, tiles, buffers)
@@ -180,7 +190,7 @@ class Grouped(Gemm):
         return self.b.to_index(self.b.load(buffer, i))
 
     def _pair(self, i: Index) -> Ssa:
-        """Return the index among all pairs of pair number i of the current block."""
+        """Return the index among all (token, expert) pairs of pair i of the current block."""
         return self._at(self.pairs, i)
 
     def _count(self, real: Index) -> None:
@@ -193,9 +203,10 @@ class Grouped(Gemm):
             b.store(b.binary("addi", b.load(self.counts, expert), one), self.counts, expert)
 
     def _gather(self, expert: Index, first: Index, real: Index) -> None:
-        """Store in `self.pairs` the indices of the expert's pairs from its pair number `first` on.
+        """Emit code that stores in `self.pairs` the indices of a block of an expert's pairs.
 
-        real: number of pairs that are not padding.
+        first: number of the block's first pair among those of the expert. real: number of all pairs
+        that are not padding.
         """
         b = self.b
         with b.loop(0, real, carry=[b.index(0)]) as pair:
@@ -207,10 +218,10 @@ class Grouped(Gemm):
             pair.give(b.select(its, b.add(number, 1), number))
 
     def _set(self, first_block: Index, block: Index, count: Index) -> None:
-        """Compute the results of a set of row blocks for the `count` pairs of the current block.
+        """Emit code that computes a set of columns of y for the `count` pairs of the current block.
 
-        first_block: first row block of the set in the expert's weight. block: the same in the
-        concatenated weight of all experts.
+        The columns are `tiles.row_blocks` blocks of 16 rows of the expert's weight, from number
+        `first_block` on. block: that number in the concatenated weight of all experts.
         """
         b = self.b
         few = b.less(count, self.tiles.direct + 1)
@@ -221,7 +232,10 @@ class Grouped(Gemm):
         self.finish.store(first_block, self.tiles.row_blocks, 0, count, count)
 
     def _direct(self, block: Index, count: Index) -> None:
-        """Compute the sums of `count` pairs without a panel: tiles decode weights in registers."""
+        """Emit code that computes sums of `count` pairs by weights that are decoded in registers.
+
+        block: first 16-row block of the weight of all experts.
+        """
         b, few, lanes, vectors = self.b, self.tiles.few, self.lanes, LANES * self.tiles.wide // self.lanes
         per_block, full = LANES // lanes, b.mul(b.div(count, few), few)
         sizes = sorted({max(1, few // 2), few})
@@ -236,7 +250,10 @@ class Grouped(Gemm):
                     self._direct_tile(sides, full, size)
 
     def _direct_tile(self, sides: Sequence[tuple[Index, int, Index]], token: Index, rows: int) -> None:
-        """Compute sums[token : token + rows]; sides: (row block, vector, column in the sums)."""
+        """Emit code that computes sums[token : token + rows] for the columns `sides`.
+
+        A side is (16-row block of the weight, number of a vector in it, column of the sums).
+        """
         b, lanes, unit = self.b, self.lanes, units(self.matmul.codec)
         x_row = self._x_rows(token, rows)
         full, rest = divmod(self.in_features, unit)
@@ -260,7 +277,11 @@ class Grouped(Gemm):
             b.vstore(total, self.sums, b.add(token, i // len(sides)), sides[i % len(sides)][2])
 
     def _prefetch(self, blocks: Sequence[Index], unit: Index, units: int) -> None:
-        """Prefetch the codes of `units` units from `unit` on, for row blocks of the next set."""
+        """Emit prefetches of the codes in some 16-row blocks that follow `blocks` in the weight.
+
+        They are the blocks that the next iteration reads. unit, units: the first and the number of
+        units of the row (`weights.panel.units`).
+        """
         b, records, groups = self.b, self.panel.records, self.panel.records.layout.groups
         record = b.div(unit, groups)
         start, nbytes = records.extent(b.rem(unit, groups))
@@ -281,7 +302,7 @@ class Grouped(Gemm):
 
 
 class GroupedInt8(Grouped, GemmInt8):
-    """A writer of a kernel that groups (token, expert) pairs by expert, with x in int8."""
+    """A writer of the body of a GEMM of int8 x over (token, expert) pairs, grouped by expert."""
 
     def _direct_tile(self, sides: Sequence[tuple[Index, int, Index]], token: Index, rows: int) -> None:
         b, records, parts, (first_block, _, first_column) = self.b, self.panel.records, self.step.parts, sides[0]

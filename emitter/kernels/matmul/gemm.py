@@ -59,7 +59,7 @@ MAX_TOKENS = 132  # more tokens would evict x from the L2 cache between blocks o
 
 @dataclass(frozen=True)
 class GemmTiles(PanelTiles):
-    """Tiles of `gemm`; unroll: elements of k per loop iteration."""
+    """The tile sizes of `Gemm`; unroll: elements of in_features per iteration of the inner loop."""
 
     unroll: int = 8
 
@@ -85,7 +85,10 @@ class GemmTiles(PanelTiles):
 
 
 class Gemm:
-    """A writer of the body of a `gemm` kernel; subclasses choose another `panel_type`."""
+    """A writer of the body of a matmul kernel for many tokens, with weights decoded to a panel.
+
+    Subclasses choose another `panel_type`, the class of `weights.panel` that decodes.
+    """
 
     panel_type: type[Any] = Panel
 
@@ -113,7 +116,11 @@ class Gemm:
             self.finish.store(first_block, tiles.row_blocks, first, end, last)
 
     def _dots(self, first_block: Index, first: Index, end: Index) -> None:
-        """Compute the sums of tokens first .. end - 1, with padding up to a complete tile."""
+        """Emit code that computes the sums of tokens first .. end - 1, for the columns of a panel.
+
+        first_block: first 16-row block of the weight. The last tile may include tokens from `end`
+        on.
+        """
         b, depth, rows = self.b, self.tiles.depth, self.full_rows
         full = self.in_features // depth * depth
         count = b.sub(end, first)
@@ -128,7 +135,10 @@ class Gemm:
             self._multiply(first, count, full, self.in_features - full)
 
     def _multiply(self, first: Index, count: Index, k: Index, depth: int) -> None:
-        """Add x[first : first + count, k : k + depth] @ `self.panel` to `self.sums`."""
+        """Emit code that adds x[first : first + count, k : k + depth] @ panel to `self.sums`.
+
+        Row 0 of the sums is token `first`.
+        """
         b, rows = self.b, self.tiles.rows
         rest = self.T % rows  # blocks of tokens are multiples of `rows`, so only the last one has a smaller tile
         start = self.T - rest
@@ -140,11 +150,14 @@ class Gemm:
                 self._tile(b.sub(start, first), start, rest, k, depth)
 
     def _x_rows(self, token: Index, rows: int) -> Callable[[int], Index]:
-        """Return a function from i, below `rows`, to the row of x for token number token + i."""
+        """Return a function from i to the row of x of token `token` + i, for i < rows."""
         return lambda r: self.b.add(token, r)
 
     def _tile(self, row: Index, token: Index, rows: int, k: Index, depth: int) -> None:
-        """Add x[token : token + rows, k : k + depth] @ panel to sums[row : row + rows]."""
+        """Emit code that adds x[token : token + rows, k : k + depth] @ `self.panel` to the sums.
+
+        row: row of `self.sums` of the first token.
+        """
         b, lanes = self.b, self.lanes
         width, x_row = LANES * self.tiles.wide, self._x_rows(token, rows)
         with b.loop(0, self.columns, width) as column:
@@ -162,7 +175,7 @@ class Gemm:
 
 @dataclass(frozen=True)
 class GemmCanonicalTiles(GemmTiles):
-    """Tiles of `GemmCanonical`, whose panel also has a scale and a minimum for each group."""
+    """The tile sizes of `GemmCanonical`, whose panel also has scales and minima."""
 
     def stack_bytes(self, matmul: Matmul) -> int:
         return super().stack_bytes(matmul) + 4 * LANES * self.row_blocks * 2 * (self.depth // matmul.format.group)
@@ -176,12 +189,11 @@ class GemmCanonicalTiles(GemmTiles):
 
 
 class GemmCanonical(Gemm):
-    """A writer of the body of a `gemm` kernel in canonical form."""
+    """A `Gemm` whose order of additions does not depend on the number of tokens."""
 
     panel_type = CodePanel
 
     def _tile(self, row: Index, token: Index, rows: int, k: Index, depth: int) -> None:
-        """Add x[token : token + rows, k : k + depth] @ panel to sums[row : row + rows]."""
         b, lanes, group = self.b, self.lanes, self.panel.codec.group
         width, x_row, x_sums = LANES * self.tiles.wide, self._x_rows(token, rows), self.buffers.get("x_sums")
         with b.loop(0, self.columns, width) as column, b.loop(0, depth // group) as g:

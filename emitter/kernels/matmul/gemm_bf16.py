@@ -36,7 +36,7 @@ PAIRS = DEPTH // 2  # pairs of k in a step
 
 @dataclass(frozen=True)
 class GemmBf16Tiles(PanelTiles):
-    """Tiles of `gemm_bf16`; rows: rows of a tile of x that are multiplied together."""
+    """The tile sizes of `GemmBf16`; rows: rows of x that are multiplied together."""
 
     def units(self, matmul: Matmul) -> tuple[int, int]:
         return tile_rows(matmul.tokens), DEPTH
@@ -53,10 +53,10 @@ class GemmBf16Tiles(PanelTiles):
 
 
 class _Weights(BasePanel):
-    """A view of packed bf16 weights that takes the place of a decoded panel."""
+    """A view of packed bf16 weights with the interface of a panel, but without a copy."""
 
     def fill(self, first_block: Index, k: Index, depth: int) -> None:
-        """Move the start of the view to row block `first_block` and element `k`."""
+        """Set the start of the view: 16-row block `first_block`, element `k` of in_features."""
         self.block, self.first = first_block, self.b.div(k, 2)
 
     def pair(self, n: Index, pair: Index, v: int) -> Ssa:
@@ -64,7 +64,7 @@ class _Weights(BasePanel):
 
 
 class GemmBf16(Gemm):
-    """A writer of the body of a `gemm_bf16` kernel."""
+    """A writer of the body of a kernel for bf16 weights and x rounded to bf16."""
 
     panel_type = _Weights
 
@@ -73,7 +73,6 @@ class GemmBf16(Gemm):
         self.full_rows = tile_rows(matmul.tokens)
 
     def _multiply(self, first: Index, count: Index, k: Index, depth: int) -> None:
-        """Add x[first : first + count, k : k + depth] @ `self.panel` to `self.sums`."""
         b, tile = self.b, self.full_rows
         with b.loop(0, b.ceildiv(count, tile)) as i:
             for row in range(0, tile, self.tiles.rows):
@@ -81,9 +80,11 @@ class GemmBf16(Gemm):
                 self._rows(b.add(b.mul(i.index, tile), row), b.add(b.div(first, tile), i.index), row, rows, k, depth)
 
     def _rows(self, sum_row: Index, tile: Index, row: int, rows: int, k: Index, depth: int) -> None:
-        """Add rows of x times the panel to the sums from row `sum_row` on.
+        """Emit code that adds rows of x times the panel to `self.sums`.
 
-        tile, row, rows: the rows are row .. row + rows - 1 of tile `tile` of x.
+        sum_row: row of the sums of the first one. The rows are row .. row + rows - 1 of tile number
+        `tile` of x (tiles: `split_x`). k, depth: the elements of in_features are k .. k + depth -
+        1.
         """
         b, lanes, pairs = self.b, self.lanes, Pairs(self.b, self.isa)
         first_step, count = b.div(k, DEPTH), -(-depth // 2)

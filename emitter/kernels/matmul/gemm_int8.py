@@ -86,18 +86,21 @@ class GemmInt8Tiles(PanelTiles):
 
 
 def row_bytes(depth: int, group: int) -> int:
-    """Return the bytes of codes, scales and bases in a panel for `depth` elements of a row of W."""
+    """Return the bytes that a panel needs for one row of W: codes, scales and bases.
+
+    depth: elements of in_features in the panel. group: elements of a codec group.
+    """
     return depth + depth // group * 8
 
 
 def int8_depth(matmul: Matmul, budget: int) -> int:
-    """Return the depth of a panel that has up to `budget` bytes for each row of W."""
+    """Return the depth of a panel that has at most `budget` bytes for each row of W."""
     fitting = budget * GROUP // row_bytes(GROUP, matmul.format.group)
     return even_share(matmul.in_features // GROUP, min(MAX_DEPTH, fitting) // GROUP) * GROUP
 
 
 class GemmInt8(Gemm):
-    """A writer of the body of a `gemm_int8` kernel."""
+    """A writer of the body of a matmul kernel for many tokens of int8 x."""
 
     panel_type = Int8Panel
 
@@ -106,7 +109,6 @@ class GemmInt8(Gemm):
         self.step = Step(b, matmul, isa, buffers)
 
     def _tile(self, row: Index, token: Index, rows: int, k: Index, depth: int) -> None:
-        """Add x[token : token + rows, k : k + depth] @ panel to sums[row : row + rows]."""
         b, lanes, panel, width = self.b, self.lanes, self.panel, LANES * self.tiles.wide
         x_row = self._x_rows(token, rows)
         with b.loop(0, self.columns, width) as column:
@@ -126,11 +128,11 @@ class GemmInt8(Gemm):
 
 
 class Step:
-    """A writer of code that adds the products over GROUP elements of k (a step) to f32 sums.
+    """A writer of code that adds products of int8 x and weights to f32 sums, a step at a time.
 
-    c is a stored code plus `Dot.bias`, and n an int8 of x. If the codec has minima, a step adds
-    scale * x_scale * sum(c * n) + base * sum(x). Otherwise it adds
-    scale * x_scale * (sum(c * n) - (offset + bias) * sum(n)).
+    A step is GROUP (32) elements of in_features. Let c be a stored code plus `Dot.bias`, and n the
+    int8 of x. If the codec has minima, a step adds scale * x_scale * sum(c * n) + base * sum(x).
+    Otherwise it adds scale * x_scale * (sum(c * n) - (offset + bias) * sum(n)).
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, buffers: Buffers):
@@ -140,10 +142,13 @@ class Step:
         self.bias = 0 if self.codec.minimum else self.codec.offset + self.dot.bias
 
     def add(self, sums: Sequence[Ssa], rows: Sequence[Index], unit: Index, quads: Quads, sides: Sides) -> list[Ssa]:
-        """Return sums [rows * vectors] plus the products of step number `unit`.
+        """Return f32 sums [rows * vectors] plus the products of step number `unit`.
 
-        rows: rows of x. quads(q): returns the codes from quad q on of each vector of outputs, as
-        `Dot.code` takes them. sides: (scale, base) of each vector of outputs, for each codec group.
+        sums: for each row of x, one vector for each vector of outputs.
+        rows: indices of the rows of x.
+        quads(q): returns the codes 4 q to 4 q + 3 of the step, for each vector of outputs, as
+            `Dot.code` takes them.
+        sides: for each codec group of the step, (scale, base) of each vector of outputs.
         """
         b, vectors = self.b, len(sides[0])
         groups = [self._dots(rows, unit, part, quads, vectors) for part in range(self.parts)]
@@ -170,9 +175,11 @@ class Step:
         groups: Sequence[tuple[Index, Index]],
         v: Index,
     ) -> list[Ssa]:
-        """Return sums plus the products of one step, for vector v of a row block of packed weights.
+        """Return f32 sums plus the products of step number `unit`, as `add` does.
 
-        groups: (record, group in the record) of each codec group of the step.
+        The codes are read from the packed weight. sums: one vector for each row of x. rows: indices
+        of the rows of x. block, v: 16-row block of the weight, and number of a vector of rows in
+        it. groups: (record, group in the record) of each codec group of the step.
         """
         codes = [Int8Codes(self.records, block, *group) for group in groups]
         sides = [[self.records.scale_and_base(block, *group, v)] for group in groups]
@@ -180,9 +187,10 @@ class Step:
         return self.add(sums, list(rows), unit, lambda q: [codes[q // each].quads(q % each, v)], sides)
 
     def _dots(self, rows: Sequence[Index], unit: Index, part: int, quads: Quads, vectors: int) -> list[Ssa]:
-        """Return the dot products of a codec group, f32 [rows * vectors], without scales.
+        """Return the dot products of a codec group without scales, f32 [rows * vectors].
 
-        They are sum(c * n) - (offset + bias) * sum(n), or sum(c * n) if the codec has minima.
+        They are sum(c * n) - (offset + bias) * sum(n), or sum(c * n) if the codec has minima (see
+        `Step`). part: number of the group in the step. rows, unit, quads: as in `add`.
         """
         b, dot, quads_a_group = self.b, self.dot, self.codec.group // 4
         together = batches(rows, dot.rows)
@@ -197,7 +205,7 @@ class Step:
         return [b.convert("sitofp", words, "f32") for row in by_row[: len(rows)] for words in row]
 
     def _start(self, row: Index, unit: Index, part: int) -> Ssa:
-        """Return the initial s32 sum of a group: -(offset + bias) * sum(n), or 0."""
+        """Return the initial s32 sum of a group: -(offset + bias) * sum(n), or 0 (see `Step`)."""
         if not self.bias:
             return self.b.constant("0", I32)
         return self.b.binary("muli", self._sum(row, unit, part), self.b.constant(str(-self.bias), I32))
@@ -208,7 +216,7 @@ class Step:
 
 @dataclass(frozen=True)
 class SmallBatchInt8Tiles(Tiles):
-    """Tiles of `SmallBatchInt8`; rows: tokens of a tile, each with one vector of accumulators."""
+    """The tile sizes of `SmallBatchInt8`; rows: tokens that are multiplied together."""
 
     rows: int
 
@@ -223,7 +231,7 @@ class SmallBatchInt8Tiles(Tiles):
 
 
 class SmallBatchInt8:
-    """A writer of the body of an int8 matmul kernel for a few tokens."""
+    """A writer of the body of a matmul kernel for a few tokens of int8 x."""
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: SmallBatchInt8Tiles, buffers: Buffers):
         self.b, self.codec, self.isa, self.tiles, self.buffers = b, matmul.format, isa, tiles, buffers
@@ -251,7 +259,10 @@ class SmallBatchInt8:
             self.finish.store(first, self.set, 0, end, T)
 
     def _tile(self, block: Index, v: Index, column: Index, token: Index, rows: int) -> None:
-        """Compute self.sums[token : token + rows, column :] for vector v of row block `block`."""
+        """Emit code that computes one vector of self.sums[token : token + rows, column :].
+
+        block, v: 16-row block of the weight, and number of the vector in it.
+        """
         b, groups, parts = self.b, self.records.layout.groups, self.step.parts
         with b.loop(0, self.count * groups // parts, carry=[b.splat(0.0, self.isa.lanes)] * rows) as loop:
             first = b.mul(loop.index, parts)

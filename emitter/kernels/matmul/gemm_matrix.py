@@ -42,7 +42,7 @@ MAX_DEPTH = 512
 
 @dataclass(frozen=True)
 class GemmMatrixTiles(PanelTiles):
-    """Tiles of `gemm_matrix`; accumulators are `high` x `wide` blocks of [rows, 16]."""
+    """The tile sizes of `GemmMatrix`; its accumulators are `high` x `wide` blocks of [rows, 16]."""
 
     high: int
 
@@ -59,7 +59,7 @@ class GemmMatrixTiles(PanelTiles):
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        """Return tiles of two by two blocks, and the deepest panel that fits on the stack."""
+        """Return tiles of two by two accumulators, and the deepest panel that fits on the stack."""
         wide, row_blocks = panel_columns(matmul, True)
         rows = tile_rows(matmul.tokens)
         high = HIGH if rows < matmul.tokens else 1
@@ -77,7 +77,10 @@ def _panel_type(matmul: Matmul) -> type[Any]:
 
 
 def _step_bytes(matmul: Matmul, row_blocks: int) -> int:
-    """Return the bytes of stack for 32 elements of k of a panel."""
+    """Return the bytes of stack that a panel needs for 32 elements of in_features.
+
+    row_blocks: number of 16-row blocks of the weight in the panel.
+    """
     codec, kind = matmul.format, _panel_type(matmul)
     if kind is Bf16CodePanel:
         return DEPTH // codec.group * row_blocks * (BLOCK_BYTES + 4 * LANES * (2 if codec.minimum else 1))
@@ -85,7 +88,7 @@ def _step_bytes(matmul: Matmul, row_blocks: int) -> int:
 
 
 class GemmMatrix(Gemm):
-    """A writer of the body of a `gemm_matrix` kernel."""
+    """A writer of the body of a matmul kernel for a matrix unit, with x and weights as bf16."""
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: GemmMatrixTiles, buffers: Buffers):
         self.panel_type = _panel_type(matmul)
@@ -96,7 +99,6 @@ class GemmMatrix(Gemm):
         self.x_shape = matmul.operands()["x"].shape
 
     def _multiply(self, first: Index, count: Index, k: Index, depth: int) -> None:
-        """Add x[first : first + count, k : k + depth] @ `self.panel` to `self.sums`."""
         b, rows, high = self.b, self.tiles.rows, self.tiles.high
         there, before = b.ceildiv(count, rows), b.div(first, rows)
         full = b.mul(b.div(there, high), high)
@@ -105,9 +107,9 @@ class GemmMatrix(Gemm):
                 self._tiles(tile.index, b.add(before, tile.index), step, k, depth)
 
     def _tiles(self, at: Index, tile: Index, high: int, k: Index, depth: int) -> None:
-        """Add x[:, k : k + depth] @ panel to the sums of `high` tiles of tokens.
+        """Emit code that adds x[:, k : k + depth] @ `self.panel` to the sums of `high` tiles of x.
 
-        at: first tile in the sums. tile: first tile in x.
+        at: number of the first tile in the sums. tile: its number in x (tiles: `split_x`).
         """
         b, group = self.b, self.matmul.format.group
         first_step = b.div(k, DEPTH)
@@ -127,10 +129,11 @@ class GemmMatrix(Gemm):
         return [self.matrix.zero(i) for i in range(high * self.tiles.wide)]
 
     def _step(self, parts: list[Block], tile: Index, x_step: Index, step: Index, block: Index, high: int) -> list[Block]:
-        """Return accumulators `parts` [high * wide] plus the products of one step of 32 k.
+        """Return accumulators [high * wide] plus the products of one step.
 
-        tile, block: first tile of x and first row block of the panel. x_step, step: index of the
-        step in x and in the panel.
+        A step is 32 elements of in_features. parts: the accumulators. tile, block: first tile of x,
+        and first 16-row block of the panel. x_step, step: number of the step in x, and in the
+        panel.
         """
         b, wide, matrix = self.b, self.tiles.wide, self.matrix
         (pieces, x_tiles, x_steps, *_), (_, steps, row_blocks, *_) = self.x_shape, self.panel.words.type.shape
@@ -149,10 +152,11 @@ class GemmMatrix(Gemm):
     def _add(
         self, parts: list[Block], at: Index, tile: Index, block: Index, high: int, of: tuple[Index, Index] | None = None
     ) -> None:
-        """Add accumulators `parts` to the sums; at, tile, block, high: as in `_tiles` and `_step`.
+        """Emit code that adds accumulators `parts` to the sums.
 
-        of: for codes, the indices of their group in the panel and in x, by which the code reads the
-        group's scale and the sum of x; None for float weights.
+        at, tile, block, high: as in `_tiles` and `_step`. of: for codes, the number of their group
+        (in the panel, in x), with which the code reads the group's scale and the sum of x; None for
+        float weights.
         """
         b, lanes, rows, wide = self.b, self.lanes, self.tiles.rows, self.tiles.wide
         for i, part in enumerate(parts):

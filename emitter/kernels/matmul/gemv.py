@@ -50,11 +50,11 @@ MIN_BYTES, ENOUGH_BYTES = 16 << 10, 1 << 20
 
 @dataclass(frozen=True)
 class GemvTiles(Tiles):
-    """Tiles of `gemv`.
+    """The tile sizes of `Gemv`.
 
-    together: 16-row blocks that are multiplied together and share each load of x; 1 or 2 with a
-    GLU. chains: independent accumulators for a row. ahead: distance of prefetches, in records.
-    unroll: records of a float codec per loop iteration.
+    together: 16-row blocks that are multiplied together and share loads of x; up to 2 with a GLU.
+    chains: independent accumulators for a row of the weight. ahead: how many records before its use
+    a record is prefetched. unroll: records of a float codec per loop iteration.
     """
 
     together: int = 2
@@ -67,7 +67,7 @@ class GemvTiles(Tiles):
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        """Return the default tiles; with experts, about two workgroups per thread at most."""
+        """Return the default tiles; with experts, at most about two workgroups per thread."""
         blocks, records, size = matmul.weight_shape
         nbytes, codec = blocks * records * size, matmul.format
         workgroups = threads * max(1, min(PARTS, nbytes // (threads * ENOUGH_BYTES)))
@@ -84,7 +84,11 @@ class GemvTiles(Tiles):
 
 
 class Gemv:
-    """A writer of a GEMV: row `y_row` of y from row `x_row` of x; base: first row block of W."""
+    """A writer of the code that multiplies a packed weight by one row of x.
+
+    x_row, y_row: the row of x, and the row of y for the result. base: the 16-row block of the
+    weight at which the rows begin; with experts, the expert's first.
+    """
 
     def __init__(
         self,
@@ -113,7 +117,7 @@ class Gemv:
         self.write_share(self.b.workgroup())
 
     def write_share(self, share: Index) -> None:
-        """Emit the code for part number `share` of `tiles.workgroups` equal parts of the rows."""
+        """Emit the code for part `share` of `tiles.workgroups` equal parts of the rows."""
         b, elements = self.b, self.layout.elements
         chunks = -(-int(self.in_features * bytes_per_element(self.codec)) // X_BYTES)
         chunk = -(-self.count // chunks)  # records
@@ -136,7 +140,12 @@ class Gemv:
                 self._sets(batch.index, end, first, min(first + chunk, self.count), parts)
 
     def _sets(self, low: Index, high: Index, first: int, last: int, parts: Ssa | None) -> None:
-        """Compute sets low .. high - 1 over records first .. last - 1; parts: buffer for totals."""
+        """Emit code that adds the products of records first .. last - 1.
+
+        It stores y if the last record is among them. It computes sets low .. high - 1; a set is
+        `self.set` blocks of 16 rows. parts: stack buffer for the sums between calls, or None if the
+        records are all records.
+        """
         b = self.b
         self.x.fill(first * self.layout.elements, last * self.layout.elements)
         with b.loop(low, high) as row:
@@ -163,13 +172,17 @@ class Gemv:
                         self._store(block, result)
 
     def _blocks_of(self, row: Index) -> list[Index]:
-        """Return the row blocks of set `row`; an incomplete last set repeats its last block."""
+        """Return the 16-row blocks of set `row`; an incomplete last set repeats its last block."""
         b = self.b
         row_blocks = [b.add(b.mul(row, self.set), i) for i in range(self.set)]
         return [b.min(block, self.row_blocks - 1) for block in row_blocks] if self.row_blocks % self.set else row_blocks
 
     def _dots(self, row_blocks: list[Index], first: int, last: int, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` (one for each of `self.sides`) plus dot products of these records."""
+        """Return `totals` plus the dot products over records first .. last - 1.
+
+        row_blocks: 16-row blocks that are computed together. totals: one vector for each of
+        `self.sides`.
+        """
         if not self.codec.quantised:
             return self._float_dots(row_blocks, first, last, totals)
         with self.b.loop(first, last, carry=totals) as record:
@@ -179,7 +192,7 @@ class Gemv:
         return record.results
 
     def _prefetches(self, row_blocks: list[Index], record: Index, offset: Index, nbytes: int) -> list[Callable[[], None]]:
-        """Return functions that emit prefetches for the record `tiles.ahead` after `record`.
+        """Return functions that emit prefetches of the record `tiles.ahead` after `record`.
 
         They fetch `nbytes` bytes of it, from byte `offset` on, in each of `row_blocks`.
         """
@@ -193,10 +206,10 @@ class Gemv:
         ]
 
     def _group_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus d * sum(x * code) + m * sum(x) for one record, whose block is a group.
+        """Return `totals` plus d * sum(x * code) + m * sum(x) of a record with one group.
 
-        row_blocks: indices of the blocks of rows that are computed together. slot: index of the
-        record's columns among those of x that this workgroup has prepared.
+        row_blocks: 16-row blocks that are computed together. slot: number of the record among those
+        whose elements of x this workgroup has prepared.
         """
         b, records = self.b, self.records
         dots = self._group(row_blocks, record, 0, slot, self._prefetches(row_blocks, record, 0, self.size))
@@ -212,7 +225,7 @@ class Gemv:
     def _super_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
         """Return `totals` plus d * sum(scale * sum(x * code)) + m * sum(minimum * sum(x)).
 
-        The outer sums are over the groups of a record. slot: as in `_group_record`.
+        The outer sums are over the groups of the record. row_blocks, slot: as in `_group_record`.
         """
         b, records, groups = self.b, self.records, self.layout.groups
         minima = self.codec.minimum != 0
@@ -239,9 +252,10 @@ class Gemv:
         return done
 
     def _canonical_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus d * scale * sum(x * code) + m * minimum * sum(x) of each group.
+        """Return `totals` plus d * scale * sum(x * code) + m * minimum * sum(x) of all groups.
 
-        Groups are added in order, as canonical form requires. slot: as in `_group_record`.
+        The record's groups are added in order, as canonical form requires. row_blocks, slot: as in
+        `_group_record`.
         """
         b, records, groups = self.b, self.records, self.layout.groups
         with b.loop(0, groups, carry=totals) as g:
@@ -258,10 +272,11 @@ class Gemv:
     def _group(
         self, row_blocks: list[Index], record: Index, group: Index, slot: Index, soon: list[Callable[[], None]]
     ) -> list[Ssa]:
-        """Return sum(x * code) of a group, for each (row block, vector of rows) in `self.sides`.
+        """Return sum(x * code) of a codec group, one vector for each of `self.sides`.
 
-        slot: index of the group in the prepared x. soon: functions that emit prefetches; they are
-        spread over the group, because many prefetches in sequence stall.
+        A side is (row block, vector of its rows). slot: number of the group in the prepared x.
+        soon: functions that emit prefetches; calls are spread over the group, because many in
+        sequence stall.
         """
         b, chains = self.b, self.chains
         codes = [self.records.group_codes(block, record, group) for block in row_blocks]
@@ -305,7 +320,7 @@ class Gemv:
         return [tree(b.addf, sums[n :: len(self.sides)]) for n in range(len(self.sides))]
 
     def _store(self, block: Index, results: list[Ssa]) -> None:
-        """Store the results of row block `block`: 16, or fewer for the last row block."""
+        """Emit code that stores the results of 16-row block `block`, fewer than 16 in the last."""
         b, buffers, row = self.b, self.buffers, self.y_row
         column = b.mul(block, LANES)
 
@@ -320,5 +335,5 @@ class Gemv:
 
 
 def _share(items: list, i: int, parts: int) -> list:
-    """Return part number i of the items, divided into `parts` equal parts."""
+    """Return part number i of the items, which are divided into `parts` parts of equal size."""
     return items[len(items) * i // parts : len(items) * (i + 1) // parts]

@@ -27,14 +27,14 @@ ROWS = 16  # rows of a workgroup of `group_sums`
 
 
 def bytes_per_element(codec: Codec) -> float:
-    """Return the bytes of stack for an element of x and its part of the group sums."""
+    """Return the bytes of stack that `PreparedX` needs for an element of x."""
     return 4 + (4 / codec.group if codec.summed else 0)
 
 
 def group_sum(b: Body, codec: Codec, parts: Sequence[Ssa]) -> Ssa:
-    """Return sum(x) of a codec group, times the sign of the codec's minimum, or times -offset.
+    """Return the sum of x over a codec group times a factor: the sign of the minimum, or -offset.
 
-    parts: the vectors of x in the group.
+    parts: the f32 vectors of x in the group. The result is a scalar.
     """
     total = b.extract(lane_sums(b, [tree(b.addf, parts)]), 0)
     return b.mulf(total, b.f32(codec.minimum or -codec.offset))
@@ -42,7 +42,7 @@ def group_sum(b: Body, codec: Codec, parts: Sequence[Ssa]) -> Ssa:
 
 @cache
 def group_sums(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
-    """Return the kernel x [rows, in] -> sums f32 [rows, in / group], as in `group_sum`."""
+    """Return the kernel x f32 [rows, in] -> sums f32 [rows, in / group], as in `group_sum`."""
     count, factor = in_features // codec.group, codec.minimum or -codec.offset
 
     def write(b: Body, x: Ssa, sums: Ssa) -> None:
@@ -66,9 +66,10 @@ def group_sums(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel
 
 
 class PreparedX:
-    """A stack buffer of prepared x, for T rows of x from `row` on.
+    """A stack buffer with T rows of x, normalised and multiplied by the factors of codes.
 
-    capacity: max elements of a row in the buffer. `fill` prepares a range of elements.
+    It also has the `group_sum` of each codec group. capacity: max number of elements of a row in
+    the buffer. row: index in x of the first row.
     """
 
     def __init__(self, b: Body, matmul: Matmul, lanes: int, buffers: Mapping[str, Ssa], capacity: int, T: int, row: Index = 0):
@@ -82,16 +83,22 @@ class PreparedX:
             self.inverse = inverse_rms(b, partial(self._read, 0), self.in_features, matmul.rms_eps, lanes)
 
     def at(self, k: Index, token: Index = 0) -> Ssa:
-        """Return a vector with element k of the last filled range in every lane."""
+        """Return a vector with one element of x in every lane.
+
+        k: its index in the range that the last `fill` has prepared. token: its row in the buffer.
+        """
         return self.b.broadcast(self.b.load(self.values, token, k), self.lanes)
 
     def sum_of(self, group: Index, token: Index = 0) -> Ssa:
-        """Return a vector with the `group_sum` of a group of that range in every lane."""
+        """Return a vector with one `group_sum` in every lane.
+
+        group: index of the codec group in the range that the last `fill` has prepared.
+        """
         assert self.sums is not None, "only codecs with an offset or a minimum have sums"
         return self.b.broadcast(self.b.load(self.sums, token, group), self.lanes)
 
     def fill(self, first: Index, last: Index) -> None:
-        """Prepare elements first .. last - 1 of every row, with zeros past the end of x."""
+        """Emit code that prepares elements first .. last - 1 of every row, zero past the end."""
         if self.T == 1:
             self._fill_row(0, first, last)
             return

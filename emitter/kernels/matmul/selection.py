@@ -39,11 +39,11 @@ def _choice(matmul: Matmul) -> tuple[str, type[Tiles], type[Any]]:
 
 
 def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool) -> str:
-    """Return the fastest of `matmul_spec.NUMERICS` for a matmul; x is rounded only if `is_fast`.
+    """Return the fastest of `matmul_spec.NUMERICS` for a matmul.
 
-    Rounding is not faster for one token, which is limited by memory bandwidth, and for few (token,
-    expert) pairs. In canonical form, kernels for few tokens or float weights are "exact", because
-    they already add in canonical order.
+    is_fast: whether x may be rounded to int8 or bf16. Rounding is not faster for one token, which
+    is limited by memory bandwidth, and for few (token, expert) pairs. In canonical form, kernels
+    for few tokens or float weights are "exact", because they already add in canonical order.
     """
     if isa.canonical:
         is_batched = matmul.experts or (matmul.format.quantised and matmul.tokens > small_batch.MAX_TOKENS)
@@ -69,7 +69,7 @@ def default_tiles(matmul: Matmul, isa: Isa, threads: int = 2) -> Tiles:
 
 
 def read_tiles(matmul: Matmul, values: Mapping[str, int]) -> Tiles:
-    """Return tiles for a matmul from the values of their fields.
+    """Return the tiles of a matmul, from the values of their fields by name.
 
     Raises ValueError for unknown or missing fields and for values that are not integers.
     """

@@ -43,7 +43,7 @@ PARTS = 2  # workgroups for each thread
 
 @dataclass(frozen=True)
 class SmallBatchTiles(Tiles):
-    """Tiles of `small_batch`: accumulators for `rows` tokens x `vectors` vectors of outputs.
+    """The tile sizes of `SmallBatch`: `rows` tokens by `vectors` vectors of outputs in registers.
 
     unroll: records of a float codec per loop iteration.
     """
@@ -53,9 +53,9 @@ class SmallBatchTiles(Tiles):
     unroll: int = 4
 
     def row_blocks(self, isa: Isa, shared: int) -> int:
-        """Return the number of row blocks that a set has.
+        """Return the number of 16-row blocks of the weight that are computed together.
 
-        shared: row blocks that are combined to one block of results, 2 with a GLU.
+        shared: row blocks for each block of 16 results: 2 with a GLU, otherwise 1.
         """
         per_block = LANES // isa.lanes
         return lcm(lcm(per_block, self.vectors) // per_block, shared)
@@ -73,7 +73,7 @@ class SmallBatchTiles(Tiles):
 
 
 class SmallBatch:
-    """A writer of the body of a `small_batch` kernel."""
+    """A writer of the body of a matmul kernel for a few tokens."""
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: SmallBatchTiles, buffers: Buffers):
         self.b, self.codec, self.tiles, self.buffers = b, matmul.format, tiles, buffers
@@ -114,9 +114,10 @@ class SmallBatch:
             self.finish.store(first, b.sub(last, first), 0, end, self.T)
 
     def _add_chunks(self, first: Index, last: Index, end: Index) -> None:
-        """Compute the sums of row blocks first .. last - 1, with x in parts that fit on the stack.
+        """Emit code that computes the sums of 16-row blocks first .. last - 1.
 
-        end: number of real tokens.
+        The weight is quantised. x is prepared in parts if it does not fit on the stack. end: number
+        of tokens that are not padding.
         """
         b = self.b
         zero = b.splat(0.0, self.lanes)
@@ -140,10 +141,11 @@ class SmallBatch:
             add_chunk(part.index, stop)
 
     def _tiles(self, first: Index, last: Index, end: Index, add: Callable[[list, Index, int], None]) -> None:
-        """Call add(sides, first token, number of tokens) for each tile of the result.
+        """Emit the loops over tiles; add(sides, first token, number of tokens) emits a tile.
 
-        Tiles cover row blocks first .. last - 1 and tokens below `end`. A side is (row block,
-        vector of its rows, column in the sums). An incomplete set computes its last block twice.
+        The tiles cover 16-row blocks first .. last - 1 and tokens below `end`. A side is (row
+        block, vector of its rows, column in the sums). An incomplete set computes its last block
+        twice.
         """
         b, rows, vectors, per_block, unit = self.b, self.tiles.rows, self.tiles.vectors, self.records.vectors, self.unit
         full = self.T // rows * rows
@@ -163,9 +165,10 @@ class SmallBatch:
                         add(tile, full, self.T - full)
 
     def _add_group(self, sides: list, token: Index, rows: int, record: Index, group: Index, slot: Index) -> None:
-        """Add d * scale * sum(x * code) + m * minimum * sum(x) of a group to the sums of a tile.
+        """Emit code that adds d * scale * sum(x * code) + m * minimum * sum(x) of a group.
 
-        slot: index of the record in the prepared part of x.
+        It adds to the sums of tokens token .. token + rows - 1 in the columns of `sides` (see
+        `_tiles`). slot: number of the record in the prepared part of x.
         """
         b, records, codec = self.b, self.records, self.codec
         number = b.add(b.mul(slot, self.layout.groups), group)
@@ -195,7 +198,7 @@ class SmallBatch:
                 b.vstore(total, self.sums, t, column)
 
     def _float_tile(self, sides: list, token: Index, rows: int) -> None:
-        """Compute the sums of a tile of `rows` tokens from `token` on, for a float codec."""
+        """Emit code that computes sums of tokens token .. token + rows - 1, for float codecs."""
         b, elements, unroll = self.b, self.layout.elements, self.tiles.unroll
         full, rest = divmod(self.in_features, elements)
 

@@ -23,17 +23,17 @@ LETTERS = {
 
 @dataclass(frozen=True)
 class Tiles(ABC):
-    """Tile sizes of a matmul kernel, which `castiron tune` varies; all are positive integers.
+    """The tile sizes of a matmul kernel, all positive integers, which `castiron tune` varies.
 
     Results for different tiles differ by rounding only. workgroups: number of workgroups of the
-    kernel; for a kernel with a GEMV for each (token, expert) pair, of one pair.
+    kernel; for a kernel with a GEMV for each (token, expert) pair, number for one pair.
     """
 
     workgroups: int = field(default=12, kw_only=True)
 
     @property
     def name(self) -> str:
-        """Return the sizes for a kernel's name, each after the letter of its field: "r6w2b2"."""
+        """Return a part of a kernel's name: each size after the letter of its field, "r6w2b2"."""
         return "".join(f"{LETTERS[name]}{value}" for name, value in asdict(self).items())
 
     @classmethod
@@ -48,11 +48,11 @@ class Tiles(ABC):
 
 @dataclass(frozen=True)
 class PanelTiles(Tiles):
-    """Tiles of kernels that decode weights into a panel on the stack.
+    """The tile sizes of kernels that decode weights into a panel on the stack.
 
-    depth: k of a panel. row_blocks: columns of a panel, in blocks of 16. tokens: tokens that are
-    multiplied by one panel. rows, wide: the accumulators in registers are for `rows` tokens and
-    16 * `wide` columns.
+    rows, wide: registers have sums for `rows` tokens and 16 * `wide` columns (rows of the weight).
+    row_blocks: columns of a panel, in blocks of 16. depth: elements of in_features in a panel.
+    tokens: number of tokens that are multiplied by one panel.
     """
 
     rows: int
@@ -63,10 +63,10 @@ class PanelTiles(Tiles):
 
     @abstractmethod
     def units(self, matmul: Matmul) -> tuple[int, int]:
-        """Return (token unit, depth unit); `tokens` and `depth` must be multiples of them."""
+        """Return (n, m): `tokens` must be a multiple of n, and `depth` of m."""
 
     def stack_bytes(self, matmul: Matmul) -> int:
-        """Return the bytes of stack for sums and panel; here, for f32 sums only."""
+        """Return the bytes of stack for sums and panel; here, for the f32 sums only."""
         return 4 * LANES * self.row_blocks * self.tokens
 
     def fit(self, matmul: Matmul) -> bool:
@@ -82,14 +82,17 @@ class PanelTiles(Tiles):
 
 
 def panel_columns(matmul: Matmul, can_pair: bool) -> tuple[int, int]:
-    """Return default `wide` and `row_blocks`; can_pair: whether registers suffice for wide 2."""
+    """Return default (wide, row_blocks) of `PanelTiles`; can_pair: whether `wide` may be 2."""
     shared = matmul.blocks_per_result
     wide = 2 if can_pair and (shared == 2 or matmul.weight_shape[0] % 2 == 0) else 1
     return wide, max(wide, shared)
 
 
 def even_tokens(tokens: int, limit: int, unit: int) -> int:
-    """Return the size of equal blocks of tokens: about `limit`, and a multiple of `unit`."""
+    """Return the number of tokens in a block, if `tokens` are divided into equal blocks.
+
+    It is a multiple of `unit`. It exceeds `limit` by less than `unit`.
+    """
     blocks = -(-tokens // limit)
     return -(-tokens // (blocks * unit)) * unit
 
@@ -107,9 +110,9 @@ def panel_workgroups(matmul: Matmul, row_blocks: int, tokens: int, threads: int)
 
 
 def each_block(b: Body, out_features: int, block: Index, store: Callable[[int], None]) -> None:
-    """Emit the code that stores the 16 results of row block `block`.
+    """Emit the code that stores the results of 16-row block `block` of the weight.
 
-    store: called with 0 for a full block, and with n for a last block of only n results.
+    store(n): emits the code for n results, for the last block; store(0) for a complete block.
     """
     last, ragged = divmod(out_features, LANES)
     if not ragged:
@@ -122,9 +125,9 @@ def each_block(b: Body, out_features: int, block: Index, store: Callable[[int], 
 
 
 class Finish:
-    """A writer of the code that applies the epilogue to `sums` [tokens, columns] and stores y.
+    """A writer of the code that adds bias, residual and GLU to sums of products, and stores y.
 
-    row_of: from a token's index to its row of y.
+    sums: stack buffer f32 [tokens, columns]. row_of: returns the row of y of a token.
     """
 
     def __init__(
@@ -133,9 +136,10 @@ class Finish:
         self.b, self.matmul, self.lanes, self.buffers, self.sums, self.row_of = b, matmul, lanes, buffers, sums, row_of
 
     def store(self, first_block: Index, row_blocks: Index, first: Index, end: Index, last: Index) -> None:
-        """Store the results of tokens first .. end - 1, and zeros for tokens end .. last - 1.
+        """Emit code that stores y of tokens first .. end - 1, and zeros for those up to last - 1.
 
-        Row 0 of the sums is token `first`. Columns 0 to 15 are row block `first_block`.
+        Row 0 of the sums is token `first`; columns 0 to 15 are 16-row block `first_block` of the
+        weight.
         """
         b, shared = self.b, self.matmul.blocks_per_result
         with b.loop(0, b.div(row_blocks, shared)) as i:
@@ -144,7 +148,11 @@ class Finish:
             each_block(b, self.matmul.out_features, block, partial(self._block, i.index, column, first, end, last))
 
     def _block(self, slot: Index, column: Index, first: Index, end: Index, last: Index, ragged: int) -> None:
-        """Store 16 columns of the result, or only the first `ragged` columns if it is not 0."""
+        """Emit code that stores 16 columns of y, or only the first `ragged` of them if it is not 0.
+
+        slot: number of the block of 16 results in the sums. column: its first column in y. first,
+        end, last: as in `store`.
+        """
         b, lanes, shared = self.b, self.lanes, self.matmul.blocks_per_result
         with b.loop(first, end) as token:
             dots = []
@@ -158,7 +166,10 @@ class Finish:
                 self._put(token.index, column, [b.splat(0.0, lanes)] * (LANES // lanes), ragged, add=False)
 
     def _put(self, token: Index, column: Index, results: list[Ssa], ragged: int, add: bool) -> None:
-        """Store up to 16 results of a token; add: whether to add bias and residual first."""
+        """Emit code that stores up to 16 results of a token, from `column` of y on.
+
+        add: whether the code adds bias and residual first. ragged: number of results, or 0 for 16.
+        """
         b, lanes, row = self.b, self.lanes, self.row_of(token)
         for lane in range(0, ragged or LANES, 1 if ragged else lanes):
             y = results[lane // lanes]

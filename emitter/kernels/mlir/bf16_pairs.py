@@ -20,7 +20,10 @@ class Pairs:
         self.b, self.lanes, self.instruction = b, isa.lanes, isa.pairs
 
     def add(self, total: Ssa, a: Ssa, c: Ssa) -> Ssa:
-        """Return `total`, f32 [lanes], plus the dot product of the pairs in each lane of a and c."""
+        """Return `total`, f32 [lanes], plus the dot product of the bf16 pairs in each lane.
+
+        a, c: vectors i32 [lanes]; each i32 has a pair of bf16.
+        """
         if self.instruction == "plain":
             for left, right in zip(halves(self.b, a), halves(self.b, c), strict=True):
                 total = self.b.fma(left, right, total)
@@ -31,27 +34,30 @@ class Pairs:
 
 
 def halves(b: Body, words: Ssa) -> tuple[Ssa, Ssa]:
-    """Return two f32 vectors: the bf16 in the low half of each i32, and in the high half."""
+    """Return two f32 vectors: the bf16 in the low halves and in the high halves of i32 `words`."""
     width = words.width
     low = b.binary("shli", words, b.isplat(16, width))
     return b.bitcast(low, width, "f32"), b.bitcast(_high(b, words), width, "f32")
 
 
 def cut(b: Body, low: Ssa, high: Ssa) -> Ssa:
-    """Return two f32 vectors truncated to bf16 as i32 pairs, `low` in the low halves."""
+    """Return bf16 pairs, a vector of i32: `low` in the low halves, `high` in the high halves.
+
+    low, high: f32 vectors, which are truncated to bf16.
+    """
     low, high = (b.bitcast(each, each.width, "i32") for each in (low, high))
     return b.binary("ori", b.binary("shrui", low, b.isplat(16, low.width)), _high(b, high))
 
 
 def nearest(b: Body, low: Ssa, high: Ssa) -> Ssa:
-    """Return two f32 vectors rounded to bf16, ties away from zero, as i32 pairs."""
+    """Return bf16 pairs as `cut` does, but rounded to the nearest bf16, ties away from zero."""
     return cut(b, *(_up(b, each) for each in (low, high)))
 
 
 def pieces(b: Body, low: Ssa, high: Ssa, count: int) -> list[Ssa]:
-    """Return `count` vectors of bf16 pairs (i32) whose sum is the f32 vectors `low` and `high`.
+    """Return `count` vectors of bf16 pairs (see `cut`) whose sum approximates `low` and `high`.
 
-    3 vectors are exact; 1 rounds to the nearest bf16.
+    The sum of 3 is exact; 1 is the nearest bf16.
     """
     if count == 1:
         return [nearest(b, low, high)]

@@ -82,7 +82,11 @@ def batches(values: Sequence[Value], size: int) -> list[Sequence[Value]]:
 
 
 class Loop:
-    """An `scf.for` under construction: `index` and carried `values` inside, `results` after it."""
+    """An `scf.for` that `Body.loop` emits.
+
+    Inside the `with` block: `index` and the loop-carried `values`. After it: `results`, their final
+    values.
+    """
 
     def __init__(self, index: Ssa, values: list[Ssa]):
         self.index, self.values = index, values
@@ -98,7 +102,7 @@ class Body:
     """The body of a kernel function under construction; each method appends an operation.
 
     Arithmetic on Python integers is computed immediately and appends no operation. fenced: whether
-    compilers must not fuse `mulf` and an addition into an fma.
+    compilers must not fuse a `mulf` and an addition into an fma.
     """
 
     def __init__(self, fenced: bool = False) -> None:
@@ -125,7 +129,7 @@ class Body:
         return Ssa(name, type)
 
     def intrinsic(self, name: str, type: Type, *operands: Ssa) -> Ssa:
-        """Call an LLVM intrinsic and return its result."""
+        """Append a call of an LLVM intrinsic, and return its result."""
         types = ", ".join(str(operand.type) for operand in operands)
         return self.let(f'llvm.call_intrinsic "{name}"({", ".join(operands)}) : ({types}) -> {type}', type)
 
@@ -202,7 +206,10 @@ class Body:
         return self.let("stream.dispatch.workgroup.id[0] : index", INDEX)
 
     def share(self, count: Index, workgroup: Index, workgroups: int) -> tuple[Index, Index]:
-        """Return (first, end) of the range of items of a workgroup, of `count` items in total."""
+        """Return the range (first, end) of the items that a workgroup computes.
+
+        count: number of all items, which are divided equally among `workgroups` workgroups.
+        """
         if isinstance(count, Ssa):
             low = self.div(self.mul(workgroup, count), workgroups)
             return low, self.div(self.mul(self.add(workgroup, 1), count), workgroups)
@@ -319,16 +326,16 @@ class Body:
         return self.let(f"llvm.inttoptr {self.moved(address, offset)} : i64 to !llvm.ptr", POINTER)
 
     def touch(self, address: Ssa, offset: Index) -> None:
-        """Load the i32 at `address` + `offset` bytes and discard it; compilers keep this load."""
+        """Append a load of the i32 at `address` + `offset` bytes, which compilers keep."""
         self.let(f"llvm.load volatile {self.pointer(address, offset)} : !llvm.ptr -> i32", I32)
 
     def prefetch(self, buffer: Ssa, *indices: Index, near: bool = True) -> None:
-        """Prefetch the cache line of an element into L1 if `near`, otherwise into L2 only."""
+        """Append a prefetch of an element's cache line into L1, or unless `near` into L2."""
         self.do(f"memref.prefetch {self._at(buffer, indices)}, read, locality<{3 if near else 2}>, data : {buffer.type}")
 
     @contextmanager
     def loop(self, low: Index, high: Index, step: Index = 1, carry: Sequence[Ssa] = ()) -> Iterator[Loop]:
-        """Emit an `scf.for` over low .. high - 1 around the code of the `with` block.
+        """Append an `scf.for` over low .. high - 1 whose body is the code of the `with` block.
 
         carry: initial loop-carried values; `Loop.give` sets them for the next iteration.
         """
@@ -357,9 +364,9 @@ class Body:
         step: Callable[[Index, Sequence[Ssa]], Sequence[Ssa]],
         before: Callable[[Index], None] = lambda i: None,
     ) -> Sequence[Ssa]:
-        """Return `values` after values = step(i, values) for i in 0 .. count - 1.
+        """Append values = step(i, values) for i in 0 .. count - 1, and return the final values.
 
-        Emits a loop with `unroll` steps per iteration. before(i): emits code at the start of an
+        The loop has `unroll` steps per iteration. before(i): emits code at the start of an
         iteration.
         """
         full = count // unroll * unroll

@@ -32,10 +32,10 @@ LOW, HIGH = (0, 1, 4, 5), (2, 3, 6, 7)
 
 @dataclass(frozen=True)
 class Total:
-    """The accumulators of a dot product.
+    """The accumulators of an int8 dot product.
 
-    words: s32 sums. halves, pairs: for `madd`, s16 sums that are not yet added to `words`, and the
-    number of pairs of products in each.
+    words: s32 sums. halves: for the instruction `madd`, s16 sums that are not yet added to `words`,
+    or None. pairs: how many pairs of products each sum of `halves` has.
     """
 
     words: tuple[Ssa, ...]
@@ -44,9 +44,10 @@ class Total:
 
 
 class Dot:
-    """A writer of code for dot products of codes of `bits` bits with x; lane l is output l.
+    """A writer of code for dot products of weight codes and int8 x; lane l of a vector is output l.
 
-    Each call of `add` takes `self.rows` rows of x and `self.quads` quads along k.
+    bits: bits of a code. Each call of `add` takes `self.rows` rows of x and `self.quads` quads
+    (four elements along in_features).
     """
 
     rows: ClassVar[int] = 1
@@ -58,11 +59,11 @@ class Dot:
         self.bias = 128 if bits == 8 and isa.dot not in ("sdot", *_BLOCKS) else 0
 
     def arranged(self, quads: Sequence[Ssa]) -> list[Ssa]:
-        """Return vectors with a quad of codes in each lane, in the lane order that `code` takes."""
+        """Return vectors that `code` takes; quads: vectors with four codes in each i32."""
         return list(quads)
 
     def code(self, arranged: Sequence[Ssa]) -> tuple[Ssa, ...]:
-        """Return codes from `arranged` in the form that `add` takes."""
+        """Return codes in the form that `add` takes; arranged: result of the method `arranged`."""
         (quad,) = arranged
         if self.dot == "plain":
             return tuple(self._byte(quad, j, "shrui") for j in range(4))
@@ -73,7 +74,11 @@ class Dot:
         return (self.b.bitcast(quad, 4 * self.lanes, "i8"),)
 
     def x(self, x: Ssa, rows: Sequence[Index], quad: Index) -> tuple[Ssa, ...]:
-        """Load x in the form that `add` takes; rows: rows of x. quad: index of the first quad."""
+        """Return rows of x in the form that `add` takes.
+
+        x: memref i32 [rows, in / 4]. rows: indices of the rows. quad: index of the first i32 of a
+        row.
+        """
         (row,) = rows
         every = self.b.broadcast(self.b.load(x, row, quad), self.lanes)
         if self.dot == "plain":
@@ -86,12 +91,15 @@ class Dot:
         return (self.b.bitcast(every, 4 * self.lanes, "i8"),)
 
     def start(self, words: Sequence[Ssa]) -> Total:
-        """Return totals for up to `self.rows` rows; words: the initial sum of each row, i32."""
+        """Return new totals; words: initial i32 sums of up to `self.rows` rows of x."""
         (word,) = words
         return Total((self.b.broadcast(word, self.lanes),))
 
     def add(self, total: Total, code: tuple[Ssa, ...], x: tuple[Ssa, ...]) -> Total:
-        """Return `total` plus products along 4 * `self.quads` k; code, x: from `code` and `x`."""
+        """Return `total` plus the products of 4 * `self.quads` codes with as many elements of x.
+
+        code, x: results of the methods `code` and `x`.
+        """
         (words,) = total.words
         if self.dot == "plain" or self._wide:
             for pair in zip(code, x, strict=True):
@@ -117,7 +125,7 @@ class Dot:
 
     @property
     def _wide(self) -> bool:
-        """Return whether codes are widened to s16, because u8 products would saturate."""
+        """Return whether codes are widened to s16, because sums of u8 products would saturate."""
         return self.dot == "madd" and self.bits == 8
 
     def _multiply(self, code: Ssa, x: Ssa) -> Ssa:
@@ -136,15 +144,19 @@ class Dot:
 
 
 class BlockDot(Dot):
-    """The `Dot` of `smmla`, for two rows of x and four outputs in two accumulators.
+    """The `Dot` of the instruction `smmla`, for two rows of x and four outputs.
 
-    Lane 2 i + j of the first accumulator is row i and output j; of the second, output 2 + j.
+    Lane 2 i + j of the first accumulator is row i and output j; of the second, row i and output 2 +
+    j.
     """
 
     rows = quads = 2
 
     def arranged(self, quads: Sequence[Ssa]) -> list[Ssa]:
-        """Return two vectors with eight codes for each output: outputs 0 and 1, outputs 2 and 3."""
+        """Return vectors with eight codes of each output: outputs 0 and 1, outputs 2 and 3.
+
+        quads: two vectors with four codes of each of the four outputs.
+        """
         first, second = quads
         return [self.b.shuffle(first, second, lanes) for lanes in ((0, 4, 1, 5), (2, 6, 3, 7))]
 

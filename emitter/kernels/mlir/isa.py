@@ -14,11 +14,13 @@ CANONICAL_LANES = 16
 
 @dataclass(frozen=True)
 class Isa:
-    """The vector instructions of a CPU, with `registers` vector registers of `lanes` f32.
+    """The vector instructions of a CPU.
 
-    dot: instruction for int8 dot products (`mlir.dot`). pairs: instruction for pairs of bf16
-    (`mlir.bf16_pairs`), or "". matrix: instruction for blocks of bf16 (`mlir.matrix`), or "".
-    canonical: whether kernels are in canonical form.
+    lanes: f32 elements of a vector register. registers: number of vector registers. dot:
+    instruction for int8 dot products (see `mlir.dot`). pairs: instruction for products of bf16
+    pairs (see `mlir.bf16_pairs`), or "". matrix: instruction for matmuls of bf16 blocks (see
+    `mlir.matrix`), or "". canonical: whether kernels add in the same order on all CPUs (canonical
+    form).
     """
 
     name: str
@@ -42,10 +44,7 @@ class Isa:
 
     @property
     def in_canonical_form(self) -> Isa:
-        """Return this instruction set in canonical form.
-
-        A vector has 16 lanes, and takes 1, 2 or 4 registers.
-        """
+        """Return a copy in canonical form, whose 16-lane vectors take 1, 2 or 4 registers."""
         registers = self.registers * self.lanes // CANONICAL_LANES
         return Isa(f"{self.name}_canonical", CANONICAL_LANES, registers, "plain", canonical=True)
 

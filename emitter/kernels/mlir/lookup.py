@@ -15,7 +15,7 @@ _BYTES = {4: "llvm.aarch64.neon.tbl1.v16i8", 8: "llvm.x86.avx2.pshuf.b", 16: "ll
 
 
 def entries(b: Body, isa: Isa, table: Sequence[int], indices: Ssa) -> Ssa:
-    """Return the entries of `table` at `indices`, i32 [lanes], as f32 [lanes]."""
+    """Return entries of a table of 16 integers as f32 [lanes]; indices: i32 [lanes]."""
     lanes = isa.lanes
     if _plain(isa):
         return _tree(b, table, lambda entry: b.splat(float(entry), lanes), lambda bit: b.isplat(1 << bit, lanes), indices)
@@ -31,7 +31,7 @@ def entries(b: Body, isa: Isa, table: Sequence[int], indices: Ssa) -> Ssa:
 
 
 def byte_entries(b: Body, isa: Isa, table: Sequence[int], indices: Ssa) -> Ssa:
-    """Return `indices`, i32 [lanes], with each byte replaced by the entry of `table` at it."""
+    """Return i32 `indices` with each byte, 0 to 15, replaced by the table's entry at it."""
     width = 4 * isa.lanes
     bytes_ = b.bitcast(indices, width, "i8")
 

@@ -23,9 +23,9 @@ Block = Ssa  # a block of sums, x or weights: an AMX tile, or an address
 
 
 class Matrix:
-    """A writer of code for matmuls of blocks, with results f32 [blocks, rows, 16].
+    """A writer of code that multiplies bf16 blocks and stores f32 results [blocks, rows, 16].
 
-    rows: rows of a block of x, up to 16. results: memref for the results.
+    rows: rows of a block of x, up to 16. results: memref of the results.
     """
 
     def __init__(self, b: Body, isa: Isa, rows: int, results: Ssa):
@@ -49,7 +49,7 @@ class Matrix:
         return self._load(DEPTH // 2, base, offset)
 
     def add(self, sums: Block, x: Block, weights: Block) -> Block:
-        """Return accumulators `sums` plus x @ weights."""
+        """Return accumulators `sums` plus x @ weights, over 32 elements of in_features."""
         if self.tiled:
             return self._tile("tdpbf16ps", self.rows, self._integer(ROW_BYTES), sums, x, weights)
         b = self.b

@@ -53,7 +53,7 @@ def exp2(b: Body, x: Ssa) -> Ssa:
 
 
 def _power(b: Body, shifted: Ssa) -> Ssa:
-    """Return 2^n for integers n from -127 (with the result 0) to 127; shifted: n + ROUND."""
+    """Return 2^n of integers n from -127 to 127, f32; 2^-127 becomes 0. shifted: n + ROUND."""
     width = shifted.width
     bits = b.binary("shli", b.bitcast(shifted, width, "i32"), b.isplat(23, width))
     return b.bitcast(b.binary("addi", bits, b.isplat(127 << 23, width)), width, "f32")
@@ -62,8 +62,8 @@ def _power(b: Body, shifted: Ssa) -> Ssa:
 def lane_sums(b: Body, vectors: Sequence[Ssa]) -> Ssa:
     """Return a vector whose lane i is the sum of the lanes of vector i.
 
-    vectors: 1, 2, 4, ... up to as many as they have lanes. Lanes are added in the same order (half
-    by half) for any number of vectors.
+    The number of vectors is a power of two, at most their number of lanes. Lanes are added in the
+    same order (half by half) for any number of vectors.
     """
     vectors = list(vectors)
     width = vectors[0].width
@@ -95,7 +95,10 @@ def lane_sums(b: Body, vectors: Sequence[Ssa]) -> Ssa:
 
 
 def row_sum(b: Body, count: int, lanes: int, read: Callable[[Index, int], Ssa]) -> Ssa:
-    """Return the sum of `count` elements; `read(index, width)` loads `width` of them."""
+    """Return the scalar sum of `count` elements; read(i, width) returns `width` elements from i on.
+
+    lanes: max number of elements of a vector.
+    """
     width = largest_width(lanes, count)
     ways = largest_width(4, count // width)
     with b.loop(0, count, ways * width, carry=[b.splat(0.0, width)] * ways) as loop:
@@ -104,25 +107,28 @@ def row_sum(b: Body, count: int, lanes: int, read: Callable[[Index, int], Ssa]) 
 
 
 def square_sum(b: Body, count: int, lanes: int, read: Callable[[Index, int], Ssa]) -> Ssa:
-    """Return the sum of the squares of `count` elements; `read` as in `row_sum`."""
+    """Return the scalar sum of the squares of `count` elements; read, lanes: as in `row_sum`."""
     return row_sum(b, count, lanes, lambda d, width: b.mulf(x := read(d, width), x))
 
 
 def tree(combine: Callable[[Ssa, Ssa], Ssa], parts: Sequence[Ssa]) -> Ssa:
-    """Return all parts combined into one value, pair by pair in a balanced tree."""
+    """Return all parts combined into one value, in a balanced tree of combine(a, b)."""
     while len(parts) > 1:
         parts = [combine(*parts[i : i + 2]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
     return parts[0]
 
 
 def outer(b: Body, rows: Iterable[Ssa], columns: Sequence[Ssa], sums: Sequence[Ssa]) -> list[Ssa]:
-    """Return `sums` [rows * columns], in row order, plus the outer product of rows and columns."""
+    """Return `sums` plus the outer product of rows and columns.
+
+    sums: [rows * columns], in row order. All values are vectors; the product is lane by lane.
+    """
     totals = iter(sums)
     return [b.fma(row, column, next(totals)) for row in rows for column in columns]
 
 
 def transpose(b: Body, rows: Sequence[Ssa]) -> list[Ssa]:
-    """Return the columns of a square matrix of row vectors; the size must be a power of two."""
+    """Return the columns of a square matrix as vectors; rows: its rows, a power of two of them."""
     rows = list(rows)
     width = len(rows)
     fold = width // 2
@@ -149,7 +155,7 @@ def lane_max(b: Body, vector: Ssa) -> Ssa:
 
 
 def inverse_rms(b: Body, read: Callable[[Index, int], Ssa], count: int, eps: float, lanes: int) -> Ssa:
-    """Return the scalar 1 / sqrt(mean(x^2) + eps) of `count` elements; `read` as in `row_sum`."""
+    """Return the scalar 1 / sqrt(mean(x^2) + eps) of `count` elements; read: as in `row_sum`."""
     mean = b.divf(square_sum(b, count, lanes, read), b.f32(count))
     return b.divf(b.f32(1.0), b.math("sqrt", b.addf(mean, b.f32(eps))))
 
@@ -161,9 +167,10 @@ def rms_normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 
 def as_bytes(b: Body, parts: Sequence[Ssa]) -> tuple[list[Ssa], Ssa]:
-    """Return a group of f32 vectors quantised to int8, and the scalar scale of the group.
+    """Return f32 vectors quantised to int8, and their scalar scale.
 
-    The vectors are f32 x / scale + ROUND; `numbers_of` and `low_bytes` extract the integers.
+    parts: the vectors of a group that shares the scale. The quantised vectors are still f32,
+    integers plus ROUND; `numbers_of` and `low_bytes` extract the integers.
     """
     width = parts[0].width
     peak = lane_max(b, tree(b.maxf, [b.math("absf", part) for part in parts]))
@@ -173,10 +180,10 @@ def as_bytes(b: Body, parts: Sequence[Ssa]) -> tuple[list[Ssa], Ssa]:
 
 
 def numbers_of(b: Body, shifted: Ssa) -> Ssa:
-    """Return a result of `as_bytes`, integers plus ROUND in f32, as the integers in f32."""
+    """Return the integers of a vector from `as_bytes` as f32."""
     return b.subf(shifted, b.splat(ROUND, shifted.width))
 
 
 def low_bytes(b: Body, shifted: Ssa) -> Ssa:
-    """Return a result of `as_bytes`, integers plus ROUND in f32, as the integers in i8."""
+    """Return the integers of a vector from `as_bytes` as i8."""
     return b.convert("trunci", b.bitcast(shifted, shifted.width, "i32"), "i8")

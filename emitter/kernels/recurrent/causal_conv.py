@@ -28,12 +28,16 @@ BLOCK = 512  # features of a workgroup
 def causal_conv(
     tokens: Tokens, features: int, positions: int, x: Columns, *, isa: Isa, bias: bool = False, activation: str | None = None
 ) -> Kernel:
-    """Return the kernel of y_t = act(bias + sum over i of w_i x_(t - n + 1 + i)).
+    """Return the kernel of a depthwise causal convolution with a state, and an activation.
 
-    n: `positions`, the length of the filter of each feature.
+    y_t = act(bias + sum over i of w_i x_(t - n + 1 + i)), where n is `positions`, the filter's
+    length.
 
-    x [T, width], weight [n, features], (bias [features]), (positions i32 [T]), (length i32), state
-    [layers, n - 1, features], layer -> y [T, features], state. Rows of padding are zero.
+    Operands: x f32 [T, x.width]; weight f32 [n, features]; bias f32 [features] if `bias`; positions
+        and length as in `Tokens.operands`; state f32 [layers, n - 1, features]; layer.
+    Results: y f32 [T, features], zero for padding; state, in place.
+
+    x: the columns of the operand that are convolved.
     """
     T, n = tokens.count, positions
     row = TensorType((features,), F32)

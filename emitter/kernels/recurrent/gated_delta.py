@@ -37,13 +37,15 @@ DECAY, BETA, OF_K, OF_Q = range(4)  # rows of `_Head.known`: decay, beta, 1 / |k
 def gated_delta(
     tokens: Tokens, shape: Sequence[int], columns: Mapping[str, Columns], *, isa: Isa, norm_eps: float | None = None
 ) -> Kernel:
-    """Return the kernel of `recurrences.gated_delta`; shape: k_heads, heads, k_dim, v_dim.
+    """Return the kernel of the gated delta rule (`recurrences.gated_delta`) and a gated norm.
 
-    q, k, v, alpha, beta, (z) [T, width], rate and bias [heads], (norm [v_dim]), (positions i32
-    [T]), (length i32), state [layers, heads, k_dim, v_dim], layer -> out [T, heads * v_dim], state.
-    Rows of padding are zero. alpha and beta are a and b in `recurrences`. columns: where each of q
-    to z starts in its operand. norm_eps: epsilon of an RMS norm of each head, whose result is
-    multiplied by silu(z), or None.
+    shape: (k_heads, heads, k_dim, v_dim).
+    columns: for each of the operands q, k, v, alpha, beta and z, the columns that the kernel reads.
+    norm_eps: epsilon of an RMS norm of each head, whose result is multiplied by silu(z), or None.
+    Operands: q, k, v, alpha, beta and (with a norm) z, f32 [T, width]; rate, bias f32 [heads]; norm
+        f32 [v_dim]; positions and length as in `Tokens.operands`; state f32 [layers, heads, k_dim,
+        v_dim]; layer. alpha and beta are a and b of `recurrences.gated_delta`.
+    Results: out f32 [T, heads * v_dim], zero for padding; state, in place.
     """
     k_heads, heads, k_dim, v_dim = shape
     T = tokens.count
@@ -116,9 +118,10 @@ def _unit(x: np.ndarray) -> np.ndarray:
 
 
 def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tuple[int, bool]:
-    """Return how many vectors of columns to update together, and whether to copy them.
+    """Return (vectors of the state's columns to update together, whether to copy them).
 
-    A copy on the stack is used for several tokens if it fits. vectors: vectors in a row of v_dim.
+    They are copied to the stack if a workgroup computes several tokens and the copy fits. vectors:
+    number of vectors in v_dim.
     """
     limit = isa.registers // 4
     if tokens.in_turn > 1:
@@ -130,11 +133,11 @@ def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tu
 
 @dataclass
 class _Head:
-    """A writer of the code of one workgroup, which computes one head of one sequence.
+    """A writer of the code of a workgroup, which computes one head of one sequence.
 
-    sizes: (k_dim, v_dim, vector width, vectors of columns computed together). given: memrefs by
-    name. at: the head's first column in each operand. known: stack buffer [4, tokens], indexed by
-    DECAY, BETA, OF_K and OF_Q.
+    sizes: (k_dim, v_dim, elements of a vector, vectors of columns computed together). given:
+    memrefs of the kernel by name. at: the head's first column in each operand. known: stack buffer
+    [4, tokens] for scalars of each token; its rows are DECAY, BETA, OF_K and OF_Q.
     """
 
     b: Body
@@ -151,16 +154,16 @@ class _Head:
         return self.b.mul(self.share.unit, self.sizes[1])
 
     def _read(self, name: str, t: Index, d: Index, width: int) -> Ssa:
-        """Return `width` elements of row t of the operand `name`, from element d of the head on."""
+        """Return `width` elements of the head from element d on, in row t of the operand `name`."""
         return self.b.vload(self.given[name], width, t, self.b.add(self.at[name], d))
 
     def _times(self, name: str, t: Index, d: Index) -> Ssa:
-        """Return a vector with element d of the head in row t of an operand in every lane."""
+        """Return a vector of element d of the head, from row t of the operand `name`."""
         b = self.b
         return b.broadcast(b.load(self.given[name], t, b.add(self.at[name], d)), self.sizes[2])
 
     def know(self, t: Index) -> None:
-        """Store the decay, beta and scales of k and q of token `t` in the buffer `known`."""
+        """Emit code that stores decay, beta and the scales of k and q of token `t` in `known`."""
         b, k_dim, head = self.b, self.sizes[0], self.share.unit
 
         def inverse_length(name: str, factor: float) -> Ssa:
@@ -178,9 +181,10 @@ class _Head:
         b.store(inverse_length("q", k_dim**-0.5), self.known, OF_Q, slot)
 
     def block(self, column: Index, copy: Ssa | None) -> None:
-        """Update some columns of the state from `column` on for all tokens, and store the results.
+        """Emit code that updates columns of the state for all tokens, and stores their results.
 
-        copy: stack buffer to which the columns are copied, or None to update them in memory.
+        column: the first of the columns. copy: stack buffer for a copy of them, or None to update
+        the state in memory.
         """
         b, (k_dim, _, width, vectors) = self.b, self.sizes
         state, offsets = self.given["state"], range(0, vectors * width, width)
@@ -233,7 +237,7 @@ class _Head:
             b.vstore(b.mulf(total, scale), self.given["out"], t, b.add(self.first, b.add(column, d)))
 
     def gated_norm(self, t: Index, eps: float) -> None:
-        """Apply the RMS norm to the result of token `t`, and multiply it by silu(z)."""
+        """Emit code that replaces the head's result for token `t` by its RMS norm times silu(z)."""
         b, (_, v_dim, width, _) = self.b, self.sizes
         out, first = self.given["out"], self.first
         read = lambda d, width: b.vload(out, width, t, b.add(first, d))

@@ -28,11 +28,13 @@ STEP, DECAY = range(2)
 
 
 def selective_scan(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, Columns], *, isa: Isa) -> Kernel:
-    """Return the kernel of `recurrences.selective_scan`; shape: groups, heads, head_dim, n.
+    """Return the kernel of the scan of Mamba 2 (`recurrences.selective_scan`).
 
-    x, dt, B, C [T, width], rate, bias and skip [heads], (positions i32 [T]), (length i32), state
-    [layers, heads, head_dim, n], layer -> y [T, heads * head_dim], state. Rows of padding are zero.
-    columns: where each of x, dt, B and C starts in its operand.
+    shape: (groups, heads, head_dim, n).
+    columns: for each of the operands x, dt, B and C, the columns that the kernel reads.
+    Operands: x, dt, B, C f32 [T, width]; rate, bias and skip f32 [heads]; positions and length as
+        in `Tokens.operands`; state f32 [layers, heads, head_dim, n]; layer.
+    Results: y f32 [T, heads * head_dim], zero for padding; state, in place.
     """
     groups, heads, head_dim, n = shape
     T = tokens.count

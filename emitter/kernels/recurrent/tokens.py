@@ -14,7 +14,10 @@ QUAD = 4  # lanes of the vectors in which scalars are computed
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns from `first` on of an operand [T, width], which may be a fused projection."""
+    """Some columns of an operand f32 [T, width]: those from `first` on.
+
+    The operand may be the result of a fused matmul, of which these columns are one part.
+    """
 
     width: int
     first: int = 0
@@ -27,17 +30,17 @@ class Columns:
         return f"{self.first}of{self.width}"
 
     def of(self, x: np.ndarray, *sizes: int) -> np.ndarray:
-        """Return prod(sizes) columns of x [T, width] from `first` on, as f64 [T, *sizes]."""
+        """Return prod(sizes) of these columns as f64 [T, *sizes]; x: the operand [T, width]."""
         own = x[:, self.first : self.first + int(np.prod(sizes))]
         return own.reshape(len(x), *sizes).astype(np.float64)
 
 
 @dataclass(frozen=True)
 class Share:
-    """The work of a workgroup.
+    """What a workgroup computes.
 
-    unit: index of a head or of a block of features. at: index of the layer's state. low, end, high:
-    rows low .. end - 1 are real tokens, rows end .. high - 1 are padding.
+    unit: index of a head, or of a block of features. at: index of the layer in dimension 0 of the
+    state. low, end, high: rows low .. end - 1 are tokens, rows end .. high - 1 are padding.
     """
 
     unit: Index
@@ -49,11 +52,14 @@ class Share:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a call: `count` tokens of one sequence, or a batch.
+    """The tokens of a call of a recurrent kernel.
 
-    layers: first dimension of the state, with all layers of the first sequence, then of the next.
-    batch: whether the tokens are one token of each of `count` sequences, of which those with a
-    negative position are idle. length: whether an operand gives the number of real tokens.
+    count: number of tokens.
+    layers: size of dimension 0 of the state, which has all layers of the first sequence, then of
+        the next.
+    batch: False for consecutive tokens of one sequence; True for one token of each of `count`
+        sequences, of which those with a negative position are idle.
+    length: whether an operand gives the number of tokens that are not padding.
     """
 
     count: int
@@ -63,7 +69,7 @@ class Tokens:
 
     @property
     def in_turn(self) -> int:
-        """Return the number of tokens that a workgroup processes sequentially."""
+        """Return the number of tokens that a workgroup computes one after another."""
         return 1 if self.batch else self.count
 
     @property
@@ -80,7 +86,10 @@ class Tokens:
         return f"{self.layers}_{'b' * self.batch}{self.count}" + "_length" * self.length
 
     def share(self, b: Body, units: int, layer: Ssa, given: Mapping[str, Ssa]) -> Share:
-        """Return the work of this workgroup; units: number of workgroups for each sequence."""
+        """Return what this workgroup computes; given: memrefs of the kernel's operands, by name.
+
+        units: number of workgroups for each sequence. layer: the layer of the model.
+        """
         unit: Index = b.workgroup()
         if not self.batch:
             return Share(unit, layer, 0, b.real(given.get("length"), 0, self.count), self.count)
@@ -90,7 +99,10 @@ class Tokens:
         return Share(unit, b.add(b.mul(row, self.layers // self.count), layer), row, end, after)
 
     def real(self, layer: int, given: dict[str, np.ndarray]) -> Iterator[tuple[int, range]]:
-        """Yield (index in the state, rows of real tokens) of each active sequence, for NumPy."""
+        """Yield (index in dimension 0 of the state, rows of tokens that are not padding) in NumPy.
+
+        There is one item for each sequence that is not idle. given: the kernel's operands, by name.
+        """
         if not self.batch:
             yield layer, range(int(given.get("length", self.count)))
             return
@@ -100,13 +112,16 @@ class Tokens:
 
 
 def zero_padding(b: Body, share: Share, y: Ssa, low: Index, high: Index, width: int) -> None:
-    """Store zeros in columns low .. high - 1 of the padding rows of y."""
+    """Emit code that zeroes columns low .. high - 1 of y in padding rows, `width` at a time."""
     with b.loop(share.end, share.high) as t, b.loop(low, high, width) as d:
         b.vstore(b.splat(0.0, width), y, t.index, d.index)
 
 
 def single_lane(b: Body, x: Ssa) -> Ssa:
-    """Return a vector of QUAD lanes with a scalar in each; callers use one lane of the result."""
+    """Return a vector of QUAD lanes with the scalar x in each.
+
+    Functions for vectors then apply to a scalar; callers use one lane of the result.
+    """
     return b.broadcast(x, QUAD)
 
 

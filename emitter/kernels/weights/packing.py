@@ -44,7 +44,11 @@ TOP_CODES: dict[int, tuple[tuple[tuple[int, int, int], ...], ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a record; `size` is its bytes, `d` to `codes` are byte offsets of its parts."""
+    """The layout of a record: the packed bytes of one codec block of each of 16 rows.
+
+    size: bytes of a record. d, m, scales, minima, codes: byte offsets of its parts, None if it has
+    no such part.
+    """
 
     size: int
     elements: int  # elements of each row in a record
@@ -58,12 +62,15 @@ class Layout:
     codes: int = 0
 
     def field(self, k: int) -> tuple[int, int]:
-        """Return (word, index of the field in it) of code k of a group, for k < `in_fields`."""
+        """Return (index of the i32 word, index of the bit field in it) of code k of a group.
+
+        k must be below `in_fields`.
+        """
         return k // self.fields, k % self.fields
 
     @property
     def in_fields(self) -> int:
-        """Return how many codes of a group are in fields; `TOP_CODES` has the other codes."""
+        """Return how many codes of a group `field` locates; `TOP_CODES` locates the others."""
         return self.words * self.fields
 
     @property
@@ -96,7 +103,7 @@ def packed_shape(codec_name: str, out_features: int, in_features: int) -> tuple[
 
 
 def _words(codec: Codec, record: Layout, codes: np.ndarray) -> np.ndarray:
-    """Return codes i8 [n, group] packed into words, u32 [n, words]."""
+    """Return codes i8 [n, group] packed into the words of records, u32 [n, words]."""
     # Pack one code of all groups at a time, so that each step has one stride in memory.
     stored = np.ascontiguousarray(_stored(codec, codes).T)
     words = np.zeros((record.words, len(codes)), "<u4")
@@ -114,7 +121,10 @@ def _words(codec: Codec, record: Layout, codes: np.ndarray) -> np.ndarray:
 
 
 def _stored(codec: Codec, codes: np.ndarray) -> np.ndarray:
-    """Return stored codes u8 of codes i8: code + offset, or the index of the code in the table."""
+    """Return codes i8 in the form in which they are packed, u8.
+
+    It is code + offset, or for a codec with a table the index of the code in the table.
+    """
     if not codec.table:
         return codes.view(np.uint8) + np.uint8(codec.offset)
     indices = np.zeros(256, np.uint8)
@@ -139,7 +149,7 @@ def _codes(codec: Codec, record: Layout, words: np.ndarray) -> np.ndarray:
 
 
 def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.ndarray) -> None:
-    """Write codec rows `raw`, u8 [16 n, row_bytes], into `packed`, u8 [n, records, size]."""
+    """Pack rows in the codec's format, u8 [16 n, row_bytes], into u8 [n, records, size]."""
     row_blocks, count, _ = packed.shape
     if not codec.quantised:
         element = codec.block_bytes
@@ -150,7 +160,7 @@ def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.n
     parts = codec.split(raw.reshape(-1, codec.block_bytes))
 
     def put(offset: int, part: np.ndarray) -> None:
-        """Write part [16 * row_blocks * count, ...] at byte `offset` of the records."""
+        """Write a part, [16 * row_blocks * count, ...], at byte `offset` of all records."""
         by_lane = part.reshape(row_blocks, LANES, count, *part.shape[1:])
         data = np.empty((row_blocks, count, *part.shape[1:], LANES), part.dtype)
         if part.itemsize == 4:
@@ -173,14 +183,17 @@ def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.n
 
 
 def _filled(raw: np.ndarray, axis: int, multiple: int) -> np.ndarray:
-    """Return raw [rows, bytes], padded with zeros to `multiple` along `axis`, contiguous."""
+    """Return raw [rows, bytes] as a contiguous array, padded with zeros along `axis`.
+
+    multiple: number of which the padded size is a multiple.
+    """
     if rest := -raw.shape[axis] % multiple:
         raw = np.pad(raw, [(0, rest if axis == at else 0) for at in (0, 1)])
     return np.ascontiguousarray(raw)
 
 
 def pack(codec_name: str, raw: np.ndarray) -> np.ndarray:
-    """Return codec rows `raw`, u8 [out, row_bytes], as a packed weight, u8 of `packed_shape`."""
+    """Return rows in the codec's format, u8 [out, row_bytes], as u8 of `packed_shape`."""
     codec = codec_of(codec_name)
     record = layout(codec)
     packed = np.empty(packed_shape(codec_name, len(raw), in_features_of(codec, raw)), np.uint8)
@@ -198,7 +211,7 @@ def pack(codec_name: str, raw: np.ndarray) -> np.ndarray:
 
 
 def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: int) -> np.ndarray:
-    """Return a packed weight dequantised to f32 [out, in], bit for bit as `dequantise` does."""
+    """Return a packed weight as f32 [out, in], with the same bits as `dequantise` gives."""
     codec = codec_of(codec_name)
     record = layout(codec)
     packed = np.ascontiguousarray(packed).view(np.uint8)
@@ -208,7 +221,7 @@ def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: 
         return dequantise(codec_name, lanes.reshape(row_blocks * LANES, -1))[:out_features, :in_features]
 
     def take(offset: int, dtype: str, *shape: int) -> np.ndarray:
-        """Return the part at byte `offset` of the records as [16 * row_blocks * count, *shape]."""
+        """Return the part at byte `offset` of all records, as [16 * row_blocks * count, *shape]."""
         size = int(np.prod(shape, dtype=np.int64)) * LANES * np.dtype(dtype).itemsize
         data = np.ascontiguousarray(packed[:, :, offset : offset + size]).view(dtype)
         lanes = np.moveaxis(data.reshape(row_blocks, count, *shape, LANES), -1, 1)
@@ -231,9 +244,10 @@ def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: 
 
 
 def interleave_rows(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """Return rows of gate and up, each u8 [n, row_bytes], in alternate blocks of 16 rows.
+    """Return the rows of gate and up in alternate blocks of 16 rows, u8 [rows, row_bytes].
 
-    The last block of each is padded with zeros.
+    gate, up: rows in the codec's format, each u8 [n, row_bytes]. The last block of each is padded
+    with zeros.
     """
     fill = ((0, -len(gate) % LANES), (0, 0))
     row_blocks = [np.pad(rows, fill).reshape(-1, 1, LANES, rows.shape[1]) for rows in (gate, up)]

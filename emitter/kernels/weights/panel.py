@@ -21,16 +21,20 @@ EXACT_COUNTS = {"bf16": 1, "f16": 2, "f32": 3}
 
 
 def units(codec_name: str) -> int:
-    """Return the consecutive k of a codec that are decoded together (a unit): a group or record.
+    """Return how many consecutive elements of in_features are decoded together (a unit).
 
-    The depth of a panel is a multiple of this number.
+    It is a codec group of a quantised codec, and a record of a float codec. The depth of a panel is
+    a multiple of it.
     """
     codec = codec_of(codec_name)
     return codec.group if codec.quantised else layout(codec).elements
 
 
 class Decoded:
-    """The weights of one row block and one unit (see `units`); each is decoded on first use."""
+    """The f32 weights of a 16-row block in one unit (see `units`); each is decoded on first use.
+
+    block, unit: index of the 16-row block in the weight, and of the unit in its rows.
+    """
 
     def __init__(self, records: Records, block: Index, unit: Index):
         self.records, self.block = records, block
@@ -44,7 +48,7 @@ class Decoded:
             self.at = unit, 0
 
     def weight(self, k: int, v: int) -> Ssa:
-        """Return the f32 weights of element k of the unit, for vector v of the row block."""
+        """Return the f32 weights of element k of the unit, for vector v of the 16 rows."""
         b, records = self.records.b, self.records
         if not records.codec.quantised:
             if v not in self._elements:
@@ -62,13 +66,17 @@ class Decoded:
 
 
 def decoded(records: Records, block: Index, unit: Index) -> list[list[Ssa]]:
-    """Return the f32 weights of a unit of a row block, as [vectors of rows][k of the unit]."""
+    """Return the f32 weights of a 16-row block in one unit, as [vectors of rows][k]."""
     weights = Decoded(records, block, unit)
     return [[weights.weight(k, v) for k in range(units(records.codec.name))] for v in range(records.vectors)]
 
 
 class BasePanel:
-    """The base class of panels: `depth` k by 16 * `row_blocks` columns of a packed weight."""
+    """A part of a packed weight, decoded to stack buffers.
+
+    The part is `depth` rows by 16 * `row_blocks` columns. A row is an element of in_features, a
+    column is a row of the weight. `fill` decodes.
+    """
 
     def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int):
         self.b, self.codec, self.lanes, self.row_blocks = b, codec, isa.lanes, row_blocks
@@ -79,7 +87,7 @@ class BasePanel:
         """Allocate the buffers of the panel on the stack."""
 
     def _allocate_sides(self, groups: int, columns: int) -> None:
-        """Allocate `scales`, and `minima` if the codec has them, f32 [groups, columns]."""
+        """Allocate `scales`, and `minima` if the codec has them, each f32 [groups, columns]."""
         self.scales = self.b.stack(groups, columns)
         self.minima = self.b.stack(groups, columns) if self.codec.minimum else None
 
@@ -89,10 +97,10 @@ class BasePanel:
             self.b.vstore(minimum, self.minima, group, column)
 
     def _group(self, first_block: Index, k: Index, i: Index, g: Index) -> tuple[Index, Index, Index]:
-        """Return (row block, record, group in the record) in the weight of a group of the panel.
+        """Return (16-row block, record, group in the record) in the weight, for a group here.
 
-        first_block, k: first row block and first k of the panel. i, g: row block and group, counted
-        from there.
+        first_block, k: the panel's first 16-row block and first element of in_features. i, g:
+        number of the 16-row block and of the group in the panel.
         """
         b, groups = self.b, self.records.layout.groups
         block, number = b.add(first_block, i), b.add(b.div(k, self.codec.group), g)
@@ -117,7 +125,7 @@ class Panel(BasePanel):
 
 
 class CodePanel(BasePanel):
-    """A panel of codes as f32: `codes` [depth, columns].
+    """A panel of stored codes as f32: `codes` [depth, columns].
 
     `scales` and `minima`, f32 [groups, columns], are d * scale and m * minimum of each codec group.
     """
@@ -165,15 +173,15 @@ class Int8Panel(BasePanel):
                     b.vstore(arranged, self.codes, b.add(b.mul(g.index, group // 4), each), column)
 
     def quads(self, q: Index, column: Index, count: int) -> list[Ssa]:
-        """Load `count` i32 vectors of four codes each, from row q on, as `Dot.code` takes them."""
+        """Return `count` vectors of `codes` at rows q, q + 1, ..., as `Dot.code` takes them."""
         return [self.b.vload(self.codes, self.lanes, self.b.add(q, i), column) for i in range(count)]
 
 
 class Bf16Panel(BasePanel):
     """A panel of weights rounded to bf16.
 
-    `words`: i32 [count, depth / 32, row blocks, 16 pairs of k, 16 columns], where `count` is the
-    number of bf16 for each weight, here 1.
+    `words`: i32 [count, depth / 32, row blocks, 16, 16 columns]. An i32 has two consecutive
+    elements of in_features as bf16. `count` is the number of bf16 for each weight, here 1.
     """
 
     count = 1
@@ -182,7 +190,7 @@ class Bf16Panel(BasePanel):
         self.words = self.b.stack(self.count, depth // DEPTH, self.row_blocks, PAIRS, LANES, element="i32")
 
     def fill(self, first_block: Index, k: Index, depth: int) -> None:
-        """Decode weights k .. k + depth - 1, and pad them with zeros to a multiple of 32 k."""
+        """Emit code that decodes elements k .. k + depth - 1, and pads them to a multiple of 32."""
         with self.b.loop(0, self.row_blocks) as i:
             fill = self._fill_codes if self.codec.quantised else self._fill_floats
             fill(i.index, self.b.add(first_block, i.index), k, depth)
@@ -206,9 +214,10 @@ class Bf16Panel(BasePanel):
                 self._store(i, pair.index, v, [b.isplat(0, self.lanes)] * self.count)
 
     def _put_pair(self, i: Index, pair: Index, v: int, block: Index, k: Index, last: bool = False) -> None:
-        """Store weights k and k + 1 of a float codec as pair number `pair`.
+        """Emit code that stores elements k and k + 1 of a float codec as pair number `pair`.
 
-        last: whether k is the last element, so that zero takes the place of weight k + 1.
+        i, block: the 16-row block in the panel and in the weight. v: vector of its rows. last:
+        whether k is the last element of in_features, so that the pair's second weight is zero.
         """
         b, records = self.b, self.records
         if self.codec.name == "bf16":
@@ -235,9 +244,9 @@ class Bf16SplitPanel(Bf16Panel):
 
 
 class Bf16CodePanel(BasePanel):
-    """A panel of codes as bf16, which is exact, with scales and minima f32 [groups, columns].
+    """A panel of codes as bf16, which are exact, with f32 scales and minima [groups, columns].
 
-    Each codec group has its own step of 32 k; for groups of 16 k, half of each step is zero.
+    Each codec group has 32 rows of the panel; for groups of 16 elements, half of them are zero.
     """
 
     count = 1
@@ -265,9 +274,10 @@ class Bf16CodePanel(BasePanel):
                     b.vstore(words, self.words, 0, g.index, i.index, b.add(first, j // 2), v * self.lanes)
 
     def _signed(self, code: Ssa, factor: float) -> Ssa:
-        """Return code * factor - offset of the codec: the signed integer that a code stands for.
+        """Return code * factor - offset of the codec, f32.
 
-        code: the stored code divided by `factor`.
+        It is the signed integer that a stored code stands for. code: the stored code divided by
+        `factor` (see `code_factors`).
         """
         b = self.b
         if not self.codec.offset:

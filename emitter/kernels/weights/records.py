@@ -23,9 +23,10 @@ CACHE_LINE = 64
 
 
 def code_factors(codec: Codec) -> np.ndarray:
-    """Return the factor for each code of a group that gives `GroupCodes.code` its true value.
+    """Return the factors by which `GroupCodes.code` must be multiplied, f32 [group].
 
-    The factors are powers of two, f32 [group]: `GroupCodes.code` does not shift bits down.
+    `GroupCodes.code` does not shift bits down, so its result is a stored code divided by a power of
+    two.
     """
     record = layout(codec)
     if not record.fields or codec.table:
@@ -39,8 +40,8 @@ def code_factors(codec: Codec) -> np.ndarray:
 class Records:
     """A writer of code that reads a packed weight, i8 [row blocks, records, bytes].
 
-    base: row block that block 0 of the methods refers to. A row block has `self.vectors` vectors;
-    vector v has rows v * self.lanes .. (v + 1) * self.lanes - 1.
+    base: number added to the 16-row blocks that the methods take. A block has `self.vectors`
+    vectors; vector v has rows v * self.lanes .. (v + 1) * self.lanes - 1 of the block.
     """
 
     def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, base: Index = 0):
@@ -50,7 +51,10 @@ class Records:
         self.vectors = LANES // isa.lanes
 
     def rows(self, at: tuple[Index, Index, Index], v: Index, element: str, bits: int) -> Ssa:
-        """Load vector v of the 16 elements of rows; at: (row block, record, byte offset)."""
+        """Return vector v of 16 elements of a record, one for each row of a row block.
+
+        at: (row block, record, byte offset). element, bits: MLIR type of an element and its size.
+        """
         width = self.lanes * bits // 8
         block, record, offset = at
         data = self.b.vload(self.weight, width, self.b.add(block, self.base), record, self.b.add(offset, self.b.mul(v, width)))
@@ -60,17 +64,26 @@ class Records:
         return self.b.widened(self.rows(at, v, "f16", 16))
 
     def prefetch(self, block: Index, record: Index, offset: Index) -> None:
-        """Prefetch the cache line of the byte `offset` of a record, even past the weight's end."""
+        """Emit a prefetch of a record's cache line; it may be past the end of the weight.
+
+        block, record, offset: 16-row block, record in it, and byte in that.
+        """
         self.b.prefetch(self.weight, self.b.add(block, self.base), record, offset)
 
     def prefetch_later(self, blocks: Iterable[Index], step: int, record: Index, first: Index, nbytes: int) -> None:
-        """Prefetch `nbytes` bytes of a record from byte `first` on, for row blocks block + step."""
+        """Emit prefetches of `nbytes` bytes of a record, in each of `blocks` plus `step`.
+
+        blocks: indices of 16-row blocks. first: the first byte in the record.
+        """
         for block in dict.fromkeys(blocks):
             for line in range(0, nbytes, CACHE_LINE):
                 self.prefetch(self.b.add(block, step), record, self.b.add(first, line))
 
     def extent(self, group: Index, count: int = 1) -> tuple[Index, int]:
-        """Return (byte offset, bytes) of `count` groups, or of a record with only one group."""
+        """Return (byte offset in the record, bytes) of the codes of `count` groups from `group` on.
+
+        For a record with only one group, it is the complete record.
+        """
         if self.layout.groups == 1:
             return 0, self.layout.size
         return self.codes_at(group), self.layout.group_bytes * count
@@ -103,7 +116,7 @@ class Records:
         return self._factor(self.layout.minima, False, block, record, group, v)
 
     def scale_and_minimum(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
-        """Return (d * scale, m * minimum or None), the factors of sum(x * code) and sum(x)."""
+        """Return (d * scale, m * minimum or None), a group's factors of sum(x * code), sum(x)."""
         scale = self._times(self.d(block, record, v), self.group_scale(block, record, group, v))
         minimum = self.m(block, record, v)
         return scale, None if minimum is None else self._times(minimum, self.group_minimum(block, record, group, v))
@@ -112,7 +125,7 @@ class Records:
         return x if factor is None else self.b.mulf(x, factor)
 
     def scale_and_base(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
-        """Return (scale, base or None) of a group: weight = scale * stored code + base."""
+        """Return a group's (scale, base or None), for weight = scale * stored code + base."""
         b, codec = self.b, self.codec
         scale, base = self.d(block, record, v), self.m(block, record, v)
         scale = self._times(scale, self.group_scale(block, record, group, v))
@@ -131,7 +144,7 @@ class Records:
         return GroupCodes(self, block, record, self.codes_at(group))
 
     def elements(self, block: Index, record: Index, v: Index) -> list[Ssa]:
-        """Load a record of a float codec; return an f32 vector for each k of the record."""
+        """Return a record of a float codec as f32 vectors, one for each element of in_features."""
         at = (block, record, 0)
         if self.codec.name == "f32":
             return [self.rows(at, v, "f32", 32)]
@@ -144,7 +157,10 @@ class Records:
 
 
 class GroupCodes:
-    """A writer of code that reads a group's codes in any order, and loads each word only once."""
+    """A writer of code that reads the codes of one codec group; it loads each word only once.
+
+    offset: byte offset of the group's codes in the record.
+    """
 
     def __init__(self, records: Records, block: Index, record: Index, offset: Index):
         self.records, self.block, self.record, self.offset = records, block, record, offset
@@ -163,7 +179,7 @@ class GroupCodes:
         return self.records.b.binary("shrui", value, self.records.b.isplat(shift, value.width))
 
     def _stored(self, k: int, v: Index) -> Ssa:
-        """Return stored code k divided by its factor of `code_factors`, as i32."""
+        """Return stored code k divided by `code_factors(codec)[k]` as i32, for vector v of rows."""
         r, bits = self.records, self.records.codec.bits
         if bits == 8:
             at = (self.block, self.record, r.b.add(self.offset, LANES * k))
@@ -177,7 +193,7 @@ class GroupCodes:
         return self._masked(self._word(word, v), mask << shift)
 
     def _pieces(self, k: int) -> tuple[tuple[int, int, int], ...]:
-        """Return (word, right shift, mask) of each bit field whose OR is stored code k."""
+        """Return (word, right shift, mask) of the bit fields whose OR is stored code k."""
         r, bits = self.records, self.records.codec.bits
         if k >= r.layout.in_fields:
             return TOP_CODES[bits][k - r.layout.in_fields]
@@ -185,7 +201,7 @@ class GroupCodes:
         return ((word, bits * field, (1 << bits) - 1),)
 
     def code(self, k: int, v: Index) -> Ssa:
-        """Return stored code k divided by `code_factors(codec)[k]`, or its table entry, as f32."""
+        """Return stored code k / `code_factors(codec)[k]`, or its table entry, as f32 [lanes]."""
         r = self.records
         if r.codec.table:
             return entries(r.b, r.isa, r.codec.table, self._stored(k, v))
@@ -193,9 +209,9 @@ class GroupCodes:
 
 
 class Int8Codes(GroupCodes):
-    """A writer of code that reads a group's codes as int8, for dot products (`mlir.dot`).
+    """A writer of code that reads the codes of one codec group as int8, for `mlir.dot`.
 
-    Each i32 lane has four codes (a quad). Eight consecutive k are in the order EVEN_ODD, as in x.
+    An i32 has four codes. Eight consecutive codes are in the order EVEN_ODD, as in quantised x.
     """
 
     def __init__(self, records: Records, block: Index, record: Index, group: Index):
@@ -203,11 +219,11 @@ class Int8Codes(GroupCodes):
         super().__init__(records, block, record, records.codes_at(group))
 
     def quads(self, q: int, v: Index) -> list[Ssa]:
-        """Return codes of vector v from quad q on, plus `self.dot.bias`, as `Dot.code` takes."""
+        """Return codes from 4 q on in vector v, plus `self.dot.bias`, as `Dot.code` takes them."""
         return self.dot.arranged([self._quad(q + i, v) for i in range(self.dot.quads)])
 
     def _quad(self, q: int, v: Index) -> Ssa:
-        """Return codes 4 q to 4 q + 3 in the order EVEN_ODD as one i32, first code lowest."""
+        """Return codes 4 q to 4 q + 3 of the order EVEN_ODD in one i32, first code lowest."""
         r = self.records
         ks = [q // 2 * 8 + EVEN_ODD[q % 2 * 4 + j] for j in range(4)]
         if r.codec.bits == 8:
@@ -233,6 +249,6 @@ class Int8Codes(GroupCodes):
         return r.b.convert("extui", r.rows((self.block, self.record, r.b.add(self.offset, LANES * k)), v, "i8", 8), "i32")
 
     def _up(self, value: Ssa, by: int) -> Ssa:
-        """Shift left by `by` bits, or right by -`by` bits if `by` is negative."""
+        """Return i32 `value` shifted left by `by` bits, or right if `by` is negative."""
         b, lanes = self.records.b, self.records.lanes
         return b.binary("shli" if by > 0 else "shrui", value, b.isplat(abs(by), lanes)) if by else value
