@@ -1,6 +1,7 @@
 # make compile-llm   compile a model into build/NAME and let it answer a question
 # make test          run the quick tests: the core, in about 8 minutes on 2 cores
 # make test-all      run all tests but those of real checkpoints
+# make test-family   run every test of one model family: make test-family FAMILY=gemma (docs/porting.md)
 # make test-models   check real checkpoints against transformers: 3 GB to fetch once (0.5, 1.1 and 1.2 GB of
 #                    models, 160 MB of others), 4 GB in the cache, 10 GB of memory, about 20 minutes
 # make coverage      run all tests, and print how much of each package they run
@@ -29,6 +30,8 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 # Processes that run tests at the same time; a file's tests run in one of them.
 JOBS ?= 2
+# Model type whose tests make test-family runs.
+FAMILY ?= llama
 # Words in names or files of mutants; empty means all: make mutants MUTANTS='window grammar'
 MUTANTS ?=
 
@@ -45,11 +48,11 @@ DOCS_INSTALLED := .venv/installed-docs-$(call key,requirements-docs.lock)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 
 # The shell sees user text through the environment, so that quotes in it need no care.
-export MODEL CONTEXT WEIGHTS PROMPT TOKENS MUTANTS
+export MODEL CONTEXT WEIGHTS PROMPT TOKENS FAMILY MUTANTS
 # build/NAME, where castiron compile puts the bundle: the model's last path component without .gguf.
 OUT = name="$${MODEL%/}"; name="$${name\#\#*/}"; out="build/$${name%.gguf}"
 
-.PHONY: compile-llm test test-all test-models test-aarch64 coverage lint mutants bench docs clean distclean
+.PHONY: compile-llm test test-all test-family test-models test-aarch64 coverage lint mutants bench docs clean distclean
 .DEFAULT_GOAL := compile-llm
 
 compile-llm: $(INSTALLED)
@@ -66,6 +69,10 @@ test: $(TEST_INSTALLED)
 # CI, which has run the quick tests, adds PYTEST_ARGS='--tier full'.
 test-all: $(ALL_INSTALLED)
 	@$(BIN)/python $(PYTEST)
+
+# Of both tiers, because most shapes of a family's tiny models are in the full one.
+test-family: $(TEST_INSTALLED)
+	@$(BIN)/python $(PYTEST) -k "$$FAMILY" tests/emitter/test_models*.py tests/emitter/test_config.py
 
 # One process, because the largest reference takes 7 GB.
 test-models: $(TEST_INSTALLED)

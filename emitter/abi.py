@@ -1,7 +1,7 @@
 """The calling convention of compiled modules: their functions, states and signatures.
 
-The emitter writes modules to this convention and vmfb runs them by it. Imports the standard library
-only.
+The package `emitter` writes modules that follow this convention, and `vmfb` calls their functions.
+This file imports the standard library only.
 
     decode_step(token i32, position i32, *states)                   -> (argmax i32, logits f32[V], *states)
     prefill_T(tokens i32[T], start i32, length i32, *states)        -> (argmax i32, logits f32[V], *states)
@@ -45,7 +45,7 @@ class Tensor:
     dtype: str
 
     def __str__(self) -> str:
-        """Return the type as in MLIR's `tensor<...>`, without the brackets: `8x64xf32`, `i32`."""
+        """Return shape and element type in MLIR's notation: `8x64xf32`, or `i32` for a scalar."""
         return "x".join((*map(str, self.shape), self.dtype))
 
 
@@ -53,9 +53,10 @@ class Tensor:
 class State:
     """A buffer that a sequence carries from call to call and that each call updates in place.
 
-    kind: one of `KINDS`. window: for the kind `window`, how many positions a query attends to, the
-    query's position included; 0 for other kinds. storage: the format of the elements, a key of
-    `STORAGE`. layers: the model's layers whose data is in the buffer, in the order of dimension 0.
+    kind: "positional", "window" or "recurrent" (see `KINDS`). window: for the kind "window", how
+    many positions a query attends to, the query's own position included; 0 for other kinds.
+    storage: the format of the elements, such as "f32" or "q8_0" (a key of `STORAGE`). layers:
+    indices of the model's layers whose data is in the buffer, in the order of dimension 0.
     """
 
     name: str
@@ -71,15 +72,15 @@ class State:
 
     @property
     def nbytes(self) -> int:
-        """Return the size in bytes for one sequence."""
+        """Return the size in bytes of this state of one sequence."""
         return prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
     def of(self, sequences: int) -> Tensor:
-        """Return the type of the buffer that has this state for each of `sequences` sequences."""
+        """Return the type of a buffer with this state of several sequences, along dimension 0."""
         return Tensor(self.name, (sequences * self.shape[0], *self.shape[1:]), self.dtype)
 
     def problem(self) -> str | None:
-        """Return an error message for this state, or None if it is valid."""
+        """Return what is wrong with the fields of this state, or None if it is valid."""
         if self.kind not in KINDS:
             return f"kind is {self.kind!r}, not one of {', '.join(KINDS)}"
         if self.storage not in STORAGE:
@@ -92,15 +93,20 @@ class State:
 
 
 def ring_rows(window: int, tokens: int) -> int:
-    """Return the min rows of a ring in which a call overwrites no row that it attends to."""
+    """Return the min number of rows of a ring buffer for calls of up to `tokens` tokens.
+
+    window: how many positions a query attends to. In a shorter ring buffer, a call would overwrite
+    rows to which its own first tokens attend.
+    """
     return window + tokens
 
 
 @dataclass(frozen=True)
 class Role:
-    """A kind of function: its name pattern, and its operands and results without the states.
+    """A kind of function, such as prefill: the pattern of its name, its operands and its results.
 
-    In shapes, "T" is the tokens of a call, "V" the vocabulary size, "H" the features of a vector.
+    The states, which every function takes and returns, are not listed. In shapes, "T" is the number
+    of tokens of a call, "V" the vocabulary size, "H" the number of features of a vector.
     """
 
     name: str
@@ -124,7 +130,7 @@ ROLES: dict[str, Role] = {
 
 @dataclass(frozen=True)
 class Signature:
-    """The operands and results of a function, states included, in order."""
+    """The types of a function's operands and results in order, states included."""
 
     operands: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
@@ -132,7 +138,10 @@ class Signature:
 
 @dataclass(frozen=True)
 class Function:
-    """An exported function. role: a key of `ROLES`. width: the number of tokens of a call."""
+    """An exported function, such as `prefill_32`, which has the role "prefill" and the width 32.
+
+    role: a key of `ROLES`. width: the number of tokens that a call takes, padding included.
+    """
 
     role: str
     width: int = 1
@@ -147,7 +156,11 @@ class Function:
         return self.width if self.role == "batch" else 1
 
     def signature(self, states: Iterable[State], vocab: int, hidden: int = 0) -> Signature:
-        """Return the types of operands and results; `hidden` is the H of `embed` and `encode`."""
+        """Return the types of operands and results of this function.
+
+        vocab: the number of logits per token. hidden: the number of features of the vectors that
+        functions with the roles embed and encode return.
+        """
         extents, carried = {"T": self.width, "V": vocab, "H": hidden}, tuple(s.of(self.sequences) for s in states)
 
         def tensors(shapes: Mapping[str, tuple[str, ...]], dtype: str | None = None) -> tuple[Tensor, ...]:
@@ -159,5 +172,8 @@ class Function:
 
 
 def functions(widths: Mapping[str, Iterable[int]]) -> tuple[Function, ...]:
-    """Return a function for each role and token count in `widths`, in the order of export."""
+    """Return a function for each width in `widths`, in the order in which modules export them.
+
+    widths: for each role (a key of `ROLES`), the numbers of tokens that its functions take.
+    """
     return tuple(Function(role, width) for role in ROLES for width in widths.get(role, ()))

@@ -10,7 +10,10 @@ MIN_SCALED = np.float32(1e-30)  # a group whose max is smaller counts as 0, beca
 
 
 def as_bytes(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantise groups f32 [..., n] to integers -127 to 127, f64 [..., n], and scales f32 [...]."""
+    """Quantise `groups` f32 [..., n], whose last dimension is one group; return (codes, scales).
+
+    Codes are integers from -127 to 127, as f64 [..., n]. Scales are f32 [...], one for each group.
+    """
     peak = np.abs(groups).max(axis=-1)
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.where(peak < MIN_SCALED, np.float32(0), np.float32(MAX_BYTE) / peak).astype(np.float32)

@@ -20,7 +20,7 @@ from castiron.emitter.types import EmitError, TensorType
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """One SSA value: an input of a function (`name` set) or a result of an operation."""
+    """One SSA value: an input of a function, which has a `name`, or a result of an operation."""
 
     type: TensorType
     name: str = ""
@@ -49,8 +49,9 @@ class Op:
 class Source:
     """The recipe for a parameter's bytes: checkpoint tensors and a function that packs them.
 
-    tensors: (checkpoint tensor name, wanted codec) pairs. pack: gets one uint8 array `[*shape[:-1],
-    row_bytes]` for each tensor, and returns the array that the weights file stores.
+    tensors: pairs of a checkpoint tensor's name and the codec in which `pack` gets its bytes. pack:
+    gets one uint8 array `[*shape[:-1], row_bytes]` for each tensor, and returns the array that the
+    weights file stores.
     """
 
     tensors: tuple[tuple[str, str], ...]
@@ -87,7 +88,10 @@ class Graph:
     length: Value | None = None
 
     def returns(self, storage: Mapping[int, Value] = MappingProxyType({}), **outputs: Value) -> None:
-        """Set the named outputs; `storage` maps an output's index to the input that it updates."""
+        """Set the named outputs.
+
+        storage: maps the index of an output to the input whose buffer that output overwrites.
+        """
         self.outputs = tuple(outputs.values())
         self.output_names = tuple(outputs)
         self.storage = dict(storage)
@@ -147,7 +151,7 @@ _stack: list[_Building] = []
 
 @contextmanager
 def building(module: Module, function: Graph) -> Iterator[None]:
-    """Make `function` the current function inside the `with` block."""
+    """Append operations that are made inside the `with` block to `function`, a part of `module`."""
     _stack.append(_Building(module, function, [], {}))
     try:
         yield
@@ -191,7 +195,10 @@ def fail(kind: str, message: str, operands: Sequence[Value] = ()) -> EmitError:
 def append(
     kind: str, operands: Sequence[Value], results: Sequence[TensorType], attrs: Mapping[str, Any] | None = None
 ) -> tuple[Value, ...]:
-    """Append an operation without checking it; `results` are the types of its results."""
+    """Append an operation to the function being built, without a check; return its results.
+
+    results: the types of the results.
+    """
     for operand in operands:
         if not isinstance(operand, Value):
             raise fail(kind, f"an operand is {type(operand).__name__}; pass a Value of the graph")
@@ -201,7 +208,7 @@ def append(
 
 
 def parameter(param: Param) -> Value:
-    """Return the value of a parameter; a function's first call appends the operation to read it."""
+    """Return the value of `param` in the function being built, which reads it at most once."""
     top = _top()
     top.module.add_param(param)
     if param.name not in top.params:
@@ -210,7 +217,7 @@ def parameter(param: Param) -> Value:
 
 
 def users(function: Graph) -> dict[Value, int]:
-    """Return how often each value is used, as an operand or as an output."""
+    """Return how often `function` uses each of its values, as an operand or as an output."""
     counts: dict[Value, int] = {}
     for value in [v for op in function.ops for v in op.operands] + list(function.outputs):
         counts[value] = counts.get(value, 0) + 1

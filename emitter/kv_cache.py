@@ -1,4 +1,4 @@
-"""KV caches: their states, ring buffers for sliding windows, and the row formats of `--cache`.
+"""KV caches: their states, ring buffers for sliding windows, and the formats of their rows.
 
 A row stores the key or value of one kv head at one position:
 
@@ -28,18 +28,18 @@ MIN_GROUP = 8  # with fewer elements per scale, q8_0 would take at least as much
 
 @dataclass(frozen=True)
 class Cache:
-    """A format of cache rows. name: its name in `--cache`. dtype: element type of the state."""
+    """A format of KV cache rows: its name in `castiron compile --cache`, and its element type."""
 
     name: str
     dtype: DType
 
     @property
     def grouped(self) -> bool:
-        """Return whether elements are bytes, with a scale for each group."""
+        """Return whether elements are int8 codes with one scale per group, as in q8_0."""
         return self.dtype is I8
 
     def group(self, head_dim: int) -> int:
-        """Return how many elements share a scale, or 1 if the format has no scales."""
+        """Return how many elements of a row share a scale, or 1 if the format has no scales."""
         if not self.grouped:
             return 1
         if head_dim % MIN_GROUP:
@@ -49,12 +49,15 @@ class Cache:
         return np.gcd(head_dim, GROUP).item()
 
     def cuts(self, head_dim: int, size: int) -> bool:
-        """Return whether parts of `size` elements are complete groups, or each inside one group."""
+        """Return whether a row can be cut into parts of `size` elements without splitting scales.
+
+        Each part then consists of complete groups, or lies within one group.
+        """
         group = self.group(head_dim)
         return size % group == 0 or group % size == 0
 
     def row(self, head_dim: int) -> tuple[int, ...]:
-        """Return the shape in which a state stores the key or value of one head at one position."""
+        """Return the shape of a row: the stored key or value of one head at one position."""
         group = self.group(head_dim)
         return (head_dim // group, SCALE_BYTES + group) if self.grouped else (head_dim,)
 
@@ -62,11 +65,11 @@ class Cache:
         return prod(self.row(head_dim)) * self.dtype.bits // 8
 
     def type(self, layers: int, context: int, kv_heads: int, head_dim: int) -> TensorType:
-        """Return the type of a state that stores keys, or values, in this format."""
+        """Return the type of a state with the keys, or the values, of `layers` layers."""
         return TensorType((layers, context, kv_heads, *self.row(head_dim)), self.dtype)
 
     def stored(self, x: np.ndarray) -> np.ndarray:
-        """Convert x [..., head_dim] to rows of this format, with rounding to nearest even."""
+        """Convert x [..., head_dim] to rows [..., *row(head_dim)], rounded to nearest even."""
         if not self.grouped:
             return x.astype(self.dtype.numpy)
         groups, size = self.row(x.shape[-1])
@@ -74,7 +77,7 @@ class Cache:
         return np.concatenate([scales[..., None].view(np.int8), numbers.astype(np.int8)], axis=-1)
 
     def values(self, rows: np.ndarray) -> np.ndarray:
-        """Convert stored rows to f32 [..., head_dim]."""
+        """Convert rows of this format, [..., *row(head_dim)], to f32 [..., head_dim]."""
         if not self.grouped:
             return rows.astype(np.float32)
         d, numbers = rows[..., :SCALE_BYTES], rows[..., SCALE_BYTES:].view(np.int8)
@@ -87,10 +90,12 @@ EXACT = CACHES["f32"]
 
 
 def layer_caches(windows: Mapping[int, int | None], context: int, kv_heads: int, head_dim: int) -> tuple[State, ...]:
-    """Return caches for layers with full attention, and ring buffers for layers with a window.
+    """Return the states of KV caches: for layers with full attention, and for those with a window.
 
-    The caches are called `k` and `v`, the ring buffers `k_sliding` and `v_sliding`. windows: the
-    sliding window by layer, None for full attention; all windows are equal.
+    The former are called `k` and `v`, the latter, which are ring buffers, `k_sliding` and
+    `v_sliding`. All have the shape [layers, context, kv_heads, head_dim]; `cut_to_rings` shortens
+    the ring buffers. windows: each layer's sliding window, None for full attention; all windows
+    are equal.
     """
     found: list[State] = []
     for window in sorted(set(windows.values()), key=bool):
@@ -118,7 +123,7 @@ def cut_to_rings(states: Sequence[State], tokens: int) -> tuple[State, ...]:
 
 
 def stored_as(states: Sequence[State], cache: str) -> tuple[State, ...]:
-    """Return the states with caches in the row format `cache`, a key of `CACHES`.
+    """Return `states` with their KV caches in the row format `cache`, such as "f16" or "q8_0".
 
     Recurrent states stay f32, because their rounding errors would add up from token to token.
     """

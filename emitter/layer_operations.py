@@ -41,7 +41,7 @@ def _linear(op: Op) -> str | None:
 
 
 def _norm(weights: int, *ranks: int) -> Callable[[Op], str | None]:
-    """Return the check of a norm over the last dimension of x, with 1 to `weights` weights.
+    """Return the check of a norm over the last dimension of x, which has 1 to `weights` weights.
 
     ranks: the allowed ranks of a weight. A weight of rank r has the shape of x's last r dimensions.
     """
@@ -56,7 +56,7 @@ def _norm(weights: int, *ranks: int) -> Callable[[Op], str | None]:
 
 
 def _placed(op: Op, tokens: int) -> bool:
-    """Return whether the operand `start` is a scalar or, in a batch, one position per sequence."""
+    """Return whether the operand `start` is [tokens] in a batch function, or else a scalar."""
     start = next(v for v in op.operands[3:] if v.dtype is I32)
     return start.shape == ((tokens,) if op.attrs["mode"] == "batch" else ())
 
@@ -131,7 +131,8 @@ def _experts(op: Op) -> str | None:
 def _recurrence(fits: Callable[[list[tuple[int, ...]], tuple[int, ...]], bool]) -> Callable[[Op], str | None]:
     """Return the check of an operation that updates a recurrent state.
 
-    fits: compares the shapes of the other operands and the result with that of a layer's state.
+    fits: gets the shapes of the other operands and of the result, and the shape of a layer's part
+    of the state; returns whether they fit.
     """
 
     def rule(op: Op) -> str | None:
@@ -184,7 +185,7 @@ def _text(op: Op, args: list[str]) -> str:
 
 
 def _attribute(value: Any) -> str:
-    """Return the MLIR text of an attribute; for a weight, the text has its name and codec."""
+    """Return an attribute as MLIR text; a weight becomes a dictionary of its name and codec."""
     if isinstance(value, Weight):
         return f"{{name = {quoted(value.name)}, codec = {quoted(value.codec)}}}"
     if isinstance(value, bool):

@@ -37,7 +37,7 @@ class ClampedSwiGLU:
 
 
 def embedding(step: Step, name: str, vocab: int, hidden: int, scale: float = 1.0, ids: Value | None = None) -> Value:
-    """Return the embeddings [T, hidden] of ids i32 [T] (default: the tokens), times `scale`."""
+    """Return `scale` times the embeddings [T, hidden] of `ids` i32 [T] (default: step.tokens)."""
     with scope(name):
         weight = step.weight("weight", (vocab, hidden))
         rows = TensorType((step.tokens.shape[0], hidden), F32)
@@ -45,7 +45,7 @@ def embedding(step: Step, name: str, vocab: int, hidden: int, scale: float = 1.0
 
 
 def positions(step: Step) -> Value:
-    """Return the positions i32 [T] of the tokens, clamped for padding and idle sequences."""
+    """Return the position of each token, i32 [T]; those of padding are clamped into the context."""
     shape = step.tokens.shape
     if step.mode == "batch":
         return ops.maximum(step.start, ops.constant(0, I32, shape))
@@ -60,7 +60,7 @@ def project(x: Value, weight: Value, bias: Value | None = None) -> Value:
 
 
 def linear(step: Step, x: Value, name: str, out_features: int, bias: bool = False) -> Value:
-    """Apply the `torch.nn.Linear` called `name`: [T, in] to [T, out_features]."""
+    """Apply the `torch.nn.Linear` called `name` to x [T, in]; return [T, out_features]."""
     with scope(name):
         weight = step.weight("weight", (out_features, x.shape[-1]))
         return project(x, weight, step.vector("bias", (out_features,)) if bias else None)
@@ -93,7 +93,7 @@ def linear_parts(
 
 
 def values(step: Step, name: str, shape: tuple[int, ...]) -> Value:
-    """Return the tensor `name` in f32, as an operand for functions of `castiron.emitter.ops`."""
+    """Return the checkpoint tensor `<module path>.<name>` in f32, as an operand for `ops`."""
     weight = step.weight(name, shape)
     return build(LAYERS, "values", (weight,), (weight.type,))[0]
 
@@ -118,7 +118,7 @@ def rms_norm(step: Step, x: Value, name: str | None, eps: float, transform=None,
 
 
 def rms_norm_plus_one(step: Step, x: Value, name: str, eps: float) -> Value:
-    """Apply Gemma's RMS norm, which stores w and multiplies by 1 + w."""
+    """Apply Gemma's RMS norm to the last dimension of x: it stores w and multiplies by 1 + w."""
     return rms_norm(step, x, name, eps, lambda weight: np.float32(1.0) + weight)
 
 
@@ -130,7 +130,7 @@ def layer_norm(step: Step, x: Value, name: str, eps: float, bias: bool = True) -
 
 
 def head_norms(step: Step, x: Value, name: str, eps: float) -> Value:
-    """Apply a LayerNorm `<name>.norms.<head>`, without bias, to each head of [T, heads, head_dim]."""
+    """Apply to each head of x [T, heads, head_dim] its own LayerNorm, `<name>.norms.<head>`."""
     with scope(name):
         weight = step.stack("weight", [f"norms.{head}.weight" for head in range(x.shape[1])], x.shape[2:])
         return build(LAYERS, "head_norms", (x, weight), (x.type,), {"eps": eps})[0]
@@ -139,7 +139,7 @@ def head_norms(step: Step, x: Value, name: str, eps: float) -> Value:
 def rotary_tables(
     step: Step, rotary: Rotary, name: str = "rotary", growth: Callable[[np.ndarray], np.ndarray] | None = None
 ) -> tuple[Value, Value]:
-    """Return cos and sin for `rope`, [context, rotary_dim / 2].
+    """Return the tables cos and sin for `rope`, each f32 [context, rotary_dim / 2].
 
     growth: maps positions [context] to factors f32 [context], by which both tables are multiplied.
     """
@@ -173,7 +173,10 @@ def split_heads(x: Value, heads: int) -> Value:
 
 
 def qkv_heads(step: Step, x: Value, heads: int, kv_heads: int, head_dim: int, bias: bool = False) -> tuple[Value, Value, Value]:
-    """Project x with `q_proj`, `k_proj` and `v_proj`; return q, k, v [T, (kv_)heads, head_dim]."""
+    """Project x [T, hidden] with `q_proj`, `k_proj` and `v_proj`; return (q, k, v).
+
+    q is [T, heads, head_dim]; k and v are [T, kv_heads, head_dim].
+    """
     counts = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
     q, k, v = (split_heads(linear(step, x, name, n * head_dim, bias), n) for name, n in counts.items())
     return q, k, v
@@ -191,7 +194,7 @@ def attention(
     sinks: Value | None = None,
     bidirectional: bool = False,
 ) -> Value:
-    """Append k, v [T, kv_heads, head_dim] to a cache, and apply causal grouped-query attention.
+    """Append k, v [T, kv_heads, head_dim] to the KV cache; apply causal grouped-query attention.
 
     q is [T, heads, head_dim]; the result is [T, heads * head_dim]. Keys and values are rounded to
     the cache's storage format before any query reads them; everything else is f32.
@@ -278,14 +281,14 @@ def activation(x: Value, kind: str) -> Value:
 
 
 def gated_mlp(step: Step, x: Value, intermediate: int, function: str, bias: bool = False) -> Value:
-    """Return `down_proj(function(gate_proj(x)) * up_proj(x))` (arXiv:2002.05202): [T, hidden]."""
+    """Return `down_proj(function(gate_proj(x)) * up_proj(x))`, [T, hidden] (arXiv:2002.05202)."""
     gate = activation(linear(step, x, "gate_proj", intermediate, bias), function)
     up = linear(step, x, "up_proj", intermediate, bias)
     return linear(step, ops.multiply(gate, up), "down_proj", x.shape[1], bias)
 
 
 def scaled(x: Value, factor: float) -> Value:
-    """Return x times a constant, or x itself if the factor is 1."""
+    """Return x * factor, or x itself if the factor is 1."""
     return x if factor == 1.0 else ops.multiply(x, ops.constant(factor, F32, x.shape))
 
 
@@ -295,7 +298,7 @@ def softcapped(x: Value, cap: float | None) -> Value:
 
 
 def last_row(step: Step, x: Value) -> Value:
-    """Return the row [1, ...] of x [T, ...] for the step's last token that is not padding."""
+    """Return the row [1, ...] of x [T, ...] that belongs to the last token that is not padding."""
     if step.length is None:
         row = ops.constant(step.tokens.shape[0] - 1, I32, ())
     else:
@@ -305,15 +308,18 @@ def last_row(step: Step, x: Value) -> Value:
 
 
 def wanted_rows(step: Step, x: Value) -> Value:
-    """Return the rows of x [T, hidden] that need logits: all, or [1, hidden] of the last token."""
+    """Return the rows of x [T, hidden] for which the function returns logits.
+
+    These are all rows, or in prefill the row [1, hidden] of the last token that is not padding.
+    """
     every = ROLES[step.role].every_token or x.shape[0] == 1
     return x if every else last_row(step, x)
 
 
 def lm_head(step: Step, x: Value, vocab: int, tied: bool, embedding: str = "model.embed_tokens") -> Value:
-    """Return logits [rows, vocab] of x [rows, hidden]; `tied` uses the embedding's weight.
+    """Return the logits [rows, vocab] of x [rows, hidden]; also set `step.hidden` to x.
 
-    Sets `step.hidden` to x, for functions that return hidden states or embeddings.
+    tied: whether the head uses the weight of the module `embedding` instead of one of its own.
     """
     step.hidden = x
     if tied:
@@ -322,5 +328,8 @@ def lm_head(step: Step, x: Value, vocab: int, tied: bool, embedding: str = "mode
 
 
 def argmax(logits: Value) -> Value:
-    """Return the index of the largest logit, the lowest on a tie: [T, vocab] to i32 [T]."""
+    """Return the index of the largest of each row of logits [T, vocab], the lowest on a tie.
+
+    The result is i32 [T].
+    """
     return build(LAYERS, "argmax_rows", (logits,), (TensorType(logits.shape[:-1], I32),))[0]

@@ -52,7 +52,10 @@ Table = Mapping[str, Operation]
 def build(
     table: Table, kind: str, operands: Sequence[Value], results: Sequence[TensorType], attrs: Mapping[str, Any] | None = None
 ) -> tuple[Value, ...]:
-    """Append the operation `table[kind]`; raise EmitError if it is invalid."""
+    """Append an operation of kind `kind` and return its results; raise EmitError if it is invalid.
+
+    table: the checks of all kinds of operations. results: the types of the results.
+    """
     if all(isinstance(operand, Value) for operand in operands):
         op = Op(kind, tuple(operands), tuple(map(Value, results)), attrs or {}, current_path())
         if problem := table[kind].check(op):
@@ -61,7 +64,7 @@ def build(
 
 
 def _moves(rule: Callable[[Op], str | None]) -> Callable[[Op], str | None]:
-    """Return `rule` with a check that elements keep their type, as in `transpose`."""
+    """Return a check that requires one element type of operand and result, and then runs `rule`."""
 
     def with_dtype(op: Op) -> str | None:
         return "the element type changes" if op.operands[0].dtype is not op.results[0].dtype else rule(op)
@@ -226,7 +229,7 @@ def types_of(op: Op) -> str:
 
 
 def number(value, dtype: DType) -> str:
-    """Return the MLIR text of one element of an array; MLIR parses it to the same bits."""
+    """Return an element of an array as MLIR text, which MLIR's parser reads as the same bits."""
     if dtype.kind == "bool":
         return "true" if value else "false"
     if dtype.kind != "float":
@@ -269,7 +272,7 @@ def _select_text(op: Op, args: list[str]) -> str:
 
 
 def _text_with(attr: str) -> Callable[[Op, list[str]], str]:
-    """Return the printer of an operation with one attribute, `attr`: an integer or a sequence."""
+    """Return the printer of operations whose one attribute `attr` is an integer or a sequence."""
 
     def text(op: Op, args: list[str]) -> str:
         value = op.attrs[attr]

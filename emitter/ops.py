@@ -1,4 +1,7 @@
-"""StableHLO operations: each function infers the result's type and appends the operation."""
+"""StableHLO operations: each function appends one to the function being built; returns its result.
+
+The types of results are inferred. An invalid operation raises EmitError.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def _one(kind: str, operands: Sequence[Value], type_: TensorType, **attrs: Any) 
 
 
 def constant(value, dtype: DType, shape: Sequence[int] | None = None) -> Value:
-    """Append a constant: an array, or a number that fills `shape`; round floats to `dtype`."""
+    """Append a constant of an array, or of a number that fills `shape`; round floats to `dtype`."""
     array = np.asarray(value)
     if shape is not None and array.ndim and array.shape != tuple(shape):
         raise fail("constant", f"the array has shape {array.shape}, not {tuple(shape)}")
@@ -48,22 +51,25 @@ and_, or_ = map(_elementwise, BITWISE)
 
 
 def compare(direction: str, a: Value, b: Value) -> Value:
-    """Compare element by element; `direction` is EQ, NE, LT, LE, GT or GE, the result is i1."""
+    """Compare a and b by element, to i1; `direction` is EQ, NE, LT, LE, GT or GE."""
     return _one("compare", (a, b), TensorType(a.shape, I1), direction=direction)
 
 
 def select(pred: Value, on_true: Value, on_false: Value) -> Value:
-    """Select `on_true` where `pred` (i1) is true, else `on_false`; all have one shape."""
+    """Select `on_true` where `pred` (i1) is true, else `on_false`; all three have equal shapes."""
     return _one("select", (pred, on_true, on_false), on_true.type)
 
 
 def convert(x: Value, dtype: DType) -> Value:
-    """Convert element by element; return x itself if it already has the type."""
+    """Convert the elements of x to `dtype`; return x itself if they already have that type."""
     return x if x.dtype is dtype else _one("convert", (x,), TensorType(x.shape, dtype))
 
 
 def bitcast_convert(x: Value, dtype: DType) -> Value:
-    """Reinterpret the bits of `x` as another type; narrower elements get a new last dimension."""
+    """Reinterpret the bits of `x` as `dtype`.
+
+    If it is narrower, the result has a new last dimension; if it is wider, x must have that one.
+    """
     shape = x.shape
     if x.dtype.bits < dtype.bits:
         shape = shape[:-1]
@@ -81,7 +87,7 @@ def broadcast_in_dim(x: Value, shape: Sequence[int], dims: Sequence[int]) -> Val
 
 
 def reshape(x: Value, shape: Sequence[int]) -> Value:
-    """Reshape in row-major order; return x itself if it already has the shape."""
+    """Reshape x to `shape` in row-major order; return x itself if it already has that shape."""
     return x if tuple(shape) == x.shape else _one("reshape", (x,), TensorType(tuple(shape), x.dtype))
 
 
@@ -91,7 +97,7 @@ def transpose(x: Value, dims: Sequence[int]) -> Value:
 
 
 def concatenate(parts: Sequence[Value], dim: int) -> Value:
-    """Concatenate along `dim`; the other extents must be equal."""
+    """Concatenate `parts` along dimension `dim`; their other extents must be equal."""
     if not parts or not 0 <= dim < parts[0].type.rank:
         raise fail("concatenate", f"dimension {dim} is out of range", parts)
     first = parts[0]
@@ -100,7 +106,7 @@ def concatenate(parts: Sequence[Value], dim: int) -> Value:
 
 
 def slice_(x: Value, starts: Sequence[int], limits: Sequence[int]) -> Value:
-    """Slice the elements `starts[i] <= index < limits[i]` of every dimension i."""
+    """Return the elements of x with `starts[i] <= index < limits[i]` in every dimension i."""
     if len(starts) != len(limits) or any(s >= e for s, e in zip(starts, limits)):
         raise fail("slice", f"the slice from {tuple(starts)} to {tuple(limits)} is empty", (x,))
     type_ = TensorType(tuple(e - s for s, e in zip(starts, limits)), x.dtype)
@@ -108,7 +114,10 @@ def slice_(x: Value, starts: Sequence[int], limits: Sequence[int]) -> Value:
 
 
 def dynamic_slice(x: Value, starts: Sequence[Value], sizes: Sequence[int]) -> Value:
-    """Slice `sizes` elements from run-time starts, clamped so that the slice fits in x."""
+    """Return a slice of x with shape `sizes`, which begins at the run-time indices `starts`.
+
+    starts: an i32 scalar for each dimension, clamped so that the slice fits in x.
+    """
     if not x.shape and not starts and not sizes:
         # IREE's compiler crashes on a slice without dimensions.
         return x
@@ -116,7 +125,10 @@ def dynamic_slice(x: Value, starts: Sequence[Value], sizes: Sequence[int]) -> Va
 
 
 def dynamic_update_slice(x: Value, update: Value, starts: Sequence[Value]) -> Value:
-    """Replace the part of x from run-time starts, clamped so that it fits, by `update`."""
+    """Return x with the slice that begins at the run-time indices `starts` replaced by `update`.
+
+    starts: an i32 scalar for each dimension, clamped so that `update` fits in x.
+    """
     return _one("dynamic_update_slice", (x, update, *starts), x.type)
 
 
@@ -135,9 +147,10 @@ def dot_general(
 
 
 def reduce(kind: str, x: Value, dims: Sequence[int], exact: bool = False) -> Value:
-    """Compute the sum (kind `add`) or the maximum (`maximum`) over `dims`.
+    """Return the sum (kind "add") or maximum ("maximum") of x over `dims`, which are removed.
 
-    exact: whether the sum is free of rounding errors in every order of the additions.
+    exact: whether no order of the additions causes a rounding error, so that lowering may choose
+    any.
     """
     init = constant(0.0 if kind == "add" else -np.inf, x.dtype, ())
     shape = tuple(n for i, n in enumerate(x.shape) if i not in dims)
@@ -145,18 +158,21 @@ def reduce(kind: str, x: Value, dims: Sequence[int], exact: bool = False) -> Val
 
 
 def argmax(x: Value) -> Value:
-    """Return the index i32 of a vector's largest element, the lowest on a tie."""
+    """Return the index of the largest element of a vector x, the lowest on a tie, as i32 scalar."""
     operands = (x, iota(x.shape, 0), constant(-np.inf, F32, ()), constant(0, I32, ()))
     return build(LOWERED, "argmax", operands, (TensorType((), F32), TensorType((), I32)))[1]
 
 
 def gather_rows(table: Value, ids: Value) -> Value:
-    """Gather the rows `ids` (i32 [T]) of a matrix [N, width]: [T, width]."""
+    """Return the rows of `table` [N, width] at the indices `ids` i32 [T], as [T, width]."""
     return _one("gather", (table, ids), TensorType((*ids.shape, *table.shape[1:]), table.dtype))
 
 
 def kernel_call(kernel: Kernel, /, **operands: Value | int) -> dict[str, Value]:
-    """Append a kernel call, with integers for operands of type index; return results by name."""
+    """Append a call of `kernel` and return its results by name.
+
+    operands: by name, a Value for each tensor and an integer for each operand of type index.
+    """
     tensors = {name: v for name, v in operands.items() if isinstance(v, Value)}
     if {name: tensors[name].type if name in tensors else INDEX for name in operands} != kernel.operands:
         expected = ", ".join(f"{name}: {t}" for name, t in kernel.operands.items())

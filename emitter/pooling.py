@@ -1,4 +1,4 @@
-"""Pooling of hidden states to a text's embedding, as in sentence-transformers."""
+"""Pooling of a text's hidden states to one embedding vector, as in sentence-transformers."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ ACTIVATIONS = tuple(_ACTIVATIONS)
 
 @dataclass(frozen=True)
 class Dense:
-    """A linear layer after pooling, with `activation` and optionally a LayerNorm.
+    """A linear layer after pooling, followed by an activation and an optional LayerNorm.
 
-    The weight is `<name>.linear.weight` [features, in]. activation: one of `ACTIVATIONS`. norm:
-    (eps, bias) of the LayerNorm `<name>.norm`, or None.
+    The weight is the tensor `<name>.linear.weight` [features, in]. bias: whether the layer has a
+    bias. activation: one of `ACTIVATIONS`. norm: epsilon of the LayerNorm `<name>.norm` and whether
+    it has a bias, or None if there is no norm.
     """
 
     name: str
@@ -70,9 +71,10 @@ MODES: dict[str, Callable[[Step, Value, bool], Value]] = {"mean": _mean, "last":
 
 @dataclass(frozen=True)
 class Pooling:
-    """The pooling of a text's hidden states to an embedding, scaled to length 1 if `normalised`.
+    """How a text's hidden states become one embedding.
 
-    mode: a key of `MODES`. dense: linear layers after the pooling.
+    mode: "mean", "last" or "cls" (the first token). dense: linear layers after the pooling.
+    normalised: whether the embedding is scaled to length 1.
     """
 
     mode: str
@@ -80,13 +82,13 @@ class Pooling:
     normalised: bool = True
 
     def states(self, hidden: int) -> list[State]:
-        """Return the states that a text of several calls needs: a sum for `mean`, else none."""
+        """Return the states for a text that takes several calls: a sum for "mean", else none."""
         return [State(SUM, (1, hidden), "recurrent", layers=(0,))] if self.mode == "mean" else []
 
     def pool(self, step: Step, x: Value, chunks: bool) -> Value:
         """Return the embedding f32 [features] of hidden states x [T, hidden].
 
-        chunks: whether a text may take several calls, so that sums continue those of earlier calls.
+        chunks: whether a text may take several calls, so that a mean includes earlier calls.
         """
         y = MODES[self.mode](step, x, chunks)
         for dense in self.dense:

@@ -1,4 +1,4 @@
-"""Print a module as MLIR text; equal modules give equal bytes on every machine.
+"""The printer of modules as MLIR text; equal modules give equal bytes on every machine.
 
 With `weights="arguments"` the text is pure StableHLO, and each parameter is a further argument of
 the function. `weights="parameters"` is for IREE: parameters are globals in the parameter scope
@@ -20,7 +20,10 @@ SCOPE = "model"
 
 
 def print_module(module: Module, weights: str = "parameters") -> str:
-    """Return the MLIR text of a lowered module. `weights` is "parameters" or "arguments"."""
+    """Return the MLIR text of a lowered module.
+
+    weights: "parameters" prints parameters as IREE's globals, "arguments" as function arguments.
+    """
     if weights not in ("parameters", "arguments"):
         raise EmitError(f'unknown form of weights: {weights!r}; use "parameters" or "arguments"')
     lines = [f"module @{module.name} {{"]
@@ -35,7 +38,10 @@ def print_module(module: Module, weights: str = "parameters") -> str:
 
 
 def print_layers(module: Module) -> str:
-    """Return the text before lowering, for MLIR's tools with --allow-unregistered-dialect."""
+    """Return the MLIR text of a module that is not lowered yet.
+
+    MLIR's tools read it with --allow-unregistered-dialect, as layer operations are no dialect.
+    """
     lines = [line for f in module.functions.values() for line in _function(module, f, "parameters", LAYERS)]
     return "\n".join([f"module @{module.name} {{", *lines, "}", ""])
 
@@ -52,7 +58,7 @@ def _kernels(module: Module) -> dict[str, Any]:
 
 
 def _function(module: Module, function: Graph, weights: str, table: Table = LOWERED) -> list[str]:
-    """Return the MLIR lines of a function; `table` has the printers of its operations."""
+    """Return the lines of a function's MLIR text; `table` has the printers of its operations."""
     # Inputs have their names, and the results of operation n are called %n, or %n#0, %n#1 and so on.
     names, count = {v: f"%{v.name}" for v in function.inputs}, 0
     taken = {value.name for value in function.inputs}
@@ -84,7 +90,7 @@ def _function(module: Module, function: Graph, weights: str, table: Table = LOWE
 
 
 def argument_name(param: str, taken: Collection[str] = ()) -> str:
-    """Return the name of a parameter as a valid SSA name that is not in `taken`."""
+    """Return a valid SSA name for the parameter called `param` that is not in `taken`."""
     name = re.sub(r"[^\w.$-]", "_", param, flags=re.ASCII)
     # Other names begin with a digit (results), an underscore (values in regions) or index_ (operands of kernels).
     if not name[:1].isalpha() or name.startswith("index_"):

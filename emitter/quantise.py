@@ -72,7 +72,11 @@ def convert(source: str, raw: np.ndarray, target: str, importance: np.ndarray | 
 
 
 def encode(codec_name: str, values: np.ndarray, importance: np.ndarray | None = None) -> np.ndarray:
-    """Quantise values f32 [rows, in] to rows u8 [rows, row_bytes]; `importance` as in `convert`."""
+    """Quantise values f32 [rows, in] to the stored rows of a codec, u8 [rows, row_bytes].
+
+    importance: positive f32 [in], the weight of the squared errors of each column; None: all 1.
+    Raises ValueError for numbers that the codec cannot store.
+    """
     codec, (rows, features) = codec_of(codec_name), values.shape
     if not codec.quantised:
         stored = np.ascontiguousarray(from_f32(values, DTYPES[codec_name]))
@@ -111,7 +115,10 @@ def _codes(encoder: Encoder, x: np.ndarray, inverse: np.ndarray, out: np.ndarray
 
 
 def _scales(encoder: Encoder, x: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-    """Return the scales [n] with the least error of `scale * code` for x [group, n]."""
+    """Return the scales [n] for which `scale * code` is nearest to x [group, n].
+
+    weights: those of the squared errors, [group, n]; None: all 1.
+    """
     largest = np.take_along_axis(x, np.abs(x).argmax(axis=0)[None], axis=0)[0]
     weighted = x if weights is None else weights * x
     best, scale = np.zeros(x.shape[1], np.float32), np.zeros(x.shape[1], np.float32)
@@ -130,7 +137,9 @@ def _scales(encoder: Encoder, x: np.ndarray, weights: np.ndarray | None) -> np.n
 def _scales_and_minima(
     encoder: Encoder, x: np.ndarray, weights: np.ndarray | None, negative: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scales and minima [n] with the least error of `scale * code + minimum`.
+    """Return the scales and minima [n] of `scale * code + minimum` with the least error.
+
+    x: the elements, [group, n]. weights: those of the squared errors, [group, n]; None: all 1.
 
     negative: whether minima are limited to numbers <= 0, as K-quants store them.
     """
@@ -175,7 +184,7 @@ def _as_factors(values: np.ndarray, groups: int, high: int) -> tuple[np.ndarray,
 
 
 def _rounded(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return values rounded to f16, as f16 and as f32."""
+    """Return `values` rounded to f16, once as f16 and once as f32."""
     stored = values.astype(np.float16)
     return stored, stored.astype(np.float32)
 
@@ -216,12 +225,15 @@ def _with_minima(codec: Codec, encoder: Encoder, x: np.ndarray, weights: np.ndar
 
 
 def _halves(*numbers: np.ndarray) -> list[np.ndarray]:
-    """Return the bytes [n, 2] of each array of n f16 numbers."""
+    """Return each array of n f16 numbers as little-endian bytes, u8 [n, 2]."""
     return [np.ascontiguousarray(n, "<f2")[:, None].view(np.uint8) for n in numbers]
 
 
 def _planes(codes: np.ndarray, run: int, bits: int) -> np.ndarray:
-    """Pack codes [n, k] in bytes [n, k * bits / 8]: the inverse of `codecs._bit_plane`."""
+    """Pack codes [n, k] of `bits` bits in bytes [n, k * bits / 8].
+
+    Each `run` bytes have the lowest fields of `run` codes, then the next field of the next codes.
+    """
     fields = codes.reshape(len(codes), -1, 8 // bits, run)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return np.bitwise_or.reduce(fields << shifts, axis=2).reshape(len(codes), -1)
@@ -232,13 +244,13 @@ def _unsigned(codes: np.ndarray, offset: int) -> np.ndarray:
 
 
 def _six_bits(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
-    """Pack scales and minima [n, 8] u8 in bytes [n, 12]: inverse of `codecs._six_bit_scales`."""
+    """Pack 6-bit scales and minima, u8 [n, 8] each, in bytes [n, 12], as q4_k and q5_k do."""
     (s, s_top), (m, m_top) = ((part[:, :4], part[:, 4:]) for part in (scales, minima))
     return np.concatenate([s | s_top >> 4 << 6, m | m_top >> 4 << 6, s_top & 15 | m_top << 4], axis=1)
 
 
 def _join_32(offset: int, bits: int) -> Callable[[Parts], np.ndarray]:
-    """Return the packer of q4_0, q4_1, q5_0 or q5_1, the inverse of `codecs._split_32`."""
+    """Return the function that packs the blocks of q4_0, q4_1, q5_0 or q5_1 to u8 [n, bytes]."""
 
     def join(parts: Parts) -> np.ndarray:
         codes = _unsigned(parts.codes, offset)

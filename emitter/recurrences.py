@@ -21,11 +21,11 @@ from castiron.emitter.types import I32
 
 
 def causal_conv(step: Step, layer: int, x: Value, name: str, bias: bool) -> Value:
-    """Apply the depthwise causal `torch.nn.Conv1d` called `name` to x [T, features].
+    """Apply the depthwise causal `torch.nn.Conv1d` called `name` to x; return [T, features].
 
-    y_t = bias + sum over i of w_i x_(t - n + 1 + i), for filters of n positions, `<name>.weight`
-    [features, 1, n]. The state `conv` [layers, n - 1, features] is the latest n - 1 rows of x,
-    oldest first.
+    y_t = bias + sum over i of w_i x_(t - n + 1 + i), for x [T, features] and filters of n
+    positions, `<name>.weight` [features, 1, n]. The state `conv` [layers, n - 1, features] has the
+    latest n - 1 rows of x, oldest first.
     """
     positions = step.states["conv"].shape[1] + 1
     with scope(name):
@@ -64,12 +64,12 @@ def selective_scan(step: Step, layer: int, x: Value, dt: Value, b: Value, c: Val
 
 
 def _rate(step: Step, heads: int) -> Value:
-    """Return -exp(A_log) [heads]."""
+    """Return the decay rates -exp(A_log), f32 [heads], of the checkpoint tensor `A_log`."""
     return step.vector("A_log", (heads,), lambda log: -np.exp(log))
 
 
 def _recur(step: Step, kind: str, operands: Sequence[Value], layer: int, name: str, like: Value) -> Value:
-    """Append the operation `kind`, with a result of the type of `like`; update the state `name`."""
+    """Append an operation that updates the state `name`; return its result, typed as `like`."""
     state = step.states[name]
     numbers = (step.start,) + ((step.length,) if step.length is not None else ())
     attrs = {"layer": _index(step, kind, name, layer, operands), "mode": step.mode}
@@ -78,7 +78,7 @@ def _recur(step: Step, kind: str, operands: Sequence[Value], layer: int, name: s
 
 
 def _index(step: Step, kind: str, name: str, layer: int, operands: Sequence[Value] = ()) -> int:
-    """Return the index of a layer in the recurrent state `name`."""
+    """Return the index of the model's `layer` in dimension 0 of the recurrent state `name`."""
     record = step.records[name]
     if record.kind != "recurrent" or layer not in record.layers:
         raise fail(kind, f"no recurrent state {name!r} for layer {layer}", (*operands, step.states[name]))
@@ -86,15 +86,18 @@ def _index(step: Step, kind: str, name: str, layer: int, operands: Sequence[Valu
 
 
 def recurrent(step: Step, name: str, layer: int) -> Value:
-    """Return a layer's state `name` before the step: [1, ...], or [T, ...] in a batch of T."""
+    """Return a layer's part of the state `name` before the step.
+
+    It is [1, ...], or [T, ...] in a batch of T sequences.
+    """
     return of_layer(step.states[name], _index(step, "recurrent", name, layer), step.sequences)
 
 
 def carry(step: Step, name: str, layer: int, after: Value) -> None:
-    """Set a layer's state `name` to its value after the last token that is not padding.
+    """Set a layer's part of the state `name` to its value after the last token, without padding.
 
-    after: the state after each of the step's tokens, [T, ...]. In a batch, row i is the new state
-    of sequence i, and the states of idle sequences do not change.
+    after: the layer's state after each of the step's tokens, [T, ...]. In a batch, row i is the new
+    state of sequence i, and the states of idle sequences do not change.
     """
     state, before = step.states[name], recurrent(step, name, layer)
     if after.shape != (step.tokens.shape[0], *state.shape[1:]):
@@ -104,7 +107,7 @@ def carry(step: Step, name: str, layer: int, after: Value) -> None:
 
 
 def of_layer(state: Value, layer: int, sequences: int) -> Value:
-    """Return the slice [sequences, ...] of a layer from a state [sequences * layers, ...]."""
+    """Return a layer's part [sequences, ...] of a state [sequences * layers, ...]."""
     per, own = state.shape[0] // sequences, state.shape[1:]
     by_sequence = ops.reshape(state, (sequences, per, *own))
     rest = [0] * len(own)
@@ -112,7 +115,10 @@ def of_layer(state: Value, layer: int, sequences: int) -> Value:
 
 
 def with_layer(state: Value, layer: int, after: Value) -> Value:
-    """Replace a layer of a state [sequences * layers, ...] by `after` [sequences, ...]."""
+    """Return a state [sequences * layers, ...] with a layer's part replaced by `after`.
+
+    after: [sequences, ...].
+    """
     sequences, own = after.shape[0], state.shape[1:]
     zero = ops.constant(0, I32, ())
     at = [zero, ops.constant(layer, I32, ()), *(zero for _ in own)]
@@ -122,6 +128,9 @@ def with_layer(state: Value, layer: int, after: Value) -> Value:
 
 
 def where_active(positions: Value, after: Value, before: Value) -> Value:
-    """Return `after` [sequences, ...], and `before` where a sequence's position is negative."""
+    """Return `after` for sequences with a position of at least 0, and `before` for the others.
+
+    positions: i32 [sequences]. after, before, and the result: [sequences, ...].
+    """
     runs = ops.compare("GE", positions, ops.constant(0, I32, positions.shape))
     return ops.select(ops.broadcast_in_dim(runs, after.shape, (0,)), after, before)

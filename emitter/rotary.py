@@ -18,10 +18,11 @@ from castiron.emitter.types import EmitError, is_number, is_positive
 
 @dataclass(frozen=True, eq=False)
 class Rotary:
-    """Inverse frequencies f32 [rotary_dim / 2] and the factor of cos and sin (yarn, longrope).
+    """The frequencies of a rotary embedding.
 
-    positions: the max sequence length for these frequencies; for a longer sequence HF would use
-    other frequencies for all tokens.
+    inv_freq: radians per position, f32 [rotary_dim / 2]. positions: the max sequence length; for a
+    longer sequence HF would use other frequencies for all tokens. attention_factor: a factor of cos
+    and sin (YaRN, LongRoPE).
     """
 
     inv_freq: np.ndarray
@@ -38,7 +39,7 @@ class Rotary:
 
 
 def check_entry(entry: Mapping) -> None:
-    """Raise EmitError if a value in a `rope_scaling` entry, nested or not, is invalid."""
+    """Raise EmitError if a value in a config's `rope_scaling` or an object in it is invalid."""
     for key, value in entry.items():
         if isinstance(value, Mapping) and key not in _VALUES:
             check_entry(value)
@@ -76,7 +77,7 @@ _VALUES: dict[str, tuple[Callable[[object], bool], str]] = {
 
 
 def _wavelengths(theta: float, dim: int) -> np.ndarray:
-    """Return theta ** (2i / dim), f32 [ceil(dim / 2)]."""
+    """Return theta ** (2i / dim) for i = 0, 1, 2, ..., as f32 [ceil(dim / 2)]."""
     exponent = np.arange(0, dim, 2, dtype=np.int64).astype(np.float32) / np.float32(dim)
     # In f64, so that every machine rounds to the same f32.
     return np.power(np.float64(np.float32(theta)), exponent.astype(np.float64)).astype(np.float32)
@@ -95,7 +96,7 @@ def _linear(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
 
 
 def _llama3(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
-    """Divide low frequencies by `factor` and interpolate medium ones, as Llama 3.1 does."""
+    """Return Llama 3.1's frequencies: low ones divided by `factor`, medium ones interpolated."""
     inv_freq = _base(theta, dim)
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     original = scaling["original_max_position_embeddings"]
@@ -112,7 +113,7 @@ def _llama3(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
 
 
 def _yarn(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
-    """Scale frequencies as YaRN does (arXiv:2309.00071; the attention factor: section 3.4)."""
+    """Return YaRN's frequencies (arXiv:2309.00071) and attention factor (its section 3.4)."""
     factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
 
     def mscale(scale: float, m: float = 1.0) -> float:
@@ -140,7 +141,7 @@ def _yarn(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
 
 
 def _longrope(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
-    """Scale as LongRoPE (arXiv:2402.13753): divide each frequency by its entry in `short_factor`.
+    """Return LongRoPE's frequencies (arXiv:2402.13753): each is divided by its `short_factor`.
 
     HF switches all tokens to `long_factor` once a sequence exceeds the original length, which would
     invalidate cached keys. So only `short_factor` is used, and only up to the original length.
@@ -161,9 +162,9 @@ def _longrope(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotar
 
 
 def proportional(theta: float, dim: int, share: float, factor: float, positions: int) -> Rotary:
-    """Return Gemma 4's frequencies: the default ones / `factor`, with zeros for all but a share.
+    """Return Gemma 4's frequencies: the first are default ones / `factor`, the rest are zero.
 
-    share: the part of the frequencies, from the first, that are not zero; 0 to 1.
+    share: the fraction of the frequencies that are not zero, from 0 to 1.
     """
     _check_base(theta, dim)
     inv_freq = np.where(np.arange(dim // 2) < int(share * dim // 2), _base(theta, dim), np.float32(0))
@@ -190,10 +191,11 @@ WITH_ORIGINAL_LENGTH = frozenset(kind for kind, (_, needed, _) in _KINDS.items()
 
 
 def rotary(theta: float, rotary_dim: int, scaling: Mapping | None, max_positions: int) -> Rotary:
-    """Return the frequencies for the config entry `rope_scaling` or `rope_parameters`, if any.
+    """Return the frequencies of a rotary embedding over `rotary_dim` features of each head.
 
+    scaling: the config's `rope_scaling` or `rope_parameters`, None if it has neither.
     max_positions: the config's `max_position_embeddings`, which is also the default of
-    `original_max_position_embeddings`.
+    `original_max_position_embeddings`. Raise EmitError for an unknown or incomplete scaling.
     """
     check_entry(scaling or {})
     _check_base(theta, rotary_dim)

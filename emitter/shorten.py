@@ -14,18 +14,18 @@ _repr.maxlevel = 3
 
 
 def shorten(value: Any, max_length: int = MAX_LENGTH) -> str:
-    """Return the repr of `value` on one line; a long one is cut in the middle."""
+    """Return the repr of `value` on one line, cut in the middle to `max_length` characters."""
     return _cut(re.sub(r"\s*\n\s*", " ", _repr.repr(value)), max_length)
 
 
 def shorten_text(text: str, max_length: int = MAX_LENGTH) -> str:
-    """Return `text` without quotes and with unprintable characters escaped, cut in the middle."""
+    """Return `text` with unprintable characters escaped, cut in the middle to `max_length`."""
     cut = _cut(text, 2 * max_length)
     return _cut("".join(c if c.isprintable() else repr(c)[1:-1] for c in cut), max_length)
 
 
 def shorten_list(values: Iterable[str], separator: str = ", ", max_length: int = 200) -> str:
-    """Join the values that fit in `max_length` characters, at least one, and count the others."""
+    """Return the values that fit in `max_length` characters, as in `a, b and 3 more`."""
     texts = [shorten_text(value) for value in values]
     fit, length = 0, 0
     for text in texts:

@@ -1,4 +1,4 @@
-"""Classes that layer operations use: `Weight`, `ModelModule`, and `Step`, a call of a function."""
+"""Classes with which layers build a graph: `Weight`, `ModelModule`, and `Step` for one function."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Weight:
     groups, rows: the stacked rows are cut into `groups` equal groups; the weight has the rows from
     rows[0] to rows[1] of each group, such as q in a fused projection.
     apart: (heads, n); the first n rows of each head are interleaved pairs in the checkpoint, and
-    are stored as two halves.
+    are stored as two halves, as `rope` expects.
     """
 
     name: str
@@ -48,7 +48,10 @@ class Weight:
         return self.parts or ((self.name, self.shape),)
 
     def raw(self, *tensors: np.ndarray) -> np.ndarray:
-        """Return the weight's bytes, u8 [*shape[:-1], row_bytes], from those of `self.tensors`."""
+        """Return the stored bytes of this weight, u8 [*shape[:-1], row_bytes].
+
+        tensors: the bytes of each tensor in `self.tensors`, in the same codec and order.
+        """
         if self.rows is None and self.apart is None and len(tensors) == 1:
             return tensors[0]
         counts = (prod(shape[:-1]) if len(shape) > 1 else shape[0] for _, shape in self.tensors)
@@ -68,7 +71,10 @@ class Weight:
 
 
 def source(weights: Sequence[Weight], pack: Callable[..., np.ndarray]) -> Source:
-    """Return the source of a parameter; `pack` maps the bytes of `weights` to the stored array."""
+    """Return the `Source` of a parameter that is packed from `weights`.
+
+    pack: gets the bytes of each weight, u8 [*shape[:-1], row_bytes]; returns the stored array.
+    """
 
     def pack_tensors(*tensors: np.ndarray) -> np.ndarray:
         left = iter(tensors)
@@ -78,7 +84,7 @@ def source(weights: Sequence[Weight], pack: Callable[..., np.ndarray]) -> Source
 
 
 class ModelModule(Module):
-    """A module of layer operations.
+    """A module of layer operations, which are not lowered yet.
 
     codecs: maps the name of a checkpoint tensor to the codec in which the bundle stores it.
     weights: the tensors and tables that the module reads, by name.
@@ -91,7 +97,10 @@ class ModelModule(Module):
 
     @contextmanager
     def step(self, entry: Function, states: Sequence[State], context: int) -> Iterator[Step]:
-        """Build the function `entry` with `states` in the `with` block; yield its `Step`."""
+        """Add the function `entry`, built by the layers that the `with` block calls on its `Step`.
+
+        states: the states that the function updates. context: the max number of positions.
+        """
         for state in states:
             if problem := state.problem():
                 raise EmitError(f"state {state.name!r}: {problem}")
@@ -117,9 +126,9 @@ class ModelModule(Module):
 
 @dataclass(eq=False)
 class Step:
-    """A call of a model's function: its tokens [T], their positions and the states.
+    """The function being built: its inputs (tokens [T], their positions) and its states.
 
-    role: a key of `abi.ROLES`.
+    role: "decode", "prefill" or another key of `abi.ROLES`.
     start: the first token's position, i32; in a batch the positions i32 [T] of T sequences,
     negative for an idle sequence.
     length: how many tokens are not padding, i32; None if there is no padding.
@@ -141,12 +150,12 @@ class Step:
 
     @property
     def mode(self) -> str:
-        """Return the role, with "prefill" for embed and encode."""
+        """Return "decode", "prefill", "verify" or "batch"; roles embed and encode are prefill."""
         return "prefill" if self.role in ("embed", "encode") else self.role
 
     @property
     def sequences(self) -> int:
-        """Return the number of sequences in the states."""
+        """Return the number of sequences whose states the function takes."""
         return self.tokens.shape[0] if self.mode == "batch" else 1
 
     def cache_of(self, layer: int) -> tuple[tuple[str, str], int]:
@@ -155,16 +164,20 @@ class Step:
         return (keys.name, values.name), keys.layers.index(layer)
 
     def weight(self, name: str, shape: Sequence[int], codec: str | None = None, transform=None) -> Value:
-        """Read the checkpoint tensor `<module path>.<name>`; `module.codecs` has default codecs."""
+        """Return the checkpoint tensor `<module path>.<name>`, of type f32 in the graph.
+
+        codec: how the bundle stores it (default: `module.codecs` decides). transform: a function
+        applied to its f32 values before they are stored.
+        """
         full = ".".join(filter(None, (current_path(), name)))
         return self.module.weight(Weight(full, tuple(shape), codec or self.module.codecs(full), transform))
 
     def vector(self, name: str, shape: Sequence[int], transform=None) -> Value:
-        """Return a small tensor (norm weight, bias), stored in f32."""
+        """Return the checkpoint tensor `<module path>.<name>`, such as a bias, stored in f32."""
         return self.weight(name, shape, "f32", transform)
 
     def stack(self, name: str, parts: Sequence[str], shape: Sequence[int]) -> Value:
-        """Stack checkpoint tensors `<module path>.<part>` of one shape to a weight called `name`.
+        """Return the tensors `<module path>.<part>`, all of one shape, stacked as weight `name`.
 
         Tensors [out, in] become [len(parts) * out, in], vectors [n] become [len(parts), n]. Vectors
         and tensors of different codecs are stored in f32.
@@ -178,5 +191,5 @@ class Step:
         return self.module.weight(full)
 
     def table(self, name: str, shape: Sequence[int], values: Callable[[], np.ndarray]) -> Value:
-        """Return an f32 table that `values` computes."""
+        """Return an f32 table of `shape` that `values` computes when the weights are packed."""
         return self.module.weight(Weight(name, tuple(shape), values=values))

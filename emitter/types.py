@@ -22,13 +22,13 @@ def is_number(value: object) -> bool:
 
 
 def is_positive(value: object) -> bool:
-    """Return whether `value` is a number that is at least the smallest normal f32."""
+    """Return whether `value` is a positive number in the range of normal f32."""
     return is_number(value) and value >= SMALLEST  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
 class DType:
-    """An element type: StableHLO name, and type of NumPy arrays (bf16 as its bits in uint16)."""
+    """An element type: its StableHLO name, bits, and NumPy dtype (uint16 for the bits of bf16)."""
 
     name: str
     bits: int
@@ -79,14 +79,14 @@ class TensorType:
 
 
 def to_f32(array: np.ndarray, dtype: DType) -> np.ndarray:
-    """Widen a stored float array (f32, f16 or bf16-as-uint16) to float32, exactly."""
+    """Return an array of f32, f16 or bf16 numbers (bf16 as uint16) as f32, without rounding."""
     if dtype is BF16:
         return (array.astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float32)
 
 
 def from_f32(array: np.ndarray, dtype: DType) -> np.ndarray:
-    """Round a float32 array to `dtype`, to nearest even; bf16 is returned as its bits in uint16."""
+    """Return an f32 array rounded to nearest even as `dtype`; bf16 is returned as uint16 bits."""
     if dtype is not BF16:
         return array.astype(dtype.numpy)
     bits = np.array(array, np.float32, order="C").view(np.uint32)

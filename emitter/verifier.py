@@ -1,7 +1,4 @@
-"""The verifier of a finished module: it checks definitions, uses, types, names and operations.
-
-The table of operations is `layer_operations.LAYERS` before lowering, `operations.LOWERED` after.
-"""
+"""The verifier of a finished module: it checks definitions, uses, types, names and operations."""
 
 from __future__ import annotations
 
@@ -13,7 +10,11 @@ from castiron.emitter.types import DTYPES, EmitError, TensorType
 
 
 def check(module: Module, table: Table) -> None:
-    """Raise EmitError for the first problem of a module; `table` has the allowed operations."""
+    """Raise EmitError for the first problem of a module.
+
+    table: the allowed operations: `layer_operations.LAYERS` before lowering, and
+    `operations.LOWERED` after it.
+    """
     if not module.functions:
         raise EmitError(f"module {module.name} has no function")
     read: set[str] = set()

@@ -72,7 +72,7 @@ def logits(model: PreTrainedModel, tokens: Sequence[int]) -> np.ndarray:
 
 
 def activations(model: PreTrainedModel, tokens: Sequence[int], names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return each named submodule's output by name, usually f32 [len(tokens), features]."""
+    """Return the outputs of the submodules `names`, by name: f32 [len(tokens), features]."""
     with capture(model, names) as found:
         logits(model, tokens)
     return found

@@ -74,7 +74,10 @@ def _stored(array: np.ndarray, type_: TensorType, what: str) -> np.ndarray:
 
 
 def _forget(values: dict[Value, np.ndarray], left: dict[Value, int], op: Op) -> None:
-    """Drop arrays after their last use, because all weights in f32 would not fit in memory."""
+    """Drop arrays that `op` was the last to use: all weights in f32 would not fit in memory.
+
+    left: how many uses each value still has.
+    """
     for value in op.operands:
         left[value] -= 1
     for value in (*op.operands, *op.results):
@@ -146,7 +149,10 @@ def _iota(op: Op) -> np.ndarray:
 
 
 def _window(shape: Sequence[int], sizes: Sequence[int], starts: Sequence[np.ndarray]) -> tuple[slice, ...]:
-    """Return the slices of `sizes` elements from `starts`, clamped as in StableHLO."""
+    """Return a slice of `sizes[i]` elements from `starts[i]` for each dimension i of `shape`.
+
+    Starts are clamped so that the slices fit, as in StableHLO.
+    """
     clamped = (min(max(int(s), 0), n - size) for s, n, size in zip(starts, shape, sizes))
     return tuple(slice(start, start + size) for start, size in zip(clamped, sizes))
 

@@ -1,8 +1,8 @@
 """The engines that `castiron bench` compares with; only the model's work is timed.
 
-Each has `prefill(tokens) -> seconds` from an empty context to the last token's logits,
-`fill(tokens)`, which puts tokens in an empty cache, and `decode(depth, tokens) -> seconds`, which
-feeds tokens one by one from position `depth` on.
+Each has three methods. `prefill(tokens)` returns the seconds from an empty context to the last
+token's logits. `fill(tokens)` puts tokens in an empty cache. `decode(depth, tokens)` feeds tokens
+one by one from position `depth` on, and returns the seconds.
 """
 
 from __future__ import annotations

@@ -15,13 +15,16 @@ from castiron.emitter.types import DTYPES
 
 
 def run_stablehlo(text: str, function: str, args: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Run `function` of the module `text` on stored arrays (`DType.numpy`); i8 may be uint8."""
+    """Run `function` of the MLIR module `text` on `args`; return its results.
+
+    Arrays are as `emitter.types.DType.numpy` stores them (bf16 as uint16); i8 may be uint8.
+    """
     return compile_stablehlo(text, function)(args)
 
 
 @lru_cache(maxsize=64)
 def compile_stablehlo(text: str, function: str) -> Callable[[Sequence[np.ndarray]], list[np.ndarray]]:
-    """Compile `function` of the module `text` to a Python function; see `run_stablehlo`."""
+    """Compile `function` of the MLIR module `text` to a Python function from arrays to results."""
     import jax
     from jaxlib import xla_client
 

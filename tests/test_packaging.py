@@ -314,6 +314,9 @@ def test_make_installs_a_lock_when_it_changes(installed_tree):
     assert first[-1] == [*PYTEST, "--tier", "quick"]
     assert run_in(installed_tree, "make", "test").returncode == 0
     assert calls(installed_tree) == [[*PYTEST, "--tier", "quick"]]
+    assert run_in(installed_tree, "make", "test-family", "FAMILY=gemma").returncode == 0
+    (family,) = calls(installed_tree)
+    assert family[: len(PYTEST) + 2] == [*PYTEST, "-k", "gemma"] and "--tier" not in family
     assert run_in(installed_tree, "make", "test-all", "PYTEST_ARGS=-k a").returncode == 0
     assert calls(installed_tree)[-2:] == [["python", *PIP_INSTALL, ALL], [*PYTEST, "-k", "a"]]
     assert run_in(installed_tree, "make", "test-models").returncode == 0

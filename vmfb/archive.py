@@ -39,9 +39,10 @@ _MAX_DIRECTORY = 1_000_000
 
 @dataclass(frozen=True)
 class Part:
-    """A range of an open file, which stays readable if another file replaces `path`.
+    """A range of bytes of an open file, which stays readable if another file replaces `path`.
 
-    lock: guards the position of `file`, which the parts of one archive share.
+    offset, size: the range in bytes. lock: guards the position of `file`, which the parts of one
+    archive share.
     """
 
     path: Path
@@ -55,7 +56,7 @@ class Part:
 
     @classmethod
     def of(cls, path: Path) -> Part:
-        """Open the complete file at `path`; raise OSError if it is not a regular file."""
+        """Open the file at `path` as one part; raise OSError if it is not a regular file."""
         # A pipe has no end, and a device has no size.
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -66,7 +67,7 @@ class Part:
         return os.fstat(self.file.fileno())
 
     def read(self, start: int, size: int) -> bytes:
-        """Return at most `size` bytes from `start`; fewer at the end of the part."""
+        """Return `size` bytes from offset `start` of the part, or fewer at its end."""
         with self.lock, naming(self.path):
             self.file.seek(self.offset + start)
             return self.file.read(max(0, min(size, self.size - start)))
@@ -75,7 +76,7 @@ class Part:
         return b"".join(self._chunks())
 
     def map(self) -> memoryview:
-        """Map the bytes read-only, without a copy."""
+        """Return the bytes of the part, mapped read-only without a copy."""
         mapped = mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ)
         return memoryview(mapped)[self.offset : self.offset + self.size]
 
@@ -109,7 +110,7 @@ class _Reader(io.BufferedReader):
 
 
 def open_archive(path: Path) -> dict[str, Part]:
-    """Return the files of the packed bundle at `path` by name."""
+    """Return the files in the packed bundle at `path` by name; raise BundleError if invalid."""
 
     def invalid(why: object) -> BundleError:
         return BundleError(f"not a packed bundle: {path} ({why}); make one with castiron compile and castiron pack")
@@ -139,10 +140,10 @@ def open_archive(path: Path) -> dict[str, Part]:
 def write_archive(
     parts: Mapping[str, Part], hashes: Mapping[str, str], out: Path, progress: Callable[[int, int], None] | None = None
 ) -> None:
-    """Write `parts`, by name, as one archive; the same parts give the same bytes.
+    """Write `parts`, by file name, as an archive to `out`; the same parts give the same bytes.
 
-    Raise BundleError, and leave no file, if a part's sha256 differs from that in `hashes` (by name)
-    or `out` cannot be written. progress: called with (bytes written, total bytes).
+    hashes: expected sha256 in hex by file name. progress: called with (bytes written, total bytes).
+    Raise BundleError, and leave no file, if a sha256 differs or `out` cannot be written.
     """
     if out.is_dir():
         raise BundleError(f"output is a directory: {out}; give the name of a file")

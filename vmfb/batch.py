@@ -19,9 +19,10 @@ Span = tuple[int, int]
 
 
 class Cover:
-    """A planner of batch calls: the cheapest, then the fewest, then the narrowest for given slots.
+    """A planner that finds the cheapest calls of batch functions for given slots.
 
-    A call begins at a multiple of its width, which is its number of slots (sequences).
+    A slot holds one sequence. A call of width w takes w adjacent slots, the first of which is a
+    multiple of w. Among plans of equal cost, the one with fewer, then with narrower calls is taken.
     """
 
     def __init__(self, size: int, costs: Mapping[int, float]):
@@ -31,7 +32,10 @@ class Cover:
         self.of = lru_cache(4096)(self._of)
 
     def _of(self, slots: tuple[int, ...]) -> tuple[Span, ...]:
-        """Return the cheapest calls that include all `slots`, which are in ascending order."""
+        """Return the cheapest calls (first slot, number of slots) that include all `slots`.
+
+        slots: in ascending order.
+        """
         # best[n]: (cost, number of calls, total width, spans) of the best plan for the last n slots.
         best: list[tuple[float, int, int, tuple[Span, ...]]] = [(0.0, 0, 0, ())]
         for slot in reversed(slots):
@@ -46,9 +50,11 @@ class Cover:
 
 
 def costs_of(manifest: Manifest) -> dict[int, float]:
-    """Return the relative time of a decode call by its width; 0 if the kernels' work is unknown.
+    """Return the estimated time of a decode call by its width, the number of its sequences.
 
-    A kernel takes the longer of its compute time and its read time, both at position 0.
+    The unit is the time of one floating-point operation. A kernel takes the longer of its compute
+    time and its read time, both at position 0. All times are 0 if the manifest does not list the
+    kernels' work.
     """
     functions = [manifest.function("decode"), *(manifest.function("batch", width) for width in manifest.widths("batch"))]
     work = manifest.compile.get("work", {})
@@ -59,7 +65,7 @@ def costs_of(manifest: Manifest) -> dict[int, float]:
 
 
 class Batch:
-    """Sessions that decode together, in as many slots as the widest batch function takes.
+    """Sessions that decode together, one in each slot of the widest batch function.
 
     Each state has one buffer with the states of all slots along dimension 0, so that any B adjacent
     slots are the states of `decode_batch_B`. That function skips slots with a negative position but
@@ -88,7 +94,7 @@ class Batch:
                 self._calls[first, width] = call, tokens.words, positions.words
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, int]:
-        """Append a token to each of the given slots; return the argmax by slot, -1 for NaN logits.
+        """Append `tokens`, given by slot; return each slot's argmax, or -1 if its logits are NaN.
 
         Raise SessionError, before any work, for an invalid slot or token, or a full context.
         """
@@ -111,7 +117,7 @@ class Batch:
 
     @exclusive
     def _step_together(self, span: Span, tokens: Mapping[int, int]) -> dict[int, int]:
-        """Run one batch call for the slots in `span` that have a token; return argmax by slot."""
+        """Run one batch call for the slots in `span` that have a token; return argmaxes by slot."""
         (call, words, positions), (first, width) = self._calls[span], span
         taken = [slot for slot in range(first, first + width) if slot in tokens]
         self._save_logits(call, taken)

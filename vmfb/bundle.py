@@ -58,7 +58,7 @@ class Bundle:
         return self.path / name
 
     def with_context(self, context: int) -> Bundle:
-        """Return this bundle with another context; raise BundleError above `max_context`."""
+        """Return this bundle with a context of `context` positions, up to the manifest's limit."""
         if not 1 <= context <= self.manifest.max_context:
             limit = self.manifest.max_context
             raise BundleError(
@@ -85,10 +85,10 @@ class Bundle:
 def open_bundle(source: Path | str | Bundle, *, full_check: bool = False, run: bool = True) -> Bundle:
     """Open the bundle at a path, a directory or an archive; raise BundleError if it is invalid.
 
-    The first opening, or one with `full_check`, hashes every file and writes a stamp to the cache:
-    each file's size, inode and times of change. Later openings compare the stamp only. `run` also
-    checks the CPU and the version of the runtime. A Bundle is returned unchanged unless
-    `full_check` is set.
+    The first opening, or one with `full_check`, hashes every file and stores each file's size,
+    inode and change times in the cache. Later openings compare only these. run: whether to check
+    also that this CPU and this version of the runtime can run the bundle. A Bundle is returned
+    unchanged unless `full_check` is set.
     """
     if isinstance(source, Bundle):
         if not full_check:
@@ -110,7 +110,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _read(path: Path) -> tuple[dict[str, Part], bytes]:
-    """Return the files of a bundle and the bytes of its manifest."""
+    """Return the open files of a bundle by name, and the bytes of its manifest."""
     parts = open_archive(path) if os.path.isfile(path) else _open_directory(path)
     return parts, _manifest_bytes(path, parts)
 
@@ -122,7 +122,10 @@ def _manifest_bytes(path: Path, parts: Mapping[str, Part]) -> bytes:
 
 
 def pack_bundle(bundle: Bundle, out: Path | str, progress: Callable[[int, int], None] | None = None) -> None:
-    """Write `bundle` as one archive to `out`; see `castiron.vmfb.archive.write_archive`."""
+    """Write `bundle` as one archive to `out`; raise BundleError if that fails or a file changed.
+
+    progress: called with (bytes written, total bytes).
+    """
     path, out = bundle.path, Path(out)
     if out.exists() and path.exists() and out.samefile(path):
         raise BundleError(f"output is the bundle itself: {out}; give another file")
@@ -132,7 +135,7 @@ def pack_bundle(bundle: Bundle, out: Path | str, progress: Callable[[int, int], 
 
 
 def _open_directory(path: Path) -> dict[str, Part]:
-    """Open the files of a bundle's directory, under a lock against writers."""
+    """Return the open files of a bundle's directory by name; a lock delays writers meanwhile."""
     real = Path(os.path.realpath(path))
     if not os.path.isdir(path):
         remove_abandoned(real.parent)
@@ -263,7 +266,7 @@ class BundleWriter:
         return BundleError(f"cannot write {self.target}: {reason(error)}")
 
     def path(self, name: str) -> Path:
-        """Return where to write the file `name`, which must satisfy `manifest.is_bundle_file`."""
+        """Return the path for the file `name`; raise ValueError if bundles have no such file."""
         if not is_bundle_file(name):
             raise ValueError(f"{name} is not a file of a bundle")
         return self.directory / name
@@ -274,7 +277,7 @@ class BundleWriter:
             self.path(name).write_bytes(data.encode() if isinstance(data, str) else data)
 
     def link(self, bundle: Bundle, name: str) -> None:
-        """Hard-link the file `name` of another bundle into this one, or copy it."""
+        """Hard-link the file `name` of another bundle into this one; copy it if that fails."""
         path = self.path(name)
         if not bundle.packed:
             with contextlib.suppress(OSError):
@@ -284,16 +287,22 @@ class BundleWriter:
             bundle.part(name).sha256(file.write)
 
     def staged(self, manifest: Manifest, hashes: Mapping[str, str] | None = None) -> Bundle:
-        """Return the bundle as `commit` will write it, to run it before the commit."""
+        """Return the bundle in the staging folder, to run it before `commit` renames it.
+
+        hashes: sha256s that are known already, by file name.
+        """
         return Bundle(self.directory, replace(manifest, files=self._files(hashes or {})))
 
     def _files(self, known: Mapping[str, str]) -> dict[str, File]:
-        """Return size and hash of every file written; `known` hashes are not computed again."""
+        """Return size and sha256 of every file written so far; `known`: sha256s by file name."""
         parts = {name: Part.of(self.directory / name) for name in sorted(os.listdir(self.directory)) if is_bundle_file(name)}
         return {name: File(part.size, known.get(name) or part.sha256()) for name, part in parts.items()}
 
     def commit(self, manifest: Manifest, hashes: Mapping[str, str] | None = None) -> Bundle:
-        """Write the manifest and rename the bundle to its target; `hashes`: known sha256s."""
+        """Write the manifest, rename the staging folder to the target and return the bundle.
+
+        hashes: sha256s that are known already, by file name.
+        """
         files = self._files(hashes or {})
         if absent := [name for name, required in FILES.items() if required and name not in files]:
             raise BundleError(f"incomplete bundle: {self.target} would have no {absent[0]}; write it before the commit")

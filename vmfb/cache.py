@@ -39,7 +39,7 @@ _FILES = {"tuned": "tuned.json"}
 
 @dataclass(frozen=True)
 class Usage:
-    """The files of one of `KINDS`: number, bytes, and the newest time of use (Unix time)."""
+    """Number and total bytes of the files of a kind (`KINDS`), and the last use in Unix time."""
 
     kind: str
     files: int
@@ -62,7 +62,7 @@ def cache_root() -> Path:
 
 
 def cache_path(kind: str) -> Path:
-    """Return the folder or file of one of `KINDS`, which need not exist."""
+    """Return the path of the folder or file of `kind` (a key of `KINDS`), which need not exist."""
     return cache_root() / _FILES.get(kind, kind)
 
 
@@ -83,7 +83,7 @@ def cache_folder(kind: str) -> Path:
 
 
 def keep(path: Path, data: bytes) -> bool:
-    """Write a file in the cache; return whether that worked, and print a message if not."""
+    """Write a file in the cache; return whether that worked, and print a message if it did not."""
     try:
         write_file(path, data)
         return True
@@ -157,7 +157,7 @@ def clear(kinds: Sequence[str] = tuple(KINDS), older_than_days: float = 0.0) -> 
 
 
 def _remove_empty(folder: Path) -> None:
-    """Remove the folder and its parents up to the root, as far as they are empty."""
+    """Remove `folder` and its parents in the cache, up to the first that is not empty."""
     with contextlib.suppress(OSError):
         while folder != cache_root():
             folder.rmdir()

@@ -14,10 +14,12 @@ _GUARD = ("/bin/sh", "-c", "read end; kill -9 0")
 
 @contextlib.contextmanager
 def own_group() -> Iterator[int | None]:
-    """Yield a process group (for Popen's `process_group`) that ends with the block or this process.
+    """Yield the id of a process group that is killed when the block or this process ends.
+
+    Start children in it with `Popen(process_group=...)`. The id is None on systems without /bin/sh.
 
     A guard process kills the group when a pipe is closed. PR_SET_PDEATHSIG would have to run Python
-    code in the forked child, which is not safe while other threads run. Yield None without /bin/sh.
+    code in the forked child, which is not safe while other threads run.
     """
     try:
         guard = subprocess.Popen(

@@ -9,7 +9,7 @@ CALL_ROWS = 4.0
 
 
 def chunks(total: int, start: int, context: int, widths: Sequence[int], padding: float) -> list[tuple[int, int]]:
-    """Return calls (width, tokens) that append `total` tokens from position `start`.
+    """Return the prefill calls (width, tokens) that append `total` tokens from position `start`.
 
     Full calls of the maximum width come first, then the cheapest calls for the rest. Only the last
     call may have padding. No call ends past `context`, padding included.

@@ -44,9 +44,10 @@ class CompileError(Exception):
 
 @dataclass(frozen=True)
 class CompileResult:
-    """The result of `compile_modules`; `cached`: whether all modules came from the cache.
+    """The result of `compile_modules`.
 
-    seconds: the time of all runs of iree-compile, including those that filled the cache.
+    seconds: the time of all runs of iree-compile, including those that filled the cache. cached:
+    whether all modules came from the cache. log: the path of `compile.log`.
     """
 
     seconds: float
@@ -78,7 +79,7 @@ def compiler_path() -> Path:
 def compile_mlir(
     text: str, target: Target, out: Path, *, extra_flags: Sequence[str] = (), cache_dir: Path | None = None
 ) -> CompileResult:
-    """Compile `text` for `target` into the file `out`; otherwise like `compile_modules`."""
+    """Compile one MLIR text for `target` into the file `out`; see `compile_modules`."""
     out = Path(out)
     return compile_modules({out.name: text}, target, out.parent, extra_flags=extra_flags, cache_dir=cache_dir)
 
@@ -87,7 +88,7 @@ def compile_modules(
     texts: Mapping[str, str], target: Target, folder: Path, *, extra_flags: Sequence[str] = (), cache_dir: Path | None = None,
     cancelled: threading.Event | None = None,
 ) -> CompileResult:  # fmt: skip
-    """Compile `texts`, by file name, into files of `folder`, with one `compile.log` beside them.
+    """Compile MLIR `texts`, by output file name, into `folder`, and write `compile.log` there.
 
     As many processes run at a time as the machine has cores, because iree-compile itself hardly
     runs in parallel. Results are cached in `cache_dir` (default: `compile` in the cache) by text,
@@ -137,22 +138,13 @@ def _key(text: str, flags: Sequence[str], target: Target) -> str:
 
 
 def _known(store: Path, key: str) -> tuple[dict, bytes] | None:
-    """Return the record and the bytes of a cached result, or None if it is absent or damaged."""
-    record = _recall(store / f"{key}.json")
-    with contextlib.suppress(OSError):
-        if record and hashlib.sha256(data := (store / f"{key}.vmfb").read_bytes()).hexdigest() == record.get("sha256"):
+    """Return the record (log, seconds, ...) and the vmfb of a cached result; None if unusable."""
+    with contextlib.suppress(OSError, ValueError):
+        record, data = json.loads((store / f"{key}.json").read_bytes()), (store / f"{key}.vmfb").read_bytes()
+        usable = isinstance(record, dict) and isinstance(record.get("log"), str) and "seconds" in record
+        if usable and record.get("sha256") == hashlib.sha256(data).hexdigest():
             return record, data
     return None
-
-
-def _recall(facts: Path) -> dict | None:
-    """Read the record (log, seconds, ...) of a cached result; None if it is absent or damaged."""
-    try:
-        record = json.loads(facts.read_bytes())
-    except (OSError, ValueError):
-        return None
-    usable = isinstance(record, dict) and isinstance(record.get("log"), str) and "seconds" in record
-    return record if usable else None
 
 
 def _compile(text: str, flags: tuple[str, ...], store: Path, key: str, cancelled: threading.Event) -> tuple[dict, bytes]:

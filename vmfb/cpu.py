@@ -48,7 +48,7 @@ def host_arch() -> str:
 
 @functools.cache
 def host_features() -> frozenset[str]:
-    """Return the features of this CPU that matter for generated code; empty if unknown."""
+    """Return LLVM's names of this CPU's features that matter for castiron; empty if unknown."""
     if platform.system() == "Darwin":
         if host_arch() == "aarch64":
             return frozenset(name for key, name in ARM_SYSCTL.items() if _sysctl().get(key) == "1")

@@ -46,7 +46,7 @@ def _change_policy(old: str, new: str) -> bool:
 
 
 def device(threads: int) -> rt.HalDevice:
-    """Return this process's device with `threads` threads; the first call creates it."""
+    """Return this process's IREE device with `threads` threads; the first call creates it."""
     with _lock:
         if threads not in _devices:
             changed = _change_policy("SCHED_BATCH", "SCHED_OTHER")
@@ -65,7 +65,7 @@ def release_devices() -> None:
 
 
 def _forked() -> None:
-    """Forget the devices in a forked child, without freeing them: that would wait for workers."""
+    """Forget the devices in a forked child without freeing them, which would wait for workers."""
     global _lock
     _lock = threading.Lock()
     for inherited in _devices.values():
@@ -95,7 +95,7 @@ def _create(threads: int) -> rt.HalDevice:
 
 
 def _pinned_cpus(threads: int) -> list[int]:
-    """Return the CPU to which each worker is pinned; empty if workers are not pinned.
+    """Return the number of the CPU to which each worker is pinned; empty if none is pinned.
 
     Workers for all CPUs are pinned, because the scheduler sometimes runs two on one CPU for several
     tokens. Fewer are not, because other processes may use the same CPUs.
@@ -132,7 +132,7 @@ def _started_workers(before: set[int], threads: int) -> list[int]:
 
 
 def task_flags(threads: int) -> tuple[str, ...]:
-    """Return flags with which the runtime's tools use a device like `device(threads)`."""
+    """Return the flags with which IREE's command-line tools use a device like `device(threads)`."""
     return _flags(threads, _pinned_cpus(threads))
 
 

@@ -28,7 +28,7 @@ def reason(error: OSError) -> str:
 
 @contextlib.contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Set the file name of an OSError that has none, such as the error for a full disk."""
+    """Set the file name of an OSError in the block that has none, such as that of a full disk."""
     try:
         yield
     except OSError as error:

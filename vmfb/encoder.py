@@ -35,7 +35,7 @@ class Encoder:
 
     @exclusive
     def encode(self, tokens: Sequence[int]) -> np.ndarray:
-        """Return the embedding f32 `[hidden]` of a text; raise SessionError for invalid tokens."""
+        """Return the embedding of a text's `tokens`, f32 `[hidden]`; SessionError if invalid."""
         ids, max_tokens, vocab = np.asarray(tokens), self.facts.max_tokens, self.manifest.vocab
         if ids.ndim != 1 or not 1 <= ids.size <= max_tokens:
             raise SessionError(f"text has {ids.size} tokens; the model accepts 1 to {max_tokens}")

@@ -30,7 +30,7 @@ class BundleError(Exception):
 
 
 def module_name(function: Function) -> str:
-    """Return the file name of the module for functions of this width."""
+    """Return the file name of the module with the functions of `function`'s width."""
     return f"tokens_{function.width}.vmfb"
 
 
@@ -46,7 +46,7 @@ def is_bundle_file(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Special tokens: `bos` is put before a text, and each id in `eos` ends a generation.
+    """The ids of special tokens: `bos` comes before a text, and each id in `eos` ends a generation.
 
     fim: fill-in-the-middle tokens that the checkpoint names, by llama.cpp's role: pre, suf, mid, pad,
     rep (repository) and sep (file).
@@ -133,7 +133,7 @@ class Manifest:
     """The contents of `manifest.json`.
 
     Attributes:
-        config, generation, source, speed, accuracy: facts that vmfb does not use.
+        config, generation, source, speed, accuracy: data for commands; running does not need them.
         context: number of positions that a session uses, unless it is opened with another number.
         max_context: number of positions that the compiled functions support; a limit for `context`.
         compile: how the bundle was compiled; batched decoding reads the kernels' `work` in it.
@@ -171,7 +171,7 @@ class Manifest:
 
     @property
     def cache(self) -> str:
-        """Return the storage of the KV caches, as in `compile --cache`; f32 if there are none."""
+        """Return the format of the KV caches, "f32", "f16" or "q8_0"; "f32" if there are none."""
         return next((state.storage for state in self.states if state.kind != "recurrent"), "f32")
 
     def widths(self, role: str) -> tuple[int, ...]:
@@ -184,7 +184,7 @@ class Manifest:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Return the names of the module files."""
+        """Return the file names of the compiled modules, sorted."""
         return tuple(sorted(name for name in self.files if is_module(name)))
 
     def module_of(self, function: Function) -> str:
@@ -199,11 +199,11 @@ class Manifest:
 
 @dataclass(frozen=True)
 class KernelWork:
-    """The work of a kernel in one call of a function, which runs it `calls` times.
+    """The work of a kernel in one call of a function, which runs the kernel `calls` times.
 
-    flops, bytes: of one run, as (at position 0, added per position, maximum). weights: how many of
-    the bytes are weights. paths: module paths of the layers it computes, as `model.layers.*.mlp`.
-    tokens: rows of x in a matmul.
+    flops, bytes: floating-point operations and memory traffic of one run, as (at position 0, added
+    per position, maximum). weights: how many of the bytes are weights. paths: module paths of the
+    layers that it computes, such as `model.layers.*.mlp`. tokens: rows of x in a matmul, else None.
     """
 
     calls: int
@@ -257,7 +257,7 @@ _FACTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def _check_facts(name: str, facts: Mapping[str, Any]) -> None:
-    """Raise RecordError if a known key of `facts` (`source` or `compile`) has a wrong type."""
+    """Raise RecordError if a key of `facts`, the manifest's object `name`, has a wrong type."""
     found = {key: from_json(kind, facts[key], f"{name}.{key}") for key, kind in _FACTS[name].items() if key in facts}
     for kernel, work in [pair for kernels in found.get("work", {}).values() for pair in kernels.items()]:
         amounts = (work.calls, work.weights, *work.flops, *work.bytes)

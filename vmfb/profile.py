@@ -23,7 +23,7 @@ WARM_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A dispatched executable of a call: number of runs, their total seconds, workgroups per run.
+    """A dispatch of a call: how often it runs, total seconds, and workgroups per run.
 
     It is named `{kernel}_fn`, or `{function}_dispatch_{n}_…` if IREE generated it.
     """
@@ -72,7 +72,10 @@ def median_of(rounds: Sequence[Profile]) -> Profile:
 def dispatches(
     model: Path, weights: Path, manifest: Manifest, function: Function, position: int, threads: int, repeats: int
 ) -> tuple[Dispatch, ...]:
-    """Return the dispatches of a call, longest first; the files need not be in a bundle."""
+    """Return the dispatches of a call of `function` at `position`, longest first.
+
+    model, weights: files that the manifest describes; they need not be in a bundle.
+    """
     command = _command(model, weights, manifest, function, position, threads, repeats)
     with TemporaryDirectory(prefix="castiron-") as directory:
         trace = f"{directory}/trace.ireeprof"

@@ -75,10 +75,11 @@ class Loaded:
         threads: int,
         check: Callable[[str, rt.VmModule], None] = lambda name, module: None,
     ):
-        """Load the bytes of a weights file, which are used in place, and of modules by file name.
+        """Load weights and modules into the runtime.
 
-        `check` is called with each file name and module before any code of the module runs. Raise
-        one of `RUNTIME_ERRORS` if the runtime rejects a file.
+        weights: the bytes of a weights file, which are used in place. modules: the bytes of
+        compiled modules by file name. check: called with each file name and module before any code of the
+        module runs. Raise one of `RUNTIME_ERRORS` if the runtime rejects a file.
         """
         self.threads, self.device = threads, device(threads)
         # The runtime has no reference to the memory, so this attribute keeps it alive.
@@ -104,7 +105,7 @@ class Loaded:
         _programs.add(self)
 
     def function(self, name: str) -> tuple[rt.VmFunction, Callable]:
-        """Return the function `name` and `invoke` of its context; raise KeyError if absent."""
+        """Return the function `name` and the method that calls it; raise KeyError if absent."""
         for file, module in self.modules.items():
             if name in module.function_names:
                 return module.lookup_function(name), self.contexts[file].invoke
@@ -116,7 +117,7 @@ class Loaded:
 
 
 class Program(Loaded):
-    """The functions of a bundle on a device; methods that call them must be `exclusive`."""
+    """A bundle loaded on a device; methods that call its functions must be `exclusive`."""
 
     def __init__(self, source: Bundle | Path | str, threads: int | None = None):
         """Load a bundle, or the bundle at a path; default threads: the number of physical cores.
@@ -185,7 +186,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def exclusive(method: Method) -> Method:
-    """Make a method raise SessionError while another thread runs a call of `self.program`."""
+    """Return `method`, which then raises SessionError while another thread uses `self.program`."""
 
     @wraps(method)
     def guarded(self: Any, *args: Any, **options: Any) -> Any:
@@ -285,12 +286,12 @@ class Call:
         return np.where(unfit, -1, best).tolist()
 
     def logits(self, row: int | None = None) -> np.ndarray:
-        """Copy the logits (result 1), f32 `[vocab]`, or row `row` of `[rows, vocab]`."""
+        """Return a copy of the logits (result 1), f32 `[vocab]`, or of row `row` of all rows'."""
         found = self._result(1, _F32, (self._vocab,)) if row is None else self._result(1, _F32)[row]
         return found.copy()
 
     def floats(self, index: int) -> np.ndarray:
-        """Copy result `index`, f32."""
+        """Return a copy of the f32 result `index`, in the shape of the function's signature."""
         return self._result(index, _F32).copy()
 
 
@@ -302,7 +303,10 @@ _others: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictio
 
 
 def release_at_exit(owner: Any, *attributes: str) -> None:
-    """Free these attributes of `owner` at exit, in this order; name results before the device."""
+    """Set `attributes` of `owner` to None at exit, in order, to free objects of the runtime.
+
+    Results must come before their device.
+    """
     _others[owner] = attributes
 
 

@@ -1,4 +1,4 @@
-"""Conversion of frozen dataclasses to JSON and back, with an error for every field that differs.
+"""Conversion of frozen dataclasses to JSON and back, with a check of every field.
 
 An unknown, missing or mistyped field is a RecordError.
 """
@@ -32,9 +32,10 @@ def to_json(value: Any) -> Json:
 
 
 def from_json(kind: Any, value: Json, path: str = "") -> Any:
-    """Convert a JSON value to a `kind`; raise RecordError for the first field that does not fit.
+    """Convert a JSON value to the type `kind`; raise RecordError for the first field that is wrong.
 
-    kind: a dataclass, tuple[X, ...], dict[str, X], X | None, a scalar type or Any.
+    kind: a dataclass, tuple[X, ...], dict[str, X], X | None, a scalar type or Any. path: where
+    `value` is in the JSON, for error messages.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:

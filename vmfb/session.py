@@ -67,7 +67,7 @@ class Session:
 
     @exclusive
     def step(self, token: int) -> int:
-        """Append one token; return the argmax of the logits, the lowest of equally probable ids."""
+        """Append one token; return the id of the largest logit after it, the lowest on a tie."""
         position = self.position
         if position >= self.context or not 0 <= token < self.vocab:
             self._checked((token,))
@@ -114,7 +114,7 @@ class Session:
 
     @exclusive
     def verify(self, tokens: Sequence[int]) -> list[int]:
-        """Append `tokens` in one verify call; return the argmax after each, -1 for NaN logits.
+        """Append `tokens` in one verify call; return the argmax after each, or -1 for NaN logits.
 
         Raise SessionError as `prefill` does, and if no verify function takes so many tokens.
         """
@@ -127,9 +127,10 @@ class Session:
 
     @exclusive
     def verify_fewer(self, tokens: Sequence[int], width: int) -> bool:
-        """Append fewer tokens than the `width` of a verify function, and undo the padding tokens.
+        """Append fewer tokens than a verify function takes, and remove the padding from the states.
 
-        Return False and do nothing if the padding exceeds the context or cannot be undone.
+        width: the number of tokens that the function takes. Return False, without any work, if the
+        padding would exceed the context or could not be removed.
         """
         ids, call_end = self._checked(tokens), self.position + width
         end = self.position + int(ids.size)
@@ -164,11 +165,14 @@ class Session:
 
     @exclusive
     def verified_logits(self, token: int | None = None) -> np.ndarray:
-        """Copy the logits of the last `verify`: f32 `[tokens, vocab]`, or of one token."""
+        """Return the logits of the last `verify`, f32 `[tokens, vocab]`, or `[vocab]` of one."""
         return np.stack(list(self.verified_rows())) if token is None else self._verified().call.logits(token)
 
     def verified_rows(self) -> Iterator[np.ndarray]:
-        """Iterate over the last `verify`'s logits, f32 `[vocab]`, which the next call overwrites."""
+        """Iterate over the logits f32 `[vocab]` of each token of the last `verify`.
+
+        The next call overwrites them.
+        """
         last = self._verified()
         return (last.call.logits(row) for row in range(last.row + 1))
 
@@ -203,7 +207,10 @@ class Session:
 
     @exclusive
     def snapshot(self, ahead: int | None = None) -> Snapshot:
-        """Return what `restore` needs after up to `ahead` more tokens; default: a full context."""
+        """Return a copy of what `restore` needs to return to this position.
+
+        ahead: how many more tokens may come before `restore`; default: as many as the context fits.
+        """
         ahead = self.context - self.position if ahead is None else ahead
         taken = Snapshot(self.position, tuple(state.save(self.position, ahead) for state in self._states))
         self._snapshots.add(taken)
@@ -220,7 +227,10 @@ class Session:
 
     @exclusive
     def keep(self) -> None:
-        """Retain a snapshot for `rewind` if a state needs one; the oldest snapshots are dropped."""
+        """Store a snapshot of this position if `rewind` would need one to return to it.
+
+        The oldest stored snapshots are dropped.
+        """
         everywhere = all(state.can_return(self.context, self.position) for state in self._states)
         if not everywhere and all(snapshot.position != self.position for snapshot in self._retained):
             self._retained.append(self.snapshot())
@@ -229,7 +239,10 @@ class Session:
 
     @exclusive
     def copy_from(self, other: Session, position: int) -> None:
-        """Copy the states that another session of this program had at a `reachable` position."""
+        """Set the states to those that `other` had at `position`.
+
+        Raise SessionError if `other` is of another program or `position` is not `reachable` in it.
+        """
         if other.program is not self.program or other.reachable(position) != position:
             raise SessionError(f"position {position} cannot be copied from a session at {other.position}")
         direct = all(state.can_return(other.position, position) for state in other._states)
@@ -245,20 +258,20 @@ class Session:
         return [state.rows(position) for state in self._states]
 
     def begins(self, tokens: int, position: int) -> bool:
-        """Return whether `rows(tokens)` contain the states after the first `position` tokens."""
+        """Return whether `rows(tokens)` contain what `take` needs for an earlier `position`."""
         return all(state.begins(tokens, position) for state in self._states)
 
     @property
     def settled(self) -> bool:
-        """Return whether no state has rows of tokens after the position, left by a rewind."""
+        """Return whether no ring buffer still has rows of tokens that a rewind removed."""
         return all(state.settled(self.position) for state in self._states)
 
     @exclusive
     def take(self, rows: Sequence[np.ndarray], position: int, chunked_tokens: int = 0) -> None:
-        """Set the states to `rows`, which another session of this bundle had at `position`.
+        """Set the states to `rows`, a result of `rows(position)` of a session of the same bundle.
 
-        The rows may be of a later position `p` if `begins(p, position)` is true. chunked_tokens:
-        that of the other session.
+        The rows may be those of a later position `p` if `begins(p, position)` is true.
+        chunked_tokens: the attribute of that session.
         """
         self._move_to(0)
         for state, array in zip(self._states, rows, strict=True):
@@ -283,7 +296,7 @@ class Session:
 
     @exclusive
     def logits(self) -> np.ndarray:
-        """Copy the logits after the last token, f32 `[vocab]`; raise SessionError if none exist."""
+        """Return the logits after the last token, f32 `[vocab]`; SessionError if there are none."""
         if self._last is None:
             raise SessionError("no logits yet; call prefill or step first")
         return self._last.copy() if isinstance(self._last, np.ndarray) else self._last.logits()

@@ -52,7 +52,10 @@ def identity(manifest: Manifest) -> str:
 
 
 def write_state(path: Path, bundle: str, tokens: np.ndarray, rows: Sequence[np.ndarray]) -> int:
-    """Write the `Session.rows` after `tokens`, with a bundle's `identity`; return the file size."""
+    """Write a state file and return its size in bytes.
+
+    bundle: the bundle's `identity`. tokens: i32 `[n]`. rows: `Session.rows` after these tokens.
+    """
     head = json.dumps({"bundle": bundle, "tokens": len(tokens)}).encode()
     parts: list[bytes | memoryview] = [head.ljust(_HEAD - _HASHED - 1) + b"\n"]
     for array in (np.asarray(tokens, "<i4"), *rows):
@@ -67,12 +70,12 @@ def write_state(path: Path, bundle: str, tokens: np.ndarray, rows: Sequence[np.n
 
 
 def file_bytes(tokens: np.ndarray, rows: Sequence[np.ndarray]) -> int:
-    """Return the size of a state file in bytes."""
+    """Return the size in bytes of the state file with these tokens and rows."""
     return _HEAD + sum(array.nbytes + -array.nbytes % ALIGNMENT for array in (tokens, *rows))
 
 
 def read_head(path: Path) -> StateFile:
-    """Read bundle and tokens of a state file; only `read_rows` checks the file's sha256."""
+    """Return the head of a state file (bundle, tokens) without a check of the file's sha256."""
     file = Part.of(path)
     head = file.read(0, _HEAD)
     try:
@@ -88,7 +91,10 @@ def read_head(path: Path) -> StateFile:
 
 
 def read_rows(state: StateFile, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Map the rows of each state, of shapes and types as in `like`; raise StateError if damaged."""
+    """Return the rows of each state, mapped from a file; raise StateError if its sha256 is wrong.
+
+    like: arrays with the shapes and types of the rows.
+    """
     data = Part.of(state.path).map()
     digest = bytes(data[len(FORMAT) : len(FORMAT) + _DIGEST])
     if len(data) != file_bytes(state.tokens, like) or hashlib.sha256(data[_HASHED:]).hexdigest().encode() != digest:

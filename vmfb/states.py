@@ -36,14 +36,14 @@ class Positional:
         return True
 
     def go_back(self, now: int, position: int) -> None:
-        """Go back from `now` to `position`, which `can_return` allows."""
+        """Drop the tokens from `position` on, of a sequence at `now`; `can_return` must be true."""
 
     def load(self, rows: np.ndarray, position: int, furthest: int) -> None:
         """Set the state to the `rows` of a sequence at `position`."""
         self.array[:, :position] = rows[:, :position]
 
     def save(self, now: int, ahead: int) -> Saved | None:
-        """Return what `restore` needs after up to `ahead` more tokens; None if it needs nothing."""
+        """Return what `restore` needs to return to `now` after `ahead` more tokens, if anything."""
         return None if self.can_return(now + ahead, now) else (self.rows(now).copy(), self.furthest)
 
     def restore(self, now: int, position: int, saved: Saved | None) -> None:
@@ -54,12 +54,15 @@ class Positional:
             self.load(saved[0], position, saved[1])
 
     def copy(self, other: Positional, now: int, position: int, saved: Saved | None) -> None:
-        """Copy the state that `other`, now at `now`, had at `position`; `saved`: its snapshot."""
+        """Copy the state that `other`, which is at `now`, had at `position`.
+
+        saved: what `other.save` returned at `position`, None if it needed nothing.
+        """
         rows, furthest = saved or (other.array, max(other.furthest, now))
         self.load(rows, position, furthest)
 
     def rows(self, position: int) -> np.ndarray:
-        """Return a view of the rows of a sequence at `position`, for `take`."""
+        """Return a view of the rows that a sequence at `position` reads, as `take` expects them."""
         return self.array[:, :position]
 
     def settled(self, position: int) -> bool:
@@ -71,7 +74,7 @@ class Positional:
         return True
 
     def take(self, rows: np.ndarray, position: int) -> None:
-        """Load the `rows` of another sequence at `position`, or later if `begins` allows it."""
+        """Set the state to the `rows` of another sequence at `position` or, if `begins`, later."""
         self.load(rows, position, position)
 
 
@@ -131,7 +134,7 @@ KINDS: dict[str, type[Positional]] = {"positional": Positional, "window": Window
 
 @dataclass(eq=False)
 class Snapshot:
-    """A position to return to, and what each state needs for it.
+    """A position of a sequence, and the rows that its states need to return to that position.
 
     stale: whether the sequence was rewound past `position`, so that its tokens may differ.
     """

@@ -31,8 +31,9 @@ class TargetError(Exception):
 class Target:
     """A CPU, or a level of CPU features, for which castiron compiles with `flags`.
 
-    isa: a key of the kernels' ISAS; empty if castiron has no kernels for it. cpu: LLVM's name; for
-    `host`, the name that the CPU reports. features: LLVM's names of the CPU features it needs.
+    isa: the instruction set of its kernels, such as "avx2"; empty if castiron has none for it. cpu:
+    LLVM's name; for `host`, the name that the CPU reports. features: LLVM's names of the features
+    that the compiled code needs.
     """
 
     name: str
@@ -119,7 +120,7 @@ def resolve(name: str) -> Target:
 
 
 def missing_features(target: Target) -> tuple[str, ...]:
-    """Return the features, or the architecture, that `target` needs and this machine lacks."""
+    """Return what `target` needs and this machine lacks: LLVM's names of features, or its arch."""
     if target.arch != host_arch():
         return (target.arch,)
     return tuple(sorted(set(target.features) - host_features()))

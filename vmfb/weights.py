@@ -81,7 +81,7 @@ def write_irpa(
 
 
 def read_irpa(data: memoryview) -> dict[str, int]:
-    """Return the size in bytes of each tensor by name; raise WeightsError if a file is invalid."""
+    """Return the size in bytes of each tensor by name; raise WeightsError if `data` is invalid."""
     try:
         fields = _HEADER.unpack_from(data)
         count, table, text = fields[6], fields[7], fields[9]

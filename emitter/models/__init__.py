@@ -1,10 +1,11 @@
 """The model families: one file for each, written like its paper with the names of HF.
 
 A family is a module with `Config`, `read(c: ConfigReader) -> Config` and `forward(step, config)`.
-`forward` returns logits [rows, vocab] of `wanted_rows`; an encoder's `forward` returns hidden
-states [T, hidden]. A family needs `states(config, context)` unless every layer has a KV cache and
-no other state. Layers with a sliding window (`ModelConfig.windows`) get ring buffers. To add a
-family, add its file, and its name to `FAMILIES` or `ENCODERS`.
+`forward` returns logits [rows, vocab] of the rows that `layers.wanted_rows` selects. An encoder's
+`forward` returns hidden states [T, hidden]. A family needs a function `states(config, context)`
+unless every layer has a KV cache and no other state. Layers with a sliding window
+(`ModelConfig.windows`) get ring buffers. To add a family, add its file, and its name to `FAMILIES`
+or `ENCODERS`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ENCODERS = ("bert", "modernbert")
 
 
 def family(config: dict) -> ModuleType:
-    """Return the module of a config.json's family; raise EmitError for an unknown `model_type`."""
+    """Return the Python module for a config.json's `model_type`; raise EmitError if unknown."""
     model_type = config.get("model_type")
     if model_type not in (known := (*FAMILIES, *ENCODERS)):
         names = shorten_list(known, max_length=150)
@@ -57,7 +58,7 @@ def read_config(config: dict) -> Any:
 
 
 def ignored_keys(config: dict) -> tuple[str, ...]:
-    """Return the keys of a config.json that have no effect and are not in `IGNORABLE`."""
+    """Return the keys of a config.json that castiron ignores, except those of `IGNORABLE`."""
     return _read(config)[1]
 
 
@@ -74,11 +75,11 @@ def build(
 ) -> ModelModule:
     """Return a model's module of layer operations, with the functions of `castiron.emitter.abi`.
 
-    config: the model's config.json. codecs: maps a tensor's name to its stored codec. context: the
-    max number of positions. widths, verify, batches, embeds: token counts T of the functions
-    prefill_T, verify_T, decode_batch_T and embed_T. cache: the storage of KV caches, a key of
-    `abi.STORAGE`. pooling: if given, the module is an encoder, whose only functions are encode_T
-    for each T of `embeds`.
+    config: the model's config.json. codecs: maps a checkpoint tensor's name to the codec in which
+    the bundle stores it. context: the max number of positions. widths, verify, batches, embeds:
+    token counts T of the functions prefill_T, verify_T, decode_batch_T and embed_T. cache: the
+    format of KV caches, "f32", "f16" or "q8_0". pooling: if given, the module is an encoder, whose
+    only functions are encode_T for each T of `embeds`. Raise EmitError for an unsupported config.
     """
     model, c = family(config), read_config(config)
     if not 1 <= context <= c.max_positions:
@@ -136,7 +137,7 @@ def _results(step: Step, logits: Value, pooling: Pooling | None, is_bidirectiona
 
 
 def _hidden(step: Step) -> Value:
-    """Return the hidden states that enter the head, and remove the head's operations."""
+    """Return the hidden states [T, hidden] before the head, and remove the head's operations."""
     hidden, made = step.hidden, current_function().ops
     if hidden is None:
         raise EmitError("this family has no hidden states; end its `forward` in layers.lm_head")

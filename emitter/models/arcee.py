@@ -1,4 +1,4 @@
-"""Arcee AFM as in HF `ArceeForCausalLM`: Llama with an MLP of ReLU squared and no gate."""
+"""Arcee AFM as in HF `ArceeForCausalLM`: Llama whose MLP has squared ReLU and no gate."""
 
 from castiron.emitter.ir import Value
 from castiron.emitter.layers import activation, linear

@@ -1,4 +1,4 @@
-"""The strict reader of a `config.json`: unread keys that may have an effect are an error."""
+"""The strict reader of a `config.json`: an unread key that may change the results is an error."""
 
 from __future__ import annotations
 
@@ -66,7 +66,10 @@ C = TypeVar("C")
 
 
 class ConfigReader:
-    """A reader that records which keys it has read; `finish` rejects other keys with an effect."""
+    """A reader of a config.json that records which keys a family has read.
+
+    `finish` raises EmitError for an unread key that may change the results.
+    """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = dict(config)
@@ -79,8 +82,8 @@ class ConfigReader:
     def take(self, key: str, default: Any = ..., kinds: type | tuple[type, ...] = (int,), minimum: int = 1) -> Any:
         """Return the value of `key`, or `default` if it is absent or null.
 
-        Raise EmitError if there is neither, or if the value is not one of `kinds`, below `minimum`
-        or otherwise invalid (`_problem`, `check_entry`).
+        Raise EmitError if there is neither a value nor a default, or if the value is not an
+        instance of `kinds`, is an integer below `minimum`, or is outside the range of f32.
         """
         self._taken.add(key)
         value = self.config.get(key)
@@ -147,7 +150,7 @@ class ConfigReader:
         return choices[value]
 
     def unused(self, *keys: str) -> None:
-        """Mark keys as read that HF's config class defines but HF's model does not use."""
+        """Mark `keys` as read without an effect: HF's config has them, its model ignores them."""
         self._taken.update(keys)
 
     def windows(self, layers: int, window: int | None, slides: Callable[[int], bool]) -> list[int | None]:
@@ -161,14 +164,17 @@ class ConfigReader:
         return [window if type_ == SLIDING else None for type_ in types]
 
     def layer_types(self, layers: int, known: Sequence[str], default: Sequence[str]) -> tuple[str, ...]:
-        """Return the type of each layer, which must be one of `known`."""
+        """Return the config's `layer_types`, each of which must be in `known`, or `default`."""
         types = [_OLD_TYPES.get(type_, type_) for type_ in self.take("layer_types", default, (list, tuple))]
         if len(types) != layers or any(type_ not in known for type_ in types):
             raise self._error("layer_types", f"must have {' or '.join(map(repr, known))} for each of {layers} layers")
         return tuple(types)
 
     def expert_groups(self, experts: int, per_token: int) -> tuple[int, int]:
-        """Return how many groups of experts there are, and how many of them a token may use."""
+        """Return the config's number of expert groups, and how many of them a token may use.
+
+        experts: the number of experts. per_token: how many of them each token uses.
+        """
         groups, best = self.take("n_group", 1), self.take("topk_group", 1)
         if groups > 1 and (experts % groups or experts < 2 * groups or best > groups or best * experts // groups < per_token):
             raise EmitError(
@@ -178,9 +184,11 @@ class ConfigReader:
         return groups, best
 
     def rotary(self, head_dim: int, max_positions: int, theta: float = 10000.0, partial: float | None = None) -> Rotary:
-        """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
+        """Return the rotary frequencies that the config defines.
 
-        theta: HF's default. partial: HF's default share of a head to rotate, None if always 1.
+        It does so in `rope_parameters` (transformers 5), or in `rope_theta` and `rope_scaling`
+        (before). theta: HF's default of `rope_theta`. partial: HF's default of the fraction of a
+        head that rotates, None if the family rotates complete heads only.
         """
         entry = self.take("rope_scaling", None, dict) or self.take("rope_parameters", None, dict) or {}
         self._taken |= {"rope_parameters", "rope_scaling"}
@@ -191,10 +199,10 @@ class ConfigReader:
         return self.frequencies(entry, int(head_dim * share), max_positions, self.number("rope_theta", theta))
 
     def rotaries(self, head_dims: Sequence[int], max_positions: int, full: Mapping, sliding: Mapping) -> tuple[Rotary, Rotary]:
-        """Read the frequencies of layers with full attention, and of those with a sliding window.
+        """Return the rotary frequencies of layers with full attention and of those with a window.
 
-        head_dims: of the two types of layers. full, sliding: HF's default entries. Before
-        transformers 5, `rope_scaling` was the entry of full attention.
+        head_dims: the head_dim of both types of layers. full, sliding: HF's default rope entry of
+        each. Before transformers 5, `rope_scaling` was the entry of full attention.
         """
         nested, defaults = self.take("rope_parameters", {}, dict), (full, sliding)
         if nested and set(nested) != {FULL, SLIDING}:
@@ -210,7 +218,7 @@ class ConfigReader:
         return of_full, of_sliding
 
     def frequencies(self, entry: Mapping, rotary_dim: int, max_positions: int, theta: float) -> Rotary:
-        """Return the frequencies of one rope entry; `theta` is the default of its `rope_theta`.
+        """Return the rotary frequencies of one rope entry; `theta`: the default of `rope_theta`.
 
         The config's `original_max_position_embeddings` overrides the entry's value, as in HF.
         """
@@ -230,10 +238,10 @@ class ConfigReader:
     ) -> C:
         """Return an instance of the family's dataclass `config`.
 
-        A field that is not in `own` is read from the config: by `readers` below, or, if the field
-        has a default, from the key of its name. positions, theta, partial: HF's defaults of
-        `max_position_embeddings` (`...`: the key is required), `rope_theta` and
-        `partial_rotary_factor`.
+        own: fields that the family computes itself. Other fields are read from the config: one with
+        a default from the key of its name, the fields of `DecoderConfig` from HF's usual keys.
+        positions, theta, partial: HF's defaults of `max_position_embeddings` (`...`: the key is
+        required), `rope_theta` and `partial_rotary_factor`.
         """
         hidden = own.get("hidden") or self.take("hidden_size")
         layers = own.get("layers") or self.take("num_hidden_layers")
@@ -269,7 +277,7 @@ class ConfigReader:
         return config(**own)
 
     def finish(self) -> tuple[str, ...]:
-        """Return the unread keys, except `IGNORABLE`; raise EmitError if one has an effect."""
+        """Return the unread keys, except `IGNORABLE`; raise EmitError if one may have an effect."""
         rest = sorted(set(self.config) - self._taken - IGNORABLE)
         if unknown := [shorten(key, 60) for key in rest if self._has_effect(key)]:
             more = f" and {len(unknown) - _MAX_KEYS_IN_ERROR} more" * (len(unknown) > _MAX_KEYS_IN_ERROR)
@@ -280,7 +288,7 @@ class ConfigReader:
         return tuple(rest)
 
     def _has_effect(self, key: str) -> bool:
-        """Return whether HF's model may read a key, which is assumed for families unknown to HF."""
+        """Return whether HF's model may read `key`; True for every key if HF lacks the family."""
         if TRAINERS.fullmatch(key):
             return False
         if self.model_type not in HF_KEYS:

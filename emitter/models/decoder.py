@@ -1,4 +1,4 @@
-"""Code that families share: base classes of configs, and a decoder's loop over its blocks."""
+"""Code that model families share: base classes of configs, blocks, and the loop over blocks."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ class ModelConfig:
 
 
 class DecoderConfig(ModelConfig):
-    """The config of a decoder. tied: whether the head uses the embedding's weight.
+    """The config of a decoder.
 
-    attention_bias, mlp_bias: whether linear layers have biases. They are False in a family that
-    does not declare them again with a default, which makes `ConfigReader.read` read the keys.
+    tied: whether the head uses the embedding's weight. attention_bias, mlp_bias: whether linear
+    layers have biases. A family that declares them again with a default reads them from the
+    config; in other families they are False.
     """
 
     tied: bool
@@ -54,11 +55,14 @@ class DecoderConfig(ModelConfig):
 
     @property
     def max_positions(self) -> int:
-        """Return the max number of positions that all rotary frequencies allow."""
+        """Return the max number of positions for which all rotary frequencies are right."""
         return min(value.positions for value in vars(self).values() if isinstance(value, Rotary))
 
     def tables(self, step: Step) -> Sequence[Any]:
-        """Return the `tables` that each layer's block gets: the rotary tables cos and sin."""
+        """Return what each layer's block gets as `tables`: the rotary tables (cos, sin).
+
+        Each table is f32 [context, rotary_dim / 2].
+        """
         return [rotary_tables(step, self.rotary)] * self.layers
 
 
@@ -77,12 +81,15 @@ class SlidingConfig(DecoderConfig):
 
 
 class HybridConfig(DecoderConfig):
-    """The config of a decoder with layers of several types. layer_types: the type of each layer."""
+    """The config of a decoder with layers of several types, such as attention and Mamba 2.
+
+    layer_types: the type of each layer, such as "full_attention".
+    """
 
     layer_types: tuple[str, ...]
 
     def of_type(self, kind: str) -> tuple[int, ...]:
-        """Return the layers of a type, in order."""
+        """Return the indices of the layers of type `kind`, ascending."""
         return tuple(layer for layer, own in enumerate(self.layer_types) if own == kind)
 
 
@@ -96,7 +103,7 @@ Norm: TypeAlias = Callable[[Step, Value, str, float], Value]
 
 
 def mlp(step: Step, c: DecoderConfig, layer: int, x: Value) -> Value:
-    """Apply Llama's gated MLP."""
+    """Apply Llama's gated MLP to x [T, hidden]; return [T, hidden]."""
     return gated_mlp(step, x, c.intermediate, c.hidden_act, c.mlp_bias)
 
 
@@ -116,11 +123,12 @@ def residual_block(
     norm: Norm = rms_norm,
     mlp_name: str = "mlp",
 ) -> Block[C]:
-    """Return a block that adds the result of attention to x, then that of an MLP.
+    """Return a block: x plus the result of attention, and then plus the result of an MLP.
 
-    norms: `PRE_NORM` as in Llama, `POST_NORM` as in OLMo 2, `SANDWICH_NORM` as in Gemma 2, or other
-    names. mixers: the attention of every layer, called `self_attn`; or a mapping from each type of
-    layer in `HybridConfig.layer_types` to the name and function of its attention or recurrence.
+    mixers: the attention of every layer, in the module `self_attn`; or a mapping from each type of
+    layer in `HybridConfig.layer_types` to the module name and the function of its attention or
+    recurrence. norms: names of the norms before and after both: `PRE_NORM` as in Llama, `POST_NORM`
+    as in OLMo 2, `SANDWICH_NORM` as in Gemma 2, or others. mlp_name: the MLP's module name.
     """
 
     def residual(step: Step, c: C, x: Value, name: str, branch: Callable[[Value], Value], names: Sequence[str | None]) -> Value:
@@ -149,11 +157,12 @@ def decoder(
     embedding_multiplier: float = 1.0,
     last_norm: str = "norm",
 ) -> Value:
-    """Apply embedding, blocks, last norm and head, as HF's `...ForCausalLM`; return logits.
+    """Apply embedding, blocks, last norm and head, as HF's `...ForCausalLM`; return the logits.
 
-    The logits are [rows, vocab], for the rows of `wanted_rows`. block: maps a layer's input
-    [T, hidden] to its output [T, hidden]. embedding_scale: a factor inside `embed_tokens`, as in
-    Gemma. embedding_multiplier: a factor after `embed_tokens`. last_norm: the last norm's name.
+    The logits are [rows, vocab], for the rows that `layers.wanted_rows` selects. block: maps a
+    layer's input [T, hidden] to its output [T, hidden]. norm, last_norm: kind and name of the last
+    norm. embedding_scale: a factor inside `embed_tokens`, as in Gemma. embedding_multiplier: a
+    factor after `embed_tokens`.
     """
     tables = c.tables(step)
     with scope("model"):

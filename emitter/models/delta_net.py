@@ -49,7 +49,7 @@ class DeltaConfig(HybridConfig):
 
 
 def delta_fields(c: ConfigReader) -> dict[str, Any]:
-    """Return the fields of a `DeltaConfig` for `ConfigReader.read`."""
+    """Read fields of a `DeltaConfig`; return them as keyword arguments of `ConfigReader.read`."""
     layers, interval = c.take("num_hidden_layers"), c.take("full_attention_interval", 4)
     types = [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(layers)]
     return {
@@ -66,7 +66,7 @@ def delta_fields(c: ConfigReader) -> dict[str, Any]:
 
 
 class MoeConfig(DeltaConfig):
-    """The config with routed experts, and a shared expert that every token uses through a gate."""
+    """A `DeltaConfig` with routed experts, and a gated shared expert that every token uses."""
 
     experts: int
     num_experts_per_tok: int
@@ -94,10 +94,10 @@ def self_attention(step: Step, c: DeltaConfig, layer: int, x: Value, tables: tup
 
 
 def delta_net(step: Step, c: DeltaConfig, layer: int, qkv: Value, z: Value, a: Value, b: Value) -> Value:
-    """Apply a gated delta net with the output norm and `out_proj`: [T, hidden].
+    """Apply a gated delta net with its output norm and `out_proj`; return [T, hidden].
 
-    qkv: q, k and v before the convolution, [T, 2 keys + values]. z: the output gate, [T, values].
-    a, b: [T, value_heads], as in `gated_delta`.
+    qkv: q, k and v before the convolution, [T, 2 * c.keys + c.values]. z: the output gate, [T,
+    c.values]. a, b: the inputs of decay and beta, [T, value_heads]; see `recurrences.gated_delta`.
     """
     tokens = qkv.shape[0]
     qkv = activation(causal_conv(step, layer, qkv, "conv1d", bias=False), c.hidden_act)
@@ -109,7 +109,7 @@ def delta_net(step: Step, c: DeltaConfig, layer: int, qkv: Value, z: Value, a: V
 
 
 def delta_decoder(step: Step, c: DeltaConfig, linear_attn: Block[Any], mlp: Mlp[Any]) -> Value:
-    """Return the logits of a decoder whose mixers are `linear_attn` and gated attention."""
+    """Return the logits of a decoder: `linear_attn` in some layers, gated attention in others."""
     mixers = {FULL: ("self_attn", self_attention), LINEAR: ("linear_attn", linear_attn)}
     return decoder(step, c, residual_block(mixers, mlp, norm=rms_norm_plus_one), rms_norm_plus_one)
 

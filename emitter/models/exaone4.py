@@ -11,7 +11,7 @@ from castiron.emitter.step import Step
 
 
 class Config(DecoderConfig):
-    """The config. hybrid: whether only layers with a sliding window have a rotary embedding."""
+    """The config of EXAONE 4.0. hybrid: whether only layers with a sliding window use rope."""
 
     hybrid: bool
 

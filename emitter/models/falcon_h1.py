@@ -15,9 +15,10 @@ from castiron.emitter.step import Step
 
 
 class Config(DecoderConfig):
-    """The config. ssm_multipliers: factors of gate, x, B, C and dt. mlp_multipliers: two factors.
+    """The config of Falcon-H1.
 
-    The first of `mlp_multipliers` applies to the gate of the MLP, the second to its result.
+    ssm_multipliers: factors of Mamba's gate, x, B, C and dt. mlp_multipliers: factors of the MLP's
+    gate and of its result.
     """
 
     attention_bias: bool = False

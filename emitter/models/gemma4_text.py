@@ -48,11 +48,12 @@ class Experts:
 
 
 class Config(SlidingConfig):
-    """The config. rotary, kv_heads, head_dim: of layers with full attention.
+    """The config of Gemma 4.
 
-    The fields `sliding_...` belong to layers with a sliding window. own: the first `own` layers
-    compute keys and values; the layers after them use those of `source(layer)`. per_layer: features
-    of each layer's token embedding, 0 if there are none.
+    rotary, kv_heads, head_dim: those of layers with full attention; the fields `sliding_...` belong
+    to layers with a sliding window. own: the first `own` layers compute keys and values; the layers
+    after them use those of `source(layer)`. keys_are_values: whether layers with full attention
+    use the projected keys as values. per_layer: features of each layer's token embedding, or 0.
     """
 
     sliding_kv_heads: int
@@ -67,7 +68,7 @@ class Config(SlidingConfig):
     final_logit_softcapping: float | None
 
     def heads_of(self, layer: int) -> tuple[int, int]:
-        """Return the number of kv heads and the head_dim of a layer."""
+        """Return (number of kv heads, head_dim) of a layer."""
         return (self.sliding_kv_heads, self.sliding_head_dim) if self.windows[layer] else (self.kv_heads, self.head_dim)
 
     def source(self, layer: int) -> int:
@@ -120,7 +121,10 @@ def read_experts(c: ConfigReader) -> Experts | None:
 
 
 def full_heads(c: ConfigReader, windows: list[int | None], keys_are_values: bool) -> dict[str, int]:
-    """Return `head_dim` and `num_key_value_heads` of full attention, if the config has them."""
+    """Return the keys `head_dim` and `num_key_value_heads` of layers with full attention.
+
+    A key is missing if the config has no own value for these layers.
+    """
     kv_heads, head_dim = c.take("num_global_key_value_heads", None), c.take("global_head_dim", 512)
     if "per_layer_config" not in c.config:
         return {"head_dim": head_dim, **({"num_key_value_heads": kv_heads} if keys_are_values and kv_heads else {})}
@@ -136,7 +140,7 @@ def full_heads(c: ConfigReader, windows: list[int | None], keys_are_values: bool
 
 
 def states(c: Config, context: int) -> tuple[State, ...]:
-    """Return the KV caches of layers with full attention, and the rings of those with a window."""
+    """Return the KV caches of layers with full attention, and ring buffers of the other layers."""
     windows = dict(enumerate(c.windows[: c.own]))
     full = layer_caches(windows, context, c.kv_heads, c.head_dim)
     sliding = layer_caches(windows, context, c.sliding_kv_heads, c.sliding_head_dim)
@@ -165,7 +169,10 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
 
 
 def mixed(step: Step, c: Config, e: Experts, x: Value, dense: Value) -> Value:
-    """Return the sum of the MLP's result `dense` and the experts' result, after a norm on each."""
+    """Return the normalised result of the MLP, `dense`, plus the normalised result of the experts.
+
+    x: the input of the layer's MLP before its norm. x, dense and the result are [T, hidden].
+    """
     with scope("router"):
         h = multiply(rms_norm(step, x, None, c.eps), broadcast_in_dim(values(step, "scale", (c.hidden,)), x.shape, (1,)))
         chosen, weights = route(linear(step, scaled(h, c.hidden**-0.5), "proj", e.count), e.per_token, normalised=True)
@@ -199,9 +206,9 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def layer_embeddings(step: Step, c: Config, x: Value) -> list[Value | None]:
-    """Return an embedding [T, per_layer] for each layer, None if the model has none.
+    """Return each layer's own embedding of the tokens, [T, per_layer], or None if it has none.
 
-    It is (token embedding + projection of x) / sqrt(2).
+    It is (token embedding + projection of x) / sqrt(2), for x [T, hidden].
     """
     if not c.per_layer:
         return [None] * c.layers

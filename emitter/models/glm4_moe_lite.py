@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash as in HF `Glm4MoeLiteForCausalLM`: latent attention (arXiv:2405.04434), experts.
+"""GLM-4.7-Flash as in HF `Glm4MoeLiteForCausalLM`: experts, latent attention (arXiv:2405.04434).
 
 A token's keys and values are one latent vector c, from which `kv_b_proj` computes the key K c and
 the value V c of each head. As `q . (K c)` equals `(q K) . c`, this code projects queries to the
@@ -20,10 +20,11 @@ _LATENT_EPS = 1e-6
 
 
 class Config(DecoderConfig):
-    """The config of latent attention.
+    """The config of GLM-4.7-Flash.
 
-    head_dim: width of the cache's one head: `kv_lora_rank` features of the latent vector, then
-    `qk_rope_head_dim` rotated features. scale: the factor of attention scores.
+    head_dim: width of the KV cache's only head: `kv_lora_rank` features of the latent vector, then
+    `qk_rope_head_dim` rotated features. scale: the factor of attention scores. sparse: for each
+    layer, whether it has experts. groups: see `layers.route`.
     """
 
     attention_bias: bool = False
@@ -79,7 +80,7 @@ def sparse_layers(c: ConfigReader, layers: int) -> list[bool]:
 
 
 def yarn_scale(c: ConfigReader) -> float:
-    """Return the factor by which YaRN scales q and k, as HF's `yarn_apply_mscale`."""
+    """Return the factor by which YaRN scales q, and also k, as HF's `yarn_apply_mscale` does."""
     entry = c.take("rope_scaling", None, dict) or c.take("rope_parameters", {}, dict)
     kind, share = entry.get("rope_type") or entry.get("type") or "default", entry.get("mscale_all_dim")
     if kind == "default" or not share or entry.get("factor", 1) <= 1:

@@ -22,7 +22,7 @@ _ROPE = {
 
 
 class Config(DecoderConfig):
-    """The config. intermediate: width of an expert's hidden layer."""
+    """The config of gpt-oss. intermediate: width of an expert's hidden layer."""
 
     attention_bias: bool = True
     experts: int

@@ -11,7 +11,7 @@ from castiron.emitter.step import Step
 
 
 class Config(GraniteConfig):
-    """The config. intermediate: width of an expert's hidden layer."""
+    """The config of Granite 3 MoE. intermediate: width of an expert's hidden layer."""
 
     experts: int
     num_experts_per_tok: int = 2
@@ -27,7 +27,7 @@ def read(c: ConfigReader) -> Config:
 
 
 def sparse_mlp(step: Step, c: Any, x: Value) -> Value:
-    """Apply the routed experts of Granite 3 or 4."""
+    """Apply the routed experts of Granite 3 or 4 to x [T, hidden]; return [T, hidden]."""
     with scope("router"):
         logits = linear(step, x, "layer", c.experts)
     # HF's softmax over the chosen logits equals a softmax over all logits, divided by its sum over the chosen ones.

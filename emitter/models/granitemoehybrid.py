@@ -22,7 +22,10 @@ MAMBA, FULL = "linear_attention", "full_attention"
 
 
 class Config(GraniteConfig, HybridConfig):
-    """The config. intermediate: hidden width of a routed expert. rotates: whether rope is used."""
+    """The config of Granite 4.
+
+    intermediate: width of a routed expert's hidden layer. rotates: whether attention uses rope.
+    """
 
     rotates: bool
     experts: int

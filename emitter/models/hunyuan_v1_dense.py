@@ -26,7 +26,7 @@ def read(c: ConfigReader) -> Config:
 
 
 def rotary(c: ConfigReader, head_dim: int, max_positions: int) -> Rotary:
-    """Return the frequencies. Scaling "dynamic" with `alpha` only increases theta."""
+    """Return the rotary frequencies; a scaling "dynamic" with `alpha` increases theta only."""
     entry = c.take("rope_scaling", None, dict) or c.take("rope_parameters", {}, dict)
     if (entry.get("rope_type") or entry.get("type")) == "dynamic" and entry.get("alpha"):
         theta = entry.get("rope_theta") or c.number("rope_theta", 10000.0)

@@ -35,7 +35,11 @@ def read(c: ConfigReader) -> Config:
 
 
 def feed_forward_size(c: ConfigReader) -> int:
-    """Return the MLP's width: the config's, or 2/3 of it times a factor, rounded up."""
+    """Return the width of the MLP's hidden layer.
+
+    It is the size in the config, or, with `block_auto_adjust_ff_dim`, 2/3 of that times a factor,
+    rounded up to a multiple.
+    """
     stated = c.take("intermediate_size", None)
     size = c.take("block_ff_dim", stated) or c.take("intermediate_size")
     multiple, factor = c.take("block_multiple_of", 256), c.number("block_ffn_dim_multiplier", 1.0)

@@ -16,7 +16,7 @@ _SUM_EPS = 1e-6
 
 
 class Config(lfm2.Config):
-    """The config. intermediate: hidden width of the MLP in the first `dense` layers."""
+    """The config of LFM2 MoE. intermediate: hidden width of the MLP in the first `dense` layers."""
 
     dense: int
     experts: int

@@ -24,8 +24,8 @@ from castiron.emitter.types import EmitError, is_number
 class Mamba:
     """The sizes and options of Mamba 2.
 
-    state: features of B, and of C, for each group. positions: length of the convolution. proj_bias:
-    whether in_proj has a bias. limit: min and max time step.
+    state: features of B, and of C, for each group. positions: length of the convolution. conv_bias,
+    proj_bias: whether the convolution and `in_proj` have a bias. limit: min and max time step.
     """
 
     heads: int
@@ -43,7 +43,10 @@ class Mamba:
 
     @classmethod
     def read(cls, c: ConfigReader, features: int | None = None) -> Mamba:
-        """Read the keys `mamba_...`; default for features: `mamba_expand` times the hidden size."""
+        """Return the sizes and options in the config's keys `mamba_...`.
+
+        features: heads * head_dim; default: `mamba_expand` times the hidden size.
+        """
         # The chunk size changes results by rounding only.
         c.unused("mamba_chunk_size")
         heads, expanded = c.take("mamba_n_heads", 128), c.take("mamba_expand", 2) * c.take("hidden_size")
@@ -76,7 +79,7 @@ class Mamba:
         return self.groups * self.state
 
     def states(self, layers: Sequence[int]) -> tuple[State, State]:
-        """Return the states of the model's `layers` with Mamba 2."""
+        """Return the states `conv` and `scan` for `layers`, the model's layers with Mamba 2."""
         count, own = len(layers), tuple(layers)
         conv = State("conv", (count, self.positions - 1, self.features + 2 * self.shared), "recurrent", layers=own)
         return conv, State("scan", (count, self.heads, self.head_dim, self.state), "recurrent", layers=own)
@@ -95,7 +98,10 @@ def time_step_limit(c: ConfigReader) -> tuple[float, float]:
 
 
 def limited(step: Step, dt: Value, limit: tuple[float, float]) -> Value:
-    """Clamp dt [T, heads] so that softplus(dt + dt_bias) is in `limit`: in prefill only, as HF."""
+    """Return dt [T, heads], clamped so that the time step softplus(dt + dt_bias) is in `limit`.
+
+    Like HF, this clamps in prefill only.
+    """
     for bound, nearer, free in ((limit[0], maximum, 0.0), (limit[1], minimum, inf)):
         if bound != free and step.mode == "prefill":
             at = bound + float(np.log(-np.expm1(-bound))) if bound else -inf
@@ -107,9 +113,9 @@ def limited(step: Step, dt: Value, limit: tuple[float, float]) -> Value:
 
 
 def scan(step: Step, m: Mamba, layer: int, rows: Value, dt: Value, function: str) -> Value:
-    """Apply the convolution, the activation `function` and the selective scan: [T, features].
+    """Apply the convolution, the activation `function` and the scan; return [T, m.features].
 
-    rows: x, B and C before the convolution, [T, features + 2 shared]. dt: [T, heads].
+    rows: x, B and C before the convolution, [T, m.features + 2 * m.shared]. dt: [T, heads].
     """
     rows, tokens = activation(causal_conv(step, layer, rows, "conv1d", m.conv_bias), function), rows.shape[0]
     x = split_heads(slice_(rows, (0, 0), (tokens, m.features)), m.heads)
@@ -120,7 +126,10 @@ def scan(step: Step, m: Mamba, layer: int, rows: Value, dt: Value, function: str
 
 
 def gated_scan(step: Step, m: Mamba, layer: int, x: Value, function: str, eps: float) -> Value:
-    """Apply `in_proj`, the scan, its gate and a norm by group: [T, hidden] to [T, features]."""
+    """Apply `in_proj`, the scan, its gate and a norm per group to x; return [T, m.features].
+
+    x: [T, hidden]. function: the activation after the convolution. eps: the norm's epsilon.
+    """
     sizes = {"gate": m.features, "conv_in": m.features + 2 * m.shared, "dt": m.heads}
     gate, rows, dt = linear_parts(step, x, "in_proj", sizes, m.proj_bias)
     out = multiply(scan(step, m, layer, rows, dt, function), activation(gate, "silu"))

@@ -25,21 +25,21 @@ _ROPE = {
 
 
 class Config(DecoderConfig):
-    """The config. beta, original: parameters of the queries' scale.
+    """The config of Ministral 3.
 
-    A query at position p is multiplied by 1 + beta * log(1 + p // original).
+    beta, original: a query at position p is multiplied by 1 + beta * log(1 + p // original).
     """
 
     beta: float
     original: int
 
     def growth(self, positions: np.ndarray) -> np.ndarray:
-        """Return the factors f32 by which queries at `positions` are multiplied."""
+        """Return the factors, f32 [n], by which queries at `positions` [n] are multiplied."""
         growth = np.log(1.0 + positions // self.original).astype(np.float32)
         return np.float32(1) + np.float32(self.beta) * growth
 
     def tables(self, step: Step) -> Sequence[Any]:
-        """Return two pairs of cos and sin for each layer: for queries, and for keys."""
+        """Return for each layer two pairs of tables (cos, sin): for queries, and for keys."""
         of_keys = rotary_tables(step, self.rotary)
         # If all factors are 1, one pair of tables for both lets a single kernel compute q, k and v.
         grows = step.context > self.original

@@ -37,7 +37,11 @@ _LETTERS = {"M": MAMBA, "*": FULL, "-": MLP, "E": MOE}
 
 
 class Config(HybridConfig):
-    """The config. latent: features of the routed experts' input, None for all hidden features."""
+    """The config of Nemotron-H.
+
+    latent: features to which the routed experts' input is projected, None if it is not projected.
+    mamba_act: the activation after the convolution. groups: see `layers.route`.
+    """
 
     mamba: Mamba
     mamba_act: str
@@ -101,7 +105,10 @@ def read(c: ConfigReader) -> Config:
 
 
 def layer_kinds(c: ConfigReader) -> tuple[str, ...]:
-    """Return each layer's type. Letters in the config: M Mamba, * attention, - MLP, E experts."""
+    """Return the type of each layer, from the config's list or its letters.
+
+    The letters are M for Mamba 2, * for attention, - for an MLP and E for experts.
+    """
     pattern = c.take("hybrid_override_pattern", "", str)
     if unknown := ", ".join(sorted(set(pattern) - set(_LETTERS))):
         raise EmitError(f"'hybrid_override_pattern' in the nemotron_h config has {unknown}; use M, *, - or E")

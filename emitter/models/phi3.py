@@ -1,4 +1,7 @@
-"""Phi-3 to Phi-4-mini (arXiv:2404.14219) as in HF `Phi3ForCausalLM`: Llama, fused projections."""
+"""Phi-3 to Phi-4-mini (arXiv:2404.14219) as in HF `Phi3ForCausalLM`.
+
+It is Llama with fused projections: one for q, k and v, and one for the MLP's gate and up.
+"""
 
 from castiron.emitter.ir import Value
 from castiron.emitter.layers import activation, attention, linear, linear_parts, rope, split_heads

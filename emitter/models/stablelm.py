@@ -1,4 +1,7 @@
-"""StableLM 2 (arXiv:2402.17834) as in HF `StableLmForCausalLM`: LayerNorm, partial rotary heads."""
+"""StableLM 2 (arXiv:2402.17834) as in HF `StableLmForCausalLM`.
+
+It is Llama with LayerNorm, and with a rotary embedding on a part of each head.
+"""
 
 from castiron.emitter.ir import Value, scope
 from castiron.emitter.layers import attention, gated_mlp, head_norms, layer_norm, linear, qkv_heads, rope

@@ -1,4 +1,7 @@
-"""StarCoder2 (arXiv:2402.19173) as in HF `Starcoder2ForCausalLM`: LayerNorm, biases, no gate."""
+"""StarCoder2 (arXiv:2402.19173) as in HF `Starcoder2ForCausalLM`.
+
+It is Llama with LayerNorm, with biases, and with an MLP without a gate.
+"""
 
 from castiron.emitter.ir import Value
 from castiron.emitter.layers import activation, layer_norm, linear
