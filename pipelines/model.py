@@ -1,4 +1,4 @@
-"""The Python API: load a model by path or name, and generate from text, messages or token ids."""
+"""The Python API: load a model by path or name, and generate from a text, messages or token ids."""
 
 # The function `overload` below is not typing's, so ruff takes overloads for redefinitions.
 # ruff: noqa: F811
@@ -55,7 +55,7 @@ POOLINGS = get_args(Pooling)
 
 
 class Asking(TypedDict, total=False):
-    """Options of a generation: max tokens, stop conditions, grammar, fields of `Sampling`."""
+    """The options of a generation, as keyword arguments; `Model` describes them."""
 
     max_tokens: int | None
     stop_strings: str | Iterable[str]
@@ -83,23 +83,24 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Model:
-    """A loaded bundle that generates or embeds text.
+    """A loaded bundle, which generates text or embeds texts.
 
         with castiron.load("smollm2-135m-instruct") as model:
             print(model.chat("Why is the sky blue?"))
 
-    A prompt is plain text; messages, {"role", "content"} each, for the chat template; or token ids.
+    A prompt is a text, a list of token ids, or a list of messages for the chat template, such as
+    {"role": "user", "content": "Hello"}.
 
     Options of a generation:
-        max_tokens: 1024 by default; None generates to the end of the context.
-        stop_strings, stop_tokens: where to end; stop_tokens=() ignores the model's end token.
+        max_tokens: 1024 by default; with None the text may fill the context.
+        stop_strings, stop_tokens: what ends the text; stop_tokens=() ignores the model's end token.
         template_args: variables of the chat template.
-        json_schema, regex, grammar: what the text has to match; a grammar is Lark's or GBNF.
-            `compact_json` writes JSON without spaces.
-        sampling, or the fields of `Sampling` by name: greedy by default.
+        json_schema, regex, grammar: what the text must match; a grammar is in Lark's syntax or
+            GBNF. With compact_json=True, JSON has no spaces.
+        sampling: a `Sampling`; or its fields by name, such as temperature. Greedy by default.
 
-    A common prefix of prompts is prefilled only once. Several threads may use one model: their
-    requests run in one batch, and each generates the same tokens as if it ran alone. A request that
+    A prefix that prompts share is computed only once. Several threads may use one model: their
+    requests run in one batch, and each generates the same tokens as on its own. A request that
     cannot run raises PipelineError.
     """
 
@@ -107,7 +108,7 @@ class Model:
         self, bundle: Bundle | Path | str, threads: int | None = None, prefix_cache: str | Path | None = None,
         draft: Bundle | Path | str | None = None, parse_special: bool = False,
     ):  # fmt: skip
-        """Open a bundle; the arguments are those of `castiron.load`."""
+        """Open a bundle; `castiron.load` describes the other arguments."""
         self.bundle = open_bundle(bundle)
         # A model either embeds texts or generates them: one of the two stays None.
         self._embedder: Embedder | None = None
@@ -131,6 +132,7 @@ class Model:
 
     @property
     def family(self) -> str:
+        """The model family: `model_type` of the HF config, such as "llama"."""
         return str(self.bundle.manifest.config.get("model_type", "unknown"))
 
     @property
@@ -157,7 +159,7 @@ class Model:
         """Generate the text that follows a prompt; return a list of results for several prompts.
 
         Several prompts run in one batch, and the list has their order. A single prompt that cannot
-        run raises PipelineError; among several prompts, the result of that prompt has an `error`.
+        run raises PipelineError. If one of several prompts cannot run, its result has an `error`.
         """
         if not is_prompt(prompts):
             return sorted(self.generate_many(cast(Iterable[Prompt], prompts), **asking), key=lambda result: result.index)
@@ -167,7 +169,7 @@ class Model:
         return result
 
     def generate_many(self, prompts: Iterable[Prompt], **asking: Unpack[Asking]) -> Iterator[Result]:
-        """Yield a Result for each prompt as it ends; take a prompt when a slot is free for it."""
+        """Yield the result of each prompt when it ends; take a prompt when a slot is free for it."""
         return generate_many(self._open_engine(), prompts, self._requests(asking))
 
     def chat(self, messages: str | Sequence[Message], **asking: Unpack[Asking]) -> Result:
@@ -177,7 +179,8 @@ class Model:
     def stream(self, prompt: Prompt, **asking: Unpack[Asking]) -> Stream:
         """Return an iterator over pieces of the text that follows a prompt.
 
-        The model runs only while the caller waits for a piece. Closing it ends the request.
+        The model runs only while the caller waits for a piece. Closing the iterator ends the
+        request.
         """
         engine, make_request = self._open_engine(), self._requests(asking)
         if self.tokenizer is None:
@@ -189,7 +192,7 @@ class Model:
     @overload
     def score(self, texts: Iterable[Prompt], *, top: int = 0) -> list[Scored]: ...
     def score(self, texts: Prompt | Iterable[Prompt], *, top: int = 0) -> Scored | list[Scored]:
-        """Return the log-probability of each token of a text or messages; a list for several texts.
+        """Return the log-probability of each token of a text, or a list of these for several texts.
 
         Args:
             texts: a text, token ids or messages, or several of these.
@@ -215,15 +218,15 @@ class Model:
     ) -> np.ndarray:  # fmt: skip
         """Return the embedding of a text, f32 [dimensions], or of n texts, f32 [n, dimensions].
 
-        An embedding model computes the vectors of sentence-transformers and cuts a text that is too
-        long. A generating model, compiled with `embed`, pools hidden states after its last norm.
+        An embedding model computes the same vectors as sentence-transformers, and cuts a text that
+        is too long. A generating model, compiled with `--embed`, pools its last hidden states.
 
         Args:
             texts: a text or token ids, or several of these.
             prompt_name, prompt: name or text of a prompt that is put before each text.
-            dimensions: how many numbers of a vector to return, from the first; by default all.
-            pooling: "mean" over the tokens, the default of a generating model, or the "last" token.
-            normalise: scale vectors to length 1, the default of a generating model.
+            dimensions: return only so many numbers of each vector, the first ones.
+            pooling: "mean" of all tokens, the default of a generating model, or the "last" token.
+            normalise: whether to scale vectors to length 1, the default of a generating model.
 
         Raises:
             PipelineError: the model has no such prompt, pooling or dimensions, or a text has no
@@ -235,7 +238,7 @@ class Model:
         return rows[0] if one else rows
 
     def _pooled(self, texts, prompt_name, prompt, dimensions, pooling, normalise) -> np.ndarray:
-        """Return the pooled hidden states of a generating model."""
+        """Return the embeddings of a generating model; the arguments are those of `embed`."""
         if prompt_name is not None:
             raise PipelineError(f"{self.name} has no prompts for embeddings; put a prefix before the texts yourself")
         pooling, normalise = pooling or "mean", normalise is not False
@@ -270,7 +273,7 @@ class Model:
         return self._embedder.rerank(query, documents)
 
     def _encoded(self, texts, prompt_name, prompt, dimensions, pooling, normalise) -> np.ndarray:
-        """Return the vectors of an embedding model."""
+        """Return the embeddings of an embedding model; the arguments are those of `embed`."""
         embedder = self._embedder
         if embedder is None:
             raise PipelineError("this model is closed; load it again")
@@ -301,7 +304,7 @@ class Model:
         return self._engine
 
     def _requests(self, asking: Asking) -> Callable[[Prompt], Request]:
-        """Return a function that makes a prompt's request; PipelineError for invalid options."""
+        """Return a function that makes a prompt's request with the options `asking`."""
         engine, options = self._open_engine(), dict[str, Any](asking)
         check_names(options, Asking.__annotations__)
         limit = options.pop("max_tokens", DEFAULT_MAX_TOKENS)
@@ -346,24 +349,24 @@ def load(
     parse_special: bool = False,
     **options: Any,
 ) -> Model:
-    """Load a bundle, or compile a GGUF file, an HF directory, a catalogue name or org/name first.
-
-    Compiled bundles are stored in castiron's cache.
+    """Load a model; if it is not a bundle, compile it first and store the bundle in the cache.
 
     Args:
+        model: a bundle or its path, the path of a GGUF file or HF directory, a name of castiron's
+            catalogue, or org/name on the Hugging Face hub.
         threads: CPU threads, by default one per physical core.
-        context: positions for a prompt and its answer, up to the model's limit; by default the
-            bundle's, at most 8192.
-        progress: called with (name of the stage, share done) while compiling; by default a bar.
-        prefix_cache: a folder that stores the states of long prefixes, for other processes too.
-        draft: a smaller model with the same vocabulary that proposes tokens, by path or name.
+        context: max tokens of a prompt and its answer together, up to the model's limit; by default
+            the bundle's, which is at most 8192 unless it was compiled for more.
+        progress: called with (name of the stage, fraction done); by default prints a progress bar.
+        prefix_cache: folder that stores the states (KV caches) of long prefixes.
+        draft: a smaller model with the same vocabulary, which proposes tokens; given like `model`.
         parse_special: whether special tokens in messages, such as <|im_end|>, become tokens instead
             of text.
-        options: options of `castiron.compile`.
+        options: keyword arguments of `castiron.compile`.
 
     Raises:
         BundleError, CheckpointError, EmitError, CompileError, PipelineError: the model cannot be
-        found, compiled or loaded.
+            found, compiled or loaded.
     """
     check_names(options, _option_names("threads", "context", "progress", "prefix_cache", "draft", "parse_special"))
     chosen = None if is_bundle(model) and not options else options_of(**{"threads": threads, **options})
@@ -390,7 +393,7 @@ def compile_bundle(
 
 
 def _option_names(*more: str) -> list[str]:
-    """Return the names of the compiler's options, and `more`."""
+    """Return the names of all options of `castiron.compile`, and `more` names."""
     from castiron.pipelines.compile.options import Options
 
     return [*more, *(field.name for field in fields(Options))]

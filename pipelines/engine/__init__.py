@@ -1,1 +1,1 @@
-"""Token generation: scheduler, sampling, constraints, prefix cache, speculative decoding."""
+"""Generation of tokens: scheduler, sampling, constraints, prefix cache, speculative decoding."""

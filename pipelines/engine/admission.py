@@ -1,4 +1,4 @@
-"""The queue of requests: it chooses which prompt is read next and which request gets a slot."""
+"""The queue of requests, which chooses whose prompt is prefilled next and who gets a slot."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from castiron.pipelines.engine.context import common_prefix
 from castiron.pipelines.engine.prefix_cache import PrefixCache
 from castiron.pipelines.engine.request import Request
 
-# A request that was passed over this often has precedence over the others; of these, the oldest one.
+# A request that was passed over this often is chosen before others; if there are several such requests, the oldest is chosen.
 PATIENCE = 4
 
-# (Tokens left to read, slot of the request or None, the request).
+# A request that may run next: (number of tokens left to read, its slot or None, the request).
 Candidate = tuple[int, int | None, Request]
 
 
 class Admission:
     """The queue of requests, which chooses the request to run next.
 
-    The order is: the lowest `priority`; a client with fewer slots than its equal share; the oldest
-    request that was passed over `PATIENCE` times; the fewest tokens left to read. While an older
-    prompt with the same prefix is being read, a request waits until the prefix is in the cache.
+    It compares requests by these criteria, in this order: the lowest `priority`; a client with
+    fewer slots than its equal share; the oldest request that was passed over `PATIENCE` times; the
+    fewest tokens left to read. While an older prompt with the same prefix is being read, a request
+    waits until the prefix is in the cache.
 
     `self.waiting`: requests without a slot, by priority, then in order of arrival.
     `self.prefilling`: requests whose prompt is being read, by slot. `self.decoding`: requests whose
@@ -42,10 +43,11 @@ class Admission:
 
     @property
     def free(self) -> list[int]:
+        """The slots without a request."""
         return [slot for slot in range(self.slots) if slot not in self.prefilling and slot not in self.decoding]
 
     def add(self, request: Request) -> None:
-        """Queue a request; a preempted request goes before others of the same priority."""
+        """Queue a request: a preempted one before others of the same priority, others after them."""
         (insort_left if request.paused else insort)(self.waiting, request, key=lambda r: r.priority)
 
     def remove(self, request: Request) -> int | None:
@@ -60,10 +62,10 @@ class Admission:
         return None
 
     def next(self, forced: dict[int, Request]) -> tuple[int | None, Request] | None:
-        """Return (slot or None, request) of the request whose tokens are read next.
+        """Return the request whose tokens are read next, as (its slot or None, the request).
 
-        Returns None if no request has tokens to read. `forced`: decoding requests with several
-        unread tokens that a grammar forced, by slot.
+        Returns None if no request has tokens to read. `forced`: requests, by slot, for which a
+        grammar forced several tokens that the model has not read yet.
         """
         found: list[Candidate] = [
             (len(request.unread(self.cache.sessions[slot].position)), slot, request)
@@ -85,9 +87,10 @@ class Admission:
         return slot, chosen
 
     def preempted(self) -> int | None:
-        """Return the slot of the request to preempt for a waiting request, or None.
+        """Return the slot whose request should be preempted, or None.
 
-        The waiting request must have a higher priority (a lower number) and be ready to run.
+        A request is preempted only for a waiting request that has a higher priority (a lower
+        number) and could use the slot now.
         """
         if not self.waiting or self.free:
             return None
@@ -118,10 +121,10 @@ class Admission:
         return found[min(found)] if found else []
 
     def _left_to_read(self, request: Request) -> int:
-        """Return how many prompt tokens a waiting request has to read; 0 if it should wait.
+        """Return how many prompt tokens a waiting request has to read, or 0 if it should wait.
 
-        It should wait while another request is reading the same prefix, or while the prefix is
-        being read from disk.
+        A request should wait while another request is reading the same prefix, or while the prefix
+        is being read from disk.
         """
         if request.paused:
             return max(1, len(request.prompt) - request.paused.position)
@@ -133,9 +136,9 @@ class Admission:
         return 0 if any(self._will_cache_more(r, request, cached) for r in older) else len(request.prompt) - cached
 
     def _will_cache_more(self, other: Request, request: Request, cached: int) -> bool:
-        """Return whether the cache will have a longer prefix after the prompt of `other` is read.
+        """Return whether reading the prompt of `other` will put more of `request`'s into the cache.
 
-        cached: length of the prefix of `request`'s prompt that is in the cache now.
+        cached: number of tokens of `request`'s prompt that are in the cache now.
         """
         common, wanted, given = common_prefix(request.prompt, other.prompt), request.prompt_logprobs, other.prompt_logprobs
         if wanted is None:

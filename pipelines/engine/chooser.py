@@ -14,15 +14,15 @@ from castiron.pipelines.errors import PipelineError
 
 
 class ConstraintError(PipelineError):
-    """The error if no token of the vocabulary continues the text as its constraint requires."""
+    """The error that no token of the vocabulary can continue a text as its constraint requires."""
 
 
 class Constraint(Protocol):
-    """An interface that decides which tokens may continue a text, such as a grammar.
+    """The interface of a constraint, such as a grammar, which limits the next token of a text.
 
     `forced`: the tokens that must come next, in order; empty if several tokens are allowed.
-    `done`: whether the text is complete and cannot continue. `eos`: the tokens that may end a
-    complete text.
+    `done`: whether the text is complete and cannot continue. `eos`: the end tokens that may follow
+    a complete text.
     """
 
     @property
@@ -35,7 +35,10 @@ class Constraint(Protocol):
         """Return an independent constraint in the same state."""
         ...
 
-    def allows(self, token: int) -> bool: ...
+    def allows(self, token: int) -> bool:
+        """Return whether `token` may come next."""
+        ...
+
     def masked(self, logits: np.ndarray) -> np.ndarray:
         """Return `logits` [vocab] with minus infinity for tokens that are not allowed.
 
@@ -49,7 +52,7 @@ class Constraint(Protocol):
 
 
 class MinTokens:
-    """A constraint that forbids the stop tokens until a text has `count` tokens."""
+    """A constraint that forbids `stop_tokens` until the text has `count` tokens."""
 
     done = False
     forced: tuple[int, ...] = ()
@@ -75,11 +78,11 @@ class MinTokens:
 
 
 class Chooser:
-    """A chooser of the tokens of one request: `pick` returns the next token, `accept` appends it.
+    """The choice of the tokens of one request: `pick` returns the next token, `accept` appends it.
 
     `recent`: the last REPEAT_WINDOW tokens of prompt and answer, for the repeat penalty. `counts`:
-    how often each token was generated, for the frequency and presence penalties. Both are updated
-    only if the sampling needs logits.
+    how often each token was generated, for the frequency and presence penalties. Greedy decoding
+    without penalties does not need `recent` and `counts`, and does not update them.
     """
 
     def __init__(self, sampler: Sampler, constraint: Constraint | None = None, recent: Sequence[int] = ()):
@@ -88,7 +91,7 @@ class Chooser:
 
     @property
     def done(self) -> bool:
-        """Whether the text is complete and cannot continue."""
+        """Whether the constraint ends the text: it is complete and cannot continue."""
         return bool(self.constraint and self.constraint.done)
 
     @property
@@ -97,16 +100,18 @@ class Chooser:
         return bool(self.constraint and self.constraint.forced)
 
     def pick(self, argmax: int, logits: Callable[[], np.ndarray]) -> int:
-        """Return the next token.
+        """Return the next token, without appending it.
 
-        `argmax`: the most probable token. `logits`: returns the logits, f32 [vocab].
+        `argmax`: the token with the largest logit. `logits`: returns the logits, f32 [vocab]; it is
+        called only if `argmax` does not decide.
         """
         return self._pick(argmax, logits, False)[0]
 
     def pick_if_certain(self, argmax: int, logits: Callable[[], np.ndarray]) -> int | None:
-        """Return the token of `pick`, or None if rounding could change it.
+        """Return the token that `pick` would return, or None if rounding could change it.
 
-        The functions of a bundle add numbers in different orders, so their logits differ slightly.
+        The functions of a bundle (prefill, decode, verify) add numbers in different orders, so
+        their logits differ slightly.
         """
         token, certain = self._pick(argmax, logits, True)
         return token if certain else None
@@ -137,7 +142,7 @@ class Chooser:
             self.sampler.used()
 
     def lookahead(self) -> Chooser:
-        """Return an independent copy, which will draw tokens with the same random numbers."""
+        """Return an independent copy, which chooses the same tokens for the same logits."""
         other = copy(self)
         other.sampler = self.sampler.copy()
         other.constraint, other.counts = self.constraint and self.constraint.copy(), self.counts.copy()

@@ -1,4 +1,4 @@
-"""Count the free positions of a context after a prompt, and move a session to a position."""
+"""Counting of the free positions of a context, and moving of a session to a position."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ DEFAULT_MAX_TOKENS = 1024
 
 
 def free_positions(context: int, prompt_tokens: int) -> int:
-    """Return how many tokens a model can generate after a prompt; below 1 if it does not fit.
+    """Return how many tokens a model can generate after a prompt.
 
-    context: max tokens of prompt and answer together.
+    The result is below 1 if the prompt does not fit in the context. context: max tokens of prompt
+    and answer together.
     """
     # The last generated token needs no position, because the model never reads it.
     return context - prompt_tokens + 1
 
 
 def move_to(session: Session, position: int, fed: Sequence[int] = (), source: Session | None = None) -> None:
-    """Move `session` back to `position`, or copy the states of the session `source` up to it.
+    """Move `session` to `position`, in its own states or in a copy of the states of `source`.
 
-    `fed`: the tokens before `position`. Recurrent states may not be able to return to exactly
-    `position`; then the session goes back further and reads the last tokens of `fed` again.
+    `fed`: the tokens before `position`. Recurrent states cannot return to every position. If they
+    cannot return to `position`, the session goes back further and reads the last tokens of `fed`
+    again.
     """
     source = source or session
     found = source.reachable(position)
@@ -42,7 +44,10 @@ def move_to(session: Session, position: int, fed: Sequence[int] = (), source: Se
 
 
 def move_after(session: Session, before: Snapshot, tokens: Sequence[int]) -> None:
-    """Move `session` back to the position after `tokens`, which it read after snapshot `before`."""
+    """Move `session` back to the position after `tokens`.
+
+    before: a snapshot of the session before it read `tokens` and then others.
+    """
     position = before.position + len(tokens)
     if session.reachable(position) == position:
         session.rewind(position)

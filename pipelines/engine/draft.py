@@ -1,7 +1,7 @@
 """Proposals of a draft model, a smaller model with the same vocabulary as the target model.
 
-The draft samples with the same random numbers as the target model will. A proposal is right if both
-models choose the same token, so the text is the same as without a draft (drafter-invariant
+The draft model and the target model sample with the same random numbers. A proposal is right if
+both models choose the same token, so the text is the same as without a draft (drafter-invariant
 speculative decoding: Daliri, Musco and Suresh, arXiv 2408.07978).
 """
 
@@ -35,10 +35,11 @@ ALL_KINDS = -1
 
 
 class HitRates:
-    """Acceptance rates: the fraction of right proposals of each kind, with decaying weights.
+    """The acceptance rates of proposals: for each kind, the fraction that was right.
 
-    `prior`: initial rate of each kind, with the weight of `CASES` proposals. `decay`: factor by
-    which each new proposal multiplies the weight of earlier ones.
+    The rates are weighted means, in which later proposals count more. `prior`: initial rate of each
+    kind, which counts like `CASES` proposals. `decay`: factor below 1, by which each new proposal
+    multiplies the weights of earlier ones.
     """
 
     CASES = 4.0
@@ -51,14 +52,16 @@ class HitRates:
         return self._hits[kind] / self._cases[kind]
 
     def learn(self, kind: int, right: bool) -> None:
+        """Update the rate of `kind` with a new proposal, which was right or wrong."""
         self._hits[kind] = self._hits[kind] * self._decay + right
         self._cases[kind] = self._cases[kind] * self._decay + 1
 
 
 def expected_tokens(rates: Iterable[float]) -> float:
-    """Return the expected tokens of a verification pass: its right proposals, and one more.
+    """Return the expected number of tokens that a pass which verifies proposals generates.
 
-    `rates`: acceptance rate of each proposal.
+    A pass generates one token more than the number of proposals that are right before the first
+    wrong one. `rates`: probability that a proposal is right, for each proposal in order.
     """
     expected = probability = 1.0
     for rate in rates:
@@ -68,9 +71,10 @@ def expected_tokens(rates: Iterable[float]) -> float:
 
 
 class CallCosts:
-    """Seconds of a call of the model, by its width in tokens: the median of the last calls.
+    """The seconds of a call of the model, by its width (number of tokens).
 
-    For a width that was not called yet, they are estimated from the next smaller width.
+    The value of a width is the median of its last calls. For a width without calls, the value is
+    estimated from the next smaller width.
     """
 
     GROWTH = 0.6  # low, because a width with a high estimate would never be tried
@@ -84,9 +88,11 @@ class CallCosts:
         return 1 in self._seconds
 
     def learn(self, width: int, seconds: float) -> None:
+        """Record that a call of `width` tokens took `seconds`."""
         self._seconds.setdefault(width, deque(maxlen=7)).append(seconds)
 
     def of(self, width: int) -> float:
+        """Return the seconds of a call of `width` tokens, measured or estimated."""
         if width in self._seconds:
             return statistics.median(self._seconds[width])
         narrower = max(known for known in self._seconds if known < width)
@@ -109,14 +115,15 @@ class Guess:
 
 
 class Draft:
-    """A draft model that reads the end of a text and proposes the next tokens.
+    """A draft model, which reads the end of a text and proposes the next tokens.
 
-    `self.costs`: call times of the target model. `self.saved`: seconds saved in earlier texts.
-    Both, and the acceptance rates of the proposals, carry over from text to text.
+    `self.costs`: call times of the target model. `self.saved`: seconds that proposals saved in
+    earlier texts. A new text starts with these values and with the acceptance rates of earlier
+    texts.
     """
 
     def __init__(self, session: Session, vocab: int, clock: Callable[[], float] = time.perf_counter):
-        """Measure the speed of the draft model.
+        """Prepare the draft model and measure its speed.
 
         `session`: session of the draft model, which nothing else may use. `vocab`: vocabulary size
         of the target model. `clock`: returns seconds.
@@ -148,6 +155,7 @@ class Draft:
 
     @property
     def step_seconds(self) -> float:
+        """The seconds that the draft model takes for one proposal."""
         return statistics.median(self._step_seconds)
 
     def acceptance(self, guess: Guess | None) -> float:
@@ -157,15 +165,17 @@ class Draft:
         return 1.0 if guess.confidence is None else self._rates[guess.kind]
 
     def learn(self, guess: Guess, right: bool) -> None:
+        """Update the acceptance rates with a guess that was right or wrong."""
         if guess.confidence is not None:
             for kind in (guess.kind, ALL_KINDS):
                 self._rates.learn(kind, right)
 
     def plan(self, text: list[int], seconds: float) -> tuple[int, float] | None:
-        """Return (index in `text` from which the draft should read, seconds that reading takes).
+        """Return where in `text` the draft should start to read, and the seconds that this takes.
 
-        Returns None if it takes more than `seconds`. If the draft has read only the end of the
-        text, it starts again further back as soon as that takes at most a quarter of `seconds`.
+        The start is an index of `text`. Returns None if reading takes more than `seconds`. A draft
+        that has read only the end of the text should start again further back, as soon as that
+        takes at most a quarter of `seconds`.
         """
         affordable, length = int(min(seconds / self._read_seconds, 1e9)), len(text)
         cached = length - self._start
@@ -181,10 +191,12 @@ class Draft:
         return (length - count, count * self._read_seconds) if count <= affordable else None
 
     def propose(self, text: list[int], start: int, chooser: Chooser, go_on: Callable[[list[Guess]], bool]) -> list[Guess]:
-        """Return guesses of the tokens after `text`, until `go_on(guesses)` is false.
+        """Return guesses of the tokens after `text`.
 
-        First the draft reads the unread tokens of `text` from index `start` on. It makes no guesses
-        if their ids are outside its vocabulary. `chooser`: `Chooser.lookahead` of the request.
+        First the draft reads the tokens of `text` from index `start` on that it has not read. If
+        one of their ids is outside its vocabulary, it makes no guesses. `chooser`: the result of
+        `Chooser.lookahead` for the request. `go_on`: called with the guesses so far; returns
+        whether to make another.
         """
         if max(text[start:][self._agreed if start == self._start else 0 :], default=0) >= self.session.vocab:
             return []
@@ -204,7 +216,10 @@ class Draft:
         return guesses
 
     def _follow(self, text: list[int], start: int) -> int:
-        """Read the unread tokens of `text` from `start` on; return the most probable next token."""
+        """Read the tokens of `text` from index `start` on that the session has not read.
+
+        Returns the most probable next token.
+        """
         if start != self._start:
             self._start, self._agreed = start, 0
         agreed = self._agree(text)

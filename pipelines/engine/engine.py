@@ -1,4 +1,4 @@
-"""The engine: takes requests, runs the model and returns events."""
+"""`Engine`, which takes requests, runs the model and returns the events of the requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from castiron.vmfb.state_file import StateError, identity, read_head, read_rows,
 
 
 class SingleSlot:
-    """A batch of one slot: a single session with the interface of `Batch`."""
+    """A batch with one slot: it gives a single session the interface of `Batch`."""
 
     size = 1
 
@@ -31,6 +31,10 @@ class SingleSlot:
         self.slots = [session]
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, int]:
+        """Run a decode step; return the most probable token by slot, -1 for logits that are NaN.
+
+        tokens: the token to read, by slot.
+        """
         try:
             return {0: self.slots[0].step(tokens[0])}
         except NanLogitsError:
@@ -38,15 +42,16 @@ class SingleSlot:
 
 
 class Engine:
-    """An engine, which owns a model's states (KV caches) and runs requests in its slots.
+    """An engine, which owns the states (KV caches) of a model and runs requests in its slots.
 
         engine = Engine("build/model")
         for request, event in engine.submit(Request(prompt, engine.context, max_tokens=64)):
             ...
 
-    A slot runs one request at a time. The engine has no thread of its own: a thread that waits for
-    events runs the next turn of the scheduler, for all requests, unless another thread is already
-    running a turn. A server has a dedicated thread that waits for events.
+    A slot runs one request at a time. The engine has no thread of its own. Instead, a thread that
+    waits for events runs the next turn of the scheduler, which advances all requests. If another
+    thread is already running a turn, the thread waits for the end of this turn. A server has a
+    dedicated thread that waits for events.
     """
 
     def __init__(
@@ -71,7 +76,8 @@ class Engine:
             store: store on disk for the states of prefixes.
             draft: draft model for speculative decoding.
             ngrams: whether to speculate that the text repeats earlier text (prompt lookup).
-            fill_slots: whether to prefer throughput to a short time between two tokens.
+            fill_slots: whether to maximise throughput. By default, the time between two tokens of a
+                request is kept short.
         """
         if isinstance(model, Bundle | Path | str):
             model = Session(model, threads) if single else Batch(model, threads)
@@ -118,9 +124,10 @@ class Engine:
         return EventStream(self)
 
     def read(self, stream: EventStream) -> Events:
-        """Return the next events of a stream, after running turns until there are any.
+        """Return the next events of a stream.
 
-        The result is empty if all requests of the stream have ended.
+        Runs turns until the stream has events. The result is empty if all requests of the stream
+        have ended.
         """
         with self._turn_ended:
             while not stream.events and (stream.live or self.cancelled):
@@ -132,7 +139,10 @@ class Engine:
         return found
 
     def _turn(self, scheduler: Scheduler) -> None:
-        """Run one turn of the scheduler, without the caller's lock of `_turn_ended` meanwhile."""
+        """Run one turn of the scheduler and pass its events to their streams.
+
+        The caller holds the lock of `_turn_ended`, which is released during the turn.
+        """
         self._in_turn = True
         self._turn_ended.release()
         events: Events = []
@@ -162,7 +172,7 @@ class Engine:
 
     @contextmanager
     def exclusive(self) -> Iterator[Scheduler]:
-        """Yield the scheduler, and prevent turns during the body of the `with` statement."""
+        """Yield the scheduler; no turn runs during the `with` block."""
         with self._turn_ended:
             while self._in_turn:
                 self._turn_ended.wait()
@@ -177,14 +187,14 @@ class Engine:
 
     @property
     def position(self) -> int:
-        """The number of tokens in the states (KV cache) of the latest request."""
+        """The number of tokens in the states (KV cache) of the slot that was used last."""
         with self.exclusive() as scheduler:
             return scheduler.batch.slots[scheduler.cache.latest()].position
 
     def save_state(self, path: Path) -> None:
-        """Write the tokens and states (KV cache) of the latest request to the file `path`.
+        """Write the tokens and states (KV cache) of the last used slot to the file `path`.
 
-        If there are no tokens, removes the file. May raise OSError.
+        If the slot has no tokens, removes the file. Raises OSError if the file cannot be written.
         """
         with self.exclusive() as scheduler:
             slot = scheduler.cache.latest()
@@ -196,9 +206,10 @@ class Engine:
                 path.unlink(missing_ok=True)
 
     def load_state(self, path: Path) -> None:
-        """Load the file of an earlier `save_state` into the prefix cache.
+        """Load a file that `save_state` has written into the prefix cache.
 
-        Raises StateError if it is invalid, or OSError.
+        Raises StateError if the file is invalid or belongs to another bundle, and OSError if it
+        cannot be read.
         """
         state = read_head(path)
         if state.bundle != identity(self.manifest):
@@ -216,9 +227,10 @@ class Engine:
 
 
 class EventStream:
-    """An iterator over (request, event) pairs, for the requests submitted to this stream.
+    """An iterator over the (request, event) pairs of the requests submitted to this stream.
 
-    It runs turns of the engine until all these requests have ended.
+    It ends when all these requests have ended. A thread that waits for the next pair runs turns of
+    the engine.
     """
 
     def __init__(self, engine: Engine):
@@ -228,6 +240,7 @@ class EventStream:
 
     @property
     def idle(self) -> bool:
+        """Whether all requests have ended and all their events have been read."""
         return not self.live and not self.events
 
     def submit(self, request: Request) -> None:
@@ -243,7 +256,7 @@ class EventStream:
             self.engine.cancelled.append(request)
 
     def read(self) -> Events:
-        """Wait for the next events and return them; empty if no request is left."""
+        """Wait for the next events and return them; return an empty list if all requests ended."""
         return self.engine.read(self)
 
     def add(self, request: Request, event: Event) -> None:

@@ -1,4 +1,4 @@
-"""Memory of a bundle, of the machine, and of this process."""
+"""Sizes of the memory that a bundle needs, that the machine has, and that this process uses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Needed:
 
 
 def needed(manifest: Manifest, slots: int = 1) -> Needed:
-    """Return the memory that a bundle needs to run `slots` sequences concurrently."""
+    """Return the memory that a bundle needs if `slots` sequences that fill the context run."""
     used = {"positional": manifest.context / manifest.max_context}
     state = sum(int(state.nbytes * used.get(state.kind, 1)) for state in manifest.states)
     return Needed(manifest.files[WEIGHTS].size, state, slots)
@@ -49,7 +49,7 @@ def slots_of(manifest: Manifest) -> int:
 
 
 def warn_of_shortage(*manifests: Manifest) -> None:
-    """Print a warning if the weights of these bundles together exceed the machine's memory."""
+    """Print a warning if the weights of all these bundles together exceed the machine's memory."""
     weights, available = sum(manifest.files[WEIGHTS].size for manifest in manifests), total_bytes()
     if weights > available:
         print_message(
@@ -59,9 +59,9 @@ def warn_of_shortage(*manifests: Manifest) -> None:
 
 
 def print_memory(manifest: Manifest, slots: int, draft: Manifest | None = None) -> None:
-    """Print the memory that a bundle with `slots` sequences and its draft model need.
+    """Print the memory that a bundle with `slots` sequences needs, with its draft model if any.
 
-    Also warns if the weights exceed the machine's memory.
+    Also prints a warning if the weights exceed the machine's memory.
     """
     need, of_draft = needed(manifest, slots), needed(draft) if draft else None
     total = need.total + (of_draft.total if of_draft else 0)

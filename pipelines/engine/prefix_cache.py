@@ -1,4 +1,4 @@
-"""The prefix cache, which finds the slot whose states (KV cache) have the longest prompt prefix."""
+"""The prefix cache, which finds the slot whose states (KV cache) contain most of a prompt."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from castiron.vmfb.session import Session
 
 @dataclass(frozen=True)
 class Paused:
-    """A copy of the states of a preempted request.
+    """A copy of the states (KV cache) of a preempted request.
 
     `rows`: an array for each state. `position`: number of tokens in the states. `chunked_tokens`:
-    how many of these were read in complete chunks. `prefilling`: whether a part of the prompt has
-    not been read yet.
+    how many of these tokens were read in complete chunks, from the first on. `prefilling`: whether
+    a part of the prompt has not been read yet.
     """
 
     rows: list[np.ndarray]
@@ -29,10 +29,12 @@ class Paused:
 
     @classmethod
     def of(cls, session: Session, prefilling: bool) -> Paused:
+        """Return a copy of the states of `session`."""
         position = session.position
         return cls([rows.copy() for rows in session.rows(position)], position, session.chunked_tokens, prefilling)
 
     def resume(self, session: Session) -> None:
+        """Write the copied states into `session`."""
         session.take(self.rows, self.position, self.chunked_tokens)
 
 
@@ -42,7 +44,7 @@ REWRITTEN = 16
 
 
 class PrefixCache:
-    """The prefix cache, which reuses the states (KV cache) of the slots for later prompts.
+    """The prefix cache, which reuses the states (KV caches) of the slots for later prompts.
 
     States stay in a slot after the end of the request that filled them. A prompt that continues the
     text in a slot reuses its states in place. A prompt that shares only a part of the text gets a
@@ -55,7 +57,11 @@ class PrefixCache:
     """
 
     def __init__(self, sessions: Sequence, store: PrefixStore | None = None, score_width: int = 1):
-        """Create an empty cache; `score_width`: tokens of a call of the model that scores them."""
+        """Create an empty cache.
+
+        `sessions`: the session of each slot. `store`: store on disk for the states of prefixes.
+        `score_width`: number of tokens in a call of the model that computes log-probabilities.
+        """
         self.sessions, self.store, self.score_width = sessions, store, score_width
         self.tokens = np.zeros((len(sessions), sessions[0].context), np.int32)
         self.scores: list[list[Score]] = [[] for _ in sessions]
@@ -66,8 +72,9 @@ class PrefixCache:
     def cached_in(self, prompt: np.ndarray, slot: int, top: int | None = None) -> int:
         """Return the length of the prefix of `prompt`, i32 [n], that can be reused from a slot.
 
-        `top`: `prompt_logprobs` of the request. If it is not None, the prefix must end where a call
-        that scored tokens ended, and its scores must have at least `top` most probable tokens.
+        `top`: `prompt_logprobs` of the request. If `top` is not None, the reusable prefix ends
+        where a call that computed log-probabilities ended, and each of its scores must have at
+        least `top` most probable tokens.
         """
         session, scores = self.sessions[slot], self.scores[slot]
         found = common_prefix(self.tokens[slot, : session.position], prompt)
@@ -77,32 +84,45 @@ class PrefixCache:
         return session.reachable(found)
 
     def scored_positions(self, cached: int) -> int:
-        """Return how many of `cached` tokens a request that needs scores can reuse.
+        """Return how many of `cached` tokens a request with prompt_logprobs can reuse.
 
-        The last call of `score_width` tokens must be repeated, because its logits are not cached.
+        The result is a multiple of `score_width`. The last call must be repeated, because its
+        logits are not cached.
         """
         return max(0, cached - 1) // self.score_width * self.score_width
 
     def longest(self, prompt: np.ndarray, top: int | None = None) -> int:
-        """Return how many tokens of `prompt` are in the cache or in the store, for `take`."""
+        """Return how many tokens of `prompt` the method `take` can reuse from slots or the store.
+
+        `top`: `prompt_logprobs` of the request.
+        """
         return max(*self._cached(prompt, top), self._on_disk(prompt, top))
 
     def fetching(self, prompt: np.ndarray, top: int | None = None) -> bool:
-        """Return whether the state that `take` would use is still being read from disk."""
+        """Return whether the state that `take` would load is still being read from disk.
+
+        `top`: `prompt_logprobs` of the request.
+        """
         longer = self.store and self._on_disk(prompt, top) >= max(self._cached(prompt, top)) + self.store.width
         return bool(longer and self.store.fetching(self.sessions[0], prompt))
 
     def _cached(self, prompt: np.ndarray, top: int | None) -> list[int]:
+        """Return how many tokens of `prompt` each slot has."""
         return [self.cached_in(prompt, slot, top) for slot in range(len(self.sessions))]
 
     def _on_disk(self, prompt: np.ndarray, top: int | None) -> int:
-        """Return how many tokens of `prompt` the store has; 0 for a scoring request (`top`)."""
+        """Return how many tokens of `prompt` the store has; 0 for a request with `top`.
+
+        The store has no log-probabilities, which such a request needs.
+        """
         return self.store.lookup(self.sessions[0], prompt) if self.store and top is None else 0
 
     def take(self, prompt: np.ndarray, free: Collection[int], top: int | None = None) -> tuple[int, int]:
-        """Return a slot of `free` and how many tokens of `prompt` its states now contain.
+        """Prepare a slot for `prompt`; return the slot and how many tokens of `prompt` it has now.
 
-        Copies states from another slot, or loads them from the store, if that gives more tokens.
+        `free`: the slots to choose from. The states are copied from another slot, or loaded from
+        the store, if that slot or the store has more of the prompt's tokens. `top`:
+        `prompt_logprobs` of the request.
         """
         cached = self._cached(prompt, top)
         best = max(cached)
@@ -125,6 +145,7 @@ class PrefixCache:
         return slot, best
 
     def _unused_longest(self, slots: Collection[int]) -> int:
+        """Return the least recently used of `slots`."""
         return min(slots, key=lambda s: (self.used[s], s))
 
     def latest(self) -> int:
@@ -137,9 +158,9 @@ class PrefixCache:
         self.tokens[slot, end - len(tokens) : end] = tokens
 
     def resume(self, paused: Paused, tokens: Sequence[int], free: Collection[int]) -> int:
-        """Return the `free` slot to which the states of a preempted request are restored.
+        """Restore the states of a preempted request to one of the `free` slots; return this slot.
 
-        tokens: tokens of its prompt and answer.
+        tokens: the tokens of its prompt and answer.
         """
         slot = self._unused_longest(free)
         paused.resume(self.sessions[slot])

@@ -1,4 +1,4 @@
-"""A store on disk for the states (KV caches) of long prefixes, so that each is prefilled once."""
+"""A store on disk for the states (KV caches) of long prefixes, so that each is computed once."""
 
 from __future__ import annotations
 
@@ -39,16 +39,21 @@ class PrefixStore:
         known = store.take(session, prompt)
         session.prefill(prompt[known:], progress=lambda *_: store.offer(session, prompt))
 
-    A state ends after a complete chunk of the widest prefill function. So a run that continues from
-    it makes the same calls as a run from the start, and its logits are equal to the last bit. A new
-    state has at least `MIN_CHUNKS` chunks, at least half of which are in no other state. If a state
-    cannot be cut to its first part, as in a recurrent model, another state is written at the
-    position where two prompts diverge. If the states in `directory` exceed `max_bytes`, the least
-    recently used ones are removed. A state that cannot be read or written is reported on stderr.
+    Here "state" means all states of a sequence after its first tokens. A stored state ends after a
+    complete chunk of the widest prefill function. So a run that continues from it makes the same
+    calls as a run from the start, and its logits are equal to the last bit. A new state has at
+    least `MIN_CHUNKS` chunks, and at least half of them are in no other state. The state of a
+    recurrent model cannot be cut to its first tokens, so another one is written at the position
+    where two prompts diverge. If the states in `directory` exceed `max_bytes`, the least recently
+    used ones are removed. A state that cannot be read or written is reported on stderr.
     """
 
     def __init__(self, directory: Path | str, manifest: Manifest, max_bytes: int = MAX_BYTES):
-        """Create the directory if it does not exist; raise PipelineError if that fails."""
+        """Open the store, and create `directory` if it does not exist.
+
+        manifest: manifest of the bundle. max_bytes: max size of all states in `directory`. Raises
+        PipelineError if the directory cannot be created.
+        """
         self.directory, self.bundle, self.max_bytes = Path(directory), identity(manifest), max_bytes
         self.folder = self.directory / self.bundle
         self.width = max(manifest.widths("prefill"), default=1)
@@ -67,13 +72,13 @@ class PrefixStore:
         self._writable = True
 
     def lookup(self, session: Session, prompt: np.ndarray) -> int:
-        """Return how many tokens of `prompt`, i32 [n], are in the store for `take` to load."""
+        """Return how many tokens of `prompt`, i32 [n], the method `take` would load."""
         return self._longest(session, prompt)[0]
 
     def take(self, session: Session, prompt: np.ndarray) -> int:
-        """Load the state with the longest prefix of `prompt` into `session`.
+        """Load the state with the longest prefix of `prompt`, i32 [n], into `session`.
 
-        Returns the number of tokens of the prefix, or 0 if none is stored.
+        Returns the number of tokens of this prefix, or 0 if no prefix is stored.
         """
         while True:
             position, state = self._longest(session, prompt)
@@ -93,7 +98,7 @@ class PrefixStore:
     def fetching(self, session: Session, prompt: np.ndarray) -> bool:
         """Return whether the state that `take` would load is still being read from disk.
 
-        The first call starts to read it in another thread.
+        The first call for a state starts to read it in another thread.
         """
         _, state = self._longest(session, prompt)
         if state is None:
@@ -106,9 +111,9 @@ class PrefixStore:
         return not self._fetched[name].done()
 
     def offer(self, session: Session, prompt: np.ndarray) -> None:
-        """Store the state of `session`, if it is useful for later prompts, in another thread.
+        """Store the state of `session` in another thread, if later prompts are likely to need it.
 
-        Call this after each chunk of `prompt`.
+        The caller calls this after each chunk of `prompt`, i32 [n].
         """
         position = session.position
         if not position or position != session.chunked_tokens or not session.settled or not self._writable:
@@ -120,10 +125,11 @@ class PrefixStore:
             self.save(session, prompt[:position])
 
     def prepare(self, session: Session, tokens: np.ndarray, progress: Callable[[int, int], None] | None = None) -> int:
-        """Prefill an empty `session` with the complete chunks of `tokens`, i32 [n]; store it.
+        """Prefill an empty `session` with the complete chunks of `tokens`, and store its state.
 
         Returns the number of tokens in these chunks. Raises PipelineError if there is no complete
-        chunk or the state cannot be written.
+        chunk, or if the state cannot be written. `tokens`: i32 [n]. `progress`: called
+        with (tokens read, tokens to read) after each chunk.
         """
         position = self._complete(len(tokens))
         if not position:
@@ -174,6 +180,7 @@ class PrefixStore:
         return self._complete(common_prefix(state.tokens, prompt))
 
     def _complete(self, tokens: int) -> int:
+        """Return how many of `tokens` tokens are in complete chunks."""
         return tokens // self.width * self.width
 
     def _states(self) -> Sequence[StateFile]:
@@ -201,7 +208,7 @@ class PrefixStore:
                 self._reject(path, error)
 
     def _reject(self, path: Path, error: StateError | OSError) -> None:
-        """Report a state that cannot be used and ignore its file until it is written again."""
+        """Report a file that cannot be used, and ignore the file until it is written again."""
         self._known.pop(path.name, None)
         # Another process may have removed the file for space.
         if not isinstance(error, FileNotFoundError):

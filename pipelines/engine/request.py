@@ -1,4 +1,4 @@
-"""A request to the engine, and the events that report its progress."""
+"""A request to the engine, and the events with which the engine reports its progress."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from castiron.pipelines.engine.prefix_cache import Paused
 from castiron.pipelines.engine.sampling import Sampler, Sampling, Score, log_probabilities
 from castiron.pipelines.errors import PipelineError
 
-# A repetition loop has a period of up to MAX_PERIOD tokens, and at least MIN_REPEATS periods and
-# MIN_TOKENS tokens. Tables and code repeat a line a few times, but no model leaves such a loop.
+# A repetition loop has a period of up to MAX_PERIOD tokens, and is at least MIN_REPEATS periods and
+# MIN_TOKENS tokens long. Tables and code repeat a line a few times, but no model leaves such a loop.
 MAX_PERIOD, MIN_REPEATS, MIN_TOKENS = 128, 8, 192
 
 
@@ -48,7 +48,8 @@ class Token:
     """A generated token.
 
     `logprob`: natural logarithm of its probability, before penalties, temperature and constraint.
-    `top`: the most probable tokens as (id, logprob). Both are None without `top_logprobs`.
+    `top`: the most probable tokens as (id, logprob). Both are None if the request has no
+    `top_logprobs`.
     """
 
     id: int
@@ -67,9 +68,10 @@ class Tokens(Event):
 class Finished(Event):
     """The event of the end of a request.
 
-    `reason`: "stop" for a stop token or string, a repetition loop, or a text that its constraint
-    completes; "length" for max_tokens; "context" if no position is free. `repeated`: whether the
-    reason was a repetition loop.
+    `reason`: "stop" after a stop token, a stop string, a repetition loop, or a text that is
+    complete under its constraint; "length" after max_tokens; "context" if the context is full.
+    `repeated`: whether a repetition loop ended the request. `stop_string`: the stop string that
+    ended it, if any.
     """
 
     reason: str
@@ -85,24 +87,27 @@ class Failed(Event):
 
 
 class Output(Protocol):
-    """An interface that converts the tokens of one request to events.
+    """The interface of an object that converts the tokens of one request to events.
 
-    `stopped`: whether the request must end, for example after a stop string.
+    `stopped`: whether the request must end, for example because of a stop string.
     """
 
     @property
     def stopped(self) -> bool: ...
-    def add(self, token: Token) -> list[Event]: ...
-    def finish(self, end: Finished, last: Token | None) -> list[Event]:
-        """Return the last events of the request, which end with `end` or a changed copy of it.
+    def add(self, token: Token) -> list[Event]:
+        """Return the events for a new token."""
+        ...
 
-        `last`: the stop token, if it has to be reported.
+    def finish(self, end: Finished, last: Token | None) -> list[Event]:
+        """Return the last events of the request; the very last is `end` or a changed copy of it.
+
+        `last`: the stop token, or None if the events should not report it.
         """
         ...
 
 
 class TokenOutput:
-    """An output that reports token ids only, without text."""
+    """An output whose events have token ids, but no text."""
 
     stopped = False
 
@@ -115,9 +120,10 @@ class TokenOutput:
 
 @dataclass
 class Timing:
-    """Times of a request, in `time.monotonic` seconds; 0 if not reached yet.
+    """The times of a request's steps, in `time.monotonic` seconds; 0 for a step still to come.
 
-    `arrived`: creation. `started`: when it got a slot. `first`, `last`: first and latest token.
+    `arrived`: the request was created. `started`: it got a slot. `first`, `last`: its first and its
+    latest token was generated.
     """
 
     arrived: float = field(default_factory=time.monotonic)
@@ -127,12 +133,13 @@ class Timing:
 
 
 class Request:
-    """A prompt, the options of its generation, and its progress.
+    """A request to generate tokens: a prompt, options, and what has been generated so far.
 
     Attributes:
         prompt: token ids, i32 [n].
         tokens: generated ids, without the stop token.
-        scores: log-probabilities of the prompt's tokens from index 1 on, as far as computed.
+        scores: log-probabilities of the prompt's tokens from index 1 on, as far as they have been
+            computed; empty without `prompt_logprobs`.
         finish_reason: `reason` of the request's `Finished` event, None before the end.
         cached: how many tokens of the prompt came from the prefix cache.
     """
@@ -161,15 +168,16 @@ class Request:
             context: max tokens of prompt and answer together.
             max_tokens: max tokens of the answer. If it is None, or fewer positions are free, only
                 the context limits the answer.
-            sampling: options, or a Sampler to continue the random numbers of an earlier request.
-            stop_tokens: None for the end tokens of the model, () for no stop tokens.
-            constraint: decides which tokens may come next.
+            sampling: sampling options, or a Sampler that continues its sequence of random numbers.
+            stop_tokens: tokens that end the answer; None for the end tokens of the model.
+            constraint: limits the next token, for example to those that a grammar allows.
             min_tokens: min tokens of the answer before a stop token can be chosen.
             repetition_stop: whether a repetition loop ends the request.
             top_logprobs: number of most probable tokens to report for each token of the answer,
                 with their log-probabilities and that of the token; None for no log-probabilities.
-            prompt_logprobs: the same for the prompt, in `self.scores`. Then max_tokens may be 0,
-                and the stop token is reported too.
+            prompt_logprobs: the same for the tokens of the prompt, which `self.scores` will have.
+                With prompt_logprobs, max_tokens may be 0, and the events also report the stop
+                token.
             output: converts tokens to events; by default a TokenOutput.
             client: name of the client; clients get equal shares of the slots.
             priority: requests with a lower number run first.
@@ -225,10 +233,11 @@ class Request:
         return self.tokens[max(0, position - len(self.prompt)) :] if position >= len(self.prompt) else self.prompt[position:]
 
     def advance(self, argmax: int, logits: Callable[[], np.ndarray], chosen: int | None = None) -> list[Event]:
-        """Choose the next token; return the events, which end with `Finished` if the request ends.
+        """Choose and append the next token; return its events.
 
-        `argmax`: the most probable token. `logits`: returns the logits, f32 [vocab]. `chosen`: the
-        token, if `self.chooser` has already picked it.
+        If the request ends, the last event is `Finished`. `argmax`: the token with the largest
+        logit. `logits`: returns the logits, f32 [vocab]. `chosen`: the next token, if
+        `self.chooser` has already picked it.
         """
         self.timing.last = time.monotonic()
         self.timing.first = self.timing.first or self.timing.last

@@ -1,4 +1,4 @@
-"""Sampling of the next token from the logits, and log-probabilities of tokens."""
+"""Sampling: the choice of the next token from the logits. Also log-probabilities of tokens."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ SCHEDULE = r"(constant|linear|cosine):([0-9]+|[0-9]*[.][0-9]+):([1-9][0-9]{0,8})
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling options of a generation; raises PipelineError for a value outside its range.
+    """The sampling options of a generation; a value outside its range raises PipelineError.
 
-    temperature 0 means greedy decoding. top_k 0, top_p 1, min_p 0 and repeat_penalty 1 have no
-    effect. Equal seeds generate equal tokens; without a seed each generation differs. The two
-    penalties after the seed, and logit_bias, token ids to numbers, are OpenAI's (see `shifted`).
-    temperature_schedule "linear:0.2:100" (or cosine) changes the temperature to 0.2 over the first
-    100 tokens.
+    temperature: 0 means greedy decoding.
+    top_k, top_p, min_p, repeat_penalty: the values 0, 1, 0 and 1 have no effect.
+    seed: generations with equal seeds have equal tokens; without a seed each generation differs.
+    frequency_penalty, presence_penalty, logit_bias: OpenAI's; logit_bias maps token ids to numbers.
+    temperature_schedule: "linear:0.2:100" or "cosine:0.2:100" changes the temperature to 0.2 over
+        the first 100 tokens; "constant:0.2:100" does not change it.
     """
 
     temperature: float = 0.0
@@ -72,12 +73,12 @@ class Sampling:
 
     @cached_property
     def schedule(self) -> tuple[str, float, int] | None:
-        """The shape, last temperature and length in tokens of the temperature's schedule."""
+        """The temperature schedule as (shape, last temperature, number of tokens), or None."""
         found = re.fullmatch(SCHEDULE, self.temperature_schedule or "")
         return (found[1], float(found[2]), int(found[3])) if found else None
 
     def temperature_at(self, position: int) -> float:
-        """Return the temperature of the answer's token number `position`, from 0."""
+        """Return the temperature for the answer's token at index `position`, counted from 0."""
         if not self.schedule or self.schedule[0] == "constant":
             return self.temperature
         shape, last, tokens = self.schedule
@@ -103,7 +104,7 @@ class Sampling:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether the choice needs the logits; otherwise it is the argmax."""
+        """Whether the choice needs the logits; if not, it is the token with the largest logit."""
         return self.is_random or self.repeat_penalty != 1 or self.shifts_logits
 
     @property
@@ -122,13 +123,14 @@ class Sampling:
 
 
 def model_sampling(generation: Mapping[str, Any]) -> Sampling | None:
-    """Return the sampling options of a generation_config.json, None if it has none.
+    """Return the sampling options of a generation_config.json, or None if it has none.
 
     As in `generate` of HF transformers, do_sample false means greedy decoding. Three things differ:
-    a field of `SAMPLED` has an effect without do_sample; a missing top_k is 0, where HF's is 50;
-    the repetition penalty counts the last REPEAT_WINDOW tokens, where HF's counts all tokens.
+    temperature, top_k, top_p and min_p have an effect without do_sample; a missing top_k is 0,
+    where HF's is 50; the repetition penalty counts the last REPEAT_WINDOW tokens, where HF's counts
+    all tokens.
 
-    Raises PipelineError for values out of range.
+    Raises PipelineError for a value outside its range.
     """
     stated: dict[str, Any] = {name: value for name in SAMPLED if (value := _number(generation, name)) is not None}
     samples, penalty = generation.get("do_sample"), _number(generation, "repetition_penalty")
@@ -161,7 +163,7 @@ def _invalid(reason: object) -> PipelineError:
 
 
 class Sampler:
-    """The sampler of one generation; it has a sequence of random numbers, one for each token."""
+    """The sampler of one generation, with a sequence of random numbers: one for each token."""
 
     def __init__(self, sampling: Sampling = Sampling()):
         self.sampling = sampling
@@ -177,16 +179,17 @@ class Sampler:
     def pick(
         self, logits: np.ndarray, history: Sequence[int], counts: Mapping[int, int] = {}, check: bool = False
     ) -> tuple[int, bool]:
-        """Return the next token, and whether rounding of the logits cannot change it.
+        """Return the next token, and whether it is certain: rounding of the logits cannot change it.
 
-        The order is: OpenAI's penalties and biases; then, as in llama.cpp, repeat penalty, top-k,
-        top-p, min-p and temperature. Of tokens with equal logits, the lowest id is chosen.
+        The options are applied in this order: OpenAI's penalties and biases, then, as in llama.cpp,
+        repeat penalty, top-k, top-p, min-p and temperature. Of tokens with equal logits, the lowest
+        id is chosen.
 
         Args:
             logits: f32 [vocab].
-            history: the tokens so far, prompt included.
+            history: the tokens of prompt and answer so far.
             counts: how often each token was generated.
-            check: whether the caller needs the second result.
+            check: whether the caller needs to know if the token is certain.
         """
         sampling = self.sampling
         if sampling.shifts_logits:
@@ -210,10 +213,11 @@ class Sampler:
 
 
 def _draw(weight: np.ndarray, number: float) -> tuple[int, bool]:
-    """Return an index drawn in proportion to `weight`, and whether rounding cannot change it.
+    """Return an index drawn in proportion to `weight`, and whether it is certain.
 
-    weight: f32 [n]. number: a uniform random number in [0, 1). Rounding cannot change the index if
-    the number is at least NEAR_DRAWN away from the intervals of other indices.
+    weight: f32 [n]. number: a uniform random number in [0, 1), which selects the index. The index
+    is certain (rounding cannot change it) if the number is at least NEAR_DRAWN away from the
+    intervals of other indices.
     """
     # Running sums over a complete vocabulary are slow, so a block is drawn first, then an index in
     # the block.
@@ -242,9 +246,9 @@ def lead(logits: np.ndarray) -> float:
 
 
 def _drawn(sums: np.ndarray, goal: float) -> int:
-    """Return the first index of the running sums `sums` whose value exceeds `goal`.
+    """Return the first index whose running sum in `sums` exceeds `goal`.
 
-    If rounding leaves no such index, returns the last index with a positive weight.
+    If no running sum does because of rounding, returns the last index with a positive weight.
     """
     return int(min(sums.searchsorted(goal, side="right"), sums.searchsorted(sums[-1])))
 
@@ -262,8 +266,8 @@ def weights(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
 def shifted(logits: np.ndarray, sampling: Sampling, counts: Mapping[int, int]) -> np.ndarray:
     """Return the logits, f64 [vocab], after OpenAI's penalties and biases.
 
-    Token j, generated c[j] times (`counts`), gets logits[j] - c[j] * frequency_penalty - (c[j] > 0)
-    * presence_penalty + logit_bias[j].
+    Token j, which was generated c[j] times (`counts`), gets
+    logits[j] - c[j] * frequency_penalty - (c[j] > 0) * presence_penalty + logit_bias[j].
     """
     logits = logits.astype(np.float64)
     for token, count in counts.items():
@@ -286,9 +290,9 @@ def penalise(logits: np.ndarray, recent: Sequence[int], penalty: float) -> np.nd
 
 
 def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids and probabilities, f64, of the tokens that top-k, top-p and min-p leave.
+    """Return the ids and probabilities of the tokens that remain after top-k, top-p and min-p.
 
-    logits: [vocab]. The most probable token comes first.
+    logits: [vocab]. Both results have the most probable token first; probabilities are f64.
     """
     weight = weights(logits)
     # Sorting a complete vocabulary takes longer than a decode step, so first remove the tokens that
@@ -319,9 +323,9 @@ def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.n
 
 
 class Score(NamedTuple):
-    """The log-probability of a token, and the most probable tokens at its position.
+    """The log-probability of a token, and those of the most probable tokens at its position.
 
-    `top`: (id, log-probability) of these tokens, the most probable one first.
+    `top`: (id, log-probability) of the most probable tokens, the most probable one first.
     """
 
     logprob: float
@@ -345,19 +349,20 @@ def log_probabilities(logits: np.ndarray, token: int, count: int) -> Score:
 
 
 def score_width(widths: Sequence[int], max_width: int) -> int:
-    """Return the number of tokens in a call that scores tokens (returns all their logits).
+    """Return how many tokens a call should read if the logits after every token are needed.
 
-    widths: widths of the verify functions. The result is the largest width up to `max_width`, else
-    the smallest width; 1 (a decode step) without verify functions.
+    widths: numbers of tokens that the verify functions of the bundle read. The result is the
+    largest of them up to `max_width`, or else the smallest. Without verify functions it is 1, a
+    decode step.
     """
     return max((width for width in widths if width <= max_width), default=min(widths, default=1))
 
 
 def logit_rows(session: Session, tokens: Sequence[int], width: int) -> Iterator[np.ndarray]:
-    """Read `tokens` in calls of `width` tokens and yield the logits after each token, f32 [vocab].
+    """Read `tokens` in calls of `width` tokens; yield the logits after each token, f32 [vocab].
 
-    An incomplete last call is padded, or replaced by decode steps if the states cannot drop the
-    padding. Raises NanLogitsError for logits that are NaN.
+    If the last call has fewer tokens, it is padded, or replaced by decode steps if the session
+    cannot undo the padding. Raises NanLogitsError for logits that are NaN.
     """
     for start in range(0, len(tokens), width):
         part = tokens[start : start + width]

@@ -1,4 +1,7 @@
-"""Continuous batching: a turn prefills a chunk of one prompt and decodes a token of the others."""
+"""Continuous batching: requests start and end independently in the slots of a batch.
+
+A turn of the scheduler prefills a chunk of one prompt and decodes a token of each other request.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,19 @@ from castiron.vmfb.program import NanLogitsError, SessionError
 
 
 class Observer:
-    """A receiver of the scheduler's events, called on its thread; this base class ignores them."""
+    """A receiver of the scheduler's events; this base class ignores them.
+
+    Its methods are called on the thread that runs the turn.
+    """
 
     def started(self, request: Request) -> None:
-        """Called when a request gets a slot; `request.cached` of its prompt tokens were cached."""
+        """Called when a request gets a slot; `request.cached` is already set."""
 
     def stepped(self) -> None:
-        """Called after a decode step of all requests whose prompt has been read."""
+        """Called after each decode step, which serves all requests that generate tokens."""
 
-    def preempted(self, request: Request) -> None: ...
+    def preempted(self, request: Request) -> None:
+        """Called when a request has lost its slot to one of a higher priority."""
 
     def token(self, request: Request, since: float | None) -> None:
         """Called for each token; `since`: seconds after the previous token, None for the first."""
@@ -34,7 +41,8 @@ class Observer:
     def ended(self, request: Request, reason: str) -> None:
         """Called when a request has ended; `reason`: `Finished.reason`, or "cancelled"."""
 
-    def failed(self, request: Request) -> None: ...
+    def failed(self, request: Request) -> None:
+        """Called when a request has ended with an error."""
 
 
 # Tokens of a prompt that are read between two decode steps. More would delay other requests; fewer
@@ -59,19 +67,23 @@ class Scheduler:
     """The scheduler, which runs requests in the slots of a batch.
 
     Only one thread at a time may call `turn`. A turn reads one chunk of one prompt and decodes one
-    token of every other request, so that a long prompt delays the others by one chunk at a time.
-    Copying a prefix from another slot, or reading it from disk, takes a turn of its own. Several
-    tokens that a constraint forces are read like a chunk.
+    token of each other request, so that a long prompt delays the others by only one chunk at a
+    time. Copying a prefix from another slot, or reading it from disk, takes a turn of its own. If a
+    constraint forces several tokens, they are read in one call, like a chunk.
 
-    `Admission` chooses which prompt is read next. If a prompt fails, only its own request ends. If
-    a decode step fails, all requests in it end. A preempted request loses its slot and continues
-    later from a copy of its states. With `draft` or `ngrams`, a request that runs alone uses
-    speculative decoding.
+    `Admission` chooses which prompt is read next. If reading a prompt fails, only its own request
+    ends. If a decode step fails, all requests in this step end. A preempted request loses its slot
+    and continues later from a copy of its states. With `draft` or `ngrams`, a request that is the
+    only one uses speculative decoding.
 
     Args:
         batch: a `castiron.vmfb.batch.Batch` or a `SingleSlot`, which nothing else may use.
-        fill_slots: whether to read all prompts that have slots before the next decode step, in the
-            widest chunks.
+        observer: receives the events of the scheduler.
+        store: store on disk for the states of prefixes.
+        draft: draft model for speculative decoding.
+        ngrams: whether to speculate that the text repeats earlier text (prompt lookup).
+        fill_slots: whether to read all prompts that can have a slot before the next decode step,
+            in the widest chunks.
     """
 
     def __init__(
@@ -92,10 +104,11 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
+        """Whether there are no requests."""
         return not (self.waiting or self.prefilling or self.decoding)
 
     def submit(self, request: Request) -> None:
-        """Queue a request; if its stop tokens are None, they become the model's end tokens."""
+        """Queue a request; `stop_tokens` of None are replaced by the model's end tokens."""
         if request.stop_tokens is None:
             request.stop_tokens = frozenset(self.manifest.tokens.eos)
         self.requests.add(request)
@@ -105,7 +118,7 @@ class Scheduler:
         self._leave(request, "cancelled")
 
     def turn(self) -> Events:
-        """Run a turn: read one chunk, run one decode step, and return the events."""
+        """Run a turn (one chunk of a prompt, then one decode step) and return its events."""
         events: Events = []
         self._preempt()
         forced = {slot: r for slot, r in self.decoding.items() if r.constraint and len(self._unread(slot, r)) > 1}
@@ -116,9 +129,10 @@ class Scheduler:
         return events
 
     def fail_all(self, error: BaseException) -> Events:
-        """End every request with `error`, which may have interrupted a turn at any point.
+        """End every request with `error`, and return the events of the requests.
 
-        States stay in the cache as far as they are certain to be valid.
+        The error may have interrupted a turn at any point. States stay in the prefix cache as far
+        as they are certain to be valid.
         """
         events: Events = []
         for slot, session in enumerate(self.batch.slots):
@@ -140,7 +154,8 @@ class Scheduler:
     def _read(self, forced: dict[int, Request], events: Events) -> bool:
         """Read the next chunk of a prompt or of forced tokens; return whether there was one.
 
-        forced: requests with several unread tokens that a constraint forced, by slot.
+        forced: requests, by slot, for which a constraint forced several tokens that the model has
+        not read yet.
         """
         if (chosen := self.requests.next(forced)) is None:
             return False
@@ -202,7 +217,7 @@ class Scheduler:
         self.observer.preempted(request)
 
     def _start(self, request: Request) -> int:
-        """Return the slot that a waiting request gets, after preparing the slot's states."""
+        """Give a waiting request a slot, prepare the states of the slot, and return it."""
         free = self.requests.free
         if paused := request.paused:
             slot = self.cache.resume(paused, [*request.prompt, *request.tokens], free)
@@ -220,9 +235,9 @@ class Scheduler:
         return slot
 
     def _decode(self, events: Events) -> None:
-        """Run a decode step with one token of every request whose prompt has been read.
+        """Run a decode step, which reads one token of every request whose prompt has been read.
 
-        Each request that has no more unread tokens then chooses its next token.
+        A request without other unread tokens then chooses its next token.
         """
         unread = {slot: self._unread(slot, r) if r.constraint else r.tokens[-1:] for slot, r in self.decoding.items()}
         if len(self.decoding) == 1 and not (self.prefilling or self.waiting):
@@ -273,7 +288,10 @@ class Scheduler:
             self._advance(slot, request, 0, events)
 
     def _advance(self, slot: int, request: Request, argmax: int, events: Events) -> None:
-        """Choose the request's next token, and append tokens that a constraint forces after it."""
+        """Choose the next token of a request, and append the tokens that a constraint then forces.
+
+        argmax: the token with the largest logit.
+        """
         forced = True
         while forced:
             before = request.timing.last
@@ -290,7 +308,7 @@ class Scheduler:
             self._leave(request, request.finish_reason)
 
     def _leave(self, request: Request, reason: str) -> None:
-        """End a request; its states stay in the cache."""
+        """End a request for `reason`; its states stay in the prefix cache."""
         slot = self.requests.remove(request)
         if slot is not None:
             self.cache.touch(slot)
@@ -299,7 +317,7 @@ class Scheduler:
             self.observer.ended(request, reason)
 
     def _fail(self, requests: list[Request], error: BaseException, events: Events, clear: bool = True) -> None:
-        """End requests with an error; clear: whether to remove their states from the cache."""
+        """End requests with an error; `clear`: whether their states leave the prefix cache."""
         # A constraint that no token satisfies is not a failure of the model.
         failure = error if isinstance(error, ConstraintError) else ModelFailed(error)
         for request in requests:

@@ -58,6 +58,7 @@ class Ngrams:
         self._find()
 
     def add(self, token: int) -> None:
+        """Append `token` to the text, and look for an earlier occurrence of its new end."""
         follows = self.length and self.tokens[self.end] == token
         length, end = (self.length + 1, self.end + 1) if follows else (0, 0)
         self._append(token)
@@ -68,9 +69,9 @@ class Ngrams:
             self.length, self.end = min(length, MAX_MATCH), end
 
     def propose(self, count: int) -> list[int]:
-        """Return the `count` tokens after the earlier occurrence; an empty list without a match.
+        """Return the `count` tokens after the earlier occurrence, or an empty list without a match.
 
-        If fewer than `count` tokens follow the occurrence, they are repeated.
+        If fewer than `count` tokens follow the earlier occurrence, they are repeated.
         """
         if not self.length:
             return []
@@ -96,16 +97,16 @@ class Ngrams:
 
 
 def match_kind(length: int) -> int:
-    """Return the index in `FOLLOWED` of the kind of a match of `length` tokens."""
+    """Return the index in `FOLLOWED` for a match of `length` tokens: 0 for 2-3, 1 for 4-7, ..."""
     return min(length, MAX_MATCH).bit_length() - 2
 
 
 @dataclass
 class SourceStats:
-    """Counts of one source of proposals.
+    """The counts of one source of proposals.
 
-    `proposed`: number of checked tokens. `accepted`: number of right tokens. `lost`: seconds lost
-    compared with decoding the same tokens by steps; negative if proposals saved time.
+    `proposed`: number of proposed tokens. `accepted`: number of these that were right. `lost`:
+    seconds lost compared with decoding the same tokens one by one; negative if time was saved.
     """
 
     proposed: int = 0
@@ -134,11 +135,11 @@ class Pass:
 
 
 class Speculator:
-    """The speculative decoding of one request: each pass chooses one or several tokens.
+    """The speculative decoding of one request; each pass chooses one or several tokens.
 
-    `self.stats`: counts by source. `self.passes`: number of calls that checked proposals.
-    `self.spent`: seconds of all passes, including `self.draft_seconds` in the draft model.
-    `self.prompt_seconds`: seconds of the prompt's prefill, set by the caller.
+    `self.stats`: counts by source of proposals. `self.passes`: number of model calls that checked
+    proposals. `self.spent`: seconds of all passes. `self.draft_seconds`: seconds of these in the
+    draft model. `self.prompt_seconds`: seconds of the prompt's prefill, which the caller sets.
     """
 
     def __init__(
@@ -178,12 +179,15 @@ class Speculator:
         return f"{self.accepted} of {self.proposed} proposed tokens were right{sources}"
 
     def report(self) -> dict:
-        """Return the counts and the draft's fraction of the time as a dict for JSON."""
+        """Return the counts, and the fraction of the time in the draft model, as a JSON object."""
         sources = {name: {"proposed": stats.proposed, "accepted": stats.accepted} for name, stats in self.stats.items()}
         return {"passes": self.passes, "draft_share": round(self.draft_share, 4), "sources": sources}
 
     def run(self, unread: Sequence[int]) -> Iterator[list[Event]]:
-        """Run a pass over the tokens that the session has not read; yield each token's events."""
+        """Run one pass, which chooses one or several tokens; yield the events of each token.
+
+        unread: the last tokens of the text, which the session has not read.
+        """
         for token in self.request.tokens[self._noted :]:
             self._note(token)
         found = self._read(unread[0]) if len(unread) == 1 else Pass([*unread], [self.session.prefill(unread)])
@@ -204,9 +208,9 @@ class Speculator:
             yield events
 
     def _read(self, token: int) -> Pass:
-        """Return a pass over the last token of the text and proposals.
+        """Call the model with `token`, the last of the text, and with proposals after it.
 
-        The source and number of proposals are those with the most expected tokens per second.
+        The source and number of proposals are chosen for the most expected tokens per second.
         """
         start = self.clock()
         source, count = self._plan()
@@ -227,9 +231,10 @@ class Speculator:
         self._until -= 1
 
     def _choose(self, found: Pass, at: int) -> tuple[int, Callable[[], np.ndarray], int]:
-        """Return (argmax, function that returns the logits, chosen token) after `found.tokens[at]`.
+        """Choose the token after `found.tokens[at]`.
 
-        A verify call adds numbers in another order than a decode step. If that could change the
+        Returns (token with the largest logit, function that returns the logits, chosen token). A
+        verify call adds numbers in another order than a decode step. If this could change the
         chosen token, a decode step computes the logits again.
         """
         argmax, chooser, session = found.argmaxes[at], self.request.chooser, self.session
@@ -249,7 +254,7 @@ class Speculator:
         return argmax, logits, chosen
 
     def _end(self, found: Pass) -> None:
-        """End a pass: move the session back to the last right token, and update the counts."""
+        """End a pass: move the session back to the end of the text, and update the counts."""
         before = found.before
         if before and self.session.position != before.position + found.taken:
             start = self.clock()
@@ -283,7 +288,7 @@ class Speculator:
         return min(width for width in self.widths if width > count)
 
     def _plan(self) -> tuple[str | None, int]:
-        """Return the fastest source and its number of proposals; (None, 0) for a plain step."""
+        """Return the fastest source of proposals and their number; (None, 0) for no proposals."""
         free = self.session.context - self.session.position
         widest = max((width for width in self.widths if width <= free), default=1)
         left = self.request.limit - len(self.request.tokens)
@@ -311,8 +316,9 @@ class Speculator:
     def _plan_draft(self, widest: int, left: int, other: float) -> int:
         """Return how many tokens the draft model should propose.
 
-        Returns 0 if the draft is slower and is not due for another try. widest, left: as in
-        `_plan_ngrams`. other: expected tokens per second of the best alternative.
+        Returns 0 if proposals would be slower and it is not yet time to try the draft again.
+        widest: max width of a call. left: max tokens that the request may still generate. other:
+        expected tokens per second of the best alternative.
         """
         assert self.draft
         credit, longest = self._credit(), min(widest, left) - 1
@@ -336,7 +342,7 @@ class Speculator:
         return 0
 
     def _credit(self) -> float:
-        """Return how many seconds the draft may still lose, given the time spent and saved."""
+        """Return how many seconds wrong proposals of the draft may still cost."""
         ngrams = self.stats["ngram"].lost
         gains = max(0.0, self._saved) + max(0.0, -ngrams)
         lost = self.stats["draft"].lost + max(0.0, ngrams)
@@ -350,7 +356,8 @@ class Speculator:
     def _rate(self, guesses: Sequence[Guess], count: int, more_seconds: float = 0.0) -> float:
         """Return the expected tokens per second of a pass with `count` proposals of the draft.
 
-        `guesses`: the first of these proposals. `more_seconds`: additional time of the pass.
+        `guesses`: the proposals that are known, the first ones. `more_seconds`: additional time of
+        the pass.
         """
         assert self.draft
         padded = [*guesses[:count], *[None] * (count - len(guesses))]

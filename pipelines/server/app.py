@@ -1,4 +1,4 @@
-"""The ASGI application: the endpoints, with authentication, limits, metrics and a log."""
+"""The ASGI application, which adds authentication, limits, metrics and a log to the endpoints."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def api_key(scope: Scope) -> bytes:
 
 
 class Access:
-    """Rules for which requests are served, and which client sent them."""
+    """The rules for which requests the server accepts, and for which client sent a request."""
 
     def __init__(self, keys: Sequence[str] = (), origins: Sequence[str] = (), local: bool = False):
         """Accept requests with one of the `keys`, or all requests if there are no keys.
@@ -67,27 +67,29 @@ class Access:
         self.names = {urlsplit(origin).hostname for origin in origins}
 
     def key(self, scope: Scope) -> int | None:
-        """Return the index of the request's API key, None for a missing or wrong key."""
+        """Return the index in `self.keys` of the request's API key, or None if it has no valid key."""
         given = api_key(scope)
         # The request's key is compared with every key, so that the time reveals nothing about them.
         found = [hmac.compare_digest(given, known) for known in self.keys]
         return found.index(True) if any(found) else None
 
     def client(self, scope: Scope) -> str:
-        """Return the client whose limits the request uses: its API key, or else its IP address.
+        """Return the name of the client whose limits the request uses.
 
-        All machines of an IPv6 network are one client. The field `user` of a request does not
-        identify its client, because a client could send many names.
+        A client is an API key, or without keys an IP address. All machines of an IPv6 /64 network
+        are one client. The field `user` of a request does not identify its client, because one
+        client could send many names.
         """
         key = self.key(scope)
         return _network((scope.get("client") or ("",))[0]) if key is None else f"key {key}"
 
     def is_host_allowed(self, scope: Scope) -> bool:
-        """Return whether the Host header rules out DNS rebinding.
+        """Return whether the server accepts the request's Host header.
 
-        In this attack, the name of a hostile site resolves to this machine, so that the site's page
-        can send requests like the server's own page. A local server without keys therefore accepts
-        only IP addresses, names without a dot, names below localhost, and allowed origins.
+        Only a local server without keys rejects hosts. It accepts IP addresses, names without a
+        dot, names that end in .localhost, and the hosts of allowed origins. This prevents DNS
+        rebinding, in which the name of a hostile site resolves to this machine so that the site's
+        page can send requests to the server.
         """
         host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
         if not self.local or self.keys or "*" in self.origins or not host:
@@ -124,13 +126,14 @@ def open_app(
 ) -> App:
     """Return an ASGI application that serves a bundle with OpenAI's and Anthropic's APIs.
 
-    Its lifespan starts and stops the thread that runs the model, so it can run only once.
+    The application can run only once: its startup starts the thread that runs the model, and its
+    shutdown ends this thread.
 
     Args:
         cors: origins whose pages may send requests, "*" for all.
         local: whether the server listens on this machine only.
         quiet: do not log requests on stderr.
-        options: options of `open_api`.
+        options: keyword arguments of `open_api`.
     """
     metrics = Metrics()
     return App(ModelPool.single(open_api(bundle, metrics, **options)), metrics, Access(api_keys, cors, local), quiet=quiet)
@@ -149,18 +152,22 @@ def open_api(
     store: PrefixStore | None = None,
     draft: Bundle | None = None,
 ) -> ModelApi:
-    """Open a bundle and return its endpoints.
+    """Open a bundle and return the endpoints of its model.
 
     Args:
+        metrics: where the model's events are counted.
         queue: max sequences of one client that wait for a slot.
-        name: the model's only name; by default, the name of the bundle and that of its directory.
-        template_args: default variables of the chat template.
-        parse_special: whether special tokens in messages become tokens instead of text.
+        name: the only name that requests may use; by default, they may use the name of the bundle
+            and that of its directory.
+        template_args: default values of variables of the chat template.
+        parse_special: whether special tokens in messages, such as <|im_end|>, become tokens
+            instead of text.
         store: store on disk for the states of long prefixes.
         draft: bundle of a draft model for speculative decoding, used while a single request runs.
 
     Raises:
-        PipelineError: the bundle has no tokenizer, or the chat template does not read a variable.
+        PipelineError: the bundle has no tokenizer, or `template_args` has a variable that the chat
+            template does not read.
     """
     bundle = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
     check_tokenizer(bundle)
@@ -238,7 +245,7 @@ class App:
 
     @property
     def api(self) -> ModelApi | None:
-        """The endpoints of the first model, or None while it is closed."""
+        """The endpoints of the first model, or None while this model is closed."""
         return self.models.models[0].api
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

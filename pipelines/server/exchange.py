@@ -32,9 +32,11 @@ SMALL_BODY = 16_000
 class Exchange:
     """One HTTP request and its response.
 
-    client: client whose limits the request uses. seconds: max duration. body: memory of the request
-    body. is_receiving: whether more of the body will arrive. exits: cleanup at the end. code: error
-    code of the response. job: job whose `summary` is logged. deadline: in event loop time.
+    client: name of the client whose limits the request uses. seconds: max duration. body: memory
+    that the request body uses. is_receiving: whether more of the body will arrive. exits: context
+    managers that are left after the response. status: HTTP status of the response. code: error code
+    of the response. job: the generation, whose `summary` is logged. deadline: end of the max
+    duration, in seconds of the event loop's clock.
     """
 
     client: str
@@ -53,7 +55,7 @@ class Exchange:
 
 
 def exchange_of(scope: Scope) -> Exchange:
-    """Return the exchange that `App` put into the ASGI scope."""
+    """Return the exchange that `App` stored in the ASGI scope of its request."""
     return scope["state"]["exchange"]
 
 
@@ -78,7 +80,11 @@ class BodyRoute(APIRoute):
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Return the body; raise ApiError if it is too large or slow, or if a page may not send it."""
+    """Return the request body, of at most `limit` bytes.
+
+    Raises ApiError if the body is larger or takes longer than BODY_SECONDS to arrive, or if a web
+    page sends another content type than application/json.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and "origin" in request.headers:
         # A page of any site can send other content types without a preflight request. Only browsers send an Origin header, so
@@ -102,7 +108,11 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 async def answer_request(request: Request, work: Awaitable[Any], stream: bool | None) -> Response:
-    """Return the response to a request; `work` results in its JSON object or in a job to run."""
+    """Return the response to a request.
+
+    work: its result is the JSON object of the response, or a job that computes this object.
+    stream: whether the response is the stream of the job's events.
+    """
     exchange = exchange_of(request.scope)
 
     async def finish(work: Awaitable[Any]) -> Any:
@@ -122,10 +132,11 @@ async def answer_request(request: Request, work: Awaitable[Any], stream: bool | 
 
 
 class EventStream(Response):
-    """A stream of a job's server-sent events; an event has the name of its `type`, if any.
+    """A response that streams the events of a job as server-sent events.
 
-    The status is sent with the first event, so that a request that fails before gets an ordinary
-    error response.
+    If the JSON object of an event has a field `type`, its value is also the name of the event. The
+    status is sent with the first event, so that a request that fails before its first event gets an
+    ordinary error response.
     """
 
     def __init__(self, job: Job):
@@ -184,7 +195,10 @@ async def before_deadline(exchange: Exchange, work: Awaitable) -> Any:
 
 
 async def while_connected(receive: Receive, work: Coroutine) -> Any:
-    """Return the result of `work`; if the client leaves, cancel it and raise ClientDisconnect."""
+    """Return the result of `work`.
+
+    If the client closes the connection first, cancels `work` and raises ClientDisconnect.
+    """
 
     async def wait_for_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -203,6 +217,6 @@ async def while_connected(receive: Receive, work: Coroutine) -> Any:
 
 
 def error_response(error: ApiError, path: str, headers: Mapping[str, str] | None = None) -> Response:
-    """Return the response for an error, in the shape of the API that `path` belongs to."""
+    """Return the response for an error, in the format of the API that `path` belongs to."""
     status, body = error.response(path)
     return JSONResponse(body, status, {**error.headers, **(headers or {})})

@@ -42,10 +42,10 @@ def url(listening: socket.socket) -> str:
 
 
 def serve(app, models: ModelPool, listening: socket.socket, grace: float) -> None:
-    """Serve until SIGTERM or SIGINT.
+    """Answer requests at the socket `listening` until the process receives SIGTERM or SIGINT.
 
-    After the signal, /health and new requests get 503, and running requests have `grace` seconds to
-    finish before they end with an error. A second signal ends them at once.
+    After the signal, /health and new requests get status 503. Running requests have `grace` seconds
+    to finish, and then end with an error. A second signal ends them at once.
     """
     config = uvicorn.Config(
         app, log_config=None, log_level="error", access_log=False, server_header=False, lifespan="on",
@@ -95,11 +95,11 @@ class _Server(uvicorn.Server):
 
 
 class Connection(HttpToolsProtocol):
-    """A uvicorn connection whose client can read an early response while it is still sending.
+    """A uvicorn connection that can end before the client has sent its complete request.
 
-    If the server closed a socket with unread data, the client would lose the response. Therefore
-    the server closes only its sending half, and discards data until the client closes the other
-    half, LINGER_SECONDS have passed, or LINGER_BYTES have arrived.
+    The client would lose the response if the server closed a socket with unread data. Therefore
+    the server closes only its sending half. It discards received data until the client closes the
+    connection, LINGER_SECONDS have passed, or more than LINGER_BYTES have arrived.
     """
 
     # Bytes discarded so far, None while the connection does not linger.
@@ -114,7 +114,7 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and self.cycle.more_body
 
     def linger(self, transport: asyncio.Transport) -> None:
-        """Close the sending half and discard received data."""
+        """Close the sending half of the connection, and discard what is received from now on."""
         if self.discarded is None:
             self.discarded = 0
             transport.write_eof()
@@ -131,7 +131,7 @@ class Connection(HttpToolsProtocol):
 
 
 class _Lingering:
-    """A transport that lingers if uvicorn closes it before the complete request has arrived."""
+    """A transport that calls `Connection.linger` if it is closed before the request is complete."""
 
     def __init__(self, transport: asyncio.Transport, connection: Connection):
         self._transport, self._connection = transport, connection

@@ -1,7 +1,7 @@
 """Metrics for Prometheus.
 
-Metrics that vLLM has too have vLLM's names, labels and meaning, so that its dashboards and alerts
-work. The names of other metrics begin with castiron or http.
+A metric that vLLM also has gets vLLM's name, labels and meaning, so that vLLM's dashboards and
+alerts work. The names of the other metrics begin with castiron or http.
 """
 
 import time
@@ -85,13 +85,13 @@ class Metrics:
             gauge.remove(name)
 
     def answered(self, path: str, method: str, status: int, code: str | None) -> None:
-        """Count an answered HTTP request; `code` is the code of an error response."""
+        """Count an answered HTTP request; `code` is the error code of its response, if any."""
         self.http.labels(path, method if method in METHODS else "other", f"{status // 100}xx").inc()
         if code in ("queue_full", "too_many_bytes"):
             self.rejected.labels(code).inc()
 
     def text(self) -> str:
-        """Return the page that Prometheus scrapes."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry).decode()
 
 
@@ -105,7 +105,7 @@ class ModelMetrics(Observer):
         self._success = {reason: page.success.labels(name, reason) for reason in REASONS}
 
     def watch(self, scheduler: Scheduler) -> None:
-        """Let the gauges read the scheduler's slots and queue until `Metrics.forget`."""
+        """Connect the gauges to the slots and the queue of `scheduler`, until `Metrics.forget`."""
         positions = scheduler.slots * scheduler.context
 
         def usage() -> float:
@@ -162,7 +162,10 @@ class ModelMetrics(Observer):
 
 
 class _MergedPages(Collector):
-    """The samples of several pages of metrics, each labelled with the name of its page."""
+    """A collector of the samples of several pages of metrics.
+
+    pages: text of each page by its name. label: label of a sample that holds the name of its page.
+    """
 
     def __init__(self, label: str, pages: Mapping[str, str]):
         self.label, self.pages = label, pages
@@ -177,5 +180,9 @@ class _MergedPages(Collector):
 
 
 def labelled(label: str, pages: Mapping[str, str]) -> str:
-    """Return the metrics pages of several servers as one; `label` holds the name of a page."""
+    """Merge the metrics pages of several servers into one page.
+
+    pages: text of each page, by the name of its server. label: name of the label that this name
+    gets in each sample.
+    """
     return generate_latest(_MergedPages(label, pages)).decode()

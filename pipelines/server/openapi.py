@@ -1,4 +1,7 @@
-"""The OpenAPI document: responses, errors and keys; FastAPI describes the request bodies."""
+"""The OpenAPI document of the server.
+
+This module describes responses, errors and API keys. FastAPI describes the request bodies.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +34,12 @@ ERRORS = {
     504: "the request takes longer than the server allows",
 }
 SCHEMA = "#/components/schemas/{model}"
-# Statuses of errors that every request may get, and those that every request with a body may also get.
+# Error statuses of every request, and additional ones of requests with a body.
 ANY, BODY = (401, 403, 500), (400, 404, 408, 413, 415, 429, 503, 504)
 
 
 class Answer(BaseModel):
-    """An object with at least the fields of the record."""
+    """Base class of the records of responses; a response may have more fields than its record."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -81,9 +84,10 @@ Health = _answer("Health", status=Literal["ok", "stopping"])
 
 
 def errors(path: str, statuses: Iterable[int] = (), *, key: bool = True) -> dict[int | str, dict[str, Any]]:
-    """Return FastAPI's `responses` for the errors of a route: ANY and `statuses`.
+    """Return FastAPI's `responses` for the errors of a route, by HTTP status.
 
-    `key`: whether the route requires an API key.
+    `statuses`: error statuses besides those of every route. `key`: whether the route requires an
+    API key.
     """
     model = AnthropicError if is_anthropic(path) else OpenAIError
     found: dict[int | str, dict[str, Any]] = {}
@@ -96,7 +100,7 @@ def errors(path: str, statuses: Iterable[int] = (), *, key: bool = True) -> dict
 
 
 def content(*media: str) -> dict[str, Any]:
-    """Return an entry of FastAPI's `responses` for text with one of these media types."""
+    """Return the entry of FastAPI's `responses` for a text with one of the `media` types."""
     return {"content": {each: {"schema": {"type": "string"}} for each in media}}
 
 

@@ -62,9 +62,9 @@ def _add_posts(app: FastAPI) -> None:
     def post(*paths: str, answer: Any, stream: bool = False) -> Callable:
         """Return a decorator that serves a handler at `paths`.
 
-        The handler gets the request's model, body and exchange, and returns an awaitable of the
-        response's JSON object or of a job. `answer`: record of the response, for OpenAPI. `stream`:
-        whether a request can ask for a stream.
+        The handler gets the request's model, body and exchange. It returns an awaitable, whose
+        result is the JSON object of the response or a job that computes it. `answer`: record of the
+        response, for the OpenAPI document. `stream`: whether the endpoint can stream its response.
         """
 
         def add(handler: Callable[[ModelApi, Any, Exchange], Any]) -> None:
@@ -93,12 +93,12 @@ def _add_posts(app: FastAPI) -> None:
 
     @post("/infill", answer=openapi.Infill, stream=True)
     def infill(api: ModelApi, body: InfillRequest, _: Exchange) -> Any:
-        """Complete the text between a prefix and a suffix, in the shape of llama.cpp's API."""
+        """Generate the text between a prefix and a suffix, in the format of llama.cpp's API."""
         return start_infill(api, body)
 
     @post("/v1/responses", answer=openapi.ResponseAnswer, stream=True)
     def respond(api: ModelApi, body: ResponsesRequest, exchange: Exchange) -> Any:
-        """Answer a conversation, in the shape of OpenAI's Responses API."""
+        """Answer a conversation, in the format of OpenAI's Responses API."""
         return start_response(api, body, store, exchange.api_key)
 
     @post("/v1/responses/input_tokens", answer=openapi.InputTokens)
@@ -109,7 +109,7 @@ def _add_posts(app: FastAPI) -> None:
 
     @post("/v1/messages", answer=openapi.MessageAnswer, stream=True)
     def send_message(api: ModelApi, body: MessagesRequest, _: Exchange) -> Any:
-        """Answer a conversation, in the shape of Anthropic's Messages API."""
+        """Answer a conversation, in the format of Anthropic's Messages API."""
         return start_message(api, body)
 
     @post("/v1/messages/count_tokens", answer=openapi.TokenCount)
@@ -206,5 +206,5 @@ def _add_gets(app: FastAPI, metrics: Metrics) -> None:
 
     @get(OPENAPI)
     async def describe(request: Request) -> Response:
-        """Return this description."""
+        """Return the OpenAPI description of this server."""
         return JSONResponse(await run_in_thread(openapi.description, app))

@@ -1,4 +1,4 @@
-"""The models of a server: one that stays open, or several that requests open."""
+"""The models of a server: one that stays open, or several that are opened for requests."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from castiron.vmfb.manifest import Manifest
 class ServedModel:
     """A model of a server.
 
-    names: all names that requests may use. template: chat template. api: its endpoints, None while
-    it is closed. lock: held while the model is opened or closed. users: number of requests that use
-    it. last_used: end of the last request, in `time.monotonic` seconds.
+    name: its name in answers. names: all names that requests may use. template: chat template.
+    open: opens the model and returns its endpoints. api: its endpoints, None while it is closed.
+    lock: locked while the model is opened or closed. users: number of requests that use it.
+    last_used: end of the last request, in `time.monotonic` seconds.
     """
 
     name: str
@@ -44,15 +45,15 @@ class ServedModel:
 
     @property
     def bytes(self) -> int:
-        """The memory of the weights and of the states of all slots."""
+        """The memory of the weights and of the states (KV caches) of all slots, in bytes."""
         return needed(self.manifest, slots_of(self.manifest)).total
 
 
 class ModelPool:
-    """The models of a server, opened when a request names them and closed when unused.
+    """The models of a server, which are opened when a request names them and closed when unused.
 
-    A request that names no model uses the first one. While a model is being opened, requests for
-    other models continue.
+    A request that names no model uses the first model. While one model is being opened, requests
+    for other models continue.
     """
 
     def __init__(
@@ -65,14 +66,18 @@ class ModelPool:
         memory_limit: int | None = None,
         forget: Callable[[str], None] = lambda name: None,
     ):
-        """Serve bundles; raise PipelineError for one without a tokenizer, or for equal names.
+        """Create a pool in which the models of all `bundles` are closed.
 
         Args:
-            open: opens a bundle under a name.
-            keep: seconds without a request until a model is closed.
-            memory_limit: max bytes of all open models, by default the machine's memory; the pool
-                closes unused models to stay below it.
-            forget: called with the name of a closed model.
+            open: called with a bundle and its name to open the bundle.
+            keep: a model is closed after this many seconds without a request.
+            limits: limits and defaults of requests.
+            memory_limit: max bytes of all open models, by default the machine's memory. Before a
+                model is opened, unused models are closed to stay below the limit.
+            forget: called with the name of each model that has been closed.
+
+        Raises:
+            PipelineError: a bundle has no tokenizer, or two bundles have the same name.
         """
         self.models = [
             ServedModel(
@@ -87,7 +92,7 @@ class ModelPool:
 
     @classmethod
     def single(cls, api: ModelApi) -> ModelPool:
-        """Return a pool of one model that is open and stays open."""
+        """Return a pool of one model, which is already open and is never closed."""
         pool = cls([], lambda bundle, name: api, keep=0, limits=api.limits)
         pool.models = [ServedModel(api.names[0], api.names, api.manifest, api.tokenizer.chat_template, api=api)]
         pool.keep = None
@@ -95,9 +100,10 @@ class ModelPool:
 
     @contextlib.asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[ModelApi]:
-        """Yield the endpoints of the model that a request names; the model stays open meanwhile.
+        """Yield the endpoints of the model `name`, or of the first model if `name` is None.
 
-        Raises ApiError if no model has the name, or if the model cannot be opened.
+        Opens the model if it is closed. The model stays open during the `async with` block. Raises
+        ApiError if no model has the name, or if the model cannot be opened.
         """
         model = self.find(name)
         model.users += 1
@@ -112,7 +118,10 @@ class ModelPool:
                 loop.call_later(self.keep, lambda: loop.create_task(self._close_unused(model)))
 
     def find(self, name: str | None) -> ServedModel:
-        """Return the model with the name, None for the first; raise ApiError 404 if unknown."""
+        """Return the model `name`, or the first model if `name` is None.
+
+        Raises ApiError 404 if no model has the name, or if several models have it.
+        """
         found = self.models[:1] if name is None else [model for model in self.models if model.name == name]
         found = found or [model for model in self.models if name in model.names]
         if len(found) != 1:
@@ -145,7 +154,10 @@ class ModelPool:
 
     @property
     def home(self) -> str | None:
-        """The text to return at / for a single embedding model; None if / is the chat page."""
+        """The text to return at the path /, or None if that path returns the chat page.
+
+        A server with a single embedding model has no chat page.
+        """
         api = self.models[0].api
         if api is None or api.has_chat or len(self.models) > 1:
             return None
@@ -207,19 +219,21 @@ class ModelPool:
 
     @property
     def healthy(self) -> bool:
+        """Whether the server accepts requests."""
         return not self.draining and all(engine.healthy for engine in self._engines)
 
     @property
     def unfinished(self) -> int:
+        """The number of requests that run or wait."""
         return sum(engine.unfinished for engine in self._engines)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the engine of the model that is already open; others start when they are opened."""
+        """Start the engines of the models that are open; others start when they are opened."""
         for engine in self._engines:
             engine.start(loop)
 
     def drain(self) -> None:
-        """Reject new requests; accepted ones continue."""
+        """Reject new requests from now on; accepted requests continue."""
         self.draining = True
         for engine in self._engines:
             engine.drain()
@@ -230,6 +244,7 @@ class ModelPool:
             engine.abort()
 
     def stop(self) -> None:
+        """Stop all engines; requests that are still running are cancelled."""
         self.draining = True
         for engine in self._engines:
             engine.stop()
@@ -241,7 +256,7 @@ def directory_name(bundle: Bundle) -> str:
 
 
 def _names(bundles: Sequence[Bundle]) -> list[str]:
-    """Return a name for each bundle: its own, or its directory's if two bundles have the same."""
+    """Return the name of each bundle, or the name of its directory if two have the same name."""
     own = [bundle.manifest.name for bundle in bundles]
     names = [directory_name(bundle) if own.count(name) > 1 else name for bundle, name in zip(bundles, own)]
     for bundle, name in zip(bundles, names):
