@@ -1,1 +1,1 @@
-"""Records of OpenAI's and Anthropic's APIs, and their conversion to engine requests; no HTTP."""
+"""OpenAI's and Anthropic's APIs: request bodies, engine requests and answers, without HTTP."""

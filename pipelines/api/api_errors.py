@@ -61,14 +61,17 @@ class ApiError(Exception):
         return {"type": "error", "error": {"type": kind, "message": self.message, **details}}
 
     def response(self, path: str) -> tuple[int, dict]:
-        """Return the HTTP status and JSON body in the shape of the API that `path` belongs to."""
+        """Return the HTTP status and the JSON body of the error.
+
+        Both follow Anthropic's API if the URL path `path` belongs to it, else OpenAI's.
+        """
         if is_anthropic(path):
             return ANTHROPIC_STATUSES.get(self.status, self.status), self.anthropic_body
         return self.status, self.body
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the HTTP response besides those of every JSON response."""
+        """HTTP headers that belong to this status, such as Retry-After for 429 and 503."""
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
         return {"Retry-After": "1"} if self.status in (429, 503) else {}
@@ -78,17 +81,17 @@ class ApiError(Exception):
 
 
 def is_anthropic(path: str) -> bool:
-    """Return whether `path` belongs to Anthropic's API."""
+    """Return whether the URL path `path` belongs to Anthropic's API."""
     return path.startswith("/v1/messages")
 
 
 def invalid(param: str | None, message: str) -> ApiError:
-    """Return the error for a field with an invalid value."""
+    """Return an ApiError 400 for the field `param`, whose value is invalid."""
     return ApiError(400, message, param, "invalid_value")
 
 
 def unsupported(param: str, reason: str) -> ApiError:
-    """Return the error for a field or value that this server does not support."""
+    """Return an ApiError 400 for the field `param`, which this server does not support."""
     return ApiError(400, f"{param}: {reason}", param, "unsupported_parameter")
 
 
@@ -99,13 +102,16 @@ FAILURES: dict[type[PipelineError], tuple[int, str]] = {
 
 
 def api_error(error: PipelineError) -> ApiError:
-    """Convert `error` to an error response; its status is 400 if the request caused it."""
+    """Convert a PipelineError to an ApiError, with status 400 unless `FAILURES` has another."""
     status, code = FAILURES.get(type(error), (400, None))
     return ApiError(status, str(error), code=code)
 
 
 def http_error(status: int, detail: str, path: str) -> ApiError:
-    """Return the error for an unknown path or method; a 404 suggests the right base URL."""
+    """Return an ApiError for an HTTP error of the web framework, such as an unknown path.
+
+    If the URL path `path` lacks /v1 or has it twice, the message states the right base URL.
+    """
     message = {404: "no such path on this server", 405: "this path does not support that method"}.get(status, detail)
     if status == 404 and path in ENDPOINTS:
         message += f"; end the base URL in /v1, so that it is /v1{path}"

@@ -19,23 +19,27 @@ QUEUES = 4
 
 
 class QueueFull(PipelineError):
-    """The queue has no space for a request."""
+    """The error for a request for which the queue has no space."""
 
 
 class Stopping(PipelineError):
-    """The server is shutting down and takes no requests."""
+    """The error for a request that arrives or runs while the server shuts down."""
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down")
 
 
 class AsyncEngine:
-    """An `Engine` on its own thread, whose events reach listeners on asyncio's event loop."""
+    """An `Engine` on its own thread.
+
+    Listeners get the events of their requests on asyncio's event loop.
+    """
 
     def __init__(self, engine: Engine, queue: int):
-        """Run `engine`. `queue`: max requests of one client that wait for a slot.
+        """Prepare the thread, which `start` starts.
 
-        At most `QUEUES * queue` requests of all clients wait.
+        `queue`: max requests of one client that wait for a slot. All clients together can have
+        `QUEUES * queue` waiting requests.
         """
         self.engine, self.queue, self.slots = engine, queue, engine.slots
         self._stream = engine.stream()
@@ -52,7 +56,7 @@ class AsyncEngine:
 
     @property
     def unfinished(self) -> int:
-        """The number of requests that run or wait."""
+        """The number of requests that run or wait for a slot."""
         return len(self._listeners)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -63,7 +67,8 @@ class AsyncEngine:
     def submit(self, requests: list[Request], listener: Listener) -> None:
         """Queue `requests` of one client and pass their events to `listener`.
 
-        Raises QueueFull or Stopping; in this case it queues none of the requests.
+        Raises QueueFull if they do not all fit in the queue, and Stopping after `drain`. In both
+        cases it queues none of them.
         """
         with self._wake:
             if self._draining:
@@ -82,7 +87,7 @@ class AsyncEngine:
             self._wake.notify()
 
     def cancel(self, requests: list[Request]) -> None:
-        """Cancel the requests that have not finished; their listener is not called again."""
+        """Cancel those of `requests` that have not finished, without another call of their listener."""
         with self._wake:
             for request in requests:
                 self._listeners.pop(request, None)
@@ -90,12 +95,12 @@ class AsyncEngine:
             self._wake.notify()
 
     def drain(self) -> None:
-        """Reject new requests from now on; accepted requests continue."""
+        """Reject new requests from now on, and let accepted requests finish."""
         with self._wake:
             self._draining = True
 
     def abort(self) -> None:
-        """End every request with an error; call it after `drain`, on the event loop."""
+        """Fail every unfinished request with `Stopping`; call this after `drain`, on the event loop."""
         live = dict(self._listeners)
         self.cancel(list(live))
         for request, listener in live.items():

@@ -20,7 +20,7 @@ PART, CLIENT_PART = 8, 2
 
 
 class ByteLimit:
-    """A limit for the memory of the requests in flight, in total and per client."""
+    """A limit for the memory that all requests in flight use, and for that of each client."""
 
     def __init__(self, content: str, total: int, per_client: int):
         """Set the limits in bytes. `content`: what uses the memory, for error messages."""
@@ -28,7 +28,7 @@ class ByteLimit:
         self.clients: Counter[str] = Counter()
 
     def share(self, client: str) -> ByteShare:
-        """Return a share for one request of `client`, in which no bytes are reserved yet."""
+        """Return an empty share, in which one request of `client` can reserve bytes."""
         return ByteShare(self, client)
 
 
@@ -69,12 +69,18 @@ def answer_limit(limit_bytes: int | None = None) -> ByteLimit:
 def reserve_answer(
     share: ByteShare, tokens: int, top: int | None, prompt: int, prompt_top: int | None, grammar: Grammar | None
 ) -> None:
-    """Reserve memory for the log-probabilities and grammar of one answer.
+    """Reserve memory in `share` for the log-probabilities and grammar of one answer.
 
-    `tokens`: max tokens of the answer. `prompt`: number of tokens in the prompt. `top`,
-    `prompt_top`: top_logprobs of each token of the answer and of the prompt, None without
-    log-probabilities. Raises ApiError 400 if the request alone exceeds its client's limit, and 429
-    if it exceeds a limit together with the requests in flight.
+    Args:
+        tokens: max tokens of the answer.
+        top: top_logprobs of each token of the answer, None without log-probabilities.
+        prompt: number of tokens in the prompt.
+        prompt_top: top_logprobs of each token of the prompt, None without log-probabilities.
+        grammar: grammar of the answer, None without one.
+
+    Raises:
+        ApiError: 400 if this request alone exceeds its client's limit, and 429 if it exceeds a
+            limit together with the other requests in flight.
     """
     count = sum(n * (TOKEN_BYTES + TOP_BYTES * each) for n, each in ((tokens, top), (prompt, prompt_top)) if each is not None)
     count += grammar.nbytes if grammar else 0

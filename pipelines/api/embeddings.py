@@ -33,10 +33,10 @@ class EmbeddingsEngine:
     slots = 1
 
     def __init__(self, embedder: Embedder, queue: int, count_text: Callable[[int], None]):
-        """Run `embedder`.
+        """Prepare the thread that runs `embedder`.
 
-        `queue`: max requests of one client that wait; `QUEUES * queue` of all clients may wait.
-        `count_text`: called with the number of tokens of each embedded text.
+        `queue`: max waiting requests of one client; all clients together can have
+        `QUEUES * queue`. `count_text`: called with the number of tokens of each embedded text.
         """
         self.embedder, self.queue, self.count_text = embedder, queue, count_text
         self._thread = ThreadPoolExecutor(1, "model")
@@ -52,14 +52,14 @@ class EmbeddingsEngine:
         return self._in_flight.total()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Do nothing: the executor starts its thread for the first text."""
+        """Do nothing, because the thread starts with the first text."""
 
     def drain(self) -> None:
-        """Reject new requests from now on; accepted requests continue."""
+        """Reject new requests from now on, and let accepted requests finish."""
         self._draining = True
 
     def abort(self) -> None:
-        """End every request with an error, after the text in progress."""
+        """Fail every unfinished request with `Stopping` once its current text is embedded."""
         self._aborted = True
 
     def stop(self) -> None:
@@ -96,7 +96,7 @@ class EmbeddingsJob:
 
     @property
     def summary(self) -> str:
-        """The numbers of texts and tokens, for the log."""
+        """The numbers of texts and tokens as text, for the log."""
         return f"{counted(len(self.texts), 'text')} of {sum(len(text.ids) for text in self.texts)} tokens"
 
 
@@ -116,7 +116,7 @@ class EmbeddingsApi(ModelApi):
             self.endpoint = "/v1/rerank"
 
     async def embeddings(self, body: EmbeddingsRequest) -> EmbeddingsJob:
-        """Tokenize the texts of a request and return its job."""
+        """Tokenize the texts of a request and return the job that computes their embeddings."""
         try:
             self.embedder.check_vectors()
         except PipelineError as error:
@@ -136,7 +136,7 @@ class EmbeddingsApi(ModelApi):
         return EmbeddingsJob(tokens, answer)
 
     async def rerank(self, body: RerankRequest) -> EmbeddingsJob:
-        """Tokenize the query with each document and return the job."""
+        """Tokenize the query with each document and return the job that ranks the documents."""
         texts = [document if isinstance(document, str) else document.text for document in body.documents]
         tokens = await run_in_thread(self.embedder.relevance_inputs, body.query, texts)
 

@@ -115,7 +115,7 @@ class Job:
             yield chunk
 
     async def _events(self) -> AsyncIterator[tuple[int, Delta | Finished]]:
-        """Yield (index of the engine request, event); raise ApiError if an engine request fails."""
+        """Yield each event with the index of its engine request; raise ApiError if one fails."""
         while len(self.ended) < len(self.requests):
             request, event = await self.events.get()
             if isinstance(event, Failed):
@@ -131,7 +131,7 @@ class Job:
 
 
 class GenerationApi(ModelApi):
-    """The endpoints of a generative model."""
+    """The endpoints of a model that generates text."""
 
     def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer, names: list[str], manifest: Manifest, limits: Limits):
         """Serve a model; raise PipelineError for an invalid generation_config in its manifest."""
@@ -147,7 +147,7 @@ class GenerationApi(ModelApi):
     async def chat(
         self, body: ChatRequest, reply: Callable[[], Reply] | None = None, *, clamp: bool = False, continue_last: bool = False
     ) -> Job:
-        """Start a chat completion.
+        """Start a chat completion and return its job.
 
         Args:
             reply: returns the object that builds the answer; None for OpenAI's chat completion.
@@ -178,7 +178,7 @@ class GenerationApi(ModelApi):
         )  # fmt: skip
 
     async def count(self, body: ChatRequest, *, continue_last: bool = False) -> int:
-        """Return the number of tokens of a chat's prompt."""
+        """Return the number of tokens in the prompt of a chat completion."""
         return len(await self._prompt(body, self._tools(body)[0], continue_last))
 
     async def _prompt(self, body: ChatRequest, tools: Tools | None, continue_last: bool) -> list[int]:
@@ -193,7 +193,7 @@ class GenerationApi(ModelApi):
         return await self.render(body.messages, variables, continue_last=continue_last)
 
     async def complete(self, body: CompletionRequest) -> Job:
-        """Start the completions of all prompts of the request."""
+        """Start a text completion, with one or more choices for each prompt, and return its job."""
         given: Any = body.prompt
         parts: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
         fim = await self.fim("suffix") if body.suffix else None
@@ -227,14 +227,20 @@ class GenerationApi(ModelApi):
         return fim_of(self.tokenizer)
 
     async def fim(self, param: str) -> Fim:
-        """Return the model's FIM prompts; ApiError 400, for the field `param`, if it has none."""
+        """Return the builder of the model's fill-in-the-middle (FIM) prompts.
+
+        Raises ApiError 400 for the field `param` if the model has no such prompts.
+        """
         try:
             return await run_in_thread(lambda: self._fim)
         except PipelineError as error:
             raise unsupported(param, str(error)) from None
 
     async def _prompt_ids(self, prompt: str | list[int], limit: int | None, fim: Fim | None, suffix: str) -> list[int]:
-        """Return the prompt's token ids; raise ApiError 400 unless `limit` more fit."""
+        """Return the token ids of a prompt, or of the FIM prompt for the text before `suffix`.
+
+        Raises ApiError 400 if `limit` more tokens do not fit in the context.
+        """
         ids: Any = prompt
         if isinstance(prompt, str):
             self.check_length(len(prompt) + len(suffix), "prompt")
@@ -246,7 +252,10 @@ class GenerationApi(ModelApi):
         return ids
 
     def _tools(self, body: ChatRequest) -> tuple[Tools | None, dict[str, Any]]:
-        """Return the tools, and the JSON schemas of the functions if the answer must call one."""
+        """Return the tools that the answer may call, and the functions of which it must call one.
+
+        The functions are JSON schemas by name; they are empty if the answer need not call one.
+        """
         form, choice = self.tokenizer.tool_format, body.tool_choice
         if not body.tools:
             if choice not in (None, "none", "auto"):
@@ -264,10 +273,15 @@ class GenerationApi(ModelApi):
         return Tools(form, schemas, single=body.parallel_tool_calls is False or isinstance(choice, NamedTool)), forced
 
     async def _grammar(self, source: Mapping[str, Any], param: str, compact: bool) -> Grammar | None:
-        """Compile the grammar of an answer; raise ApiError if it is invalid.
+        """Compile the grammar of an answer; return None for free text.
 
-        `source`: the keyword argument of `Tokenizer.grammar`; empty for free text. `param`: field
-        that holds the grammar. `compact`: whether JSON has no spaces.
+        Args:
+            source: keyword argument of `Tokenizer.grammar` and its value; empty for free text.
+            param: field of the request that holds the grammar.
+            compact: whether JSON in the answer has no spaces.
+
+        Raises:
+            ApiError: 400 for an invalid grammar.
         """
         if not source:
             return None
@@ -279,7 +293,10 @@ class GenerationApi(ModelApi):
                 raise ApiError(400, str(error), "tools" if "tools" in source else param, "unsupported_parameter") from None
 
     def _template_args(self, body: ChatRequest) -> dict[str, Any]:
-        """Return the chat template's variables; raise ApiError for one that it does not read."""
+        """Return the variables that the request passes to the chat template.
+
+        Raises ApiError 400 for a variable that the template does not read.
+        """
         given, name = dict(body.chat_template_kwargs or {}), "chat_template_kwargs"
         try:
             check_variables(self.tokenizer.chat_template, given)
@@ -356,7 +373,10 @@ class GenerationApi(ModelApi):
         return job
 
     def _free_positions(self, prompt: list[int], limit: int | None, param: str) -> int:
-        """Return how many tokens may follow `prompt`; raise ApiError 400 if fewer than `limit`."""
+        """Return how many tokens can follow `prompt` in the context.
+
+        Raises ApiError 400 for the field `param` if this is less than `limit`, or less than 1.
+        """
         if not prompt:
             raise invalid(param, "the prompt has no tokens; give at least one")
         free = free_positions(self.context, len(prompt))
@@ -368,7 +388,7 @@ class GenerationApi(ModelApi):
         return free
 
     def sampling_of(self, body: CompletionFields, choice: int = 0) -> Sampling:
-        """Return the sampling options of one choice, without logit_bias."""
+        """Return the sampling options of choice number `choice`, without logit_bias."""
         names = ("temperature", "temperature_schedule", "top_p", "min_p", "repeat_penalty")
         options = [("repeat_penalty", body.repetition_penalty), *((name, getattr(body, name)) for name in names)]
         given = {name: value for name, value in options if value is not None}

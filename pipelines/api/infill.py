@@ -1,4 +1,4 @@
-"""llama.cpp's POST /infill: the text between a prefix and a suffix, for editors."""
+"""llama.cpp's POST /infill, which completes the text between a prefix and a suffix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STOP_TYPES = {"length": "limit", "context": "limit"}
 
 
 class ExtraFile(Body):
-    """A part of another file; llama.vim adds the time at which it read it."""
+    """A part of another file; other fields, such as the time of llama.vim, have no effect."""
 
     model_config = ConfigDict(extra="ignore", json_schema_extra={})
     text: str
@@ -30,9 +30,10 @@ class ExtraFile(Body):
 
 
 class InfillRequest(CompletionFields):
-    """POST /infill; fields that llama.cpp has for its samplers and slots have no effect.
+    """The body of POST /infill.
 
-    The answer is greedy without penalties by default, not sampled as in chats.
+    The fields for llama.cpp's samplers and slots are accepted and have no effect. The defaults
+    differ from those of chats: greedy decoding without a repeat penalty.
     """
 
     model_config = ConfigDict(extra="ignore", json_schema_extra={})
@@ -97,7 +98,10 @@ class InfillReply(ChoicesReply):
         }  # fmt: skip
 
     def _selected(self, answer: dict) -> dict:
-        """Return the fields of `response_fields`, where a/b is the field b of a; else all."""
+        """Return the fields of `answer` that the request's `response_fields` names.
+
+        A name a/b means field b of the object a. Without `response_fields`, returns all fields.
+        """
         if self.body.response_fields is None:
             return answer
         found = {}
@@ -114,7 +118,10 @@ class InfillReply(ChoicesReply):
 
 
 def timings(request: Request, tokens: int) -> dict[str, float]:
-    """Return llama.cpp's `timings`; prompt_n does not count cached tokens."""
+    """Return llama.cpp's object `timings` for a finished request.
+
+    `tokens`: number of generated tokens. `prompt_n` excludes tokens from the prefix cache.
+    """
     times, read = request.timing, len(request.prompt) - request.cached
     spent = {"prompt": (read, times.first - times.started), "predicted": (tokens, times.last - times.first)}
     found: dict[str, float] = {"cache_n": request.cached}
@@ -127,7 +134,7 @@ def timings(request: Request, tokens: int) -> dict[str, float]:
 
 
 async def start_infill(api: ModelApi, body: InfillRequest) -> Any:
-    """Start the answer to an /infill request and return its job."""
+    """Start the answer to a request to /infill and return its job."""
     if not isinstance(api, GenerationApi):
         return await api.complete(body)
     fim = await api.fim("input_suffix")

@@ -1,4 +1,4 @@
-"""Anthropic's /v1/messages: its request bodies, their conversion to chat, and its answers."""
+"""Anthropic's /v1/messages: request bodies, their conversion to chat requests, and answers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """Options of reasoning; `budget_tokens` has no effect: max_tokens limits reasoning too."""
+    """Options of reasoning; `budget_tokens` has no effect, because max_tokens limits reasoning."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: int | None = Field(None, ge=1)
@@ -109,7 +109,7 @@ class Metadata(Body):
 
 
 class PromptOfMessage(Body):
-    """The fields of /v1/messages that determine the prompt."""
+    """The fields of POST /v1/messages that determine the prompt."""
 
     expected: ClassVar[dict[str, str]] = {
         "content": "a string or a list of blocks",
@@ -137,20 +137,20 @@ class PromptOfMessage(Body):
 
     @property
     def continues_last_message(self) -> bool:
-        """Whether the answer continues the last message, a text of the assistant."""
+        """Whether the answer continues the last message: an assistant's text without tool calls."""
         last = self.messages[-1]
         has_text = any(isinstance(block, TextPart) and block.text for block in last.content)
         return last.role == "assistant" and has_text and not any(isinstance(block, ToolUseBlock) for block in last.content)
 
 
 class CountTokensRequest(PromptOfMessage):
-    """POST /v1/messages/count_tokens."""
+    """The body of POST /v1/messages/count_tokens."""
 
     model: str | None = None
 
 
 class MessagesRequest(PromptOfMessage, GenerationFields):
-    """POST /v1/messages."""
+    """The body of POST /v1/messages."""
 
     max_tokens: int = Field(ge=1)
     stop_sequences: Annotated[list[schemas.StopString], Field(max_length=16)] | None = None
@@ -162,7 +162,7 @@ class MessagesRequest(PromptOfMessage, GenerationFields):
 
 
 async def start_message(api: ModelApi, body: MessagesRequest) -> Any:
-    """Start the answer to a /v1/messages request and return its job."""
+    """Start the answer to a request to /v1/messages and return its job."""
     shows_reasoning = not (body.thinking and body.thinking.display == "omitted")
     reply = lambda: MessagesReply(api.names[0], api.token_bytes, shows_reasoning)
     with fields_renamed(FIELDS):
@@ -171,15 +171,16 @@ async def start_message(api: ModelApi, body: MessagesRequest) -> Any:
 
 
 async def count_message_tokens(api: ModelApi, body: PromptOfMessage) -> int:
-    """Return the number of tokens of a request's prompt."""
+    """Return the number of tokens in the prompt of a request."""
     with fields_renamed(FIELDS):
         return await api.count(chat_request(body, api.variables), continue_last=body.continues_last_message)
 
 
 def chat_request(body: PromptOfMessage, variables: Collection[str]) -> ChatRequest:
-    """Convert a request to OpenAI's chat request; raise ApiError for unsupported content.
+    """Convert a request of Anthropic's API to a chat request of OpenAI's API.
 
-    `variables`: names of the chat template's variables.
+    `variables`: names of the variables that the chat template reads. Raises ApiError 400 for
+    unsupported content.
     """
     for index, edit in enumerate((body.context_management or {}).get("edits", ())):
         # clear_thinking has no effect: the chat template decides which earlier reasoning is in the prompt.
@@ -200,7 +201,7 @@ def chat_request(body: PromptOfMessage, variables: Collection[str]) -> ChatReque
 
 
 def _messages_of(turn: Turn) -> list[dict[str, Any]]:
-    """Convert a turn to chat messages: one per tool result, one per run of other blocks."""
+    """Convert a turn to chat messages: one for each tool result, and one for the blocks between."""
     found: list[dict[str, Any]] = []
     for block in turn.content:
         if isinstance(block, ToolResultBlock):
@@ -222,7 +223,7 @@ def _messages_of(turn: Turn) -> list[dict[str, Any]]:
 
 
 def _tools(body: PromptOfMessage) -> dict[str, Any]:
-    """Return the chat fields tools, tool_choice and parallel_tool_calls."""
+    """Return the fields tools, tool_choice and parallel_tool_calls of the chat request."""
     tools, choice = [], body.tool_choice
     for tool in body.tools or ():
         function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
@@ -239,7 +240,7 @@ def _tools(body: PromptOfMessage) -> dict[str, Any]:
 
 
 def _reasoning_fields(body: PromptOfMessage, variables: Collection[str]) -> dict[str, Any]:
-    """Return the chat fields reasoning_effort and chat_template_kwargs."""
+    """Return the fields reasoning_effort and chat_template_kwargs of the chat request."""
     thinking, effort = body.thinking, body.output_config.effort if body.output_config else None
     if thinking and thinking.type == "disabled":
         return {"reasoning_effort": "none"}
@@ -253,7 +254,7 @@ def _reasoning_fields(body: PromptOfMessage, variables: Collection[str]) -> dict
 
 
 class MessagesReply(BlocksReply):
-    """A builder of the answer to /v1/messages: one JSON object, or the events of a stream."""
+    """A builder of the answer to a request to /v1/messages."""
 
     prefix = "msg_"
 

@@ -1,4 +1,4 @@
-"""`ModelApi`: the endpoints that every model has (tokenizer and chat template), without HTTP."""
+"""`ModelApi`, the endpoints that every model has: tokenizer and chat template, without HTTP."""
 
 from __future__ import annotations
 
@@ -52,9 +52,10 @@ class Limits:
 
 
 class ModelEngine(Protocol):
-    """An engine that runs one model of a server.
+    """The interface of an engine that runs one model of a server.
 
-    slots: max sequences that run at once. unfinished: number of requests that run or wait.
+    slots: max sequences that run at once. healthy: whether it accepts requests. unfinished: number
+    of requests that run or wait for a slot.
     """
 
     slots: int
@@ -70,7 +71,10 @@ class ModelEngine(Protocol):
 
 
 class ModelApi:
-    """The endpoints of a model; an endpoint that its kind does not support raises ApiError."""
+    """The endpoints of a model, as methods.
+
+    An endpoint that this kind of model does not support raises ApiError 400.
+    """
 
     # Whether the chat page can use the model.
     has_chat = True
@@ -78,7 +82,7 @@ class ModelApi:
     endpoint = "/v1/embeddings"
 
     def __init__(self, engine: ModelEngine, tokenizer: Tokenizer, names: list[str], manifest: Manifest, limits: Limits):
-        """Serve a model. `names`: its name in answers, then other names that requests may use."""
+        """Serve a model. `names`: its name in answers, followed by other names for requests."""
         self.engine, self.tokenizer, self.names, self.limits = engine, tokenizer, tuple(names), limits
         self.manifest, self.context, self.vocab = manifest, manifest.context, manifest.vocab
 
@@ -126,7 +130,7 @@ class ModelApi:
 
     @property
     def tokenizer_info(self) -> dict[str, Any]:
-        """The description of the tokenizer for lm-eval, with vLLM's field names."""
+        """The description of the tokenizer that lm-eval reads, with vLLM's field names."""
         text = self.tokenizer
         ids = {"bos_token": text.bos, "eos_token": text.eos[0] if text.eos else None}
         special = {name: None if index is None else text.backend.id_to_token(index) for name, index in ids.items()}
@@ -168,18 +172,21 @@ class ModelApi:
         return await run_in_thread(encode)
 
     def check_length(self, characters: int, param: str) -> None:
-        """Raise ApiError 400 for a text that cannot fit in the context, without tokenizing it."""
+        """Raise ApiError 400 for the field `param` if its text is too long for the context.
+
+        This checks the number of characters only, because tokenizing a long text takes seconds.
+        """
         if characters > COUNTED and characters > (limit := self.context * self.tokenizer.longest_token):
             have = "have" if param == "messages" else "has"
             raise self.too_long(param, f"the {param} {have} {characters} characters of at most {limit}: shorten the {param}")
 
     def too_long(self, param: str, reason: str) -> ApiError:
-        """Return the error for a request that does not fit in the context."""
+        """Return an ApiError 400 for the field `param` of a request that is too long for the context."""
         message = f"this model's maximum context length is {self.context} tokens; {reason}"
         return ApiError(400, message, param, "context_length_exceeded")
 
     def check_ids(self, tokens: list[int], param: str) -> None:
-        """Raise ApiError 400 for an id outside the vocabulary."""
+        """Raise ApiError 400 for the field `param` if one of its token ids is not in the vocabulary."""
         if tokens and max(tokens) >= self.vocab:
             raise invalid(param, f"{param} has token {max(tokens)}, outside the vocabulary; use token ids below {self.vocab}")
 
@@ -221,9 +228,9 @@ def check_fields_are_read(render: Render, messages: Sequence[Mapping[str, Any]])
 
 
 def with_system_first(render: Render, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Return the messages; system messages become one at the start if the template needs that.
+    """Return the messages, with all system messages merged at the start if necessary.
 
-    It needs that if it ignores or rejects system messages after the first message.
+    It is necessary if the template ignores or rejects system messages after the first message.
     """
     changed = [
         {**message, "content": f"{message['content']}x"} if index and message["role"] == "system" else message
@@ -239,19 +246,22 @@ def with_system_first(render: Render, messages: Sequence[Mapping[str, Any]]) -> 
 
 
 def default_sampling(manifest: Manifest, limits: Limits) -> Sampling:
-    """Return the default sampling options: the model's generation_config and `limits`."""
+    """Return the sampling options that the model's generation_config and `limits` set."""
     found = model_sampling(manifest.generation) or Sampling(TEMPERATURE)
     return found if limits.temperature is None else replace(found, temperature=limits.temperature)
 
 
 def unknown_model(name: str | None, known: Iterable[str]) -> ApiError:
-    """Return the error for a request for the model `name`; `known`: names of the served models."""
+    """Return an ApiError 404 for the unknown model `name`; `known`: names of the served models."""
     message = f"the model {name!r:.80} does not exist; this server has {', '.join(map(repr, known))}"
     return ApiError(404, message, "model", "model_not_found")
 
 
 async def run_in_thread(function: Callable, *arguments):
-    """Run a slow function in a thread; a cancelled caller waits until the function has ended."""
+    """Return the result of a slow function, which runs in a thread.
+
+    If the caller is cancelled, it waits until the function has ended.
+    """
     work = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
     # Reading the exception keeps asyncio from logging the error of a cancelled request.
     work.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -18,7 +18,7 @@ FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
 
 
 def _finish_fields(end: Finished | None, has_calls: bool = False) -> dict:
-    """Return finish_reason, and castiron's stop_reason if a repetition loop ended the choice."""
+    """Return the field finish_reason, and stop_reason if a repetition loop ended the choice."""
     reason = end and FINISH_REASONS[end.reason]
     found = {"finish_reason": "tool_calls" if has_calls and reason == "stop" else reason}
     return found | {"stop_reason": "repetition"} if end and end.repeated else found
@@ -35,7 +35,7 @@ def _call_id() -> str:
 
 
 class Reply(ABC):
-    """A builder of the answer to one request; an event of a stream is a JSON object."""
+    """A builder of the answer to one request, also as the JSON events of a stream."""
 
     # Prefix of the answer's id.
     prefix = ""
@@ -50,22 +50,22 @@ class Reply(ABC):
 
     @abstractmethod
     def begin(self, index: int, usage: dict) -> Iterable[dict]:
-        """Yield the events before the first text of choice `index`."""
+        """Yield the events that begin choice number `index`."""
 
     @abstractmethod
     def extend(self, index: int, delta: Delta, end: Finished | None) -> Iterable[dict]:
-        """Yield the events for new text of a choice, and with `end` those that finish it."""
+        """Yield the events for new text of choice number `index`; `end`: set if the choice ends."""
 
     @abstractmethod
     def finish(self, usage: dict) -> Iterable[dict]:
-        """Yield the events after all choices have finished."""
+        """Yield the events that end a stream, after all choices have finished."""
 
     @abstractmethod
     def fail(self, error: ApiError) -> Iterable[dict]:
         """Yield the events that end a stream with an error."""
 
     def logprobs_of(self, tokens: Iterable[TextToken]) -> list[dict]:
-        """Return the tokens' log-probabilities in the shape of chat completions."""
+        """Return the log-probabilities of `tokens`, one JSON object of chat completions for each."""
         return [
             {**self._token(token.id, token.logprob), "top_logprobs": [self._token(*other) for other in token.top]}
             for token in tokens
@@ -87,22 +87,22 @@ class ChoicesReply(Reply):
 
     @abstractmethod
     def choice(self, index: int, delta: Delta, end: Finished) -> dict:
-        """Return a complete choice."""
+        """Return the complete choice number `index`."""
 
     @abstractmethod
     def opening(self, index: int) -> dict | None:
-        """Return the first chunk of a choice, or None if it has no opening chunk."""
+        """Return the chunk that begins choice number `index`, or None if it begins with its text."""
 
     @abstractmethod
     def delta(self, index: int, delta: Delta, end: Finished | None = None) -> dict:
-        """Return the chunk for new text of a choice; with `end`, the choice is finished."""
+        """Return the chunk for new text of choice number `index`; `end`: set if the choice ends."""
 
     def complete(self, choices: list[dict], usage: dict) -> dict:
-        """Return the complete answer."""
+        """Return the complete answer with all choices."""
         return {**self.head, "object": self.kind, "choices": choices, "usage": usage}
 
     def chunk(self, *choices: dict, usage: dict | None = None) -> dict:
-        """Return an event with chunks of choices."""
+        """Return an event of a stream, which holds the chunks `choices`."""
         return {**self.head, "object": self.chunk_kind, "choices": choices, "usage": usage}
 
     def begin(self, index: int, usage: dict) -> list[dict]:
@@ -164,7 +164,7 @@ class ChatReply(ChoicesReply):
 
 
 def _merged(parts: Iterable[CallPart]) -> list[CallPart]:
-    """Join the parts of each call."""
+    """Return one part for each tool call, with the arguments of all its parts joined."""
     found: dict[int, CallPart] = {}
     for part in parts:
         before = found.get(part.index)
@@ -181,10 +181,10 @@ def _call_chunk(part: CallPart) -> dict:
 
 
 class Echo(NamedTuple):
-    """The prompt at the start of a completion; `offsets` is empty without log-probabilities."""
+    """A prompt that is repeated at the start of a completion."""
 
     text: str = ""
-    # The character offset of each token.
+    # The character offset of each token of the prompt; empty without log-probabilities.
     offsets: Collection[int] = ()
 
 
@@ -194,9 +194,10 @@ class CompletionReply(ChoicesReply):
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
     def __init__(self, model: str, token_bytes: TokenBytes, logprobs: int | None, echoes: list[Echo]):
-        """Build an answer of as many choices as there are `echoes`, their echoed prompts.
+        """Build the answer.
 
-        `logprobs`: top tokens at each position, None without log-probabilities.
+        `logprobs`: number of top tokens for each token, None without log-probabilities. `echoes`:
+        for each choice, the prompt to repeat at its start.
         """
         super().__init__(model, token_bytes, logprobs is not None)
         self.top, self.echoes = logprobs, echoes
@@ -215,7 +216,7 @@ class CompletionReply(ChoicesReply):
         return self._choice(index, delta.text, self._answer(index, delta.tokens), end)
 
     def _prompt(self, index: int) -> tuple[TextToken, ...]:
-        """Return the tokens of the echoed prompt; the first has no log-probability."""
+        """Return the tokens of the repeated prompt; the first has no log-probability."""
         offsets, request = self.echoes[index].offsets, self.requests[index]
         scores = [None, *request.scores] if offsets else []
         return tuple(
@@ -224,7 +225,7 @@ class CompletionReply(ChoicesReply):
         )
 
     def _answer(self, index: int, tokens: Collection[TextToken]) -> tuple[TextToken, ...]:
-        """Return generated tokens with offsets from the start of the echoed prompt."""
+        """Return generated `tokens` with offsets from the start of the repeated prompt."""
         before = len(self.echoes[index].text)
         return tuple(replace(token, offset=before + token.offset) for token in tokens) if self.logprobs else ()
 
@@ -288,7 +289,7 @@ class BlocksReply(Reply):
 
     @abstractmethod
     def open(self, block: Block) -> Iterable[dict]:
-        """Yield the events that begin `block`, which follows the answer's earlier blocks."""
+        """Yield the events that begin `block`, the last of `blocks`."""
 
     @abstractmethod
     def fill(self, block: Block, text: str, logprobs: list[dict]) -> Iterable[dict]:
@@ -296,7 +297,7 @@ class BlocksReply(Reply):
 
     @abstractmethod
     def close(self, block: Block) -> Iterable[dict]:
-        """Yield the events that end the last block; `end` is set if the answer has ended too."""
+        """Yield the events that end `block`; `self.end` is set if the answer ends too."""
 
     def extend(self, index: int, delta: Delta, end: Finished | None) -> Iterable[dict]:
         self._tokens += delta.tokens

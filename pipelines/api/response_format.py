@@ -1,4 +1,4 @@
-"""The required format of an answer, from OpenAI's, castiron's, vLLM's or llama.cpp's fields."""
+"""The format that a request requires of its answer, such as a JSON schema or a regex."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ ANY_OBJECT = {"type": "object"}
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """A format that an answer must have.
+    """The format that an answer must have.
 
-    param: field of the request. kind, value: argument of `Tokenizer.grammar`, by name and value.
+    param: field of the request that sets the format. kind, value: name and value of the argument
+    of `Tokenizer.grammar`.
     """
 
     param: str
@@ -33,7 +34,11 @@ class AnswerFormat:
 
 
 def requested_format(body: CompletionFields) -> AnswerFormat | None:
-    """Return the format that the request sets, None for free text; raise ApiError for two."""
+    """Return the format that a request sets, or None for free text.
+
+    OpenAI, vLLM, llama.cpp and castiron have different fields for it. Raises ApiError 400 if a
+    request sets it twice.
+    """
     guided = StructuredOutputs(
         json=body.guided_json, regex=body.guided_regex, choice=body.guided_choice, grammar=body.guided_grammar
     )

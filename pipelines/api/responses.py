@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses: its answers, and the store of responses for later requests."""
+"""OpenAI's /v1/responses: its answers, and the store of earlier responses."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ class Stored:
 
 
 class ResponseStore:
-    """A store that keeps the most recently used responses, each for the API key of its `owner`."""
+    """A store of the most recently used responses.
+
+    A response is found only with the API key of the client that it was stored for.
+    """
 
     def __init__(self, count: int = 1000, bytes: int = 64 << 20):
         """Store at most `count` responses in about `bytes` of memory."""
@@ -67,7 +70,7 @@ class ResponseStore:
         self._items: dict[str, str] = {}
 
     def put(self, owner: bytes, response: dict, messages: Sequence[Message]) -> None:
-        """Store a response, and the `messages` of the conversation before it."""
+        """Store a response for the API key `owner`; `messages`: the conversation before it."""
         body = json.dumps(response, ensure_ascii=False, separators=(",", ":")).encode()
         output = PromptOfResponse(input=response.get("output")).items(lambda name: None)
         messages = [*messages, *messages_of(output)]
@@ -79,7 +82,7 @@ class ResponseStore:
             self._drop(next(iter(self._stored)))
 
     def get(self, owner: bytes, name: str) -> Stored | None:
-        """Return the response with the id `name`, or None."""
+        """Return the response with the id `name`, or None if `owner` has none."""
         found = self._stored.get(name)
         if found is None or found.owner != owner:
             return None
@@ -87,7 +90,7 @@ class ResponseStore:
         return found
 
     def item(self, owner: bytes, name: str) -> StoredItem | None:
-        """Return the output item with the id `name`, or None."""
+        """Return the output item with the id `name`, or None if `owner` has none."""
         found = self.get(owner, self._items.get(name, ""))
         return found.items[name] if found else None
 
@@ -113,7 +116,7 @@ NO_STORE = ResponseStore(count=0)
 
 
 async def start_response(api: ModelApi, body: ResponsesRequest, store: ResponseStore = NO_STORE, owner: bytes = b"") -> Any:
-    """Start the answer to a /v1/responses request and return its job."""
+    """Start the answer to a request to /v1/responses and return its job."""
     is_stored = store.count > 0 and body.store is not False
 
     def put(response: dict) -> None:
@@ -127,13 +130,13 @@ async def start_response(api: ModelApi, body: ResponsesRequest, store: ResponseS
 
 
 async def count_response_tokens(api: ModelApi, body: PromptOfResponse, store: ResponseStore, owner: bytes) -> int:
-    """Return the number of tokens of a request's prompt."""
+    """Return the number of tokens in the prompt of a request."""
     with fields_renamed(FIELDS):
         return await api.count(_chat(body, store, owner)[0])
 
 
 def _chat(body: PromptOfResponse, store: ResponseStore, owner: bytes) -> tuple[ChatRequest, list[Message]]:
-    """Return a request as a chat request, and the conversation without instructions."""
+    """Return the chat request for `body`, and its conversation without instructions."""
     before: Sequence[Message] = ()
     if (name := body.previous_response_id) is not None:
         if (found := store.get(owner, name)) is None:
@@ -145,7 +148,7 @@ def _chat(body: PromptOfResponse, store: ResponseStore, owner: bytes) -> tuple[C
 
 
 class ResponsesReply(BlocksReply):
-    """A builder of a response, and of the events of its stream."""
+    """A builder of the answer to a request to /v1/responses."""
 
     prefix = "resp_"
 
@@ -250,7 +253,7 @@ class ResponsesReply(BlocksReply):
         return {**head, "type": "function_call", "call_id": block.call_id, **self._names(block), "arguments": block.text}
 
     def _names(self, block: Block) -> dict[str, str]:
-        """Return the function's name, and its namespace if it has one."""
+        """Return the fields name and, if the called function has one, namespace."""
         return self.names.get(block.name, {"name": block.name})
 
 

@@ -22,7 +22,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class Item(Body):
-    """An item of the input, which may be from an earlier answer."""
+    """Base class of the items of an input; `id` and `status` come from an earlier answer."""
 
     id: str | None = None
     status: str | None = None
@@ -134,7 +134,7 @@ class Reasoning(Body):
 
 
 class PromptOfResponse(Body):
-    """The fields of /v1/responses that determine the prompt."""
+    """The fields of POST /v1/responses that determine the prompt."""
 
     expected: ClassVar[dict[str, str]] = {
         "input": "a string or a list of items",
@@ -156,7 +156,10 @@ class PromptOfResponse(Body):
     conversation: Annotated[Any, Unsupported()] = None
 
     def items(self, stored: Callable[[str], StoredItem | None]) -> list[StoredItem]:
-        """Return the input's items, with references replaced by the items that `stored` returns."""
+        """Return the items of the input, without references.
+
+        `stored`: returns the item that a reference names by its id, or None.
+        """
         found: list[StoredItem] = []
         for index, item in enumerate(self.input or ()):
             if isinstance(item, ItemReference):
@@ -168,13 +171,13 @@ class PromptOfResponse(Body):
 
 
 class InputTokensRequest(PromptOfResponse):
-    """POST /v1/responses/input_tokens."""
+    """The body of POST /v1/responses/input_tokens."""
 
     model: str | None = None
 
 
 class ResponsesRequest(PromptOfResponse, GenerationFields):
-    """POST /v1/responses."""
+    """The body of POST /v1/responses."""
 
     max_output_tokens: int | None = Field(None, ge=1)
     store: bool | None = None
@@ -210,7 +213,7 @@ class ResponsesRequest(PromptOfResponse, GenerationFields):
 
 
 def messages_of(items: Iterable[StoredItem]) -> list[Message]:
-    """Convert items to chat messages: consecutive reasoning, text and calls become one."""
+    """Convert items to chat messages; consecutive reasoning, text and calls become one message."""
     found: list[dict[str, Any]] = []
 
     def assistant(field: str, value: Any) -> None:
@@ -242,7 +245,10 @@ def messages_of(items: Iterable[StoredItem]) -> list[Message]:
 
 
 def chat_request(body: PromptOfResponse, before: Sequence[Message], messages: Sequence[Message]) -> ChatRequest:
-    """Convert a request to a chat request that continues the messages `before`."""
+    """Convert a request to a chat request.
+
+    `before`: messages of the response that it continues. `messages`: messages of its own input.
+    """
     conversation = [*before, *messages]
     if body.instructions:
         conversation.insert(0, Message(role="system", content=body.instructions))
@@ -277,7 +283,7 @@ def full_name(namespace: str | None, name: str) -> str:
 
 
 def names_in_namespaces(tools: Iterable[FunctionTool | Namespace]) -> dict[str, dict[str, str]]:
-    """Return {"name": ..., "namespace": ...} by full name, for each function in a namespace."""
+    """Return {"name": ..., "namespace": ...} of each function in a namespace, by its full name."""
     return {
         full_name(space.name, function.name): {"name": function.name, "namespace": space.name}
         for space in tools
@@ -287,7 +293,7 @@ def names_in_namespaces(tools: Iterable[FunctionTool | Namespace]) -> dict[str, 
 
 
 def _function(tool: FunctionTool, space: Namespace | None = None) -> dict[str, Any]:
-    """Return the function of a chat request, which has no namespaces."""
+    """Return a tool as the function of a chat request, named `space.tool` if it has a namespace."""
     # The description of a namespace is put before that of its first function.
     descriptions = [space.description if space and tool is space.tools[0] else None, tool.description]
     return {
@@ -297,7 +303,7 @@ def _function(tool: FunctionTool, space: Namespace | None = None) -> dict[str, A
 
 
 def _chosen_tools(body: PromptOfResponse) -> dict[str, Any]:
-    """Return the chat fields tools and tool_choice."""
+    """Return the fields tools and tool_choice of the chat request."""
     functions: list[dict[str, Any]] = []
     for tool in body.tools or ():
         functions += [_function(each, tool) for each in tool.tools] if isinstance(tool, Namespace) else [_function(tool)]

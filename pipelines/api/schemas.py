@@ -58,9 +58,9 @@ class Unsupported:
 
 
 class ByType:
-    """An annotation of a union of records, of which the field `type` selects one.
+    """An annotation of a union of records: the field `type` of a JSON object selects the record.
 
-    `default`: the type of an object that has none.
+    `default`: the type of an object without that field.
     """
 
     def __init__(self, default: str | None = None):
@@ -109,7 +109,7 @@ class TextPart(Body):
 
 
 class RefusalPart(Body):
-    """A refusal of an earlier turn, which is read as text."""
+    """A refusal in an earlier answer; the model reads it as text."""
 
     model_config = ConfigDict(extra="ignore", json_schema_extra={})
     type: Literal["refusal"]
@@ -117,7 +117,7 @@ class RefusalPart(Body):
 
 
 def parts_of(value: Any) -> Any:
-    """Return a text as a list of one text part; other values as they are."""
+    """Return a text as a list of one text part, and other values unchanged."""
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
@@ -127,12 +127,12 @@ Content = Annotated[Parts, BeforeValidator(parts_of, json_schema_input_type=str 
 
 
 def text_of(content: Iterable[TextPart | RefusalPart] | None) -> str:
-    """Return the text of all parts."""
+    """Return the texts of all parts, joined."""
     return "".join(part.text for part in content or ())
 
 
 class StreamOptions(Body):
-    """Options of a stream; with vLLM's continuous_usage_stats every chunk has the usage so far."""
+    """Options of a stream; continuous_usage_stats (vLLM) adds the usage so far to every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -140,7 +140,7 @@ class StreamOptions(Body):
 
 
 class JsonSchema(Body):
-    """A JSON schema that the answer matches, also without `strict`."""
+    """A JSON schema that the answer must match, whether or not `strict` is set."""
 
     name: str | None = None
     description: str | None = None
@@ -167,10 +167,10 @@ class StructuredOutputs(Body):
 
 
 class GenerationFields(Body):
-    """The fields of every generation request, in every API.
+    """The fields that all requests for generated text have, in OpenAI's and in Anthropic's API.
 
-    Castiron adds top_k, min_p, repeat_penalty (also repetition_penalty), repetition_stop,
-    ignore_eos, grammar and regex; priority is vLLM's.
+    Neither API has top_k (OpenAI), min_p, repeat_penalty (also named repetition_penalty),
+    repetition_stop, ignore_eos, grammar, regex or vLLM's priority; castiron adds them.
     """
 
     model: str | None = None
@@ -243,7 +243,7 @@ class Message(BaseModel):
 
 
 def _with_object(call: Any) -> Any:
-    """Return a tool call with its arguments parsed if they are a JSON object."""
+    """Return a tool call; its arguments are parsed if they are the text of a JSON object."""
     function = call.get("function") if isinstance(call, dict) else None
     if not (isinstance(function, dict) and isinstance(function.get("arguments"), str)):
         return call
@@ -259,14 +259,14 @@ class FunctionName(Body):
 
 
 class NamedTool(Body):
-    """The function that must be called."""
+    """A tool choice that names the function which the answer must call."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class Function(Body):
-    """A function; `parameters` is a JSON schema, without which it has no parameters."""
+    """A function; `parameters` is the JSON schema of its arguments, None if it has none."""
 
     name: FunctionIdentifier
     description: str | None = None
@@ -288,7 +288,7 @@ class Tool(Body):
 
 
 class ChatRequest(CompletionFields):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
@@ -323,7 +323,7 @@ class ChatRequest(CompletionFields):
 
 
 class CompletionRequest(CompletionFields):
-    """POST /v1/completions; the prompt is text, token ids, or a list of texts or token ids."""
+    """The body of POST /v1/completions; `prompt` is one text, one list of token ids, or many."""
 
     prompt: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     max_tokens: int | None = Field(None, ge=0)
@@ -335,7 +335,7 @@ class CompletionRequest(CompletionFields):
 
 
 class EmbeddingsRequest(Body):
-    """POST /v1/embeddings.
+    """The body of POST /v1/embeddings.
 
     Castiron adds prompt_name (a prompt of the model, put before each text) and truncate (whether
     long texts are cut).
@@ -351,14 +351,14 @@ class EmbeddingsRequest(Body):
 
 
 class Document(BaseModel):
-    """A document; the answer returns it with any other fields."""
+    """A document to rank; the answer returns it with all its fields."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     text: str
 
 
 class RerankRequest(Body):
-    """POST /v1/rerank, with the fields of Cohere, Jina and vLLM; long documents are cut."""
+    """The body of POST /v1/rerank, as in Cohere's, Jina's and vLLM's APIs; long texts are cut."""
 
     query: str
     documents: Annotated[list[str | Document], Field(min_length=1, max_length=MAX_INPUTS)]
@@ -371,7 +371,7 @@ class RerankRequest(Body):
 
 
 class TokenizeRequest(Body):
-    """POST /tokenize: text (llama.cpp's `content` or vLLM's `prompt`) or messages."""
+    """The body of POST /tokenize: a text (`content` in llama.cpp, `prompt` in vLLM) or messages."""
 
     model: str | None = None
     content: str | None = None
@@ -382,7 +382,7 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
-    """POST /detokenize."""
+    """The body of POST /detokenize."""
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
