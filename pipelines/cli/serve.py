@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000, metavar="N", help="port to listen on; 0 is any (default: 8000)")
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY",
                         help=f"require this key; may be repeated; also {KEY_VARIABLE}=KEY,KEY")  # fmt: skip
-    parser.add_argument("--name", metavar="NAME", help="the model's name for clients (default: the bundle's)")
+    parser.add_argument("--name", metavar="NAME", help="the model's name for clients (default: as MODEL was given)")
     add_options(parser, "-c --context")
     parser.add_argument("--quiet", action="store_true", help="do not log requests")
     parser.add_argument("--cors", action="append", default=[], metavar="ORIGIN",
@@ -74,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.server.app import Access, App, open_api
     from castiron.pipelines.server.http_server import listen, serve, url
     from castiron.pipelines.server.metrics import Metrics
-    from castiron.pipelines.server.served_models import ModelPool
+    from castiron.pipelines.server.served_models import ModelPool, names_of
 
     check(args)
     keys, pages = api_keys(args), origins(args)
@@ -85,17 +85,17 @@ def main(args: argparse.Namespace) -> int:
         local = ip_address(listening.getsockname()[0].partition("%")[0]).is_loopback
         bundles = [open_model(path, args) for path in args.bundle]
         metrics, access = Metrics(), Access(keys, pages, local)
-        open_one = lambda bundle, name, draft=None: open_api(
-            bundle, metrics, name=name, store=prefix_store(args, bundle.manifest), draft=draft, **shared
+        open_one = lambda bundle, names, draft=None: open_api(
+            bundle, metrics, names=names, store=prefix_store(args, bundle.manifest), draft=draft, **shared
         )
         if len(bundles) > 1 or args.keep is not None:
             keep = KEEP if args.keep is None else args.keep
-            pool = ModelPool(bundles, open_one, keep=keep, limits=limits, forget=metrics.forget)
+            pool = ModelPool(bundles, open_one, keep=keep, typed=args.bundle, limits=limits, forget=metrics.forget)
             how = "each opened when a request names it"
         else:
             (bundle,), draft = bundles, open_model(args.draft, args) if args.draft else None
             print_memory(bundle.manifest, slots_of(bundle.manifest), draft and draft.manifest)
-            api = open_one(bundle, args.name, draft)
+            api = open_one(bundle, [args.name] if args.name else names_of(bundle, args.bundle[0]), draft)
             how = "an embedding model: /v1/embeddings"
             if isinstance(api, GenerationApi):
                 if api.engine.slots == 1:

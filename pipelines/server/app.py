@@ -31,7 +31,7 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.exchange import CLIENT_LEFT, BodyRoute, Exchange, error_response, exchange_of
 from castiron.pipelines.server.metrics import Metrics, ModelMetrics
 from castiron.pipelines.server.routes import OPEN_PATHS, add_routes
-from castiron.pipelines.server.served_models import ModelPool, check_tokenizer, directory_name
+from castiron.pipelines.server.served_models import ModelPool, check_tokenizer, names_of
 from castiron.pipelines.terminal import print_message
 from castiron.pipelines.text.embedder import Embedder
 from castiron.pipelines.text.generation import open_draft
@@ -145,7 +145,7 @@ def open_api(
     *,
     threads: int | None = None,
     queue: int = QUEUE,
-    name: str | None = None,
+    names: Sequence[str] = (),
     limits: Limits = Limits(),
     template_args: Mapping[str, object] | None = None,
     parse_special: bool = False,
@@ -157,7 +157,7 @@ def open_api(
     Args:
         metrics: where the model's events are counted.
         queue: max sequences of one client that wait for a slot.
-        name: the only name that requests may use; by default, they may use the name of the bundle
+        names: names that requests may use, the one in answers first; by default, the bundle's name
             and that of its directory.
         template_args: default values of variables of the chat template.
         parse_special: whether special tokens in messages, such as <|im_end|>, become tokens
@@ -172,7 +172,7 @@ def open_api(
     bundle = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
     check_tokenizer(bundle)
     manifest = bundle.manifest
-    names = list(dict.fromkeys([name or manifest.name, *([] if name else [directory_name(bundle)])]))
+    names = list(names or names_of(bundle))
     counting = ModelMetrics(metrics, names[0])
     if manifest.encoder:
         return EmbeddingsApi(EmbeddingsEngine(Embedder(bundle, threads), queue, counting.embedded), names, limits)

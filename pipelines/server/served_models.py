@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from castiron.pipelines.api.api_errors import ApiError
@@ -59,9 +60,10 @@ class ModelPool:
     def __init__(
         self,
         bundles: Sequence[Bundle],
-        open: Callable[[Bundle, str], ModelApi],
+        open: Callable[[Bundle, list[str]], ModelApi],
         *,
         keep: float,
+        typed: Sequence[str] | None = None,
         limits: Limits = Limits(),
         memory_limit: int | None = None,
         forget: Callable[[str], None] = lambda name: None,
@@ -69,7 +71,8 @@ class ModelPool:
         """Create a pool in which the models of all `bundles` are closed.
 
         Args:
-            open: called with a bundle and its name to open the bundle.
+            open: called with a bundle and its names to open the bundle, as `open_api`.
+            typed: the path or name by which the operator chose each bundle; None for none of them.
             keep: a model is closed after this many seconds without a request.
             limits: limits and defaults of requests.
             memory_limit: max bytes of all open models, by default the machine's memory. Before a
@@ -79,13 +82,19 @@ class ModelPool:
         Raises:
             PipelineError: a bundle has no tokenizer, or two bundles have the same name.
         """
-        self.models = [
-            ServedModel(
-                name, {name, bundle.manifest.name, directory_name(bundle)}, bundle.manifest, bundle.chat_template,
-                partial(open, bundle, name),
+        for bundle in bundles:
+            check_tokenizer(bundle)
+        known = [names_of(bundle, model) for bundle, model in zip(bundles, typed or [None] * len(bundles), strict=True)]
+        # Choose the first kind of name by which the models differ.
+        chosen = next((names for names in zip(*known) if len({*names}) == len(names)), None)
+        if chosen is None:
+            raise PipelineError(
+                f"two of the models {', '.join(names[0] for names in known)} have one name; rename one directory"
             )
-            for bundle, name in zip(bundles, _names(bundles), strict=True)
-        ]  # fmt: skip
+        self.models = [
+            ServedModel(name, {*names}, bundle.manifest, bundle.chat_template, partial(open, bundle, [name, *names]))
+            for bundle, name, names in zip(bundles, chosen, known)
+        ]
         self.keep: float | None = keep
         self.forget, self.limits = forget, limits
         self.memory_limit, self.started, self.draining = memory_limit or total_bytes(), int(time.time()), False
@@ -93,7 +102,7 @@ class ModelPool:
     @classmethod
     def single(cls, api: ModelApi) -> ModelPool:
         """Return a pool of one model, which is already open and is never closed."""
-        pool = cls([], lambda bundle, name: api, keep=0, limits=api.limits)
+        pool = cls([], lambda bundle, names: api, keep=0, limits=api.limits)
         pool.models = [ServedModel(api.names[0], api.names, api.manifest, api.tokenizer.chat_template, api=api)]
         pool.keep = None
         return pool
@@ -250,20 +259,17 @@ class ModelPool:
             engine.stop()
 
 
-def directory_name(bundle: Bundle) -> str:
-    """Return the name of a bundle's directory or file, without `.castiron`."""
-    return bundle.path.resolve().name.removesuffix(".castiron")
+def names_of(bundle: Bundle, model: str | None = None) -> list[str]:
+    """Return the names that requests may use for a bundle; the first one is in answers.
 
-
-def _names(bundles: Sequence[Bundle]) -> list[str]:
-    """Return the name of each bundle, or the name of its directory if two have the same name."""
-    own = [bundle.manifest.name for bundle in bundles]
-    names = [directory_name(bundle) if own.count(name) > 1 else name for bundle, name in zip(bundles, own)]
-    for bundle, name in zip(bundles, names):
-        check_tokenizer(bundle)
-        if names.count(name) > 1:
-            raise PipelineError(f"two models have the name {name}; rename the directory of one")
-    return names
+    model: the path or name by which the operator chose the bundle. Of a path, only the last part is
+    used, without `.gguf` and `.castiron`. None for the name in the bundle's manifest.
+    """
+    path = bundle.path.resolve()
+    if model is not None and Path(model).exists():
+        model = Path(model).resolve().name
+    names = [model or bundle.manifest.name, bundle.manifest.name, path.name]
+    return [name.removesuffix(".gguf").removesuffix(".castiron") for name in names]
 
 
 def check_tokenizer(bundle: Bundle) -> None:

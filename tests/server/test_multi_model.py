@@ -19,7 +19,7 @@ from castiron.pipelines.api.model_api import ModelApi
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.app import App, open_api
 from castiron.pipelines.server.metrics import Metrics
-from castiron.pipelines.server.served_models import ModelPool
+from castiron.pipelines.server.served_models import ModelPool, names_of
 from castiron.vmfb.bundle import open_bundle
 from tests.support.served import MESSAGES, RENDERED, SLOTS, ReferenceSession, bundle, served
 
@@ -56,11 +56,11 @@ class Doors:
         self.programs: list[weakref.ref] = []
         self.shut = {name: threading.Event() for name in shut}
 
-    def __call__(self, bundle, name) -> ModelApi:
-        if name in self.shut:
+    def __call__(self, bundle, names) -> ModelApi:
+        if (name := names[0]) in self.shut:
             assert self.shut[name].wait(60)
         self.opened.append(name)
-        api = open_api(bundle, self.metrics, threads=1, name=name)
+        api = open_api(bundle, self.metrics, threads=1, names=names)
         self.programs.append(weakref.ref(api.engine.engine.scheduler.batch.program))
         return api
 
@@ -130,6 +130,19 @@ async def test_a_model_is_found_by_the_name_of_its_bundle_and_of_its_directory(p
             assert await client.generate(name) == reference.generate(RENDERED, 12)
 
 
+def test_a_model_has_the_name_that_was_typed(paths, monkeypatch):
+    bundle, own = open_bundle(paths[1]), open_bundle(paths[1]).manifest.name
+    monkeypatch.chdir(paths[1].parent)
+    for typed, name in (
+        ("org/Model:Q4_K_M.gguf", "org/Model:Q4_K_M"),
+        (str(paths[1]), "other"),
+        ("other/", "other"),
+        (None, own),
+    ):
+        assert names_of(bundle, typed)[0] == name and {own, "other"} <= {*names_of(bundle, typed)}
+    ModelPool([bundle] * 2, Doors(), keep=1, typed=["SmolLM2-135M-Instruct", "other"]).find("SmolLM2-135M-Instruct")
+
+
 async def test_only_requests_for_a_loading_model_wait(paths, reference):
     doors = Doors("other")
     async with PoolClient(paths, doors) as client:
@@ -169,10 +182,10 @@ async def test_an_unused_model_is_closed_to_free_memory_for_the_next(paths):
 async def test_a_model_that_cannot_be_opened_is_an_error_of_its_requests_only(paths, reference, tmp_path, capsys):
     doors = Doors()
 
-    def failing(bundle, name) -> ModelApi:
-        if name == "other":
+    def failing(bundle, names) -> ModelApi:
+        if names[0] == "other":
             raise PipelineError("it has no weights")
-        return doors(bundle, name)
+        return doors(bundle, names)
 
     async with PoolClient(paths, failing) as client:
         answer = await client.chat("other")
@@ -180,7 +193,7 @@ async def test_a_model_that_cannot_be_opened_is_an_error_of_its_requests_only(pa
         assert await client.generate("tiny") == reference.generate(RENDERED, 12) and await client.loaded() == [True, False]
     same = tmp_path / "tiny"
     shutil.copytree(paths[0], same)
-    with pytest.raises(PipelineError, match="two models have the name tiny"):
+    with pytest.raises(PipelineError, match="two of the models tiny, tiny have the same name"):
         ModelPool([open_bundle(paths[0]), open_bundle(same)], Doors(), keep=1.0)
 
 
