@@ -1,4 +1,4 @@
-"""Errors in the shapes of OpenAI's and Anthropic's APIs."""
+"""Errors in the formats of OpenAI's, Anthropic's and Ollama's APIs."""
 
 from dataclasses import dataclass
 
@@ -60,11 +60,15 @@ class ApiError(Exception):
         details = {"details": {"error_code": self.code, "unsupported": [self.param]}} if is_thread else {}
         return {"type": "error", "error": {"type": kind, "message": self.message, **details}}
 
-    def response(self, path: str) -> tuple[int, dict]:
-        """Return the HTTP status and the JSON body of the error.
+    @property
+    def ollama_body(self) -> dict:
+        """The JSON body in Ollama's format: {"error": message}."""
+        return {"error": self.message}
 
-        Both follow Anthropic's API if the URL path `path` belongs to it, else OpenAI's.
-        """
+    def response(self, path: str) -> tuple[int, dict]:
+        """Return the HTTP status and JSON body in the format of the API that `path` belongs to."""
+        if is_ollama(path):
+            return self.status, self.ollama_body
         if is_anthropic(path):
             return ANTHROPIC_STATUSES.get(self.status, self.status), self.anthropic_body
         return self.status, self.body
@@ -83,6 +87,11 @@ class ApiError(Exception):
 def is_anthropic(path: str) -> bool:
     """Return whether the URL path `path` belongs to Anthropic's API."""
     return path.startswith("/v1/messages")
+
+
+def is_ollama(path: str) -> bool:
+    """Return whether `path` belongs to Ollama's API."""
+    return path.startswith("/api/")
 
 
 def invalid(param: str | None, message: str) -> ApiError:

@@ -171,7 +171,7 @@ class GenerationApi(ModelApi):
             grammar = {"tools": tools.grammar(forced or tools.schemas, answer=None if forced else schema)}
         elif tools and not form and (schemas := _schemas_of_optional_calls(body, tools)):
             grammar = {"tools": tools.grammar(schemas, free=True)}
-        compiled = await self._grammar(grammar, form.param if form else "tools", bool(body.compact_json))
+        compiled = await self.grammar(grammar, form.param if form else "tools", bool(body.compact_json))
         return self.start_job(
             body, [prompt], "messages", built, top, limit=None if clamp else limit, default=limit, reasoning=True,
             grammar=compiled, tools=tools,
@@ -214,7 +214,7 @@ class GenerationApi(ModelApi):
         each_choice = [echo for echo in echoes for _ in range(body.n or 1)]
         reply = CompletionReply(self.names[0], self.token_bytes, body.logprobs, each_choice)
         form = requested_format(body)
-        grammar = await self._grammar({form.kind: form.value}, form.param, bool(body.compact_json)) if form else None
+        grammar = await self.grammar({form.kind: form.value}, form.param, bool(body.compact_json)) if form else None
         job = self.start_job(
             body, prompts, "prompt", reply, body.logprobs, limit=body.max_tokens, default=COMPLETION_TOKENS,
             grammar=grammar, prompt_logprobs=(body.logprobs or 0) if is_scored else None, stop_tokens=fim.ends if fim else (),
@@ -272,7 +272,7 @@ class GenerationApi(ModelApi):
             forced = {name: schemas[name]}
         return Tools(form, schemas, single=body.parallel_tool_calls is False or isinstance(choice, NamedTool)), forced
 
-    async def _grammar(self, source: Mapping[str, Any], param: str, compact: bool) -> Grammar | None:
+    async def grammar(self, source: Mapping[str, Any], param: str, compact: bool = False) -> Grammar | None:
         """Compile the grammar of an answer; return None for free text.
 
         Args:

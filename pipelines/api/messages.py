@@ -306,13 +306,7 @@ def _content(block: Block) -> dict:
             return {"type": "text", "text": block.text}
         case "reasoning":
             return {"type": "thinking", "thinking": block.text, "signature": ""}
-    try:
-        arguments = json.loads(block.text)
-    except (ValueError, RecursionError):
-        # The arguments are incomplete: the call is in progress or was cut off.
-        arguments = None
-    arguments = arguments if isinstance(arguments, dict) else {}
-    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": block.arguments}
 
 
 def _usage(usage: dict) -> dict:

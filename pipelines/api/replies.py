@@ -1,5 +1,6 @@
 """Builders of answers: one JSON object, or the events of a stream."""
 
+import json
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -43,6 +44,8 @@ class Reply(ABC):
     last: str | None = None
     # Whether every event has the usage so far.
     continuous_usage = False
+    # Whether a stream has a JSON object on each line; otherwise it has server-sent events.
+    is_ndjson = False
 
     def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool):
         self.token_bytes, self.logprobs = token_bytes, logprobs
@@ -270,6 +273,15 @@ class Block:
     def call_id(self) -> str:
         """The id of a call: 9 letters and digits, which every template accepts."""
         return self.id[:9]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of a call; empty while the call is in progress, or if it was cut off."""
+        try:
+            found = json.loads(self.text)
+        except (ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
 
 class BlocksReply(Reply):

@@ -35,8 +35,9 @@ class Exchange:
     client: name of the client whose limits the request uses. seconds: max duration. body: memory
     that the request body uses. is_receiving: whether more of the body will arrive. exits: context
     managers that are left after the response. status: HTTP status of the response. code: error code
-    of the response. job: the generation, whose `summary` is logged. deadline: end of the max
-    duration, in seconds of the event loop's clock.
+    of the response. job: the generation, whose `summary` is logged. load_seconds: how long the
+    request waited for its model to be opened. deadline: end of the max duration, in seconds of the
+    event loop's clock.
     """
 
     client: str
@@ -48,6 +49,7 @@ class Exchange:
     status: int = CLIENT_LEFT
     code: str | None = None
     job: Any = None
+    load_seconds: float = 0.0
     deadline: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -132,11 +134,11 @@ async def answer_request(request: Request, work: Awaitable[Any], stream: bool | 
 
 
 class EventStream(Response):
-    """A response that streams the events of a job as server-sent events.
+    """A response that streams the events of a job, as server-sent events or as lines of JSON.
 
-    If the JSON object of an event has a field `type`, its value is also the name of the event. The
-    status is sent with the first event, so that a request that fails before its first event gets an
-    ordinary error response.
+    If the JSON object of a server-sent event has a field `type`, its value is also the name of the
+    event. The status is sent with the first event, so that a request that fails before its first
+    event gets an ordinary error response.
     """
 
     def __init__(self, job: Job):
@@ -171,17 +173,18 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b""})
 
     async def _send(self, send: Send, event: dict | str) -> None:
+        is_ndjson = self.job.reply.is_ndjson
         if not self.is_started:
             self.is_started = True
+            media_type = b"application/x-ndjson" if is_ndjson else b"text/event-stream; charset=utf-8"
             # By default nginx buffers the events.
-            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
-                       (b"x-accel-buffering", b"no")]  # fmt: skip
+            headers = [(b"content-type", media_type), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-        name = ""
-        if isinstance(event, dict):
-            name = f"event: {event['type']}\n" if "type" in event else ""
-            event = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
-        await send({"type": "http.response.body", "body": f"{name}data: {event}\n\n".encode(), "more_body": True})
+        text = event if isinstance(event, str) else json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+        if not is_ndjson:
+            name = f"event: {event['type']}\n" if isinstance(event, dict) and "type" in event else ""
+            text = f"{name}data: {text}\n"
+        await send({"type": "http.response.body", "body": f"{text}\n".encode(), "more_body": True})
 
 
 async def before_deadline(exchange: Exchange, work: Awaitable) -> Any:

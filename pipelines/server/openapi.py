@@ -15,9 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from pydantic.json_schema import models_json_schema
 
 import castiron
-from castiron.pipelines.api.api_errors import ANTHROPIC_TYPES, TYPES, ApiError, is_anthropic
+from castiron.pipelines.api.api_errors import ANTHROPIC_TYPES, TYPES, ApiError, is_anthropic, is_ollama
 
-DESCRIPTION = "Language models on a CPU, with OpenAI's and Anthropic's APIs. A server without API keys requires none."
+DESCRIPTION = "Language models on a CPU, with OpenAI's, Anthropic's and Ollama's APIs. A server without API keys requires none."
 # For the document only: `App` checks keys, before it reads a body.
 KEYS = [Security(HTTPBearer(auto_error=False)), Security(APIKeyHeader(name="x-api-key", auto_error=False))]
 ERRORS = {
@@ -57,6 +57,7 @@ _OpenAIErrorDetail = _answer("OpenAIErrorDetail", message=str, type=_error_type(
 _AnthropicErrorDetail = _answer("AnthropicErrorDetail", message=str, type=_error_type(ANTHROPIC_TYPES))
 OpenAIError = _answer("OpenAIError", error=_OpenAIErrorDetail)
 AnthropicError = _answer("AnthropicError", type=Literal["error"], error=_AnthropicErrorDetail)
+OllamaError = _answer("OllamaError", error=str)
 _COMPLETION = {"id": str, "created": int, "model": str, "choices": list[Object], "usage": Object}
 ChatCompletion = _answer("ChatCompletion", object=Literal["chat.completion"], **_COMPLETION)
 Completion = _answer("Completion", object=Literal["text_completion"], **_COMPLETION)
@@ -80,6 +81,13 @@ ModelList = _answer("ModelList", object=Literal["list"], data=list[ModelInfo])
 Tokens = _answer("Tokens", tokens=list[int], count=int, context_length=int)
 Detokenized = _answer("Detokenized", content=str, prompt=str)
 TokenizerInfo = _answer("TokenizerInfo", tokenizer_class=str, model_max_length=int)
+OllamaChat = _answer("OllamaChat", model=str, created_at=str, message=Object, done=Literal[True])
+OllamaCompletion = _answer("OllamaCompletion", model=str, created_at=str, response=str, done=Literal[True])
+OllamaEmbeddings = _answer("OllamaEmbeddings", model=str, embeddings=list[list[float]])
+OllamaEmbedding = _answer("OllamaEmbedding", embedding=list[float])
+OllamaModels = _answer("OllamaModels", models=list[Object])
+OllamaModel = _answer("OllamaModel", details=Object, model_info=Object, capabilities=list[str])
+Version = _answer("Version", version=str)
 Health = _answer("Health", status=Literal["ok", "stopping"])
 
 
@@ -89,7 +97,7 @@ def errors(path: str, statuses: Iterable[int] = (), *, key: bool = True) -> dict
     `statuses`: error statuses besides those of every route. `key`: whether the route requires an
     API key.
     """
-    model = AnthropicError if is_anthropic(path) else OpenAIError
+    model = AnthropicError if is_anthropic(path) else OllamaError if is_ollama(path) else OpenAIError
     found: dict[int | str, dict[str, Any]] = {}
     for status in sorted({*ANY, *statuses} - (set() if key else {401})):
         shown, _ = ApiError(status, "").response(path)
@@ -107,8 +115,8 @@ def content(*media: str) -> dict[str, Any]:
 def description(app: FastAPI) -> dict[str, Any]:
     """Return the OpenAPI document of an application."""
     found = get_openapi(title="castiron", version=castiron.__version__, description=DESCRIPTION, routes=app.routes)
-    both: list[Any] = [(OpenAIError, "validation"), (AnthropicError, "validation")]
-    found["components"]["schemas"] |= models_json_schema(both, ref_template=SCHEMA)[1]["$defs"]
+    records: list[Any] = [(error, "validation") for error in (OpenAIError, AnthropicError, OllamaError)]
+    found["components"]["schemas"] |= models_json_schema(records, ref_template=SCHEMA)[1]["$defs"]
     for operations in found["paths"].values():
         for operation in operations.values():
             # `BodyRoute` replaces FastAPI's validation error 422.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from importlib.resources import files
 from typing import Any, Literal, get_type_hints
@@ -10,11 +11,12 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
-from castiron.pipelines.api import schemas
-from castiron.pipelines.api.api_errors import invalid
+from castiron.pipelines.api import ollama, schemas
+from castiron.pipelines.api.api_errors import ApiError, invalid
 from castiron.pipelines.api.infill import InfillRequest, start_infill
 from castiron.pipelines.api.messages import CountTokensRequest, MessagesRequest, count_message_tokens, start_message
 from castiron.pipelines.api.model_api import ModelApi, run_in_thread
+from castiron.pipelines.api.ollama_models import OLLAMA_VERSION, listed_model, running_model, shown_model
 from castiron.pipelines.api.responses import count_response_tokens, start_response
 from castiron.pipelines.api.responses_request import InputTokensRequest, ResponsesRequest
 from castiron.pipelines.server import openapi
@@ -42,7 +44,9 @@ HEADERS = {
 }
 # Paths that need no API key.
 OPEN_PATHS = ("/", "/health", *PATHS)
-STREAM = {200: openapi.content("text/event-stream")}
+# Ollama's paths that change the models of a server.
+MANAGEMENT = ("/api/pull", "/api/push", "/api/create", "/api/copy")
+NO_MANAGEMENT = "this server cannot add, change or delete models; start it with the models: castiron serve MODEL [MODEL ...]"
 
 
 def page(name: str = HOME) -> Response:
@@ -53,30 +57,34 @@ def page(name: str = HOME) -> Response:
 def add_routes(app: FastAPI, metrics: Metrics) -> None:
     """Add the endpoints of `app.state.models` to an application."""
     _add_posts(app)
+    _add_ollama_models(app)
     _add_gets(app, metrics)
 
 
 def _add_posts(app: FastAPI) -> None:
     models, store = app.state.models, app.state.responses
 
-    def post(*paths: str, answer: Any, stream: bool = False) -> Callable:
+    def post(*paths: str, answer: Any, stream: bool = False, media_type: str = "text/event-stream") -> Callable:
         """Return a decorator that serves a handler at `paths`.
 
         The handler gets the request's model, body and exchange. It returns an awaitable, whose
         result is the JSON object of the response or a job that computes it. `answer`: record of the
-        response, for the OpenAPI document. `stream`: whether the endpoint can stream its response.
+        response, for the OpenAPI document. `stream`: whether the endpoint can stream its response,
+        and `media_type` that of the stream.
         """
+        streams = {200: openapi.content(media_type)} if stream else {}
 
         def add(handler: Callable[[ModelApi, Any, Exchange], Any]) -> None:
             async def endpoint(request: Request, body) -> Response:
-                exchange = exchange_of(request.scope)
+                exchange, start = exchange_of(request.scope), time.monotonic()
                 api = await exchange.exits.enter_async_context(models.use(body.model))
+                exchange.load_seconds = time.monotonic() - start
                 return await answer_request(request, handler(api, body, exchange), stream and body.stream)
 
             endpoint.__name__, endpoint.__doc__ = handler.__name__, handler.__doc__
             endpoint.__annotations__["body"] = get_type_hints(handler)["body"]
             for path in paths:
-                responses = openapi.errors(path, openapi.BODY) | (STREAM if stream else {})
+                responses = openapi.errors(path, openapi.BODY) | streams
                 app.post(path, response_model=answer, responses=responses, dependencies=openapi.KEYS)(endpoint)
 
         return add
@@ -140,6 +148,71 @@ def _add_posts(app: FastAPI) -> None:
         text = await api.detokenize(body.tokens)
         # llama.cpp reads content and vLLM prompt.
         return {"content": text, "prompt": text}
+
+    ndjson = "application/x-ndjson"
+
+    @post("/api/chat", answer=openapi.OllamaChat, stream=True, media_type=ndjson)
+    def ollama_chat(api: ModelApi, body: ollama.OllamaChatRequest, exchange: Exchange) -> Any:
+        """Answer a conversation, in the format of Ollama's API."""
+        return ollama.start_ollama_chat(api, body, exchange.load_seconds)
+
+    @post("/api/generate", answer=openapi.OllamaCompletion, stream=True, media_type=ndjson)
+    def ollama_generate(api: ModelApi, body: ollama.OllamaGenerateRequest, exchange: Exchange) -> Any:
+        """Answer a prompt, in the format of Ollama's API."""
+        return ollama.start_ollama_generate(api, body, exchange.load_seconds)
+
+    @post("/api/embed", answer=openapi.OllamaEmbeddings)
+    def ollama_embed(api: ModelApi, body: ollama.OllamaEmbedRequest, exchange: Exchange) -> Any:
+        """Embed texts, in the format of Ollama's API."""
+        return ollama.start_ollama_embed(api, body, exchange.load_seconds)
+
+    @post("/api/embeddings", answer=openapi.OllamaEmbedding)
+    def ollama_embeddings(api: ModelApi, body: ollama.OllamaEmbeddingsRequest, _: Exchange) -> Any:
+        """Embed a text, in the format of Ollama's older API."""
+        return ollama.start_ollama_embeddings(api, body)
+
+
+def _add_ollama_models(app: FastAPI) -> None:
+    """Add Ollama's endpoints that describe the models of the server."""
+    models = app.state.models
+
+    def options(path: str, answer: Any, *errors: int) -> dict[str, Any]:
+        return {"response_model": answer, "responses": openapi.errors(path, errors), "dependencies": openapi.KEYS}
+
+    @app.get("/api/tags", **options("/api/tags", openapi.OllamaModels))
+    async def tags(request: Request) -> Response:
+        """List the models."""
+        found = [listed_model(model.name, model.manifest, models.start_date) for model in models.models]
+        return JSONResponse({"models": found})
+
+    @app.get("/api/ps", **options("/api/ps", openapi.OllamaModels))
+    async def running(request: Request) -> Response:
+        """List the models that are open."""
+        opened = [model for model in models.models if model.api]
+        return JSONResponse({"models": [running_model(m.name, m.manifest, m.bytes, models.keep) for m in opened]})
+
+    @app.get("/api/version", **options("/api/version", openapi.Version))
+    async def ollama_version(request: Request) -> Response:
+        """Return the version of Ollama whose API this server has."""
+        return JSONResponse({"version": OLLAMA_VERSION})
+
+    @app.post("/api/show", **options("/api/show", openapi.OllamaModel, *openapi.BODY))
+    async def show(request: Request, body: ollama.OllamaShowRequest) -> Response:
+        """Describe one model."""
+        model = models.find(body.model or body.name)
+        return JSONResponse(shown_model(model.name, model.manifest, model.template, models.start_date, models.limits))
+
+    async def manage(request: Request, body: ollama.OllamaBody) -> Response:
+        """Return an error: the models of this server are fixed."""
+        raise ApiError(400, NO_MANAGEMENT, code="unsupported")
+
+    async def delete_model(request: Request) -> Response:
+        """Return an error: the models of this server are fixed."""
+        raise ApiError(400, NO_MANAGEMENT, code="unsupported")
+
+    for path in MANAGEMENT:
+        app.post(path, **options(path, None, *openapi.BODY))(manage)
+    app.delete("/api/delete", **options("/api/delete", None, 400))(delete_model)
 
 
 def _add_gets(app: FastAPI, metrics: Metrics) -> None:

@@ -141,8 +141,13 @@ class ModelPool:
         """Return the records of /v1/models for all models, or for the model with this name."""
         return [self._record(model, name or model.name) for model in (self.models if name is None else [self.find(name)])]
 
+    @property
+    def start_date(self) -> datetime:
+        """When the server was started."""
+        return datetime.fromtimestamp(self.started, UTC)
+
     def _record(self, model: ServedModel, name: str) -> dict[str, Any]:
-        manifest, date = model.manifest, datetime.fromtimestamp(self.started, UTC)
+        manifest = model.manifest
         does: dict[str, Any]
         if facts := manifest.encoder:
             context = facts.max_tokens
@@ -156,7 +161,7 @@ class ModelPool:
             does["loaded"] = model.api is not None
         return {
             "id": name, "object": "model", "created": self.started, "owned_by": "castiron", "type": "model",
-            "display_name": name, "created_at": f"{date:%Y-%m-%dT%H:%M:%SZ}", "lifecycle": "active",
+            "display_name": name, "created_at": f"{self.start_date:%Y-%m-%dT%H:%M:%SZ}", "lifecycle": "active",
             # OpenAI has no field for the context length; these are castiron's, Anthropic's and vLLM's.
             "context_length": context, "max_input_tokens": context, "max_tokens": context, "max_model_len": context, **does,
         }  # fmt: skip

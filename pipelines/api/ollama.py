@@ -1,0 +1,338 @@
+"""Ollama's /api/chat, /api/generate and /api/embed: their bodies, conversion to chat, and answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field
+
+from castiron.pipelines.api.api_errors import ApiError, invalid
+from castiron.pipelines.api.embeddings import EmbeddingsJob
+from castiron.pipelines.api.generation_api import GenerationApi
+from castiron.pipelines.api.model_api import ModelApi, run_in_thread
+from castiron.pipelines.api.parse_body import fields_renamed, parse_record
+from castiron.pipelines.api.replies import Block, BlocksReply
+from castiron.pipelines.api.response_format import requested_format
+from castiron.pipelines.api.schemas import Body, ChatRequest, EmbeddingsRequest, Objects, TokenId, Unsupported
+from castiron.pipelines.engine.request import Request
+from castiron.pipelines.engine.sampling import REPEAT_WINDOW
+
+# Tag that Ollama adds to a model's name without a tag.
+TAG = ":latest"
+# Options that are chat fields of the same name.
+OPTIONS = (
+    "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty", "stop", "seed",
+)  # fmt: skip
+# The only supported values of options that would change the answer.
+FIXED_OPTIONS = {"repeat_last_n": REPEAT_WINDOW, "mirostat": 0, "typical_p": 1, "tfs_z": 1}
+# Names of this API's fields, by the chat fields that they are converted to.
+FIELDS = {"response_format": "format", "max_tokens": "options.num_predict"} | {name: f"options.{name}" for name in OPTIONS}
+# Variables of chat templates that turn reasoning on or off.
+SWITCHES = ("enable_thinking", "thinking")
+
+ModelName = Annotated[str, AfterValidator(lambda name: name.removesuffix(TAG))]
+Images = Annotated[Any, Unsupported([])]
+
+
+class OllamaBody(Body):
+    """The fields of every request; as in Ollama, fields with other names have no effect."""
+
+    model_config = ConfigDict(extra="ignore", json_schema_extra={})
+    expected: ClassVar[dict[str, str]] = {
+        "format": "json or a JSON schema", "think": "true, false, low, medium, high or max",
+    }  # fmt: skip
+
+    model: ModelName | None = None
+    options: dict[str, Any] | None = None
+    # It has no effect: `castiron serve --keep` decides when a model is closed.
+    keep_alive: Any = None
+
+
+class OllamaGeneration(OllamaBody):
+    """The fields of /api/chat and /api/generate."""
+
+    stream: bool | None = True
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class OllamaMessage(Body):
+    model_config = ConfigDict(extra="ignore", json_schema_extra={})
+    role: str
+    content: str | None = None
+    thinking: str | None = None
+    images: Images = None
+    tool_calls: Objects | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class OllamaChatRequest(OllamaGeneration):
+    """POST /api/chat; without messages, the request only opens the model."""
+
+    messages: Annotated[list[OllamaMessage], Field(fail_fast=True)] = []
+    tools: Annotated[Objects, Field(max_length=128)] | None = None
+
+
+class OllamaGenerateRequest(OllamaGeneration):
+    """POST /api/generate; without a prompt, the request only opens the model.
+
+    raw: whether the prompt is not put into the chat template. context: tokens before the prompt,
+    from the answer to an earlier request.
+    """
+
+    prompt: str = ""
+    suffix: str = ""
+    system: str = ""
+    raw: bool | None = None
+    context: Annotated[list[TokenId], Field(fail_fast=True)] = []
+    template: Annotated[Any, Unsupported("")] = None
+    images: Images = None
+
+
+class OllamaEmbedRequest(OllamaBody):
+    """POST /api/embed; by default, long texts are cut."""
+
+    input: str | Annotated[list[str], Field(max_length=2048, fail_fast=True)] = ""
+    truncate: bool | None = True
+    dimensions: int | None = Field(None, ge=1)
+
+
+class OllamaEmbeddingsRequest(OllamaBody):
+    """POST /api/embeddings, the older form of /api/embed."""
+
+    prompt: str = ""
+
+
+class OllamaShowRequest(OllamaBody):
+    """POST /api/show; older clients send `name` instead of `model`."""
+
+    name: ModelName | None = None
+
+
+async def start_ollama_chat(api: ModelApi, body: OllamaChatRequest, load_seconds: float) -> Any:
+    """Start the answer to an /api/chat request and return its job.
+
+    load_seconds: how long it took to open the model for this request.
+    """
+    if not isinstance(api, GenerationApi):
+        return await api.chat(body)
+    reply = OllamaReply(api, body, load_seconds)
+    if not body.messages:
+        return reply.opened
+    last = body.messages[-1]
+    with fields_renamed(FIELDS):
+        chat = _chat_request(body, _messages(body.messages), api.variables, body.tools)
+        job = await api.chat(chat, lambda: reply, clamp=True, continue_last=last.role == "assistant" and not last.tool_calls)
+    (reply.request,) = job.requests
+    return job
+
+
+async def start_ollama_generate(api: ModelApi, body: OllamaGenerateRequest, load_seconds: float) -> Any:
+    """Start the answer to an /api/generate request and return its job.
+
+    load_seconds: how long it took to open the model for this request.
+    """
+    if not isinstance(api, GenerationApi):
+        return await api.complete(body)
+    reply = OllamaReply(api, body, load_seconds)
+    if not (body.prompt or body.suffix):
+        return reply.opened
+    messages = [{"role": "system", "content": body.system}] if body.system else []
+    is_raw = bool(body.raw or body.suffix or api.tokenizer.chat_template is None)
+    with fields_renamed(FIELDS):
+        chat = _chat_request(body, [*messages, {"role": "user", "content": body.prompt}], api.variables)
+        api.check_length(len(body.prompt) + len(body.suffix), "prompt")
+        fim = await api.fim("suffix") if body.suffix else None
+        if fim:
+            ids = await run_in_thread(fim.prompt, body.prompt, body.suffix)
+        elif is_raw:
+            ids = await run_in_thread(api.tokenizer.encode, body.prompt)
+        else:
+            ids = await api.render(chat.messages, chat.chat_template_kwargs or {})
+        api.check_ids(body.context, "context")
+        if body.context and ids[0] == api.tokenizer.bos:
+            ids = ids[1:]
+        form = requested_format(chat)
+        grammar = await api.grammar({form.kind: form.value}, form.param) if form else None
+        job = api.start_job(
+            chat, [[*body.context, *ids]], "prompt", reply, body.top_logprobs or 0 if body.logprobs else None, limit=None,
+            default=chat.max_tokens, grammar=grammar, reasoning=not is_raw, stop_tokens=fim.ends if fim else (),
+        )  # fmt: skip
+    (reply.request,) = job.requests
+    return job
+
+
+async def start_ollama_embed(api: ModelApi, body: OllamaEmbedRequest, load_seconds: float) -> Any:
+    """Tokenize the texts of an /api/embed request and return its job.
+
+    load_seconds: how long it took to open the model for this request.
+    """
+    start, head = time.monotonic() - load_seconds, {"model": body.model or api.names[0]}
+    if not body.input:
+        return head | {"embeddings": []}
+    job = await api.embeddings(EmbeddingsRequest(input=body.input, truncate=body.truncate, dimensions=body.dimensions))
+
+    async def answer() -> dict:
+        found = await job.answer()
+        return head | {
+            "embeddings": [row["embedding"] for row in found["data"]], "total_duration": _nanoseconds(time.monotonic() - start),
+            "load_duration": _nanoseconds(load_seconds), "prompt_eval_count": found["usage"]["prompt_tokens"],
+        }  # fmt: skip
+
+    return EmbeddingsJob(job.texts, answer)
+
+
+async def start_ollama_embeddings(api: ModelApi, body: OllamaEmbeddingsRequest) -> Any:
+    """Tokenize the text of an /api/embeddings request and return its job."""
+    if not body.prompt:
+        return {"embedding": []}
+    job = await start_ollama_embed(api, OllamaEmbedRequest(model=body.model, input=body.prompt), 0.0)
+
+    async def answer() -> dict:
+        return {"embedding": (await job.answer())["embeddings"][0]}
+
+    return replace(job, answer=answer)
+
+
+def _chat_request(
+    body: OllamaGeneration, messages: list[dict], variables: Collection[str], tools: Iterable[dict] | None = None
+) -> ChatRequest:
+    """Convert a request to OpenAI's chat request; raise ApiError for unsupported values.
+
+    variables: names of the chat template's variables.
+    """
+    given = {"messages": messages, "tools": [{"type": "function", **tool} for tool in tools or ()] or None}
+    given |= {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs if body.logprobs else None}
+    if body.format == "json":
+        given["response_format"] = {"type": "json_object"}
+    elif body.format:
+        given["response_format"] = {"type": "json_schema", "json_schema": {"schema": body.format}}
+    given["chat_template_kwargs"] = _reasoning_variables(body.think, variables)
+    return parse_record(ChatRequest, given | _sampling_fields(body.options or {}))
+
+
+def _messages(messages: Iterable[OllamaMessage]) -> list[dict[str, Any]]:
+    """Convert messages to OpenAI's.
+
+    Ollama's clients send no ids of calls, but some templates need them. Calls without an id are
+    numbered, and a result without an id gets that of the first open call of its function.
+    """
+    found, open_calls = list[dict[str, Any]](), list[tuple[str, str]]()
+    for message in messages:
+        fields = {"role": message.role, "content": message.content or "", "reasoning_content": message.thinking}
+        if message.role == "tool":
+            matching = [call for call in open_calls if message.tool_name in (None, call[1])]
+            call_id = message.tool_call_id or (matching[0][0] if matching else None)
+            open_calls = [call for call in open_calls if call[0] != call_id]
+            fields |= {"tool_call_id": call_id, "name": message.tool_name}
+        for number, call in enumerate(message.tool_calls or ()):
+            call_id = str(call.get("id") or f"{len(found):04d}{number:05d}")
+            function = call.get("function") if isinstance(call.get("function"), dict) else {}
+            open_calls.append((call_id, str(function.get("name"))))
+            fields.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+        found.append({name: value for name, value in fields.items() if value is not None})
+    return found
+
+
+def _reasoning_variables(think: bool | str | None, variables: Collection[str]) -> dict[str, Any]:
+    """Return the chat template's variables for the field `think`, as far as the template has any."""
+    if isinstance(think, str) and "reasoning_effort" in variables:
+        return {"reasoning_effort": think}
+    return {} if think is None else {name: bool(think) for name in SWITCHES if name in variables}
+
+
+def _sampling_fields(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the chat fields of `options`; raise ApiError for an option that cannot be followed.
+
+    As in Ollama, unknown options have no effect. Options for loading a model, such as num_ctx, have
+    none either, because the model is already compiled and loaded.
+    """
+    for name, value in FIXED_OPTIONS.items():
+        if options.get(name, value) not in (None, value):
+            raise invalid(f"options.{name}", f"options.{name}: this server supports only the value {value}; leave it out")
+    found = {name: options[name] for name in OPTIONS if options.get(name) is not None}
+    # A negative seed means a random one, and num_predict below 1 means no limit.
+    if isinstance(seed := found.get("seed"), int) and seed < 0:
+        del found["seed"]
+    limit = options.get("num_predict")
+    return found if limit is None or isinstance(limit, int) and limit < 1 else {**found, "max_tokens": limit}
+
+
+class OllamaReply(BlocksReply):
+    """A builder of the answer to /api/chat or /api/generate: one JSON object, or a stream of them."""
+
+    is_ndjson = True
+
+    def __init__(self, api: GenerationApi, body: OllamaGeneration, load_seconds: float):
+        """Build the answer to `body`. load_seconds: how long it took to open the model."""
+        super().__init__(body.model or api.names[0], api.token_bytes, bool(body.logprobs))
+        self.is_chat = isinstance(body, OllamaChatRequest)
+        self.has_context = isinstance(body, OllamaGenerateRequest) and not (body.raw or body.suffix)
+        self.load_seconds = load_seconds
+        # The functions that start an answer set it.
+        self.request: Request | None = None
+
+    @property
+    def opened(self) -> dict:
+        """The answer to a request that only opens the model."""
+        return self._object() | {"done": True, "done_reason": "load"}
+
+    def begin(self, index: int, usage: dict) -> Iterable[dict]:
+        return ()
+
+    def open(self, block: Block) -> Iterable[dict]:
+        return ()
+
+    def fill(self, block: Block, text: str, logprobs: list[dict]) -> Iterable[dict]:
+        if block.kind != "call":
+            part = replace(block, text=text)
+            yield self._object(part) | {"done": False} | ({"logprobs": logprobs} if logprobs else {})
+
+    def close(self, block: Block) -> Iterable[dict]:
+        if block.kind == "call":
+            yield self._object(block) | {"done": False}
+
+    def finish(self, usage: dict) -> Iterable[dict]:
+        assert self.request and self.end
+        request, times = self.request, self.request.timing
+        end: dict[str, Any] = {
+            "done": True, "done_reason": "stop" if self.end.reason == "stop" else "length",
+            "total_duration": _nanoseconds(time.monotonic() - times.arrived + self.load_seconds),
+            "load_duration": _nanoseconds(self.load_seconds),
+            "prompt_eval_count": len(request.prompt), "prompt_eval_duration": _nanoseconds(times.first - times.started),
+            "eval_count": len(request.tokens), "eval_duration": _nanoseconds(times.last - times.first),
+        }  # fmt: skip
+        if self.has_context:
+            end["context"] = [*request.prompt.tolist(), *request.tokens]
+        self.answer = self._object(*self.blocks) | end
+        if logprobs := [each for block in self.blocks for each in block.logprobs]:
+            self.answer["logprobs"] = logprobs
+        yield self._object() | end
+
+    def fail(self, error: ApiError) -> Iterable[dict]:
+        yield error.ollama_body
+
+    def _object(self, *blocks: Block) -> dict[str, Any]:
+        """Return an object of the stream with the contents of `blocks`."""
+        texts = {kind: "".join(block.text for block in blocks if block.kind == kind) for kind in ("text", "reasoning")}
+        content: dict[str, Any] = {"content" if self.is_chat else "response": texts["text"]}
+        if texts["reasoning"]:
+            content["thinking"] = texts["reasoning"]
+        calls = [block for block in blocks if block.kind == "call"]
+        if calls:
+            functions = [{"name": block.name, "arguments": block.arguments} for block in calls]
+            content["tool_calls"] = [{"id": block.call_id, "function": each} for block, each in zip(calls, functions)]
+        if self.is_chat:
+            content = {"message": {"role": "assistant", **content}}
+        return {"model": self.head["model"], "created_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}", **content}
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(0, round(seconds * 1e9))
