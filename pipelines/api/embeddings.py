@@ -1,15 +1,17 @@
-"""The endpoints of an embedding model or reranker: /v1/embeddings and /v1/rerank."""
+"""The endpoints of an embedding model or reranker: /v1/embeddings, /v1/rerank and /v1/score."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import contextlib
+import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from castiron.pipelines.api.api_errors import ApiError, invalid
 from castiron.pipelines.api.async_engine import QUEUES, QueueFull, Stopping
 from castiron.pipelines.api.byte_limit import CLIENT
 from castiron.pipelines.api.model_api import Limits, ModelApi, run_in_thread
-from castiron.pipelines.api.schemas import EmbeddingsRequest, RerankRequest
+from castiron.pipelines.api.schemas import EmbeddingsRequest, RerankRequest, ScoreRequest
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.terminal import counted
 from castiron.pipelines.text.embedder import Embedder, Given, Tokens, ranked
@@ -138,10 +140,10 @@ class EmbeddingsApi(ModelApi):
     async def rerank(self, body: RerankRequest) -> EmbeddingsJob:
         """Tokenize the query with each document and return the job that ranks the documents."""
         texts = [document if isinstance(document, str) else document.text for document in body.documents]
-        tokens = await run_in_thread(self.embedder.relevance_inputs, body.query, texts)
+        tokens, relevance = await self._relevance([(body.query, texts)])
 
         async def answer() -> dict:
-            found = ranked(self.embedder.relevance(await self.engine.vectors(tokens, None)))
+            found = ranked(await relevance())
             results = [{"index": index, "relevance_score": score} for index, score in found[: body.top_n]]
             if body.return_documents is not False:
                 for result in results:
@@ -152,6 +154,38 @@ class EmbeddingsApi(ModelApi):
             }  # fmt: skip
 
         return EmbeddingsJob(tokens, answer)
+
+    async def score(self, body: ScoreRequest) -> EmbeddingsJob:
+        """Tokenize the pairs of texts and return the job that computes their relevance."""
+        queries, documents = ([given] if isinstance(given, str) else given for given in (body.text_1, body.text_2))
+        if len(queries) not in (1, len(documents)):
+            message = f"text_1 has {len(queries)} texts and text_2 has {len(documents)}; give one text_1, or as many as text_2"
+            raise invalid("text_1", message)
+        pairs = [(query, [document]) for query, document in zip(queries, documents)]
+        tokens, relevance = await self._relevance([(queries[0], documents)] if len(queries) == 1 else pairs)
+
+        async def answer() -> dict:
+            data = [{"index": i, "object": "score", "score": float(score)} for i, score in enumerate(await relevance())]
+            head = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": self.names[0]}
+            return {**head, "data": data, "usage": _usage(tokens)}
+
+        return EmbeddingsJob(tokens, answer)
+
+    async def _relevance(
+        self, groups: Sequence[tuple[str, Sequence[str]]]
+    ) -> tuple[list[Tokens], Callable[[], Awaitable[np.ndarray]]]:
+        """Return the tokens of all texts, and a function that returns the relevance of all documents.
+
+        groups: queries, each with its documents. The relevance is f64 [documents], in their order.
+        """
+        inputs = await run_in_thread(lambda: [self.embedder.relevance_inputs(*group) for group in groups])
+        tokens = list(chain.from_iterable(inputs))
+
+        async def relevance() -> np.ndarray:
+            vectors = iter(await self.engine.vectors(tokens, None))
+            return np.concatenate([self.embedder.relevance(list(islice(vectors, len(group)))) for group in inputs])
+
+        return tokens, relevance
 
     def _tokens(self, index: int, text: Given, prompt: str, body: EmbeddingsRequest) -> Tokens:
         name, limit = f"input[{index}]", self.embedder.facts.max_tokens

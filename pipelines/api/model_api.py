@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from castiron.pipelines.api.api_errors import ApiError, invalid, unsupported
-from castiron.pipelines.api.schemas import EmbeddingsRequest, Message, RerankRequest, TokenizeRequest
+from castiron.pipelines.api.schemas import EmbeddingsRequest, Message, TokenizeRequest
 from castiron.pipelines.engine.sampling import Sampling, model_sampling
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.chat_template import variables_of
@@ -106,8 +106,10 @@ class ModelApi:
         message = f"{self.names[0]} is not an embedding model; serve one, or use another endpoint"
         raise ApiError(400, message, "model", "model_not_supported")
 
-    async def rerank(self, body: RerankRequest) -> Any:
+    async def _cannot_rank(self, _: Any) -> Any:
         raise ApiError(400, f"{self.names[0]} {NO_RERANKER}", "model", "model_not_supported")
+
+    rerank = score = _cannot_rank
 
     async def tokenize(self, body: TokenizeRequest) -> list[int]:
         """Return the token ids of a text or of messages."""
@@ -127,6 +129,19 @@ class ModelApi:
         if name == "prompt" if special is None else special:
             return await run_in_thread(self.tokenizer.encode, text)
         return await run_in_thread(self.tokenizer.encode, text, False)
+
+    @property
+    def properties(self) -> dict[str, Any]:
+        """The answer to llama.cpp's /props: the context, the slots and the chat template."""
+        sampling = {} if self.manifest.encoder else default_sampling(self.manifest, self.limits).settings
+        return {"default_generation_settings": {"n_ctx": self.context, "params": sampling}, "total_slots": self.engine.slots,
+                "model_alias": self.names[0], "chat_template": self.tokenizer.chat_template or "",
+                "modalities": {"vision": False, "audio": False}}  # fmt: skip
+
+    @property
+    def slots(self) -> list[dict[str, Any]]:
+        """The answer to llama.cpp's /slots; the first slots are those that run a request."""
+        return [{"id": i, "n_ctx": self.context, "is_processing": i < self.engine.unfinished} for i in range(self.engine.slots)]
 
     @property
     def tokenizer_info(self) -> dict[str, Any]:

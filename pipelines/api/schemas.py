@@ -34,6 +34,7 @@ TAG = "type="
 MAX_CHOICES = 128
 # OpenAI's limits for the texts of an embeddings request and the entries of logit_bias.
 MAX_INPUTS, MAX_BIASES = 2048, 1024
+Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
 # Max absolute priority: vLLM allows any integer, but JSON parsers are exact only in this range.
 MAX_PRIORITY = 2**53
 
@@ -368,6 +369,17 @@ class RerankRequest(Body):
     user: str | None = None
     # Accepted only as 1, because a long document is cut to one chunk.
     max_chunks_per_doc: Annotated[Any, Unsupported(1)] = None
+
+
+class ScoreRequest(Body):
+    """POST /v1/score, with vLLM's fields: one text or as many as in text_2, and texts to compare."""
+
+    expected: ClassVar[dict[str, str]] = dict.fromkeys(("text_1", "text_2"), "a string or a list of 1 to 2048 strings")
+
+    text_1: Texts
+    text_2: Texts
+    model: str | None = None
+    user: str | None = None
 
 
 class TokenizeRequest(Body):

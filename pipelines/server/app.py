@@ -285,7 +285,7 @@ class App:
     def _count(self, scope: Scope, exchange: Exchange) -> None:
         path = scope["path"] if scope["path"] in self.paths else "other"
         self.metrics.answered(path, scope["method"], exchange.status, exchange.code)
-        if not self.quiet and path not in ("/health", "/metrics"):
+        if not self.quiet and path not in ("/health", "/ping", "/metrics"):
             line = f"{scope['method']} {scope['path'][:200]!a} {exchange.status}"
             print_message(f"{line}: {exchange.job.summary}" if exchange.job else line)
 

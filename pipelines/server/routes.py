@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
+import castiron
 from castiron.pipelines.api import ollama, schemas
 from castiron.pipelines.api.api_errors import ApiError, invalid
 from castiron.pipelines.api.infill import InfillRequest, start_infill
@@ -43,7 +44,7 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 # Paths that need no API key.
-OPEN_PATHS = ("/", "/health", *PATHS)
+OPEN_PATHS = ("/", "/health", "/ping", *PATHS)
 # Ollama's paths that change the models of a server.
 MANAGEMENT = ("/api/pull", "/api/push", "/api/create", "/api/copy")
 NO_MANAGEMENT = "this server cannot add, change or delete models; start it with the models: castiron serve MODEL [MODEL ...]"
@@ -135,6 +136,11 @@ def _add_posts(app: FastAPI) -> None:
     def rerank(api: ModelApi, body: schemas.RerankRequest, _: Exchange) -> Any:
         """Order documents by their relevance to a query."""
         return api.rerank(body)
+
+    @post("/v1/score", "/score", answer=openapi.Scores)
+    def score(api: ModelApi, body: schemas.ScoreRequest, _: Exchange) -> Any:
+        """Return the relevance of texts to a text, in the format of vLLM's API."""
+        return api.score(body)
 
     @post("/tokenize", answer=openapi.Tokens)
     async def tokenize(api: ModelApi, body: schemas.TokenizeRequest, _: Exchange) -> dict:
@@ -241,6 +247,26 @@ def _add_gets(app: FastAPI, metrics: Metrics) -> None:
         async with models.use(None) as api:
             return JSONResponse(api.tokenizer_info)
 
+    @get("/props", openapi.Properties, 404, 503)
+    async def properties(request: Request) -> Response:
+        """Return the context, slots and chat template of a model, in the format of llama.cpp's API."""
+        async with models.use(request.query_params.get("model")) as api:
+            return JSONResponse(api.properties)
+
+    @get("/slots", list[openapi.Slot], 404, 503)
+    async def slots(request: Request) -> Response:
+        """Return which slots of a model run a request, in the format of llama.cpp's API."""
+        async with models.use(request.query_params.get("model")) as api:
+            found = api.slots
+        if request.query_params.get("fail_on_no_slot") and all(slot["is_processing"] for slot in found):
+            raise ApiError(503, "all slots run a request; try again later", code="no_slot")
+        return JSONResponse(found)
+
+    @get("/version", openapi.Version)
+    async def version(request: Request) -> Response:
+        """Return the version of castiron."""
+        return JSONResponse({"version": castiron.__version__})
+
     @get("/v1/models", openapi.ModelList)
     async def model_list(request: Request) -> Response:
         """List the models."""
@@ -255,6 +281,8 @@ def _add_gets(app: FastAPI, metrics: Metrics) -> None:
 
     stopping = {503: {"model": openapi.Health, "description": "the server is shutting down"}}
 
+    # vLLM has /ping for SageMaker.
+    @get("/ping", openapi.Health, key=False, responses=stopping)
     @get("/health", openapi.Health, key=False, responses=stopping)
     async def health(request: Request) -> Response:
         """Return whether the server accepts requests."""

@@ -281,6 +281,28 @@ def test_a_server_gives_embeddings(qwen, tmp_path, tmp_path_factory):
         assert refused.status_code == 400 and "is not an embedding model" in refused.json()["error"]["message"]
 
 
+def test_ollamas_api_gives_the_same_embeddings(qwen):
+    _, bundle = qwen
+    with castiron.load(bundle, threads=1) as model:
+        vectors = model.embed(TEXTS)
+    with TestClient(open_app(bundle, threads=1)) as client:
+        found = client.post("/api/embed", json={"model": "qwen:latest", "input": TEXTS}).json()
+        np.testing.assert_allclose(found["embeddings"], vectors, atol=1e-7)
+        assert found["prompt_eval_count"] == sum(len(text) + 2 for text in TEXTS) and found["total_duration"] > 0
+        short = client.post("/api/embed", json={"input": TEXTS[0], "dimensions": 3}).json()["embeddings"]
+        np.testing.assert_allclose(short, vectors[:1, :3] / np.linalg.norm(vectors[:1, :3]), atol=1e-6)
+        older = client.post("/api/embeddings", json={"prompt": TEXTS[0]}).json()
+        np.testing.assert_allclose(older["embedding"], vectors[0], atol=1e-7)
+        assert client.post("/api/embed", json={"input": "x" * 70}).json()["prompt_eval_count"] == 60
+        uncut = client.post("/api/embed", json={"input": "x" * 70, "truncate": False})
+        assert uncut.status_code == 400 and "more than 60 tokens" in uncut.json()["error"]
+        assert client.post("/api/embed", json={"input": []}).json()["embeddings"] == []
+        assert client.post("/api/embeddings", json={}).json() == {"embedding": []}
+        chat = client.post("/api/chat", json={"messages": [{"role": "user", "content": "x"}]})
+        assert chat.status_code == 400 and "cannot generate text" in chat.json()["error"]
+        assert client.post("/api/show", json={}).json()["capabilities"] == ["embedding"]
+
+
 def _numbers(embedding):
     """Return an embedding from a list of numbers or from f32 in base64."""
     return embedding if isinstance(embedding, list) else np.frombuffer(base64.b64decode(embedding), "<f4")

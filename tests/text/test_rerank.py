@@ -109,13 +109,42 @@ def test_the_server_and_a_batch_job_rerank(bert, tmp_path, tmp_path_factory, cap
     assert cli.main(["embed", str(bundle), "x"]) == 1 and "rerank texts with it" in capsys.readouterr().err
 
 
+def test_scores_are_in_the_order_of_the_texts(bert, tmp_path_factory):
+    _, bundle = bert
+    with castiron.load(bundle, threads=1) as model:
+        wanted = [score for _, score in sorted(model.rerank(QUERY, DOCUMENTS))]
+        crossed = [model.rerank(*pair)[0][1] for pair in ((QUERY, DOCUMENTS[:1]), (DOCUMENTS[0], [QUERY]))]
+    with TestClient(open_app(bundle, threads=1)) as client:
+        for path in ("/v1/score", "/score"):
+            answer = client.post(path, json={"text_1": QUERY, "text_2": DOCUMENTS}).json()
+            assert [(row["index"], row["score"]) for row in answer["data"]] == list(enumerate(wanted))
+        assert answer["usage"]["total_tokens"] == sum(min(LONGEST, len(QUERY) + len(text) + 3) for text in DOCUMENTS)
+        pairs = {"text_1": [QUERY, DOCUMENTS[0]], "text_2": [DOCUMENTS[0], QUERY]}
+        assert [row["score"] for row in client.post("/score", json=pairs).json()["data"]] == crossed
+        one = client.post("/score", json={"text_1": QUERY, "text_2": DOCUMENTS[0]}).json()
+        assert [row["score"] for row in one["data"]] == crossed[:1]
+        for body, why in (
+            ({"text_1": ["a", "b"]}, "text_1 has 2 texts and text_2 has 5"),
+            ({"text_1": 5}, "must be a string or a list"),
+        ):
+            refused = client.post("/score", json={"text_2": DOCUMENTS, **body})
+            assert refused.status_code == 400 and why in refused.json()["error"]["message"]
+    with TestClient(open_app(served.bundle(tmp_path_factory.getbasetemp()), threads=1)) as client:
+        refused = client.post("/v1/score", json={"text_1": QUERY, "text_2": DOCUMENTS})
+        assert refused.status_code == 400 and "BERT or ModernBERT classifier" in refused.json()["error"]["message"]
+
+
 def test_embeddings_rerank_by_cosine(tmp_path):
     made = encoders.write("bert", tmp_path / "model", pooling="cls", longest=LONGEST, num_hidden_layers=1)
-    with castiron.load(compiled(made, tmp_path), threads=1) as model:
+    bundle = compiled(made, tmp_path)
+    with castiron.load(bundle, threads=1) as model:
         question, texts = model.embed(QUERY, prompt_name="query"), model.embed(DOCUMENTS, prompt_name="document")
         found = model.rerank(QUERY, DOCUMENTS)
     assert [index for index, _ in found] == np.argsort(-(texts @ question), kind="stable").tolist()
     np.testing.assert_allclose([score for _, score in found], np.sort(texts @ question)[::-1], atol=1e-6)
+    with TestClient(open_app(bundle, threads=1)) as client:
+        scored = client.post("/score", json={"text_1": [QUERY] * len(DOCUMENTS), "text_2": DOCUMENTS}).json()["data"]
+    np.testing.assert_allclose([row["score"] for row in scored], texts @ question, atol=1e-6)
 
 
 def test_rejects_other_classifiers(bert, tmp_path):
