@@ -1,1 +1,1 @@
-"""OpenAI's and Anthropic's APIs: request bodies, engine requests and answers, without HTTP."""
+"""APIs of OpenAI, Anthropic and Ollama: request bodies, engine requests and answers, without HTTP."""

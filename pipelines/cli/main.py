@@ -21,7 +21,7 @@ GROUPS = {
     "most used": {
         "run": "generate text with a bundle or a model",
         "chat": "have a conversation with a bundle or a model",
-        "serve": "serve OpenAI's and Anthropic's API over HTTP",
+        "serve": "serve OpenAI's, Anthropic's and Ollama's APIs over HTTP",
         "compile": "compile a checkpoint into a bundle",
         "list": "list models of the catalogue, and bundles",
     },

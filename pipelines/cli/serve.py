@@ -1,8 +1,9 @@
-"""Serve bundles over HTTP with OpenAI's and Anthropic's API, and a chat page at /.
+"""Serve bundles over HTTP with OpenAI's, Anthropic's and Ollama's APIs, and a chat page at /.
 
 Endpoints: /v1/models, /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages,
-/v1/embeddings, /tokenize, /detokenize, /health, /metrics for Prometheus, and /openapi.json, which
-describes every field. A request with an unsupported field gets status 400.
+/v1/embeddings, /api/chat, /api/generate, /tokenize, /health, /metrics for Prometheus, and
+/openapi.json, which describes all paths and fields. A request with an unsupported field gets status
+400.
 
 A bundle compiled with --batch 4,8 decodes up to 8 requests at once. The default sampling is the
 model's generation_config. With several bundles, the server opens each when a request first names it

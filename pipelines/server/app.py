@@ -124,7 +124,7 @@ def open_app(
     quiet: bool = True,
     **options,
 ) -> App:
-    """Return an ASGI application that serves a bundle with OpenAI's and Anthropic's APIs.
+    """Return an ASGI application that serves a bundle with OpenAI's, Anthropic's and Ollama's APIs.
 
     The application can run only once: its startup starts the thread that runs the model, and its
     shutdown ends this thread.
