@@ -8,6 +8,7 @@ import random
 import urllib.parse
 
 from castiron.pipelines.api.messages import CountTokensRequest, MessagesRequest
+from castiron.pipelines.api.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
 from castiron.pipelines.api.responses_request import InputTokensRequest, ResponsesRequest
 from castiron.pipelines.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tests.support.served import ReferenceSession, served
@@ -20,6 +21,9 @@ REQUESTS = {
     "/v1/responses/input_tokens": (InputTokensRequest, {"input": "hi"}),
     "/v1/messages": (MessagesRequest, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}),
     "/v1/messages/count_tokens": (CountTokensRequest, {"messages": [{"role": "user", "content": "hi"}]}),
+    "/api/chat": (OllamaChatRequest, {"messages": [{"role": "user", "content": "hi"}], "options": {"num_predict": 2}}),
+    "/api/generate": (OllamaGenerateRequest, {"prompt": "hi", "options": {"num_predict": 2}}),
+    "/api/show": (OllamaShowRequest, {}),
     "/tokenize": (TokenizeRequest, {"content": "hi"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [4, 5]}),
 }
@@ -37,6 +41,8 @@ VALUES = (
     [{"type": "function_call", "call_id": "", "name": "", "arguments": "["}], [{"type": []}], [{"role": "user", "content": [{}]}],
     [{"role": "assistant", "content": [{"type": "tool_use", "id": "", "name": "", "input": {}}, {"type": "thinking", "thinking": ""}]}],
     [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}]}], [{"role": "assistant", "content": "x"}],
+    [{"role": "assistant", "tool_calls": [{"function": {"name": [], "arguments": "["}}, {"id": {}}]}, {"role": "tool"}],
+    {"seed": -1, "num_predict": 0, "stop": []}, {"top_k": "a"}, {"mirostat": None, "typical_p": 2}, "json",
 )  # fmt: skip
 
 
@@ -68,9 +74,17 @@ def test_any_request_is_answered_or_rejected(path, tmp_path):
             if response.status == 200:
                 # A stream ends normally, without an error event.
                 streamed = response.headers["content-type"].startswith("text/event-stream")
-                assert answer.rpartition(b"data: ")[2].startswith(LAST.get(url, b"[DONE]")) if streamed else json.loads(answer)
+                if url in ("/api/chat", "/api/generate"):
+                    assert json.loads(answer.splitlines()[-1])["done"], (url, data)
+                else:
+                    assert (
+                        answer.rpartition(b"data: ")[2].startswith(LAST.get(url, b"[DONE]")) if streamed else json.loads(answer)
+                    )
             else:
                 assert response.status in (400, 404), (url, data, answer)
+                if url.startswith("/api/"):
+                    assert isinstance(json.loads(answer)["error"], str), (url, data)
+                    continue
                 anthropic = {"message", "type"} if url.startswith("/v1/messages") else set()
                 # Anthropic's errors may have details.
                 names = set(json.loads(answer)["error"]) - ({"details"} if anthropic else set())

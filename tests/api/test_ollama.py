@@ -144,7 +144,7 @@ def test_a_raw_prompt_is_not_put_into_the_template(app):
 @pytest.mark.parametrize(("options", "fields"), [
     ({"temperature": 0.9, "seed": 3, "top_k": 7, "top_p": 0.8, "min_p": 0.01}, {"temperature": 0.9, "seed": 3, "top_k": 7, "top_p": 0.8, "min_p": 0.01}),
     ({"repeat_penalty": 1.5, "presence_penalty": 1, "frequency_penalty": 0.5}, {"repeat_penalty": 1.5, "presence_penalty": 1, "frequency_penalty": 0.5}),
-    ({"num_predict": 4}, {"max_tokens": 4}),
+    ({"num_predict": 4, "seed": -1}, {"max_tokens": 4}),
     ({"num_predict": 100_000, "num_ctx": 9, "num_gpu": 1, "repeat_last_n": 64, "no_such_option": 1}, {"max_tokens": None}),
     ({"num_predict": -1, "mirostat": 0}, {"max_tokens": None}),
 ])  # fmt: skip
