@@ -144,13 +144,19 @@ def test_a_raw_prompt_is_not_put_into_the_template(app):
 @pytest.mark.parametrize(("options", "fields"), [
     ({"temperature": 0.9, "seed": 3, "top_k": 7, "top_p": 0.8, "min_p": 0.01}, {"temperature": 0.9, "seed": 3, "top_k": 7, "top_p": 0.8, "min_p": 0.01}),
     ({"repeat_penalty": 1.5, "presence_penalty": 1, "frequency_penalty": 0.5}, {"repeat_penalty": 1.5, "presence_penalty": 1, "frequency_penalty": 0.5}),
-    ({"num_predict": 4, "seed": -1}, {"max_tokens": 4}),
+    ({"num_predict": 4}, {"max_tokens": 4}),
     ({"num_predict": 100_000, "num_ctx": 9, "num_gpu": 1, "repeat_last_n": 64, "no_such_option": 1}, {"max_tokens": None}),
     ({"num_predict": -1, "mirostat": 0}, {"max_tokens": None}),
 ])  # fmt: skip
 def test_options_are_fields_of_a_completion(app, options, fields):
     found, same = ask(app, CHAT, messages=HI, options=ENOUGH | options), completed(app, **fields)
     assert found["message"]["content"] == same["choices"][0]["message"]["content"] and found["message"]["content"]
+
+
+def test_a_negative_seed_is_a_random_one(app):
+    random = {"temperature": 2, "num_predict": 40}
+    texts = [ask(app, CHAT, messages=HI, options=random | {"seed": seed})["message"]["content"] for seed in (7, 7, -1, -1)]
+    assert texts[0] == texts[1] and texts[2] != texts[3]
 
 
 def test_a_stop_string_ends_the_text(app):
@@ -249,7 +255,8 @@ def test_deleting_and_a_missing_key_are_errors_too(app):
 def test_a_stream_that_fails_ends_with_its_error(app, monkeypatch):
     talking.answer_with(monkeypatch, app, "abc", PipelineError("broken"))
     *parts, last = map(json.loads, app.post(CHAT, json={"messages": HI}).text.splitlines())
-    assert "".join(part["message"]["content"] for part in parts) == "abc" and last.keys() == {"error"}
+    assert "".join(part["message"]["content"] for part in parts) == "abc"
+    assert last.keys() == {"error"} and "failed on this request" in last["error"]
 
 
 def test_only_open_models_are_listed_as_running(talking_path):
