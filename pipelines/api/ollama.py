@@ -127,9 +127,10 @@ async def start_ollama_chat(api: ModelApi, body: OllamaChatRequest, load_seconds
     if not body.messages:
         return reply.opened
     last = body.messages[-1]
+    is_unfinished = last.role == "assistant" and bool(last.content) and not last.tool_calls
     with fields_renamed(FIELDS):
         chat = _chat_request(body, _messages(body.messages), api.variables, body.tools)
-        job = await api.chat(chat, lambda: reply, clamp=True, continue_last=last.role == "assistant" and not last.tool_calls)
+        job = await api.chat(chat, lambda: reply, clamp=True, continue_last=is_unfinished)
     (reply.request,) = job.requests
     return job
 
@@ -157,7 +158,7 @@ async def start_ollama_generate(api: ModelApi, body: OllamaGenerateRequest, load
         else:
             ids = await api.render(chat.messages, chat.chat_template_kwargs or {})
         api.check_ids(body.context, "context")
-        if body.context and ids[0] == api.tokenizer.bos:
+        if body.context and ids[:1] == [api.tokenizer.bos]:
             ids = ids[1:]
         form = requested_format(chat)
         grammar = await api.grammar({form.kind: form.value}, form.param) if form else None

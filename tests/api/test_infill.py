@@ -56,6 +56,8 @@ def test_a_suffix_makes_the_prompt_of_the_family(client):
     given = {"prompt": ["ab", "a"], "suffix": "cd", "max_tokens": 6, "temperature": 0}
     first, _ = post(client, "/v1/completions", **given)["choices"]
     assert first["text"] == full == infill(client, n_predict=6)["content"]
+    ollama = {"prompt": "ab", "suffix": "cd", "stream": False, "options": {"num_predict": 6, "temperature": 0}}
+    assert post(client, "/api/generate", **ollama)["response"] == full
     assert post(client, "/v1/completions", **given | {"suffix": ""})["usage"]["prompt_tokens"] == 3
 
 
