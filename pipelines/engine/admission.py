@@ -136,7 +136,7 @@ class Admission:
         return 0 if any(self._will_cache_more(r, request, cached) for r in older) else len(request.prompt) - cached
 
     def _will_cache_more(self, other: Request, request: Request, cached: int) -> bool:
-        """Return whether reading the prompt of `other` will put more of `request`'s into the cache.
+        """Return whether the prompt of `other` will add tokens of `request`'s prompt to the cache.
 
         cached: number of tokens of `request`'s prompt that are in the cache now.
         """

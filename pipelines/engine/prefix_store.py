@@ -191,7 +191,7 @@ class PrefixStore:
         return list(self._known.values())
 
     def _list(self) -> None:
-        """List the folder and update `self._known`."""
+        """Update the known states from the files in the folder."""
         names = set()
         with contextlib.suppress(OSError):
             names = {e.name for e in os.scandir(self.folder) if e.name.endswith(SUFFIX) and not e.name.startswith(".")}

@@ -187,9 +187,10 @@ class Scheduler:
         return True
 
     def _read_chunk(self, session, request: Request, left, width: int, forced: bool):
-        """Read up to `width` tokens of `left`.
+        """Read up to `width` of the unread tokens `left`.
 
-        Returns the tokens that were read, and the most probable next token.
+        Returns the tokens that were read, and the most probable next token. forced: whether a
+        constraint forced these tokens.
         """
         if request.prompt_logprobs is None or forced:
             return left[:width], session.prefill(left[:width])
