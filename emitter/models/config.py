@@ -178,8 +178,8 @@ class ConfigReader:
         groups, best = self.take("n_group", 1), self.take("topk_group", 1)
         if groups > 1 and (experts % groups or experts < 2 * groups or best > groups or best * experts // groups < per_token):
             raise EmitError(
-                f"the {self.model_type} config has 'n_group' {groups} and 'topk_group' {best}, which do not fit "
-                f"{per_token} of {experts} experts per token"
+                f"the {self.model_type} config has 'n_group' {groups} and 'topk_group' {best}; groups must divide {experts} "
+                f"experts into two or more each, and the best {best} must hold the {per_token} experts of a token"
             )
         return groups, best
 

@@ -85,7 +85,7 @@ def read_safetensors(path: Path, allow_bytes: bool = False) -> dict[str, Tensor]
     # safe_open rejects a longer header.
     head = bytes(view[_HEADER_LENGTH_BYTES : _HEADER_LENGTH_BYTES + size]) if size <= MAX_BYTES else b""
     if has_too_many_values(head, _MAX_VALUES):
-        raise CheckpointError(f"{path} has too many tensors; the limit is {_MAX_VALUES} values in its header: fetch it again")
+        raise CheckpointError(f"{path}: its header has more than {_MAX_VALUES} values, so it is damaged; fetch it again")
     try:
         with safe_open(path, framework="numpy"):
             pass  # opening checks the header, that shapes fit their bytes, and that bytes neither overlap nor end early

@@ -62,7 +62,7 @@ def tokens_of(args: argparse.Namespace, checkpoint) -> list[int]:
 
         tokens = encode_text(tokenizer_of(checkpoint.tokenizer, checkpoint.path), args.prompt).ids
     if len(tokens) < 2:
-        raise PipelineError(f"the prompt has {len(tokens)} token; attention needs at least 2")
+        raise PipelineError(f"the prompt has {len(tokens)} token; give a longer one, because attention needs at least 2")
     return tokens
 
 

@@ -59,7 +59,7 @@ def sizes(text: str) -> tuple[int, ...]:
     try:
         return () if text == "none" else tuple(int(part) for part in text.split(",") if part)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"invalid sizes: {text!r}; give numbers such as 4,8, or none") from None
+        raise argparse.ArgumentTypeError(f"invalid sizes: {text!r}; give numbers such as 4,8, or the word none") from None
 
 
 # Flags -> arguments of add_argument. Choices are repeated here because parsing must not import the emitter's kernels or

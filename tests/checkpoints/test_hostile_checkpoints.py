@@ -284,7 +284,7 @@ def test_too_many_json_values_are_rejected_before_parsing(llama):
         assert f"{name} has too many JSON values" in refusal(llama)
         (llama / "before").replace(before)
     write_header(llama, b'{"__metadata__": {"a": "' + b"," * 1_000_001 + b'"}}', 0)
-    assert "has too many tensors" in refusal(llama)
+    assert "its header has more than" in refusal(llama)
     write_header(llama, b'{"a": {"dtype": "F32", "data_offsets": [0, 4], "shape": [' + b"1," * 99 + b"1]}}", 4)
     assert "100 dimensions" in refusal(llama)
 

@@ -193,7 +193,7 @@ def test_ignores_fields_of_hfs_base_config():
             {"rope_parameters": {"full_attention": {"rope_type": "proportional", "beta_fast": 1}, "sliding_attention": {}}},
             "'proportional' has the unknown key beta_fast",
         ),
-        ("glm4_moe_lite", {"n_group": 4}, "has 'n_group' 4 and 'topk_group' 1, which do not fit 2 of 6 experts"),
+        ("glm4_moe_lite", {"n_group": 4}, "has 'n_group' 4 and 'topk_group' 1; groups must divide 6 experts"),
         (
             "falcon_h1",
             {"time_step_limit": [2.0, 1.0]},
