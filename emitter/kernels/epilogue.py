@@ -42,10 +42,11 @@ ACTIVATIONS = {
 
 
 def combine(b: Body, glu: str | None, dots: list[list[Ssa]]) -> list[Ssa]:
-    """Return f32 vectors with 16 results of a matmul: `dots[0]`, or act(gate) * up with a GLU.
+    """Return 16 results of a matmul as f32 vectors, after the activation of a GLU if there is one.
 
     glu: name of the activation, or None. dots: for each block of 16 rows of the weight, the vectors
-    of its 16 dot products. With a GLU there are two blocks: `dots[0]` is gate, `dots[1]` is up.
+    of its 16 dot products. Without a GLU the results are the only block, `dots[0]`. With a GLU they
+    are act(gate) * up, where `dots[0]` is gate and `dots[1]` is up.
     """
     if glu is None:
         return dots[0]
@@ -56,8 +57,9 @@ def combine(b: Body, glu: str | None, dots: list[list[Ssa]]) -> list[Ssa]:
 def with_operands(b: Body, y: Ssa, buffers: Mapping[str, Ssa], row: Index, column: Index) -> Ssa:
     """Return y plus the bias and the residual of a matmul, if `buffers` has them.
 
-    y: a scalar or vector of results, at [row, column] and the columns after it. buffers: memrefs by
-    name; "bias" is f32 [out], "residual" f32 [tokens, out].
+    y: one result, or a vector of results in consecutive columns. row, column: where y begins in the
+    result of the matmul. buffers: memrefs by name; "bias" is f32 [out], "residual" f32 [tokens,
+    out].
     """
     for name, at in (("bias", (column,)), ("residual", (row, column))):
         if name in buffers:

@@ -56,7 +56,10 @@ def rounded(x: np.ndarray, codec: Codec) -> dict[str, np.ndarray]:
 
 
 def of_bytes(words: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return x as f64 [rows, in] from the results y (here `words`) and scales of `round_x`."""
+    """Return x as f64 [rows, in] from the quantised x of the kernel `round_x`.
+
+    words: the kernel's result `y`. scales: its result `scales`.
+    """
     numbers = np.ascontiguousarray(words).view(np.int8).reshape(-1, 8)[:, np.argsort(EVEN_ODD)]
     groups = numbers.astype(np.float64).reshape(*scales.shape, GROUP)
     return (groups * scales[..., None]).reshape(len(words), -1)

@@ -17,7 +17,10 @@ from castiron.emitter.types import F32, LARGEST, EmitError
 
 
 def multiply(op: Op, a: Value, b: Value) -> Value:
-    """Return a * b that is never fused with an addition; inf becomes the largest f32."""
+    """Return a * b in a form that compilers do not fuse with an addition.
+
+    An infinite f32 result becomes the largest finite f32, with its sign.
+    """
     y = ops.multiply(a, b)
     if y.dtype is not F32:
         return y
@@ -26,7 +29,11 @@ def multiply(op: Op, a: Value, b: Value) -> Value:
 
 
 def reduce(op: Op, x: Value, init: Value) -> Value:
-    """Return a sum by additions of halves; maxima and exact sums stay as they are."""
+    """Return the reduction of x; a sum is computed in an order that no compiler changes.
+
+    The code adds the two halves of a dimension until one element is left. Maxima and exact sums
+    need no order, so they are unchanged.
+    """
     if op.attrs["reducer"] != "add" or op.attrs["exact"]:
         return ops.reduce(op.attrs["reducer"], x, op.attrs["dims"], op.attrs["exact"])
     for dim in sorted(op.attrs["dims"], reverse=True):
@@ -35,7 +42,10 @@ def reduce(op: Op, x: Value, init: Value) -> Value:
 
 
 def _folded(x: Value, dim: int) -> Value:
-    """Return the sum of x over `dim`, without this dimension, by repeated additions of halves."""
+    """Return the sum of x over the dimension `dim`, without this dimension.
+
+    The code adds the two halves of the dimension until one element is left.
+    """
     size = 1 << (x.shape[dim] - 1).bit_length()
     if size > x.shape[dim]:
         zeros = (*x.shape[:dim], size - x.shape[dim], *x.shape[dim + 1 :])
@@ -62,7 +72,7 @@ RULES: Mapping[str, Rule] = {"multiply": multiply, "reduce": reduce, "dot_genera
 
 
 def canonical(module: Module) -> Module:
-    """Return a lowered module whose results have the same bits whatever compiler builds it.
+    """Return a copy of a lowered module whose results have the same bits with every compiler.
 
     Raises EmitError for a matmul that is not a kernel.
     """

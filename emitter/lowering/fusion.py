@@ -39,12 +39,13 @@ from castiron.emitter.types import F32, TensorType
 
 @dataclass
 class _Heads:
-    """The inputs of fused attention and its preparation of q and k.
+    """The inputs of a fused attention operation, and how it normalises and rotates q and k.
 
-    sources: where the q, k and v rows come from, in order: values, or lists of linear operations
-    that become one matmul. reordered: new weight operations, with rows reordered for rotary
-    embedding. prepared: the operands in `HeadLayout.operands`, by name. rotary_dim, eps, norm_row:
-    `rotary_dim`, `qk_norm` and `qk_norm_row` of `HeadLayout`.
+    sources: where the q, k and v rows come from, in order. A source is a value, or a list of linear
+        operations that become one matmul.
+    reordered: new weight operations, with rows reordered for rotary embedding.
+    prepared: the operands in `HeadLayout.operands`, by name.
+    rotary_dim, eps, norm_row: the fields `rotary_dim`, `qk_norm` and `qk_norm_row` of `HeadLayout`.
     """
 
     sources: list[Value | list[Op]]
@@ -78,7 +79,10 @@ class _Uses:
 
 
 def fuse(function: Graph, norm_limit: int) -> Graph:
-    """Return a copy with all fusions; RMS norms of over `norm_limit` features are not fused."""
+    """Return a copy of a function in which all patterns of this module are fused.
+
+    norm_limit: max number of features of an RMS norm that is fused.
+    """
     graph = _Uses(function)
     for op in function.ops:
         if op.kind == "attention":
@@ -126,7 +130,7 @@ def _matmul(
 
 
 def _fused_attention(graph: _Uses, op: Op, heads: _Heads) -> list[Op]:
-    """Return the operations that replace attention: matmuls and `fused_attention`."""
+    """Return the operations that replace an attention operation: matmuls and `fused_attention`."""
     made, rows = list(heads.reordered), []
     (tokens, count, head_dim), kv_heads = op.operands[0].shape, op.operands[1].shape[1]
     for source in heads.sources:
@@ -176,9 +180,9 @@ def _heads(graph: _Uses, op: Op) -> _Heads:
 
 
 def _apart(graph: _Uses, linear: Op, order: tuple[int, int]) -> list[Op]:
-    """Return new weight operations for a linear operation, with their rows reordered.
+    """Return new weight operations for the linear operation `linear`, with their rows reordered.
 
-    order: (heads, rotary_dim), the order for rotary embedding that `Weight.apart` describes.
+    The new order suits rotary embedding (see `Weight.apart`). order: (heads, rotary_dim).
     """
     made = []
     for value in linear.operands[1:]:
@@ -193,9 +197,10 @@ def _apart(graph: _Uses, linear: Op, order: tuple[int, int]) -> list[Op]:
 
 
 def _chain(graph: _Uses, value: Value) -> list[Op]:
-    """Return the operations that prepare q or k; the first of the list computes `value`.
+    """Return the operations that compute q or k from a projection, the last one first.
 
-    Their order is rope, norm over a head, reshape, norm over the row. Each may be missing.
+    The first of the list computes `value`. Their kinds are rope, norm over a head, reshape, norm
+    over the row, in this order. Each may be missing.
     """
     chain: list[Op] = []
     for kind in ("rope", "rms_norm", "reshape", "rms_norm"):
@@ -214,10 +219,10 @@ def _alike(q: Op, k: Op) -> bool:
 
 
 def _stacks(graph: _Uses, values: list[Value]) -> list[Value | list[Op]]:
-    """Return the values, with results of linear operations replaced by lists of these.
+    """Return `values`, but with each result of a linear operation replaced by the operation.
 
-    A list has the operations that one matmul computes: consecutive ones with the same input and
-    codec.
+    Linear operations of consecutive values that have the same input and codec are in one list,
+    which becomes one matmul.
     """
     sources: list[Value | list[Op]] = []
     for value in values:
@@ -296,7 +301,10 @@ def _gated_norm(graph: _Uses, op: Op) -> None:
 
 
 def _siblings(graph: _Uses, function: Graph) -> None:
-    """Replace the linear operations that are in no other fusion by matmuls, siblings by one."""
+    """Replace by matmuls the linear operations that are in no other fusion.
+
+    Linear operations with the same input and codec (siblings) become one matmul.
+    """
     groups: dict[tuple, list[Op]] = {}
     for op in function.ops:
         if op.kind == "linear" and op not in graph.absorbed:

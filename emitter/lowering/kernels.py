@@ -39,7 +39,7 @@ from castiron.emitter.types import F32, I32, TensorType
 
 @dataclass
 class Context:
-    """What the lowering rules share.
+    """The state that all lowering rules share.
 
     project: emits matmuls. counters: latest value of the operand `counters` of attention kernels,
     by its type.
@@ -51,7 +51,10 @@ class Context:
     counters: dict[TensorType, Value] = field(default_factory=dict)
 
     def rules(self) -> dict[str, Rule]:
-        """Return a rule for each kind of operation: RULES, and those of `portable` for others."""
+        """Return the lowering rules by kind of operation.
+
+        A kind without a rule in RULES has that of `portable`.
+        """
         return {**portable.RULES, **{kind: partial(rule, self) for kind, rule in RULES.items()}}
 
 
@@ -163,9 +166,9 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
 
 
 def _part_of_heads(x: Value, layout: HeadLayout, parts: int, part: int) -> Value:
-    """Return the columns of x [..., heads * n] that belong to one part of the query heads.
+    """Return the columns of x [..., heads * n] for one part of the query heads.
 
-    The query heads of each kv head are divided into `parts` parts; part: number of the part.
+    The query heads of each kv head are divided into `parts` parts. part: number of the part.
     """
     if parts == 1:
         return x
@@ -177,7 +180,10 @@ def _part_of_heads(x: Value, layout: HeadLayout, parts: int, part: int) -> Value
 
 
 def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> Value:
-    """Return qkv [T, row] with the query heads of one part only, as in `_part_of_heads`."""
+    """Return qkv [T, row] with only one part of the query heads, and with all keys and values.
+
+    parts, part: as in `_part_of_heads`.
+    """
     if parts == 1:
         return qkv
     tokens = qkv.shape[0]
@@ -188,8 +194,8 @@ def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> V
 def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple[Tokens, dict[str, Value]]:
     """Return the `Tokens` of a recurrent kernel, and its operands `positions` or `length` by name.
 
-    count: number of rows of the call. numbers: the operation's last operands: start or positions,
-    then length in a prefill.
+    count: number of rows of the call. numbers: the last operands of `op`, which are start or
+    positions, and in a prefill also length.
     """
     if op.attrs["mode"] == "batch":
         return Tokens(count, state.shape[0], batch=True), {"positions": numbers[0]}
@@ -198,9 +204,9 @@ def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple
 
 
 def _columns(x: Value) -> tuple[Value, Columns]:
-    """Return (the value [T, width] that x is a slice of, the columns of it that are x).
+    """Return (value [T, width] of which x is a slice, the columns that are x).
 
-    x: [T, ...]. If x is no slice, the value is x itself.
+    x: [T, ...]. If x is not a slice of another value, the value is x itself, as [T, width].
     """
     tokens, first, made = x.shape[0], 0, current_function().ops
     rows = x
@@ -246,7 +252,10 @@ def causal_conv(c: Context, op: Op, x: Value, weight: Stored, *rest: Any) -> tup
 
 
 def _filters(weight: Weight) -> Param:
-    """Return the parameter of filters [features, 1, n], transposed to [n, features]."""
+    """Return the parameter of convolution filters, transposed to f32 [n, features].
+
+    weight: [features, 1, n], where n is the length of a filter.
+    """
     features, _, positions = weight.shape
 
     def pack(raw: np.ndarray) -> np.ndarray:

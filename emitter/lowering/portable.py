@@ -36,7 +36,10 @@ class Stored:
         return parameter(Param(weight.name + suffix, type_, source([weight], lambda raw: take(raw).reshape(type_.shape))))
 
     def value(self, pick: Callable[[Value], Value] = lambda part: part) -> Value:
-        """Return the f32 values; pick(part): selects rows of each stored part [rows, ...]."""
+        """Return the dequantised weight as f32.
+
+        pick(part): selects rows of each part of the stored weight, [rows, ...].
+        """
         weight, codec = self.weight, self.codec
         if not codec.quantised:
             return ops.convert(pick(parameter(float_param(weight, _FLOATS[weight.codec]))), F32)
@@ -47,10 +50,11 @@ class Stored:
             return lambda raw: getattr(codec.split(raw.reshape(-1, codec.block_bytes)), name)
 
         def factor(name: str, sub: str) -> Value:
-            """Return the factor of each group, f32 [rows, groups]: part `name` times part `sub`.
+            """Return the scale or the minimum of each codec group, f32 [rows, groups].
 
-            name: a part with a number for each block. sub: a part with a number for each group, if
-            there are several groups in a block.
+            name: part of the weight with a number for each block, "d" or "m". sub: part with a
+            number for each group, by which that of the block is multiplied if a block has several
+            groups.
             """
             if codec.exponents:
                 # As powers of two, because f16 cannot represent 2^-128.
@@ -101,7 +105,10 @@ def linear(op: Op, x: Value, weight: Value | Stored, bias: Value | Stored | None
 
 
 def _along_last(vector: Value, like: Value) -> Value:
-    """Return `vector` repeated to the shape of `like`, whose last dimensions it has."""
+    """Return `vector` broadcast to the shape of `like`.
+
+    Its dimensions are the last dimensions of `like`.
+    """
     return ops.broadcast_in_dim(vector, like.shape, range(like.type.rank - vector.type.rank, like.type.rank))
 
 
@@ -202,8 +209,8 @@ def _erf(x: Value) -> Value:
 def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Value, Value]:
     """Return the experts chosen for each token, i32 [T, top_k], and their weights, f32 [T, top_k].
 
-    logits: router logits [T, experts]. correction: added to the scores to choose, but not in
-    weights.
+    logits: router logits [T, experts]. correction: added to the scores by which experts are chosen,
+    but not to their weights.
     """
     tokens, experts = logits.shape
     if op.attrs["scores"] == "sigmoid":
@@ -228,7 +235,10 @@ def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Valu
 
 
 def _ranks(rated: Value) -> Value:
-    """Return the rank of each number in its row, f32: 0 for the largest, equal ones by index."""
+    """Return the rank of each number in its row, as f32.
+
+    The largest number has rank 0. Equal numbers are ranked by index.
+    """
     rows, n = rated.shape
     pairs = (rows, n, n)
     own, other = (ops.broadcast_in_dim(rated, pairs, dims) for dims in ((0, 1), (0, 2)))
@@ -264,7 +274,10 @@ def gated(gate: Value, up: Value, function: str | ClampedSwiGLU) -> Value:
 
 
 def into_down(projected: Sequence[Value], function: str | ClampedSwiGLU) -> Value:
-    """Return the input of a down projection; projected: results of gate and up, or of up."""
+    """Return the input of a down projection: the activation of the results before it.
+
+    projected: results of the gate and up projections, or only of the up projection.
+    """
     gate, *up = projected
     return gated(gate, up[0], function) if up else activated(gate, str(function))
 
@@ -287,7 +300,10 @@ def experts(op: Op, x: Value, chosen: Value, weights: Value, *stacked: Stored) -
 
 
 def _experts_of_token(x: Value, chosen: Value, weights: Value, function: str | ClampedSwiGLU, parts: list[_Stacked]) -> Value:
-    """Return the result of `experts` for one token, whose experts are slices of weights."""
+    """Return the result of `experts` for one token.
+
+    The code slices the weights of each chosen expert from the stacked weights.
+    """
     zero = ops.constant(0, I32, ())
     total: Value | None = None
     for slot in range(chosen.shape[1]):
@@ -308,9 +324,10 @@ def _experts_of_token(x: Value, chosen: Value, weights: Value, function: str | C
 
 
 def _experts_of_pairs(x: Value, chosen: Value, weights: Value, function: str | ClampedSwiGLU, parts: list[_Stacked]) -> Value:
-    """Return the result of `experts` for several tokens, with all (token, expert) pairs at once.
+    """Return the result of `experts` for several tokens.
 
-    A loop would compile a program for each pair.
+    The code computes all (token, expert) pairs at once, because a loop would compile a program for
+    each pair.
     """
     (tokens, hidden), per_token = x.shape, chosen.shape[1]
     pairs = tokens * per_token

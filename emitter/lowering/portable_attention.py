@@ -18,10 +18,9 @@ from castiron.emitter.types import F32, I8, I32
 def attention(
     op: Op, q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value, start: Value, *rest: Any
 ) -> tuple[Value, ...]:
-    """Return the result of attention [T, heads * head_dim], and the new caches.
+    """Return the result of attention [T, heads * head_dim] and the updated key and value caches.
 
-    rest: the number of tokens that are not padding (in a prefill), then the sinks, if there are
-    any.
+    rest: in a prefill, the number of tokens that are not padding; then the sinks, if there are any.
     """
     *given, stored = rest if op.attrs["sinks"] else (*rest, None)
     sinks = stored.value() if stored is not None else None
@@ -59,10 +58,10 @@ def _over_positions(
     op: Op, sinks: Value | None, layer: int, start: Value, length: Value | None,
     q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value,
 ) -> tuple[Value, Value, Value]:  # fmt: skip
-    """Return the result and the new caches for one sequence and caches of all positions.
+    """Return the result and the updated caches for one sequence, with caches of all positions.
 
     layer: index in dimension 0 of the caches. length: number of tokens from `start` on that are not
-    padding; None for all; 0 for an idle sequence of a batch.
+    padding. It is None if there is no padding, and 0 for an idle sequence of a batch.
     """
     tokens, context, stored = q.shape[0], k_cache.shape[1], CACHES[op.attrs["storage"]]
     k, v = _rounded(k, stored), _rounded(v, stored)
@@ -105,7 +104,10 @@ def _widened(rows: Value, stored: Cache) -> Value:
 
 
 def _stored_or_new(new: Value, cache: Value, layer: int, start: Value, length: Value) -> Value:
-    """Return `new` [1, kv_heads, *row], or if `length` is 0 the cache's row at `start`."""
+    """Return the row to store at position `start` of a layer of the cache.
+
+    It is `new` [1, kv_heads, *row]; but if `length` is 0 it is the row that is already there.
+    """
     zero = ops.constant(0, I32, ())
     at = (ops.constant(layer, I32, ()), start, *[zero] * (cache.type.rank - 2))
     old = ops.dynamic_slice(cache, at, (1, 1, *cache.shape[2:]))
@@ -117,7 +119,7 @@ def _over_ring(
     op: Op, sinks: Value | None, layer: int, start: Value, length: Value | None,
     q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value,
 ) -> tuple[Value, Value, Value]:  # fmt: skip
-    """Return the result and the new caches for one sequence and caches as ring buffers.
+    """Return the result and the updated caches for one sequence, with caches that are ring buffers.
 
     layer, length: as in `_over_positions`.
     """
@@ -145,7 +147,11 @@ def _over_ring(
 
 
 def _ring_positions(end: Value, rows: int) -> Value:
-    """Return i32 [rows]: the last position below `end` in each ring row, negative if none."""
+    """Return the position that each row of a ring buffer has, i32 [rows].
+
+    All positions below `end` have been stored in order. A row without a position has a negative
+    number.
+    """
     row = ops.iota((rows,), 0)
     # Add `rows` first, so that the dividend is not negative: division rounds towards zero.
     turn = ops.constant(rows, I32, (rows,))
@@ -154,12 +160,19 @@ def _ring_positions(end: Value, rows: int) -> Value:
 
 
 def _positions(start: Value, shape: tuple[int, ...]) -> Value:
-    """Return i32 [T, n] with the position of token t, start + t, in all of row t."""
+    """Return the positions of T tokens as i32 [T, n]: all of row t is start + t.
+
+    shape: (T, n).
+    """
     return ops.add(ops.iota(shape, 0), ops.broadcast_in_dim(start, shape, ()))
 
 
 def _seen(position: Value, other: Value, window: int | None) -> Value:
-    """Return i1 [T, n]: whether tokens at `position` attend to `other`, both i32 [T, n]."""
+    """Return whether a token at `position` attends to position `other`, as i1 [T, n].
+
+    position, other: i32 [T, n]. window: number of positions that a token attends to, with its own,
+    or None for all.
+    """
     seen = ops.compare("LE", other, position)
     if window is None or window >= other.shape[1]:
         return seen
@@ -168,7 +181,7 @@ def _seen(position: Value, other: Value, window: int | None) -> Value:
 
 
 def _seen_both_ways(start: Value, length: Value, shape: tuple[int, ...], window: int | None) -> Value:
-    """Return i1 [T, n]: whether token t attends to position i, in bidirectional attention.
+    """Return whether token t attends to position i in bidirectional attention, as i1 [T, n].
 
     The position must be below start + length, and within `window` of the token's own.
     """

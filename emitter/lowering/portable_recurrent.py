@@ -61,13 +61,16 @@ def _recurrence(rule: Callable[..., tuple[Value, Value]]) -> Rule:
 
 
 def softplus(x: Value) -> Value:
-    """Return log(1 + exp(x)), accurate for small results too."""
+    """Return log(1 + exp(x)), which is accurate for small results too."""
     zero = ops.constant(0.0, F32, x.shape)
     return ops.add(ops.maximum(x, zero), ops.log_plus_one(ops.exponential(ops.negate(ops.abs_(x)))))
 
 
 def _along(vector: Value, like: Value, *dims: int) -> Value:
-    """Return a value repeated to the shape of `like`, whose dimensions `dims` it has."""
+    """Return `vector` broadcast to the shape of `like`.
+
+    dims: the dimensions of `like` that `vector` has, in order.
+    """
     return ops.broadcast_in_dim(vector, like.shape, dims)
 
 
@@ -95,7 +98,7 @@ def causal_conv(tokens: _Tokens, x: Value, weight, bias=None) -> tuple[Value, Va
 
 
 def _per_head(x: Value, heads: int) -> Value:
-    """Return x [T, groups, n] repeated for the heads of each group: [T, heads, n]."""
+    """Return x [T, groups, n] as [T, heads, n]: each group is repeated for its heads."""
     count, groups, width = x.shape
     wide = ops.broadcast_in_dim(x, (count, groups, heads // groups, width), (0, 1, 3))
     return ops.reshape(wide, (count, heads, width))
@@ -107,7 +110,10 @@ def _swapped(x: Value) -> Value:
 
 
 def _dot(a: Value, b: Value, i: int, j: int) -> Value:
-    """Return a times b, both [heads, ., .], for each head, over dimensions i of a, j of b."""
+    """Return the matmul of a and b, both [heads, ., .], for each head.
+
+    The sums are over dimension `i` of a and dimension `j` of b.
+    """
     return ops.dot_general(a, b, ((i,), (j,)), ((0,), (0,)))
 
 
@@ -128,10 +134,10 @@ class _Decays:
 
 
 def _decays(log: Value) -> _Decays:
-    """Return the decays of a chunk; log: [heads, C], logarithms of the tokens' decays.
+    """Return the decays of a chunk, from the logarithms of its tokens' decays.
 
-    Each sum between two tokens is computed directly; the difference of two sums since the chunk's
-    start, as in HF's delta rule, loses precision after strong decay.
+    log: [heads, C]. The logarithms between two tokens are summed directly. HF's delta rule
+    subtracts two sums since the chunk's start, which loses precision after strong decay.
     """
     heads, count = log.shape
     shape = (heads, count, count + 1)
@@ -161,10 +167,11 @@ def _times(x: Value, y: Value) -> Value:
 
 
 def _chunks(tokens: _Tokens, rows: list[Value], one: Callable[..., tuple[Value, Value]]) -> tuple[Value, Value]:
-    """Return results [T, heads, ...] and state of a recurrence computed in chunks of C tokens.
+    """Return the results [T, heads, ...] and the final state of a recurrence.
 
-    one(*rows, state): returns result and state of a chunk; its rows are [heads, C, ...]. rows: [T,
-    heads, ...] each.
+    The code computes it in chunks of C tokens. one(*rows, state): returns the results and the state
+    after one chunk, whose rows are [heads, C, ...]. rows: the operands of all tokens, [T, heads,
+    ...] each.
     """
     results, count, state = [], rows[0].shape[0], ops.reshape(tokens.before, tokens.before.shape[1:])
     for start in range(0, count, CHUNK):
@@ -176,11 +183,11 @@ def _chunks(tokens: _Tokens, rows: list[Value], one: Callable[..., tuple[Value, 
 
 
 def _inverse(lower: Value) -> Value:
-    """Return the inverse of I + L, where L is the part of `lower` [heads, C, C] below the diagonal.
+    """Return the inverse of I + L for each head.
 
-    Diagonal blocks of 1, 2, 4, ... are inverted: the inverse of [[A, 0], [B, D]] has the blocks A',
-    D' and -D' B A'. Powers of `lower` would need fewer matmuls, but overflow f32 if keys are
-    similar.
+    L is the part of `lower` [heads, C, C] below the diagonal. The code inverts the diagonal blocks
+    of sizes 1, 2, 4, ... The inverse of [[A, 0], [B, D]] is [[A^-1, 0], [-D^-1 B A^-1, D^-1]].
+    Powers of `lower` would need fewer matmuls, but overflow f32 if keys are similar.
     """
     heads, count, _ = lower.shape
     row, column = np.indices((count, count))
@@ -232,7 +239,7 @@ def _delta_of_token(q: Value, k: Value, v: Value, decay: Value, beta: Value, sta
 
 
 def _read(x: Value, state: Value, dim: int) -> Value:
-    """Return x [sequences, heads, n] times a state, summed over n.
+    """Return x [sequences, heads, n] times the state of each head, summed over n.
 
     state: [sequences, heads, ., .]; its dimension `dim` has size n.
     """

@@ -29,8 +29,8 @@ class Projector:
     """An emitter of calls of matmul kernels.
 
     kernel_of: returns the kernel of a matmul. fast: whether x may be rounded to int8 or bf16, where
-    a kernel supports it. rounded: results of kernels that prepare x, by x and name of the kernel,
-    for other matmuls of x.
+    a kernel supports it. rounded: results of kernels that prepare x, by x and the name of the
+    kernel. Several matmuls of x share them.
     """
 
     kernel_of: Callable[[Matmul], Kernel]
@@ -51,7 +51,7 @@ class Projector:
         chosen: Value | None = None,
         experts: int = 0,
     ) -> Value:
-        """Return x [T, in] times weights [out_i, in], which have one codec.
+        """Return x [T, in] times stacked weights [out_i, in], which all have the same codec.
 
         The result is [T, sum of out_i], or [T, out] for the two weights of a GLU.
 
@@ -91,7 +91,10 @@ class Projector:
         return ops.kernel_call(self.kernel_of(matmul), **self._x(x, matmul), **operands)["y"]
 
     def _x(self, x: Value, matmul: Matmul) -> dict[str, Value]:
-        """Return the operands for x by name; x is prepared only once for all its matmuls."""
+        """Return the operands of a matmul kernel that represent x, by name.
+
+        If the kernel needs x in another format, all such matmuls of x share one conversion.
+        """
         if matmul.numerics == "exact":
             return {"x": x}
         if matmul.numerics == "canonical":
@@ -143,7 +146,7 @@ def _joined(names: list[str]) -> str:
 
 
 def _bias(biases: Sequence[Weight]) -> Value:
-    """Return the biases f32 [sum of out] of stacked projections, in order."""
+    """Return the biases of stacked projections, concatenated in order: f32 [sum of out]."""
     type_ = TensorType((sum(w.shape[0] for w in biases),), F32)
     joined = source(biases, lambda *raws: np.concatenate([r.view(np.float32) for r in raws]))
     return parameter(Param(_joined([w.name for w in biases]), type_, joined))

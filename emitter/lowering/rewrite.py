@@ -14,7 +14,7 @@ Rule = Callable[..., Any]
 def rewrite(function: Graph, rules: Mapping[str, Rule], into: Module) -> None:
     """Add a copy of `function` to the module `into`, with operations replaced by `rules`.
 
-    rules: by kind of operation; other operations are copied.
+    rules: the rule for each kind of operation. Operations of other kinds are copied.
     """
     inputs = [Value(v.type, v.name) for v in function.inputs]
     mapped: dict[Value, Any] = dict(zip(function.inputs, inputs))

@@ -47,13 +47,14 @@ UNIT = 32  # the positions of a part are a multiple of this: smaller parts repea
 
 @dataclass(frozen=True)
 class DecodeTokens:
-    """The tokens of one call of a decode kernel: `count` rows of queries and results.
+    """The tokens of one call of a decode kernel, which has `count` rows of queries and results.
 
     kind "one": the next token of a sequence.
     kind "batch": one token of each of `count` sequences. A negative position marks an idle row,
         whose result is zero.
-    kind "chunk": `length` tokens of a sequence from position `start` on, whose keys and values are
-        already in the caches. Rows from `length` on are padding.
+    kind "chunk": consecutive tokens of one sequence, whose keys and values are already in the
+        caches. The kernel's operands `start` and `length` give the first position and the number of
+        tokens. Rows from `length` on are padding.
     """
 
     kind: str = "one"
@@ -91,8 +92,8 @@ class DecodeTokens:
     def runs(self, given: Mapping[str, np.ndarray]) -> Iterator[tuple[int, int, np.ndarray]]:
         """Yield (sequence index, first row, positions i64 [n]) of each sequence that is not idle.
 
-        given: the kernel's operands as NumPy arrays, by name. The sequence has n rows from the
-        first on.
+        The sequence has the n rows of qkv from the first row on. given: the kernel's operands as
+        NumPy arrays, by name.
         """
         if self.kind == "one":
             yield 0, 0, np.reshape(given["position"], 1)
@@ -103,15 +104,19 @@ class DecodeTokens:
             yield from ((i, i, np.array([at])) for i, at in enumerate(given["position"].tolist()) if at >= 0)
 
     def item(self, b: Body, units: int) -> tuple[Index, Index]:
-        """Return (row of this workgroup, its index among the row's `units` workgroups)."""
+        """Return the row that this workgroup computes, and its index among the row's workgroups.
+
+        units: number of workgroups that share a row.
+        """
         unit = b.workgroup()
         return (0, unit) if self.kind == "one" else (b.div(unit, units), b.rem(unit, units))
 
     def layer(self, b: Body, layer: Index, row: Index, layers: int) -> Index:
-        """Return the index of a sequence's layer in dimension 0 of the caches.
+        """Return the index in dimension 0 of the caches for a layer of one sequence.
 
         layer: layer of the model. row: row of the sequence in the batch. layers: size of dimension
-        0 of the caches. For a batch it has the layers of the first sequence, then of the next.
+        0. The caches of a batch have all layers of the first sequence, then all of the next, and so
+        on.
         """
         return b.add(b.mul(row, layers // self.count), layer) if self.kind == "batch" else layer
 
@@ -129,14 +134,15 @@ def attention_decode(
 ) -> Kernel:
     """Return the kernel of attention for one token in each row of qkv.
 
-    The kernel also normalises and rotates q and k, and appends k and v to the caches (not for a
-    chunk).
+    The kernel also normalises and rotates q and k. Unless `tokens` is a chunk, it appends k and v
+    to the caches.
 
     Operands: qkv f32 [T, layout.row]; cos, sin, q_norm, k_norm as in `HeadLayout.operands`; sinks
         f32 [heads] if `scores.sinks`; position i32 (a batch: [T]; a chunk: start i32 and length i32
-        instead); k_cache, v_cache; counters i32 [n]; layer. T is `tokens.count`.
-    Results: out f32 [T, heads * head_dim]; k_cache, v_cache and counters, in place; parts
-        (scratch).
+        instead); k_cache, v_cache; counters i32, one for each row and group of kv heads; layer, an
+        index. T is `tokens.count`.
+    Results: out f32 [T, heads * head_dim]; k_cache, v_cache and counters, in place; parts, scratch
+        memory for partial results.
 
     A context of more than `split_from` positions is divided among up to `splits` workgroups, a
     power of two. The counters, which all layers share, must be zero before the first call; each
@@ -180,7 +186,7 @@ def attention_decode(
             b.vstore(b.splat(0.0, shape.width), given["out"], row, d.index)
 
     def sequence(b: Body, token: Token, unit: Index) -> None:
-        """Emit the code of one workgroup; unit: its number among the workgroups of the token."""
+        """Emit the code of one workgroup of a token; unit: its index among the token's workgroups."""
         position, counters, out = token.position, token.given["counters"], token.given["out"]
         work = Workgroup(b, layout, isa, shape, scores, caches)
         low = 0 if window is None else b.max(b.sub(position, window - 1), 0)
@@ -245,7 +251,7 @@ def attention_decode(
 
 
 def head_parts(layout: HeadLayout, isa: Isa, cache: Cache) -> int:
-    """Return into how many kernels the query heads of each kv head must be divided.
+    """Return the number of kernels among which the query heads of each kv head are divided.
 
     It is the smallest number for which the queries and partial results of each kernel fit on its
     stack.
@@ -259,7 +265,10 @@ def head_parts(layout: HeadLayout, isa: Isa, cache: Cache) -> int:
 
 
 def _shape(layout: HeadLayout, isa: Isa, cache: Cache) -> Shape:
-    """Return tile sizes for as many kv heads as fit on the stack; ValueError if none fits."""
+    """Return tile sizes for the largest number of kv heads that fit on the stack of a workgroup.
+
+    Raises ValueError if not even one kv head fits.
+    """
     for per in (n for n in range(layout.kv_heads, 0, -1) if layout.kv_heads % n == 0):
         shape = Shape(layout, isa, per, cache)
         if shape.stack_bytes <= STACK_BYTES:
@@ -271,11 +280,11 @@ def _shape(layout: HeadLayout, isa: Isa, cache: Cache) -> Shape:
 
 
 class _Parts:
-    """The partial results, in scratch memory, of the workgroups among which a context is divided.
+    """The partial attention results of the workgroups that share one long context.
 
-    They are values weighted by softmax weights [rows, heads, splits, head_dim], then reference
-    scores and sums of weights, each [rows, heads, splits]. scratch: memref of that memory. rows:
-    (number of rows of qkv, index of this row).
+    The memref `scratch` has three parts: the sums of values weighted by softmax weights, [rows,
+    heads, splits, head_dim]; the reference scores of these weights, [rows, heads, splits]; the sums
+    of the weights, [rows, heads, splits]. rows: (number of rows of qkv, index of this row).
     """
 
     def __init__(self, b: Body, scratch: Ssa, rows: tuple[int, Index], heads: int, splits: int, hd: int):
@@ -287,7 +296,10 @@ class _Parts:
         self.weights = b.stack(splits)
 
     def put(self, work: Workgroup, slot: Index) -> None:
-        """Emit code that stores a workgroup's softmax state as partial result number `slot`."""
+        """Emit code that stores the softmax state of a workgroup as its partial result.
+
+        slot: index of the partial result, below `splits`.
+        """
         b = self.b
         low = b.mul(work.first, work.group)
         with b.loop(low, b.mul(work.end, work.group)) as head:
@@ -300,7 +312,11 @@ class _Parts:
                 b.vstore(value, self.scratch, b.add(b.mul(row, self.hd), d.index))
 
     def join(self, head: Ssa, count: Index, out: Ssa, width: int) -> None:
-        """Emit code that combines `count` partial results of a query head, `width` at a time."""
+        """Emit code that combines the first `count` partial results of query head `head`.
+
+        out: memref for the result, f32 [rows, heads * head_dim]. width: number of elements of a
+        vector.
+        """
         b, splits = self.b, self.splits
         row = b.mul(b.add(self.before, head), splits)
         numbers = b.constant(f"dense<{list(range(splits))}>", vector_type(splits, "i32"))

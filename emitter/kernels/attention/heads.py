@@ -26,10 +26,11 @@ class HeadLayout:
     """The heads in a row of the fused qkv projection, and how q and k are normalised and rotated.
 
     A row has all query heads, then the key heads, then the value heads.
-    rotary_dim: number of leading elements of a head that are rotated, first half with second half
-        (`rotate_half` in HF), or None without rotary embedding.
+    rotary_dim: number of leading elements of a head that get rotary embedding, or None without it.
+        Element i is rotated together with element i + rotary_dim / 2 (`rotate_half` in HF).
     qk_norm: epsilon of the RMS norm of q and k, or None without a norm.
-    qk_norm_row: whether the norm is over all heads of q, or of k, instead of over each head.
+    qk_norm_row: True for a norm over all heads of q (or of k) together, False for one over each
+        head.
     """
 
     heads: int
@@ -65,10 +66,10 @@ class HeadLayout:
         return "_".join(parts)
 
     def operands(self, context: int) -> dict[str, TensorType]:
-        """Return the types of the kernel operands that prepare q and k, by name.
+        """Return the types of the kernel operands for norm and rotation of q and k, by name.
 
-        cos, sin: f32 [context, rotary_dim / 2], with rotary embedding. q_norm, k_norm: weights of
-        the norm.
+        cos, sin: f32 [context, rotary_dim / 2], with rotary embedding only. q_norm, k_norm: weights
+        of the norm, f32.
         """
         types: dict[str, TensorType] = {}
         if self.rotary_dim is not None:
@@ -81,7 +82,10 @@ class HeadLayout:
 
 @dataclass(frozen=True)
 class Span:
-    """Elements of a row from `offset` on; lead: the leading indices of the row in `buffer`."""
+    """The elements from `offset` on of one row of the memref `buffer`.
+
+    lead: the indices of the row, in all dimensions of `buffer` but the last.
+    """
 
     buffer: Ssa
     lead: Sequence[Index]
@@ -108,9 +112,10 @@ def prepare_head(
 ) -> None:
     """Emit code that reads a head at `source`, normalises, rotates and scales it, and stores it.
 
-    target: where the result is stored. kind: "q" or "k". head: index of the head among the heads of
-    this kind. given: memrefs by name, among them those of `HeadLayout.operands`. position: position
-    of the token, which selects the rows of cos and sin. scale: factor of the result.
+    target: where the head is stored. kind: "q" or "k". head: index of the head among the heads of
+    this kind. given: memrefs of the kernel's operands by name, with those of `HeadLayout.operands`.
+    position: position of the token, which selects the rows of cos and sin. scale: factor by which
+    the head is multiplied.
     """
     hd = layout.head_dim
     inverse = None
@@ -152,7 +157,7 @@ def prepare_head(
 def prepared_heads(
     layout: HeadLayout, qkv: np.ndarray, positions: np.ndarray, given: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return q, k and v as f64 [T, heads of each, head_dim], computed in NumPy.
+    """Return q, k and v, each f64 [T, number of its heads, head_dim], computed in NumPy.
 
     q and k are normalised and rotated. qkv: [T, layout.row]. positions: [T]. given: the operands of
     `HeadLayout.operands`, by name.

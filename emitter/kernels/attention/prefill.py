@@ -49,10 +49,13 @@ DEPTH = 64  # max elements of a key that are converted to f32 at a time
 def attention_prefill(caches: Caches, T: int, layout: HeadLayout, scores: Scores, *, isa: Isa, threads: int = 2) -> Kernel:
     """Return the kernel of attention for a chunk of T tokens, which are already in the caches.
 
-    `rope_append` must run before it. Operands: q f32 [T, heads * head_dim], rotated; start i32, the
-    position of the first token; length i32, the number of tokens that are not padding; sinks f32
-    [heads] if `scores.sinks`; k_cache, v_cache; layer. Result: out f32 [T, heads * head_dim]; rows
-    from `length` on are zero.
+    The kernel `rope_append` must run before it. threads: number of threads that will run the
+    workgroups.
+
+    Operands: q f32 [T, heads * head_dim], rotated; start i32, the position of the first token;
+    length i32, the number of tokens that are not padding; sinks f32 [heads] if `scores.sinks`;
+    k_cache, v_cache; layer, an index. Result: out f32 [T, heads * head_dim]; rows from `length` on
+    are zero.
     """
     heads, kv_heads, hd, group, window = layout.heads, layout.kv_heads, layout.head_dim, layout.group, scores.window
     context, cache = caches.context, caches.format
@@ -128,12 +131,12 @@ def attention_prefill(caches: Caches, T: int, layout: HeadLayout, scores: Scores
 
 
 class _Shape:
-    """The sizes of a tile of `attention_prefill`; each divides the extent that it tiles.
+    """The tile sizes of `attention_prefill`. Each size divides the extent that it tiles.
 
     columns: number of (token, query head) pairs of a tile, in `vectors` vectors of `width` lanes.
     rows: number of keys whose scores are computed together.
-    out_columns, out_vectors: the registers have sums of weighted values for `out_columns` pairs and
-        `out_vectors` vectors of `out_width` elements of head_dim.
+    out_columns, out_vectors: size of a register tile of the result, which has `out_columns` pairs
+        and `out_vectors` vectors of `out_width` elements of head_dim.
     """
 
     def __init__(self, columns: int, hd: int, isa: Isa, cache: Cache):
@@ -191,10 +194,11 @@ class _Tile:
             self.keys = b.stack(shape.rows, shape.depth)
 
     def begin(self, column: Index, head: Index, q: Ssa, out: Ssa, start: Index, real: Index, sinks: Ssa | None) -> None:
-        """Emit code that transposes and scales the queries, and resets results and softmax.
+        """Emit code that stores the scaled, transposed queries on the stack and starts the softmax.
 
-        column, head: first column and kv head of the tile. q, out, sinks: memrefs of the kernel.
-        start: position of the chunk's first token. real: number of its tokens that are not padding.
+        The code also sets the result `out` of the tile to zero. column, head: first column and kv
+        head of the tile. q, out, sinks: memrefs of the kernel. start: position of the chunk's first
+        token. real: number of the chunk's tokens that are not padding.
         """
         b, shape = self.b, self.shape
         self.column, self.head, self.token = column, head, b.div(column, self.group)
@@ -225,7 +229,7 @@ class _Tile:
             b.vstore(b.splat(0.0 if sinks is None else 1.0, shape.width), self.sums, column)
 
     def target(self, c: Index) -> tuple[Ssa, Ssa]:
-        """Return (row, first element in it) of the memrefs q and out for column c of the tile."""
+        """Return the indices in q and out at which column `c` of the tile begins: (row, element)."""
         b = self.b
         return b.to_index(b.load(self.tokens, c)), b.to_index(b.load(self.offsets, c))
 
@@ -244,10 +248,10 @@ class _Tile:
             self.add_values(c.index, d.index, first, count, out)
 
     def score_rows(self, first: Index, last: Index, j: Index) -> None:
-        """Emit code that stores the scores of `shape.rows` keys in `self.scores[j:]`.
+        """Emit code that stores the scores of `shape.rows` keys in `self.scores` from row `j` on.
 
-        Scores of masked keys are NEVER. first: position of the first key. last: last position of
-        the cache that the tile attends to.
+        The score of a masked key is the constant NEVER. first: position of the first key. last:
+        last position of the cache that the tile attends to.
         """
         b, shape = self.b, self.shape
         rows = [b.min(b.add(first, i), last) for i in range(shape.rows)]
@@ -307,7 +311,10 @@ class _Tile:
         return b.unrolled(count, shape.unroll, sums, step)
 
     def softmax(self, count: Index) -> None:
-        """Emit code that replaces scores of `count` keys by weights, and adds up the weights."""
+        """Emit code that replaces the scores of `count` keys by softmax weights.
+
+        The code also updates the running max and the sum of weights of each column.
+        """
         b, shape = self.b, self.shape
         old = [b.vload(self.maxima, shape.width, c) for c in self.lanes]
         with b.loop(0, count, carry=old) as j:
@@ -331,10 +338,10 @@ class _Tile:
             b.vstore(total, self.sums, c)
 
     def add_values(self, column: Index, d: Index, first: Index, count: Index, out: Ssa) -> None:
-        """Emit code for out = rescale * out + weights @ values, for a register tile of `out`.
+        """Emit code for out = rescale * out + weights @ values, for one register tile of `out`.
 
-        column, d: first column and first element of head_dim of the register tile. first, count:
-        the values are those of positions first .. first + count - 1.
+        column: first column of the register tile. d: its first element of head_dim. values: the
+        cached values of positions first .. first + count - 1.
         """
         b, shape = self.b, self.shape
         width = shape.out_width

@@ -25,14 +25,14 @@ ROWS = 4  # tokens of a workgroup
 
 @cache
 def rope_append(caches: Caches, T: int, layout: HeadLayout, *, isa: Isa) -> Kernel:
-    """Return the kernel that prepares q and k of T tokens and appends k and v to the caches.
+    """Return the kernel that prepares q, k and v of T tokens for attention.
 
-    To prepare is to normalise and rotate, as `layout` says.
+    The kernel normalises and rotates q and k as `layout` says, and appends k and v to the caches.
 
     Operands: qkv f32 [T, layout.row]; cos, sin, q_norm, k_norm as in `HeadLayout.operands`; start
     i32, the position of the first token; length i32, the number of tokens that are not padding and
-    are appended; k_cache, v_cache; layer. Results: q f32 [T, heads * head_dim]; k_cache and
-    v_cache, in place.
+    are appended; k_cache, v_cache; layer, an index. Results: q f32 [T, heads * head_dim]; k_cache
+    and v_cache, in place.
     """
     hd = layout.head_dim
     scalar = TensorType((), I32)

@@ -22,13 +22,13 @@ LINE_BITS = 512  # bits of a cache line
 
 @dataclass(frozen=True)
 class Caches:
-    """The two KV caches that attention kernels read and write.
+    """The shape and format of the two KV caches that attention kernels read and write.
 
-    layers: layers in a cache; for a batch, those of all sequences.
+    layers: number of layers in a cache. The cache of a batch has the layers of all its sequences.
     context: max number of positions of a sequence.
     format: how a cache stores the key or value of a head.
-    ring: positions that a layer stores if the caches are ring buffers, or None. Ring buffers must
-        have more positions than the window, and for a chunk at least window + T.
+    ring: number of positions that a layer stores if the caches are ring buffers, or None. It must
+        exceed the attention window, and for a chunk of T tokens it must be at least window + T.
     """
 
     layers: int
@@ -54,7 +54,7 @@ class Caches:
 
 @dataclass(frozen=True)
 class Rows:
-    """Access to the rows of a KV cache.
+    """A writer of code that accesses the rows of a KV cache.
 
     A row is the key or value of one layer, position and kv head. buffer: memref of the cache.
     width: number of elements of a vector.
@@ -74,7 +74,10 @@ class Rows:
         return position if self.caches.ring is None else self.b.rem(position, self.caches.ring)
 
     def indices(self, at: Sequence[Index]) -> list[Index]:
-        """Return the leading indices of a row in `buffer`; at: (layer, position, kv head)."""
+        """Return the indices in `buffer` that select a row of the cache.
+
+        at: (layer, position, kv head) of the row.
+        """
         layer, position, head = at
         return [layer, self.row(position), head]
 
@@ -115,10 +118,11 @@ class Rows:
             self.b.prefetch(self.buffer, *at, *indices, near=near)
 
     def part(self, at: Sequence[Index], first: Index, size: int) -> Callable[[int], Ssa]:
-        """Return a function from an offset to the f32 vector at element first + offset of a row.
+        """Return a function that emits a load of one vector from a part of a row.
 
-        at: (layer, position, kv head). size: offsets are below it. It must divide `first`, and
-        `cache.cuts` must accept it.
+        The function maps an offset in the part to the f32 vector at element `first` + offset of the
+        row. at: (layer, position, kv head) of the row. size: number of elements of the part. It
+        must divide `first`, and `cache.cuts` must accept it.
         """
         b, group, scales, at = self.b, self.cache.group(self.head_dim), dict[int, Ssa](), self.indices(at)
         if not self.cache.grouped:

@@ -38,7 +38,7 @@ class Scores:
         return {"sinks": TensorType((heads,), F32)} if self.sinks else {}
 
     def capped(self, b: Body, scores: Ssa) -> Ssa:
-        """Return a vector of scores after the soft cap; the same vector if there is no soft cap."""
+        """Return a vector of scores after the soft cap, or unchanged if there is no soft cap."""
         if self.softcap is None:
             return scores
         cap = b.splat(self.softcap, scores.width)

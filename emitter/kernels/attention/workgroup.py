@@ -67,8 +67,8 @@ class Shape:
 class Token:
     """The token that a workgroup computes attention for.
 
-    given: memrefs of the kernel's operands, by name. row: its row of qkv and of the result. layer:
-    the index of the layer in dimension 0 of the caches.
+    given: memrefs of the kernel's operands, by name. row: row of the token in qkv and in the
+    result. layer: index of the layer in dimension 0 of the caches.
     """
 
     given: Mapping[str, Ssa]
@@ -78,11 +78,10 @@ class Token:
 
 
 class Workgroup:
-    """A writer of the code that computes attention of one token for some of its kv heads.
+    """A writer of the code of a workgroup, which computes attention of one token for some kv heads.
 
     The stack has the state of an online softmax for each query head of these kv heads. "Stack index
-    g" is the index of a query head among them. how: scale and mask of the
-    scores.
+    g" is the index of a query head among them. how: scale and mask of the scores.
     """
 
     def __init__(self, b: Body, layout: HeadLayout, isa: Isa, shape: Shape, how: Scores, caches: Caches):
@@ -101,7 +100,10 @@ class Workgroup:
         self.values = b.stack(own_heads, self.hd)  # weighted values
 
     def begin(self, token: Token, first: Index, end: Index) -> None:
-        """Emit code that prepares queries of kv heads first .. end - 1, and resets the softmax."""
+        """Emit code that prepares the queries of kv heads first .. end - 1, and resets the softmax.
+
+        To prepare is to normalise, rotate and scale a query, and to store it on the stack.
+        """
         b, hd = self.b, self.hd
         self.token, self.first, self.end = token, first, end
         self.qkv, *buffers = (token.given[name] for name in ("qkv", "k_cache", "v_cache"))
@@ -117,10 +119,10 @@ class Workgroup:
                 b.vstore(b.splat(0.0, self.width), self.values, g, d.index)
 
     def _prepare(self, kind: str, head: Index, offset: Index, target: Span, scale: float = 1.0) -> None:
-        """Emit code that prepares the head at element `offset` of the token's row of qkv.
+        """Emit code that normalises, rotates and scales a query or key head (see `prepare_head`).
 
-        It does so by `prepare_head`. kind: "q" or "k". head: index among the heads of this kind.
-        target: where the head is stored.
+        kind: "q" or "k". head: index among the heads of this kind. offset: first element of the
+        head in the token's row of qkv. target: where the head is stored.
         """
         source, token = Span(self.qkv, [self.token.row], offset), self.token
         prepare_head(self.b, self.layout, self.lanes, kind, head, source, target, token.given, token.position, scale)
@@ -128,7 +130,7 @@ class Workgroup:
     def own(self, appended: bool = False) -> None:
         """Emit code that starts the online softmax with the key and value of the token itself.
 
-        appended: whether the caches already have them; otherwise the code appends them.
+        appended: whether the caches already have this key and value; if not, the code appends them.
         """
         b, layout, hd = self.b, self.layout, self.hd
         with b.loop(self.first, self.end) as head:
@@ -164,8 +166,8 @@ class Workgroup:
     def sink(self, g: Index, head: Index, score: Ssa, one: Ssa) -> None:
         """Emit code that adds a query head's sink (a score without a value) to its online softmax.
 
-        g: stack index of the head. head: its index among all query heads. score: the scalar score
-        so far. one: vector 1, 0, 0, ...
+        g: stack index of the head. head: its index among all query heads. score: score of the
+        token's own key, a scalar. one: vector 1, 0, 0, ...
         """
         b, lanes = self.b, self.lanes
         score, sink = (b.broadcast(x, lanes) for x in (score, b.load(self.token.given["sinks"], head)))
@@ -204,18 +206,19 @@ class Workgroup:
                     self.add_values(head.index, heads, d.index, first, count)
 
     def own_heads(self, head: Ssa, heads: range) -> list[Index]:
-        """Return the stack indices of some query heads of kv head `head`.
+        """Return the stack indices of the query heads `heads` of kv head `head`.
 
-        heads: their indices among the query heads of this kv head.
+        heads: indices of query heads among those of this kv head.
         """
         low = self.b.mul(self.b.sub(head, self.first), self.group)
         return [self.b.add(low, g) for g in heads]
 
     def touch(self, base: Ssa, row: Index, at: Index, lines: range) -> None:
-        """Emit loads of one word of each cache line in `lines`, so that later loads hit the cache.
+        """Emit loads of one word in each of several cache lines of a KV cache, as a prefetch.
 
-        base: address of a KV cache. Line 0 begins `at` bytes after the start of row `row`; only
-        bytes of this workgroup's kv heads count.
+        base: address of the KV cache. The lines are numbered from byte `at` of position `row` in
+        the cache, and only bytes of this workgroup's kv heads are counted. lines: numbers of the
+        lines to load.
         """
         b, row_bytes = self.b, self.row_bytes
         segment, size = self.shape.per * row_bytes, self.layout.kv_heads * row_bytes
@@ -229,9 +232,9 @@ class Workgroup:
     def score_rows(self, head: Ssa, row: Index, j: Ssa, rows: int, ahead: bool) -> None:
         """Emit code that stores the scores of positions row .. row + rows - 1.
 
-        head: kv head whose query heads attend to them. j: index in the tile of the first position.
-        ahead: whether the code also loads, ahead of their use, the values of these positions and
-        the next keys.
+        head: kv head of the keys; the scores are those of all its query heads. j: index in the tile
+        of position `row`. ahead: whether the code also loads, ahead of their use, the values of
+        these positions and the next keys.
         """
         b, shape = self.b, self.shape
         near, following = row, b.add(row, rows)
@@ -271,11 +274,12 @@ class Workgroup:
                 b.vstore(self.how.capped(b, lane_sums(b, loop.results[i::count])), self.scores, g, j)
 
     def softmax(self, head: Ssa, heads: range, blocks: Index) -> None:
-        """Emit code that replaces a tile's scores by weights exp(score - reference).
+        """Emit code that replaces the scores of a tile by weights exp(score - reference).
 
-        It also adds the weights to their sum. If the max score is more than SLACK above a head's
-        reference, the reference first rises to it. heads: indices of query heads among those of kv
-        head `head`. blocks: vectors of scores in the tile.
+        The code also adds the weights to the head's sum of weights. If the max score of the tile is
+        more than SLACK above the head's reference, the max first becomes the reference. heads:
+        indices of query heads among those of kv head `head`. blocks: number of vectors of scores in
+        the tile.
         """
         b, lanes = self.b, self.lanes
         own_heads = self.own_heads(head, heads)
@@ -299,7 +303,10 @@ class Workgroup:
             b.vstore(total, self.sums, g, 0)
 
     def scale_down(self, g: Index, factor: Ssa) -> None:
-        """Emit code that multiplies sum and values of the head at stack index g by `factor`."""
+        """Emit code that multiplies the softmax sums of one query head by `factor`.
+
+        They are its sum of weights and its sums of weighted values. g: stack index of the head.
+        """
         b = self.b
         total = b.vload(self.sums, self.lanes, g, 0)
         b.vstore(b.mulf(total, b.broadcast(factor, self.lanes)), self.sums, g, 0)
@@ -308,11 +315,11 @@ class Workgroup:
             b.vstore(b.mulf(value, b.broadcast(factor, self.width)), self.values, g, d.index)
 
     def add_values(self, head: Ssa, heads: range, d: Index, first: Ssa, count: Index) -> None:
-        """Emit code that adds softmax weights times cached values to a part of the weighted values.
+        """Emit code that adds softmax weights times cached values to the sums of weighted values.
 
-        head: kv head. heads: indices of query heads among those of this kv head. d: the part is the
-        `self.columns * self.width` elements of head_dim from d on. first, count: the values are
-        those of positions first .. first + count - 1.
+        head: kv head. heads: indices of query heads among those of this kv head. d: first of the
+        `self.columns * self.width` elements of head_dim that the code updates. The cached values
+        are those of positions first .. first + count - 1.
         """
         b, width = self.b, self.width
         own_heads = self.own_heads(head, heads)

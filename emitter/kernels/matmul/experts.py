@@ -83,11 +83,12 @@ class ExpertGemvs:
 
 @dataclass(frozen=True)
 class _PairTiles(PanelTiles):
-    """The tile sizes of kernels for blocks of `tokens` (token, expert) pairs of one expert.
+    """The tile sizes of kernels for blocks of (token, expert) pairs of one expert.
 
-    rest: number of pairs that are multiplied together at the end of a block; it divides `rows`.
-    direct: max number of pairs of a block whose weights are decoded in registers, without a panel.
-    few: number of pairs of such a block that are multiplied together; it divides `direct`.
+    A block has up to `tokens` pairs. One of up to `direct` pairs is computed with weights that are
+    decoded in registers, a larger one with weights in a panel. rest: number of pairs that are
+    multiplied together at the end of a large block; it divides `rows`. few: number of pairs that
+    are multiplied together in a small block; it divides `direct`.
     """
 
     rest: int = 1
@@ -134,7 +135,8 @@ class GroupedInt8Tiles(_PairTiles, GemmInt8Tiles):
 def _small_tiles(isa: Isa, rows: int, direct: int) -> dict[str, int]:
     """Return the fields `rest`, `few` and `direct` of `_PairTiles`, by name.
 
-    rows: pairs that are multiplied together. direct: upper limit of the field `direct`.
+    rows: the field `rows`, pairs that are multiplied together. direct: upper limit of the field
+    `direct`.
     """
     few = min(8 if isa.lanes == LANES else 4, direct)
     return {"rest": max(1, rows // 3), "few": few, "direct": direct // few * few}
@@ -190,7 +192,10 @@ class Grouped(Gemm):
         return self.b.to_index(self.b.load(buffer, i))
 
     def _pair(self, i: Index) -> Ssa:
-        """Return the index among all (token, expert) pairs of pair i of the current block."""
+        """Return the index of a pair of the current block among all (token, expert) pairs.
+
+        i: index of the pair in the block.
+        """
         return self._at(self.pairs, i)
 
     def _count(self, real: Index) -> None:
@@ -203,10 +208,10 @@ class Grouped(Gemm):
             b.store(b.binary("addi", b.load(self.counts, expert), one), self.counts, expert)
 
     def _gather(self, expert: Index, first: Index, real: Index) -> None:
-        """Emit code that stores in `self.pairs` the indices of a block of an expert's pairs.
+        """Emit code that stores the indices of a block's (token, expert) pairs in `self.pairs`.
 
-        first: number of the block's first pair among those of the expert. real: number of all pairs
-        that are not padding.
+        The block has consecutive pairs of one expert. first: number of pairs of this expert before
+        the block. real: number of all pairs that are not padding.
         """
         b = self.b
         with b.loop(0, real, carry=[b.index(0)]) as pair:
@@ -218,10 +223,11 @@ class Grouped(Gemm):
             pair.give(b.select(its, b.add(number, 1), number))
 
     def _set(self, first_block: Index, block: Index, count: Index) -> None:
-        """Emit code that computes a set of columns of y for the `count` pairs of the current block.
+        """Emit code that computes and stores some columns of y for the pairs of the current block.
 
-        The columns are `tiles.row_blocks` blocks of 16 rows of the expert's weight, from number
-        `first_block` on. block: that number in the concatenated weight of all experts.
+        The columns belong to `tiles.row_blocks` consecutive blocks of 16 rows of the expert's
+        weight. first_block: index of the first of these blocks in the expert's weight. block: its
+        index in the concatenated weight of all experts. count: number of the pairs.
         """
         b = self.b
         few = b.less(count, self.tiles.direct + 1)
@@ -232,9 +238,10 @@ class Grouped(Gemm):
         self.finish.store(first_block, self.tiles.row_blocks, 0, count, count)
 
     def _direct(self, block: Index, count: Index) -> None:
-        """Emit code that computes sums of `count` pairs by weights that are decoded in registers.
+        """Emit code that computes the dot products of `count` pairs, without a panel of weights.
 
-        block: first 16-row block of the weight of all experts.
+        The weights are decoded in registers. block: the first 16-row block, in the weight of all
+        experts.
         """
         b, few, lanes, vectors = self.b, self.tiles.few, self.lanes, LANES * self.tiles.wide // self.lanes
         per_block, full = LANES // lanes, b.mul(b.div(count, few), few)
@@ -250,9 +257,10 @@ class Grouped(Gemm):
                     self._direct_tile(sides, full, size)
 
     def _direct_tile(self, sides: Sequence[tuple[Index, int, Index]], token: Index, rows: int) -> None:
-        """Emit code that computes sums[token : token + rows] for the columns `sides`.
+        """Emit code that computes dot products and stores them in sums[token : token + rows].
 
-        A side is (16-row block of the weight, number of a vector in it, column of the sums).
+        sides: (16-row block of the weight, number of a vector of its rows, column of the sums) of
+        each vector of the tile.
         """
         b, lanes, unit = self.b, self.lanes, units(self.matmul.codec)
         x_row = self._x_rows(token, rows)
@@ -277,10 +285,10 @@ class Grouped(Gemm):
             b.vstore(total, self.sums, b.add(token, i // len(sides)), sides[i % len(sides)][2])
 
     def _prefetch(self, blocks: Sequence[Index], unit: Index, units: int) -> None:
-        """Emit prefetches of the codes in some 16-row blocks that follow `blocks` in the weight.
+        """Emit prefetches of the codes of the 16-row blocks that the next iteration reads.
 
-        They are the blocks that the next iteration reads. unit, units: the first and the number of
-        units of the row (`weights.panel.units`).
+        These blocks follow `blocks` in the weight. unit: first unit (see `weights.panel.units`) of
+        the part of each row that is fetched. units: number of units in that part.
         """
         b, records, groups = self.b, self.panel.records, self.panel.records.layout.groups
         record = b.div(unit, groups)

@@ -59,7 +59,10 @@ MAX_TOKENS = 132  # more tokens would evict x from the L2 cache between blocks o
 
 @dataclass(frozen=True)
 class GemmTiles(PanelTiles):
-    """The tile sizes of `Gemm`; unroll: elements of in_features per iteration of the inner loop."""
+    """The tile sizes of `Gemm`.
+
+    unroll: elements of in_features per iteration of the inner loop.
+    """
 
     unroll: int = 8
 
@@ -85,9 +88,10 @@ class GemmTiles(PanelTiles):
 
 
 class Gemm:
-    """A writer of the body of a matmul kernel for many tokens, with weights decoded to a panel.
+    """A writer of the body of a matmul kernel for many tokens.
 
-    Subclasses choose another `panel_type`, the class of `weights.panel` that decodes.
+    The kernel decodes weights into a panel, a buffer on the stack, and multiplies many tokens by
+    it. Subclasses choose another class of `weights.panel` as `panel_type`.
     """
 
     panel_type: type[Any] = Panel
@@ -116,10 +120,10 @@ class Gemm:
             self.finish.store(first_block, tiles.row_blocks, first, end, last)
 
     def _dots(self, first_block: Index, first: Index, end: Index) -> None:
-        """Emit code that computes the sums of tokens first .. end - 1, for the columns of a panel.
+        """Emit code that stores in `self.sums` the dot products of tokens and weight rows.
 
-        first_block: first 16-row block of the weight. The last tile may include tokens from `end`
-        on.
+        The tokens are first .. end - 1; the last tile may include tokens from `end` on. The weight
+        rows are `tiles.row_blocks` 16-row blocks from `first_block` on, the columns of a panel.
         """
         b, depth, rows = self.b, self.tiles.depth, self.full_rows
         full = self.in_features // depth * depth
@@ -150,13 +154,16 @@ class Gemm:
                 self._tile(b.sub(start, first), start, rest, k, depth)
 
     def _x_rows(self, token: Index, rows: int) -> Callable[[int], Index]:
-        """Return a function from i to the row of x of token `token` + i, for i < rows."""
+        """Return a function that maps i to the row index in x of token number `token` + i.
+
+        rows: upper limit of i, exclusive.
+        """
         return lambda r: self.b.add(token, r)
 
     def _tile(self, row: Index, token: Index, rows: int, k: Index, depth: int) -> None:
-        """Emit code that adds x[token : token + rows, k : k + depth] @ `self.panel` to the sums.
+        """Emit code that adds x[token : token + rows, k : k + depth] @ `self.panel` to `self.sums`.
 
-        row: row of `self.sums` of the first token.
+        row: the row of `self.sums` that belongs to the first token.
         """
         b, lanes = self.b, self.lanes
         width, x_row = LANES * self.tiles.wide, self._x_rows(token, rows)

@@ -36,7 +36,10 @@ PAIRS = DEPTH // 2  # pairs of k in a step
 
 @dataclass(frozen=True)
 class GemmBf16Tiles(PanelTiles):
-    """The tile sizes of `GemmBf16`; rows: rows of x that are multiplied together."""
+    """The tile sizes of `GemmBf16`.
+
+    rows: number of rows of x that are multiplied together.
+    """
 
     def units(self, matmul: Matmul) -> tuple[int, int]:
         return tile_rows(matmul.tokens), DEPTH
@@ -53,10 +56,13 @@ class GemmBf16Tiles(PanelTiles):
 
 
 class _Weights(BasePanel):
-    """A view of packed bf16 weights with the interface of a panel, but without a copy."""
+    """Packed bf16 weights with the interface of a panel, which are read in place and not copied."""
 
     def fill(self, first_block: Index, k: Index, depth: int) -> None:
-        """Set the start of the view: 16-row block `first_block`, element `k` of in_features."""
+        """Select the part of the weight that `pair` reads; copy nothing.
+
+        The part begins at 16-row block `first_block` and at element `k` of in_features.
+        """
         self.block, self.first = first_block, self.b.div(k, 2)
 
     def pair(self, n: Index, pair: Index, v: int) -> Ssa:
@@ -80,11 +86,11 @@ class GemmBf16(Gemm):
                 self._rows(b.add(b.mul(i.index, tile), row), b.add(b.div(first, tile), i.index), row, rows, k, depth)
 
     def _rows(self, sum_row: Index, tile: Index, row: int, rows: int, k: Index, depth: int) -> None:
-        """Emit code that adds rows of x times the panel to `self.sums`.
+        """Emit code that adds the products of some rows of x with the panel to `self.sums`.
 
-        sum_row: row of the sums of the first one. The rows are row .. row + rows - 1 of tile number
-        `tile` of x (tiles: `split_x`). k, depth: the elements of in_features are k .. k + depth -
-        1.
+        The rows are row .. row + rows - 1 of tile number `tile` of x, in the layout of `split_x`.
+        Only elements k .. k + depth - 1 of in_features are multiplied. sum_row: the row of the sums
+        that belongs to the first row of x.
         """
         b, lanes, pairs = self.b, self.lanes, Pairs(self.b, self.isa)
         first_step, count = b.div(k, DEPTH), -(-depth // 2)

@@ -86,7 +86,7 @@ class GemmInt8Tiles(PanelTiles):
 
 
 def row_bytes(depth: int, group: int) -> int:
-    """Return the bytes that a panel needs for one row of W: codes, scales and bases.
+    """Return the bytes of a panel for one row of W: int8 codes, f32 scales and f32 bases.
 
     depth: elements of in_features in the panel. group: elements of a codec group.
     """
@@ -94,7 +94,10 @@ def row_bytes(depth: int, group: int) -> int:
 
 
 def int8_depth(matmul: Matmul, budget: int) -> int:
-    """Return the depth of a panel that has at most `budget` bytes for each row of W."""
+    """Return the depth of a panel: its number of elements of in_features.
+
+    budget: max bytes of the panel for each row of W.
+    """
     fitting = budget * GROUP // row_bytes(GROUP, matmul.format.group)
     return even_share(matmul.in_features // GROUP, min(MAX_DEPTH, fitting) // GROUP) * GROUP
 
@@ -128,11 +131,11 @@ class GemmInt8(Gemm):
 
 
 class Step:
-    """A writer of code that adds products of int8 x and weights to f32 sums, a step at a time.
+    """A writer of code that multiplies int8 x by weights and adds the products to f32 sums.
 
-    A step is GROUP (32) elements of in_features. Let c be a stored code plus `Dot.bias`, and n the
-    int8 of x. If the codec has minima, a step adds scale * x_scale * sum(c * n) + base * sum(x).
-    Otherwise it adds scale * x_scale * (sum(c * n) - (offset + bias) * sum(n)).
+    It adds one step at a time: GROUP (32) elements of in_features. Let c be a stored code plus
+    `Dot.bias`, and n the int8 of x. If the codec has minima, a step adds scale * x_scale * sum(c *
+    n) + base * sum(x). Otherwise it adds scale * x_scale * (sum(c * n) - (offset + bias) * sum(n)).
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, buffers: Buffers):
@@ -142,13 +145,13 @@ class Step:
         self.bias = 0 if self.codec.minimum else self.codec.offset + self.dot.bias
 
     def add(self, sums: Sequence[Ssa], rows: Sequence[Index], unit: Index, quads: Quads, sides: Sides) -> list[Ssa]:
-        """Return f32 sums [rows * vectors] plus the products of step number `unit`.
+        """Return the f32 vectors `sums` plus the dot products of step number `unit`.
 
-        sums: for each row of x, one vector for each vector of outputs.
+        sums: [rows * vectors], for each row of x one vector for each vector of outputs.
         rows: indices of the rows of x.
         quads(q): returns the codes 4 q to 4 q + 3 of the step, for each vector of outputs, as
             `Dot.code` takes them.
-        sides: for each codec group of the step, (scale, base) of each vector of outputs.
+        sides: for each codec group of the step, the (scale, base) of each vector of outputs.
         """
         b, vectors = self.b, len(sides[0])
         groups = [self._dots(rows, unit, part, quads, vectors) for part in range(self.parts)]
@@ -175,11 +178,12 @@ class Step:
         groups: Sequence[tuple[Index, Index]],
         v: Index,
     ) -> list[Ssa]:
-        """Return f32 sums plus the products of step number `unit`, as `add` does.
+        """Return `sums` plus the dot products of one step, with codes read from the packed weight.
 
-        The codes are read from the packed weight. sums: one vector for each row of x. rows: indices
-        of the rows of x. block, v: 16-row block of the weight, and number of a vector of rows in
-        it. groups: (record, group in the record) of each codec group of the step.
+        The outputs are those of one vector of weight rows. sums: one f32 vector for each row of x.
+        rows: indices of the rows of x. unit: number of the step. block: 16-row block of the weight.
+        v: number of the vector of rows in the block. groups: (record, group in the record) of each
+        codec group of the step.
         """
         codes = [Int8Codes(self.records, block, *group) for group in groups]
         sides = [[self.records.scale_and_base(block, *group, v)] for group in groups]
@@ -187,10 +191,11 @@ class Step:
         return self.add(sums, list(rows), unit, lambda q: [codes[q // each].quads(q % each, v)], sides)
 
     def _dots(self, rows: Sequence[Index], unit: Index, part: int, quads: Quads, vectors: int) -> list[Ssa]:
-        """Return the dot products of a codec group without scales, f32 [rows * vectors].
+        """Return the unscaled dot products of one codec group, as f32 vectors [rows * vectors].
 
-        They are sum(c * n) - (offset + bias) * sum(n), or sum(c * n) if the codec has minima (see
-        `Step`). part: number of the group in the step. rows, unit, quads: as in `add`.
+        They are sum(c * n) if the codec has minima, otherwise sum(c * n) - (offset + bias) * sum(n)
+        (see `Step`). part: number of the group in the step. vectors: number of vectors of outputs.
+        rows, unit, quads: as in `add`.
         """
         b, dot, quads_a_group = self.b, self.dot, self.codec.group // 4
         together = batches(rows, dot.rows)
@@ -205,7 +210,11 @@ class Step:
         return [b.convert("sitofp", words, "f32") for row in by_row[: len(rows)] for words in row]
 
     def _start(self, row: Index, unit: Index, part: int) -> Ssa:
-        """Return the initial s32 sum of a group: -(offset + bias) * sum(n), or 0 (see `Step`)."""
+        """Return the initial s32 value of the sum of a group: -(offset + bias) * sum(n), or 0.
+
+        It is 0 if the codec has minima (see `Step`). row: row of x. unit: number of the step. part:
+        number of the group in the step.
+        """
         if not self.bias:
             return self.b.constant("0", I32)
         return self.b.binary("muli", self._sum(row, unit, part), self.b.constant(str(-self.bias), I32))
@@ -216,7 +225,10 @@ class Step:
 
 @dataclass(frozen=True)
 class SmallBatchInt8Tiles(Tiles):
-    """The tile sizes of `SmallBatchInt8`; rows: tokens that are multiplied together."""
+    """The tile sizes of `SmallBatchInt8`.
+
+    rows: number of tokens that are multiplied together.
+    """
 
     rows: int
 
@@ -259,9 +271,10 @@ class SmallBatchInt8:
             self.finish.store(first, self.set, 0, end, T)
 
     def _tile(self, block: Index, v: Index, column: Index, token: Index, rows: int) -> None:
-        """Emit code that computes one vector of self.sums[token : token + rows, column :].
+        """Emit code that multiplies `rows` tokens from `token` on by one vector of weight rows.
 
-        block, v: 16-row block of the weight, and number of the vector in it.
+        The results go to self.sums[token : token + rows], from column `column` on. block: 16-row
+        block of the weight. v: number of the vector of rows in it.
         """
         b, groups, parts = self.b, self.records.layout.groups, self.step.parts
         with b.loop(0, self.count * groups // parts, carry=[b.splat(0.0, self.isa.lanes)] * rows) as loop:

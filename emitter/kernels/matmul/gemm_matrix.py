@@ -42,7 +42,10 @@ MAX_DEPTH = 512
 
 @dataclass(frozen=True)
 class GemmMatrixTiles(PanelTiles):
-    """The tile sizes of `GemmMatrix`; its accumulators are `high` x `wide` blocks of [rows, 16]."""
+    """The tile sizes of `GemmMatrix`.
+
+    The kernel has high * wide accumulators, each for a block of [rows, 16] results.
+    """
 
     high: int
 
@@ -59,7 +62,7 @@ class GemmMatrixTiles(PanelTiles):
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        """Return tiles of two by two accumulators, and the deepest panel that fits on the stack."""
+        """Return tiles with two by two accumulators and the deepest panel that fits on the stack."""
         wide, row_blocks = panel_columns(matmul, True)
         rows = tile_rows(matmul.tokens)
         high = HIGH if rows < matmul.tokens else 1
@@ -109,7 +112,8 @@ class GemmMatrix(Gemm):
     def _tiles(self, at: Index, tile: Index, high: int, k: Index, depth: int) -> None:
         """Emit code that adds x[:, k : k + depth] @ `self.panel` to the sums of `high` tiles of x.
 
-        at: number of the first tile in the sums. tile: its number in x (tiles: `split_x`).
+        A tile is a block of rows in the layout of `split_x`. tile: number of the first tile in x.
+        at: its number in the sums.
         """
         b, group = self.b, self.matmul.format.group
         first_step = b.div(k, DEPTH)
@@ -129,11 +133,10 @@ class GemmMatrix(Gemm):
         return [self.matrix.zero(i) for i in range(high * self.tiles.wide)]
 
     def _step(self, parts: list[Block], tile: Index, x_step: Index, step: Index, block: Index, high: int) -> list[Block]:
-        """Return accumulators [high * wide] plus the products of one step.
+        """Return the accumulators `parts`, [high * wide], plus the products of one step.
 
-        A step is 32 elements of in_features. parts: the accumulators. tile, block: first tile of x,
-        and first 16-row block of the panel. x_step, step: number of the step in x, and in the
-        panel.
+        A step is 32 elements of in_features. x_step, step: number of the step in x and in the
+        panel. tile: first of `high` tiles of x. block: first of `wide` 16-row blocks of the panel.
         """
         b, wide, matrix = self.b, self.tiles.wide, self.matrix
         (pieces, x_tiles, x_steps, *_), (_, steps, row_blocks, *_) = self.x_shape, self.panel.words.type.shape
@@ -152,11 +155,11 @@ class GemmMatrix(Gemm):
     def _add(
         self, parts: list[Block], at: Index, tile: Index, block: Index, high: int, of: tuple[Index, Index] | None = None
     ) -> None:
-        """Emit code that adds accumulators `parts` to the sums.
+        """Emit code that adds the accumulators `parts` to the sums.
 
-        at, tile, block, high: as in `_tiles` and `_step`. of: for codes, the number of their group
-        (in the panel, in x), with which the code reads the group's scale and the sum of x; None for
-        float weights.
+        at, tile, block, high: as in `_tiles` and `_step`. of: None for float weights. For a
+        quantised weight, the number of the accumulated codec group in the panel and in x; the code
+        then multiplies by the group's scale, and adds its minimum times its sum of x.
         """
         b, lanes, rows, wide = self.b, self.lanes, self.tiles.rows, self.tiles.wide
         for i, part in enumerate(parts):

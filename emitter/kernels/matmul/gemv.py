@@ -52,9 +52,11 @@ MIN_BYTES, ENOUGH_BYTES = 16 << 10, 1 << 20
 class GemvTiles(Tiles):
     """The tile sizes of `Gemv`.
 
-    together: 16-row blocks that are multiplied together and share loads of x; up to 2 with a GLU.
-    chains: independent accumulators for a row of the weight. ahead: how many records before its use
-    a record is prefetched. unroll: records of a float codec per loop iteration.
+    together: number of 16-row blocks that are multiplied together and share loads of x; at most 2
+        with a GLU.
+    chains: number of independent accumulators for a row of the weight.
+    ahead: distance in records from the record in use to the one that is prefetched.
+    unroll: records of a float codec per loop iteration.
     """
 
     together: int = 2
@@ -86,8 +88,8 @@ class GemvTiles(Tiles):
 class Gemv:
     """A writer of the code that multiplies a packed weight by one row of x.
 
-    x_row, y_row: the row of x, and the row of y for the result. base: the 16-row block of the
-    weight at which the rows begin; with experts, the expert's first.
+    x_row: index of the row of x. y_row: index of the row of y for the result. base: first 16-row
+    block to use in the weight. With experts it is the first block of the expert.
     """
 
     def __init__(
@@ -117,7 +119,10 @@ class Gemv:
         self.write_share(self.b.workgroup())
 
     def write_share(self, share: Index) -> None:
-        """Emit the code for part `share` of `tiles.workgroups` equal parts of the rows."""
+        """Emit the code for one of `tiles.workgroups` equal shares of the weight's rows.
+
+        share: index of the share.
+        """
         b, elements = self.b, self.layout.elements
         chunks = -(-int(self.in_features * bytes_per_element(self.codec)) // X_BYTES)
         chunk = -(-self.count // chunks)  # records
@@ -140,11 +145,12 @@ class Gemv:
                 self._sets(batch.index, end, first, min(first + chunk, self.count), parts)
 
     def _sets(self, low: Index, high: Index, first: int, last: int, parts: Ssa | None) -> None:
-        """Emit code that adds the products of records first .. last - 1.
+        """Emit code that multiplies some rows of the weight by a part of x.
 
-        It stores y if the last record is among them. It computes sets low .. high - 1; a set is
-        `self.set` blocks of 16 rows. parts: stack buffer for the sums between calls, or None if the
-        records are all records.
+        The rows are those of sets low .. high - 1; a set is `self.set` blocks of 16 rows. The part
+        of x belongs to records first .. last - 1 of each row. If these include the last record, the
+        code also stores y. parts: stack buffer for the sums between calls, or None if one call
+        takes all records.
         """
         b = self.b
         self.x.fill(first * self.layout.elements, last * self.layout.elements)
@@ -172,16 +178,19 @@ class Gemv:
                         self._store(block, result)
 
     def _blocks_of(self, row: Index) -> list[Index]:
-        """Return the 16-row blocks of set `row`; an incomplete last set repeats its last block."""
+        """Return the indices of the 16-row blocks of a set (see `_sets`).
+
+        row: index of the set. If the last set is incomplete, its last block is repeated.
+        """
         b = self.b
         row_blocks = [b.add(b.mul(row, self.set), i) for i in range(self.set)]
         return [b.min(block, self.row_blocks - 1) for block in row_blocks] if self.row_blocks % self.set else row_blocks
 
     def _dots(self, row_blocks: list[Index], first: int, last: int, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus the dot products over records first .. last - 1.
+        """Return `totals` plus the dot products of x and the weight over records first .. last - 1.
 
-        row_blocks: 16-row blocks that are computed together. totals: one vector for each of
-        `self.sides`.
+        row_blocks: 16-row blocks that are multiplied together. totals: one vector for each of
+        `self.sides`. A side is (index in `row_blocks`, vector of the block's rows).
         """
         if not self.codec.quantised:
             return self._float_dots(row_blocks, first, last, totals)
@@ -192,9 +201,10 @@ class Gemv:
         return record.results
 
     def _prefetches(self, row_blocks: list[Index], record: Index, offset: Index, nbytes: int) -> list[Callable[[], None]]:
-        """Return functions that emit prefetches of the record `tiles.ahead` after `record`.
+        """Return functions that emit prefetches of part of the record `tiles.ahead` after `record`.
 
-        They fetch `nbytes` bytes of it, from byte `offset` on, in each of `row_blocks`.
+        The part is `nbytes` bytes from byte `offset` on. It is fetched for each block in
+        `row_blocks`.
         """
         b = self.b
         then = b.add(record, self.tiles.ahead)  # may be in the next set of row blocks
@@ -206,10 +216,11 @@ class Gemv:
         ]
 
     def _group_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus d * sum(x * code) + m * sum(x) of a record with one group.
+        """Return `totals` plus the dot products of a record that has only one codec group.
 
-        row_blocks: 16-row blocks that are computed together. slot: number of the record among those
-        whose elements of x this workgroup has prepared.
+        They are d * sum(x * code) + m * sum(x), where d and m are the scale and minimum of the
+        group. row_blocks: 16-row blocks that are multiplied together. slot: number of the record
+        among those for which this workgroup has prepared x.
         """
         b, records = self.b, self.records
         dots = self._group(row_blocks, record, 0, slot, self._prefetches(row_blocks, record, 0, self.size))
@@ -223,9 +234,11 @@ class Gemv:
         return done
 
     def _super_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus d * sum(scale * sum(x * code)) + m * sum(minimum * sum(x)).
+        """Return `totals` plus the dot products of a record that has several codec groups.
 
-        The outer sums are over the groups of the record. row_blocks, slot: as in `_group_record`.
+        They are d * sum(scale * sum(x * code)) + m * sum(minimum * sum(x)). The outer sums are over
+        the groups of the record, and d and m belong to the record. row_blocks, slot: as in
+        `_group_record`.
         """
         b, records, groups = self.b, self.records, self.layout.groups
         minima = self.codec.minimum != 0
@@ -252,10 +265,10 @@ class Gemv:
         return done
 
     def _canonical_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus d * scale * sum(x * code) + m * minimum * sum(x) of all groups.
+        """Return `totals` plus the dot products of a record, added in the order of canonical form.
 
-        The record's groups are added in order, as canonical form requires. row_blocks, slot: as in
-        `_group_record`.
+        The record's groups are added one after another; each adds d * scale * sum(x * code) + m *
+        minimum * sum(x). row_blocks, slot: as in `_group_record`.
         """
         b, records, groups = self.b, self.records, self.layout.groups
         with b.loop(0, groups, carry=totals) as g:
@@ -272,11 +285,10 @@ class Gemv:
     def _group(
         self, row_blocks: list[Index], record: Index, group: Index, slot: Index, soon: list[Callable[[], None]]
     ) -> list[Ssa]:
-        """Return sum(x * code) of a codec group, one vector for each of `self.sides`.
+        """Return sum(x * code) of one codec group, a vector for each of `self.sides` (see `_dots`).
 
-        A side is (row block, vector of its rows). slot: number of the group in the prepared x.
-        soon: functions that emit prefetches; calls are spread over the group, because many in
-        sequence stall.
+        slot: number of the group in the prepared x. soon: functions that emit prefetches. Their
+        calls are spread over the group, because many prefetches in sequence stall.
         """
         b, chains = self.b, self.chains
         codes = [self.records.group_codes(block, record, group) for block in row_blocks]
@@ -320,7 +332,10 @@ class Gemv:
         return [tree(b.addf, sums[n :: len(self.sides)]) for n in range(len(self.sides))]
 
     def _store(self, block: Index, results: list[Ssa]) -> None:
-        """Emit code that stores the results of 16-row block `block`, fewer than 16 in the last."""
+        """Emit code that stores the results of 16-row block `block`.
+
+        The last block of the weight may have fewer than 16 results.
+        """
         b, buffers, row = self.b, self.buffers, self.y_row
         column = b.mul(block, LANES)
 
@@ -335,5 +350,5 @@ class Gemv:
 
 
 def _share(items: list, i: int, parts: int) -> list:
-    """Return part number i of the items, which are divided into `parts` parts of equal size."""
+    """Return part `i` of a list that is divided into `parts` consecutive parts of equal size."""
     return items[len(items) * i // parts : len(items) * (i + 1) // parts]

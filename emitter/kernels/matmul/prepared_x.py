@@ -32,9 +32,10 @@ def bytes_per_element(codec: Codec) -> float:
 
 
 def group_sum(b: Body, codec: Codec, parts: Sequence[Ssa]) -> Ssa:
-    """Return the sum of x over a codec group times a factor: the sign of the minimum, or -offset.
+    """Return the scalar sum of x over a codec group, multiplied by a factor of the codec.
 
-    parts: the f32 vectors of x in the group. The result is a scalar.
+    The factor is the sign of the codec's minimum, or -offset for a codec without minima. parts: the
+    f32 vectors of x in the group.
     """
     total = b.extract(lane_sums(b, [tree(b.addf, parts)]), 0)
     return b.mulf(total, b.f32(codec.minimum or -codec.offset))
@@ -42,7 +43,10 @@ def group_sum(b: Body, codec: Codec, parts: Sequence[Ssa]) -> Ssa:
 
 @cache
 def group_sums(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
-    """Return the kernel x f32 [rows, in] -> sums f32 [rows, in / group], as in `group_sum`."""
+    """Return the kernel that computes `group_sum` for each codec group of x.
+
+    Operand: x f32 [rows, in]. Result: sums f32 [rows, in / group].
+    """
     count, factor = in_features // codec.group, codec.minimum or -codec.offset
 
     def write(b: Body, x: Ssa, sums: Ssa) -> None:
@@ -66,10 +70,11 @@ def group_sums(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel
 
 
 class PreparedX:
-    """A stack buffer with T rows of x, normalised and multiplied by the factors of codes.
+    """A stack buffer with T rows of x, normalised and scaled for the codes of a packed weight.
 
-    It also has the `group_sum` of each codec group. capacity: max number of elements of a row in
-    the buffer. row: index in x of the first row.
+    The scale of an element compensates for codes that are not shifted down (see `code_factors`).
+    The buffer also has the `group_sum` of each codec group. capacity: max number of elements of a
+    row in the buffer. row: index in x of the first row.
     """
 
     def __init__(self, b: Body, matmul: Matmul, lanes: int, buffers: Mapping[str, Ssa], capacity: int, T: int, row: Index = 0):
@@ -83,22 +88,27 @@ class PreparedX:
             self.inverse = inverse_rms(b, partial(self._read, 0), self.in_features, matmul.rms_eps, lanes)
 
     def at(self, k: Index, token: Index = 0) -> Ssa:
-        """Return a vector with one element of x in every lane.
+        """Return a vector that has one element of the prepared x in every lane.
 
-        k: its index in the range that the last `fill` has prepared. token: its row in the buffer.
+        k: index of the element in the range that the last `fill` has prepared. token: row of the
+        buffer.
         """
         return self.b.broadcast(self.b.load(self.values, token, k), self.lanes)
 
     def sum_of(self, group: Index, token: Index = 0) -> Ssa:
-        """Return a vector with one `group_sum` in every lane.
+        """Return a vector that has the `group_sum` of one codec group in every lane.
 
-        group: index of the codec group in the range that the last `fill` has prepared.
+        group: index of the group in the range that the last `fill` has prepared. token: row of the
+        buffer.
         """
         assert self.sums is not None, "only codecs with an offset or a minimum have sums"
         return self.b.broadcast(self.b.load(self.sums, token, group), self.lanes)
 
     def fill(self, first: Index, last: Index) -> None:
-        """Emit code that prepares elements first .. last - 1 of every row, zero past the end."""
+        """Emit code that prepares elements first .. last - 1 of every row of x.
+
+        Elements past the end of a row become zero.
+        """
         if self.T == 1:
             self._fill_row(0, first, last)
             return

@@ -42,7 +42,7 @@ def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool) -> str:
     """Return the fastest of `matmul_spec.NUMERICS` for a matmul.
 
     is_fast: whether x may be rounded to int8 or bf16. Rounding is not faster for one token, which
-    is limited by memory bandwidth, and for few (token, expert) pairs. In canonical form, kernels
+    is limited by memory bandwidth, nor for few (token, expert) pairs. In canonical form, kernels
     for few tokens or float weights are "exact", because they already add in canonical order.
     """
     if isa.canonical:

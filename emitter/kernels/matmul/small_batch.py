@@ -43,9 +43,10 @@ PARTS = 2  # workgroups for each thread
 
 @dataclass(frozen=True)
 class SmallBatchTiles(Tiles):
-    """The tile sizes of `SmallBatch`: `rows` tokens by `vectors` vectors of outputs in registers.
+    """The tile sizes of `SmallBatch`.
 
-    unroll: records of a float codec per loop iteration.
+    The registers have sums for `rows` tokens and `vectors` vectors of outputs. unroll: records of a
+    float codec per loop iteration.
     """
 
     rows: int
@@ -55,7 +56,7 @@ class SmallBatchTiles(Tiles):
     def row_blocks(self, isa: Isa, shared: int) -> int:
         """Return the number of 16-row blocks of the weight that are computed together.
 
-        shared: row blocks for each block of 16 results: 2 with a GLU, otherwise 1.
+        shared: number of row blocks that give one block of 16 results: 2 with a GLU, otherwise 1.
         """
         per_block = LANES // isa.lanes
         return lcm(lcm(per_block, self.vectors) // per_block, shared)
@@ -114,10 +115,10 @@ class SmallBatch:
             self.finish.store(first, b.sub(last, first), 0, end, self.T)
 
     def _add_chunks(self, first: Index, last: Index, end: Index) -> None:
-        """Emit code that computes the sums of 16-row blocks first .. last - 1.
+        """Emit code that computes the dot products of all tokens and rows of a quantised weight.
 
-        The weight is quantised. x is prepared in parts if it does not fit on the stack. end: number
-        of tokens that are not padding.
+        The rows are 16-row blocks first .. last - 1. x is prepared in parts if it does not fit on
+        the stack. end: number of tokens that are not padding.
         """
         b = self.b
         zero = b.splat(0.0, self.lanes)
@@ -141,11 +142,11 @@ class SmallBatch:
             add_chunk(part.index, stop)
 
     def _tiles(self, first: Index, last: Index, end: Index, add: Callable[[list, Index, int], None]) -> None:
-        """Emit the loops over tiles; add(sides, first token, number of tokens) emits a tile.
+        """Emit the loops over the tiles of 16-row blocks first .. last - 1 and tokens below `end`.
 
-        The tiles cover 16-row blocks first .. last - 1 and tokens below `end`. A side is (row
-        block, vector of its rows, column in the sums). An incomplete set computes its last block
-        twice.
+        add(sides, token, rows): emits the code of one tile of `rows` tokens from `token` on. Each
+        of its `sides` is (row block, vector of its rows, column in the sums). If row blocks are
+        missing at the end of the weight, the last one is computed twice.
         """
         b, rows, vectors, per_block, unit = self.b, self.tiles.rows, self.tiles.vectors, self.records.vectors, self.unit
         full = self.T // rows * rows
@@ -165,10 +166,11 @@ class SmallBatch:
                         add(tile, full, self.T - full)
 
     def _add_group(self, sides: list, token: Index, rows: int, record: Index, group: Index, slot: Index) -> None:
-        """Emit code that adds d * scale * sum(x * code) + m * minimum * sum(x) of a group.
+        """Emit code that adds the dot products of one codec group to the sums of a tile.
 
-        It adds to the sums of tokens token .. token + rows - 1 in the columns of `sides` (see
-        `_tiles`). slot: number of the record in the prepared part of x.
+        They are d * scale * sum(x * code) + m * minimum * sum(x). The tile has tokens token ..
+        token + rows - 1 and the columns of `sides` (see `_tiles`). slot: number of the record in
+        the prepared part of x.
         """
         b, records, codec = self.b, self.records, self.codec
         number = b.add(b.mul(slot, self.layout.groups), group)
@@ -198,7 +200,10 @@ class SmallBatch:
                 b.vstore(total, self.sums, t, column)
 
     def _float_tile(self, sides: list, token: Index, rows: int) -> None:
-        """Emit code that computes sums of tokens token .. token + rows - 1, for float codecs."""
+        """Emit code that computes the sums of a tile for a float codec.
+
+        The tile has tokens token .. token + rows - 1 and the columns of `sides` (see `_tiles`).
+        """
         b, elements, unroll = self.b, self.layout.elements, self.tiles.unroll
         full, rest = divmod(self.in_features, elements)
 

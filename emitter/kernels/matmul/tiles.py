@@ -26,14 +26,17 @@ class Tiles(ABC):
     """The tile sizes of a matmul kernel, all positive integers, which `castiron tune` varies.
 
     Results for different tiles differ by rounding only. workgroups: number of workgroups of the
-    kernel; for a kernel with a GEMV for each (token, expert) pair, number for one pair.
+    kernel. In a kernel with one GEMV for each (token, expert) pair, it is the number for one pair.
     """
 
     workgroups: int = field(default=12, kw_only=True)
 
     @property
     def name(self) -> str:
-        """Return a part of a kernel's name: each size after the letter of its field, "r6w2b2"."""
+        """Return the sizes as a part of a kernel's name, such as "r6w2b2".
+
+        Each size follows a letter for its field (see `LETTERS`).
+        """
         return "".join(f"{LETTERS[name]}{value}" for name, value in asdict(self).items())
 
     @classmethod
@@ -48,10 +51,12 @@ class Tiles(ABC):
 
 @dataclass(frozen=True)
 class PanelTiles(Tiles):
-    """The tile sizes of kernels that decode weights into a panel on the stack.
+    """The tile sizes of kernels that decode weights into a panel, a buffer on the stack.
 
-    rows, wide: registers have sums for `rows` tokens and 16 * `wide` columns (rows of the weight).
-    row_blocks: columns of a panel, in blocks of 16. depth: elements of in_features in a panel.
+    rows, wide: the registers have sums for `rows` tokens and 16 * `wide` columns. A column is a row
+        of the weight.
+    row_blocks: number of columns of a panel, in blocks of 16.
+    depth: number of elements of in_features in a panel.
     tokens: number of tokens that are multiplied by one panel.
     """
 
@@ -63,10 +68,13 @@ class PanelTiles(Tiles):
 
     @abstractmethod
     def units(self, matmul: Matmul) -> tuple[int, int]:
-        """Return (n, m): `tokens` must be a multiple of n, and `depth` of m."""
+        """Return the numbers that must divide the fields `tokens` and `depth`, in this order."""
 
     def stack_bytes(self, matmul: Matmul) -> int:
-        """Return the bytes of stack for sums and panel; here, for the f32 sums only."""
+        """Return the bytes of stack that the kernel needs for sums and panel.
+
+        This implementation counts only the f32 sums.
+        """
         return 4 * LANES * self.row_blocks * self.tokens
 
     def fit(self, matmul: Matmul) -> bool:
@@ -82,23 +90,29 @@ class PanelTiles(Tiles):
 
 
 def panel_columns(matmul: Matmul, can_pair: bool) -> tuple[int, int]:
-    """Return default (wide, row_blocks) of `PanelTiles`; can_pair: whether `wide` may be 2."""
+    """Return the default values of the fields `wide` and `row_blocks` of `PanelTiles`.
+
+    can_pair: whether `wide` may be 2.
+    """
     shared = matmul.blocks_per_result
     wide = 2 if can_pair and (shared == 2 or matmul.weight_shape[0] % 2 == 0) else 1
     return wide, max(wide, shared)
 
 
 def even_tokens(tokens: int, limit: int, unit: int) -> int:
-    """Return the number of tokens in a block, if `tokens` are divided into equal blocks.
+    """Return the size of the blocks when `tokens` tokens are divided into blocks of equal size.
 
-    It is a multiple of `unit`. It exceeds `limit` by less than `unit`.
+    The size is a multiple of `unit`. It exceeds `limit` by less than `unit`.
     """
     blocks = -(-tokens // limit)
     return -(-tokens // (blocks * unit)) * unit
 
 
 def even_share(total: int, limit: int) -> int:
-    """Return the largest divisor of `total` up to `limit`; `limit` if it is under limit / 2."""
+    """Return the largest divisor of `total` that is at most `limit`.
+
+    If that divisor is less than half of `limit`, return `limit`.
+    """
     limit = min(limit, total)
     share = next(n for n in range(limit, 0, -1) if total % n == 0)
     return share if 2 * share >= limit else limit
@@ -112,7 +126,8 @@ def panel_workgroups(matmul: Matmul, row_blocks: int, tokens: int, threads: int)
 def each_block(b: Body, out_features: int, block: Index, store: Callable[[int], None]) -> None:
     """Emit the code that stores the results of 16-row block `block` of the weight.
 
-    store(n): emits the code for n results, for the last block; store(0) for a complete block.
+    store(n) emits the stores of one block: of its first n results if the block is an incomplete
+    last one, or of all 16 if n is 0.
     """
     last, ragged = divmod(out_features, LANES)
     if not ragged:
@@ -125,9 +140,10 @@ def each_block(b: Body, out_features: int, block: Index, store: Callable[[int], 
 
 
 class Finish:
-    """A writer of the code that adds bias, residual and GLU to sums of products, and stores y.
+    """A writer of the code that turns the dot products of a matmul into y and stores it.
 
-    sums: stack buffer f32 [tokens, columns]. row_of: returns the row of y of a token.
+    The code applies the GLU, and adds the bias and the residual. sums: stack buffer f32 [tokens,
+    columns] of the dot products. row_of: returns the row of y of a token.
     """
 
     def __init__(
@@ -148,10 +164,10 @@ class Finish:
             each_block(b, self.matmul.out_features, block, partial(self._block, i.index, column, first, end, last))
 
     def _block(self, slot: Index, column: Index, first: Index, end: Index, last: Index, ragged: int) -> None:
-        """Emit code that stores 16 columns of y, or only the first `ragged` of them if it is not 0.
+        """Emit code that stores a block of 16 columns of y, or only its first `ragged` columns.
 
-        slot: number of the block of 16 results in the sums. column: its first column in y. first,
-        end, last: as in `store`.
+        ragged: 0 for all 16. slot: number of the block among the blocks in the sums. column: first
+        column of the block in y. first, end, last: as in `store`.
         """
         b, lanes, shared = self.b, self.lanes, self.matmul.blocks_per_result
         with b.loop(first, end) as token:
@@ -166,9 +182,10 @@ class Finish:
                 self._put(token.index, column, [b.splat(0.0, lanes)] * (LANES // lanes), ragged, add=False)
 
     def _put(self, token: Index, column: Index, results: list[Ssa], ragged: int, add: bool) -> None:
-        """Emit code that stores up to 16 results of a token, from `column` of y on.
+        """Emit code that stores 16 results of a token, or only the first `ragged` of them, in y.
 
-        add: whether the code adds bias and residual first. ragged: number of results, or 0 for 16.
+        ragged: 0 for all 16. column: column of y for the first result. add: whether the code first
+        adds the bias and the residual.
         """
         b, lanes, row = self.b, self.lanes, self.row_of(token)
         for lane in range(0, ragged or LANES, 1 if ragged else lanes):

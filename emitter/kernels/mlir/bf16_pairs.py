@@ -41,23 +41,26 @@ def halves(b: Body, words: Ssa) -> tuple[Ssa, Ssa]:
 
 
 def cut(b: Body, low: Ssa, high: Ssa) -> Ssa:
-    """Return bf16 pairs, a vector of i32: `low` in the low halves, `high` in the high halves.
+    """Return two f32 vectors truncated to bf16, as pairs in a vector of i32.
 
-    low, high: f32 vectors, which are truncated to bf16.
+    Each i32 has an element of `low` in its low half and one of `high` in its high half.
     """
     low, high = (b.bitcast(each, each.width, "i32") for each in (low, high))
     return b.binary("ori", b.binary("shrui", low, b.isplat(16, low.width)), _high(b, high))
 
 
 def nearest(b: Body, low: Ssa, high: Ssa) -> Ssa:
-    """Return bf16 pairs as `cut` does, but rounded to the nearest bf16, ties away from zero."""
+    """Return two f32 vectors rounded to bf16, as pairs in a vector of i32.
+
+    Ties are rounded away from zero. low, high: as in `cut`.
+    """
     return cut(b, *(_up(b, each) for each in (low, high)))
 
 
 def pieces(b: Body, low: Ssa, high: Ssa, count: int) -> list[Ssa]:
     """Return `count` vectors of bf16 pairs (see `cut`) whose sum approximates `low` and `high`.
 
-    The sum of 3 is exact; 1 is the nearest bf16.
+    With count 3 the sum is exact. With count 1 the vector has the nearest bf16.
     """
     if count == 1:
         return [nearest(b, low, high)]

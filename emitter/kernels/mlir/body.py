@@ -151,7 +151,10 @@ class Body:
         return self.constant(f"dense<{n}>", vector_type(width, "i32"))
 
     def stack(self, *shape: int, element: str = "f32") -> Ssa:
-        """Return a memref of a new stack buffer; a kernel may have STACK_BYTES of them in total."""
+        """Return a memref of a new stack buffer.
+
+        All buffers of a kernel together may have STACK_BYTES bytes.
+        """
         buffer = Ssa(self.name(), memref_type(shape, element))
         self._head.append(f"{buffer} = memref.alloca() alignment = 64 : {buffer.type}")
         return buffer
@@ -160,7 +163,11 @@ class Body:
         return i if isinstance(i, Ssa) else self.constant(str(i), INDEX)
 
     def _fold(self, op: str, known: Callable[[int, int], int], a: Index, b: Index) -> Index:
-        """Return known(a, b) if both are Python integers, otherwise the result of `arith.{op}`."""
+        """Return the result of a binary operation on indices.
+
+        known: computes it at once if both are Python integers. op: `arith` operation to append
+        otherwise.
+        """
         if isinstance(a, int) and isinstance(b, int):
             return known(a, b)
         return self.let(f"arith.{op} {self.index(a)}, {self.index(b)} : index", INDEX)
@@ -219,9 +226,9 @@ class Body:
         return first(workgroup), first(self.add(workgroup, 1))
 
     def real(self, length: Ssa | None, low: Index, high: Index) -> Index:
-        """Return the end of the rows that are not padding: `length` clamped to low .. high.
+        """Return the index after the last row that is not padding: `length` clamped to low .. high.
 
-        length: memref of an i32, or None if there is no padding, so that the end is `high`.
+        length: memref of an i32, or None without padding; then the result is `high`.
         """
         return high if length is None else self.max(self.min(self.to_index(self.load(length)), high), low)
 
@@ -326,11 +333,11 @@ class Body:
         return self.let(f"llvm.inttoptr {self.moved(address, offset)} : i64 to !llvm.ptr", POINTER)
 
     def touch(self, address: Ssa, offset: Index) -> None:
-        """Append a load of the i32 at `address` + `offset` bytes, which compilers keep."""
+        """Append a volatile load of the i32 at `address` + `offset` bytes, which compilers keep."""
         self.let(f"llvm.load volatile {self.pointer(address, offset)} : !llvm.ptr -> i32", I32)
 
     def prefetch(self, buffer: Ssa, *indices: Index, near: bool = True) -> None:
-        """Append a prefetch of an element's cache line into L1, or unless `near` into L2."""
+        """Append a prefetch of an element's cache line, into L1 if `near`, otherwise into L2."""
         self.do(f"memref.prefetch {self._at(buffer, indices)}, read, locality<{3 if near else 2}>, data : {buffer.type}")
 
     @contextmanager
@@ -364,10 +371,10 @@ class Body:
         step: Callable[[Index, Sequence[Ssa]], Sequence[Ssa]],
         before: Callable[[Index], None] = lambda i: None,
     ) -> Sequence[Ssa]:
-        """Append values = step(i, values) for i in 0 .. count - 1, and return the final values.
+        """Append a loop that computes values = step(i, values) for i in 0 .. count - 1.
 
-        The loop has `unroll` steps per iteration. before(i): emits code at the start of an
-        iteration.
+        Return the final values. Each iteration of the loop has `unroll` steps. before(i): emits
+        code at the start of an iteration, whose first step is i.
         """
         full = count // unroll * unroll
         with self.loop(0, full, unroll, carry=values) as loop:

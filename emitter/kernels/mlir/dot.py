@@ -44,10 +44,10 @@ class Total:
 
 
 class Dot:
-    """A writer of code for dot products of weight codes and int8 x; lane l of a vector is output l.
+    """A writer of code for int8 dot products of weight codes and x.
 
-    bits: bits of a code. Each call of `add` takes `self.rows` rows of x and `self.quads` quads
-    (four elements along in_features).
+    Lane l of a vector belongs to output l. bits: bits of a code. Each call of `add` takes
+    `self.rows` rows of x and `self.quads` quads. A quad is four elements along in_features.
     """
 
     rows: ClassVar[int] = 1
@@ -59,11 +59,17 @@ class Dot:
         self.bias = 128 if bits == 8 and isa.dot not in ("sdot", *_BLOCKS) else 0
 
     def arranged(self, quads: Sequence[Ssa]) -> list[Ssa]:
-        """Return vectors that `code` takes; quads: vectors with four codes in each i32."""
+        """Return codes in the order that the method `code` takes.
+
+        quads: vectors with four codes in each i32.
+        """
         return list(quads)
 
     def code(self, arranged: Sequence[Ssa]) -> tuple[Ssa, ...]:
-        """Return codes in the form that `add` takes; arranged: result of the method `arranged`."""
+        """Return codes in the form that the method `add` takes.
+
+        arranged: result of the method `arranged`.
+        """
         (quad,) = arranged
         if self.dot == "plain":
             return tuple(self._byte(quad, j, "shrui") for j in range(4))
@@ -91,7 +97,10 @@ class Dot:
         return (self.b.bitcast(every, 4 * self.lanes, "i8"),)
 
     def start(self, words: Sequence[Ssa]) -> Total:
-        """Return new totals; words: initial i32 sums of up to `self.rows` rows of x."""
+        """Return new accumulators.
+
+        words: initial i32 sums of up to `self.rows` rows of x.
+        """
         (word,) = words
         return Total((self.b.broadcast(word, self.lanes),))
 
@@ -146,16 +155,17 @@ class Dot:
 class BlockDot(Dot):
     """The `Dot` of the instruction `smmla`, for two rows of x and four outputs.
 
-    Lane 2 i + j of the first accumulator is row i and output j; of the second, row i and output 2 +
-    j.
+    Lane 2 i + j of an accumulator belongs to row i of x. In the first accumulator it belongs to
+    output j, in the second to output 2 + j.
     """
 
     rows = quads = 2
 
     def arranged(self, quads: Sequence[Ssa]) -> list[Ssa]:
-        """Return vectors with eight codes of each output: outputs 0 and 1, outputs 2 and 3.
+        """Return a vector with the codes of outputs 0 and 1, and one with those of outputs 2 and 3.
 
-        quads: two vectors with four codes of each of the four outputs.
+        Each vector has eight codes of each of its outputs. quads: two vectors, each with four codes
+        of each of the four outputs.
         """
         first, second = quads
         return [self.b.shuffle(first, second, lanes) for lanes in ((0, 4, 1, 5), (2, 6, 3, 7))]

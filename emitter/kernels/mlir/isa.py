@@ -44,7 +44,10 @@ class Isa:
 
     @property
     def in_canonical_form(self) -> Isa:
-        """Return a copy in canonical form, whose 16-lane vectors take 1, 2 or 4 registers."""
+        """Return a copy in canonical form, which computes with vectors of 16 lanes on every CPU.
+
+        A vector takes 1, 2 or 4 of the CPU's registers.
+        """
         registers = self.registers * self.lanes // CANONICAL_LANES
         return Isa(f"{self.name}_canonical", CANONICAL_LANES, registers, "plain", canonical=True)
 

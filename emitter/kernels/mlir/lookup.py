@@ -31,7 +31,10 @@ def entries(b: Body, isa: Isa, table: Sequence[int], indices: Ssa) -> Ssa:
 
 
 def byte_entries(b: Body, isa: Isa, table: Sequence[int], indices: Ssa) -> Ssa:
-    """Return i32 `indices` with each byte, 0 to 15, replaced by the table's entry at it."""
+    """Return entries of a table of 16 integers as bytes, four in each i32.
+
+    indices: i32 vector, whose bytes are the indices of the entries, 0 to 15.
+    """
     width = 4 * isa.lanes
     bytes_ = b.bitcast(indices, width, "i8")
 

@@ -41,11 +41,14 @@ class Matrix:
         return address
 
     def x(self, base: Ssa, offset: Index) -> Block:
-        """Load a block of x, i32 [rows, 16], from address `base` + `offset` bytes."""
+        """Return a block of x, i32 [rows, 16], loaded from address `base` + `offset` bytes."""
         return self._load(self.rows, base, offset)
 
     def weights(self, base: Ssa, offset: Index) -> Block:
-        """Load a block of weights, i32 [16, 16 columns], from address `base` + `offset` bytes."""
+        """Return a block of weights, i32 [16, 16 columns], loaded from memory.
+
+        The block begins at address `base` + `offset` bytes.
+        """
         return self._load(DEPTH // 2, base, offset)
 
     def add(self, sums: Block, x: Block, weights: Block) -> Block:
@@ -66,7 +69,7 @@ class Matrix:
         return sums
 
     def store(self, sums: Block, number: int) -> None:
-        """Store accumulators `sums` as block `number` of the results."""
+        """Emit code that stores the accumulators `sums` as block `number` of the results."""
         if self.tiled:
             address = self.b.pointer(self.results, number * self.rows * ROW_BYTES)
             self.b.do(

@@ -21,7 +21,10 @@ EXP2_POLYNOMIAL = (1.53533619e-4, 1.33988744e-3, 9.61843736e-3, 5.55033247e-2, 2
 
 
 def exp(b: Body, x: Ssa) -> Ssa:
-    """Return e^x of f32 within 1.1 ulp; exactly 0 for x below -87.7, and e^88 for x above 88."""
+    """Return e^x of an f32 vector, with an error of up to 1.1 ulp.
+
+    The result is exactly 0 for x below -87.7, and e^88 for x above 88.
+    """
     width = x.width
     x = b.maxf(x, b.splat(EXP_LOW, width))
     x = b.select(b.compare("olt", x, b.splat(EXP_HIGH, width)), x, b.splat(EXP_HIGH, width))
@@ -53,7 +56,10 @@ def exp2(b: Body, x: Ssa) -> Ssa:
 
 
 def _power(b: Body, shifted: Ssa) -> Ssa:
-    """Return 2^n of integers n from -127 to 127, f32; 2^-127 becomes 0. shifted: n + ROUND."""
+    """Return the f32 vector 2^n, for integers n from -127 to 127.
+
+    2^-127 becomes 0. shifted: the f32 vector n + ROUND.
+    """
     width = shifted.width
     bits = b.binary("shli", b.bitcast(shifted, width, "i32"), b.isplat(23, width))
     return b.bitcast(b.binary("addi", bits, b.isplat(127 << 23, width)), width, "f32")
@@ -95,9 +101,9 @@ def lane_sums(b: Body, vectors: Sequence[Ssa]) -> Ssa:
 
 
 def row_sum(b: Body, count: int, lanes: int, read: Callable[[Index, int], Ssa]) -> Ssa:
-    """Return the scalar sum of `count` elements; read(i, width) returns `width` elements from i on.
+    """Return the scalar sum of `count` elements, which are read as vectors.
 
-    lanes: max number of elements of a vector.
+    read(i, width): returns `width` elements from i on. lanes: max number of elements of a vector.
     """
     width = largest_width(lanes, count)
     ways = largest_width(4, count // width)
@@ -119,9 +125,9 @@ def tree(combine: Callable[[Ssa, Ssa], Ssa], parts: Sequence[Ssa]) -> Ssa:
 
 
 def outer(b: Body, rows: Iterable[Ssa], columns: Sequence[Ssa], sums: Sequence[Ssa]) -> list[Ssa]:
-    """Return `sums` plus the outer product of rows and columns.
+    """Return `sums` plus row * column for each pair of a row and a column, lane by lane.
 
-    sums: [rows * columns], in row order. All values are vectors; the product is lane by lane.
+    All values are vectors. sums: [rows * columns], row by row.
     """
     totals = iter(sums)
     return [b.fma(row, column, next(totals)) for row in rows for column in columns]
@@ -167,10 +173,10 @@ def rms_normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 
 def as_bytes(b: Body, parts: Sequence[Ssa]) -> tuple[list[Ssa], Ssa]:
-    """Return f32 vectors quantised to int8, and their scalar scale.
+    """Return the f32 vectors `parts` quantised to int8, and their scalar scale, which they share.
 
-    parts: the vectors of a group that shares the scale. The quantised vectors are still f32,
-    integers plus ROUND; `numbers_of` and `low_bytes` extract the integers.
+    The quantised vectors still have the type f32: integers plus the constant ROUND. `numbers_of`
+    and `low_bytes` extract the integers.
     """
     width = parts[0].width
     peak = lane_max(b, tree(b.maxf, [b.math("absf", part) for part in parts]))

@@ -118,10 +118,10 @@ def _unit(x: np.ndarray) -> np.ndarray:
 
 
 def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tuple[int, bool]:
-    """Return (vectors of the state's columns to update together, whether to copy them).
+    """Return (number of vectors of the state's columns to update together, whether to copy them).
 
-    They are copied to the stack if a workgroup computes several tokens and the copy fits. vectors:
-    number of vectors in v_dim.
+    The copy on the stack is used if a workgroup computes several tokens and it fits. vectors:
+    number of vectors in v_dim. width: number of elements of a vector.
     """
     limit = isa.registers // 4
     if tokens.in_turn > 1:
@@ -158,7 +158,10 @@ class _Head:
         return self.b.vload(self.given[name], width, t, self.b.add(self.at[name], d))
 
     def _times(self, name: str, t: Index, d: Index) -> Ssa:
-        """Return a vector of element d of the head, from row t of the operand `name`."""
+        """Return a vector that has element `d` of the head in every lane.
+
+        It is read from row `t` of the operand `name`.
+        """
         b = self.b
         return b.broadcast(b.load(self.given[name], t, b.add(self.at[name], d)), self.sizes[2])
 
@@ -181,10 +184,10 @@ class _Head:
         b.store(inverse_length("q", k_dim**-0.5), self.known, OF_Q, slot)
 
     def block(self, column: Index, copy: Ssa | None) -> None:
-        """Emit code that updates columns of the state for all tokens, and stores their results.
+        """Emit code that updates some columns of the state for all tokens, and stores the results.
 
-        column: the first of the columns. copy: stack buffer for a copy of them, or None to update
-        the state in memory.
+        column: first of the columns. copy: stack buffer in which the columns are updated, or None
+        to update them in memory.
         """
         b, (k_dim, _, width, vectors) = self.b, self.sizes
         state, offsets = self.given["state"], range(0, vectors * width, width)

@@ -30,14 +30,17 @@ class Columns:
         return f"{self.first}of{self.width}"
 
     def of(self, x: np.ndarray, *sizes: int) -> np.ndarray:
-        """Return prod(sizes) of these columns as f64 [T, *sizes]; x: the operand [T, width]."""
+        """Return the columns in NumPy, as f64 [T, *sizes].
+
+        They are prod(sizes) columns from `first` on. x: the operand [T, width].
+        """
         own = x[:, self.first : self.first + int(np.prod(sizes))]
         return own.reshape(len(x), *sizes).astype(np.float64)
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a workgroup computes.
+    """The part of a recurrent kernel that one workgroup computes.
 
     unit: index of a head, or of a block of features. at: index of the layer in dimension 0 of the
     state. low, end, high: rows low .. end - 1 are tokens, rows end .. high - 1 are padding.
@@ -55,8 +58,8 @@ class Tokens:
     """The tokens of a call of a recurrent kernel.
 
     count: number of tokens.
-    layers: size of dimension 0 of the state, which has all layers of the first sequence, then of
-        the next.
+    layers: size of dimension 0 of the state, which has all layers of the first sequence, then all
+        of the next, and so on.
     batch: False for consecutive tokens of one sequence; True for one token of each of `count`
         sequences, of which those with a negative position are idle.
     length: whether an operand gives the number of tokens that are not padding.
@@ -86,9 +89,10 @@ class Tokens:
         return f"{self.layers}_{'b' * self.batch}{self.count}" + "_length" * self.length
 
     def share(self, b: Body, units: int, layer: Ssa, given: Mapping[str, Ssa]) -> Share:
-        """Return what this workgroup computes; given: memrefs of the kernel's operands, by name.
+        """Return the part of the kernel that this workgroup computes.
 
-        units: number of workgroups for each sequence. layer: the layer of the model.
+        units: number of workgroups for each sequence. layer: layer of the model. given: memrefs of
+        the kernel's operands, by name.
         """
         unit: Index = b.workgroup()
         if not self.batch:
@@ -99,9 +103,9 @@ class Tokens:
         return Share(unit, b.add(b.mul(row, self.layers // self.count), layer), row, end, after)
 
     def real(self, layer: int, given: dict[str, np.ndarray]) -> Iterator[tuple[int, range]]:
-        """Yield (index in dimension 0 of the state, rows of tokens that are not padding) in NumPy.
+        """Yield (index in dimension 0 of the state, rows without padding) of each active sequence.
 
-        There is one item for each sequence that is not idle. given: the kernel's operands, by name.
+        The function is for NumPy references. given: the kernel's operands, by name.
         """
         if not self.batch:
             yield layer, range(int(given.get("length", self.count)))
@@ -112,15 +116,18 @@ class Tokens:
 
 
 def zero_padding(b: Body, share: Share, y: Ssa, low: Index, high: Index, width: int) -> None:
-    """Emit code that zeroes columns low .. high - 1 of y in padding rows, `width` at a time."""
+    """Emit code that sets columns low .. high - 1 of y to zero in the rows of padding.
+
+    width: number of elements of a vector.
+    """
     with b.loop(share.end, share.high) as t, b.loop(low, high, width) as d:
         b.vstore(b.splat(0.0, width), y, t.index, d.index)
 
 
 def single_lane(b: Body, x: Ssa) -> Ssa:
-    """Return a vector of QUAD lanes with the scalar x in each.
+    """Return a vector of QUAD lanes that has the scalar `x` in every lane.
 
-    Functions for vectors then apply to a scalar; callers use one lane of the result.
+    With it, a function of vectors can compute a scalar; the caller uses one lane of the result.
     """
     return b.broadcast(x, QUAD)
 

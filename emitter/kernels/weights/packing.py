@@ -46,8 +46,8 @@ TOP_CODES: dict[int, tuple[tuple[tuple[int, int, int], ...], ...]] = {
 class Layout:
     """The layout of a record: the packed bytes of one codec block of each of 16 rows.
 
-    size: bytes of a record. d, m, scales, minima, codes: byte offsets of its parts, None if it has
-    no such part.
+    size: bytes of a record. d, m, scales, minima, codes: byte offset of each part of the record, or
+    None if the record has no such part.
     """
 
     size: int
@@ -70,7 +70,10 @@ class Layout:
 
     @property
     def in_fields(self) -> int:
-        """Return how many codes of a group `field` locates; `TOP_CODES` locates the others."""
+        """Return the number of codes of a group that are in bit fields, which `field` locates.
+
+        The other codes are in the top bits of the words (see `TOP_CODES`).
+        """
         return self.words * self.fields
 
     @property
@@ -149,7 +152,10 @@ def _codes(codec: Codec, record: Layout, words: np.ndarray) -> np.ndarray:
 
 
 def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.ndarray) -> None:
-    """Pack rows in the codec's format, u8 [16 n, row_bytes], into u8 [n, records, size]."""
+    """Pack 16 n rows of a weight into the array `packed`, u8 [n, records, record bytes].
+
+    raw: the rows in the codec's format, u8 [16 n, row_bytes].
+    """
     row_blocks, count, _ = packed.shape
     if not codec.quantised:
         element = codec.block_bytes
@@ -160,7 +166,10 @@ def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.n
     parts = codec.split(raw.reshape(-1, codec.block_bytes))
 
     def put(offset: int, part: np.ndarray) -> None:
-        """Write a part, [16 * row_blocks * count, ...], at byte `offset` of all records."""
+        """Write one part of the records (such as scales) at byte `offset` of all records.
+
+        part: [16 * row_blocks * count, ...], where count is the number of records of a row block.
+        """
         by_lane = part.reshape(row_blocks, LANES, count, *part.shape[1:])
         data = np.empty((row_blocks, count, *part.shape[1:], LANES), part.dtype)
         if part.itemsize == 4:
@@ -185,7 +194,7 @@ def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.n
 def _filled(raw: np.ndarray, axis: int, multiple: int) -> np.ndarray:
     """Return raw [rows, bytes] as a contiguous array, padded with zeros along `axis`.
 
-    multiple: number of which the padded size is a multiple.
+    multiple: the size along `axis` becomes a multiple of it.
     """
     if rest := -raw.shape[axis] % multiple:
         raw = np.pad(raw, [(0, rest if axis == at else 0) for at in (0, 1)])
@@ -193,7 +202,10 @@ def _filled(raw: np.ndarray, axis: int, multiple: int) -> np.ndarray:
 
 
 def pack(codec_name: str, raw: np.ndarray) -> np.ndarray:
-    """Return rows in the codec's format, u8 [out, row_bytes], as u8 of `packed_shape`."""
+    """Return the packed weight, u8 of the shape `packed_shape`.
+
+    raw: the rows of the weight in the codec's format, u8 [out, row_bytes].
+    """
     codec = codec_of(codec_name)
     record = layout(codec)
     packed = np.empty(packed_shape(codec_name, len(raw), in_features_of(codec, raw)), np.uint8)
@@ -211,7 +223,10 @@ def pack(codec_name: str, raw: np.ndarray) -> np.ndarray:
 
 
 def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: int) -> np.ndarray:
-    """Return a packed weight as f32 [out, in], with the same bits as `dequantise` gives."""
+    """Return a packed weight dequantised to f32 [out, in].
+
+    The result has the same bits as that of `dequantise` for the weight before packing.
+    """
     codec = codec_of(codec_name)
     record = layout(codec)
     packed = np.ascontiguousarray(packed).view(np.uint8)
@@ -221,7 +236,11 @@ def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: 
         return dequantise(codec_name, lanes.reshape(row_blocks * LANES, -1))[:out_features, :in_features]
 
     def take(offset: int, dtype: str, *shape: int) -> np.ndarray:
-        """Return the part at byte `offset` of all records, as [16 * row_blocks * count, *shape]."""
+        """Return one part of the records (such as scales), read at byte `offset` of all records.
+
+        Its shape is [16 * row_blocks * count, *shape], where count is the number of records of a
+        row block.
+        """
         size = int(np.prod(shape, dtype=np.int64)) * LANES * np.dtype(dtype).itemsize
         data = np.ascontiguousarray(packed[:, :, offset : offset + size]).view(dtype)
         lanes = np.moveaxis(data.reshape(row_blocks, count, *shape, LANES), -1, 1)

@@ -31,9 +31,9 @@ def units(codec_name: str) -> int:
 
 
 class Decoded:
-    """The f32 weights of a 16-row block in one unit (see `units`); each is decoded on first use.
+    """The f32 weights of one unit (see `units`) of a 16-row block, each decoded on its first use.
 
-    block, unit: index of the 16-row block in the weight, and of the unit in its rows.
+    block: index of the 16-row block in the weight. unit: index of the unit in the rows.
     """
 
     def __init__(self, records: Records, block: Index, unit: Index):
@@ -48,7 +48,7 @@ class Decoded:
             self.at = unit, 0
 
     def weight(self, k: int, v: int) -> Ssa:
-        """Return the f32 weights of element k of the unit, for vector v of the 16 rows."""
+        """Return the f32 weights of element `k` of the unit, for vector `v` of the block's rows."""
         b, records = self.records.b, self.records
         if not records.codec.quantised:
             if v not in self._elements:
@@ -66,16 +66,20 @@ class Decoded:
 
 
 def decoded(records: Records, block: Index, unit: Index) -> list[list[Ssa]]:
-    """Return the f32 weights of a 16-row block in one unit, as [vectors of rows][k]."""
+    """Return the f32 weights of one unit (see `units`) of a 16-row block, as [vectors of rows][k].
+
+    block: index of the 16-row block in the weight. unit: index of the unit in the rows. k is an
+    element of the unit.
+    """
     weights = Decoded(records, block, unit)
     return [[weights.weight(k, v) for k in range(units(records.codec.name))] for v in range(records.vectors)]
 
 
 class BasePanel:
-    """A part of a packed weight, decoded to stack buffers.
+    """A panel: a part of a packed weight that is decoded to stack buffers.
 
-    The part is `depth` rows by 16 * `row_blocks` columns. A row is an element of in_features, a
-    column is a row of the weight. `fill` decodes.
+    A panel has `depth` rows and 16 * `row_blocks` columns. A row is an element of in_features, a
+    column is a row of the weight. The method `fill` of a subclass emits the code that decodes.
     """
 
     def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int):
@@ -97,10 +101,11 @@ class BasePanel:
             self.b.vstore(minimum, self.minima, group, column)
 
     def _group(self, first_block: Index, k: Index, i: Index, g: Index) -> tuple[Index, Index, Index]:
-        """Return (16-row block, record, group in the record) in the weight, for a group here.
+        """Return where a codec group of the panel is in the weight.
 
-        first_block, k: the panel's first 16-row block and first element of in_features. i, g:
-        number of the 16-row block and of the group in the panel.
+        The result is (16-row block, record, group in the record). first_block, k: the panel's first
+        16-row block and first element of in_features. i, g: number of the 16-row block and of the
+        group in the panel.
         """
         b, groups = self.b, self.records.layout.groups
         block, number = b.add(first_block, i), b.add(b.div(k, self.codec.group), g)
@@ -190,7 +195,11 @@ class Bf16Panel(BasePanel):
         self.words = self.b.stack(self.count, depth // DEPTH, self.row_blocks, PAIRS, LANES, element="i32")
 
     def fill(self, first_block: Index, k: Index, depth: int) -> None:
-        """Emit code that decodes elements k .. k + depth - 1, and pads them to a multiple of 32."""
+        """Emit code that decodes elements k .. k + depth - 1 of in_features into the panel.
+
+        The panel is padded with zeros to a multiple of 32 elements. first_block: first 16-row block
+        of the weight.
+        """
         with self.b.loop(0, self.row_blocks) as i:
             fill = self._fill_codes if self.codec.quantised else self._fill_floats
             fill(i.index, self.b.add(first_block, i.index), k, depth)
@@ -244,9 +253,10 @@ class Bf16SplitPanel(Bf16Panel):
 
 
 class Bf16CodePanel(BasePanel):
-    """A panel of codes as bf16, which are exact, with f32 scales and minima [groups, columns].
+    """A panel of codes, which bf16 represents exactly, with their scales and minima.
 
-    Each codec group has 32 rows of the panel; for groups of 16 elements, half of them are zero.
+    The scales and minima are f32 [groups, columns]. Each codec group takes 32 rows of the panel;
+    half of these rows are zero if the groups have 16 elements.
     """
 
     count = 1
@@ -274,10 +284,9 @@ class Bf16CodePanel(BasePanel):
                     b.vstore(words, self.words, 0, g.index, i.index, b.add(first, j // 2), v * self.lanes)
 
     def _signed(self, code: Ssa, factor: float) -> Ssa:
-        """Return code * factor - offset of the codec, f32.
+        """Return the signed f32 integers that stored codes stand for: code * factor - codec.offset.
 
-        It is the signed integer that a stored code stands for. code: the stored code divided by
-        `factor` (see `code_factors`).
+        code: vector of stored codes, each divided by `factor` (see `code_factors`).
         """
         b = self.b
         if not self.codec.offset:

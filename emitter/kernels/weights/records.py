@@ -40,7 +40,7 @@ def code_factors(codec: Codec) -> np.ndarray:
 class Records:
     """A writer of code that reads a packed weight, i8 [row blocks, records, bytes].
 
-    base: number added to the 16-row blocks that the methods take. A block has `self.vectors`
+    base: number that is added to the index of each 16-row block. A block has `self.vectors`
     vectors; vector v has rows v * self.lanes .. (v + 1) * self.lanes - 1 of the block.
     """
 
@@ -51,9 +51,10 @@ class Records:
         self.vectors = LANES // isa.lanes
 
     def rows(self, at: tuple[Index, Index, Index], v: Index, element: str, bits: int) -> Ssa:
-        """Return vector v of 16 elements of a record, one for each row of a row block.
+        """Return a vector with one element of a record for each of several rows of a row block.
 
-        at: (row block, record, byte offset). element, bits: MLIR type of an element and its size.
+        at: (row block, record, byte offset of the elements of all 16 rows). v: number of the vector
+        of rows. element, bits: MLIR type of an element and its size.
         """
         width = self.lanes * bits // 8
         block, record, offset = at
@@ -64,25 +65,28 @@ class Records:
         return self.b.widened(self.rows(at, v, "f16", 16))
 
     def prefetch(self, block: Index, record: Index, offset: Index) -> None:
-        """Emit a prefetch of a record's cache line; it may be past the end of the weight.
+        """Emit a prefetch of one cache line of a record.
 
-        block, record, offset: 16-row block, record in it, and byte in that.
+        block: 16-row block. record: index of the record in it. offset: byte in the record. The
+        address may be past the end of the weight.
         """
         self.b.prefetch(self.weight, self.b.add(block, self.base), record, offset)
 
     def prefetch_later(self, blocks: Iterable[Index], step: int, record: Index, first: Index, nbytes: int) -> None:
-        """Emit prefetches of `nbytes` bytes of a record, in each of `blocks` plus `step`.
+        """Emit prefetches of a part of a record for row blocks that are used later.
 
-        blocks: indices of 16-row blocks. first: the first byte in the record.
+        They are the 16-row blocks block + step for each block in `blocks`. The part is `nbytes`
+        bytes from byte `first` of record `record` on.
         """
         for block in dict.fromkeys(blocks):
             for line in range(0, nbytes, CACHE_LINE):
                 self.prefetch(self.b.add(block, step), record, self.b.add(first, line))
 
     def extent(self, group: Index, count: int = 1) -> tuple[Index, int]:
-        """Return (byte offset in the record, bytes) of the codes of `count` groups from `group` on.
+        """Return the extent in a record of the codes of some groups: (byte offset, bytes).
 
-        For a record with only one group, it is the complete record.
+        They are `count` groups from `group` on. For a record with only one group, the extent is
+        that of the complete record.
         """
         if self.layout.groups == 1:
             return 0, self.layout.size
@@ -116,7 +120,10 @@ class Records:
         return self._factor(self.layout.minima, False, block, record, group, v)
 
     def scale_and_minimum(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
-        """Return (d * scale, m * minimum or None), a group's factors of sum(x * code), sum(x)."""
+        """Return the factors of a group in a dot product: (d * scale, m * minimum or None).
+
+        The first is the factor of sum(x * code), the second is that of sum(x).
+        """
         scale = self._times(self.d(block, record, v), self.group_scale(block, record, group, v))
         minimum = self.m(block, record, v)
         return scale, None if minimum is None else self._times(minimum, self.group_minimum(block, record, group, v))
@@ -144,7 +151,11 @@ class Records:
         return GroupCodes(self, block, record, self.codes_at(group))
 
     def elements(self, block: Index, record: Index, v: Index) -> list[Ssa]:
-        """Return a record of a float codec as f32 vectors, one for each element of in_features."""
+        """Return the elements of a float codec's record as f32 vectors.
+
+        There is one vector for each element of in_features in the record. v: number of the vector
+        of rows.
+        """
         at = (block, record, 0)
         if self.codec.name == "f32":
             return [self.rows(at, v, "f32", 32)]
@@ -179,7 +190,10 @@ class GroupCodes:
         return self.records.b.binary("shrui", value, self.records.b.isplat(shift, value.width))
 
     def _stored(self, k: int, v: Index) -> Ssa:
-        """Return stored code k divided by `code_factors(codec)[k]` as i32, for vector v of rows."""
+        """Return stored code k of the group as i32, for vector v of rows.
+
+        Its bits are not shifted down: it is the code divided by `code_factors(codec)[k]`.
+        """
         r, bits = self.records, self.records.codec.bits
         if bits == 8:
             at = (self.block, self.record, r.b.add(self.offset, LANES * k))
@@ -201,7 +215,11 @@ class GroupCodes:
         return ((word, bits * field, (1 << bits) - 1),)
 
     def code(self, k: int, v: Index) -> Ssa:
-        """Return stored code k / `code_factors(codec)[k]`, or its table entry, as f32 [lanes]."""
+        """Return code k of the group as f32 [lanes], for vector v of rows.
+
+        It is the stored code divided by `code_factors(codec)[k]`, or the table entry for a codec
+        with a table.
+        """
         r = self.records
         if r.codec.table:
             return entries(r.b, r.isa, r.codec.table, self._stored(k, v))
@@ -211,7 +229,7 @@ class GroupCodes:
 class Int8Codes(GroupCodes):
     """A writer of code that reads the codes of one codec group as int8, for `mlir.dot`.
 
-    An i32 has four codes. Eight consecutive codes are in the order EVEN_ODD, as in quantised x.
+    An i32 has four codes. Eight consecutive codes have the order `EVEN_ODD`, as quantised x has.
     """
 
     def __init__(self, records: Records, block: Index, record: Index, group: Index):
@@ -219,11 +237,17 @@ class Int8Codes(GroupCodes):
         super().__init__(records, block, record, records.codes_at(group))
 
     def quads(self, q: int, v: Index) -> list[Ssa]:
-        """Return codes from 4 q on in vector v, plus `self.dot.bias`, as `Dot.code` takes them."""
+        """Return the codes from number 4 q on, in the form that `Dot.code` takes.
+
+        `self.dot.bias` is added to each code. v: number of the vector of rows.
+        """
         return self.dot.arranged([self._quad(q + i, v) for i in range(self.dot.quads)])
 
     def _quad(self, q: int, v: Index) -> Ssa:
-        """Return codes 4 q to 4 q + 3 of the order EVEN_ODD in one i32, first code lowest."""
+        """Return four codes of each row in one i32, the first code in the lowest byte.
+
+        They are codes 4 q to 4 q + 3 when each eight codes are in the order `EVEN_ODD`.
+        """
         r = self.records
         ks = [q // 2 * 8 + EVEN_ODD[q % 2 * 4 + j] for j in range(4)]
         if r.codec.bits == 8:
