@@ -28,7 +28,10 @@ _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from castir
 
 
 class LimitExceeded(Exception):
-    """A function in a child process exceeded a limit, crashed or raised an unexpected exception."""
+    """The error of a function that failed in a child process.
+
+    The function exceeded a limit, crashed, or raised an exception other than PipelineError.
+    """
 
 
 class ChildProcess:

@@ -20,11 +20,17 @@ RENAMED = {
 
 
 class PipelineError(Exception):
-    """A command or request that cannot be carried out; its text is one line for the user."""
+    """The error that a command or request cannot be carried out.
+
+    Its text is one line for the user.
+    """
 
 
 class CheckpointError(Exception):
-    """A checkpoint that cannot be used; its text is one line for the user."""
+    """The error that a checkpoint cannot be used.
+
+    Its text is one line for the user.
+    """
 
 
 # Module and class of each error. A class is looked up only in modules that are already imported: a module that isn't
@@ -111,7 +117,7 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 
 
 def check_names(given: Iterable[str], known: Collection[str]) -> None:
-    """Raise TypeError for an unknown keyword argument; the error names the right one."""
+    """Raise TypeError for an unknown keyword argument; the error suggests a known one."""
     for name in given:
         if name not in known:
             raise TypeError(f"unknown option: {name}{did_you_mean(name, known)}")

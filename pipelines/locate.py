@@ -109,10 +109,10 @@ def is_archive(path: Path) -> bool:
 
 
 def checkpoint_path(path: Path) -> Path:
-    """Return `path`; raise CheckpointError for what users mistake for a checkpoint.
+    """Return `path`, or raise CheckpointError if it is something else than a checkpoint.
 
-    This is a bundle, an adapter, one file of a checkpoint, a folder of GGUF files, or a model's
-    folder in the hub's cache.
+    It detects what users mistake for a checkpoint: a bundle, an adapter, one file of a checkpoint,
+    a folder of GGUF files, or a model's folder in the hub's cache.
     """
     if path.is_file() and path.name.endswith(PARTS) and _head(path) != b"GGUF":
         raise CheckpointError(f"{path} is one file of a checkpoint; give its directory, {path.absolute().parent}")
@@ -136,8 +136,8 @@ def checkpoint_path(path: Path) -> Path:
 def model_name(path: Path) -> str:
     """Return the name of the model at `path`.
 
-    For a snapshot in the hub's cache it is the repository's name, else the last part of `path`
-    without .gguf.
+    For a snapshot in the hub's cache, it is the repository's name. Otherwise, it is the last part
+    of `path` without .gguf.
     """
     path = Path(os.path.abspath(path))
     source = source_of(path)
@@ -147,9 +147,10 @@ def model_name(path: Path) -> str:
 
 
 def parts_of(file: str) -> list[str]:
-    """Return the names of all parts of a GGUF file; one name if it is not the first of several.
+    """Return the names of all parts of a split GGUF file; `file`: name of the first part.
 
-    llama-gguf-split names them NAME-00001-of-00003.gguf and so on.
+    llama-gguf-split names them NAME-00001-of-00003.gguf and so on. For any other name, returns that
+    name only.
     """
     found = GGUF_PART.search(file)
     if not found or int(found[1]) != 1:
@@ -158,7 +159,7 @@ def parts_of(file: str) -> list[str]:
 
 
 def as_text(name: str | os.PathLike) -> str:
-    """Return a file name as text for a manifest, with bytes that are not UTF-8 escaped."""
+    """Return a file name as text for a manifest; bytes that are not UTF-8 are escaped."""
     return os.fsencode(name).decode(errors="backslashreplace")
 
 

@@ -169,7 +169,7 @@ class Model:
         return result
 
     def generate_many(self, prompts: Iterable[Prompt], **asking: Unpack[Asking]) -> Iterator[Result]:
-        """Yield the result of each prompt when it ends; take a prompt when a slot is free for it."""
+        """Yield the result of each prompt when it ends; a prompt is taken when a slot is free."""
         return generate_many(self._open_engine(), prompts, self._requests(asking))
 
     def chat(self, messages: str | Sequence[Message], **asking: Unpack[Asking]) -> Result:
@@ -224,8 +224,8 @@ class Model:
         Args:
             texts: a text or token ids, or several of these.
             prompt_name, prompt: name or text of a prompt that is put before each text.
-            dimensions: return only so many numbers of each vector, the first ones.
-            pooling: "mean" of all tokens, the default of a generating model, or the "last" token.
+            dimensions: how many numbers of each vector to return, from the first on.
+            pooling: "mean" of all tokens or "last" token; a generating model's default is "mean".
             normalise: whether to scale vectors to length 1, the default of a generating model.
 
         Raises:

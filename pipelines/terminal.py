@@ -29,12 +29,12 @@ def print_message(line: str) -> None:
 
 
 def megabytes(size: float) -> str:
-    """Format a size in bytes: `98.4 MB`, `1.25 GB`."""
+    """Return a size in bytes as text: `98.4 MB`, `1.25 GB`."""
     return f"{size / 1e6:,.1f} MB" if size < 1e9 else f"{size / 1e9:,.2f} GB"
 
 
 def counted(number: int, noun: str) -> str:
-    """Format a count: `1 row`, `2,000 rows`."""
+    """Return a number with a noun as text: `1 row`, `2,000 rows`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
@@ -82,7 +82,7 @@ class Progress:
             self._thread.start()
 
     def print(self, line: str) -> None:
-        """Print a line on stdout, which may be the same terminal."""
+        """Erase the bar, and print a line on stdout, which may be the same terminal."""
         with self._lock:
             self._erase()
             print(line, flush=True)

@@ -47,7 +47,7 @@ class Admission:
         return [slot for slot in range(self.slots) if slot not in self.prefilling and slot not in self.decoding]
 
     def add(self, request: Request) -> None:
-        """Queue a request: a preempted one before others of the same priority, others after them."""
+        """Queue a request after others of the same priority, or before them if it was preempted."""
         (insort_left if request.paused else insort)(self.waiting, request, key=lambda r: r.priority)
 
     def remove(self, request: Request) -> int | None:

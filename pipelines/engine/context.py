@@ -46,7 +46,7 @@ def move_to(session: Session, position: int, fed: Sequence[int] = (), source: Se
 def move_after(session: Session, before: Snapshot, tokens: Sequence[int]) -> None:
     """Move `session` back to the position after `tokens`.
 
-    before: a snapshot of the session before it read `tokens` and then others.
+    before: a snapshot of the session, taken before it read `tokens` and further tokens.
     """
     position = before.position + len(tokens)
     if session.reachable(position) == position:

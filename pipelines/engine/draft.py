@@ -35,7 +35,7 @@ ALL_KINDS = -1
 
 
 class HitRates:
-    """The acceptance rates of proposals: for each kind, the fraction that was right.
+    """The acceptance rates of proposals: for each kind of proposal, the fraction that was right.
 
     The rates are weighted means, in which later proposals count more. `prior`: initial rate of each
     kind, which counts like `CASES` proposals. `decay`: factor below 1, by which each new proposal
@@ -159,7 +159,11 @@ class Draft:
         return statistics.median(self._step_seconds)
 
     def acceptance(self, guess: Guess | None) -> float:
-        """Return the acceptance rate of the kind of `guess`, or of all guesses if it is None."""
+        """Return the acceptance rate of earlier guesses that are as confident as `guess`.
+
+        If `guess` is None, returns the rate of all guesses. A token that a constraint forces has
+        the rate 1.
+        """
         if guess is None:
             return self._rates[ALL_KINDS]
         return 1.0 if guess.confidence is None else self._rates[guess.kind]
@@ -191,12 +195,12 @@ class Draft:
         return (length - count, count * self._read_seconds) if count <= affordable else None
 
     def propose(self, text: list[int], start: int, chooser: Chooser, go_on: Callable[[list[Guess]], bool]) -> list[Guess]:
-        """Return guesses of the tokens after `text`.
+        """Return the draft model's guesses of the tokens after `text`.
 
-        First the draft reads the tokens of `text` from index `start` on that it has not read. If
-        one of their ids is outside its vocabulary, it makes no guesses. `chooser`: the result of
-        `Chooser.lookahead` for the request. `go_on`: called with the guesses so far; returns
-        whether to make another.
+        The model first reads the part of `text` from index `start` on, except tokens that it has
+        already read. It makes no guesses if one of these tokens is outside its vocabulary.
+        `chooser`: chooses the guesses; it is a copy of the request's chooser (`Chooser.lookahead`).
+        `go_on`: called with the guesses so far; returns whether to make another.
         """
         if max(text[start:][self._agreed if start == self._start else 0 :], default=0) >= self.session.vocab:
             return []
@@ -216,7 +220,7 @@ class Draft:
         return guesses
 
     def _follow(self, text: list[int], start: int) -> int:
-        """Read the tokens of `text` from index `start` on that the session has not read.
+        """Read `text` from index `start` on, except tokens that the session has already read.
 
         Returns the most probable next token.
         """
@@ -245,9 +249,10 @@ class Draft:
         return argmax
 
     def _agree(self, text: list[int]) -> int:
-        """Return how many of the tokens that the session has read equal those of `text`.
+        """Return how many of the tokens that the session has read still equal those of `text`.
 
-        The last token of `text` does not count, because it must be read again for its logits.
+        The tokens are compared from the first one that was read, up to the first difference. The
+        last token of `text` does not count, because it must be read again for its logits.
         """
         if text is not self._text:
             self._text, self._agreed = text, 0

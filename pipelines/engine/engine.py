@@ -124,10 +124,10 @@ class Engine:
         return EventStream(self)
 
     def read(self, stream: EventStream) -> Events:
-        """Return the next events of a stream.
+        """Return the next events of a stream, or an empty list if all its requests have ended.
 
-        Runs turns until the stream has events. The result is empty if all requests of the stream
-        have ended.
+        If the stream has no events, this thread runs turns of the scheduler, each of which advances
+        all requests, until it has some. If another thread is running a turn, it waits for the end.
         """
         with self._turn_ended:
             while not stream.events and (stream.live or self.cancelled):
@@ -139,9 +139,10 @@ class Engine:
         return found
 
     def _turn(self, scheduler: Scheduler) -> None:
-        """Run one turn of the scheduler and pass its events to their streams.
+        """Run one turn of the scheduler, and pass the events of requests to their streams.
 
-        The caller holds the lock of `_turn_ended`, which is released during the turn.
+        A turn advances all requests. The caller holds the lock of `_turn_ended`, which is released
+        during the turn.
         """
         self._in_turn = True
         self._turn_ended.release()
@@ -164,7 +165,7 @@ class Engine:
             self._turn_ended.notify_all()
 
     def _take_in(self, scheduler: Scheduler) -> None:
-        """Pass the requests submitted and cancelled since the last turn to the scheduler."""
+        """Pass requests that were submitted or cancelled since the last turn to the scheduler."""
         while self.submitted:
             scheduler.submit(self.submitted.popleft())
         while self.cancelled:
@@ -172,7 +173,7 @@ class Engine:
 
     @contextmanager
     def exclusive(self) -> Iterator[Scheduler]:
-        """Yield the scheduler; no turn runs during the `with` block."""
+        """Yield the scheduler, which no other thread runs during the `with` block."""
         with self._turn_ended:
             while self._in_turn:
                 self._turn_ended.wait()
@@ -218,7 +219,7 @@ class Engine:
             scheduler.cache.load(read_rows(state, scheduler.batch.slots[0].rows(len(state.tokens))), state.tokens)
 
     def close(self) -> None:
-        """Close the engine after the current turn; running requests end with an error."""
+        """Close the engine after the scheduler's current turn; running requests get an error."""
         with self._turn_ended:
             self._scheduler = None
             while self._in_turn:
@@ -230,7 +231,7 @@ class EventStream:
     """An iterator over the (request, event) pairs of the requests submitted to this stream.
 
     It ends when all these requests have ended. A thread that waits for the next pair runs turns of
-    the engine.
+    the engine's scheduler, each of which advances all requests.
     """
 
     def __init__(self, engine: Engine):

@@ -37,7 +37,7 @@ class Needed:
 
 
 def needed(manifest: Manifest, slots: int = 1) -> Needed:
-    """Return the memory that a bundle needs if `slots` sequences that fill the context run."""
+    """Return the memory that a bundle needs for `slots` sequences that fill the context."""
     used = {"positional": manifest.context / manifest.max_context}
     state = sum(int(state.nbytes * used.get(state.kind, 1)) for state in manifest.states)
     return Needed(manifest.files[WEIGHTS].size, state, slots)
@@ -59,9 +59,10 @@ def warn_of_shortage(*manifests: Manifest) -> None:
 
 
 def print_memory(manifest: Manifest, slots: int, draft: Manifest | None = None) -> None:
-    """Print the memory that a bundle with `slots` sequences needs, with its draft model if any.
+    """Print the memory that a bundle needs for `slots` sequences, and that of its draft model.
 
-    Also prints a warning if the weights exceed the machine's memory.
+    draft: manifest of the draft model, or None. Also prints a warning if the weights exceed the
+    machine's memory.
     """
     need, of_draft = needed(manifest, slots), needed(draft) if draft else None
     total = need.total + (of_draft.total if of_draft else 0)

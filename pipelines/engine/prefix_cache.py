@@ -18,8 +18,8 @@ class Paused:
     """A copy of the states (KV cache) of a preempted request.
 
     `rows`: an array for each state. `position`: number of tokens in the states. `chunked_tokens`:
-    how many of these tokens were read in complete chunks, from the first on. `prefilling`: whether
-    a part of the prompt has not been read yet.
+    number of tokens at the start that were read in complete chunks. `prefilling`: whether a part of
+    the prompt has not been read yet.
     """
 
     rows: list[np.ndarray]
@@ -60,7 +60,8 @@ class PrefixCache:
         """Create an empty cache.
 
         `sessions`: the session of each slot. `store`: store on disk for the states of prefixes.
-        `score_width`: number of tokens in a call of the model that computes log-probabilities.
+        `score_width`: number of tokens that the model reads in one call to compute the
+        log-probabilities of a prompt.
         """
         self.sessions, self.store, self.score_width = sessions, store, score_width
         self.tokens = np.zeros((len(sessions), sessions[0].context), np.int32)
@@ -70,11 +71,11 @@ class PrefixCache:
         self._clock = 0
 
     def cached_in(self, prompt: np.ndarray, slot: int, top: int | None = None) -> int:
-        """Return the length of the prefix of `prompt`, i32 [n], that can be reused from a slot.
+        """Return how many of the first tokens of `prompt`, i32 [n], can be reused from a slot.
 
-        `top`: `prompt_logprobs` of the request. If `top` is not None, the reusable prefix ends
-        where a call that computed log-probabilities ended, and each of its scores must have at
-        least `top` most probable tokens.
+        `top`: `prompt_logprobs` of the request, None if it needs no log-probabilities. If it needs
+        them, they must be cached for each reused token, with at least `top` most probable tokens.
+        The reused tokens then end where a call that computed log-probabilities ended.
         """
         session, scores = self.sessions[slot], self.scores[slot]
         found = common_prefix(self.tokens[slot, : session.position], prompt)
@@ -86,8 +87,8 @@ class PrefixCache:
     def scored_positions(self, cached: int) -> int:
         """Return how many of `cached` tokens a request with prompt_logprobs can reuse.
 
-        The result is a multiple of `score_width`. The last call must be repeated, because its
-        logits are not cached.
+        The result is a multiple of `score_width`, because calls of the model are reused as a unit.
+        The last call must be repeated, because its logits are not cached.
         """
         return max(0, cached - 1) // self.score_width * self.score_width
 
@@ -107,7 +108,10 @@ class PrefixCache:
         return bool(longer and self.store.fetching(self.sessions[0], prompt))
 
     def _cached(self, prompt: np.ndarray, top: int | None) -> list[int]:
-        """Return how many tokens of `prompt` each slot has."""
+        """Return for each slot how many tokens of `prompt` can be reused from it.
+
+        `top`: `prompt_logprobs` of the request.
+        """
         return [self.cached_in(prompt, slot, top) for slot in range(len(self.sessions))]
 
     def _on_disk(self, prompt: np.ndarray, top: int | None) -> int:

@@ -111,9 +111,9 @@ class PrefixStore:
         return not self._fetched[name].done()
 
     def offer(self, session: Session, prompt: np.ndarray) -> None:
-        """Store the state of `session` in another thread, if later prompts are likely to need it.
+        """Store the state of `session` if later prompts are likely to need it.
 
-        The caller calls this after each chunk of `prompt`, i32 [n].
+        Another thread writes the file. The caller calls this after each chunk of `prompt`, i32 [n].
         """
         position = session.position
         if not position or position != session.chunked_tokens or not session.settled or not self._writable:
@@ -142,7 +142,7 @@ class PrefixStore:
         return position
 
     def save(self, session: Session, tokens: np.ndarray) -> Future:
-        """Store the state of `session`, which has read `tokens`, in another thread.
+        """Store the state of `session`, which has read `tokens`; another thread writes the file.
 
         The result of the returned future is the size of the file in bytes, or 0 if it was not
         written.
@@ -157,7 +157,7 @@ class PrefixStore:
             self._writing.result()
 
     def _positions(self, session: Session, prompt: np.ndarray) -> set[int]:
-        """Return the positions of `prompt` after which its state should be stored."""
+        """Return the positions in `prompt` at which the state of `session` should be stored."""
         found, _ = self._longest(session, prompt)
         last = self._complete(len(prompt) - 1)
         wanted = {last} if last >= 2 * found else set()
@@ -167,7 +167,10 @@ class PrefixStore:
         return {position for position in wanted if position >= MIN_CHUNKS * self.width and position > found}
 
     def _longest(self, session: Session, prompt: np.ndarray) -> tuple[int, StateFile | None]:
-        """Return length and state of the longest stored prefix of `prompt`, or (0, None)."""
+        """Return the length of the longest stored prefix of `prompt`, and the state that has it.
+
+        Returns (0, None) if no prefix is stored.
+        """
         found: tuple[int, StateFile | None] = 0, None
         for state in self._states():
             position = self._common(state, prompt)
@@ -176,7 +179,7 @@ class PrefixStore:
         return found
 
     def _common(self, state: StateFile, prompt: np.ndarray) -> int:
-        """Return the length of the common prefix of a state and `prompt`, in complete chunks."""
+        """Return how many first tokens a state and `prompt` share, all in complete chunks."""
         return self._complete(common_prefix(state.tokens, prompt))
 
     def _complete(self, tokens: int) -> int:
@@ -191,7 +194,7 @@ class PrefixStore:
         return list(self._known.values())
 
     def _list(self) -> None:
-        """Update the known states from the files in the folder."""
+        """Update the list of stored states from the files in the bundle's folder."""
         names = set()
         with contextlib.suppress(OSError):
             names = {e.name for e in os.scandir(self.folder) if e.name.endswith(SUFFIX) and not e.name.startswith(".")}

@@ -120,10 +120,10 @@ class TokenOutput:
 
 @dataclass
 class Timing:
-    """The times of a request's steps, in `time.monotonic` seconds; 0 for a step still to come.
+    """The times at which a request reached its steps, in `time.monotonic` seconds; 0 before a step.
 
-    `arrived`: the request was created. `started`: it got a slot. `first`, `last`: its first and its
-    latest token was generated.
+    `arrived`: when the request was created. `started`: when it got a slot. `first`, `last`: when
+    its first and its latest token were generated.
     """
 
     arrived: float = field(default_factory=time.monotonic)
@@ -175,9 +175,9 @@ class Request:
             repetition_stop: whether a repetition loop ends the request.
             top_logprobs: number of most probable tokens to report for each token of the answer,
                 with their log-probabilities and that of the token; None for no log-probabilities.
-            prompt_logprobs: the same for the tokens of the prompt, which `self.scores` will have.
-                With prompt_logprobs, max_tokens may be 0, and the events also report the stop
-                token.
+            prompt_logprobs: like top_logprobs, but for the tokens of the prompt; `self.scores`
+                stores them. With prompt_logprobs, max_tokens may be 0, and the events also
+                report the stop token.
             output: converts tokens to events; by default a TokenOutput.
             client: name of the client; clients get equal shares of the slots.
             priority: requests with a lower number run first.

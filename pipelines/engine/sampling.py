@@ -40,7 +40,8 @@ class Sampling:
     temperature: 0 means greedy decoding.
     top_k, top_p, min_p, repeat_penalty: the values 0, 1, 0 and 1 have no effect.
     seed: generations with equal seeds have equal tokens; without a seed each generation differs.
-    frequency_penalty, presence_penalty, logit_bias: OpenAI's; logit_bias maps token ids to numbers.
+    frequency_penalty, presence_penalty, logit_bias: as in OpenAI's API; logit_bias maps token
+        ids to numbers that are added to the logits.
     temperature_schedule: "linear:0.2:100" or "cosine:0.2:100" changes the temperature to 0.2 over
         the first 100 tokens; "constant:0.2:100" does not change it.
     """
@@ -104,7 +105,10 @@ class Sampling:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether the choice needs the logits; if not, it is the token with the largest logit."""
+        """Whether the choice of a token needs all logits.
+
+        If not, the choice is the token with the largest logit.
+        """
         return self.is_random or self.repeat_penalty != 1 or self.shifts_logits
 
     @property
@@ -248,7 +252,8 @@ def lead(logits: np.ndarray) -> float:
 def _drawn(sums: np.ndarray, goal: float) -> int:
     """Return the first index whose running sum in `sums` exceeds `goal`.
 
-    If no running sum does because of rounding, returns the last index with a positive weight.
+    sums: running sums of weights. If rounding leaves no sum above `goal`, returns the last index
+    with a positive weight.
     """
     return int(min(sums.searchsorted(goal, side="right"), sums.searchsorted(sums[-1])))
 

@@ -23,7 +23,7 @@ from castiron.vmfb.program import NanLogitsError, SessionError
 class Observer:
     """A receiver of the scheduler's events; this base class ignores them.
 
-    Its methods are called on the thread that runs the turn.
+    Its methods are called in the thread that called `Scheduler.turn`.
     """
 
     def started(self, request: Request) -> None:
@@ -155,7 +155,7 @@ class Scheduler:
         """Read the next chunk of a prompt or of forced tokens; return whether there was one.
 
         forced: requests, by slot, for which a constraint forced several tokens that the model has
-        not read yet.
+        not read yet. events: list to which the events of the request are added.
         """
         if (chosen := self.requests.next(forced)) is None:
             return False
@@ -218,7 +218,7 @@ class Scheduler:
         self.observer.preempted(request)
 
     def _start(self, request: Request) -> int:
-        """Give a waiting request a slot, prepare the states of the slot, and return it."""
+        """Give a waiting request a slot, and prepare the states of the slot; return the slot."""
         free = self.requests.free
         if paused := request.paused:
             slot = self.cache.resume(paused, [*request.prompt, *request.tokens], free)

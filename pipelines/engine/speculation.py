@@ -97,7 +97,7 @@ class Ngrams:
 
 
 def match_kind(length: int) -> int:
-    """Return the index in `FOLLOWED` for a match of `length` tokens: 0 for 2-3, 1 for 4-7, ..."""
+    """Return the index in `FOLLOWED` of the hit rate after a match of `length` tokens."""
     return min(length, MAX_MATCH).bit_length() - 2
 
 
@@ -116,7 +116,7 @@ class SourceStats:
 
 @dataclass
 class Pass:
-    """One call of the model over the last token of the text and proposed tokens.
+    """One call of the model, which reads the last token of the text and proposed tokens.
 
     `argmaxes[i]`: the most probable token after `tokens[i]`. `source`: "ngram", "draft" or None.
     `before`: snapshot of the session before the call, None without proposals. `guesses`: proposals
@@ -138,8 +138,8 @@ class Speculator:
     """The speculative decoding of one request; each pass chooses one or several tokens.
 
     `self.stats`: counts by source of proposals. `self.passes`: number of model calls that checked
-    proposals. `self.spent`: seconds of all passes. `self.draft_seconds`: seconds of these in the
-    draft model. `self.prompt_seconds`: seconds of the prompt's prefill, which the caller sets.
+    proposals. `self.spent`: seconds of all passes. `self.draft_seconds`: how many of these the
+    draft model took. `self.prompt_seconds`: seconds of the prompt's prefill, which the caller sets.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Speculator:
         return f"{self.accepted} of {self.proposed} proposed tokens were right{sources}"
 
     def report(self) -> dict:
-        """Return the counts, and the fraction of the time in the draft model, as a JSON object."""
+        """Return counts of passes and tokens, and the draft's share of the time, as JSON."""
         sources = {name: {"proposed": stats.proposed, "accepted": stats.accepted} for name, stats in self.stats.items()}
         return {"passes": self.passes, "draft_share": round(self.draft_share, 4), "sources": sources}
 
@@ -210,7 +210,7 @@ class Speculator:
     def _read(self, token: int) -> Pass:
         """Call the model with `token`, the last of the text, and with proposals after it.
 
-        The source and number of proposals are chosen for the most expected tokens per second.
+        The source and number of proposals maximise the expected tokens per second.
         """
         start = self.clock()
         source, count = self._plan()
@@ -356,8 +356,8 @@ class Speculator:
     def _rate(self, guesses: Sequence[Guess], count: int, more_seconds: float = 0.0) -> float:
         """Return the expected tokens per second of a pass with `count` proposals of the draft.
 
-        `guesses`: the proposals that are known, the first ones. `more_seconds`: additional time of
-        the pass.
+        `guesses`: the first of these proposals, as far as the draft has made them. `more_seconds`:
+        seconds that are added to the expected time of the pass.
         """
         assert self.draft
         padded = [*guesses[:count], *[None] * (count - len(guesses))]
@@ -388,7 +388,7 @@ class Speculator:
         return found
 
     def _allowed(self, width: int) -> int:
-        """Return how many of `width` - 1 proposals from the text the constraint allows."""
+        """Return how many proposals from the text, at most `width` - 1, the constraint allows."""
         if not self.request.constraint:
             return width
         constraint, count = self.request.constraint.copy(), 0

@@ -28,9 +28,10 @@ from castiron.vmfb.manifest import Manifest
 def bench(
     bundle: Bundle, settings: Settings, against: Sequence[str], checkpoint: str | None, progress: Progress
 ) -> dict[str, Any]:
-    """Return measurements of a bundle and of the engines `against`, as --json prints them.
+    """Return measurements of a bundle and of other engines, as --json prints them.
 
-    checkpoint: the model that the other engines load; None for the bundle's checkpoint.
+    against: names of the other engines. checkpoint: the model that they load; None for the
+    checkpoint that the bundle was compiled from.
     """
     if settings.context > bundle.manifest.max_context:
         raise PipelineError(
@@ -63,9 +64,10 @@ def bench(
 
 
 def add_peers(engines: dict[str, Engine], against: Sequence[str], source: Path) -> dict[str, str]:
-    """Add the engines `against` to `engines`; return why an engine cannot run, by its name.
+    """Add the engines named in `against` to `engines`, except those that cannot run.
 
-    source: path of the checkpoint that the engines load.
+    source: path of the checkpoint that the engines load. Returns {engine name: reason} for the
+    engines that cannot run.
     """
     from castiron.reference.peers import PEERS
 
@@ -97,7 +99,11 @@ def summarise(engine: Engine) -> dict[str, Any]:
 
 
 def ratios(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> dict[str, float]:
-    """Return castiron's advantages from two results of `summarise`: above 1, it is better."""
+    """Return the ratio of castiron's result to another engine's for each measurement.
+
+    ours, peer: results of `summarise`. Ratios of times and of memory are inverted, so that castiron
+    is better if a ratio is above 1.
+    """
     return {
         "decode": round(ours["decode_tok_s"] / peer["decode_tok_s"], 3),
         "prefill": round(ours["prefill_tok_s"] / peer["prefill_tok_s"], 3),
@@ -160,8 +166,8 @@ class Workload:
     def decode_bytes(self, depth: int, tokens: int) -> float:
         """Return the mean bytes of weights and KV cache that a decode step reads.
 
-        depth: position of the first token. tokens: number of tokens. Weights include one row of the
-        embedding and the chosen experts.
+        depth: position of the first decoded token. tokens: number of decoded tokens. Weights
+        include one row of the embedding and the chosen experts.
         """
         weights = sum(kernel["calls"] * kernel["weights"] for kernel in self._kernels())
         # Only kernels that read the KV cache have bytes that grow with the position; at position 0 they read one entry.

@@ -160,13 +160,13 @@ def time_to_first_token(engine: str, model: str, settings: Settings, tokens: Seq
 def measure(
     engines: dict[str, Engine], settings: Settings, tokens: Sequence[int], machine: Machine, progress: Progress
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Measure engines in turns, and add the measurements to `engines`.
+    """Measure engines alternately, and add the measurements to `engines`.
 
     The engines run for `settings.rounds` rounds, after one round that is not measured. An engine
     that fails is removed from `engines`; if castiron fails, raises EngineError.
 
-    tokens: token ids of the prompt. Returns the machine's limits (read_gb_s and peak_gflop_s, one
-    value per round), and why engines failed, by their names.
+    tokens: token ids of the prompt. Returns (limits, reasons). limits: the machine's read_gb_s and
+    peak_gflop_s, one value per round. reasons: why an engine failed, by the engine's name.
     """
     workers: dict[str, Worker] = {}
     limits: dict[str, list[float]] = {"read_gb_s": [], "peak_gflop_s": []}
@@ -218,7 +218,7 @@ def measure(
 
 
 class Castiron:
-    """castiron's engine with the same methods as the engines in `reference.peers`."""
+    """castiron's engine, with the methods that `serve_engine` calls, as in `reference.peers`."""
 
     def __init__(self, model: str, threads: int, context: int):
         from castiron.vmfb.bundle import open_bundle

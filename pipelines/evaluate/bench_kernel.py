@@ -33,10 +33,11 @@ Progress = Callable[[str, float], None]
 
 
 def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, position: int) -> dict[str, np.ndarray]:
-    """Return random operands for a kernel, arrays by name.
+    """Return random operands for a kernel, as arrays by operand name.
 
-    codec: codec of the weights. sizes: numbers of the kernel's --shape. tokens: rows of x.
-    position: number of entries in the KV cache. Ids of experts and tokens are 0, 1, 2, ...
+    codec: codec of the weights. sizes: numbers of the kernel's --shape. tokens: number of tokens,
+    one for each row of x. position: number of entries in the KV cache. Ids of experts and tokens
+    are 0, 1, 2, ...
     """
     rng = np.random.default_rng(0)
     full = {"length": tokens, "start": position, "position": position, "counters": 0}
@@ -78,9 +79,11 @@ class KernelRun:
 def kernel_run(
     kind: str, shape: str, tokens: int | None, codec: str, numerics: str, threads: int, context: int, cache: str = "f32"
 ) -> KernelRun:
-    """Return a kernel for this machine with its settings; arguments are those of `named_kernel`.
+    """Return a kernel for this machine, with its settings and the position at which it runs.
 
-    The kernel's position is the last one in the context after which its tokens fit.
+    The position is the last one in the context after which the kernel's tokens fit. The arguments
+    are the options of `castiron bench --kernel`: kind is a key of KINDS, shape is like "1536x576",
+    and tokens is None for the kind's default.
     """
     from castiron.vmfb.targets import resolve
 

@@ -24,10 +24,11 @@ def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, low
     OSError or ValueError for a checkpoint that HF cannot load.
 
     Returns:
-        The object that `castiron diff --json` prints. modules: in execution order; a difference is
-        the max absolute one, divided by the root mean square of HF's values. first: the first
-        module whose difference exceeds `tolerance`, or None. operations: (kind, module path) of the
-        layer operations between the last equal module and the first different one.
+        The object that `castiron diff --json` prints. modules: the difference of each module's
+        activations, in execution order. It is the max absolute difference, divided by the root mean
+        square of HF's values. first: the first module whose difference exceeds `tolerance`, or
+        None. operations: (kind, module path) of the layer operations between the last equal module
+        and the first different one.
     """
     if checkpoint.encoding:
         raise CheckpointError(f"{checkpoint.path} is an embedding model; castiron diff compares models that generate text")
@@ -85,7 +86,7 @@ def _activations(checkpoint: Checkpoint, module, function: str, tokens: Sequence
 def _distance(ours: np.ndarray, theirs: np.ndarray) -> float | None:
     """Return the max absolute difference, divided by the root mean square of `theirs`.
 
-    Both are [tokens, ...]; `ours` may have the last token only. None for other shapes.
+    Both are [tokens, ...]; `ours` may have the last token only. Returns None if other sizes differ.
     """
     rows = theirs.reshape(len(theirs), -1) if theirs.ndim > 1 else theirs[None]
     mine = ours.reshape(len(ours), -1)

@@ -175,8 +175,8 @@ def _probe(
 ) -> Kernel:
     """Return a probe kernel, with one workgroup per row of its result.
 
-    x: type of the operand. result: shape of the f32 result. flops, nbytes: work of one call.
-    write: called as write(body, x, y), emits the kernel's body.
+    x: type of the operand. result: shape of the f32 result. flops, nbytes: work of one call. write:
+    function that emits the kernel's body; called as write(body, x, y).
     """
     y = {"y": TensorType(result, F32)}
     return Kernel(f"probe_{name}", {"x": x}, y, result[0], write, dict, flops=flops, nbytes=nbytes)
@@ -277,7 +277,7 @@ class Machine:
             self.probes[limit] = TimedKernel(kernel, {"x": values}, threads)
 
     def measure(self, limit: str, seconds: float = LOAD_SECONDS) -> float:
-        """Return a limit of the machine, the mean over `seconds`; 0 if the CPU lacks instructions.
+        """Return a limit of the machine, measured for `seconds`; 0 if the CPU cannot run the probe.
 
         limit: `read_gb_s` for GB/s, or a key of PEAKS for 10^9 operations/s. A multiply-add counts
         as two operations.
@@ -299,8 +299,8 @@ def peak_of(kernel: str) -> str:
 def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: Mapping[str, float]) -> tuple[str, float | None]:
     """Return what bounds a kernel, and the fraction of that limit that it reaches.
 
-    nbytes, flops, seconds: work and time of one call. The bound is "memory", "compute", or "cache"
-    with the fraction None, if the kernel read faster than the memory bandwidth.
+    nbytes, flops, seconds: work and time of one call. The bound is "memory", "compute" or "cache".
+    It is "cache", with the fraction None, if the kernel read faster than the memory bandwidth.
     """
     reading, computing = nbytes / limits["read_gb_s"] / 1e9, flops / limits[peak_of(kernel)] / 1e9
     bound = "compute" if computing >= reading else "memory" if reading <= seconds else "cache"

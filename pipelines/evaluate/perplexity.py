@@ -82,7 +82,7 @@ def statistics(found: Compared) -> dict:
     """Return the statistics that `llama-perplexity --kl-divergence` prints, by name.
 
     Probabilities are 0 to 1, not percentages. As in llama.cpp, the error of the perplexity ratio is
-    computed from the difference for each token, so it includes the covariance.
+    computed from each token's difference of log-likelihoods, so it includes the covariance.
     """
     log_ratio = mean_and_error(found.nll - found.nll_base)
     ratio = float(np.exp(log_ratio["mean"]))
@@ -105,7 +105,7 @@ def statistics(found: Compared) -> dict:
 class Chunk:
     """A part of the text. The model reads `tokens`, and `targets` are scored.
 
-    targets: the tokens that follow each of `tokens[first:]` in the text.
+    targets: for each of `tokens[first:]`, the token that follows it in the text.
     """
 
     tokens: list[int]
@@ -114,9 +114,10 @@ class Chunk:
 
 
 def bundle_rows(session: Session, steps: bool = False) -> Rows:
-    """Return a function that yields a bundle's logits (see `Rows`).
+    """Return a function that yields a bundle's logits, f32 [vocab], after each token of a text.
 
-    They come from the bundle's verify functions or, with `steps`, from its decode step.
+    The function's arguments are the tokens, and the index of the first token whose logits are
+    needed. It calls the bundle's verify functions or, if `steps` is true, its decode step.
     """
 
     def rows(tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
@@ -135,7 +136,7 @@ def bundle_rows(session: Session, steps: bool = False) -> Rows:
 
 
 def text_of(path: str | None = None) -> str:
-    """Return the text of a file without its last line feed; None reads castiron's default text."""
+    """Return the text of a file without its last line feed; None for castiron's default text."""
     try:
         text = (Path(path) if path else files("castiron.pipelines.evaluate") / DEFAULT_TEXT).read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -182,9 +183,9 @@ def chunks_of(tokens: Sequence[int], context: int, max_chunks: int | None = None
 
 
 def _scored(chunks: Sequence[Chunk], progress: Progress, *models: Rows) -> Iterator[tuple]:
-    """Yield (logits of each model in `models`..., token) for every scored token.
+    """Yield a tuple for every scored token: the logits of each model, then the token's id.
 
-    progress: called with (finished chunks, all chunks).
+    models: functions that yield logits. progress: called with (finished chunks, all chunks).
     """
     for done, chunk in enumerate(chunks):
         progress(done, len(chunks))

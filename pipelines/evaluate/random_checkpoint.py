@@ -132,7 +132,7 @@ def _tensor(name: str, shape: tuple[int, ...], codec: str) -> Tensor:
 
 
 def _write(file: str, header: bytes, tensors: Sequence[Tensor], alignment: int, progress: Progress) -> Path:
-    """Return the path of the cache file `file`, after writing a header and tensors to it.
+    """Write a header and tensors to the cache file `file`, and return its path.
 
     An existing file with this header and size is not written again. alignment: each tensor is
     padded to a multiple of this many bytes.
@@ -182,7 +182,8 @@ def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndar
 def random_tile(codec_name: str) -> np.ndarray:
     """Return about TILE_BYTES of random blocks in a codec, u8 [bytes].
 
-    The number of blocks is odd, so that matrix rows that repeat them differ.
+    Matrices are filled with copies of these blocks. The number of blocks is odd, so that the rows
+    of such a matrix differ.
     """
     codec = codec_of(codec_name)
     blocks = TILE_BYTES // codec.block_bytes | 1
@@ -190,5 +191,5 @@ def random_tile(codec_name: str) -> np.ndarray:
 
 
 def tiled_rows(codec_name: str, rows: int, in_features: int) -> np.ndarray:
-    """Return random weights in a codec, u8 [rows, row_bytes], that repeat `random_tile`."""
+    """Return weights in a codec, u8 [rows, row_bytes], filled with copies of `random_tile`."""
     return np.resize(random_tile(codec_name), (rows, row_bytes(codec_name, in_features)))

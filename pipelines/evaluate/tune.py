@@ -96,13 +96,16 @@ class Bench:
         return open_bundle(self.directory / name)
 
     def matmuls(self) -> dict[str, MatmulSearch]:
-        """Return a search for each matmul, by its name, in the first function that contains it."""
+        """Return a new search for each matmul, by the matmul's name.
+
+        The matmul is timed in the first function that contains it.
+        """
         return {name: MatmulSearch(matmul, function) for name, (matmul, function, _) in self.kernels.items()}
 
     def gains(self, tiles: TilesByMatmul, repeats: int) -> dict[str, tuple[float, float]]:
         """Return (seconds with default tiles, speed-up with `tiles`) for each matmul in `tiles`.
 
-        repeats: how many times both are measured, in turns; the shortest times count.
+        repeats: how many times both are measured, alternately; the shortest times count.
         """
         module = self._lowered(tiles)
         candidate = self.directory / "candidate.vmfb"
@@ -125,9 +128,9 @@ class Bench:
         return found
 
     def _times(self, model: Path, function: Function) -> Iterator[tuple[str, float]]:
-        """Yield (name, seconds of one call) of each kernel that `function` of module `model` runs.
+        """Yield (name, seconds of one call) of each kernel that `function` runs.
 
-        The function runs for about MEASURE_SECONDS.
+        model: path of the compiled module with the function, which runs for about MEASURE_SECONDS.
         """
         measure = lambda runs: dispatches(
             model, self.bundle.file(WEIGHTS), self.bundle.manifest, function, POSITION, self.threads, runs
@@ -154,9 +157,11 @@ class Bench:
 
 
 def search(bench: Bench, searches: dict[str, MatmulSearch], progress: Progress) -> int:
-    """Return the number of rounds that did not compile; store the best tiles in `searches`.
+    """Find the best tiles of each matmul, and store them in `searches`.
 
-    Times all candidates of each matmul, then measures the fastest one again to confirm it.
+    Each round compiles a module with one candidate for the tiles of each matmul, and times its
+    kernels. In the end, the fastest candidates are timed again to confirm them. Returns the number
+    of rounds that did not compile.
     """
     refused = 0
     candidates = {name: list(neighbours(found.matmul, bench.isa, bench.threads)) for name, found in searches.items()}

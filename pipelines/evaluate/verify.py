@@ -162,8 +162,8 @@ def adapter_of(bundle: Bundle) -> Path | None:
 def _unchanged(bundle: Bundle, key: str, what: str, sha256: Callable[[Path], str | None]) -> Path | None:
     """Return the path of a file or folder that the bundle was compiled with; None without one.
 
-    key: its key in the manifest's `source`. what: its name for the error. sha256: computes its
-    hash. Raises PipelineError if the hash differs from that in the manifest.
+    key: its key in the manifest's `source`. what: what the error message calls it. sha256: function
+    that computes its hash. Raises PipelineError if the hash differs from that in the manifest.
     """
     if (recorded := bundle.manifest.source.get(key)) is None:
         return None
@@ -203,7 +203,8 @@ def load_reference(path: Path, weights: str, threads: int | None, adapter: Path 
 def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[str, np.ndarray]) -> None:
     """Round the matrices of an HF model in place to the values that a bundle stores.
 
-    weights: the bundle's --weights. importance: that of each weight's columns, by tensor name.
+    weights: the bundle's --weights. importance: the importance of each column of a weight, by
+    tensor name.
     """
     import torch
     from transformers.pytorch_utils import Conv1D
@@ -235,8 +236,9 @@ def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[s
 def expect(model, prompt: list[int], ours: list[int]):
     """Return HF's greedy tokens after a prompt, valid up to the first difference from `ours`.
 
-    ours: the tokens that castiron generated. HF reads them in one forward pass, which gives its
-    choice after each prefix. If two logits are closer than `CERTAIN`, HF generates token by token.
+    ours: the tokens that castiron generated. HF reads them in one forward pass, which gives the
+    token that HF would choose after each of them. If two logits are closer than `CERTAIN`, HF
+    generates token by token.
     """
     import torch
 
@@ -263,7 +265,7 @@ def greedy(session, prompt: Sequence[int], n: int) -> list[int]:
 
 
 def compare(session, model, prompt: Prompt, tokens: list[int], n: int) -> dict[str, Any]:
-    """Return how `n` greedy tokens of castiron compare with those of HF, for one prompt.
+    """Return a comparison of `n` greedy tokens of castiron with those of HF, for one prompt.
 
     tokens: the prompt's ids. The result is the prompt's object in `castiron verify --json`.
     """

@@ -69,9 +69,9 @@ def render(
 
 
 def _with_reasoning(message: Mapping) -> Mapping:
-    """Return a message with its reasoning under both names that templates read.
+    """Return `message` with its reasoning under both keys that templates use.
 
-    gpt-oss's template reads `thinking`, most others read `reasoning_content`.
+    gpt-oss's template uses the key `thinking`, most others use `reasoning_content`.
     """
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
@@ -89,7 +89,7 @@ def variables_of(template: str) -> list[str]:
 
 
 def reads_tools(template: str | None) -> bool:
-    """Return whether a template reads `tools`, to describe functions to the model."""
+    """Return whether a template uses the variable `tools` to describe functions to the model."""
     return "tools" in _names(template or "")[0]
 
 
@@ -98,9 +98,10 @@ def describe_tools(
 ) -> list[dict[str, Any]]:
     """Return `messages` with a description of `tools` in the system message.
 
-    If `form` is HERMES, calls and their results in the messages become text too. has_system:
-    whether the template accepts a system message; otherwise its text is put before the user's first
-    message. PipelineError for messages whose calls are not in OpenAI's format.
+    form: format in which the model writes calls. If it is HERMES, the calls in `messages` and their
+    results are converted to text too. has_system: whether the template accepts a system message.
+    Otherwise, the text of the system message is put before that of the first user message. Raises
+    PipelineError if the calls of a message are not in OpenAI's format.
     """
     shown = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     texts, found = [DESCRIPTION.format(tools=shown, call=form.write([CALL]))], []
@@ -139,7 +140,7 @@ def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def takes_system(template: str) -> bool:
-    """Return whether a template accepts a system message, as Gemma 2's does not."""
+    """Return whether a template accepts a system message; Gemma 2's template rejects it."""
     try:
         render(template, [{"role": role, "content": "x"} for role in ("system", "user")])
     except PipelineError:
@@ -159,7 +160,10 @@ def check_variables(template: str | None, given: Mapping[str, object]) -> None:
 
 @lru_cache(maxsize=8)
 def _names(template: str) -> tuple[set[str], set[str]]:
-    """Return (variables that a template reads, Jinja's global names); empty if it is invalid."""
+    """Return (names of the variables that a template reads, names of Jinja's globals).
+
+    Both are empty if the template is not valid Jinja.
+    """
     from jinja2 import TemplateError, meta
 
     environment = _environment()
@@ -182,10 +186,10 @@ def _compiled(template: str) -> Any:
 
 @cache
 def _environment() -> Any:
-    """Return the Jinja environment of chat templates.
+    """Return the Jinja environment in which chat templates are rendered.
 
-    It is that of transformers' chat_template_utils._compile_jinja_template, without the tracking of
-    the assistant's tokens.
+    It has the settings of transformers' chat_template_utils._compile_jinja_template, but does not
+    record which tokens are the assistant's.
     """
     import jinja2
     from jinja2.ext import Extension, loopcontrols
@@ -219,5 +223,5 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 
 def _short(error: Exception) -> str:
-    """Return the message of an error as one short line; a template can raise any text."""
+    """Return the message of an error as one short line, because a template can raise any text."""
     return short(str(error) or type(error).__name__, 130)

@@ -64,11 +64,12 @@ class Chat:
         self.messages += others
 
     def answer(self, message: str, progress: Progress | None = None) -> Iterator[str]:
-        """Send a message, and yield pieces of the answer; pieces of reasoning are `Reasoning`.
+        """Send a message, and yield pieces of the answer as they are generated.
 
-        progress: called with (prompt tokens read, all prompt tokens). If the iterator is closed
-        early, the answer so far stays in the conversation. Raises PipelineError, and leaves the
-        conversation unchanged, if the message does not fit in the context.
+        Pieces of the model's reasoning have the type `Reasoning`, all others are str. progress:
+        called with (prompt tokens read, all prompt tokens). If the iterator is closed early, the
+        answer so far stays in the conversation. Raises PipelineError, and leaves the conversation
+        unchanged, if the message does not fit in the context.
         """
         return self._answer([*self.messages, {"role": "user", "content": message}], progress)
 
@@ -115,8 +116,9 @@ class Chat:
     def _fit(self, messages: list[dict]) -> tuple[list[dict], list[int], int]:
         """Return (messages that fit, their token ids, number of dropped messages).
 
-        If the answer has too little space, the oldest turns are dropped until it has enough, and at
-        least 1 / SHARE of the context.
+        If the context has too little space for the answer, the oldest turns are dropped. They are
+        dropped until the answer has enough space, and the prompt is shorter by at least 1 / SHARE
+        of the context. Raises PipelineError if the last message alone does not fit.
         """
         context = self.engine.context
         needed = max(1, min(self.max_tokens or context, context // SHARE))

@@ -40,8 +40,10 @@ _TOKEN = re.compile(rf"<[^<>\s]*>|\[[A-Z_/]+\]|\s+|{ID}|\w+|.", re.DOTALL)
 def tool_format_of(template: str | None, special_tokens: Mapping[str, str] = {}) -> ToolFormat | None:
     """Return the format in which a chat template writes tool calls; None if it is unknown.
 
-    A derived format must parse the calls that the template writes. If the template writes no calls,
-    the format is that in KNOWN for a text in the template.
+    The format is derived from calls that the template renders, if it can parse these calls.
+    Otherwise, the result is the format in KNOWN whose identifying text is in the template. If the
+    template writes calls, this format must parse them too. special_tokens: text of special tokens
+    by name.
     """
     if not template:
         return None
@@ -66,7 +68,10 @@ class _Probe:
         self.writes_calls = False
 
     def render(self, message: Mapping[str, Any] | None, **variables: Any) -> str | None:
-        """Return the text of a conversation that ends in `message`; None if it is rejected."""
+        """Return the text of a conversation that ends in `message`, or None.
+
+        None means that the template rejects the conversation.
+        """
         properties = {key: {"type": kind, "description": "d"} for key, kind in (("k_one", "string"), ("k_two", "integer"))}
         schema = {"type": "object", "properties": properties, "required": []}
         tools = [{"type": "function", "function": {"name": n, "description": "d", "parameters": schema}} for n in NAMES]
@@ -114,9 +119,11 @@ class _Probe:
         return None
 
     def _form(self, style: str, before: str, head: str, body: str, after: str, rest: str) -> ToolFormat:
-        """Return the format; style, before, head, body, after: the parts of one call from `_split`.
+        """Return the tool format that follows from the texts of one call and of two calls.
 
-        rest: the text of two calls after the first name; "" if the template allows only one call.
+        style: style of the arguments. before, head, body, after: the text of one call before the
+        function's name, between name and arguments, the arguments, and the text after them. rest:
+        the text of two calls after the first name; "" if the template allows only one call.
         """
         fields: dict[str, Any] = {}
         if style == "tags":
@@ -137,7 +144,12 @@ class _Probe:
         return ToolFormat(style, begin, head, end, separator, section_begin, section_end, **fields)
 
     def _tags(self, head: str, body: str, after: str) -> tuple[str, str, dict[str, Any]]:
-        """Return (text before the arguments, text after them, fields of `ToolFormat` for tags)."""
+        """Return the parts of a call in the style "tags", and the fields of `ToolFormat` for tags.
+
+        The result is (text between name and arguments, text after the arguments, fields). head,
+        body, after: the text between name and arguments, the arguments, and the text after them, as
+        `_split` found them.
+        """
         first, _, rest = (head + body + after).partition("k_one")
         key_end, _, rest = rest.partition("v_one")
         between, _, rest = rest.partition("k_two")
@@ -156,7 +168,7 @@ class _Probe:
         return first[: len(first) - len(key_begin)], last.removeprefix(value_end), fields
 
     def prompts_call(self, form: ToolFormat) -> bool:
-        """Return whether the template itself writes the start mark of a call at a prompt's end."""
+        """Return whether rendered prompts end in the start mark of a call in the format `form`."""
         prompt = self.render(None, add_generation_prompt=True) or ""
         return prompt.rstrip().endswith(form.triggers or ("\0",))
 
@@ -178,9 +190,10 @@ class _Probe:
 
 
 def _split(text: str) -> tuple[str, str, str, str, str] | None:
-    """Return (style, text before the name, text after it, arguments, text after them) of a call.
+    """Return the style of a call and the parts of its text, or None if the style is unknown.
 
-    None if the style is unknown.
+    The result is (style, text before the function's name, text between name and arguments,
+    arguments, text after the arguments).
     """
     before, _, rest = text.partition(NAMES[0])
     before = _with_ids(before)
@@ -195,7 +208,11 @@ def _split(text: str) -> tuple[str, str, str, str, str] | None:
 
 
 def _after_arguments(text: str, fields: Mapping[str, Any]) -> str:
-    """Return the text after the arguments of a call; text: the call's text after its name."""
+    """Return the text after the arguments of a call.
+
+    text: the call's text after the function's name. fields: the fields of `ToolFormat` that are
+    already known.
+    """
     for pattern in STYLES.values():
         if found := pattern.search(text):
             return _with_ids(text[found.end() :])
@@ -203,14 +220,16 @@ def _after_arguments(text: str, fields: Mapping[str, Any]) -> str:
 
 
 def _with_ids(text: str) -> str:
-    """Return a text in which ids and indices of calls are replaced by ID."""
+    """Return a text in which ids and indices of calls are replaced by the placeholder ID."""
     return re.sub("|".join(IDS) + r"|(?<!\w)\d+(?!\w)", ID, text)
 
 
 def _without_turn(text: str, ends: Sequence[str], tail: str, marks: Marks) -> str:
-    """Return the text of calls without empty reasoning before it and the end of the turn after it.
+    """Return `text`, which has calls, without the parts that belong to the turn around them.
 
-    ends: texts that end a turn. tail: text after a plain answer. marks: marks of reasoning.
+    These parts are empty reasoning before the calls and the end of the turn after them. ends: texts
+    that end a turn. tail: the text that follows an answer without calls. marks: start and end marks
+    of reasoning.
     """
     start = text.index(NAMES[0])
     for _, end in marks:

@@ -35,7 +35,7 @@ class Embedder:
     """An embedding or reranking model with its tokenizer and prompts; threads may share it."""
 
     def __init__(self, bundle: Bundle | Path | str, threads: int | None = None):
-        """Load a bundle; PipelineError for a model that generates text."""
+        """Load a bundle; raise PipelineError if its model generates text."""
         self.bundle = bundle = open_bundle(bundle)
         if bundle.manifest.encoder is None:
             raise PipelineError(
@@ -96,7 +96,10 @@ class Embedder:
         return [self.tokens(query, before[0]), *(self.tokens(document, before[1]) for document in documents)]
 
     def _pair(self, query: str, document: str) -> Tokens:
-        """Return the tokens of a pair of texts; of too many tokens, the longer text loses some."""
+        """Return the tokens of a query and a document, as one input of a reranking model.
+
+        If there are too many tokens, the longer of the two texts is truncated.
+        """
         # The vocabulary size is added to the ids of the second text, if the model has token types.
         found, types = self._encode(query.strip(), document.strip())
         shift = self.bundle.manifest.vocab if self.facts.types else 0
@@ -134,7 +137,10 @@ class Embedder:
             raise PipelineError(f"dimensions is {dimensions}; {self.name} has 1 to {self.hidden}")
 
     def vector(self, tokens: Tokens, dimensions: int | None = None) -> np.ndarray:
-        """Return the vector of a text, f32 [dimensions]; dimensions None: that of the model."""
+        """Return the vector of a text, f32 [dimensions].
+
+        dimensions: how many numbers to return; None for all numbers of the model's vector.
+        """
         self.check_dimensions(dimensions)
         with self._running:
             found = self.encoder.encode(tokens.ids)

@@ -67,11 +67,12 @@ class Fim:
         """Return the token ids of a prompt.
 
         Args:
-            prefix, suffix: the texts before and after the answer; special tokens in them are text.
+            prefix, suffix: the texts before and after the answer. Spellings of special tokens in
+                them are encoded as plain text.
             files: (name, text) of other files.
-            max_tokens: max length of the prompt. A longer prompt loses files, the first one first,
-                then the start of the prefix and the end of the suffix, so that the prefix has three
-                quarters of the space.
+            max_tokens: max length of the prompt. To shorten a prompt, files are left out, the first
+                one first. Then the start of the prefix and the end of the suffix are cut off. If
+                both are long, the prefix gets three quarters of the space.
         """
         head = [self.tokenizer.bos] if self.tokenizer.encode("")[:1] == [self.tokenizer.bos] else []
         before, after = self._encode(prefix), self._encode(suffix, joined=True)
@@ -92,7 +93,7 @@ class Fim:
         return [*head, *begin, *(token for other in others for token in other), *end, *first, *second, *middle]
 
     def _around_files(self) -> tuple[list[int], list[int]]:
-        """Return the token ids before and after the other files of a prompt, as in llama.cpp's."""
+        """Return the token ids before and after the other files, as in llama.cpp's prompts."""
         begin = [] if self.repository is None else [self.repository, *self._encode("myproject\n")]
         return begin, [] if self.file is None else self._file("filename")
 
@@ -102,10 +103,10 @@ class Fim:
         return [self.file, *self._encode(f"{name}\n")]
 
     def _encode(self, text: str, joined: bool = False) -> list[int]:
-        """Return the token ids of a text, in which special tokens are text.
+        """Return the token ids of a text; spellings of special tokens are encoded as plain text.
 
-        joined: whether to leave out the space that SentencePiece puts before a text, as CodeLlama
-        and Mistral do for a suffix.
+        joined: whether to leave out the space that SentencePiece puts before a text. CodeLlama and
+        Mistral leave it out for a suffix.
         """
         if not text:
             return []
@@ -116,14 +117,21 @@ class Fim:
         return self._plain(text)[0]
 
     def _plain(self, text: str) -> tuple[list[int], str]:
-        """Return (token ids of a text, in which special tokens are text; spelling of the first)."""
+        """Return (token ids of a text, text of the first token in the vocabulary).
+
+        Spellings of special tokens are encoded as plain text.
+        """
         given, mark = self.special.broken({"text": check_utf8(text, "the text")})
         found = encode_text(*self.special.sanitised(given["text"], mark), add_special_tokens=False)
         return found.ids, found.tokens[0] if found.tokens else ""
 
 
 def _last(tokens: list[int], space: int) -> list[int]:
-    """Return the end of `tokens`, at most `space` of them, from a multiple of space / CUTS on."""
+    """Return the last tokens, at most `space` of them.
+
+    The number of tokens that are cut off is a multiple of space // CUTS. So the prompts of several
+    requests begin with the same tokens, whose states are cached.
+    """
     step = max(space // CUTS, 1)
     return tokens[-(-max(len(tokens) - space, 0) // step) * step :]
 
@@ -147,11 +155,11 @@ def fim_of(tokenizer: Tokenizer) -> Fim:
 
 
 class LineStops(StopStrings):
-    """Stop strings that also end a text before a line with less indentation, or after a time.
+    """Stop strings that also end a text before a line with less indentation, or at a time limit.
 
     Args:
-        indent: min number of spaces and tabs before the lines after the first one; blank lines
-            don't count.
+        indent: min number of spaces and tabs at the start of each line after the first one; blank
+            lines don't count.
         seconds: the text ends at the first line break after this time; None for no limit.
     """
 

@@ -158,7 +158,7 @@ class Stream(Iterator[str]):
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a prompt.
+    """The text that was generated for a prompt, or the error if the prompt could not run.
 
     index: index of the prompt. tokens: generated ids. text: generated text; None without a
     tokenizer. finish_reason: "stop", "length" or "context", or "error" if there is an `error`.
@@ -188,7 +188,7 @@ class Scored:
 
     @property
     def total(self) -> float:
-        """The logarithm of the probability of all tokens after the first."""
+        """The sum of the log-probabilities of all tokens after the first."""
         return float(self.logprobs[1:].sum())
 
 

@@ -29,10 +29,11 @@ PRECEDING = ("\n", "=")
 
 
 class GrammarConstraint:
-    """A constraint that makes one text match a grammar, from the end of the model's reasoning on.
+    """A constraint that makes one text match a grammar, except for reasoning at its start.
 
-    `matcher`: an llguidance matcher that nothing else uses. `marks`: start and end marks of
-    reasoning. If `prompt` ends in a start mark, the text starts with reasoning.
+    `matcher`: an llguidance matcher that nothing else uses. `marks`: (start mark, end mark) pairs
+    of reasoning. `prompt`: the text before the constrained one. If it ends in a start mark, the
+    constrained text starts with reasoning.
     """
 
     def __init__(self, matcher, grammars: Grammars, marks: Marks = (), prompt: str = ""):
@@ -142,7 +143,8 @@ class GrammarError(PipelineError):
 class Grammar:
     """A compiled grammar.
 
-    `calls`: whether its texts are tool calls. `nbytes`: estimated bytes of memory for each text.
+    `calls`: whether the texts that match it are tool calls. `nbytes`: estimated bytes of memory
+    that constraining one text takes.
     """
 
     def __init__(self, grammars: Grammars, matcher, nbytes: int, calls: bool):
@@ -157,7 +159,11 @@ class Grammar:
 
 
 class Grammars:
-    """A compiler of grammars, which compiles first in a child process with limits, then here."""
+    """A compiler of grammars for one vocabulary.
+
+    It compiles a grammar in a child process with limits of time and memory first. Only if that
+    succeeds, it compiles the grammar in this process.
+    """
 
     def __init__(self, backend, vocabulary: Sequence[bytes], eos: Sequence[int]):
         """Prepare the vocabulary; raise PipelineError if llguidance is not installed.
@@ -185,7 +191,7 @@ class Grammars:
         return self._compiler.make_index(self.tokens, self.special, self.eos, self.encode)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text as they are in the middle of a longer text.
+        """Return the token ids that a text has in the middle of a longer text.
 
         They lack the space that some tokenizers put before a text.
         """
@@ -201,10 +207,11 @@ class Grammars:
         self, *, json_schema: Mapping[str, Any] | bool | None = None, regex: str | None = None, grammar: str | None = None,
         tools: Mapping[str, Any] | None = None, compact_json: bool = False,
     ) -> Grammar:  # fmt: skip
-        """Return a compiled grammar for a complete text; give exactly one definition.
+        """Return a compiled grammar for a complete text; exactly one definition must be given.
 
-        `grammar`: Lark or GBNF. `tools`: result of `Tools.grammar`. `compact_json`: whether JSON
-        has no spaces. Raises GrammarError, which names the unsupported keyword or exceeded limit.
+        The definition is json_schema, regex, `grammar` (Lark or GBNF), or `tools`, the result of
+        `Tools.grammar` for tool calls. `compact_json`: whether JSON has no spaces. Raises
+        GrammarError, which names the unsupported keyword or the exceeded limit.
         """
         given = {"json_schema": json_schema, "regex": regex, "grammar": grammar, "tools": tools}
         kinds = [kind for kind, value in given.items() if value is not None]

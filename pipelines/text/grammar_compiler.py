@@ -47,10 +47,17 @@ ERRORS = (
 
 
 class Compiler:
-    """A converter of grammars for one vocabulary, which also compiles each with llguidance."""
+    """A converter of grammars to llguidance's form, for one vocabulary.
+
+    It also compiles each grammar once, to find errors and exceeded limits.
+    """
 
     def __init__(self, tokens: Sequence[bytes], special: Sequence[int], eos: Sequence[int], marks: Mapping[str, int]):
-        """Index a vocabulary; `tokens`: bytes of each token, `marks`: special token ids by text."""
+        """Create llguidance's index of a vocabulary.
+
+        `tokens`: bytes of each token. `special`: ids of special tokens. `eos`: ids of end tokens.
+        `marks`: ids of special tokens by text.
+        """
         self.marks = marks
         self.index = make_index(tokens, special, eos, lambda text: self.index.greedy_tokenize(text))
         # All bytes in the vocabulary, because some vocabularies lack the bytes of rare characters.
@@ -61,11 +68,11 @@ class Compiler:
 
         Args:
             kind: "json_schema", "regex", "grammar" (Lark or GBNF) or "tools".
-            value: the schema, expression or grammar; for tools `Tools.grammar`.
+            value: the schema, expression or grammar; for "tools", the result of `Tools.grammar`.
             compact: whether JSON has no white space.
 
         Raises:
-            PipelineError: the grammar is not supported, or no token can start a text.
+            PipelineError: the grammar is not supported, or no token can start a matching text.
         """
         definition = self.definition(kind, value, compact)
         matcher = make_matcher(self.index, definition)
@@ -113,16 +120,19 @@ _compiler: Compiler
 
 
 def start(tokens: Sequence[str], *more: Any) -> None:
-    """Prepare the child process for `compile_definition`.
+    """Create the compiler that `compile_definition` uses in this child process.
 
-    The arguments are those of `Compiler`, but tokens are bytes decoded as Latin-1.
+    tokens: bytes of each token, decoded as Latin-1. more: the other arguments of `Compiler`.
     """
     global _compiler
     _compiler = Compiler([token.encode("latin-1") for token in tokens], *more)
 
 
 def compile_definition(kind: str, value: str, compact: bool) -> str:
-    """Return the result of `Compiler.compile` in the child process; value: the grammar as JSON."""
+    """Convert a grammar to llguidance's form with the compiler that `start` created.
+
+    kind, compact: as in `Compiler.compile`. value: the definition of the grammar as JSON text.
+    """
     return _compiler.compile(kind, json.loads(value), compact)
 
 
@@ -145,7 +155,7 @@ def make_matcher(index: Any, definition: str) -> Any:
 
 
 def check_terminals(lark: str) -> None:
-    """Raise PipelineError for terminals that are nested too deeply."""
+    """Raise PipelineError if terminals of a Lark grammar are nested too deeply."""
     # Remove literals and comments, which may contain names of terminals.
     names = re.sub(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/', " ", lark)
     parts = re.split(r"(?m)^[ \t]*(\w+)[^:\n|]*:", names)

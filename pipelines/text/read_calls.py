@@ -35,9 +35,9 @@ class CallReader:
         self.form, self.schemas = form, schemas
 
     def read(self, payload: str) -> list[ReadCall]:
-        """Return the calls, (name, arguments) each, in a text; ValueError if there are none.
+        """Return the calls in `payload` as (name, arguments) pairs; ValueError if there are none.
 
-        payload: the text from the start mark of calls to the end mark.
+        payload: the text of calls from their start mark to their end mark, both included.
         """
         styles = {"json": self._json, "python": self._python, "gemma": self._gemma, "tags": self._tags}
         try:
@@ -50,14 +50,18 @@ class CallReader:
 
     @cached_property
     def head(self) -> re.Pattern:
-        """A pattern of the text of a call before its arguments; group 1 is the function's name."""
+        """The pattern of a call's text before its arguments; group 1 is the function's name."""
         follows = r"\s*(?=\{)" if self.form.style in ("json", "gemma") else ""
         begin, head = _lenient(self.form.begin).removeprefix(r"\s*"), _lenient(self.form.head) + follows
         return re.compile(f"{begin}([\\w.:/-]+){head}".replace(r"\s*\s*", r"\s*"))
 
     @cached_property
     def argument(self) -> re.Pattern:
-        """A pattern of an argument in tags: groups `key`, `value`, and one for each value type."""
+        """The pattern of one argument of a call in the style "tags".
+
+        Its groups are `key`, `value`, and one for each value type, which matches the text between
+        key and value for this type.
+        """
         form = self.form
         # White space next to a value may belong to the value, so it is matched exactly.
         exact = lambda text: re.sub(r"((?:\\?\s)+)", r"(?:\1)?", re.escape(text))
@@ -68,9 +72,10 @@ class CallReader:
         return re.compile(f"(?s){begin}(?P<key>[^\\s<>]+?)(?:{ends})(?P<value>.*?){value_end}{follows}")
 
     def fitted(self, name: str, arguments: Any) -> dict | None:
-        """Return the arguments of a call, or None if they don't match the function's schema.
+        """Return the arguments of a call, or None if they don't match the schema of `name`.
 
-        Arguments that are null are left out if the parameter is optional and cannot be null.
+        Arguments that are null are left out if the parameter is optional and cannot be null. name:
+        the function's name.
         """
         schema = self.schemas.get(name)
         if schema is None or not isinstance(arguments, dict):
@@ -88,7 +93,7 @@ class CallReader:
         return found if all(key in found for key in required) else None
 
     def _inside(self, payload: str) -> str:
-        """Return a payload without its start mark and end mark."""
+        """Return the text of calls, `payload`, without its start mark and end mark."""
         for trigger in self.form.triggers:
             payload = payload.removeprefix(trigger)
         return payload.removesuffix(self.form.close)
@@ -153,7 +158,7 @@ class CallReader:
 
 
 def read_bare(text: str) -> Iterator[ReadCall]:
-    """Parse calls in JSON or Python literals: objects, or a list of them.
+    """Yield the calls in a text without marks: JSON objects, Python literals, or lists of them.
 
     The keys for name and arguments may be any of NAME_KEYS and ARGUMENT_KEYS.
     """
@@ -201,15 +206,20 @@ def _object(value: Any) -> dict:
 
 
 def _by_text(key_end: Mapping[str, str]) -> dict[str, str]:
-    """Return the distinct texts of a `ToolFormat.key_end` by value type, that of strings first."""
+    """Return `key_end` of a `ToolFormat` without repeated texts, as {value type: text}.
+
+    If several types have the same text, only the first one is a key. The text of strings comes
+    first.
+    """
     found = dict.fromkeys(key_end[kind] for kind in sorted(key_end, key=lambda kind: kind != "string"))
     return {next(kind for kind, each in key_end.items() if each == text): text for text in found}
 
 
 def _lenient(text: str) -> str:
-    """Return a regular expression for a text of a format.
+    """Return a regular expression that matches a text of a tool format with any white space.
 
-    It accepts any white space where the text has some, and any identifier where the text has ID.
+    The white space may differ where the text has some, and next to brackets, commas and colons.
+    Where the text has the placeholder ID, the expression matches any identifier.
     """
     pattern = ""
     for part in re.split(rf"(\s+|{ID}|[{{}}\[\],:])", text):

@@ -17,9 +17,9 @@ class Reasoning(str):
 
 
 def marks_of(template: str, tokens: Iterable[str]) -> Marks:
-    """Return (start mark, end mark) pairs, those in `template` before those in `tokens`.
+    """Return the (start mark, end mark) pairs of reasoning in a chat template and in `tokens`.
 
-    tokens: texts of the tokenizer's added tokens.
+    Those in the template come first. tokens: texts of the tokenizer's added tokens.
     """
     ends = dict.fromkeys([*_END.findall(template), *(token for token in tokens if _END.fullmatch(token))])
     return tuple((_start_of(end), end) for end in ends)
@@ -30,14 +30,18 @@ def _start_of(end: str) -> str:
 
 
 class ReasoningSplitter:
-    """A streaming splitter of the reasoning at the start of a text and the answer after it.
+    """A streaming splitter, which separates reasoning at the start of a text from the answer.
 
     Methods return pieces (`Reasoning` or str) as soon as they are final. Only a possible mark and
     white space next to it are held back. Marks inside the answer are part of the answer.
     """
 
     def __init__(self, marks: Marks, prompt: str = ""):
-        """Start a text; if `prompt` (the text before it) ends in a start mark, with reasoning."""
+        """Start a new text.
+
+        marks: (start mark, end mark) pairs. prompt: the text before the new text. If `prompt` ends
+        in a start mark, the new text starts with reasoning.
+        """
         self.marks = marks
         # End marks of the reasoning in progress. A start mark is recognised only before the first word.
         self._ends = tuple(end for start, end in marks if prompt.rstrip().endswith(start))

@@ -50,10 +50,11 @@ class SpecialTokens:
         self._answers = answers
 
     def broken(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-        """Return (template variables with breaks in spellings of special tokens, break character).
+        """Return (the template's variables with breaks in them, the break character).
 
-        given: the template's variables, with the messages. Breaks are also inserted in a part of a
-        spelling at either end of a string. The break character is "" if no break is needed. Raises
+        A break is inserted in each spelling of a special token, so that the spelling stays text. It
+        is also inserted in a part of a spelling at either end of a string. given: the template's
+        variables, including the messages. The break character is "" if no break is needed. Raises
         PipelineError for values that nest too deep.
         """
         try:
@@ -70,10 +71,11 @@ class SpecialTokens:
             raise PipelineError("the messages nest values too deep for a chat template; send them as text") from None
 
     def sanitised(self, text: str, mark: str) -> tuple[Any, str]:
-        """Return (tokenizer, text that it must encode instead of the rendered `text`).
+        """Return (tokenizer, text): what to encode instead of the rendered `text`.
 
-        mark: the break character. Spellings with a break become text, and so do spellings that only
-        normalisation produces, for example from full-width letters.
+        mark: the break character. Spellings of special tokens with a break in them are encoded as
+        plain text. So are spellings that only normalisation produces, for example from full-width
+        letters.
         """
         if not mark and not self._normalised:
             return self._tokenizer, text
@@ -129,7 +131,7 @@ class SpecialTokens:
 
     @cached_property
     def _plain(self) -> Any:
-        """The tokenizer with special tokens renamed, so that their spellings are text."""
+        """The tokenizer with renamed special tokens; it encodes their spellings as plain text."""
         from tokenizers import Tokenizer
 
         described, names = json.loads(self._tokenizer.to_str()), self._names
@@ -165,8 +167,9 @@ class Spellings:
     def breaks(self, text: str) -> list[int]:
         """Return the indices at which `text` needs a break, in ascending order.
 
-        A break is needed after the first character of each spelling, and at an end of the text with
-        a part of a spelling that the template may complete.
+        A break is needed after the first character of each spelling. It is also needed at the start
+        or end of the text if a part of a spelling is there, because the template may complete the
+        spelling.
         """
         low = text.lower()
         if len(low) != len(text):
@@ -190,9 +193,10 @@ def _is_bracketed(word: str) -> bool:
 
 
 def _any_of(words: Collection[str], depth: int = 0) -> str:
-    """Return a regular expression that matches the longest of `words` and reads text only once.
+    """Return a regular expression that matches the longest of `words` at a position of a text.
 
-    depth: depth of the recursion.
+    Words that begin with the same characters share them in the expression, so a match reads each
+    character only once. depth: depth of the recursion.
     """
     if len(words) == 1 or depth == DEEPEST:
         return f"(?:{'|'.join(map(re.escape, sorted(words, key=len, reverse=True)))})"

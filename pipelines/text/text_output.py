@@ -123,7 +123,7 @@ class TextOutput:
         self._pending.append(TextToken(token.id, token.logprob, token.top, self._decoded))
 
     def _release(self, text: str, rest: bool = False) -> list[Event]:
-        """Return the events of text that is now final; text: new text.
+        """Append new text; return the events of the text that is now final.
 
         rest: whether this is the end, so that text that was held back is final too.
         """
@@ -140,7 +140,10 @@ class TextOutput:
         return [delta] if delta.text or delta.reasoning or delta.calls or tokens else []
 
     def _separated(self, text: str, tokens: tuple[TextToken, ...], rest: bool) -> Delta:
-        """Return `text` as a delta in which reasoning and tool calls are separated."""
+        """Return `text` as a delta in which reasoning and tool calls are separated from the answer.
+
+        tokens: the tokens of `text`. rest: whether this is the end of the generated text.
+        """
         reasoning, calls, thinking = "", (), False
         if self._reasoning:
             thinking = self._reasoning.reasoning

@@ -79,7 +79,8 @@ class Tokenizer:
         tool_format: format in which the template writes tool calls; by default `HERMES`, and then
             tools and calls are described to the model in the text of messages.
         parse_special: whether special tokens in messages become tokens instead of text.
-        fim: fill-in-the-middle tokens, as in `vmfb.manifest.Tokens`; others are found by name.
+        fim: ids of fill-in-the-middle tokens by llama.cpp's role, such as "pre". The tokens of
+            other roles are found by their text.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Tokenizer:
     def _render_broken(self, messages: Sequence[Mapping], variables: Mapping) -> tuple[str, str]:
         """Return the rendered text of `messages`, and the break character in it.
 
-        The character separates the spellings of special tokens (see `SpecialTokens.broken`).
+        The character was inserted in spellings of special tokens (see `SpecialTokens.broken`).
         """
         given, mark = {"messages": list(messages), **self.template_args, **variables}, ""
         if self.chat_template is not None and not self.parse_special:
@@ -196,7 +197,10 @@ class Tokenizer:
 
     @property
     def answer_marks(self) -> Marks:
-        """The (start mark, end mark) pairs of text to which grammars do not apply, as reasoning."""
+        """The (start mark, end mark) pairs of text that an answer's grammar does not constrain.
+
+        This text is the model's reasoning. In Harmony, it is all text before the final channel.
+        """
         return (("", "<|channel|>final<|message|>"),) if self.tool_format.style == "harmony" else self.marks
 
     def grammar(self, **given: Any) -> Grammar:

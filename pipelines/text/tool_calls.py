@@ -50,7 +50,12 @@ class Tools:
     single: bool = False
 
     def grammar(self, schemas: Mapping[str, Any], *, answer: Any = None, free: bool = False) -> dict[str, Any]:
-        """Return the argument `tools` of `Grammars.compile`; options as in `ToolGrammar.text`."""
+        """Return the definition of a grammar for tool calls, which `Grammars.compile` takes.
+
+        schemas: JSON schemas of the functions' parameters, by function name. answer: a JSON schema;
+        JSON of this schema is allowed instead of a call. free: whether other text is allowed around
+        calls.
+        """
         form, parallel = asdict(self.form), not self.single
         return {"form": form, "schemas": dict(schemas), "parallel": parallel, "answer": answer, "free": free}
 
@@ -192,7 +197,11 @@ class Calls:
         self._may_start = True
 
     def _step_payload(self, pieces: list[Piece]) -> bool:
-        """Move pending text to the payload, up to the end mark; return whether it was found."""
+        """Move pending text to the payload, up to the end mark; return whether the mark was found.
+
+        The payload is the text of calls from their start mark on. Calls in it that are final are
+        added to `pieces`.
+        """
         certain, end, self._pending = split_at_mark(self._pending, [self.close] if self.close else [])
         self._payload += certain + end
         self._emit_arguments(pieces)
@@ -201,7 +210,7 @@ class Calls:
         return bool(end)
 
     def _emit_arguments(self, pieces: list[Piece]) -> None:
-        """Add the new part of JSON arguments in the payload to `pieces`."""
+        """Add JSON arguments that are new in the text of calls (`_payload`) to `pieces`."""
         while self.form.style == "json" and (self.count == 0 or not self.tools.single or self._value):
             if self._value is None:
                 if not (found := self.calls.head.search(self._payload, self._done)):
@@ -217,7 +226,7 @@ class Calls:
             self.count, self._value = self.count + 1, None
 
     def _end_payload(self, pieces: list[Piece]) -> None:
-        """Add the calls of a complete payload to `pieces`."""
+        """Add the calls of a complete `_payload`, the text of calls, to `pieces`."""
         payload, self._payload = self._payload, None
         if self._value is not None:
             # The call was cut off inside its arguments; the client has received a part of them.
@@ -240,7 +249,7 @@ class _Json:
         self.depth, self.quote, self.escaped, self.complete = 0, "", False, False
 
     def take(self, text: str) -> str:
-        """Return the part of `text` that belongs to the value."""
+        """Return the part of `text` that belongs to the JSON value, which may end inside `text`."""
         for at, letter in enumerate(text if not self.complete else ""):
             if self.quote:
                 if letter == self.quote and not self.escaped:

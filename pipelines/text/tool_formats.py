@@ -32,8 +32,8 @@ class ToolFormat:
             "python": keyword arguments. "gemma": JSON with `quote` around strings and without
             quotes around keys. "harmony": the messages of gpt-oss; the other fields are unused.
         key_begin: in tags, the text before a key.
-        key_end: in tags, the text between a key and its value, by the value's JSON type; only for
-            the key "" if it does not depend on the type.
+        key_end: in tags, the text between a key and its value, by the value's JSON type. A text
+            that does not depend on the type has the key "".
         value_end: in tags, the text after a value; KEY in it is a placeholder for the key.
     """
 
@@ -73,7 +73,7 @@ class ToolFormat:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All texts of the format, in which to look for special tokens of the vocabulary."""
+        """All texts of the format, which may contain special tokens of the vocabulary."""
         if self.style == "harmony":
             return HARMONY_MARKS
         return (
@@ -96,7 +96,11 @@ class ToolFormat:
 
 
 def _trigger(text: str) -> str:
-    """Return the marks at the start of a text; without marks, the text before an id or JSON."""
+    """Return the marks at the start of a text.
+
+    If the text does not start with a mark, returns the part before the first placeholder ID or
+    JSON.
+    """
     marks = _MARKS.match(text)
     return marks[0] if marks else re.split(rf"{ID}|(?<!\w)\[?\{{|\{{", text)[0].rstrip()
 

@@ -41,7 +41,7 @@ class ToolGrammar:
             free: whether other text is allowed around calls; the format must have a start mark.
 
         Raises:
-            PipelineError: the format does not use JSON, and cannot enforce a schema.
+            PipelineError: the format does not write arguments in JSON and cannot enforce a schema.
         """
         form, self.mixed = self.form, answer is not None and not self.form.triggers
         self.rules.append(f"call: {' | '.join(self._call(name, schema) for name, schema in schemas.items())}")
@@ -74,14 +74,18 @@ class ToolGrammar:
         return f"{self.mark(name + form.head)} {write(name, schema)} {self.mark(form.end)}"
 
     def _lexemes(self, text: str) -> str:
-        """Return the Lark lexemes of a part of JSON, with the separators of `self.options`."""
+        """Return Lark string literals for the JSON tokens in `text`: strings, brackets, separators.
+
+        The separators have the white space that `self.options` defines, such as ", ".
+        """
         spaced = {",": self.options["item_separator"], ":": self.options["key_separator"]}
         return " ".join(quoted(spaced.get(part, part)) for part in re.findall(r'"[^"]*"|[{}\[\],:]', text))
 
     def mark(self, text: str) -> str:
-        """Return the Lark expression for a text of the format.
+        """Return the Lark expression for a text of the tool format, such as a start mark.
 
-        Special tokens in the text are single tokens, and ID matches any identifier.
+        A special token in the text is written as a single token, and the placeholder ID as a rule
+        that matches any identifier.
         """
         write = lambda part: "ID" if part == ID else f"<[{self.special[part]}]>" if part in self.special else quoted(part)
         return " ".join(map(write, self._parts(text)))
@@ -203,7 +207,10 @@ def quoted(text: str) -> str:
 
 
 def type_of(schema: Any) -> str | None:
-    """Return the JSON type of a schema, "string" for an enum of strings; None if it has several."""
+    """Return the JSON type of the values of a schema; None if they may have several types.
+
+    The type of an enum of strings is "string".
+    """
     if not isinstance(schema, dict):
         return None
     if "type" not in schema and are_strings(schema.get("enum")):
