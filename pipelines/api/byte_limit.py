@@ -20,10 +20,13 @@ PART, CLIENT_PART = 8, 2
 
 
 class ByteLimit:
-    """A limit for the memory that all requests in flight use, and for that of each client."""
+    """A limit for the memory that requests in flight use: of one client, and of all clients."""
 
     def __init__(self, content: str, total: int, per_client: int):
-        """Set the limits in bytes. `content`: what uses the memory, for error messages."""
+        """Set the limits in bytes for all clients (`total`) and for each client (`per_client`).
+
+        `content`: what the memory contains, for error messages.
+        """
         self.content, self.total, self.per_client, self.used = content, total, per_client, 0
         self.clients: Counter[str] = Counter()
 
@@ -58,9 +61,9 @@ class ByteShare:
 
 
 def answer_limit(limit_bytes: int | None = None) -> ByteLimit:
-    """Return the limit for log-probabilities and grammars of one model's answers.
+    """Return the memory limit for the log-probabilities and grammars of one model's answers.
 
-    `limit_bytes`: the limit for all clients; None for 1/PART of the machine's memory.
+    `limit_bytes`: max bytes for all clients together; None for 1/PART of the machine's memory.
     """
     total = total_bytes() // PART if limit_bytes is None else limit_bytes
     return ByteLimit("log-probabilities and grammars", total, total // CLIENT_PART)

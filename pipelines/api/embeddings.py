@@ -29,7 +29,7 @@ from castiron.pipelines.text.embedder import Embedder, Given, Tokens, ranked
 class EmbeddingsEngine:
     """A thread that runs an embedding model.
 
-    It computes one text at a time and takes texts from all requests in turn.
+    It embeds one text at a time. Concurrent requests take turns after each text.
     """
 
     slots = 1
@@ -174,9 +174,10 @@ class EmbeddingsApi(ModelApi):
     async def _relevance(
         self, groups: Sequence[tuple[str, Sequence[str]]]
     ) -> tuple[list[Tokens], Callable[[], Awaitable[np.ndarray]]]:
-        """Return the tokens of all texts, and a function that returns the relevance of all documents.
+        """Return the tokenized inputs, and a function that computes the relevance of all documents.
 
-        groups: queries, each with its documents. The relevance is f64 [documents], in their order.
+        groups: pairs of a query and its documents. The function returns f64 [documents], in the
+        order of the documents in `groups`.
         """
         inputs = await run_in_thread(lambda: [self.embedder.relevance_inputs(*group) for group in groups])
         tokens = list(chain.from_iterable(inputs))

@@ -252,9 +252,9 @@ class GenerationApi(ModelApi):
         return ids
 
     def _tools(self, body: ChatRequest) -> tuple[Tools | None, dict[str, Any]]:
-        """Return the tools that the answer may call, and the functions of which it must call one.
+        """Return (tools that the answer may call, {name: JSON schema} of required functions).
 
-        The functions are JSON schemas by name; they are empty if the answer need not call one.
+        The answer must call one of the required functions; without any, it need not make a call.
         """
         form, choice = self.tokenizer.tool_format, body.tool_choice
         if not body.tools:

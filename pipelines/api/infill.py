@@ -22,7 +22,10 @@ STOP_TYPES = {"length": "limit", "context": "limit"}
 
 
 class ExtraFile(Body):
-    """A part of another file; other fields, such as the time of llama.vim, have no effect."""
+    """A part of another file, for context.
+
+    Unknown fields have no effect, for example the field `time` that llama.vim sends.
+    """
 
     model_config = ConfigDict(extra="ignore", json_schema_extra={})
     text: str
@@ -54,7 +57,7 @@ class InfillRequest(CompletionFields):
 
 
 class InfillReply(ChoicesReply):
-    """The answer to an infill request, in the shape of llama.cpp's completions."""
+    """The answer to an infill request, in the format of llama.cpp's completions."""
 
     last = None
 

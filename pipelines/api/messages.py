@@ -201,7 +201,7 @@ def chat_request(body: PromptOfMessage, variables: Collection[str]) -> ChatReque
 
 
 def _messages_of(turn: Turn) -> list[dict[str, Any]]:
-    """Convert a turn to chat messages: one for each tool result, and one for the blocks between."""
+    """Convert a turn to messages: one for each tool result, one for each run of other blocks."""
     found: list[dict[str, Any]] = []
     for block in turn.content:
         if isinstance(block, ToolResultBlock):

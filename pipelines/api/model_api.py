@@ -132,7 +132,7 @@ class ModelApi:
 
     @property
     def properties(self) -> dict[str, Any]:
-        """The answer to llama.cpp's /props: the context, the slots and the chat template."""
+        """The answer to llama.cpp's /props: context length, number of slots, and chat template."""
         sampling = {} if self.manifest.encoder else default_sampling(self.manifest, self.limits).settings
         return {"default_generation_settings": {"n_ctx": self.context, "params": sampling}, "total_slots": self.engine.slots,
                 "model_alias": self.names[0], "chat_template": self.tokenizer.chat_template or "",
@@ -140,7 +140,7 @@ class ModelApi:
 
     @property
     def slots(self) -> list[dict[str, Any]]:
-        """The answer to llama.cpp's /slots; the first slots are those that run a request."""
+        """The answer to llama.cpp's /slots: all slots; the first ones run the current requests."""
         return [{"id": i, "n_ctx": self.context, "is_processing": i < self.engine.unfinished} for i in range(self.engine.slots)]
 
     @property
@@ -209,8 +209,9 @@ class ModelApi:
 def check_fields_are_read(render: Render, messages: Sequence[Mapping[str, Any]]) -> None:
     """Raise ApiError 400 for a field or role that the chat template ignores.
 
-    The template ignores a field if the rendered text is the same without it, and a role if the text
-    is the same with other content. Only the first message with each role and field is checked.
+    A field is ignored if removing it does not change the rendered text. A role is ignored if
+    changing the content of its messages does not change this text. Each pair of a role and a field
+    is checked in its first message only.
     """
     # Pairs that are not checked. A template may ignore a tool result's name: the call has the function's name too.
     seen: set[tuple[str, str]] = {("user", "content"), ("assistant", "content"), ("tool", "name")}
@@ -243,9 +244,9 @@ def check_fields_are_read(render: Render, messages: Sequence[Mapping[str, Any]])
 
 
 def with_system_first(render: Render, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Return the messages, with all system messages merged at the start if necessary.
+    """Return the messages, with all system messages merged into one at the start if necessary.
 
-    It is necessary if the template ignores or rejects system messages after the first message.
+    Merging is necessary if the template ignores or rejects system messages in later positions.
     """
     changed = [
         {**message, "content": f"{message['content']}x"} if index and message["role"] == "system" else message
@@ -273,9 +274,9 @@ def unknown_model(name: str | None, known: Iterable[str]) -> ApiError:
 
 
 async def run_in_thread(function: Callable, *arguments):
-    """Return the result of a slow function, which runs in a thread.
+    """Run a slow function in a thread, and return its result.
 
-    If the caller is cancelled, it waits until the function has ended.
+    If the calling task is cancelled, the cancellation takes effect after the function has ended.
     """
     work = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
     # Reading the exception keeps asyncio from logging the error of a cancelled request.

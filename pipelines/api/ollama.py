@@ -39,7 +39,7 @@ Images = Annotated[Any, Unsupported([])]
 
 
 class OllamaBody(Body):
-    """The fields of every request; as in Ollama, fields with other names have no effect."""
+    """The fields that all requests have; as in Ollama, unknown fields have no effect."""
 
     model_config = ConfigDict(extra="ignore", json_schema_extra={})
     expected: ClassVar[dict[str, str]] = {
@@ -74,17 +74,17 @@ class OllamaMessage(Body):
 
 
 class OllamaChatRequest(OllamaGeneration):
-    """POST /api/chat; without messages, the request only opens the model."""
+    """The body of POST /api/chat; a request without messages only loads the model."""
 
     messages: Annotated[list[OllamaMessage], Field(fail_fast=True)] = []
     tools: Annotated[Objects, Field(max_length=128)] | None = None
 
 
 class OllamaGenerateRequest(OllamaGeneration):
-    """POST /api/generate; without a prompt, the request only opens the model.
+    """The body of POST /api/generate; a request without a prompt only loads the model.
 
-    raw: whether the prompt is not put into the chat template. context: tokens before the prompt,
-    from the answer to an earlier request.
+    raw: whether the chat template is not applied to the prompt. context: token ids to put before
+    the prompt, from the answer to an earlier request.
     """
 
     prompt: str = ""
@@ -97,7 +97,7 @@ class OllamaGenerateRequest(OllamaGeneration):
 
 
 class OllamaEmbedRequest(OllamaBody):
-    """POST /api/embed; by default, long texts are cut."""
+    """The body of POST /api/embed; by default, long texts are truncated."""
 
     input: str | Annotated[list[str], Field(max_length=2048, fail_fast=True)] = ""
     truncate: bool | None = True
@@ -105,13 +105,13 @@ class OllamaEmbedRequest(OllamaBody):
 
 
 class OllamaEmbeddingsRequest(OllamaBody):
-    """POST /api/embeddings, the older form of /api/embed."""
+    """The body of POST /api/embeddings, the older form of /api/embed."""
 
     prompt: str = ""
 
 
 class OllamaShowRequest(OllamaBody):
-    """POST /api/show; older clients send `name` instead of `model`."""
+    """The body of POST /api/show; older clients send `name` instead of `model`."""
 
     name: ModelName | None = None
 
@@ -220,10 +220,11 @@ def _chat_request(
 
 
 def _messages(messages: Iterable[OllamaMessage]) -> list[dict[str, Any]]:
-    """Convert messages to OpenAI's.
+    """Convert messages to OpenAI's format.
 
-    Ollama's clients send no ids of calls, but some templates need them. Calls without an id are
-    numbered, and a result without an id gets that of the first open call of its function.
+    Ollama's clients send no ids of tool calls, but some chat templates need them. A call without an
+    id gets a number. A tool result without an id gets the id of the first call of its function that
+    has no result yet.
     """
     found, open_calls = list[dict[str, Any]](), list[tuple[str, str]]()
     for message in messages:
@@ -243,17 +244,17 @@ def _messages(messages: Iterable[OllamaMessage]) -> list[dict[str, Any]]:
 
 
 def _reasoning_variables(think: bool | str | None, variables: Collection[str]) -> dict[str, Any]:
-    """Return the chat template's variables for the field `think`, as far as the template has any."""
+    """Return the chat template's variables that `think` sets; empty if the template has none."""
     if isinstance(think, str) and "reasoning_effort" in variables:
         return {"reasoning_effort": think}
     return {} if think is None else {name: bool(think) for name in SWITCHES if name in variables}
 
 
 def _sampling_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chat fields of `options`; raise ApiError for an option that cannot be followed.
+    """Convert the request's `options` to the fields of OpenAI's chat request.
 
-    As in Ollama, unknown options have no effect. Options for loading a model, such as num_ctx, have
-    none either, because the model is already compiled and loaded.
+    Raises ApiError for unsupported values. As in Ollama, unknown options have no effect. Options
+    for loading a model, such as num_ctx, also have no effect, because the model is already loaded.
     """
     for name, value in FIXED_OPTIONS.items():
         if options.get(name, value) not in (None, value):
@@ -267,7 +268,7 @@ def _sampling_fields(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class OllamaReply(BlocksReply):
-    """A builder of the answer to /api/chat or /api/generate: one JSON object, or a stream of them."""
+    """A builder of the answer to /api/chat or /api/generate: one JSON object, or a stream."""
 
     is_ndjson = True
 

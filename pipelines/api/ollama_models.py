@@ -23,7 +23,7 @@ FOREVER = timedelta(days=100 * 365)
 
 
 def tagged(name: str) -> str:
-    """Return a model's name with a tag: `:latest` if it has none."""
+    """Return a model's name with its tag; add `:latest` if the name has no tag."""
     return name if ":" in name else name + TAG
 
 

@@ -63,7 +63,7 @@ def check_values(data: bytes) -> None:
 
 
 def parse_record(record: type[Model], value: Any) -> Model:
-    """Return `value` as a record; raise ApiError 400 with the first invalid field."""
+    """Convert a JSON value to a `record`; raise ApiError 400 with the first invalid field."""
     try:
         return record.model_validate(value)
     except ValidationError as found:
@@ -91,9 +91,9 @@ def parse_record(record: type[Model], value: Any) -> Model:
 
 @contextmanager
 def fields_renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename fields in an ApiError raised in the `with` block.
+    """Rename the field that an ApiError raised in the `with` block names.
 
-    `names`: name in the request's own API, by name of the chat field.
+    `names`: maps fields of OpenAI's chat request to those of the API that the client uses.
     """
     try:
         yield

@@ -36,7 +36,7 @@ def _call_id() -> str:
 
 
 class Reply(ABC):
-    """A builder of the answer to one request, also as the JSON events of a stream."""
+    """A builder of the answer to one request: as one JSON object, or as events of a stream."""
 
     # Prefix of the answer's id.
     prefix = ""
@@ -68,7 +68,7 @@ class Reply(ABC):
         """Yield the events that end a stream with an error."""
 
     def logprobs_of(self, tokens: Iterable[TextToken]) -> list[dict]:
-        """Return the log-probabilities of `tokens`, one JSON object of chat completions for each."""
+        """Return the log-probabilities of `tokens`, in the format of chat completions."""
         return [
             {**self._token(token.id, token.logprob), "top_logprobs": [self._token(*other) for other in token.top]}
             for token in tokens
@@ -94,7 +94,7 @@ class ChoicesReply(Reply):
 
     @abstractmethod
     def opening(self, index: int) -> dict | None:
-        """Return the chunk that begins choice number `index`, or None if it begins with its text."""
+        """Return the chunk before the text of choice number `index`, or None if it needs none."""
 
     @abstractmethod
     def delta(self, index: int, delta: Delta, end: Finished | None = None) -> dict:
@@ -244,9 +244,9 @@ class CompletionReply(ChoicesReply):
         return {"index": index, "text": text, "logprobs": logprobs, **_finish_fields(end)}
 
     def _top(self, token: TextToken) -> dict[str, float] | None:
-        """Return the log-probabilities of the top tokens and of the token itself, by text.
+        """Return {text: log-probability} of the top tokens and of the token itself.
 
-        Of tokens with the same text, the most probable one counts.
+        If tokens have the same text, the result has the most probable one.
         """
         if token.logprob is None:
             return None
@@ -348,5 +348,5 @@ class BlocksReply(Reply):
 
 
 def finite(logprob: float) -> float:
-    """Return OpenAI's -9999 for minus infinity, which JSON cannot express."""
+    """Return `logprob`, but at least OpenAI's -9999, because JSON has no minus infinity."""
     return max(logprob, -9999.0)

@@ -136,7 +136,7 @@ async def count_response_tokens(api: ModelApi, body: PromptOfResponse, store: Re
 
 
 def _chat(body: PromptOfResponse, store: ResponseStore, owner: bytes) -> tuple[ChatRequest, list[Message]]:
-    """Return the chat request for `body`, and its conversation without instructions."""
+    """Return the chat request for `body`, and its conversation (messages except instructions)."""
     before: Sequence[Message] = ()
     if (name := body.previous_response_id) is not None:
         if (found := store.get(owner, name)) is None:
@@ -156,7 +156,10 @@ class ResponsesReply(BlocksReply):
         self, model: str, token_bytes: TokenBytes, body: ResponsesRequest, sampling: Sampling, is_stored: bool,
         put: Callable[[dict], None],
     ):  # fmt: skip
-        """Build the response to `body`, and call `put` with it when it is complete."""
+        """Build the response to `body`, and call `put` with its JSON object when it is complete.
+
+        sampling: sampling options that the response states. is_stored: whether `put` stores it.
+        """
         super().__init__(model, token_bytes, body.logprobs)
         self.put, self.names = put, names_in_namespaces(body.tools or ())
         self._number = 0

@@ -22,7 +22,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class Item(Body):
-    """Base class of the items of an input; `id` and `status` come from an earlier answer."""
+    """Base class of input items; an item of an earlier answer also has its `id` and `status`."""
 
     id: str | None = None
     status: str | None = None
@@ -112,7 +112,7 @@ class AllowedTools(Body):
 
 
 class TextFormat(schemas.JsonSchema):
-    """The form of the answer; `schema` is required for the type json_schema."""
+    """The format of the answer; `schema` is required for the type json_schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")  # type: ignore[assignment]
@@ -156,9 +156,10 @@ class PromptOfResponse(Body):
     conversation: Annotated[Any, Unsupported()] = None
 
     def items(self, stored: Callable[[str], StoredItem | None]) -> list[StoredItem]:
-        """Return the items of the input, without references.
+        """Return the items of the input, with each reference replaced by the item it names.
 
-        `stored`: returns the item that a reference names by its id, or None.
+        `stored`: function of an item's id that returns the item, or None if it is not stored.
+        Raises ApiError 400 for an unknown id.
         """
         found: list[StoredItem] = []
         for index, item in enumerate(self.input or ()):
@@ -245,9 +246,10 @@ def messages_of(items: Iterable[StoredItem]) -> list[Message]:
 
 
 def chat_request(body: PromptOfResponse, before: Sequence[Message], messages: Sequence[Message]) -> ChatRequest:
-    """Convert a request to a chat request.
+    """Convert a request of the Responses API to a chat request.
 
-    `before`: messages of the response that it continues. `messages`: messages of its own input.
+    `before`: the conversation up to the end of the previous response that `body` continues.
+    `messages`: messages from the field `input`.
     """
     conversation = [*before, *messages]
     if body.instructions:
@@ -278,7 +280,7 @@ def chat_request(body: PromptOfResponse, before: Sequence[Message], messages: Se
 
 
 def full_name(namespace: str | None, name: str) -> str:
-    """Return the name by which the model calls a function."""
+    """Return the name by which the model calls a function: `namespace.name`, or only `name`."""
     return f"{namespace}.{name}" if namespace else name
 
 

@@ -81,7 +81,7 @@ class ByType:
 
 
 class Body(BaseModel):
-    """An object of a request with exactly these fields; null is the same as leaving a field out."""
+    """Base class of objects in requests: unknown fields are errors; null means a missing field."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra={"additionalProperties": {"type": "null"}}
@@ -92,7 +92,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, value: Any) -> Any:
-        """Remove null fields, and all unknown fields but the first, which is reported."""
+        """Remove null fields, and all unknown fields except the first, which is then reported."""
         if not isinstance(value, dict) or len(value) <= len(cls.model_fields) and None not in value.values():
             return value
         known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -158,7 +158,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """The form of the answer, by one of vLLM's fields."""
+    """The format of the answer, in vLLM's API; a request sets one of the fields."""
 
     json_: Schema | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -168,10 +168,10 @@ class StructuredOutputs(Body):
 
 
 class GenerationFields(Body):
-    """The fields that all requests for generated text have, in OpenAI's and in Anthropic's API.
+    """The fields of all requests for generated text, in OpenAI's and Anthropic's formats.
 
-    Neither API has top_k (OpenAI), min_p, repeat_penalty (also named repetition_penalty),
-    repetition_stop, ignore_eos, grammar, regex or vLLM's priority; castiron adds them.
+    Castiron adds fields that these APIs do not have: min_p, repeat_penalty (or repetition_penalty),
+    repetition_stop, ignore_eos, grammar, regex, vLLM's priority and, for OpenAI's API, top_k.
     """
 
     model: str | None = None
@@ -372,7 +372,7 @@ class RerankRequest(Body):
 
 
 class ScoreRequest(Body):
-    """POST /v1/score, with vLLM's fields: one text or as many as in text_2, and texts to compare."""
+    """The body of POST /v1/score: texts to compare; text_1 has one text, or as many as text_2."""
 
     expected: ClassVar[dict[str, str]] = dict.fromkeys(("text_1", "text_2"), "a string or a list of 1 to 2048 strings")
 

@@ -30,10 +30,10 @@ Answer = Callable[[Iterator[Record | None]], Iterable[Answered]]
 
 @dataclass
 class Summary:
-    """Counts of a job's records; tokens and seconds are those of this run only.
+    """Counts of a job's records. Tokens and seconds are of this run only.
 
-    records: finished records of all runs. before: those that earlier runs finished.
-    failed: those whose answer is an error. duplicates: those that repeat a custom_id.
+    records: finished records of all runs. before: records that earlier runs finished.
+    failed: records whose answer is an error. duplicates: records that repeat a custom_id.
     """
 
     records: int = 0
@@ -166,7 +166,8 @@ def run(engine: Engine | None, works: Iterator[Work | None]) -> Iterator[Answere
 def in_windows(works: Iterable[Work | None], max_requests: int = MAX_REQUESTS) -> Iterator[Work | None]:
     """Yield `works`, sorted by prompt within groups (windows) of about `max_requests` requests.
 
-    Yields None while no work is available. A window that waits longer than WAIT is not filled up.
+    Yields None while no work is available. If none is available WAIT seconds after the
+    start of a window, the window is yielded before it is full.
     """
     window, size, tokens, began = list[Work](), 0, 0, 0.0
     for work in works:

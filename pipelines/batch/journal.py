@@ -41,7 +41,8 @@ MAX_LINE = 1 << 28
 class Entry:
     """A finished record.
 
-    own: its input columns, as in `Record.own`. added: its output columns with the answer, by name.
+    own: its input columns by name, or for Parquet an Arrow stream in base64. added: its output
+    columns with the answer, by name.
     """
 
     own: Mapping[str, Any] | str
@@ -49,7 +50,7 @@ class Entry:
 
 
 class Journal:
-    """The journal of an output file, which this process has locked."""
+    """The journal of a batch job: a file of its finished records, locked by this process."""
 
     def __init__(self, output: Path):
         """Open or create the journal of `output`.
@@ -73,9 +74,9 @@ class Journal:
         os.truncate(self.file.fileno(), self.end)
 
     def _write_title(self) -> int:
-        """Complete the title line, and return the offset of the line after it.
+        """Write the part of the title line that the file lacks; return the offset after the line.
 
-        Raises PipelineError if the file starts with something else.
+        Raises PipelineError if the file starts with something other than the title.
         """
         with open(self.path, "rb") as file:
             begin = file.read(len(TITLE))

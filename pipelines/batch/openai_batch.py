@@ -43,9 +43,9 @@ ENDPOINTS: dict[str, tuple[type[schemas.Body], Callable[[Any, Any], Coroutine[An
 
 
 class Collector:
-    """A stand-in for the engine of the API classes, which does not run requests.
+    """An engine for the API classes that does not run the generation requests it gets.
 
-    The batch job runs the requests itself. Embedding vectors are computed immediately.
+    The batch job runs them itself. Embedding vectors are computed immediately.
     """
 
     def __init__(self, embedder: Embedder | None):

@@ -56,7 +56,7 @@ class Record:
 def has_openai_columns(names: Collection[str]) -> bool:
     """Return whether a record with the columns `names` is in OpenAI's format.
 
-    It is if `names` has all of custom_id, url and body, or two of them and no prompt or text.
+    True if `names` has all of custom_id, url and body, or two of them and no prompt or text.
     """
     found = len(OPENAI.intersection(names))
     return found == 3 or (found == 2 and not {*PROMPTS, *TEXTS}.intersection(names))
@@ -145,9 +145,10 @@ class JsonLines:
 
 
 def _record(index: int, number: int, line: bytes, was_openai: bool) -> Record:
-    """Return the record with index `index` that is parsed from line number `number`.
+    """Parse a line of a JSON lines file as a record; an invalid line gives a record with an error.
 
-    was_openai: whether the previous record is in OpenAI's format, as an invalid record then is too.
+    index: index of the record. number: number of the line, for error messages. was_openai: whether
+    the previous record is in OpenAI's format; an invalid record gets the same format.
     """
     source = line.strip()
     invalid = lambda why: Record(index, {}, {}, source, was_openai, f"line {number} {why}")
@@ -202,7 +203,7 @@ class Format(Protocol):
     """A record format: it converts records to `Work`, and errors to an `Outcome`."""
 
     def samples(self, record: Record) -> bool:
-        """Return whether tokens of the answer are sampled at random, with a seed of the job's."""
+        """Return whether the answer is sampled at random, with a seed that the job sets."""
         ...
 
     def work(self, record: Record, seed: int) -> Work:
@@ -223,7 +224,7 @@ class Conversion:
     def __init__(self, plain: Format, openai: Callable[[], Format], identity: bytes, seed: int):
         """Convert plain records with `plain`, and records in OpenAI's format with `openai()`.
 
-        identity: result of the function `identity`. seed: the job's seed for sampling.
+        identity: hash of the model and the options. seed: the job's seed for sampling.
         """
         self.plain, self.openai, self.identity, self.seed = plain, cache(openai), identity, seed
 
@@ -237,7 +238,7 @@ class Conversion:
         return hashlib.sha256(self.identity + (b"%d " % record.index if numbered else b"") + record.source).hexdigest()[:32]
 
     def work(self, record: Record) -> Work:
-        """Return the record with its engine requests; an invalid one has none, and fails."""
+        """Return the record with its engine requests; an invalid one gets no requests and fails."""
         format_ = self._format(record)
         seed = int.from_bytes(hashlib.sha256(f"{self.seed} {record.key}".encode()).digest()[:8]) >> 1
         try:

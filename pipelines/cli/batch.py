@@ -150,10 +150,10 @@ def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "t
 
 
 def text_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, Callable[[], Format]]":
-    """Return the `Format` of plain prompts, and a function that makes that of OpenAI's requests.
+    """Return the `Format` of plain prompts, and a function that returns OpenAI's `Format`.
 
-    The function is called at the first record in OpenAI's format, and prints which options have no
-    effect on it.
+    The function is called at the first record in OpenAI's format. It prints which options have no
+    effect on such records.
     """
     from castiron.pipelines.batch.openai_batch import OpenAI
     from castiron.pipelines.batch.plain_records import Prompts
@@ -182,7 +182,7 @@ def text_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, C
 
 
 def embedding_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, Callable[[], Format]]":
-    """Return the `Format` of texts to embed, and a function that makes OpenAI's `Format`."""
+    """Return the `Format` of texts to embed, and a function that returns OpenAI's `Format`."""
     from castiron.pipelines.batch.openai_batch import OpenAI
     from castiron.pipelines.batch.plain_records import Embeddings
     from castiron.pipelines.text.embedder import Embedder
@@ -196,15 +196,15 @@ def embedding_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Form
 
 
 def names(args: argparse.Namespace, bundle: "Bundle") -> list[str]:
-    """Return the values of a request's "model" that mean this bundle, as in castiron serve."""
+    """Return the model names that requests in OpenAI's format may use for this bundle."""
     own = [bundle.manifest.name, bundle.path.resolve().name.removesuffix(".castiron")]
     return [args.name] if args.name else list(dict.fromkeys(own))
 
 
 def progress_reporter(progress: Progress) -> "Callable[[Summary, float | None], None]":
-    """Return a callback that draws a bar at a terminal, and else prints a line once a minute.
+    """Return a callback that draws a bar at a terminal, or prints a line once a minute elsewhere.
 
-    It takes the counts and the finished fraction of the input, which is None if unknown.
+    The callback takes the counts and the finished fraction of the input, which is None if unknown.
     """
     last = time.monotonic()
 

@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def peers(text: str) -> tuple[str, ...]:
-    """Parse names of engines with commas between them, such as "llama.cpp,hf"."""
+    """Parse a comma-separated list of engines to compare with, such as "llama.cpp,hf"."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if unknown := [name for name in names if name not in NAMES]:
         raise argparse.ArgumentTypeError(f"unknown engine: {unknown[0]!r}; choose from {', '.join(NAMES)}")
@@ -128,9 +128,10 @@ def check(args: argparse.Namespace) -> None:
 
 
 def compiled_shape(settings, args: argparse.Namespace, progress: Progress):
-    """Return a bundle with random weights and the shape --shape; compile it if it is not cached.
+    """Return a bundle of the model shape --shape with random weights; compile it if not cached.
 
-    settings: the measurement; the bundle's context is at least `settings.context`.
+    settings: the `Settings` of the benchmark. Without --context, the bundle's context is at least
+    `settings.context`.
     """
     from castiron.pipelines.compile.open_model import open_or_compile
     from castiron.pipelines.compile.options import Options

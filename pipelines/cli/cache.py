@@ -87,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def add(args: argparse.Namespace) -> int:
-    """Run `castiron cache add`: store the model's state after a text in --prefix-cache."""
+    """Run `castiron cache add`: compute the model's state after a text; store it on disk."""
     if len(args.words) != 2 or args.prefix_cache is None:
         args.parser.error("add needs a bundle, a file and --prefix-cache DIR")
     from castiron.pipelines.cli.run import decoded
@@ -112,9 +112,9 @@ def add(args: argparse.Namespace) -> int:
 
 
 def prefix_tokens(text: "Tokenizer", prefix: str, raw: bool) -> "np.ndarray":
-    """Return the token ids, i32 [n], that begin every prompt with the system message `prefix`.
+    """Return the token ids, i32 [n], that all prompts with the prefix `prefix` have in common.
 
-    raw: whether `prefix` is the beginning of a plain text instead.
+    text: the model's tokenizer. prefix: a system message, or with `raw` the start of a plain text.
     """
     import numpy as np
 

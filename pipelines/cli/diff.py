@@ -67,7 +67,10 @@ def tokens_of(args: argparse.Namespace, checkpoint) -> list[int]:
 
 
 def report(found: dict) -> list[str]:
-    """Return lines about the result of `compare`: the last modules up to the first difference."""
+    """Return lines to print: the first module that differs, and the modules just before it.
+
+    If no module differs, returns the last modules. found: the result of `compare`.
+    """
     modules, first = found["modules"], found["first"]
     width = max(len(each["module"]) for each in modules)
     end = next((i for i, each in enumerate(modules) if each["module"] == first), len(modules) - 1)

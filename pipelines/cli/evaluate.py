@@ -127,12 +127,12 @@ def percent(value: dict[str, float]) -> str:
 
 
 def arithmetic(numerics: str, cache: str) -> str:
-    """Return a bundle's numerics, with its cache type unless f32: "fast, cache of f16"."""
+    """Return a bundle's numerics and KV cache type: "fast, cache of f16", or "fast" for f32."""
     return numerics + f", cache of {cache}" * (cache != "f32")
 
 
 def hf_rows(checkpoint: Path, weights: str, threads: int, adapter: Path | None) -> Rows:
-    """Return a function that yields HF transformers' logits (see `Rows`, `load_reference`)."""
+    """Return a function that yields HF transformers' logits after each of `tokens[first:]`."""
     model = load_reference(checkpoint, weights, threads, adapter)
 
     def rows(tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
@@ -147,7 +147,7 @@ def hf_rows(checkpoint: Path, weights: str, threads: int, adapter: Path | None) 
 
 
 def llama_cpp_rows(checkpoint: Path, context: int, threads: int) -> Rows:
-    """Return a function that yields llama.cpp's logits for a GGUF file (see `Rows`)."""
+    """Return a function that yields llama.cpp's logits after each of `tokens[first:]`."""
     from llama_cpp import Llama
 
     try:
@@ -166,10 +166,10 @@ def llama_cpp_rows(checkpoint: Path, context: int, threads: int) -> Rows:
 
 
 def base_of(bundle: Bundle, named: str, context: int, threads: int, checkpoint: str | None = None) -> tuple[str, Rows]:
-    """Return the name of the base model, and a function that yields its logits (see `Rows`).
+    """Return the name of the base model, and a function that yields its logits.
 
-    named: the value of --against: hf, llama.cpp or the path of a bundle. context: positions that
-    the base needs. checkpoint: the value of --checkpoint, for hf and llama.cpp.
+    named: the value of --against: hf, llama.cpp or the path of a bundle. context: min context
+    length of the base. checkpoint: the value of --checkpoint, for hf and llama.cpp.
     """
     if named == "hf":
         # HF's weights are not quantised, so that the divergence shows the cost of quantisation. A float type is applied.

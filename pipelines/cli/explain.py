@@ -54,9 +54,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def explain(bundle: Bundle, function_name: str, position: int, threads: int | None) -> dict[str, Any]:
-    """Return the times of a call's kernels and the machine's limits: the object that --json prints.
+    """Measure a call's kernels and the machine's limits; return the object that --json prints.
 
-    position: number of tokens in the KV cache.
+    function_name: the bundle's function to call. position: number of tokens in the KV cache.
     """
     functions = {function.name: function for function in bundle.manifest.functions}
     if function_name not in functions:
@@ -80,7 +80,8 @@ def explain(bundle: Bundle, function_name: str, position: int, threads: int | No
 def described(measured: Profile, rows: list[dict], limits: Mapping[str, float]) -> dict[str, Any]:
     """Return the object that --json prints.
 
-    measured: the call. rows: results of `kernel_row`. limits: the machine's limits by name.
+    measured: times of one call and its kernels. rows: entries of the kernels, from `kernel_row`.
+    limits: the machine's limits by name.
     """
     flops = sum(row["flops"] or 0 for row in rows)
     return {
@@ -97,7 +98,9 @@ def described(measured: Profile, rows: list[dict], limits: Mapping[str, float]) 
 
 
 def kernel_row(dispatch: Dispatch, work: Mapping[str, Mapping], position: int, limits: Mapping[str, float]) -> dict[str, Any]:
-    """Return the entry of one kernel in `dispatches`, with sums over its calls.
+    """Return the entry of one kernel in the list `dispatches` of the object that --json prints.
+
+    Its time, bytes and FLOP are sums over all calls of the kernel.
 
     work: FLOP, bytes and module paths of the function's kernels by name, from the manifest.
     limits: the machine's limits by name.

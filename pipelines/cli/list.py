@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def bundles_at(path: Path) -> Iterator[Path]:
-    """Yield `path` if it is a bundle, else the bundles in this folder; they may be invalid."""
+    """Yield `path` if it is a bundle, else the bundles in this folder, which may be invalid."""
     is_directory = lambda entry: (entry / "manifest.json").is_file() and not entry.name.startswith(".")
     is_bundle = lambda entry: is_directory(entry) or entry.suffix == ".castiron" and is_archive(entry)
     if is_bundle(path):
@@ -57,7 +57,7 @@ def bundles_at(path: Path) -> Iterator[Path]:
 
 
 def catalogue() -> list[dict]:
-    """Return an object for each model that can be fetched by name, as in the result of --json."""
+    """Return the objects that --json prints for the models that can be fetched by name."""
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE
 
     return [
@@ -73,7 +73,7 @@ def last_use(path: Path) -> str:
 
 
 def bundle(path: Path) -> dict:
-    """Return the object of a bundle in the result of --json: path and error if it is invalid."""
+    """Return the object that --json prints for a bundle; an invalid one has only path and error."""
     from castiron.vmfb.bundle import read_manifest
     from castiron.vmfb.manifest import BundleError
 
@@ -113,7 +113,7 @@ def table(result: dict) -> list[str]:
 
 
 def bundle_line(row: dict, width: int) -> str:
-    """Return the line for a bundle; row: its object in --json, width: columns for its path."""
+    """Return the line for a bundle. row: its object in --json. width: columns for its path."""
     used = f", used {row['last_used'][:16].replace('T', ' ')}" if "last_used" in row else ""
     if "error" in row:
         return f"  {row['path']:<{width}}  {row['error']}{used}"

@@ -110,13 +110,16 @@ SHARED: dict[str, dict[str, Any]] = {
 
 
 def add_options(parser: argparse._ActionsContainer, *options: str, **changes: Any) -> None:
-    """Add options of the table `SHARED`; `changes` override arguments of add_argument."""
+    """Add options of the table `SHARED`; `changes` override the table's add_argument arguments."""
     for flags in options:
         parser.add_argument(*flags.split(), **SHARED[flags] | changes)
 
 
 def add_checkpoint(parser: argparse.ArgumentParser, **changes: str) -> None:
-    """Add the MODEL argument of commands that read checkpoints; `changes`: as in `add_options`."""
+    """Add the MODEL argument of commands that read checkpoints.
+
+    changes: override arguments of add_argument.
+    """
     arguments = {"metavar": "MODEL", "help": "GGUF file, HF directory, catalogue name, or org/name on the hub"}
     parser.add_argument("model", **arguments | changes)
     _add_model_option(parser)
@@ -151,9 +154,9 @@ def note_ignored(args: argparse.Namespace) -> None:
 
 
 def check_models_exist(args: argparse.Namespace) -> None:
-    """Replace the arguments that name models by the results of `existing_model`.
+    """Check the arguments that name models, and correct the case of catalogue names.
 
-    Raises CheckpointError for an argument that is neither a path nor a name.
+    Raises CheckpointError for an argument that is neither an existing path nor a known name.
     """
     for name in ("model", "bundle", "draft"):
         value = getattr(args, name, None)
@@ -164,10 +167,10 @@ def check_models_exist(args: argparse.Namespace) -> None:
 
 
 def existing_model(model: str) -> str:
-    """Return `model` if it is a path, a name on the hub or a name of the catalogue.
+    """Return `model`, which may be an existing path, a name on the hub or one in the catalogue.
 
-    A catalogue name is returned in the catalogue's upper and lower case. Raises CheckpointError if
-    `model` is none of the three.
+    The upper and lower case of a catalogue name is corrected. Raises CheckpointError if `model` is
+    none of the three.
     """
     if Path(model).exists() or HubName.read(model):
         return model
@@ -187,7 +190,7 @@ def check_threads(args: argparse.Namespace) -> None:
 
 
 def add_compile_options(parser: argparse.ArgumentParser) -> None:
-    """Add the compiler's options, from which `compile_options` makes an `Options`."""
+    """Add the compiler's command-line options."""
     add_options(parser, "--weights", "--context", "--cache", "--numerics")
     group = parser.add_argument_group("what is compiled")
     add_options(group, "--max-context", "--adapter", "--calibrate", "--batch", "--speculate", "--embed", "--ignore-key")
@@ -198,7 +201,7 @@ def add_compile_options(parser: argparse.ArgumentParser) -> None:
 
 
 def compile_options(args: argparse.Namespace) -> "Options":
-    """Return the values of the options that `add_compile_options` added."""
+    """Return the compiler's `Options` from the parsed arguments."""
     from castiron.pipelines.compile.options import Options
 
     names = "context max_context weights adapter calibrate numerics cache lowering target batch speculate embed threads".split()
@@ -281,7 +284,7 @@ def answer_limit(max_tokens: int | None) -> int | None:
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, model_default: bool = False, speculates: bool = True) -> None:
-    """Add the options that `sampling_of` reads.
+    """Add the options for sampling, stopping and speculative decoding.
 
     model_default: whether the defaults come from the model's generation_config, and repetition
     loops are stopped by default. speculates: whether to add --speculate and --draft.
@@ -310,9 +313,9 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, model_default: bool
 def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None = None) -> "Sampling":
     """Return the `Sampling` that the options set.
 
-    generation: the model's generation_config with the defaults; None for greedy decoding. Raises
-    PipelineError for a value out of its range, an empty stop string, or an option without effect in
-    greedy decoding. With an explicit --temperature 0, such an option is only reported.
+    generation: the model's generation_config, which sets the defaults; None to decode greedily by
+    default. Raises PipelineError for a value out of its range, an empty stop string, or an option
+    without effect in greedy decoding. With --temperature 0, such an option only prints a message.
     """
     from castiron.pipelines.engine.sampling import Sampling, model_sampling
     from castiron.pipelines.text.text_output import StopStrings

@@ -142,7 +142,7 @@ def check_prompt(args: argparse.Namespace) -> None:
 def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], Tokenizer | None, tuple[int, ...]]:
     """Return (token ids of the prompt, tokenizer, further ids that end the answer to --suffix).
 
-    The tokenizer is None if --tokens is given and the bundle has none or no option needs it.
+    With --tokens, the tokenizer is None if the bundle has none or if no option needs one.
     """
     if args.tokens:
         vocab = bundle.manifest.vocab
@@ -278,7 +278,7 @@ class AnswerOutput:
         self.thinking = False
 
     def write(self, part: str) -> None:
-        """Print a part of the answer; `Reasoning` is dimmed, or left out of a pipe."""
+        """Print a part of the answer; text of type `Reasoning` is dimmed, or left out of a pipe."""
         text = sanitised(part) if self.shown else part
         if isinstance(part, Reasoning):
             self.thinking = True

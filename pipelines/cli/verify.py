@@ -85,7 +85,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def line(facts: dict) -> str:
-    """Return the line of one prompt; facts: the result of `compare` for it."""
+    """Return the line to print for one prompt; facts: the result of `compare` for this prompt."""
     head = f"{facts['name']:<20.20}  {facts['prompt_tokens']:>5} + {len(facts['tokens'])} tokens  "
     if facts["exact"]:
         return f"exact   {head}HF's smallest margin {facts['smallest_hf_margin']:.4f}"

@@ -167,7 +167,7 @@ class Engines:
         self.message_time = time.monotonic() + NODE_WAIT
 
     def start_missing(self) -> None:
-        """Start actors on the free CPUs of new nodes, and actors that died before."""
+        """Start actors on the CPUs of new nodes, and restart actors that have died."""
         for node in ray.nodes():
             cpus = int(node["Resources"].get("CPU", 0)) if node["Alive"] else 0
             threads = min(self.args["threads"] or cpus, cpus)
@@ -192,9 +192,9 @@ class Engines:
         self.ready[slot] = None if has_bundle else self._stored
 
     def wait(self, running: list[ray.ObjectRef], seconds: float) -> list[ray.ObjectRef]:
-        """Wait for one of the calls `running`, or for an actor to start; return it in a list.
+        """Wait until a call ends: one of `running`, or the first call of a starting actor.
 
-        Returns an empty list if none ends within `seconds`.
+        Returns a list of the call that ended; it is empty if none ends within `seconds`.
         """
         if not running and not self.ready and time.monotonic() > self.message_time:
             print_message("no node of the cluster has free CPUs for this job yet; waiting for one")
@@ -298,7 +298,7 @@ def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prep
 
 
 def _result(call: ray.ObjectRef) -> Any:
-    """Return the result of a Ray call; raise castiron's own error instead of Ray's around it."""
+    """Return the result of a Ray call; raise castiron's errors without Ray's wrapper."""
     try:
         return ray.get(call)
     except RayTaskError as error:

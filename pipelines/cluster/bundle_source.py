@@ -42,7 +42,7 @@ BundleSource = str | os.PathLike[str] | Stored
 
 
 def store(bundle: Bundle | Path | str) -> Stored:
-    """Put a local bundle into Ray's object store, and return a record with which nodes fetch it."""
+    """Put a local bundle into Ray's object store; return the record that nodes need to fetch it."""
     import numpy as np
     import ray
 

@@ -53,7 +53,7 @@ SCOPE_KEYS = (
 
 @dataclass(frozen=True)
 class Call:
-    """An HTTP request for a replica; prefixes: the result of `prefix_hashes` for its body."""
+    """An HTTP request for a replica; prefixes: hashes of its prompt's first 1, 2, ... blocks."""
 
     scope: Mapping[str, Any]
     body: bytes
@@ -161,7 +161,10 @@ class Front:
             await while_connected(receive, self._answer(call, scope, receive, send))
 
     async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the call to a replica, and again if that replica dies, up to `ATTEMPTS` times."""
+        """Send the call to a replica, and retry if the replica dies.
+
+        Makes at most `ATTEMPTS` attempts.
+        """
         started: Message | None = None
         status, reason = 502, f"{ATTEMPTS} replicas ended before they answered this request"
         for attempt in range(ATTEMPTS):

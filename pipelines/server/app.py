@@ -54,7 +54,7 @@ def api_key(scope: Scope) -> bytes:
 
 
 class Access:
-    """The rules for which requests the server accepts, and for which client sent a request."""
+    """The access rules of a server: they check requests and identify clients."""
 
     def __init__(self, keys: Sequence[str] = (), origins: Sequence[str] = (), local: bool = False):
         """Accept requests with one of the `keys`, or all requests if there are no keys.

@@ -33,11 +33,11 @@ class Exchange:
     """One HTTP request and its response.
 
     client: name of the client whose limits the request uses. seconds: max duration. body: memory
-    that the request body uses. is_receiving: whether more of the body will arrive. exits: context
-    managers that are left after the response. status: HTTP status of the response. code: error code
-    of the response. job: the generation, whose `summary` is logged. load_seconds: how long the
-    request waited for its model to be opened. deadline: end of the max duration, in seconds of the
-    event loop's clock.
+    reserved for the request body. is_receiving: whether more of the body will arrive. exits:
+    context managers to exit after the response. status: HTTP status of the response. code: error
+    code of the response. job: the job that computes the answer; its `summary` is logged.
+    load_seconds: how long the request waited for its model to be opened. deadline: end of the max
+    duration, in seconds of the event loop's clock.
     """
 
     client: str
@@ -64,8 +64,8 @@ def exchange_of(scope: Scope) -> Exchange:
 class BodyRoute(APIRoute):
     """A route that calls its endpoint with the request and its validated body.
 
-    FastAPI would validate on the event loop, collect every error, and reject a body without a
-    content type.
+    FastAPI's own route would validate on the event loop, collect every error, and reject a body
+    without a content type.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -112,7 +112,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 async def answer_request(request: Request, work: Awaitable[Any], stream: bool | None) -> Response:
     """Return the response to a request.
 
-    work: its result is the JSON object of the response, or a job that computes this object.
+    work: awaitable of the response's JSON object, or of a job that computes this object.
     stream: whether the response is the stream of the job's events.
     """
     exchange = exchange_of(request.scope)

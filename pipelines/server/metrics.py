@@ -162,9 +162,10 @@ class ModelMetrics(Observer):
 
 
 class _MergedPages(Collector):
-    """A collector of the samples of several pages of metrics.
+    """A Prometheus collector that yields the samples of several metrics pages.
 
-    pages: text of each page by its name. label: label of a sample that holds the name of its page.
+    pages: text of each page, by name. label: name of a label that is added to each sample; its
+    value is the name of the page.
     """
 
     def __init__(self, label: str, pages: Mapping[str, str]):
@@ -182,7 +183,7 @@ class _MergedPages(Collector):
 def labelled(label: str, pages: Mapping[str, str]) -> str:
     """Merge the metrics pages of several servers into one page.
 
-    pages: text of each page, by the name of its server. label: name of the label that this name
-    gets in each sample.
+    pages: text of each page, by the name of its server. label: name of a label that is added to
+    each sample; its value is the name of the server.
     """
     return generate_latest(_MergedPages(label, pages)).decode()

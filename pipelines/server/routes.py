@@ -51,7 +51,7 @@ NO_MANAGEMENT = "this server cannot add, change or delete models; start it with 
 
 
 def page(name: str = HOME) -> Response:
-    """Return the response with a file of the chat page, by default its HTML."""
+    """Return an HTTP response that contains a file of the chat page, by default its HTML."""
     return Response(PAGE.joinpath(name).read_bytes(), media_type=MEDIA_TYPES[name.rpartition(".")[2]], headers=HEADERS)
 
 
@@ -68,10 +68,10 @@ def _add_posts(app: FastAPI) -> None:
     def post(*paths: str, answer: Any, stream: bool = False, media_type: str = "text/event-stream") -> Callable:
         """Return a decorator that serves a handler at `paths`.
 
-        The handler gets the request's model, body and exchange. It returns an awaitable, whose
-        result is the JSON object of the response or a job that computes it. `answer`: record of the
-        response, for the OpenAPI document. `stream`: whether the endpoint can stream its response,
-        and `media_type` that of the stream.
+        The handler gets the request's model, body and exchange. It returns an awaitable of the
+        response's JSON object, or of a job that computes this object. `answer`: record of the
+        response, for the OpenAPI document. `stream`: whether the endpoint can stream its response.
+        `media_type`: content type of the stream.
         """
         streams = {200: openapi.content(media_type)} if stream else {}
 
@@ -112,7 +112,7 @@ def _add_posts(app: FastAPI) -> None:
 
     @post("/v1/responses/input_tokens", answer=openapi.InputTokens)
     async def count_input(api: ModelApi, body: InputTokensRequest, exchange: Exchange) -> dict:
-        """Count the tokens of the prompt of a response."""
+        """Count the prompt tokens of a request, in the format of OpenAI's Responses API."""
         count = await count_response_tokens(api, body, store, exchange.api_key)
         return {"object": "response.input_tokens", "input_tokens": count}
 
@@ -123,7 +123,7 @@ def _add_posts(app: FastAPI) -> None:
 
     @post("/v1/messages/count_tokens", answer=openapi.TokenCount)
     async def count_tokens(api: ModelApi, body: CountTokensRequest, _: Exchange) -> dict:
-        """Count the tokens of the prompt of a message."""
+        """Count the prompt tokens of a request, in the format of Anthropic's Messages API."""
         return {"input_tokens": await count_message_tokens(api, body)}
 
     @post("/v1/embeddings", answer=openapi.Embeddings)
@@ -139,7 +139,7 @@ def _add_posts(app: FastAPI) -> None:
 
     @post("/v1/score", "/score", answer=openapi.Scores)
     def score(api: ModelApi, body: schemas.ScoreRequest, _: Exchange) -> Any:
-        """Return the relevance of texts to a text, in the format of vLLM's API."""
+        """Return the relevance of each pair of texts, in the format of vLLM's API."""
         return api.score(body)
 
     @post("/tokenize", answer=openapi.Tokens)
@@ -249,7 +249,7 @@ def _add_gets(app: FastAPI, metrics: Metrics) -> None:
 
     @get("/props", openapi.Properties, 404, 503)
     async def properties(request: Request) -> Response:
-        """Return the context, slots and chat template of a model, in the format of llama.cpp's API."""
+        """Return a model's context length, slots and chat template, in llama.cpp's format."""
         async with models.use(request.query_params.get("model")) as api:
             return JSONResponse(api.properties)
 
@@ -296,7 +296,7 @@ def _add_gets(app: FastAPI, metrics: Metrics) -> None:
 
     @get("/", key=False, response_class=HTMLResponse, responses={200: openapi.content("text/plain")})
     async def home(request: Request) -> Response:
-        """Return the chat page, or for an embedding model the path to use instead."""
+        """Return the chat page, or a text with the path to use if this is an embedding model."""
         return PlainTextResponse(models.home) if models.home else page()
 
     @get("/page/{file}", None, 404, key=False, response_class=Response,

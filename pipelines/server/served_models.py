@@ -71,8 +71,9 @@ class ModelPool:
         """Create a pool in which the models of all `bundles` are closed.
 
         Args:
-            open: called with a bundle and its names to open the bundle, as `open_api`.
-            typed: the path or name by which the operator chose each bundle; None for none of them.
+            open: opens a bundle; called with the bundle and its names.
+            typed: the path or name by which the operator chose each bundle; None for the
+                names in the manifests.
             keep: a model is closed after this many seconds without a request.
             limits: limits and defaults of requests.
             memory_limit: max bytes of all open models, by default the machine's memory. Before a
@@ -265,10 +266,11 @@ class ModelPool:
 
 
 def names_of(bundle: Bundle, model: str | None = None) -> list[str]:
-    """Return the names that requests may use for a bundle; the first one is in answers.
+    """Return the names that requests may use for a bundle; answers contain the first one.
 
-    model: the path or name by which the operator chose the bundle. Of a path, only the last part is
-    used, without `.gguf` and `.castiron`. None for the name in the bundle's manifest.
+    model: the path or name by which the operator chose the bundle, or None for the name in the
+    bundle's manifest. Only the last component of a path is used. Names have no `.gguf` or
+    `.castiron` at the end.
     """
     path = bundle.path.resolve()
     if model is not None and Path(model).exists():
