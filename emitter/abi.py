@@ -76,7 +76,10 @@ class State:
         return prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
     def of(self, sequences: int) -> Tensor:
-        """Return the type of a buffer with this state of several sequences, along dimension 0."""
+        """Return the type of a buffer that has this state of several sequences.
+
+        The sequences are concatenated along dimension 0. sequences: their number.
+        """
         return Tensor(self.name, (sequences * self.shape[0], *self.shape[1:]), self.dtype)
 
     def problem(self) -> str | None:

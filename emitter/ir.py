@@ -208,7 +208,11 @@ def append(
 
 
 def parameter(param: Param) -> Value:
-    """Return the value of `param` in the function being built, which reads it at most once."""
+    """Return the value of `param` in the function being built.
+
+    The first call for a parameter appends the operation that reads it; later calls return its
+    value.
+    """
     top = _top()
     top.module.add_param(param)
     if param.name not in top.params:

@@ -90,12 +90,12 @@ EXACT = CACHES["f32"]
 
 
 def layer_caches(windows: Mapping[int, int | None], context: int, kv_heads: int, head_dim: int) -> tuple[State, ...]:
-    """Return the states of KV caches: for layers with full attention, and for those with a window.
+    """Return the states of the KV caches of a model's layers.
 
-    The former are called `k` and `v`, the latter, which are ring buffers, `k_sliding` and
-    `v_sliding`. All have the shape [layers, context, kv_heads, head_dim]; `cut_to_rings` shortens
-    the ring buffers. windows: each layer's sliding window, None for full attention; all windows
-    are equal.
+    Layers with full attention have the states `k` and `v`. Layers with a sliding window have the
+    ring buffers `k_sliding` and `v_sliding`. Every state is [layers, context, kv_heads, head_dim],
+    where `layers` is the number of its layers; `cut_to_rings` shortens the ring buffers later.
+    windows: the sliding window of each layer, None for full attention; all windows are equal.
     """
     found: list[State] = []
     for window in sorted(set(windows.values()), key=bool):

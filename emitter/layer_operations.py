@@ -41,9 +41,10 @@ def _linear(op: Op) -> str | None:
 
 
 def _norm(weights: int, *ranks: int) -> Callable[[Op], str | None]:
-    """Return the check of a norm over the last dimension of x, which has 1 to `weights` weights.
+    """Return the check of a norm over the last dimension of x, with at least one weight.
 
-    ranks: the allowed ranks of a weight. A weight of rank r has the shape of x's last r dimensions.
+    weights: the max number of weights. ranks: the allowed ranks of a weight. A weight of rank r has
+    the shape of x's last r dimensions.
     """
 
     def rule(op: Op) -> str | None:

@@ -118,7 +118,7 @@ def rms_norm(step: Step, x: Value, name: str | None, eps: float, transform=None,
 
 
 def rms_norm_plus_one(step: Step, x: Value, name: str, eps: float) -> Value:
-    """Apply Gemma's RMS norm to the last dimension of x: it stores w and multiplies by 1 + w."""
+    """Apply Gemma's RMS norm, which multiplies by 1 + weight, to the last dimension of x."""
     return rms_norm(step, x, name, eps, lambda weight: np.float32(1.0) + weight)
 
 
@@ -203,8 +203,9 @@ def attention(
     window: a query at position p attends to positions j with p - window < j <= p.
     softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2, arXiv:2408.00118).
     sinks: [heads], an extra score in the softmax of each head (gpt-oss, arXiv:2508.10925).
-    bidirectional: a query attends to all j with |p - j| < window; only in functions that take a
-    complete text (role encode). Their states have space for one layer; every layer overwrites it.
+    bidirectional: a query attends to all j with |p - j| < window. This is possible only in
+    functions that take a complete text (role encode), whose KV cache has space for one layer only
+    and is overwritten by every layer.
     """
     cache, layer = step.cache_of(0 if bidirectional else layer)
     k_cache, v_cache = (step.states[name] for name in cache)
@@ -328,8 +329,8 @@ def lm_head(step: Step, x: Value, vocab: int, tied: bool, embedding: str = "mode
 
 
 def argmax(logits: Value) -> Value:
-    """Return the index of the largest of each row of logits [T, vocab], the lowest on a tie.
+    """Return the index of the largest logit in each row of [T, vocab], as i32 [T].
 
-    The result is i32 [T].
+    On a tie it is the lowest index.
     """
     return build(LAYERS, "argmax_rows", (logits,), (TensorType(logits.shape[:-1], I32),))[0]

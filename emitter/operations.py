@@ -64,7 +64,10 @@ def build(
 
 
 def _moves(rule: Callable[[Op], str | None]) -> Callable[[Op], str | None]:
-    """Return a check that requires one element type of operand and result, and then runs `rule`."""
+    """Return a check that rejects an operation which changes the element type.
+
+    rule: a further check of the operation, which runs if the type does not change.
+    """
 
     def with_dtype(op: Op) -> str | None:
         return "the element type changes" if op.operands[0].dtype is not op.results[0].dtype else rule(op)
@@ -272,7 +275,7 @@ def _select_text(op: Op, args: list[str]) -> str:
 
 
 def _text_with(attr: str) -> Callable[[Op, list[str]], str]:
-    """Return the printer of operations whose one attribute `attr` is an integer or a sequence."""
+    """Return the printer of operations whose only attribute is `attr`, one or several integers."""
 
     def text(op: Op, args: list[str]) -> str:
         value = op.attrs[attr]

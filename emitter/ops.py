@@ -68,7 +68,8 @@ def convert(x: Value, dtype: DType) -> Value:
 def bitcast_convert(x: Value, dtype: DType) -> Value:
     """Reinterpret the bits of `x` as `dtype`.
 
-    If it is narrower, the result has a new last dimension; if it is wider, x must have that one.
+    If `dtype` is narrower than x's type by a factor n, the result has an additional last dimension
+    n. If it is wider by a factor n, x must have a last dimension n, which the result lacks.
     """
     shape = x.shape
     if x.dtype.bits < dtype.bits:
@@ -138,7 +139,12 @@ def dot_general(
     contract: tuple[Sequence[int], Sequence[int]],
     batch: tuple[Sequence[int], Sequence[int]] = ((), ()),
 ) -> Value:
-    """Contract dimensions of `a` with those of `b`; the result is [batch, free of a, free of b]."""
+    """Return the tensor of dot products of `a` and `b`, as StableHLO's `dot_general` does.
+
+    contract: dimensions of `a` and of `b` over which products are summed. batch: dimensions of `a`
+    and of `b` that are paired. The result has the batch dimensions, then the remaining dimensions
+    of `a`, then those of `b`.
+    """
     (ca, cb), (ba, bb) = (tuple(map(tuple, contract)), tuple(map(tuple, batch)))
     free_a = tuple(n for i, n in enumerate(a.shape) if i not in ca + ba)
     free_b = tuple(n for i, n in enumerate(b.shape) if i not in cb + bb)

@@ -71,7 +71,7 @@ MODES: dict[str, Callable[[Step, Value, bool], Value]] = {"mean": _mean, "last":
 
 @dataclass(frozen=True)
 class Pooling:
-    """How a text's hidden states become one embedding.
+    """The rule by which a text's hidden states become one embedding.
 
     mode: "mean", "last" or "cls" (the first token). dense: linear layers after the pooling.
     normalised: whether the embedding is scaled to length 1.

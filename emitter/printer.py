@@ -40,7 +40,8 @@ def print_module(module: Module, weights: str = "parameters") -> str:
 def print_layers(module: Module) -> str:
     """Return the MLIR text of a module that is not lowered yet.
 
-    MLIR's tools read it with --allow-unregistered-dialect, as layer operations are no dialect.
+    Layer operations belong to no MLIR dialect, so MLIR's tools read the text only with
+    --allow-unregistered-dialect.
     """
     lines = [line for f in module.functions.values() for line in _function(module, f, "parameters", LAYERS)]
     return "\n".join([f"module @{module.name} {{", *lines, "}", ""])

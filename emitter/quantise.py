@@ -37,10 +37,11 @@ _SIX_BITS = 63
 
 @dataclass(frozen=True)
 class Encoder:
-    """The quantiser of a codec: its range of codes, its grids, and the packing of its blocks.
+    """The quantiser of a codec: its codes, the scales it tries, and the packing of its blocks.
 
-    low, high: smallest and largest code. steps: the grids to try; the grid of step s spreads a
-    group over s more codes than the range has. join: packs n blocks to u8 [n, block_bytes].
+    low, high: smallest and largest code. steps: numbers s, for each of which a scale is tried that
+    spreads a group's values over s more codes than the range has. join: packs the parts of n blocks
+    to u8 [n, block_bytes].
     """
 
     low: int
@@ -117,7 +118,7 @@ def _codes(encoder: Encoder, x: np.ndarray, inverse: np.ndarray, out: np.ndarray
 def _scales(encoder: Encoder, x: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
     """Return the scales [n] for which `scale * code` is nearest to x [group, n].
 
-    weights: those of the squared errors, [group, n]; None: all 1.
+    weights: the weight of each squared error, [group, n]; None: all 1.
     """
     largest = np.take_along_axis(x, np.abs(x).argmax(axis=0)[None], axis=0)[0]
     weighted = x if weights is None else weights * x
@@ -137,10 +138,9 @@ def _scales(encoder: Encoder, x: np.ndarray, weights: np.ndarray | None) -> np.n
 def _scales_and_minima(
     encoder: Encoder, x: np.ndarray, weights: np.ndarray | None, negative: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scales and minima [n] of `scale * code + minimum` with the least error.
+    """Return the scales and minima [n] of `scale * code + minimum` with the least squared error.
 
-    x: the elements, [group, n]. weights: those of the squared errors, [group, n]; None: all 1.
-
+    x: the elements, [group, n]. weights: the weight of each squared error, [group, n]; None: all 1.
     negative: whether minima are limited to numbers <= 0, as K-quants store them.
     """
     low, high = x.min(axis=0), x.max(axis=0)
@@ -232,7 +232,8 @@ def _halves(*numbers: np.ndarray) -> list[np.ndarray]:
 def _planes(codes: np.ndarray, run: int, bits: int) -> np.ndarray:
     """Pack codes [n, k] of `bits` bits in bytes [n, k * bits / 8].
 
-    Each `run` bytes have the lowest fields of `run` codes, then the next field of the next codes.
+    The first `run` bytes have the first `run` codes in their lowest bits, the next `run` codes in
+    the bits above, and so on. The next `run` bytes continue with the codes after these.
     """
     fields = codes.reshape(len(codes), -1, 8 // bits, run)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]

@@ -94,7 +94,7 @@ def recurrent(step: Step, name: str, layer: int) -> Value:
 
 
 def carry(step: Step, name: str, layer: int, after: Value) -> None:
-    """Set a layer's part of the state `name` to its value after the last token, without padding.
+    """Set a layer's part of the state `name` to the state after the last token that is not padding.
 
     after: the layer's state after each of the step's tokens, [T, ...]. In a batch, row i is the new
     state of sequence i, and the states of idle sequences do not change.

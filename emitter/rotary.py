@@ -39,7 +39,7 @@ class Rotary:
 
 
 def check_entry(entry: Mapping) -> None:
-    """Raise EmitError if a value in a config's `rope_scaling` or an object in it is invalid."""
+    """Raise EmitError if a config's `rope_scaling` has an invalid value, also in nested objects."""
     for key, value in entry.items():
         if isinstance(value, Mapping) and key not in _VALUES:
             check_entry(value)
@@ -162,9 +162,10 @@ def _longrope(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotar
 
 
 def proportional(theta: float, dim: int, share: float, factor: float, positions: int) -> Rotary:
-    """Return Gemma 4's frequencies: the first are default ones / `factor`, the rest are zero.
+    """Return Gemma 4's frequencies.
 
-    share: the fraction of the frequencies that are not zero, from 0 to 1.
+    The first frequencies are the default ones divided by `factor`; the others are zero. share: the
+    fraction of the frequencies that are not zero, from 0 to 1.
     """
     _check_base(theta, dim)
     inv_freq = np.where(np.arange(dim // 2) < int(share * dim // 2), _base(theta, dim), np.float32(0))

@@ -97,8 +97,9 @@ class ModelModule(Module):
 
     @contextmanager
     def step(self, entry: Function, states: Sequence[State], context: int) -> Iterator[Step]:
-        """Add the function `entry`, built by the layers that the `with` block calls on its `Step`.
+        """Add the function `entry` to the module; yield the `Step` with its inputs and states.
 
+        The layers that the `with` block calls on the `Step` append the function's operations.
         states: the states that the function updates. context: the max number of positions.
         """
         for state in states:
@@ -159,7 +160,10 @@ class Step:
         return self.tokens.shape[0] if self.mode == "batch" else 1
 
     def cache_of(self, layer: int) -> tuple[tuple[str, str], int]:
-        """Return the names of the states with a layer's keys and values, and its index in both."""
+        """Return the names of the states with a layer's keys and values, and an index.
+
+        The index is that of the layer in these states.
+        """
         keys, values = (s for s in self.records.values() if layer in s.layers and s.kind != "recurrent")
         return (keys.name, values.name), keys.layers.index(layer)
 

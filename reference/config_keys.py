@@ -41,7 +41,11 @@ def source() -> str:
 
 
 def _defined(model_type: str) -> set[str]:
-    """Return a config class's fields and aliases, and the keys that its two modules read."""
+    """Return the keys that a model type's config class has, or that its code reads.
+
+    The code is transformers' configuration and modeling module of the model type. The class's keys
+    are its fields and their aliases.
+    """
     class_ = CONFIG_MAPPING[model_type]
     name = class_.__module__
     modules = [importlib.import_module(name), importlib.import_module(name.replace(".configuration_", ".modeling_"))]

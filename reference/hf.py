@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 @dataclass(frozen=True)
 class Greedy:
-    """Greedy tokens, and the margin of each: its logit minus the second largest."""
+    """Greedily chosen tokens, and the margin of each: its logit minus the second largest logit."""
 
     tokens: list[int]
     margins: list[float]

@@ -25,11 +25,12 @@ def run(
     params: Mapping[str, np.ndarray] | None = None,
     trace: Trace | None = None,
 ) -> list[np.ndarray]:
-    """Run `function` on `inputs`, stored arrays of the declared shapes, and return its outputs.
+    """Run `function` on `inputs`, and return its outputs.
 
-    An i8 input may be uint8. params: arrays of the parameters by name. trace: called as
-    `trace(op, results)` after every operation, with arrays that it must not change. Kernels run as
-    `kernel.reference(**operands)`, with read-only arrays, i8 as uint8, and integers for indices.
+    inputs: arrays of the declared shapes and stored types; an i8 input may be uint8. params: arrays
+    of the parameters by name. trace: called as `trace(op, results)` after every operation, with
+    arrays that it must not change. A kernel is run as `kernel.reference(**operands)`: tensors are
+    read-only arrays (uint8 for i8), and operands of type index are integers.
     """
     try:
         body = module.functions[function]
@@ -86,7 +87,7 @@ def _forget(values: dict[Value, np.ndarray], left: dict[Value, int], op: Op) -> 
 
 
 def _float(compute: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Return a rule that applies `compute` to floats in f32, and rounds the result once."""
+    """Return a rule that applies `compute` to floats as f32, and rounds the result once."""
 
     def rule(op: Op, *args: np.ndarray) -> np.ndarray:
         dtype = op.results[0].dtype
@@ -190,9 +191,9 @@ def _reduce(op: Op, x: np.ndarray, init: np.ndarray) -> np.ndarray:
 
 
 def _argmax(op: Op, values: np.ndarray, indices: np.ndarray, *_start: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return the max of the values after the last NaN, and its lowest index.
+    """Return the max of the values after the last NaN, and the lowest index that has it.
 
-    StableHLO's reduction gives this too: a NaN replaces the max, and the next value replaces a NaN.
+    StableHLO's reduction gives the same: a NaN replaces the max, and the next value replaces a NaN.
     """
     nans = np.flatnonzero(np.isnan(values))
     first = min(int(nans[-1]) + 1, len(values) - 1) if len(nans) else 0

@@ -39,10 +39,10 @@ _MAX_DIRECTORY = 1_000_000
 
 @dataclass(frozen=True)
 class Part:
-    """A range of bytes of an open file, which stays readable if another file replaces `path`.
+    """A range of bytes of an open file.
 
-    offset, size: the range in bytes. lock: guards the position of `file`, which the parts of one
-    archive share.
+    It stays readable if another file replaces the one at `path`. offset, size: the range in bytes.
+    lock: guards the position of `file`, which the parts of one archive share.
     """
 
     path: Path
@@ -81,7 +81,10 @@ class Part:
         return memoryview(mapped)[self.offset : self.offset + self.size]
 
     def sha256(self, write: Callable[[bytes], object] = lambda chunk: None) -> str:
-        """Return the sha256 of the bytes in hex; call `write` with every chunk of them."""
+        """Return the sha256 of the part's bytes in hex.
+
+        write: called with every chunk of the bytes, in order.
+        """
         digest = hashlib.sha256()
         for chunk in self._chunks():
             digest.update(chunk)
@@ -140,10 +143,11 @@ def open_archive(path: Path) -> dict[str, Part]:
 def write_archive(
     parts: Mapping[str, Part], hashes: Mapping[str, str], out: Path, progress: Callable[[int, int], None] | None = None
 ) -> None:
-    """Write `parts`, by file name, as an archive to `out`; the same parts give the same bytes.
+    """Write files into a new archive at `out`; the same files give the same bytes.
 
-    hashes: expected sha256 in hex by file name. progress: called with (bytes written, total bytes).
-    Raise BundleError, and leave no file, if a sha256 differs or `out` cannot be written.
+    parts: the files by name. hashes: expected sha256 in hex by file name. progress: called with
+    (bytes written, total bytes). Raise BundleError, and leave no file, if a sha256 differs or `out`
+    cannot be written.
     """
     if out.is_dir():
         raise BundleError(f"output is a directory: {out}; give the name of a file")

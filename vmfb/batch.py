@@ -22,17 +22,21 @@ class Cover:
     """A planner that finds the cheapest calls of batch functions for given slots.
 
     A slot holds one sequence. A call of width w takes w adjacent slots, the first of which is a
-    multiple of w. Among plans of equal cost, the one with fewer, then with narrower calls is taken.
+    multiple of w. Among plans of equal cost, those with the fewest calls are preferred, and among
+    these the plan with the smallest total width.
     """
 
     def __init__(self, size: int, costs: Mapping[int, float]):
-        """Plan for `size` slots; `costs` are the relative times of calls by width, 1 included."""
+        """Prepare to plan calls for `size` slots.
+
+        costs: the relative time of a call of each width, 1 included.
+        """
         self.spans = {(first, w): costs[w] for w in costs for first in range(0, size - w + 1, w)}
         self.widths = sorted(costs)
         self.of = lru_cache(4096)(self._of)
 
     def _of(self, slots: tuple[int, ...]) -> tuple[Span, ...]:
-        """Return the cheapest calls (first slot, number of slots) that include all `slots`.
+        """Return the cheapest calls, (first slot, width) each, that include all `slots`.
 
         slots: in ascending order.
         """
@@ -50,7 +54,7 @@ class Cover:
 
 
 def costs_of(manifest: Manifest) -> dict[int, float]:
-    """Return the estimated time of a decode call by its width, the number of its sequences.
+    """Return the estimated time of a decode call by width, the number of sequences in the call.
 
     The unit is the time of one floating-point operation. A kernel takes the longer of its compute
     time and its read time, both at position 0. All times are 0 if the manifest does not list the
@@ -67,9 +71,10 @@ def costs_of(manifest: Manifest) -> dict[int, float]:
 class Batch:
     """Sessions that decode together, one in each slot of the widest batch function.
 
-    Each state has one buffer with the states of all slots along dimension 0, so that any B adjacent
-    slots are the states of `decode_batch_B`. That function skips slots with a negative position but
-    takes as long as for all slots, so distant slots may be faster in several calls.
+    For each state of the model there is one buffer, in which the slots follow each other along
+    dimension 0. So the states of any B adjacent slots can be operands of `decode_batch_B`. That
+    function skips slots with a negative position, but takes as much time as if none was skipped. So
+    distant slots may be faster in several narrow calls.
     """
 
     def __init__(self, bundle: Bundle | Path | str, threads: int | None = None):
@@ -133,7 +138,10 @@ class Batch:
         return {slot: found[slot - first] for slot in taken}
 
     def _save_logits(self, call: Call, stepped: Collection[int]) -> None:
-        """Copy the logits of slots that are not stepped, because the call will overwrite them."""
+        """Copy the logits of slots that the call takes but that have no new token.
+
+        The call will overwrite these logits. stepped: the slots with a new token.
+        """
         for slot, session in enumerate(self.slots):
             if slot not in stepped and isinstance(session._last, Row) and session._last.call is call:
                 session._last = session._last.logits()

@@ -36,10 +36,11 @@ _MAX_MANIFEST = 16_000_000
 
 @dataclass(frozen=True)
 class Bundle:
-    """An open bundle: the path of its directory, or of its archive if it is `packed`.
+    """An open bundle.
 
-    parts: open files of the bundle by name, which stay readable if another bundle replaces this
-    one; None if files are opened when they are needed.
+    path: its directory, or its archive if it is `packed`. parts: open files of the bundle by name,
+    which stay readable if another bundle replaces this one; None if files are opened when they are
+    needed.
     """
 
     path: Path
@@ -83,12 +84,12 @@ class Bundle:
 
 
 def open_bundle(source: Path | str | Bundle, *, full_check: bool = False, run: bool = True) -> Bundle:
-    """Open the bundle at a path, a directory or an archive; raise BundleError if it is invalid.
+    """Open a bundle, which is a directory or an archive; raise BundleError if it is invalid.
 
-    The first opening, or one with `full_check`, hashes every file and stores each file's size,
-    inode and change times in the cache. Later openings compare only these. run: whether to check
-    also that this CPU and this version of the runtime can run the bundle. A Bundle is returned
-    unchanged unless `full_check` is set.
+    The first opening hashes every file and stores each file's size, inode and change times in the
+    cache. Later openings compare only these, unless `full_check` is set. run: whether to check also
+    that this CPU and this version of the runtime can run the bundle. If `source` is a Bundle, it is
+    returned unchanged unless `full_check` is set.
     """
     if isinstance(source, Bundle):
         if not full_check:
@@ -135,7 +136,10 @@ def pack_bundle(bundle: Bundle, out: Path | str, progress: Callable[[int, int], 
 
 
 def _open_directory(path: Path) -> dict[str, Part]:
-    """Return the open files of a bundle's directory by name; a lock delays writers meanwhile."""
+    """Return the open files of a bundle's directory by name.
+
+    A lock makes writers wait until all files are open.
+    """
     real = Path(os.path.realpath(path))
     if not os.path.isdir(path):
         remove_abandoned(real.parent)
@@ -230,7 +234,7 @@ def _check_files(path: Path, manifest: Manifest, data: bytes, parts: Mapping[str
 
 
 class BundleWriter:
-    """A bundle in a staging folder, which `commit` renames to the target.
+    """A bundle in a staging folder, which `commit` renames to the target directory.
 
         with BundleWriter(directory) as writer:
             writer.write("tokenizer.json", data)
@@ -238,7 +242,7 @@ class BundleWriter:
             sha256 = write_irpa(writer.path("weights.irpa"), entries)
             writer.commit(manifest, {"weights.irpa": sha256})
 
-    Only a bundle or an empty directory at the target is replaced.
+    An existing target is replaced only if it is a bundle or an empty directory.
     """
 
     directory: Path
@@ -266,7 +270,7 @@ class BundleWriter:
         return BundleError(f"cannot write {self.target}: {reason(error)}")
 
     def path(self, name: str) -> Path:
-        """Return the path for the file `name`; raise ValueError if bundles have no such file."""
+        """Return the path for the file `name`; raise ValueError if no bundle can have such a file."""
         if not is_bundle_file(name):
             raise ValueError(f"{name} is not a file of a bundle")
         return self.directory / name

@@ -39,7 +39,10 @@ _FILES = {"tuned": "tuned.json"}
 
 @dataclass(frozen=True)
 class Usage:
-    """Number and total bytes of the files of a kind (`KINDS`), and the last use in Unix time."""
+    """The cached files of one kind: their number, their total bytes and their last use.
+
+    kind: a key of `KINDS`. newest: the time of the last use, in Unix time.
+    """
 
     kind: str
     files: int
@@ -83,7 +86,10 @@ def cache_folder(kind: str) -> Path:
 
 
 def keep(path: Path, data: bytes) -> bool:
-    """Write a file in the cache; return whether that worked, and print a message if it did not."""
+    """Write `data` to the file `path` in the cache; return whether it could be written.
+
+    If it could not, print a message.
+    """
     try:
         write_file(path, data)
         return True
@@ -123,7 +129,7 @@ def _temporary() -> Path:
 
 
 def usage() -> tuple[Usage, ...]:
-    """Return the usage of each of `KINDS`."""
+    """Return how many files and bytes the cache has of each kind in `KINDS`."""
     return tuple(_usage_of(kind, [stat for _, stat in files_below(cache_path(kind))]) for kind in KINDS)
 
 

@@ -11,11 +11,12 @@ CALL_ROWS = 4.0
 def chunks(total: int, start: int, context: int, widths: Sequence[int], padding: float) -> list[tuple[int, int]]:
     """Return the prefill calls (width, tokens) that append `total` tokens from position `start`.
 
-    Full calls of the maximum width come first, then the cheapest calls for the rest. Only the last
-    call may have padding. No call ends past `context`, padding included.
+    Full calls of the maximum width come first, then the cheapest calls for the remaining tokens.
+    Only the last call may have padding. No call ends past `context`, padding included.
 
-    widths: those of the prefill functions; a decode step of width 1 always exists. padding: cost of
-    a padding token relative to others: 0 if the kernels skip it, 1 if they compute it.
+    widths: the numbers of tokens that the prefill functions take; a decode step of width 1 always
+    exists. padding: the cost of a padding token relative to that of another token: 0 if the kernels
+    skip it, 1 if they compute it.
     """
     widths = sorted({1, *widths})
     widest = widths[-1]

@@ -88,12 +88,13 @@ def compile_modules(
     texts: Mapping[str, str], target: Target, folder: Path, *, extra_flags: Sequence[str] = (), cache_dir: Path | None = None,
     cancelled: threading.Event | None = None,
 ) -> CompileResult:  # fmt: skip
-    """Compile MLIR `texts`, by output file name, into `folder`, and write `compile.log` there.
+    """Compile MLIR `texts` into files in `folder`, and write `compile.log` there.
 
-    As many processes run at a time as the machine has cores, because iree-compile itself hardly
-    runs in parallel. Results are cached in `cache_dir` (default: `compile` in the cache) by text,
-    flags, compiler and target; a cached result whose sha256 differs is compiled again. Raise
-    CompileError with the first errors and the path of the log, or if `cancelled` is set.
+    texts: MLIR text by the name of the file to write. As many processes run at a time as the
+    machine has cores, because iree-compile itself hardly runs in parallel. Compiled files are
+    cached by text, flags, compiler and target. A cached file whose sha256 differs is compiled
+    again. cache_dir: default: the folder `compile` in castiron's cache. cancelled: set it to stop.
+    Raise CompileError with the first errors and the path of the log, or if `cancelled` is set.
     """
     cancelled = cancelled or threading.Event()
     flags = compile_flags(target, extra_flags)
@@ -200,14 +201,14 @@ def _run(command: list[str], directory: Path, cancelled: threading.Event) -> tup
 
 
 def _disk_full(status: int, output: str) -> int | None:
-    """Return the errno if the compiler failed because it could not write its output, else None."""
+    """Return the errno if a full disk or a limit on file sizes stopped the compiler, else None."""
     if status == -signal.SIGXFSZ:
         return errno.EFBIG
     return errno.ENOSPC if status and os.strerror(errno.ENOSPC) in output else None
 
 
 def _failure(status: int, output: str, log: str, source: Path, folder: Path) -> CompileError:
-    """Move the module and the log to `folder`, and return the error to show."""
+    """Move the MLIR file `source` and the log to `folder`, and return the error to raise."""
     folder.mkdir(parents=True, exist_ok=True)
     os.replace(source, folder / "module.mlir")
     write_file(folder / "compile.log", log.encode())
@@ -226,7 +227,10 @@ def _failure(status: int, output: str, log: str, source: Path, folder: Path) -> 
 
 
 def _prune(store: Path) -> None:
-    """Remove the least recently used results over `MAX_CACHE_BYTES`, and old logs of failures."""
+    """Remove the least recently used results until `MAX_CACHE_BYTES` are left, and old failures.
+
+    A failure is a folder with the log and the MLIR text of a failed compilation.
+    """
     with contextlib.suppress(OSError):
         total = 0
         for path in _newest_first(store.glob("*.vmfb")):

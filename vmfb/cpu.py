@@ -59,7 +59,7 @@ def host_features() -> frozenset[str]:
 
 @functools.cache
 def can_use_tiles() -> bool:
-    """Return whether this process may use AMX tiles; on Linux, ask for the permission."""
+    """Return whether this process may use AMX tiles, after asking Linux for the permission."""
     if platform.system() != "Linux" or host_arch() != "x86_64":
         return False
     arch_prctl, require_xcomp_perm, xtiledata = 158, 0x1023, 18

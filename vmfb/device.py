@@ -36,7 +36,10 @@ def lower_priority() -> None:
 
 
 def _change_policy(old: str, new: str) -> bool:
-    """Change the calling thread's scheduling policy from `old`; return whether it was changed."""
+    """Change the calling thread's scheduling policy, if it is `old`, to `new`.
+
+    Return whether it was changed.
+    """
     if not hasattr(os, old) or os.sched_getscheduler(0) != getattr(os, old):
         return False
     with contextlib.suppress(OSError):
@@ -97,8 +100,9 @@ def _create(threads: int) -> rt.HalDevice:
 def _pinned_cpus(threads: int) -> list[int]:
     """Return the number of the CPU to which each worker is pinned; empty if none is pinned.
 
-    Workers for all CPUs are pinned, because the scheduler sometimes runs two on one CPU for several
-    tokens. Fewer are not, because other processes may use the same CPUs.
+    If there is a worker for every CPU, all are pinned, because the scheduler sometimes runs two on
+    one CPU for several tokens. If there are fewer workers, none is pinned, because other processes
+    may use the same CPUs.
     """
     cpus = _cpus()
     return cpus if threads == len(cpus) else []
@@ -121,9 +125,10 @@ def _workers() -> set[int]:
 
 
 def _started_workers(before: set[int], threads: int) -> list[int]:
-    """Return the thread ids of `threads` workers that are not in `before`.
+    """Wait for `threads` workers to start; return their thread ids.
 
-    A worker gets its name when it starts. After `START_SECONDS` the result may be incomplete.
+    before: the thread ids of older workers. A worker can be found once it has set its name. After
+    `START_SECONDS` the workers found so far are returned.
     """
     until = time.monotonic() + START_SECONDS
     while len(new := sorted(_workers() - before)) < threads and time.monotonic() < until and _cpus():

@@ -28,7 +28,10 @@ def reason(error: OSError) -> str:
 
 @contextlib.contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Set the file name of an OSError in the block that has none, such as that of a full disk."""
+    """Set the file name of an OSError that the block raises, if it has none, to `path`.
+
+    An error for a full disk, for example, has no file name.
+    """
     try:
         yield
     except OSError as error:

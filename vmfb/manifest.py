@@ -30,7 +30,7 @@ class BundleError(Exception):
 
 
 def module_name(function: Function) -> str:
-    """Return the file name of the module with the functions of `function`'s width."""
+    """Return the name of the compiled module with all functions of the same width as `function`."""
     return f"tokens_{function.width}.vmfb"
 
 
@@ -199,11 +199,12 @@ class Manifest:
 
 @dataclass(frozen=True)
 class KernelWork:
-    """The work of a kernel in one call of a function, which runs the kernel `calls` times.
+    """The work of one kernel in a call of a function, which runs the kernel `calls` times.
 
-    flops, bytes: floating-point operations and memory traffic of one run, as (at position 0, added
-    per position, maximum). weights: how many of the bytes are weights. paths: module paths of the
-    layers that it computes, such as `model.layers.*.mlp`. tokens: rows of x in a matmul, else None.
+    flops, bytes: floating-point operations and memory traffic of one run, each as (value at
+    position 0, increase per position, maximum). weights: how many of the bytes are weights. paths:
+    module paths of the layers that the kernel computes, such as `model.layers.*.mlp`. tokens: rows
+    of x if the kernel is a matmul, else None.
     """
 
     calls: int
@@ -257,7 +258,10 @@ _FACTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def _check_facts(name: str, facts: Mapping[str, Any]) -> None:
-    """Raise RecordError if a key of `facts`, the manifest's object `name`, has a wrong type."""
+    """Raise RecordError if a value in `facts` has a wrong type.
+
+    name: the manifest's field that contains `facts`.
+    """
     found = {key: from_json(kind, facts[key], f"{name}.{key}") for key, kind in _FACTS[name].items() if key in facts}
     for kernel, work in [pair for kernels in found.get("work", {}).values() for pair in kernels.items()]:
         amounts = (work.calls, work.weights, *work.flops, *work.bytes)

@@ -23,7 +23,7 @@ WARM_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A dispatch of a call: how often it runs, total seconds, and workgroups per run.
+    """A dispatch of a call: how often the call runs it, its total seconds, and workgroups per run.
 
     It is named `{kernel}_fn`, or `{function}_dispatch_{n}_…` if IREE generated it.
     """

@@ -117,7 +117,10 @@ class Loaded:
 
 
 class Program(Loaded):
-    """A bundle loaded on a device; methods that call its functions must be `exclusive`."""
+    """A bundle loaded on a device.
+
+    Methods that call its functions must have the decorator `exclusive`.
+    """
 
     def __init__(self, source: Bundle | Path | str, threads: int | None = None):
         """Load a bundle, or the bundle at a path; default threads: the number of physical cores.
@@ -141,13 +144,16 @@ class Program(Loaded):
             raise BundleError(f"the IREE runtime rejects {bundle.path} ({_reason(error)}); compile the bundle again") from None
 
     def _check(self, name: str, module: rt.VmModule) -> None:
-        """Raise BundleError unless the module `name` has its functions of the manifest."""
+        """Raise BundleError unless `module`, the file `name`, has the functions it should have."""
         functions = [entry for entry in self.manifest.functions if self.manifest.module_of(entry) == name]
         check_functions(self._path / name, module, self.manifest, functions, "compile the bundle again")
 
 
 def check_functions(path: Path, module: rt.VmModule, manifest: Manifest, functions: Iterable[Function], remedy: str) -> None:
-    """Raise BundleError unless a module has `functions` with the types that the manifest lists."""
+    """Raise BundleError unless a module has `functions` with the types that the manifest lists.
+
+    path: the module's file. remedy: what the user can do, for the error.
+    """
     exported = set(module.function_names)
     for function in functions:
         if function.name not in exported:
@@ -186,7 +192,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def exclusive(method: Method) -> Method:
-    """Return `method`, which then raises SessionError while another thread uses `self.program`."""
+    """Return a method that calls `method` while no other thread uses `self.program`.
+
+    If another thread does, the returned method raises SessionError.
+    """
 
     @wraps(method)
     def guarded(self: Any, *args: Any, **options: Any) -> Any:
@@ -204,7 +213,10 @@ def exclusive(method: Method) -> Method:
 
 
 class Buffer:
-    """Memory that Python (`array`) and the runtime (`view`) share: i8, i32, f32, f16 or bf16."""
+    """Memory that Python and the runtime share, of elements i8, i32, f32, f16 or bf16.
+
+    array: the memory in Python. view: the same memory in the runtime.
+    """
 
     def __init__(self, program: Loaded, shape: tuple[int, ...], dtype: str, memory: np.ndarray | None = None):
         """Allocate zeros, or use `memory`, which is a flat slice of another buffer."""
@@ -226,7 +238,7 @@ class Buffer:
 
     @property
     def words(self) -> memoryview:
-        """Return the flat elements; writing an element here is faster than through NumPy."""
+        """Return a flat view of the elements; writing to it is faster than writing to `array`."""
         return self._flat.data
 
 
@@ -286,7 +298,10 @@ class Call:
         return np.where(unfit, -1, best).tolist()
 
     def logits(self, row: int | None = None) -> np.ndarray:
-        """Return a copy of the logits (result 1), f32 `[vocab]`, or of row `row` of all rows'."""
+        """Return a copy of the logits (result 1), f32 `[vocab]`.
+
+        row: the row to return if the function returns logits of several rows.
+        """
         found = self._result(1, _F32, (self._vocab,)) if row is None else self._result(1, _F32)[row]
         return found.copy()
 
@@ -303,9 +318,10 @@ _others: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictio
 
 
 def release_at_exit(owner: Any, *attributes: str) -> None:
-    """Set `attributes` of `owner` to None at exit, in order, to free objects of the runtime.
+    """Register `attributes` of `owner`, which are set to None in this order when the process exits.
 
-    Results must come before their device.
+    This frees objects of the runtime. Attributes with results of calls must come before their
+    device.
     """
     _others[owner] = attributes
 

@@ -19,13 +19,13 @@ MODULE_KEYS = ("key", "flags", "text_sha256", "seconds", "iree_compile_seconds",
 
 
 def replace_module(bundle: Bundle, module: Path, out: Path) -> Bundle:
-    """Write `bundle` with another module into the directory `out`, which may be its directory.
+    """Write a copy of `bundle` with the compiled module `module` instead of its own modules.
 
-    The bundle's other files are linked or copied. The manifest's `compile.custom_module` records
-    the module's path, sha256 and runtime; measurements of the old module are dropped. Raise
-    BundleError if this runtime cannot read the module, if it lacks a function of the manifest or
-    has other types, or if it reads missing parameters (checked only if this machine can run the
-    bundle).
+    out: directory of the copy, which may be the bundle's own. The bundle's other files are linked
+    or copied. The manifest's `compile.custom_module` records the new module's path, sha256 and
+    runtime; measurements of the old module are dropped. Raise BundleError if this runtime cannot
+    read the new module, if it lacks a function of the manifest or has other types, or if it reads
+    missing parameters (checked only if this machine can run the bundle).
     """
     _check_module(module, bundle.manifest)
     old = bundle.manifest

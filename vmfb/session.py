@@ -21,14 +21,14 @@ MAX_SNAPSHOTS, MAX_SNAPSHOT_BYTES = 4, 2**28
 class Session:
     """The states of one sequence; forks of a session share its program.
 
-    Sessions of a program run one at a time: a call raises SessionError while another thread runs
-    one, and in a forked child if the program has several threads. States use memory only as far as
-    they are filled.
+    Sessions of a program run one at a time: a call raises SessionError while another thread runs a
+    session of the same program. A call in a forked child process raises it too if the program has
+    several threads. States use memory only as far as they are filled.
 
     Attributes:
         position: the number of tokens in the states, which is the position of the next token.
-        chunked_tokens: how many leading tokens came in full calls of the `widest` prefill function;
-            their states have the same bits in every session.
+        chunked_tokens: the number of first tokens that came in full calls of the prefill function of
+            width `widest`; their states have the same bits in every session.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Session:
         """Append fewer tokens than a verify function takes, and remove the padding from the states.
 
         width: the number of tokens that the function takes. Return False, without any work, if the
-        padding would exceed the context or could not be removed.
+        call would end past the context or the padding could not be removed.
         """
         ids, call_end = self._checked(tokens), self.position + width
         end = self.position + int(ids.size)
@@ -165,7 +165,10 @@ class Session:
 
     @exclusive
     def verified_logits(self, token: int | None = None) -> np.ndarray:
-        """Return the logits of the last `verify`, f32 `[tokens, vocab]`, or `[vocab]` of one."""
+        """Return the logits of the last `verify`, f32 `[tokens, vocab]`.
+
+        token: index of a token whose logits `[vocab]` to return instead.
+        """
         return np.stack(list(self.verified_rows())) if token is None else self._verified().call.logits(token)
 
     def verified_rows(self) -> Iterator[np.ndarray]:
@@ -177,7 +180,10 @@ class Session:
         return (last.call.logits(row) for row in range(last.row + 1))
 
     def _verified(self) -> Row:
-        """Return the last row of `verify`; raise SessionError if that was not the last call."""
+        """Return the logits after the last token of `verify`.
+
+        Raise SessionError if the session's last call was not `verify`.
+        """
         if not isinstance(self._last, Row):
             raise SessionError("no logits of a verify call; call verify first")
         return self._last
@@ -209,7 +215,8 @@ class Session:
     def snapshot(self, ahead: int | None = None) -> Snapshot:
         """Return a copy of what `restore` needs to return to this position.
 
-        ahead: how many more tokens may come before `restore`; default: as many as the context fits.
+        ahead: how many more tokens may come before `restore`; default: as many as fit in the
+        context.
         """
         ahead = self.context - self.position if ahead is None else ahead
         taken = Snapshot(self.position, tuple(state.save(self.position, ahead) for state in self._states))
@@ -239,7 +246,7 @@ class Session:
 
     @exclusive
     def copy_from(self, other: Session, position: int) -> None:
-        """Set the states to those that `other` had at `position`.
+        """Set this session's states to those that the session `other` had at `position`.
 
         Raise SessionError if `other` is of another program or `position` is not `reachable` in it.
         """
@@ -258,7 +265,10 @@ class Session:
         return [state.rows(position) for state in self._states]
 
     def begins(self, tokens: int, position: int) -> bool:
-        """Return whether `rows(tokens)` contain what `take` needs for an earlier `position`."""
+        """Return whether `rows(tokens)` also contain the states that `take` needs for `position`.
+
+        tokens: a later position, from which the rows come.
+        """
         return all(state.begins(tokens, position) for state in self._states)
 
     @property
@@ -270,8 +280,8 @@ class Session:
     def take(self, rows: Sequence[np.ndarray], position: int, chunked_tokens: int = 0) -> None:
         """Set the states to `rows`, a result of `rows(position)` of a session of the same bundle.
 
-        The rows may be those of a later position `p` if `begins(p, position)` is true.
-        chunked_tokens: the attribute of that session.
+        The rows may also be a result of `rows(p)` for a later position p, if `begins(p, position)`
+        is true. chunked_tokens: the attribute of the session that the rows come from.
         """
         self._move_to(0)
         for state, array in zip(self._states, rows, strict=True):

@@ -37,7 +37,7 @@ class StateError(Exception):
 class StateFile:
     """The head of the state file at `path`.
 
-    bundle: the `identity` of the bundle. tokens: i32 `[n]`, after which the states were saved.
+    bundle: the `identity` of the bundle. tokens: i32 `[n]`, all tokens of the saved sequence.
     """
 
     path: Path

@@ -20,10 +20,10 @@ Saved: TypeAlias = tuple[np.ndarray, int]
 
 
 class Positional:
-    """A state with a row for each position. `now` is the position of the sequence.
+    """A state with one row for each position of a sequence.
 
-    furthest: in a ring buffer, the position after the last row written, if the sequence was rewound
-    since then.
+    In all methods, `now` is the position of the sequence, that is, its number of tokens. furthest:
+    for a ring buffer of a sequence that was rewound, the position after the last row written.
     """
 
     furthest = 0
@@ -32,18 +32,21 @@ class Positional:
         self.array, self.window = array, window
 
     def can_return(self, now: int, position: int) -> bool:
-        """Return whether a sequence at `now` can go back to `position` without a snapshot."""
+        """Return whether a sequence at position `now` can go back to `position` without a snapshot."""
         return True
 
     def go_back(self, now: int, position: int) -> None:
-        """Drop the tokens from `position` on, of a sequence at `now`; `can_return` must be true."""
+        """Remove the tokens from `position` to `now` - 1; `can_return(now, position)` must be true."""
 
     def load(self, rows: np.ndarray, position: int, furthest: int) -> None:
-        """Set the state to the `rows` of a sequence at `position`."""
+        """Set the state to the `rows` of a sequence at `position`, and the attribute `furthest`."""
         self.array[:, :position] = rows[:, :position]
 
     def save(self, now: int, ahead: int) -> Saved | None:
-        """Return what `restore` needs to return to `now` after `ahead` more tokens, if anything."""
+        """Return a copy of what is needed to return to `now` after `ahead` more tokens.
+
+        The copy is an argument of `restore`. It is None if the state can return without it.
+        """
         return None if self.can_return(now + ahead, now) else (self.rows(now).copy(), self.furthest)
 
     def restore(self, now: int, position: int, saved: Saved | None) -> None:
@@ -54,32 +57,42 @@ class Positional:
             self.load(saved[0], position, saved[1])
 
     def copy(self, other: Positional, now: int, position: int, saved: Saved | None) -> None:
-        """Copy the state that `other`, which is at `now`, had at `position`.
+        """Set this state to the one that `other` had at `position`.
 
-        saved: what `other.save` returned at `position`, None if it needed nothing.
+        now: the position at which `other` is. saved: what `other.save` returned at `position`, None
+        if it needed nothing.
         """
         rows, furthest = saved or (other.array, max(other.furthest, now))
         self.load(rows, position, furthest)
 
     def rows(self, position: int) -> np.ndarray:
-        """Return a view of the rows that a sequence at `position` reads, as `take` expects them."""
+        """Return a view of the rows that a sequence at `position` reads."""
         return self.array[:, :position]
 
     def settled(self, position: int) -> bool:
-        """Return whether rows past `position` are either not written or never read."""
+        """Return whether no row of a removed token remains that the sequence could read.
+
+        position: the position of the sequence.
+        """
         return True
 
     def begins(self, written: int, position: int) -> bool:
-        """Return whether `rows(written)` contain the state after the first `position` tokens."""
+        """Return whether `rows(written)` contain the complete state of a sequence at `position`.
+
+        written: the later position of the sequence from which the rows come.
+        """
         return True
 
     def take(self, rows: np.ndarray, position: int) -> None:
-        """Set the state to the `rows` of another sequence at `position` or, if `begins`, later."""
+        """Set the state to `rows` of another sequence, to continue at `position`.
+
+        The other sequence is at `position`, or at a later position for which `begins` is true.
+        """
         self.load(rows, position, position)
 
 
 class Window(Positional):
-    """A ring buffer of rows."""
+    """A ring buffer with the rows of the latest positions."""
 
     def can_return(self, now: int, position: int) -> bool:
         forgotten = max(self.furthest, now) - self.array.shape[1]
@@ -110,7 +123,7 @@ class Window(Positional):
 
 
 class Recurrent(Positional):
-    """A state that every token replaces."""
+    """A state of fixed size, which every token overwrites completely."""
 
     def can_return(self, now: int, position: int) -> bool:
         return position in (now, 0)

@@ -66,7 +66,10 @@ def _target(name: str, arch: str, cpu: str, features: Collection[str], *flags: s
 
 
 def _x86(level: str, features: Collection[str], *more: str, name: str = "") -> Target:
-    """Return the target for a level of the x86-64 psABI, plus the features `more`."""
+    """Return the target for a level of the x86-64 psABI with additional features.
+
+    features: LLVM's names of the level's features. more: additional features.
+    """
     flags = ["--iree-llvmcpu-target-triple=x86_64-unknown-linux-gnu", f"--iree-llvmcpu-target-cpu={level}"]
     if more:
         flags.append("--iree-llvmcpu-target-cpu-features=" + ",".join(f"+{feature}" for feature in more))
@@ -74,7 +77,7 @@ def _x86(level: str, features: Collection[str], *more: str, name: str = "") -> T
 
 
 def _arm(*more: str, name: str = "aarch64") -> Target:
-    """Return the target for Armv8.2-A with dot products, plus the features `more`."""
+    """Return the target for Armv8.2-A with dot products and the additional features `more`."""
     # The triple names Linux on every system, because IREE links ELF files everywhere.
     flags = ["--iree-llvmcpu-target-triple=aarch64-unknown-linux-gnu", "--iree-llvmcpu-target-cpu=generic"]
     on = ("v8.2a", "neon", "fullfp16", "dotprod", *more)

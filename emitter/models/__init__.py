@@ -53,12 +53,15 @@ def _read(config: dict) -> tuple[Any, tuple[str, ...]]:
 
 
 def read_config(config: dict) -> Any:
-    """Return the family's `Config` of a config.json; raise EmitError for unknown keys or values."""
+    """Return a config.json as the `Config` of its model's family.
+
+    Raise EmitError for unknown keys or values.
+    """
     return _read(config)[0]
 
 
 def ignored_keys(config: dict) -> tuple[str, ...]:
-    """Return the keys of a config.json that castiron ignores, except those of `IGNORABLE`."""
+    """Return the keys of a config.json that castiron does not read, except those in `IGNORABLE`."""
     return _read(config)[1]
 
 
@@ -73,13 +76,14 @@ def build(
     cache: str = "f32",
     pooling: Pooling | None = None,
 ) -> ModelModule:
-    """Return a model's module of layer operations, with the functions of `castiron.emitter.abi`.
+    """Return a module of layer operations with the functions of a model.
 
-    config: the model's config.json. codecs: maps a checkpoint tensor's name to the codec in which
-    the bundle stores it. context: the max number of positions. widths, verify, batches, embeds:
-    token counts T of the functions prefill_T, verify_T, decode_batch_T and embed_T. cache: the
-    format of KV caches, "f32", "f16" or "q8_0". pooling: if given, the module is an encoder, whose
-    only functions are encode_T for each T of `embeds`. Raise EmitError for an unsupported config.
+    Names and signatures of the functions are those of `castiron.emitter.abi`. config: the model's
+    config.json. codecs: maps a checkpoint tensor's name to the codec in which the bundle stores it.
+    context: the max number of positions. widths, verify, batches, embeds: for which numbers of
+    tokens T to make functions prefill_T, verify_T, decode_batch_T and embed_T. cache: the format of
+    KV caches, "f32", "f16" or "q8_0". pooling: if given, the model is an encoder, whose only
+    functions are encode_T for each T in `embeds`. Raise EmitError for an unsupported config.
     """
     model, c = family(config), read_config(config)
     if not 1 <= context <= c.max_positions:
@@ -147,7 +151,7 @@ def _hidden(step: Step) -> Value:
 
 
 def _check_signature(function: Graph, vocab: int) -> None:
-    """Raise EmitError unless a family's function has the types of its role."""
+    """Raise EmitError unless a function has the types that its role (`Graph.entry`) requires."""
     assert function.entry is not None, "a model's function has a role"
     features = next(iter(function.outputs[0].shape[::-1]), 0)
     signature = function.entry.signature(function.states, vocab, features)
@@ -157,7 +161,10 @@ def _check_signature(function: Graph, vocab: int) -> None:
 
 
 def _drop_unread_weights(module: ModelModule) -> None:
-    """Remove the weights that no function reads: an encoder's head, which many checkpoints lack."""
+    """Remove the weights that no function reads, such as the output head's in an encoder.
+
+    Many checkpoints of encoders lack the head.
+    """
     read = [op.attrs["weight"] for f in module.functions.values() for op in f.ops if op.kind == "weight"]
     names = {weight.name for weight in read} | {name for weight in read for name, _ in weight.tensors}
     module.weights = {name: weight for name, weight in module.weights.items() if name in names}

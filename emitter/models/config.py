@@ -143,20 +143,21 @@ class ConfigReader:
             raise self._error(key, f"is {shorten(value)}; only {allowed} is supported")
 
     def choice(self, key: str, choices: Mapping[str, str], default: Any = ...) -> str:
-        """Return `choices[value]` for the value of `key`, which must be in `choices`."""
+        """Return `choices[value]` for the value of `key`; raise EmitError for any other value."""
         value = self.take(key, default, str)
         if value not in choices:
             raise self._error(key, f"is {shorten(value)}; supported are {', '.join(choices)}")
         return choices[value]
 
     def unused(self, *keys: str) -> None:
-        """Mark `keys` as read without an effect: HF's config has them, its model ignores them."""
+        """Mark `keys` as read although castiron ignores them, as HF's model does."""
         self._taken.update(keys)
 
     def windows(self, layers: int, window: int | None, slides: Callable[[int], bool]) -> list[int | None]:
-        """Return each layer's window in tokens, None for full attention.
+        """Return each layer's sliding window in tokens, None for full attention.
 
-        `layer_types` in the config determines which layers have a window; default: `slides(layer)`.
+        The config's `layer_types` determines which layers have the window. If the config has none,
+        a layer has it if `slides(layer)` is true. window: the window's size in tokens.
         """
         types = self.layer_types(layers, (FULL, SLIDING), [SLIDING if slides(layer) else FULL for layer in range(layers)])
         if SLIDING in types and window is None:
@@ -164,7 +165,10 @@ class ConfigReader:
         return [window if type_ == SLIDING else None for type_ in types]
 
     def layer_types(self, layers: int, known: Sequence[str], default: Sequence[str]) -> tuple[str, ...]:
-        """Return the config's `layer_types`, each of which must be in `known`, or `default`."""
+        """Return the config's `layer_types`, or `default` if the config has none.
+
+        layers: the number of layers. Every type must be in `known`.
+        """
         types = [_OLD_TYPES.get(type_, type_) for type_ in self.take("layer_types", default, (list, tuple))]
         if len(types) != layers or any(type_ not in known for type_ in types):
             raise self._error("layer_types", f"must have {' or '.join(map(repr, known))} for each of {layers} layers")
@@ -186,9 +190,10 @@ class ConfigReader:
     def rotary(self, head_dim: int, max_positions: int, theta: float = 10000.0, partial: float | None = None) -> Rotary:
         """Return the rotary frequencies that the config defines.
 
-        It does so in `rope_parameters` (transformers 5), or in `rope_theta` and `rope_scaling`
-        (before). theta: HF's default of `rope_theta`. partial: HF's default of the fraction of a
-        head that rotates, None if the family rotates complete heads only.
+        The config has them in `rope_parameters` (since transformers 5), or in `rope_theta` and
+        `rope_scaling` (earlier versions). theta: HF's default of `rope_theta`. partial: HF's
+        default of the fraction of a head that rotates, None if the family rotates complete heads
+        only.
         """
         entry = self.take("rope_scaling", None, dict) or self.take("rope_parameters", None, dict) or {}
         self._taken |= {"rope_parameters", "rope_scaling"}
@@ -199,10 +204,11 @@ class ConfigReader:
         return self.frequencies(entry, int(head_dim * share), max_positions, self.number("rope_theta", theta))
 
     def rotaries(self, head_dims: Sequence[int], max_positions: int, full: Mapping, sliding: Mapping) -> tuple[Rotary, Rotary]:
-        """Return the rotary frequencies of layers with full attention and of those with a window.
+        """Return the rotary frequencies for full attention, and those for sliding windows.
 
-        head_dims: the head_dim of both types of layers. full, sliding: HF's default rope entry of
-        each. Before transformers 5, `rope_scaling` was the entry of full attention.
+        head_dims: the head_dim of each of the two types of layers. full, sliding: HF's default
+        object in `rope_parameters` for each type. Configs of transformers before version 5 have the
+        object for full attention in `rope_scaling`.
         """
         nested, defaults = self.take("rope_parameters", {}, dict), (full, sliding)
         if nested and set(nested) != {FULL, SLIDING}:
@@ -218,9 +224,10 @@ class ConfigReader:
         return of_full, of_sliding
 
     def frequencies(self, entry: Mapping, rotary_dim: int, max_positions: int, theta: float) -> Rotary:
-        """Return the rotary frequencies of one rope entry; `theta`: the default of `rope_theta`.
+        """Return the rotary frequencies that one object of rope parameters defines.
 
-        The config's `original_max_position_embeddings` overrides the entry's value, as in HF.
+        entry: the object. theta: used if `entry` has no `rope_theta`. As in HF, the config's
+        `original_max_position_embeddings` overrides that of `entry`.
         """
         original = self.take("original_max_position_embeddings", None)
         kind = entry.get("rope_type") or entry.get("type")
@@ -238,10 +245,11 @@ class ConfigReader:
     ) -> C:
         """Return an instance of the family's dataclass `config`.
 
-        own: fields that the family computes itself. Other fields are read from the config: one with
-        a default from the key of its name, the fields of `DecoderConfig` from HF's usual keys.
-        positions, theta, partial: HF's defaults of `max_position_embeddings` (`...`: the key is
-        required), `rope_theta` and `partial_rotary_factor`.
+        own: values of fields that the family computes itself. All other fields are read from the
+        config. The key of a field with a default is the field's name. The keys of fields without a
+        default, such as those of `DecoderConfig`, are the usual ones in HF's configs. positions,
+        theta, partial: HF's defaults of `max_position_embeddings` (`...`: the key is required),
+        `rope_theta` and `partial_rotary_factor`.
         """
         hidden = own.get("hidden") or self.take("hidden_size")
         layers = own.get("layers") or self.take("num_hidden_layers")
@@ -277,7 +285,10 @@ class ConfigReader:
         return config(**own)
 
     def finish(self) -> tuple[str, ...]:
-        """Return the unread keys, except `IGNORABLE`; raise EmitError if one may have an effect."""
+        """Return the unread keys that are not in `IGNORABLE`.
+
+        Raise EmitError if HF's model may read one of them, because it could change the logits.
+        """
         rest = sorted(set(self.config) - self._taken - IGNORABLE)
         if unknown := [shorten(key, 60) for key in rest if self._has_effect(key)]:
             more = f" and {len(unknown) - _MAX_KEYS_IN_ERROR} more" * (len(unknown) > _MAX_KEYS_IN_ERROR)

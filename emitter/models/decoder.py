@@ -43,9 +43,9 @@ class ModelConfig:
 class DecoderConfig(ModelConfig):
     """The config of a decoder.
 
-    tied: whether the head uses the embedding's weight. attention_bias, mlp_bias: whether linear
-    layers have biases. A family that declares them again with a default reads them from the
-    config; in other families they are False.
+    tied: whether the output head uses the embedding's weight. attention_bias, mlp_bias: whether
+    linear layers have biases. They are read from the config only in families whose dataclass
+    declares them again with a default; in other families they are False.
     """
 
     tied: bool
@@ -55,13 +55,13 @@ class DecoderConfig(ModelConfig):
 
     @property
     def max_positions(self) -> int:
-        """Return the max number of positions for which all rotary frequencies are right."""
+        """Return the max number of positions for which all rotary frequencies are valid."""
         return min(value.positions for value in vars(self).values() if isinstance(value, Rotary))
 
     def tables(self, step: Step) -> Sequence[Any]:
-        """Return what each layer's block gets as `tables`: the rotary tables (cos, sin).
+        """Return the rotary tables (cos, sin) of each layer, each f32 [context, rotary_dim / 2].
 
-        Each table is f32 [context, rotary_dim / 2].
+        A layer's block gets them as its argument `tables`.
         """
         return [rotary_tables(step, self.rotary)] * self.layers
 
@@ -69,7 +69,8 @@ class DecoderConfig(ModelConfig):
 class SlidingConfig(DecoderConfig):
     """The config of a decoder whose layers with a sliding window have other rotary frequencies.
 
-    rotary: frequencies of layers with full attention. sliding_rotary: of those with a window.
+    rotary: the frequencies of layers with full attention. sliding_rotary: the frequencies of layers
+    with a sliding window.
     """
 
     sliding_rotary: Rotary
@@ -123,12 +124,13 @@ def residual_block(
     norm: Norm = rms_norm,
     mlp_name: str = "mlp",
 ) -> Block[C]:
-    """Return a block: x plus the result of attention, and then plus the result of an MLP.
+    """Return a block that adds first attention(x) to x, and then mlp(x).
 
-    mixers: the attention of every layer, in the module `self_attn`; or a mapping from each type of
-    layer in `HybridConfig.layer_types` to the module name and the function of its attention or
-    recurrence. norms: names of the norms before and after both: `PRE_NORM` as in Llama, `POST_NORM`
-    as in OLMo 2, `SANDWICH_NORM` as in Gemma 2, or others. mlp_name: the MLP's module name.
+    mixers: the attention of every layer, in the module `self_attn`; or, by layer type (as in
+    `HybridConfig.layer_types`), the module name and the function of its attention or recurrence.
+    norms: the names of four norms, before and after attention and before and after the MLP; None
+    for no norm. `PRE_NORM` is as in Llama, `POST_NORM` as in OLMo 2, `SANDWICH_NORM` as in Gemma 2.
+    mlp_name: the MLP's module name.
     """
 
     def residual(step: Step, c: C, x: Value, name: str, branch: Callable[[Value], Value], names: Sequence[str | None]) -> Value:
@@ -157,12 +159,13 @@ def decoder(
     embedding_multiplier: float = 1.0,
     last_norm: str = "norm",
 ) -> Value:
-    """Apply embedding, blocks, last norm and head, as HF's `...ForCausalLM`; return the logits.
+    """Apply the embedding, all blocks, the last norm and the head of a decoder; return the logits.
 
-    The logits are [rows, vocab], for the rows that `layers.wanted_rows` selects. block: maps a
-    layer's input [T, hidden] to its output [T, hidden]. norm, last_norm: kind and name of the last
-    norm. embedding_scale: a factor inside `embed_tokens`, as in Gemma. embedding_multiplier: a
-    factor after `embed_tokens`.
+    The operations are those of HF's `...ForCausalLM`. The logits are [rows, vocab], for the rows
+    that `layers.wanted_rows` selects. block: maps a layer's input [T, hidden] to its output [T,
+    hidden]. norm, last_norm: the kind and the name of the last norm. embedding_scale: a factor
+    applied within the module `embed_tokens`, as in Gemma. embedding_multiplier: a factor applied
+    after that module.
     """
     tables = c.tables(step)
     with scope("model"):

@@ -39,12 +39,12 @@ class DeltaConfig(HybridConfig):
 
     @property
     def keys(self) -> int:
-        """Return the number of features of q, or of k, over all heads."""
+        """Return the number of features of q over all heads, which k has too."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """Return the number of features of v, or of its gate, over all heads."""
+        """Return the number of features of v over all heads, which the output gate z has too."""
         return self.value_heads * self.value_dim
 
 
@@ -109,7 +109,7 @@ def delta_net(step: Step, c: DeltaConfig, layer: int, qkv: Value, z: Value, a: V
 
 
 def delta_decoder(step: Step, c: DeltaConfig, linear_attn: Block[Any], mlp: Mlp[Any]) -> Value:
-    """Return the logits of a decoder: `linear_attn` in some layers, gated attention in others."""
+    """Return the logits of a decoder whose layers have either `linear_attn` or gated attention."""
     mixers = {FULL: ("self_attn", self_attention), LINEAR: ("linear_attn", linear_attn)}
     return decoder(step, c, residual_block(mixers, mlp, norm=rms_norm_plus_one), rms_norm_plus_one)
 

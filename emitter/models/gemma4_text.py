@@ -50,10 +50,11 @@ class Experts:
 class Config(SlidingConfig):
     """The config of Gemma 4.
 
-    rotary, kv_heads, head_dim: those of layers with full attention; the fields `sliding_...` belong
-    to layers with a sliding window. own: the first `own` layers compute keys and values; the layers
-    after them use those of `source(layer)`. keys_are_values: whether layers with full attention
-    use the projected keys as values. per_layer: features of each layer's token embedding, or 0.
+    rotary, kv_heads, head_dim: for layers with full attention. Fields with the prefix `sliding_`
+    are for layers with a sliding window. own: the number of first layers that compute keys and
+    values. Each later layer uses those of layer `source(layer)`. keys_are_values: whether layers
+    with full attention use the projected keys as values too. per_layer: features of the embedding
+    that each layer has for every token, 0 if there is none.
     """
 
     sliding_kv_heads: int
@@ -123,7 +124,7 @@ def read_experts(c: ConfigReader) -> Experts | None:
 def full_heads(c: ConfigReader, windows: list[int | None], keys_are_values: bool) -> dict[str, int]:
     """Return the keys `head_dim` and `num_key_value_heads` of layers with full attention.
 
-    A key is missing if the config has no own value for these layers.
+    A key is left out if the config does not state it for these layers.
     """
     kv_heads, head_dim = c.take("num_global_key_value_heads", None), c.take("global_head_dim", 512)
     if "per_layer_config" not in c.config:
@@ -169,9 +170,10 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
 
 
 def mixed(step: Step, c: Config, e: Experts, x: Value, dense: Value) -> Value:
-    """Return the normalised result of the MLP, `dense`, plus the normalised result of the experts.
+    """Return the sum of an MLP's output and the experts' output, after a norm of each.
 
-    x: the input of the layer's MLP before its norm. x, dense and the result are [T, hidden].
+    x: the layer's hidden states before the MLP and its norm; the experts get them too. dense: the
+    output of the MLP. x, dense and the sum are [T, hidden].
     """
     with scope("router"):
         h = multiply(rms_norm(step, x, None, c.eps), broadcast_in_dim(values(step, "scale", (c.hidden,)), x.shape, (1,)))
@@ -206,9 +208,9 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def layer_embeddings(step: Step, c: Config, x: Value) -> list[Value | None]:
-    """Return each layer's own embedding of the tokens, [T, per_layer], or None if it has none.
+    """Return each layer's own embedding of the tokens, [T, per_layer], or None if layers have none.
 
-    It is (token embedding + projection of x) / sqrt(2), for x [T, hidden].
+    The embedding is (embedding of the token + projection of x) / sqrt(2). x: [T, hidden].
     """
     if not c.per_layer:
         return [None] * c.layers

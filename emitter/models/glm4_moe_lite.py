@@ -22,9 +22,10 @@ _LATENT_EPS = 1e-6
 class Config(DecoderConfig):
     """The config of GLM-4.7-Flash.
 
-    head_dim: width of the KV cache's only head: `kv_lora_rank` features of the latent vector, then
-    `qk_rope_head_dim` rotated features. scale: the factor of attention scores. sparse: for each
-    layer, whether it has experts. groups: see `layers.route`.
+    head_dim: width of the KV cache's only head, which has `kv_lora_rank` features of the latent
+    vector and then `qk_rope_head_dim` rotated features. scale: the factor of attention scores.
+    sparse: for each layer, whether it has experts. groups: the number of groups of experts, and how
+    many groups a token may use.
     """
 
     attention_bias: bool = False
@@ -80,7 +81,10 @@ def sparse_layers(c: ConfigReader, layers: int) -> list[bool]:
 
 
 def yarn_scale(c: ConfigReader) -> float:
-    """Return the factor by which YaRN scales q, and also k, as HF's `yarn_apply_mscale` does."""
+    """Return the factor by which YaRN scales q, and also k.
+
+    HF computes it in `yarn_apply_mscale`.
+    """
     entry = c.take("rope_scaling", None, dict) or c.take("rope_parameters", {}, dict)
     kind, share = entry.get("rope_type") or entry.get("type") or "default", entry.get("mscale_all_dim")
     if kind == "default" or not share or entry.get("factor", 1) <= 1:

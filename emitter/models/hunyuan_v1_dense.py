@@ -26,7 +26,10 @@ def read(c: ConfigReader) -> Config:
 
 
 def rotary(c: ConfigReader, head_dim: int, max_positions: int) -> Rotary:
-    """Return the rotary frequencies; a scaling "dynamic" with `alpha` increases theta only."""
+    """Return the rotary frequencies that the config defines.
+
+    A rope scaling of the type "dynamic" with the key `alpha` only increases theta.
+    """
     entry = c.take("rope_scaling", None, dict) or c.take("rope_parameters", {}, dict)
     if (entry.get("rope_type") or entry.get("type")) == "dynamic" and entry.get("alpha"):
         theta = entry.get("rope_theta") or c.number("rope_theta", 10000.0)

@@ -70,12 +70,12 @@ class Mamba:
 
     @property
     def features(self) -> int:
-        """Return the number of features of x, or of its gate, over all heads."""
+        """Return the number of features of x over all heads, which the gate has too."""
         return self.heads * self.head_dim
 
     @property
     def shared(self) -> int:
-        """Return the number of features of B, or of C, over all groups."""
+        """Return the number of features of B over all groups, which C has too."""
         return self.groups * self.state
 
     def states(self, layers: Sequence[int]) -> tuple[State, State]:
@@ -100,7 +100,7 @@ def time_step_limit(c: ConfigReader) -> tuple[float, float]:
 def limited(step: Step, dt: Value, limit: tuple[float, float]) -> Value:
     """Return dt [T, heads], clamped so that the time step softplus(dt + dt_bias) is in `limit`.
 
-    Like HF, this clamps in prefill only.
+    limit: the min and max time step. As in HF, dt is clamped in prefill only.
     """
     for bound, nearer, free in ((limit[0], maximum, 0.0), (limit[1], minimum, inf)):
         if bound != free and step.mode == "prefill":
@@ -126,7 +126,7 @@ def scan(step: Step, m: Mamba, layer: int, rows: Value, dt: Value, function: str
 
 
 def gated_scan(step: Step, m: Mamba, layer: int, x: Value, function: str, eps: float) -> Value:
-    """Apply `in_proj`, the scan, its gate and a norm per group to x; return [T, m.features].
+    """Apply `in_proj`, the scan, the gate and a norm of each group to x; return [T, m.features].
 
     x: [T, hidden]. function: the activation after the convolution. eps: the norm's epsilon.
     """

@@ -39,8 +39,9 @@ _LETTERS = {"M": MAMBA, "*": FULL, "-": MLP, "E": MOE}
 class Config(HybridConfig):
     """The config of Nemotron-H.
 
-    latent: features to which the routed experts' input is projected, None if it is not projected.
-    mamba_act: the activation after the convolution. groups: see `layers.route`.
+    latent: the number of features to which the routed experts' input is projected, or None for no
+    projection. mamba_act: the activation after the convolution. groups: the number of groups of
+    experts, and how many groups a token may use.
     """
 
     mamba: Mamba

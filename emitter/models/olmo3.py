@@ -12,7 +12,7 @@ from castiron.emitter.step import Step
 
 
 class Config(olmo2.Config, SlidingConfig):
-    """The config of OLMo 3: that of OLMo 2 with sliding windows."""
+    """The config of OLMo 3, which is that of OLMo 2 plus sliding windows."""
 
 
 def read(c: ConfigReader) -> Config:

@@ -26,9 +26,10 @@ def read(c: ConfigReader) -> Config:
 
 
 def linear_attn(step: Step, c: Config, layer: int, x: Value, tables: object) -> Value:
-    """Apply a gated delta net with two fused projections: one of q, k, v, z, and one of b, a.
+    """Apply a gated delta net; return [T, hidden].
 
-    The rows of both fused weights are grouped by key head.
+    It has two fused projections: one to q, k, v and z, and one to b and a. The rows of both weights
+    are grouped by key head.
     """
     parts = {"q": c.keys, "k": c.keys, "v": c.values, "z": c.values}
     q, k, v, z = linear_parts(step, x, "in_proj_qkvz", parts, groups=c.key_heads)

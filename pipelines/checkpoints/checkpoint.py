@@ -118,7 +118,11 @@ def map_file(path: Path) -> memoryview:
 
 
 def without(keys: Mapping, ignored: Sequence[str], where: Path) -> dict:
-    """Return `keys` without the keys `ignored`; CheckpointError if one does not exist."""
+    """Return `keys` without those in `ignored`.
+
+    Raise CheckpointError if `keys` lacks one of `ignored`. where: the file with the keys, for the
+    error.
+    """
     if absent := [key for key in ignored if key not in keys]:
         raise CheckpointError(f"{where} has no key {shorten(absent[0])}; remove it from --ignore-key")
     return {key: value for key, value in keys.items() if key not in ignored}
@@ -152,7 +156,7 @@ def reject_impossible_sizes(path: Path, config: Mapping, shapes: Mapping[str, tu
 
 
 def without_shared(tensors: dict[str, Tensor], config: Mapping) -> dict[str, Tensor]:
-    """Return the tensors without K and V weights of Gemma 4's layers that reuse earlier K and V."""
+    """Return the tensors, except Gemma 4's K and V weights in layers that reuse earlier K and V."""
     layers, shared = config.get("num_hidden_layers"), config.get("num_kv_shared_layers")
     if config.get("model_type") != "gemma4_text" or not isinstance(layers, int) or not isinstance(shared, int):
         return tensors

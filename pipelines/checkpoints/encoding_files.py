@@ -24,7 +24,7 @@ _TENSORS = "model.safetensors"
 def read_encoding(path: Path) -> Encoding | None:
     """Return the layers and prompts that sentence-transformers' files in a directory describe.
 
-    None without modules.json.
+    Return None if the directory has no modules.json.
     """
     found = json_value(path / MODULES)
     if found is None:
@@ -112,9 +112,9 @@ def _tokens(value: Any) -> int | None:
 
 
 def base_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors by name, with the prefix `model.` if the checkpoint leaves it out.
+    """Return the tensors by name, after adding the prefix `model.` if the names lack it.
 
-    A checkpoint that was saved without its output head, such as a Qwen3Model, leaves it out.
+    They lack it if the model was saved without its output head, for example as a Qwen3Model.
     """
     if "embed_tokens.weight" not in tensors:
         return dict(tensors)

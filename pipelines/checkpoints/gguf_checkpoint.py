@@ -76,7 +76,7 @@ def hf_tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Ten
 
 
 def _named(file: GgufFile, row: Architecture, config: dict, tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the HF tensors in one tensor of the file, for example one for each expert."""
+    """Yield the HF tensors that one tensor of the file contains, for example one for each expert."""
     block, named = _BLOCK.fullmatch(tensor.name), _NAMED.fullmatch(tensor.name)
     prefix = row.block.format(int(block[1])) if block else ""
     if block and block[2] in row.vectors:
@@ -160,9 +160,10 @@ def _joined(file: GgufFile, parts: list[Tensor], name: str) -> Tensor:
 
 
 def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
-    """Return the index in the GGUF tensor of each row or column of the HF tensor.
+    """Return for each row or column of an HF tensor its index in the GGUF tensor.
 
-    None if the orders are equal. leaf: name of the tensor in its block.
+    None if both tensors have the same order. leaf: the tensor's GGUF name without its block, such
+    as `attn_qkv`.
     """
     kind = row.tiled.get(leaf.partition(".")[0])
     keys, values = config.get("linear_num_key_heads", 1), config.get("linear_num_value_heads", 1)
@@ -190,8 +191,9 @@ def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Tens
 def _stacked(tensor: Tensor, found: str | tuple[str, ...], prefix: str, suffix: str) -> Iterator[Tensor]:
     """Yield the HF tensors that a tensor of the file stacks, for example one for each expert.
 
-    found: HF name with `{}` for the index in the stack. If it is several names, each stacked matrix
-    has the rows of several tensors, one after the other.
+    found: the HF name, with `{}` for the index in the stack. If `found` has several names, each
+    stacked matrix is split by rows into as many tensors of equal size, in the order of the names.
+    prefix, suffix: the parts of the HF name before and after the name in `found`.
     """
     names = (found,) if isinstance(found, str) else found
     shape = tensor.shape[1:]

@@ -79,7 +79,10 @@ def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
 
 
 def flat_config(config: dict) -> dict:
-    """Return a config in the form of transformers 4, with sizes also under their common names."""
+    """Return a config in the form that transformers 4 uses, with rope parameters at the top level.
+
+    Sizes that the family has under other names are also set under HF's usual names.
+    """
     entry = config.get("rope_parameters") or {}
     local = entry.get("sliding_attention", {})
     entry = {**entry.get("full_attention", entry), **(config.get("rope_scaling") or {})}
@@ -137,7 +140,8 @@ def _rope_tensors(config: dict) -> Iterator[Tensor]:
 def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, str], read: Read) -> list[Tensor]:
     """Return the tensors with GGUF's names, rearranged as llama.cpp's converter does.
 
-    config: from `flat_config`. codecs: codec of each matrix to write, by HF name.
+    config: a result of `flat_config`. codecs: codec of each matrix to write, by HF name. read:
+    returns a tensor's data, for its HF name and the codec to convert it to.
     """
     _, row = architecture_for(checkpoint)
     leaves, tops = ({own: leaf for leaf, own in names.items()} for names in (row.tensors, row.top))
@@ -193,7 +197,10 @@ def _stack(name: str, codec: str, parts: dict[int, Tensor], read: Read) -> Tenso
 
 
 def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tensors: list[Tensor]) -> None:
-    """Raise CheckpointError if reading the metadata gives another config than the checkpoint's."""
+    """Raise CheckpointError if the exported file would be read with another config.
+
+    metadata, tensors: the content of the file. Its config must equal that of `checkpoint`.
+    """
     file = GgufFile(checkpoint.path, as_read(metadata), {tensor.name: tensor for tensor in tensors})
     ours, theirs = (read_config(config) for config in (checkpoint.config, hf_config(file)))
     if differing := sorted(_differing(ours, theirs)):
@@ -272,8 +279,8 @@ def _byte_level(checkpoint: Checkpoint, found: dict, steps: list[dict], vocab: i
 def _sentencepiece(found: dict, steps: list[dict], vocab: int) -> dict[str, Value]:
     """Return the metadata of a SentencePiece BPE tokenizer, which has scores instead of merges.
 
-    The score of a token is minus the index of the first merge that produces it. found, steps: as in
-    `_byte_level`.
+    The score of a token is minus the index of the first merge that produces it. found: the parsed
+    tokenizer.json. steps: its pre-tokenizers.
     """
     tokens, kinds = _tokens(found, vocab)
     ranks: dict[str, int] = {}

@@ -228,7 +228,10 @@ def _reader(data: np.ndarray, tensor: Tensor) -> Callable[[], np.ndarray]:
 
 
 def _tensor(cursor: _Cursor, name: str) -> tuple[Tensor, int]:
-    """Return (tensor without data, offset of its data), read from its entry after the name."""
+    """Read a tensor's entry in the header, after its name; return (tensor, offset of its data).
+
+    The tensor has no data yet.
+    """
     what = shorten(name)
     rank = cursor.number(_U32, f"the rank of {what}")
     if not 1 <= rank <= _MAX_DIMENSIONS:

@@ -97,7 +97,7 @@ class Metadata:
         return f"blk.{layer}.{leaf}" in self.file.tensors
 
     def unread(self) -> list[str]:
-        """Return the keys under the prefix that were not read; they may change the result."""
+        """Return the keys under the prefix that castiron did not read; they may change the logits."""
         own = (key for key in self.file.metadata if key.startswith(self.prefix))
         return sorted(key for key in own if key.removeprefix(self.prefix) not in self._read | _SILENT_KEYS)
 
@@ -132,21 +132,22 @@ GEMMA_TENSORS = {**COMMON_TENSORS, **POST_NORMS, "ffn_norm": "pre_feedforward_la
 
 
 def experts(parent: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Names:
-    """Return, by GGUF's name of a stack of experts, HF's name of the matrix of expert `{}`.
+    """Return HF's name for each of GGUF's stacks of experts, by GGUF name.
 
-    parent: HF's name of the module with the experts. gate, up, down: HF's names of the matrices.
+    HF has one matrix per expert, so `{}` in its name is the expert's index. parent: HF's name of
+    the module with the experts. gate, up, down: HF's names of the matrices.
     """
     leaves = {"ffn_gate_exps": gate, "ffn_up_exps": up, "ffn_down_exps": down}
     return {leaf: f"{parent}.experts.{{}}.{own}" for leaf, own in leaves.items()}
 
 
 def mamba(parent: str) -> Names:
-    """Return HF's names of a Mamba layer's matrices by GGUF's; parent: HF's name of the layer."""
+    """Return HF's names of a Mamba layer's matrices, by GGUF name; parent: the layer's HF name."""
     return {"ssm_in": f"{parent}.in_proj", "ssm_conv1d": f"{parent}.conv1d", "ssm_out": f"{parent}.out_proj"}
 
 
 def mamba_vectors(parent: str) -> Names:
-    """Return HF's names of a Mamba layer's vectors by GGUF's; parent: HF's name of the layer."""
+    """Return HF's names of a Mamba layer's vectors, by GGUF name; parent: the layer's HF name."""
     leaves = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias", "ssm_norm.weight": "norm.weight"}
     return {leaf: f"{parent}.{own}" for leaf, own in leaves.items()}
 
@@ -191,7 +192,7 @@ LLAMA_FLAGS = {**ATTENTION_BIAS, "mlp_bias": "ffn_up.bias"}
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to convert GGUF's keys and tensors to HF's, for one value of `general.architecture`.
+    """The rules to convert a GGUF file's keys and tensors to HF's for one `general.architecture`.
 
     A leaf is the name of a tensor in its block, without ".weight": `attn_q` in
     `blk.0.attn_q.weight`. Default values are those of most architectures.

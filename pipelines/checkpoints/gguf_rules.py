@@ -51,9 +51,9 @@ def llama3_factors(rotary_dim: int, theta: float, factor: float, low: float, hig
 
 
 def rope_factors(config: dict, metadata: Metadata) -> None:
-    """Set `rope_scaling` from rope_freqs.weight: llama3 if its formula gives the same factors.
+    """Set `rope_scaling` from the frequencies' divisors in the tensor rope_freqs.weight.
 
-    Otherwise set longrope with these factors.
+    The type is llama3 if its formula gives the same divisors, else longrope with these divisors.
     """
     factors = _factors(metadata, "rope_freqs.weight")
     if factors is None or np.all(factors == 1):

@@ -150,7 +150,7 @@ class _Metadata(Metadata):
         return value
 
     def numbers(self, key: str) -> np.ndarray | None:
-        """Return the array under a key, with one number per token; None without the key."""
+        """Return the array under `key`, with one number per token; None if the file lacks the key."""
         value = self.get(key)
         if value is None:
             return None
@@ -159,7 +159,7 @@ class _Metadata(Metadata):
         return value
 
     def token(self, key: str) -> str | None:
-        """Return the text of the token whose id is under a key; None without the key."""
+        """Return the text of the token whose id is under `key`; None if the file lacks the key."""
         number = self.integer(key)
         if number is None:
             return None
@@ -169,7 +169,10 @@ class _Metadata(Metadata):
 
 
 def eos_token_ids(file: GgufFile) -> tuple[int, ...]:
-    """Return the ids that end generation: end of sequence, end of turn, and `_GEMMA4_ENDS`."""
+    """Return the ids of tokens that end generation: end of sequence and end of turn.
+
+    For Gemma 4, they include the tokens in `_GEMMA4_ENDS`.
+    """
     metadata = Metadata(file, _PREFIX)
     found = [metadata.get(key) for key in ("eos_token_id", "eot_token_id")]
     if metadata.string("model") == "gemma4":
@@ -261,10 +264,10 @@ def _sentencepiece(metadata: _Metadata, gemma4: bool) -> dict:
 
 
 def _merges_of_vocabulary(metadata: _Metadata, tokens: list[str], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Return the BPE merges of a SentencePiece vocabulary, by descending score of their result.
+    """Return the BPE merges (left, right) of a SentencePiece vocabulary, the first to apply first.
 
-    For Gemma, they are in the order of their results' ids. tokens: text of each token. vocabulary:
-    id by text.
+    The order is that of the merged token's score, highest first, or for Gemma that of its id.
+    tokens: text of each token. vocabulary: id of each token by text.
     """
     if sum(len(token) ** 2 for token in tokens) > _MAX_SQUARES:
         raise metadata.error(f"the {len(tokens):,} tokens are too long for a SentencePiece vocabulary; fetch the file again")

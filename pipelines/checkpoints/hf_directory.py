@@ -70,7 +70,7 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
 def shards_of(path: Path) -> dict[str, list[str] | None]:
     """Return the tensor names of each safetensors file, by file name.
 
-    A directory with a single file has no index, so its value is None.
+    If the model is a single file, the value is None, because there is no index with the names.
     """
     if (path / SINGLE).exists():
         return {SINGLE: None}
@@ -105,7 +105,10 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def chat_template(path: Path) -> str | None:
-    """Return the chat template in chat_template.jinja or else tokenizer_config.json, or None."""
+    """Return the chat template; None if the directory has none.
+
+    It is read from chat_template.jinja, or else from tokenizer_config.json.
+    """
     if (template := text_of(path / "chat_template.jinja")) is not None:
         return template
     template = (json_object(path / "tokenizer_config.json") or {}).get("chat_template")

@@ -94,11 +94,11 @@ _ODD: Rows = lambda rows: slice(1, rows, 2)
 
 @dataclass(frozen=True)
 class Layout:
-    """How to split the stored tensors whose names match `pattern` into tensors that castiron reads.
+    """A rule to split stored tensors with names that match `pattern` into tensors of the model.
 
-    parts: from the name of each part to its rows. The name is a template with the groups of the
-    match, and `{}` for the index of an expert if the stored tensor stacks all experts. A stored
-    tensor without parts is dropped.
+    parts: the rows of each part, by a template of the part's name. In a template, groups of the
+    match are replaced, and `{}` by the index of the expert if the stored tensor stacks all experts.
+    A stored tensor without parts is dropped.
     """
 
     pattern: str
@@ -202,10 +202,11 @@ def _parts(layout: Layout, match: re.Match, tensor: Tensor, scales: Tensor | Non
 
 
 def _part(name: str, tensor: Tensor, index: int | None, rows: Rows, transposed: bool) -> Tensor:
-    """Return the part `rows` of a stored tensor under `name`.
+    """Return a tensor called `name` that consists of some rows of a stored tensor.
 
-    index: index of the expert if the tensor stacks experts, else None. transposed: whether the
-    stored matrix is [in, out].
+    index: index of the expert if the stored tensor stacks experts, else None. rows: gets the number
+    of rows of the matrix, and returns those of the part. transposed: whether the stored matrix is
+    [in, out].
     """
     shape = tensor.shape if index is None else tensor.shape[1:]
     shape = shape[::-1] if transposed else shape

@@ -67,19 +67,23 @@ class Options:
 
     @property
     def threads_or_cores(self) -> int:
-        """Return `threads`; by default this machine's cores, or 2 for another target."""
+        """Return `threads`; if it is not set, this machine's cores, or 2 for another target."""
         return self.threads or (physical_cores() if self.target == "host" else DEFAULT_THREADS)
 
 
 def context_of(config: dict, options: Options) -> int:
-    """Return the context of a session: as requested, or the model's limit up to 8192 positions."""
+    """Return the number of positions of a session; by default the model's limit, but at most 8192."""
     if options.context is not None:
         return options.context
     return min(read_config(config).max_positions, DEFAULT_CONTEXT, options.max_context or DEFAULT_CONTEXT)
 
 
 def max_context_of(config: dict, options: Options) -> int:
-    """Return the positions of the states: as requested, or the model's limit up to 131,072."""
+    """Return the number of positions for which the model's states have space.
+
+    By default it is the model's limit, but at most 131,072. With the portable lowering, the default
+    is the number of positions of a session.
+    """
     if options.max_context is not None:
         return options.max_context
     context = context_of(config, options)

@@ -78,9 +78,9 @@ def kernel_module(kernel: Kernel) -> Module:
 
 
 def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None:
-    """Add a function to `into` with one layer's operations of `function`.
+    """Add a function to `into` that has only the operations of `function` in one layer.
 
-    It also has the parameters and constants that these operations read.
+    Parameters and constants that these operations read are copied too.
     """
     block = [op for op in function.ops if layer_of(op) == layer]
     read = {v for op in block for v in op.operands}
@@ -214,10 +214,10 @@ def _recurrent(name: str, asked: KernelRequest) -> Kernel:
 
 
 def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, KernelRequest], Kernel]:
-    """Return a function that builds a model with one layer, and returns its first kernel of a kind.
+    """Return a function that builds a model with one layer and returns the named kernel from it.
 
-    function: function of the model from which the kernel is taken; for one token it is decode_step.
-    keys: keys of the config to which the sizes of --shape are assigned.
+    function: name, without the width, of the model's function that has the kernel; for one token it
+    is decode_step. keys: keys of the config to which the sizes of --shape are assigned.
     """
 
     def make(name: str, asked: KernelRequest) -> Kernel:

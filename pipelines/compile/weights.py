@@ -47,11 +47,12 @@ _SMALLER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 
 
 def codecs_of(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
-    """Return the codec of every tensor by name, for a value of --weights.
+    """Return the codec of every tensor by name.
 
-    Vectors keep the codec that they have in the checkpoint. If `weights` is quantised, so do
-    routers, other small matrices, experts trained in MXFP4, and matrices whose rows are not a
-    multiple of a block. Raises CheckpointError if the checkpoint is already quantised.
+    weights: the value of --weights. Vectors keep the codec that they have in the checkpoint. With a
+    quantised `weights`, some matrices keep it too: routers, other small matrices, experts trained
+    in MXFP4, and matrices whose rows are not a multiple of a block. Raises CheckpointError if
+    `weights` is quantised and the checkpoint has quantised matrices already.
     """
     matrices = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1]
     codecs = {tensor.name: tensor.codec for tensor in checkpoint.tensors.values()}
@@ -75,8 +76,8 @@ def codecs_of(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
 def _fitting(tensor: Tensor, codec: str) -> str:
     """Return `codec` if its blocks divide a row of the tensor.
 
-    Otherwise return a codec with smaller blocks, or the tensor's own codec if they do not divide a
-    row either.
+    Otherwise return a codec with smaller blocks. If these do not divide a row either, return the
+    codec that the tensor has.
     """
     features = tensor.shape[-1]
     if features % CODECS[codec].block:
@@ -96,9 +97,10 @@ def _mixed(checkpoint: Checkpoint, matrices: list[Tensor], mix: str) -> dict[str
     }
 
     def more_bits(name: str, pattern: re.Pattern) -> bool:
-        """Return whether a tensor gets a codec with more bits because of its layer.
+        """Return whether a tensor's layer is one in which tensors like it get more bits.
 
-        It does in the first and last eighth of the layers, and in every third layer between them.
+        These are the first and last eighth of the layers, and every third layer between them.
+        pattern: matches the names of the tensors like it.
         """
         layer, layers = found[pattern].index(_layer_of(name)), len(found[pattern])
         return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
