@@ -88,13 +88,12 @@ class ModelPool:
         known = [names_of(bundle, model) for bundle, model in zip(bundles, typed or [None] * len(bundles), strict=True)]
         # Choose the first kind of name by which the models differ.
         chosen = next((names for names in zip(*known) if len({*names}) == len(names)), None)
-        if chosen is None:
-            raise PipelineError(
-                f"two of the models {', '.join(names[0] for names in known)} have one name; rename one directory"
-            )
+        if bundles and chosen is None:
+            own = ", ".join(names[0] for names in known)
+            raise PipelineError(f"two of the models {own} have the same name; rename one of them")
         self.models = [
             ServedModel(name, {*names}, bundle.manifest, bundle.chat_template, partial(open, bundle, [name, *names]))
-            for bundle, name, names in zip(bundles, chosen, known)
+            for bundle, name, names in zip(bundles, chosen or (), known)
         ]
         self.keep: float | None = keep
         self.forget, self.limits = forget, limits
