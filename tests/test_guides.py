@@ -32,8 +32,8 @@ PAGES = {
 MODEL, EMBEDDING_MODEL, CODE_MODEL = "smollm2-135m-instruct", "embeddinggemma-300m", "qwen2.5-coder-1.5b"
 # Pages that other files test, or without commands.
 ELSEWHERE = set(
-    "architecture caches commands guarantees coming-from emitter cluster chat models kernels deploy python porting scores "
-    "states".split()
+    "agents architecture caches commands guarantees coming-from emitter cluster chat models kernels deploy python porting "
+    "scores states".split()
 )
 
 

@@ -30,6 +30,7 @@ KINDS = {
     "verified": "which bundles passed the hash check",
     "calibrated": "activation statistics, for compile --calibrate",
     "tuned": "tiles that castiron tune found",
+    "prefixes": "states of long prompts that servers read",
     "chat": "input history of chats",
 }
 # Kinds that castiron cannot make again; `castiron cache clear` removes them only by name.

@@ -39,6 +39,7 @@ tuned       tiles that castiron tune found
 shapes      random checkpoints of castiron bench --shape
 bundles     bundles that run, chat, serve and castiron.load compiled
 fetched     bundles that nodes of a cluster fetched
+prefixes    states of long prompts that castiron serve stores for its next start
 chat        the history of chats; cleared only when named
 
 --json prints one object: folder, bytes, kinds (kind, about, files, bytes, newest: ISO 8601 or null)

@@ -12,6 +12,7 @@ from castiron.emitter.abi import NUMERICS, STORAGE
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.locate import HubName, model_name
 from castiron.pipelines.terminal import print_message
+from castiron.vmfb.cache import cache_path
 
 if TYPE_CHECKING:
     from castiron.pipelines.compile.options import Options
@@ -77,7 +78,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "--template-arg": {"action": "append", "default": [], "type": template_arg, "metavar": "NAME=VALUE",
                        "help": "set a chat template variable, as in enable_thinking=false; may be repeated"},
     "--parse-special": {"action": "store_true", "help": "parse special tokens, such as <|im_end|>, in messages"},
-    "--prefix-cache": {"metavar": "DIR", "help": "store the states after long prefixes in this folder, and reuse them"},
+    "--prefix-cache": {"metavar": "DIR", "help": "store and reuse states of long prefixes in this folder; none: nowhere"},
     "--prefix-cache-size": {"type": float, "default": 4.0, "metavar": "GB",
                             "help": "size limit of that folder; deletes the least recently used (default: 4)"},
     "--json-schema": {"metavar": "FILE", "help": "generate JSON that matches the JSON schema in a file"},
@@ -334,15 +335,25 @@ def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None =
     return sampling
 
 
-def prefix_store(args: argparse.Namespace, manifest: "Manifest") -> "PrefixStore | None":
-    """Return the store of prefix states in the folder --prefix-cache; None without the option."""
+def prefix_store(args: argparse.Namespace, manifest: "Manifest", is_automatic: bool = False) -> "PrefixStore | None":
+    """Return the store of prefix states in the folder --prefix-cache; None without the option.
+
+    is_automatic: without the option, return a store of long prefixes in the cache folder.
+    """
     if not 0 < args.prefix_cache_size < float("inf"):
         raise PipelineError(f"--prefix-cache-size is {args.prefix_cache_size:g}; give a number of gigabytes above 0")
-    if args.prefix_cache is None:
+    if args.prefix_cache == "none" or args.prefix_cache is None and not is_automatic:
         return None
-    from castiron.pipelines.engine.prefix_store import PrefixStore
+    from castiron.pipelines.engine.prefix_store import LONG_PREFIX, PrefixStore
 
-    return PrefixStore(args.prefix_cache, manifest, int(args.prefix_cache_size * 1e9))
+    max_bytes = int(args.prefix_cache_size * 1e9)
+    if args.prefix_cache is not None:
+        return PrefixStore(args.prefix_cache, manifest, max_bytes)
+    try:
+        return PrefixStore(cache_path("prefixes"), manifest, max_bytes, LONG_PREFIX)
+    except PipelineError as error:
+        print_message(f"{error}; long prompts are computed again at the next start")
+        return None
 
 
 def read_schema(path: str | None) -> Any:

@@ -27,6 +27,9 @@ examples:
   curl http://127.0.0.1:8000/v1/chat/completions \\
     -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 60}'
 
+A server on a loopback address stores the states of long prompts in the cache folder, for its next
+start. --prefix-cache none switches this off.
+
 Status 503: the queue is full. 413: the body exceeds --max-body. 400: the prompt exceeds the
 context. SIGTERM or Ctrl-C: new requests get 503, running ones have --grace seconds, and the exit
 status is 0. docs/serving.md describes scheduling.
@@ -87,7 +90,7 @@ def main(args: argparse.Namespace) -> int:
         bundles = [open_model(path, args) for path in args.bundle]
         metrics, access = Metrics(), Access(keys, pages, local)
         open_one = lambda bundle, names, draft=None: open_api(
-            bundle, metrics, names=names, store=prefix_store(args, bundle.manifest), draft=draft, **shared
+            bundle, metrics, names=names, store=prefix_store(args, bundle.manifest, is_automatic=local), draft=draft, **shared
         )
         if len(bundles) > 1 or args.keep is not None:
             keep = KEEP if args.keep is None else args.keep

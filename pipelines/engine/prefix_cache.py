@@ -141,12 +141,23 @@ class PrefixCache:
             # The prompt shares only a part of that slot's tokens: copy them to another slot.
             slot = self._unused_longest(free)
         source = slot if cached[slot] == best else cached.index(best)
+        if self.store and top is None:
+            best = self._storable(self.sessions[source], prompt, best)
         move_to(self.sessions[slot], best, source=self.sessions[source])
         self.tokens[slot, :best] = self.tokens[source, :best]
         # Logits give the score of the next token, so there is one score less than tokens.
         self.scores[slot] = self.scores[source][: best if top is not None else max(0, best - 1)]
         self.touch(slot)
         return slot, best
+
+    def _storable(self, source: Session, prompt: np.ndarray, cached: int) -> int:
+        """Return how many of the `cached` tokens in `source` to reuse so that a state can be stored.
+
+        The store takes only states after full chunks, so the last tokens may be read again.
+        """
+        start = min(source.chunked_tokens, cached // self.store.width * self.store.width)
+        is_near = cached - start < self.store.width and source.reachable(start) == start
+        return start if is_near and self.store.will_store(source, prompt, start) else cached
 
     def _unused_longest(self, slots: Collection[int]) -> int:
         """Return the least recently used of `slots`."""

@@ -25,6 +25,8 @@ from castiron.vmfb.state_file import StateError, StateFile, file_bytes, identity
 MAX_BYTES = 4_000_000_000
 # Min complete chunks of a prefix that is stored. A chunk is one call of the widest prefill function.
 MIN_CHUNKS = 2
+# Min tokens of a prefix that a server stores without being asked: fewer are computed in seconds.
+LONG_PREFIX = 2048
 SUFFIX = ".state"
 # Max states that are read from disk into memory for requests that wait for a slot.
 MAX_FETCHED = 4
@@ -42,21 +44,22 @@ class PrefixStore:
     Here "state" means all states of a sequence after its first tokens. A stored state ends after a
     complete chunk of the widest prefill function. So a run that continues from it makes the same
     calls as a run from the start, and its logits are equal to the last bit. A new state has at
-    least `MIN_CHUNKS` chunks, and at least half of them are in no other state. The state of a
+    least `MIN_CHUNKS` chunks and `min_tokens` tokens, and at least half of them are in no other state. The state of a
     recurrent model cannot be cut to its first tokens, so another one is written at the position
     where two prompts diverge. If the states in `directory` exceed `max_bytes`, the least recently
     used ones are removed. A state that cannot be read or written is reported on stderr.
     """
 
-    def __init__(self, directory: Path | str, manifest: Manifest, max_bytes: int = MAX_BYTES):
+    def __init__(self, directory: Path | str, manifest: Manifest, max_bytes: int = MAX_BYTES, min_tokens: int = 0):
         """Open the store, and create `directory` if it does not exist.
 
         manifest: manifest of the bundle. max_bytes: max size of all states in `directory`. Raises
-        PipelineError if the directory cannot be created.
+        PipelineError if the directory cannot be created. min_tokens: min tokens of a state.
         """
         self.directory, self.bundle, self.max_bytes = Path(directory), identity(manifest), max_bytes
         self.folder = self.directory / self.bundle
         self.width = max(manifest.widths("prefill"), default=1)
+        self.min_tokens = max(min_tokens, MIN_CHUNKS * self.width)
         try:
             # Prompts can be read from states: only the owner may read them.
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -124,6 +127,10 @@ class PrefixStore:
         if position in self._positions(session, prompt):
             self.save(session, prompt[:position])
 
+    def will_store(self, session: Session, prompt: np.ndarray, start: int) -> bool:
+        """Return whether `offer` will store a state of `prompt` if all chunks from `start` on are full."""
+        return self._writable and any(position > start for position in self._positions(session, prompt))
+
     def prepare(self, session: Session, tokens: np.ndarray, progress: Callable[[int, int], None] | None = None) -> int:
         """Prefill an empty `session` with the complete chunks of `tokens`, and store its state.
 
@@ -164,7 +171,7 @@ class PrefixStore:
         common = max((self._common(state, prompt) for state in self._states()), default=0)
         if not session.begins(last, common):
             wanted.add(common)
-        return {position for position in wanted if position >= MIN_CHUNKS * self.width and position > found}
+        return {position for position in wanted if position >= self.min_tokens and position > found}
 
     def _longest(self, session: Session, prompt: np.ndarray) -> tuple[int, StateFile | None]:
         """Return the length of the longest stored prefix of `prompt`, and the state that has it.

@@ -167,12 +167,16 @@ class Scheduler:
                     # Copying, or reading from disk, may take as long as a chunk.
                     return True
             session, left = self.batch.slots[slot], self._unread(slot, request)
-            width = self._interleaved_width if self.decoding.keys() - {slot} else self._prefill_width
+            store, is_interleaved = self.cache.store, bool(self.decoding.keys() - {slot})
+            if is_interleaved and store and slot not in forced and session.position == session.chunked_tokens:
+                # Read full chunks, because a state after narrower ones is not stored.
+                is_interleaved = not store.will_store(session, request.prompt, session.position)
+            width = self._interleaved_width if is_interleaved else self._prefill_width
             chunk, argmax = self._read_chunk(session, request, left, width, slot in forced)
             self.cache.appended(slot, chunk)
             if slot not in forced:
-                if self.cache.store:
-                    self.cache.store.offer(session, request.prompt)
+                if store:
+                    store.offer(session, request.prompt)
                 if request.on_prefill:
                     request.on_prefill(session.position, len(request.prompt))
         except Exception as error:

@@ -24,6 +24,9 @@ from castiron.pipelines.api.parse_body import parse_body
 CLIENT_LEFT = 499
 # Max seconds to receive a body of a few megabytes.
 BODY_SECONDS = 30.0
+# Seconds between comments in a stream. Clients ignore comments, but without them some clients and proxies close a connection
+# while the model reads a long prompt.
+KEEP_ALIVE = 15.0
 # Max bytes of a body that is parsed on the event loop: passing it to a thread would take longer.
 SMALL_BODY = 16_000
 
@@ -137,12 +140,12 @@ class EventStream(Response):
     """A response that streams the events of a job, as server-sent events or as lines of JSON.
 
     If the JSON object of a server-sent event has a field `type`, its value is also the name of the
-    event. The status is sent with the first event, so that a request that fails before its first
-    event gets an ordinary error response.
+    event. The status is sent with the first event, or, of server-sent events, with a comment after
+    KEEP_ALIVE seconds. A request that fails before that gets an ordinary error response.
     """
 
     def __init__(self, job: Job):
-        self.job, self.is_started = job, False
+        self.job, self.is_started, self._sending = job, False, asyncio.Lock()
         self.status_code, self.background = 200, None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -161,6 +164,7 @@ class EventStream(Response):
             async for chunk in self.job.chunks():
                 await self._send(send, chunk)
 
+        keep_alive = asyncio.ensure_future(self._keep_alive(send))
         try:
             await before_deadline(exchange, chunks())
         except ApiError as error:
@@ -168,23 +172,34 @@ class EventStream(Response):
                 raise
             for chunk in self.job.reply.fail(error):
                 await self._send(send, chunk)
+        finally:
+            keep_alive.cancel()
         if self.job.reply.last:
             await self._send(send, self.job.reply.last)
         await send({"type": "http.response.body", "body": b""})
 
+    async def _keep_alive(self, send: Send) -> None:
+        # Clients that read lines of JSON parse every line.
+        while not self.job.reply.is_ndjson:
+            await asyncio.sleep(KEEP_ALIVE)
+            await self._write(send, ": keep-alive\n\n")
+
     async def _send(self, send: Send, event: dict | str) -> None:
-        is_ndjson = self.job.reply.is_ndjson
-        if not self.is_started:
-            self.is_started = True
-            media_type = b"application/x-ndjson" if is_ndjson else b"text/event-stream; charset=utf-8"
-            # By default nginx buffers the events.
-            headers = [(b"content-type", media_type), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
         text = event if isinstance(event, str) else json.dumps(event, ensure_ascii=False, separators=(",", ":"))
-        if not is_ndjson:
+        if not self.job.reply.is_ndjson:
             name = f"event: {event['type']}\n" if isinstance(event, dict) and "type" in event else ""
             text = f"{name}data: {text}\n"
-        await send({"type": "http.response.body", "body": f"{text}\n".encode(), "more_body": True})
+        await self._write(send, f"{text}\n")
+
+    async def _write(self, send: Send, text: str) -> None:
+        async with self._sending:
+            if not self.is_started:
+                self.is_started = True
+                media_type = b"application/x-ndjson" if self.job.reply.is_ndjson else b"text/event-stream; charset=utf-8"
+                # By default nginx buffers the events.
+                headers = [(b"content-type", media_type), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
 
 async def before_deadline(exchange: Exchange, work: Awaitable) -> Any:

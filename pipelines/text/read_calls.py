@@ -75,7 +75,8 @@ class CallReader:
         """Return the arguments of a call, or None if they don't match the schema of `name`.
 
         Arguments that are null are left out if the parameter is optional and cannot be null. name:
-        the function's name.
+        the function's name. Copies of keywords of the schema, such as `"required": ["city"]`, are
+        left out too; small models write them next to the arguments.
         """
         schema = self.schemas.get(name)
         if schema is None or not isinstance(arguments, dict):
@@ -83,6 +84,8 @@ class CallReader:
         properties, required = schema.get("properties") or {}, schema.get("required", ())
         found = {}
         for key, value in arguments.items():
+            if key not in properties and key in schema and schema[key] == value:
+                continue
             kind = properties.get(key, {}).get("type") if isinstance(properties.get(key), dict) else None
             if value is None and key not in required and isinstance(kind, str) and kind != "null":
                 continue

@@ -157,6 +157,24 @@ def test_a_running_answer_does_not_wait_for_the_disk(llama, tmp_path, monkeypatc
     assert comes.cached == store.width * MIN_CHUNKS and len(threads) == 1
 
 
+def test_stores_a_prompt_that_is_read_while_a_request_decodes(llama, tmp_path):
+    """The prompts share five tokens, which the second one reads again to begin with a full chunk."""
+    store = stored(llama, tmp_path)
+    scheduler = Engine(llama, 1, store=store).scheduler
+    other = np.concatenate([TOKENS[:5], OTHERS[:5]])
+    running, comes = (
+        Request(prompt, scheduler.context, max_tokens=count, stop_tokens=()) for prompt, count in ((other, 60), (TOKENS, 9))
+    )
+    scheduler.submit(running)
+    scheduler.turn()
+    scheduler.submit(comes)
+    while not comes.tokens:
+        scheduler.turn()
+    store.finish()
+    assert not running.finish_reason and comes.cached == 0
+    assert store.lookup(Session(llama, 1), TOKENS) == (len(TOKENS) - 1) // store.width * store.width
+
+
 def test_stores_states_of_complete_chunks_only(llama, tmp_path):
     """Other states would have other bits than a run from the start."""
     session, store = Session(llama, 1), stored(llama, tmp_path)

@@ -305,6 +305,15 @@ def test_a_string_that_may_be_null_has_quotes_or_none():
             assert not follow(calls_of(text, {"f": schema}, False).constraint(), text, written.format(value))
 
 
+def test_a_call_may_repeat_keywords_of_its_schema():
+    """Qwen2.5-Coder 0.5B writes calls of Codex's tools so; other unknown arguments make it text."""
+    schema = {"type": "object", "properties": {"cmd": {"type": "string"}}, "required": ["cmd"], "additionalProperties": False}
+    tools = Tools(FORMATS["hermes"], {"exec_command": schema})
+    written = '```json\n{{"name": "exec_command", "arguments": {{"cmd": "ls", "required": ["cmd"], "additionalProperties": {}}}}}\n```'
+    assert reported(tools, written.format("false"), [9] * 20)[1:] == ("", [("exec_command", '{"cmd": "ls"}')])
+    assert reported(tools, written.format("true"), [9] * 20)[2] == []
+
+
 @settings(max_examples=50)
 @given(st.lists(st.integers(1, 9), max_size=100))
 def test_gpt_oss_may_name_the_recipient_before_the_channel(sizes):
