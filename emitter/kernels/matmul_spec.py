@@ -84,7 +84,11 @@ class Matmul:
 
     @property
     def weight_shape(self) -> tuple[int, int, int]:
-        """Return [row blocks, records, record bytes] of the weight; with experts, of one expert."""
+        """Return the shape of the packed weight: (16-row blocks, records, bytes of a record).
+
+        With experts, it is the shape of one expert's weight. A record is the packed bytes of one
+        codec block of each of 16 rows.
+        """
         return packed_shape(self.codec, self.weight_rows, self.in_features)
 
     def operands(self) -> dict[str, TensorType]:

@@ -35,8 +35,8 @@ def tile_rows(rows: int) -> int:
 def split_type(rows: int, in_features: int, count: int) -> TensorType:
     """Return the type of the result y of the kernel `split_x`: i32 [count, tiles, steps, rows, 16].
 
-    A tile has up to 16 rows of x. A step is 32 elements of in_features, of which each i32 has two
-    as bf16. count: number of bf16 for each element of x.
+    A tile has up to 16 rows of x. A step is 32 elements of in_features; each i32 has two of them as
+    bf16. count: number of bf16 for each element of x.
     """
     tile = tile_rows(rows)
     return TensorType((count, -(-rows // tile), -(-in_features // DEPTH), tile, HALF), I32)
@@ -71,7 +71,7 @@ def split(x: np.ndarray, count: int) -> np.ndarray:
 def joined(words: np.ndarray, rows: int, in_features: int) -> np.ndarray:
     """Return x as f64 [rows, in] from the result y of the kernel `split_x`.
 
-    It is the sum of the bf16 of each element. words: y.
+    Each element of x is the sum of its bf16 in y. words: y.
     """
     count, tiles, steps, tile, _ = words.shape
     halves = np.ascontiguousarray(words.transpose(0, 1, 3, 2, 4)).view(np.uint16).reshape(count, tiles * tile, steps * DEPTH)

@@ -73,7 +73,10 @@ class _Uses:
         self.norms: dict[Value, Op] = {}
 
     def only(self, value: Value, kind: str) -> Op | None:
-        """Return the operation of this kind that computes `value`, if the value has one use."""
+        """Return the operation of kind `kind` that computes `value`, or None.
+
+        The result is also None if `value` has more than one use.
+        """
         op = self.producer.get(value)
         return op if op is not None and op.kind == kind and self.uses[value] == 1 else None
 
@@ -108,7 +111,8 @@ def _matmul(
 ) -> Op:
     """Return one matmul for linear operations with the same input and codec.
 
-    residual: value that is added to the result. glu: activation of a GLU of two linear operations.
+    residual: value that is added to the result. glu: activation, if the linear operations are gate
+    and up of a GLU.
     """
     x = linears[0].operands[0]
     norm = graph.norms.get(x)
@@ -180,7 +184,7 @@ def _heads(graph: _Uses, op: Op) -> _Heads:
 
 
 def _apart(graph: _Uses, linear: Op, order: tuple[int, int]) -> list[Op]:
-    """Return new weight operations for the linear operation `linear`, with their rows reordered.
+    """Return weight operations with reordered rows, which replace the weights of `linear`.
 
     The new order suits rotary embedding (see `Weight.apart`). order: (heads, rotary_dim).
     """
@@ -197,10 +201,10 @@ def _apart(graph: _Uses, linear: Op, order: tuple[int, int]) -> list[Op]:
 
 
 def _chain(graph: _Uses, value: Value) -> list[Op]:
-    """Return the operations that compute q or k from a projection, the last one first.
+    """Return the operations between a projection and its q or k, the last operation first.
 
-    The first of the list computes `value`. Their kinds are rope, norm over a head, reshape, norm
-    over the row, in this order. Each may be missing.
+    The first operation in the list computes `value`. The kinds are rope, norm over a head, reshape,
+    norm over the row, in this order. Each may be missing.
     """
     chain: list[Op] = []
     for kind in ("rope", "rms_norm", "reshape", "rms_norm"):
@@ -301,7 +305,7 @@ def _gated_norm(graph: _Uses, op: Op) -> None:
 
 
 def _siblings(graph: _Uses, function: Graph) -> None:
-    """Replace by matmuls the linear operations that are in no other fusion.
+    """Turn the remaining linear operations into matmuls: those that are in no other fusion.
 
     Linear operations with the same input and codec (siblings) become one matmul.
     """

@@ -41,8 +41,8 @@ from castiron.emitter.types import F32, I32, TensorType
 class Context:
     """The state that all lowering rules share.
 
-    project: emits matmuls. counters: latest value of the operand `counters` of attention kernels,
-    by its type.
+    project: emits matmuls. counters: the counters that the last attention kernel returned, by their
+    type. The next attention kernel takes them as its operand `counters`.
     """
 
     isa: Isa
@@ -53,13 +53,16 @@ class Context:
     def rules(self) -> dict[str, Rule]:
         """Return the lowering rules by kind of operation.
 
-        A kind without a rule in RULES has that of `portable`.
+        A kind without a rule in RULES has its rule in `portable`.
         """
         return {**portable.RULES, **{kind: partial(rule, self) for kind, rule in RULES.items()}}
 
 
 def _length(rows: int) -> Value | None:
-    """Return the i32 number of rows that are not padding, or None if there is only one row."""
+    """Return the i32 number of rows that are not padding, or None if `rows` is 1.
+
+    rows: number of all rows, with padding.
+    """
     length = current_function().length
     # A constant if there is no padding, so that all functions with as many rows share kernels.
     return None if rows == 1 else ops.constant(rows, I32, ()) if length is None else length
@@ -182,7 +185,7 @@ def _part_of_heads(x: Value, layout: HeadLayout, parts: int, part: int) -> Value
 def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> Value:
     """Return qkv [T, row] with only one part of the query heads, and with all keys and values.
 
-    parts, part: as in `_part_of_heads`.
+    The query heads of each kv head are divided into `parts` parts. part: number of the part.
     """
     if parts == 1:
         return qkv
@@ -226,8 +229,9 @@ def _recurrent(
 ) -> tuple[Value, Value]:
     """Return the result of a recurrent operation and the state after it, computed by a kernel.
 
-    make(tokens, columns): returns the kernel. state, numbers: as in `_tokens`. rows: the kernel's
-    operands that may be columns of a fused matmul, by name. given: its other operands.
+    make(tokens, columns): returns the kernel. state: the state before the operation. numbers: the
+    last operands of `op`, which are start or positions, and in a prefill also length. rows: the
+    kernel's operands that may be columns of a fused matmul, by name. given: its other operands.
     """
     tokens, own = _tokens(op, op.results[0].shape[0], state, numbers)
     found = {name: _columns(x) for name, x in rows.items()}

@@ -50,11 +50,11 @@ class Stored:
             return lambda raw: getattr(codec.split(raw.reshape(-1, codec.block_bytes)), name)
 
         def factor(name: str, sub: str) -> Value:
-            """Return the scale or the minimum of each codec group, f32 [rows, groups].
+            """Return the f32 scale (or minimum) of each codec group of the weight, [rows, groups].
 
-            name: part of the weight with a number for each block, "d" or "m". sub: part with a
-            number for each group, by which that of the block is multiplied if a block has several
-            groups.
+            name: name of the part of the weight with one value for each codec block, "d" or "m".
+            sub: name of the part with one value for each group. If blocks have several groups, the
+            result is the product of both values; otherwise it is the value of the block.
             """
             if codec.exponents:
                 # As powers of two, because f16 cannot represent 2^-128.
@@ -79,7 +79,10 @@ class Stored:
 
 
 def float_param(weight: Weight, dtype: DType) -> Param:
-    """Return the parameter of a weight of a float codec, or of a computed table."""
+    """Return the parameter for a weight that has a float codec or whose values are computed.
+
+    dtype: element type of the parameter.
+    """
     type_ = TensorType(weight.shape, dtype)
     if (values := weight.values) is not None:
         return Param(weight.name, type_, Source((), lambda: np.asarray(values(), np.float32)))
@@ -107,7 +110,7 @@ def linear(op: Op, x: Value, weight: Value | Stored, bias: Value | Stored | None
 def _along_last(vector: Value, like: Value) -> Value:
     """Return `vector` broadcast to the shape of `like`.
 
-    Its dimensions are the last dimensions of `like`.
+    The dimensions of `vector` are matched with the last dimensions of `like`.
     """
     return ops.broadcast_in_dim(vector, like.shape, range(like.type.rank - vector.type.rank, like.type.rank))
 
@@ -264,7 +267,11 @@ def _of_best_groups(rated: Value, groups: int, chosen_groups: int) -> Value:
 
 
 def gated(gate: Value, up: Value, function: str | ClampedSwiGLU) -> Value:
-    """Return the input of a down projection: function(gate) * up, or ClampedSwiGLU of both."""
+    """Return the input of a down projection, computed from the gate and up projections.
+
+    It is function(gate) * up for the name of an activation. A ClampedSwiGLU clamps gate and up, and
+    computes gate * sigmoid(alpha * gate) * (up + 1).
+    """
     if isinstance(function, str):
         return ops.multiply(activated(gate, function), up)
     limit = ops.constant(function.limit, F32, gate.shape)
@@ -274,7 +281,7 @@ def gated(gate: Value, up: Value, function: str | ClampedSwiGLU) -> Value:
 
 
 def into_down(projected: Sequence[Value], function: str | ClampedSwiGLU) -> Value:
-    """Return the input of a down projection: the activation of the results before it.
+    """Return the input of a down projection, computed with the activation `function`.
 
     projected: results of the gate and up projections, or only of the up projection.
     """

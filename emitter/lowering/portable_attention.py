@@ -20,7 +20,8 @@ def attention(
 ) -> tuple[Value, ...]:
     """Return the result of attention [T, heads * head_dim] and the updated key and value caches.
 
-    rest: in a prefill, the number of tokens that are not padding; then the sinks, if there are any.
+    start: i32 position of the first token; in a batch, i32 [T] positions. rest: in a prefill, the
+    number of tokens that are not padding; then the sinks, if there are any.
     """
     *given, stored = rest if op.attrs["sinks"] else (*rest, None)
     sinks = stored.value() if stored is not None else None
@@ -58,7 +59,7 @@ def _over_positions(
     op: Op, sinks: Value | None, layer: int, start: Value, length: Value | None,
     q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value,
 ) -> tuple[Value, Value, Value]:  # fmt: skip
-    """Return the result and the updated caches for one sequence, with caches of all positions.
+    """Return the result and the updated caches for one sequence, if caches store all positions.
 
     layer: index in dimension 0 of the caches. length: number of tokens from `start` on that are not
     padding. It is None if there is no padding, and 0 for an idle sequence of a batch.
@@ -78,7 +79,10 @@ def _over_positions(
 
 
 def _rounded(x: Value, stored: Cache) -> Value:
-    """Return x [n, kv_heads, head_dim] in the format of a cache, [n, kv_heads, *row]."""
+    """Return keys or values x [n, kv_heads, head_dim] rounded to the format of a cache.
+
+    The result is [n, kv_heads, *row], where row is the shape in which the format stores one head.
+    """
     if not stored.grouped:
         return ops.convert(x, stored.dtype)
     groups, size = stored.row(x.shape[2])
@@ -104,9 +108,9 @@ def _widened(rows: Value, stored: Cache) -> Value:
 
 
 def _stored_or_new(new: Value, cache: Value, layer: int, start: Value, length: Value) -> Value:
-    """Return the row to store at position `start` of a layer of the cache.
+    """Return the row to store at position `start` of a layer of the cache, [1, kv_heads, *row].
 
-    It is `new` [1, kv_heads, *row]; but if `length` is 0 it is the row that is already there.
+    If `length` is 0, it is the row that the cache already has there, otherwise `new`.
     """
     zero = ops.constant(0, I32, ())
     at = (ops.constant(layer, I32, ()), start, *[zero] * (cache.type.rank - 2))
@@ -119,9 +123,10 @@ def _over_ring(
     op: Op, sinks: Value | None, layer: int, start: Value, length: Value | None,
     q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value,
 ) -> tuple[Value, Value, Value]:  # fmt: skip
-    """Return the result and the updated caches for one sequence, with caches that are ring buffers.
+    """Return the result and the updated caches for one sequence, if caches are ring buffers.
 
-    layer, length: as in `_over_positions`.
+    layer: index in dimension 0 of the caches. length: number of tokens from `start` on that are not
+    padding. It is None if there is no padding, and 0 for an idle sequence of a batch.
     """
     tokens, rows, stored = q.shape[0], k_cache.shape[1], CACHES[op.attrs["storage"]]
     every = ops.constant(tokens, I32, ())
@@ -160,9 +165,9 @@ def _ring_positions(end: Value, rows: int) -> Value:
 
 
 def _positions(start: Value, shape: tuple[int, ...]) -> Value:
-    """Return the positions of T tokens as i32 [T, n]: all of row t is start + t.
+    """Return the positions of T consecutive tokens as i32 [T, n].
 
-    shape: (T, n).
+    All elements of row t are start + t. shape: (T, n).
     """
     return ops.add(ops.iota(shape, 0), ops.broadcast_in_dim(start, shape, ()))
 
@@ -170,8 +175,8 @@ def _positions(start: Value, shape: tuple[int, ...]) -> Value:
 def _seen(position: Value, other: Value, window: int | None) -> Value:
     """Return whether a token at `position` attends to position `other`, as i1 [T, n].
 
-    position, other: i32 [T, n]. window: number of positions that a token attends to, with its own,
-    or None for all.
+    position, other: i32 [T, n]. window: number of positions that a token attends to, including its
+    own, or None for all.
     """
     seen = ops.compare("LE", other, position)
     if window is None or window >= other.shape[1]:

@@ -59,9 +59,9 @@ class Projector:
         residual: value that is added to the result.
         glu: activation of a GLU.
         length: number of rows of x that are not padding.
-        chosen, experts: with experts, each weight is [experts * out, in], and row i of the result
-            [len(chosen), out] is row i // (len(chosen) / T) of x times the weight of expert
-            chosen[i].
+        chosen, experts: with experts, each weight is [experts * out, in], and the result is
+            [len(chosen), out]. Row i of the result uses the weight of expert chosen[i] and row i //
+            (len(chosen) / T) of x.
         """
         given = {
             "norm": norm[0] if norm else None,

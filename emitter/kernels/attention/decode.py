@@ -104,7 +104,7 @@ class DecodeTokens:
             yield from ((i, i, np.array([at])) for i, at in enumerate(given["position"].tolist()) if at >= 0)
 
     def item(self, b: Body, units: int) -> tuple[Index, Index]:
-        """Return the row that this workgroup computes, and its index among the row's workgroups.
+        """Return (row of qkv that this workgroup computes, its index among the row's workgroups).
 
         units: number of workgroups that share a row.
         """
@@ -112,7 +112,7 @@ class DecodeTokens:
         return (0, unit) if self.kind == "one" else (b.div(unit, units), b.rem(unit, units))
 
     def layer(self, b: Body, layer: Index, row: Index, layers: int) -> Index:
-        """Return the index in dimension 0 of the caches for a layer of one sequence.
+        """Return the index of one sequence's layer in dimension 0 of the caches.
 
         layer: layer of the model. row: row of the sequence in the batch. layers: size of dimension
         0. The caches of a batch have all layers of the first sequence, then all of the next, and so
@@ -144,9 +144,9 @@ def attention_decode(
     Results: out f32 [T, heads * head_dim]; k_cache, v_cache and counters, in place; parts, scratch
         memory for partial results.
 
-    A context of more than `split_from` positions is divided among up to `splits` workgroups, a
-    power of two. The counters, which all layers share, must be zero before the first call; each
-    call resets them.
+    A context of more than `split_from` positions (None: a default) is divided among at most
+    `splits` workgroups; `splits` must be a power of two. All layers share the counters. They must
+    be zero before the first call; each call sets them to zero again.
     """
     heads, kv_heads, hd, window = layout.heads, layout.kv_heads, layout.head_dim, scores.window
     context, cache = caches.context, caches.format
@@ -284,7 +284,8 @@ class _Parts:
 
     The memref `scratch` has three parts: the sums of values weighted by softmax weights, [rows,
     heads, splits, head_dim]; the reference scores of these weights, [rows, heads, splits]; the sums
-    of the weights, [rows, heads, splits]. rows: (number of rows of qkv, index of this row).
+    of the weights, [rows, heads, splits]. rows: (number of rows of qkv, index of the row whose
+    context is shared).
     """
 
     def __init__(self, b: Body, scratch: Ssa, rows: tuple[int, Index], heads: int, splits: int, hd: int):

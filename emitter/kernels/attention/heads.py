@@ -47,12 +47,12 @@ class HeadLayout:
 
     @property
     def row(self) -> int:
-        """Return the number of elements of a fused q, k, v row."""
+        """Return the number of elements in a row of the fused qkv projection."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
     def keys(self) -> int:
-        """Return the index of the first element of the key heads in a fused row."""
+        """Return the index of the first element of the key heads in a row of the qkv projection."""
         return self.heads * self.head_dim
 
     @property
@@ -68,8 +68,8 @@ class HeadLayout:
     def operands(self, context: int) -> dict[str, TensorType]:
         """Return the types of the kernel operands for norm and rotation of q and k, by name.
 
-        cos, sin: f32 [context, rotary_dim / 2], with rotary embedding only. q_norm, k_norm: weights
-        of the norm, f32.
+        cos, sin: f32 [context, rotary_dim / 2]; they exist only with rotary embedding. q_norm,
+        k_norm: weights of the norm, f32; they exist only with a norm.
         """
         types: dict[str, TensorType] = {}
         if self.rotary_dim is not None:
@@ -157,10 +157,11 @@ def prepare_head(
 def prepared_heads(
     layout: HeadLayout, qkv: np.ndarray, positions: np.ndarray, given: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return q, k and v, each f64 [T, number of its heads, head_dim], computed in NumPy.
+    """Return q, k and v, computed in NumPy; q and k are normalised and rotated.
 
-    q and k are normalised and rotated. qkv: [T, layout.row]. positions: [T]. given: the operands of
-    `HeadLayout.operands`, by name.
+    q: f64 [T, heads, head_dim]. k, v: f64 [T, kv_heads, head_dim].
+
+    qkv: [T, layout.row]. positions: [T]. given: the operands of `HeadLayout.operands`, by name.
     """
     T, hd = len(qkv), layout.head_dim
     q, k, v = np.split(qkv.astype(np.float64), [layout.keys, layout.keys + layout.kv_heads * hd], axis=-1)

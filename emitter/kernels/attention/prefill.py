@@ -47,10 +47,10 @@ DEPTH = 64  # max elements of a key that are converted to f32 at a time
 
 @cache
 def attention_prefill(caches: Caches, T: int, layout: HeadLayout, scores: Scores, *, isa: Isa, threads: int = 2) -> Kernel:
-    """Return the kernel of attention for a chunk of T tokens, which are already in the caches.
+    """Return the kernel of attention for a chunk of T tokens.
 
-    The kernel `rope_append` must run before it. threads: number of threads that will run the
-    workgroups.
+    The keys and values of these tokens must already be in the caches, so the kernel `rope_append`
+    must run first. threads: number of threads that will run the workgroups.
 
     Operands: q f32 [T, heads * head_dim], rotated; start i32, the position of the first token;
     length i32, the number of tokens that are not padding; sinks f32 [heads] if `scores.sinks`;
@@ -229,7 +229,7 @@ class _Tile:
             b.vstore(b.splat(0.0 if sinks is None else 1.0, shape.width), self.sums, column)
 
     def target(self, c: Index) -> tuple[Ssa, Ssa]:
-        """Return the indices in q and out at which column `c` of the tile begins: (row, element)."""
+        """Return (row, element): where column `c` of the tile begins in the memrefs q and out."""
         b = self.b
         return b.to_index(b.load(self.tokens, c)), b.to_index(b.load(self.offsets, c))
 
@@ -340,8 +340,9 @@ class _Tile:
     def add_values(self, column: Index, d: Index, first: Index, count: Index, out: Ssa) -> None:
         """Emit code for out = rescale * out + weights @ values, for one register tile of `out`.
 
-        column: first column of the register tile. d: its first element of head_dim. values: the
-        cached values of positions first .. first + count - 1.
+        rescale: exp(old maximum - new maximum) of each column, computed by `softmax`. weights:
+        softmax weights of `count` keys. values: cached values of positions first .. first + count -
+        1. column, d: first column and first element of head_dim of the register tile.
         """
         b, shape = self.b, self.shape
         width = shape.out_width
@@ -367,7 +368,11 @@ class _Tile:
                 b.vstore(total, out, token, b.add(offset, e))
 
     def finish(self, out: Ssa, real: Index) -> None:
-        """Emit code that divides results by sums of weights; rows from token `real` on become 0."""
+        """Emit code that divides the result of each (token, query head) pair by its sum of weights.
+
+        The results of tokens from `real` on, which are padding, become zero. out: memref of the
+        results.
+        """
         b, shape = self.b, self.shape
         width = shape.out_width
         with b.loop(0, shape.columns) as c:

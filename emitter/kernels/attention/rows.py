@@ -109,7 +109,10 @@ class Rows:
                     on_store(b.add(first, k), b.mulf(numbers_of(b, x), factor))
 
     def prefetch(self, at: Sequence[Index], near: bool = True) -> None:
-        """Emit prefetches of row `at` into L1 if `near`, else L2; at: (layer, position, kv head)."""
+        """Emit prefetches of one row of the cache, into the L1 cache if `near`, else into L2.
+
+        at: (layer, position, kv head) of the row.
+        """
         per_line, at = LINE_BITS // self.cache.dtype.bits, self.indices(at)
         offsets: list[tuple[int, ...]] = [(d,) for d in range(0, self.head_dim, per_line)]
         if self.cache.grouped:
@@ -122,7 +125,7 @@ class Rows:
 
         The function maps an offset in the part to the f32 vector at element `first` + offset of the
         row. at: (layer, position, kv head) of the row. size: number of elements of the part. It
-        must divide `first`, and `cache.cuts` must accept it.
+        must divide `first`, and the format must allow parts of this size (see `Cache.cuts`).
         """
         b, group, scales, at = self.b, self.cache.group(self.head_dim), dict[int, Ssa](), self.indices(at)
         if not self.cache.grouped:

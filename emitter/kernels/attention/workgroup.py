@@ -80,8 +80,8 @@ class Token:
 class Workgroup:
     """A writer of the code of a workgroup, which computes attention of one token for some kv heads.
 
-    The stack has the state of an online softmax for each query head of these kv heads. "Stack index
-    g" is the index of a query head among them. how: scale and mask of the scores.
+    The stack has the state of an online softmax for each query head that uses one of these kv
+    heads. how: scale and mask of the scores.
     """
 
     def __init__(self, b: Body, layout: HeadLayout, isa: Isa, shape: Shape, how: Scores, caches: Caches):
@@ -102,7 +102,7 @@ class Workgroup:
     def begin(self, token: Token, first: Index, end: Index) -> None:
         """Emit code that prepares the queries of kv heads first .. end - 1, and resets the softmax.
 
-        To prepare is to normalise, rotate and scale a query, and to store it on the stack.
+        The code normalises, rotates and scales each query, and stores it on the stack.
         """
         b, hd = self.b, self.hd
         self.token, self.first, self.end = token, first, end
@@ -166,8 +166,8 @@ class Workgroup:
     def sink(self, g: Index, head: Index, score: Ssa, one: Ssa) -> None:
         """Emit code that adds a query head's sink (a score without a value) to its online softmax.
 
-        g: stack index of the head. head: its index among all query heads. score: score of the
-        token's own key, a scalar. one: vector 1, 0, 0, ...
+        g: index of the head among the query heads of this workgroup. head: index of the head among
+        all query heads. score: score of the token's own key, a scalar. one: vector 1, 0, 0, ...
         """
         b, lanes = self.b, self.lanes
         score, sink = (b.broadcast(x, lanes) for x in (score, b.load(self.token.given["sinks"], head)))
@@ -206,19 +206,20 @@ class Workgroup:
                     self.add_values(head.index, heads, d.index, first, count)
 
     def own_heads(self, head: Ssa, heads: range) -> list[Index]:
-        """Return the stack indices of the query heads `heads` of kv head `head`.
+        """Return the indices of some query heads among the query heads of this workgroup.
 
-        heads: indices of query heads among those of this kv head.
+        head: the kv head that the query heads use. heads: their indices among the query heads of
+        this kv head.
         """
         low = self.b.mul(self.b.sub(head, self.first), self.group)
         return [self.b.add(low, g) for g in heads]
 
     def touch(self, base: Ssa, row: Index, at: Index, lines: range) -> None:
-        """Emit loads of one word in each of several cache lines of a KV cache, as a prefetch.
+        """Emit code that loads one word of each cache line in `lines` of a KV cache, as a prefetch.
 
-        base: address of the KV cache. The lines are numbered from byte `at` of position `row` in
-        the cache, and only bytes of this workgroup's kv heads are counted. lines: numbers of the
-        lines to load.
+        base: address of the cache. row: row of a position in the layer. Only the bytes of this
+        workgroup's kv heads are prefetched: they are numbered without gaps, from position `row` on.
+        Line n of `lines` is the cache line with byte at + n * LINE_BYTES in this numbering.
         """
         b, row_bytes = self.b, self.row_bytes
         segment, size = self.shape.per * row_bytes, self.layout.kv_heads * row_bytes
@@ -230,11 +231,11 @@ class Workgroup:
             b.touch(base, b.add(start, byte))
 
     def score_rows(self, head: Ssa, row: Index, j: Ssa, rows: int, ahead: bool) -> None:
-        """Emit code that stores the scores of positions row .. row + rows - 1.
+        """Emit code that computes and stores the scores of positions row .. row + rows - 1.
 
-        head: kv head of the keys; the scores are those of all its query heads. j: index in the tile
-        of position `row`. ahead: whether the code also loads, ahead of their use, the values of
-        these positions and the next keys.
+        The scores are those of kv head `head` with all its query heads. They are stored in
+        `self.scores` from index `j` on. ahead: whether the code also prefetches the values of these
+        positions and the keys of the next `rows` positions.
         """
         b, shape = self.b, self.shape
         near, following = row, b.add(row, rows)
@@ -274,10 +275,11 @@ class Workgroup:
                 b.vstore(self.how.capped(b, lane_sums(b, loop.results[i::count])), self.scores, g, j)
 
     def softmax(self, head: Ssa, heads: range, blocks: Index) -> None:
-        """Emit code that replaces the scores of a tile by weights exp(score - reference).
+        """Emit code that replaces the scores of a tile by softmax weights, exp(score - reference).
 
-        The code also adds the weights to the head's sum of weights. If the max score of the tile is
-        more than SLACK above the head's reference, the max first becomes the reference. heads:
+        A tile is up to TILE consecutive positions. Each query head has a reference score. If the
+        maximum score in the tile exceeds the reference by more than SLACK, the maximum first
+        becomes the reference. The code also adds the weights to the head's sum of weights. heads:
         indices of query heads among those of kv head `head`. blocks: number of vectors of scores in
         the tile.
         """
@@ -305,7 +307,8 @@ class Workgroup:
     def scale_down(self, g: Index, factor: Ssa) -> None:
         """Emit code that multiplies the softmax sums of one query head by `factor`.
 
-        They are its sum of weights and its sums of weighted values. g: stack index of the head.
+        These sums are the sum of the weights and the sums of the weighted values. g: index of the
+        head among the query heads of this workgroup.
         """
         b = self.b
         total = b.vload(self.sums, self.lanes, g, 0)
@@ -340,7 +343,10 @@ class Workgroup:
                 b.vstore(total, self.values, g, c)
 
     def total(self, g: Index) -> Ssa:
-        """Return the scalar sum of the softmax weights of the query head at stack index g."""
+        """Return the scalar sum of the softmax weights of one query head.
+
+        g: index of the head among the query heads of this workgroup.
+        """
         return self.b.extract(lane_sums(self.b, [self.b.vload(self.sums, self.lanes, g, 0)]), 0)
 
     def finish(self, out: Ssa) -> None:

@@ -83,12 +83,13 @@ class ExpertGemvs:
 
 @dataclass(frozen=True)
 class _PairTiles(PanelTiles):
-    """The tile sizes of kernels for blocks of (token, expert) pairs of one expert.
+    """The tile sizes of kernels for blocks of (token, expert) pairs that have the same expert.
 
-    A block has up to `tokens` pairs. One of up to `direct` pairs is computed with weights that are
-    decoded in registers, a larger one with weights in a panel. rest: number of pairs that are
-    multiplied together at the end of a large block; it divides `rows`. few: number of pairs that
-    are multiplied together in a small block; it divides `direct`.
+    A block has up to `tokens` pairs. A block of at most `direct` pairs is small: its weights are
+    decoded in registers. For a larger block, the weights are decoded into a panel on the stack.
+    rest: number of pairs that are multiplied together at the end of a large block, where fewer than
+        `rows` pairs are left; it divides `rows`.
+    few: number of pairs that are multiplied together in a small block; it divides `direct`.
     """
 
     rest: int = 1
@@ -119,7 +120,7 @@ class GroupedTiles(_PairTiles, GemmTiles):
 
 @dataclass(frozen=True)
 class GroupedInt8Tiles(_PairTiles, GemmInt8Tiles):
-    """The tile sizes of `GroupedInt8`, the GEMM of int8 x over pairs grouped by expert."""
+    """The tile sizes of `GroupedInt8`: int8 x, and (token, expert) pairs grouped by expert."""
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
@@ -133,19 +134,18 @@ class GroupedInt8Tiles(_PairTiles, GemmInt8Tiles):
 
 
 def _small_tiles(isa: Isa, rows: int, direct: int) -> dict[str, int]:
-    """Return the fields `rest`, `few` and `direct` of `_PairTiles`, by name.
+    """Return default values of the fields `rest`, `few` and `direct` of `_PairTiles`, by name.
 
-    rows: the field `rows`, pairs that are multiplied together. direct: upper limit of the field
-    `direct`.
+    rows: value of the field `rows`. direct: upper limit of the field `direct`.
     """
     few = min(8 if isa.lanes == LANES else 4, direct)
     return {"rest": max(1, rows // 3), "few": few, "direct": direct // few * few}
 
 
 def _pairs_of_block(matmul: Matmul, rows: int, limit: int) -> int:
-    """Return the number of (token, expert) pairs in a block, a multiple of `rows`.
+    """Return the default number of (token, expert) pairs in a block, a multiple of `rows`.
 
-    It is at most `limit`, unless `limit` is below `rows`.
+    The number is at most `limit`, or `rows` if `limit` is smaller.
     """
     return max(1, min(-(-matmul.tokens // rows), limit // rows)) * rows
 
@@ -225,9 +225,10 @@ class Grouped(Gemm):
     def _set(self, first_block: Index, block: Index, count: Index) -> None:
         """Emit code that computes and stores some columns of y for the pairs of the current block.
 
-        The columns belong to `tiles.row_blocks` consecutive blocks of 16 rows of the expert's
-        weight. first_block: index of the first of these blocks in the expert's weight. block: its
-        index in the concatenated weight of all experts. count: number of the pairs.
+        The columns are those of `tiles.row_blocks` consecutive 16-row blocks of the expert's
+        weight. first_block: index of the first of these row blocks in the expert's weight. block:
+        index of the same row block in the concatenated weight of all experts. count: number of
+        (token, expert) pairs in the current block.
         """
         b = self.b
         few = b.less(count, self.tiles.direct + 1)
@@ -238,10 +239,10 @@ class Grouped(Gemm):
         self.finish.store(first_block, self.tiles.row_blocks, 0, count, count)
 
     def _direct(self, block: Index, count: Index) -> None:
-        """Emit code that computes the dot products of `count` pairs, without a panel of weights.
+        """Emit code that computes the dot products of the first `count` pairs of the current block.
 
-        The weights are decoded in registers. block: the first 16-row block, in the weight of all
-        experts.
+        The weights are decoded in registers, without a panel. block: index of the first 16-row
+        block to multiply by, in the concatenated weight of all experts.
         """
         b, few, lanes, vectors = self.b, self.tiles.few, self.lanes, LANES * self.tiles.wide // self.lanes
         per_block, full = LANES // lanes, b.mul(b.div(count, few), few)
@@ -257,10 +258,12 @@ class Grouped(Gemm):
                     self._direct_tile(sides, full, size)
 
     def _direct_tile(self, sides: Sequence[tuple[Index, int, Index]], token: Index, rows: int) -> None:
-        """Emit code that computes dot products and stores them in sums[token : token + rows].
+        """Emit code that computes the dot products of some (token, expert) pairs and weight rows.
 
-        sides: (16-row block of the weight, number of a vector of its rows, column of the sums) of
-        each vector of the tile.
+        The code stores them in rows token .. token + rows - 1 of `self.sums`. token: number of the
+        first pair in the current block. rows: number of pairs. sides: the weight rows, as vectors.
+        Each vector is given as (16-row block of the weight, number of the vector in the row block,
+        first column in the sums).
         """
         b, lanes, unit = self.b, self.lanes, units(self.matmul.codec)
         x_row = self._x_rows(token, rows)
@@ -285,10 +288,11 @@ class Grouped(Gemm):
             b.vstore(total, self.sums, b.add(token, i // len(sides)), sides[i % len(sides)][2])
 
     def _prefetch(self, blocks: Sequence[Index], unit: Index, units: int) -> None:
-        """Emit prefetches of the codes of the 16-row blocks that the next iteration reads.
+        """Emit prefetches of the codes of 16-row blocks that will be multiplied later.
 
-        These blocks follow `blocks` in the weight. unit: first unit (see `weights.panel.units`) of
-        the part of each row that is fetched. units: number of units in that part.
+        For each block in `blocks`, the codes of block + `tiles.row_blocks` are fetched. unit,
+        units: first unit and number of units to fetch in each row. A unit is a codec group, or for
+        a float codec the elements in one record (see `weights.panel.units`).
         """
         b, records, groups = self.b, self.panel.records, self.panel.records.layout.groups
         record = b.div(unit, groups)

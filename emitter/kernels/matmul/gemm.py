@@ -123,7 +123,8 @@ class Gemm:
         """Emit code that stores in `self.sums` the dot products of tokens and weight rows.
 
         The tokens are first .. end - 1; the last tile may include tokens from `end` on. The weight
-        rows are `tiles.row_blocks` 16-row blocks from `first_block` on, the columns of a panel.
+        rows are those of `tiles.row_blocks` 16-row blocks from `first_block` on. They become the
+        columns of the panel.
         """
         b, depth, rows = self.b, self.tiles.depth, self.full_rows
         full = self.in_features // depth * depth
@@ -154,9 +155,9 @@ class Gemm:
                 self._tile(b.sub(start, first), start, rest, k, depth)
 
     def _x_rows(self, token: Index, rows: int) -> Callable[[int], Index]:
-        """Return a function that maps i to the row index in x of token number `token` + i.
+        """Return a function that maps i to the row of x for token number `token` + i.
 
-        rows: upper limit of i, exclusive.
+        rows: number of tokens; i must be smaller.
         """
         return lambda r: self.b.add(token, r)
 

@@ -56,12 +56,16 @@ class GemmBf16Tiles(PanelTiles):
 
 
 class _Weights(BasePanel):
-    """Packed bf16 weights with the interface of a panel, which are read in place and not copied."""
+    """The packed bf16 weights, with the methods of a panel.
+
+    The weights are read from the packed weight and not copied to the stack.
+    """
 
     def fill(self, first_block: Index, k: Index, depth: int) -> None:
-        """Select the part of the weight that `pair` reads; copy nothing.
+        """Select the part of the packed weight from which the method `pair` reads; copy nothing.
 
-        The part begins at 16-row block `first_block` and at element `k` of in_features.
+        The part begins at 16-row block `first_block` and at element `k` of in_features. depth:
+        number of elements of in_features in the part, which this class does not need.
         """
         self.block, self.first = first_block, self.b.div(k, 2)
 

@@ -134,8 +134,9 @@ class Step:
     """A writer of code that multiplies int8 x by weights and adds the products to f32 sums.
 
     It adds one step at a time: GROUP (32) elements of in_features. Let c be a stored code plus
-    `Dot.bias`, and n the int8 of x. If the codec has minima, a step adds scale * x_scale * sum(c *
-    n) + base * sum(x). Otherwise it adds scale * x_scale * (sum(c * n) - (offset + bias) * sum(n)).
+    `Dot.bias`, n an int8 of x, and offset the codec's offset. If the codec has minima, a step adds
+    scale * x_scale * sum(c * n) + base * sum(x). Otherwise it adds scale * x_scale * (sum(c * n) -
+    (offset + bias) * sum(n)).
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, buffers: Buffers):
@@ -147,11 +148,12 @@ class Step:
     def add(self, sums: Sequence[Ssa], rows: Sequence[Index], unit: Index, quads: Quads, sides: Sides) -> list[Ssa]:
         """Return the f32 vectors `sums` plus the dot products of step number `unit`.
 
-        sums: [rows * vectors], for each row of x one vector for each vector of outputs.
+        An output is a row of the weight; a vector of outputs has one output in each lane.
+        sums: for each row of x one vector for each vector of outputs, row by row.
         rows: indices of the rows of x.
-        quads(q): returns the codes 4 q to 4 q + 3 of the step, for each vector of outputs, as
-            `Dot.code` takes them.
-        sides: for each codec group of the step, the (scale, base) of each vector of outputs.
+        quads(q): returns the codes of the step from number 4 q on, for each vector of outputs, in
+            the form that `Dot.code` takes.
+        sides: for each codec group of the step, a (scale, base) for each vector of outputs.
         """
         b, vectors = self.b, len(sides[0])
         groups = [self._dots(rows, unit, part, quads, vectors) for part in range(self.parts)]
@@ -180,10 +182,11 @@ class Step:
     ) -> list[Ssa]:
         """Return `sums` plus the dot products of one step, with codes read from the packed weight.
 
-        The outputs are those of one vector of weight rows. sums: one f32 vector for each row of x.
-        rows: indices of the rows of x. unit: number of the step. block: 16-row block of the weight.
-        v: number of the vector of rows in the block. groups: (record, group in the record) of each
-        codec group of the step.
+        x is multiplied by the rows in vector `v` of 16-row block `block` of the weight. sums: one
+        f32 vector for each row of x. rows: indices of the rows of x. unit: number of the step.
+        groups: the codec groups of the step. Each is given as (index of the record in the row
+        block, index of the group in the record); a record is the packed bytes of one codec block of
+        each of 16 rows.
         """
         codes = [Int8Codes(self.records, block, *group) for group in groups]
         sides = [[self.records.scale_and_base(block, *group, v)] for group in groups]
@@ -194,8 +197,9 @@ class Step:
         """Return the unscaled dot products of one codec group, as f32 vectors [rows * vectors].
 
         They are sum(c * n) if the codec has minima, otherwise sum(c * n) - (offset + bias) * sum(n)
-        (see `Step`). part: number of the group in the step. vectors: number of vectors of outputs.
-        rows, unit, quads: as in `add`.
+        (see `Step`). rows: indices of the rows of x. unit: number of the step. part: number of the
+        group in the step. vectors: number of vectors of outputs. quads(q): returns the codes of the
+        step from number 4 q on, for each vector of outputs.
         """
         b, dot, quads_a_group = self.b, self.dot, self.codec.group // 4
         together = batches(rows, dot.rows)
@@ -271,10 +275,10 @@ class SmallBatchInt8:
             self.finish.store(first, self.set, 0, end, T)
 
     def _tile(self, block: Index, v: Index, column: Index, token: Index, rows: int) -> None:
-        """Emit code that multiplies `rows` tokens from `token` on by one vector of weight rows.
+        """Emit code that multiplies `rows` tokens, from `token` on, by one vector of weight rows.
 
-        The results go to self.sums[token : token + rows], from column `column` on. block: 16-row
-        block of the weight. v: number of the vector of rows in it.
+        The dot products are stored in self.sums[token : token + rows], from column `column` on.
+        block, v: 16-row block of the weight, and number of the vector of rows in this block.
         """
         b, groups, parts = self.b, self.records.layout.groups, self.step.parts
         with b.loop(0, self.count * groups // parts, carry=[b.splat(0.0, self.isa.lanes)] * rows) as loop:

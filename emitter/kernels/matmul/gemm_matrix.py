@@ -112,8 +112,8 @@ class GemmMatrix(Gemm):
     def _tiles(self, at: Index, tile: Index, high: int, k: Index, depth: int) -> None:
         """Emit code that adds x[:, k : k + depth] @ `self.panel` to the sums of `high` tiles of x.
 
-        A tile is a block of rows in the layout of `split_x`. tile: number of the first tile in x.
-        at: its number in the sums.
+        A tile is a block of rows in the layout of `split_x`. at, tile: number of the first of these
+        tiles, in the sums and in x.
         """
         b, group = self.b, self.matmul.format.group
         first_step = b.div(k, DEPTH)
@@ -155,11 +155,14 @@ class GemmMatrix(Gemm):
     def _add(
         self, parts: list[Block], at: Index, tile: Index, block: Index, high: int, of: tuple[Index, Index] | None = None
     ) -> None:
-        """Emit code that adds the accumulators `parts` to the sums.
+        """Emit code that adds the accumulators `parts`, [high * wide], to `self.sums`.
 
-        at, tile, block, high: as in `_tiles` and `_step`. of: None for float weights. For a
-        quantised weight, the number of the accumulated codec group in the panel and in x; the code
-        then multiplies by the group's scale, and adds its minimum times its sum of x.
+        at, tile: number of the first of `high` tiles of x (blocks of rows in the layout of
+            `split_x`), in the sums and in x.
+        block: first of `wide` 16-row blocks of the panel.
+        of: None for float weights. For a quantised weight, the number of the accumulated codec
+            group in the panel and in x. The code then multiplies the accumulators by the scale of
+            this group, and adds the minimum of the group times the sum of x over the group.
         """
         b, lanes, rows, wide = self.b, self.lanes, self.tiles.rows, self.tiles.wide
         for i, part in enumerate(parts):

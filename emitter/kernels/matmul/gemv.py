@@ -50,13 +50,14 @@ MIN_BYTES, ENOUGH_BYTES = 16 << 10, 1 << 20
 
 @dataclass(frozen=True)
 class GemvTiles(Tiles):
-    """The tile sizes of `Gemv`.
+    """The tile sizes of `Gemv`. A record is the packed bytes of one codec block of each of 16 rows.
 
     together: number of 16-row blocks that are multiplied together and share loads of x; at most 2
         with a GLU.
-    chains: number of independent accumulators for a row of the weight.
-    ahead: distance in records from the record in use to the one that is prefetched.
-    unroll: records of a float codec per loop iteration.
+    chains: number of independent accumulators for each row of the weight.
+    ahead: number of records between the record that is multiplied and the one that is prefetched.
+    unroll: number of records that one loop iteration multiplies, for a float codec. Such a record
+        has one element (bf16: two elements) of each of 16 rows.
     """
 
     together: int = 2
@@ -145,12 +146,13 @@ class Gemv:
                 self._sets(batch.index, end, first, min(first + chunk, self.count), parts)
 
     def _sets(self, low: Index, high: Index, first: int, last: int, parts: Ssa | None) -> None:
-        """Emit code that multiplies some rows of the weight by a part of x.
+        """Emit code that multiplies some 16-row blocks of the weight by a part of x.
 
-        The rows are those of sets low .. high - 1; a set is `self.set` blocks of 16 rows. The part
-        of x belongs to records first .. last - 1 of each row. If these include the last record, the
-        code also stores y. parts: stack buffer for the sums between calls, or None if one call
-        takes all records.
+        A set is a group of `self.set` consecutive 16-row blocks. The code computes sets low .. high
+        - 1. A record is the packed bytes of one codec block of each of 16 rows. Only records first
+        .. last - 1 of each 16-row block are multiplied, by the elements of x that belong to them.
+        If they include the last record of the 16-row block, the code also stores y. parts: stack
+        buffer that keeps the sums between calls, or None if one call multiplies all records.
         """
         b = self.b
         self.x.fill(first * self.layout.elements, last * self.layout.elements)
@@ -178,19 +180,21 @@ class Gemv:
                         self._store(block, result)
 
     def _blocks_of(self, row: Index) -> list[Index]:
-        """Return the indices of the 16-row blocks of a set (see `_sets`).
+        """Return the indices of the 16-row blocks in one group of `self.set` consecutive blocks.
 
-        row: index of the set. If the last set is incomplete, its last block is repeated.
+        row: index of the group. If the last group is incomplete, its last block is repeated.
         """
         b = self.b
         row_blocks = [b.add(b.mul(row, self.set), i) for i in range(self.set)]
         return [b.min(block, self.row_blocks - 1) for block in row_blocks] if self.row_blocks % self.set else row_blocks
 
     def _dots(self, row_blocks: list[Index], first: int, last: int, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus the dot products of x and the weight over records first .. last - 1.
+        """Return `totals` plus the dot products of x and some rows of the weight.
 
-        row_blocks: 16-row blocks that are multiplied together. totals: one vector for each of
-        `self.sides`. A side is (index in `row_blocks`, vector of the block's rows).
+        Only records first .. last - 1 of the rows are multiplied; a record is the packed bytes of
+        one codec block of each of 16 rows. row_blocks: indices of the 16-row blocks of the weight.
+        totals: one vector for each (i, v) in `self.sides`; its lanes are the rows in vector `v` of
+        row block row_blocks[i].
         """
         if not self.codec.quantised:
             return self._float_dots(row_blocks, first, last, totals)
@@ -201,10 +205,11 @@ class Gemv:
         return record.results
 
     def _prefetches(self, row_blocks: list[Index], record: Index, offset: Index, nbytes: int) -> list[Callable[[], None]]:
-        """Return functions that emit prefetches of part of the record `tiles.ahead` after `record`.
+        """Return functions, each of which emits a prefetch of one cache line of the packed weight.
 
-        The part is `nbytes` bytes from byte `offset` on. It is fetched for each block in
-        `row_blocks`.
+        For each 16-row block in `row_blocks`, the lines are bytes offset .. offset + nbytes - 1 of
+        the record that is `tiles.ahead` records after `record`. A record is the packed bytes of one
+        codec block of each of 16 rows.
         """
         b = self.b
         then = b.add(record, self.tiles.ahead)  # may be in the next set of row blocks
@@ -216,11 +221,14 @@ class Gemv:
         ]
 
     def _group_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus the dot products of a record that has only one codec group.
+        """Return `totals` plus the dot products of x and a record that has only one codec group.
 
-        They are d * sum(x * code) + m * sum(x), where d and m are the scale and minimum of the
-        group. row_blocks: 16-row blocks that are multiplied together. slot: number of the record
-        among those for which this workgroup has prepared x.
+        A record is the packed bytes of one codec block of each of 16 rows. Each dot product is d *
+        sum(x * code) + m * sum(x), where d and m are the scale and minimum of the group.
+
+        row_blocks: indices of the 16-row blocks. record: index of the record in each of them. slot:
+        number of the record in the part of x that is prepared in `self.x`. totals: one vector for
+        each (i, v) in `self.sides`, for the rows in vector `v` of row block row_blocks[i].
         """
         b, records = self.b, self.records
         dots = self._group(row_blocks, record, 0, slot, self._prefetches(row_blocks, record, 0, self.size))
@@ -234,11 +242,15 @@ class Gemv:
         return done
 
     def _super_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus the dot products of a record that has several codec groups.
+        """Return `totals` plus the dot products of x and one record with several codec groups.
 
-        They are d * sum(scale * sum(x * code)) + m * sum(minimum * sum(x)). The outer sums are over
-        the groups of the record, and d and m belong to the record. row_blocks, slot: as in
-        `_group_record`.
+        A record is the packed bytes of one codec block of each of 16 rows. Each dot product is d *
+        sum(scale * sum(x * code)) + m * sum(minimum * sum(x)). The outer sums are over the groups
+        of the block. Each block has its own d and m, each group its own scale and minimum.
+
+        row_blocks: indices of the 16-row blocks. record: index of the record in each of them. slot:
+        number of the record in the part of x that is prepared in `self.x`. totals: one vector for
+        each (i, v) in `self.sides`, for the rows in vector `v` of row block row_blocks[i].
         """
         b, records, groups = self.b, self.records, self.layout.groups
         minima = self.codec.minimum != 0
@@ -265,10 +277,15 @@ class Gemv:
         return done
 
     def _canonical_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus the dot products of a record, added in the order of canonical form.
+        """Return `totals` plus the dot products of x and one record, added in canonical order.
 
-        The record's groups are added one after another; each adds d * scale * sum(x * code) + m *
-        minimum * sum(x). row_blocks, slot: as in `_group_record`.
+        A record is the packed bytes of one codec block of each of 16 rows. Canonical order means
+        that one codec group is added after another. Each group adds d * scale * sum(x * code) + m *
+        minimum * sum(x).
+
+        row_blocks: indices of the 16-row blocks. record: index of the record in each of them. slot:
+        number of the record in the part of x that is prepared in `self.x`. totals: one vector for
+        each (i, v) in `self.sides`, for the rows in vector `v` of row block row_blocks[i].
         """
         b, records, groups = self.b, self.records, self.layout.groups
         with b.loop(0, groups, carry=totals) as g:
@@ -285,10 +302,13 @@ class Gemv:
     def _group(
         self, row_blocks: list[Index], record: Index, group: Index, slot: Index, soon: list[Callable[[], None]]
     ) -> list[Ssa]:
-        """Return sum(x * code) of one codec group, a vector for each of `self.sides` (see `_dots`).
+        """Return sum(x * code) over one codec group, for each row of some 16-row blocks.
 
-        slot: number of the group in the prepared x. soon: functions that emit prefetches. Their
-        calls are spread over the group, because many prefetches in sequence stall.
+        row_blocks: indices of the 16-row blocks. There is one vector for each (i, v) in
+        `self.sides`; its lanes are the rows in vector `v` of row block row_blocks[i]. record: index
+        of the record in each 16-row block. group: index of the group in the record. slot: number of
+        the group in the part of x that is prepared. soon: functions that emit prefetches. They are
+        called at intervals between the multiplications, because many prefetches in sequence stall.
         """
         b, chains = self.b, self.chains
         codes = [self.records.group_codes(block, record, group) for block in row_blocks]

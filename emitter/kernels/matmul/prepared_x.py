@@ -72,9 +72,10 @@ def group_sums(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel
 class PreparedX:
     """A stack buffer with T rows of x, normalised and scaled for the codes of a packed weight.
 
-    The scale of an element compensates for codes that are not shifted down (see `code_factors`).
-    The buffer also has the `group_sum` of each codec group. capacity: max number of elements of a
-    row in the buffer. row: index in x of the first row.
+    Code that reads packed codes does not shift their bits down, so each code is multiplied by a
+    power of two. The elements of x in the buffer are divided by the same power (see
+    `code_factors`). The buffer also has the `group_sum` of each codec group. capacity: max number
+    of elements of a row in the buffer. row: index in x of the first row.
     """
 
     def __init__(self, b: Body, matmul: Matmul, lanes: int, buffers: Mapping[str, Ssa], capacity: int, T: int, row: Index = 0):

@@ -45,8 +45,9 @@ PARTS = 2  # workgroups for each thread
 class SmallBatchTiles(Tiles):
     """The tile sizes of `SmallBatch`.
 
-    The registers have sums for `rows` tokens and `vectors` vectors of outputs. unroll: records of a
-    float codec per loop iteration.
+    The registers have sums for `rows` tokens and `vectors` vectors of outputs. unroll: number of
+    records that one loop iteration multiplies, for a float codec. A record has one element (bf16:
+    two elements) of each of 16 rows.
     """
 
     rows: int
@@ -115,10 +116,11 @@ class SmallBatch:
             self.finish.store(first, b.sub(last, first), 0, end, self.T)
 
     def _add_chunks(self, first: Index, last: Index, end: Index) -> None:
-        """Emit code that computes the dot products of all tokens and rows of a quantised weight.
+        """Emit code that computes the dot products of all tokens with rows of a quantised weight.
 
-        The rows are 16-row blocks first .. last - 1. x is prepared in parts if it does not fit on
-        the stack. end: number of tokens that are not padding.
+        The rows are 16-row blocks first .. last - 1 of the weight. If x does not fit on the stack,
+        the code prepares and multiplies one part of it after another. end: number of tokens that
+        are not padding.
         """
         b = self.b
         zero = b.splat(0.0, self.lanes)
@@ -142,11 +144,13 @@ class SmallBatch:
             add_chunk(part.index, stop)
 
     def _tiles(self, first: Index, last: Index, end: Index, add: Callable[[list, Index, int], None]) -> None:
-        """Emit the loops over the tiles of 16-row blocks first .. last - 1 and tokens below `end`.
+        """Emit loops over tiles, with code for the tiles emitted by `add`.
 
-        add(sides, token, rows): emits the code of one tile of `rows` tokens from `token` on. Each
-        of its `sides` is (row block, vector of its rows, column in the sums). If row blocks are
-        missing at the end of the weight, the last one is computed twice.
+        The tiles cover 16-row blocks first .. last - 1 of the weight and tokens 0 .. end - 1.
+        add(sides, token, rows): emits the code of one tile, which has tokens token .. token + rows
+        - 1 and the vectors of weight rows `sides`. Each vector is given as (16-row block, number of
+        the vector in the block, first column in the sums). If the last tile needs row blocks after
+        the end of the weight, it computes the last block again instead.
         """
         b, rows, vectors, per_block, unit = self.b, self.tiles.rows, self.tiles.vectors, self.records.vectors, self.unit
         full = self.T // rows * rows
@@ -168,9 +172,12 @@ class SmallBatch:
     def _add_group(self, sides: list, token: Index, rows: int, record: Index, group: Index, slot: Index) -> None:
         """Emit code that adds the dot products of one codec group to the sums of a tile.
 
-        They are d * scale * sum(x * code) + m * minimum * sum(x). The tile has tokens token ..
-        token + rows - 1 and the columns of `sides` (see `_tiles`). slot: number of the record in
-        the prepared part of x.
+        Each dot product is d * scale * sum(x * code) + m * minimum * sum(x). The tile has tokens
+        token .. token + rows - 1 and the vectors of weight rows `sides`. Each vector is given as
+        (16-row block, number of the vector in the block, first column in the sums). record: index
+        of the record in a row block; a record is the packed bytes of one codec block of each of 16
+        rows. group: index of the group in the record. slot: number of the record in the part of x
+        that is prepared.
         """
         b, records, codec = self.b, self.records, self.codec
         number = b.add(b.mul(slot, self.layout.groups), group)
@@ -200,9 +207,11 @@ class SmallBatch:
                 b.vstore(total, self.sums, t, column)
 
     def _float_tile(self, sides: list, token: Index, rows: int) -> None:
-        """Emit code that computes the sums of a tile for a float codec.
+        """Emit code that computes the dot products of one tile and stores them, for a float codec.
 
-        The tile has tokens token .. token + rows - 1 and the columns of `sides` (see `_tiles`).
+        The tile has tokens token .. token + rows - 1 and the vectors of weight rows `sides`. Each
+        vector is given as (16-row block, number of the vector in the block, first column in the
+        sums).
         """
         b, elements, unroll = self.b, self.layout.elements, self.tiles.unroll
         full, rest = divmod(self.in_features, elements)

@@ -42,7 +42,10 @@ class Tiles(ABC):
     @classmethod
     @abstractmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        """Return the default tiles for `threads` threads, which were chosen by measurements."""
+        """Return the default tiles of a matmul's kernel, if `threads` threads run it.
+
+        The defaults were chosen by measurements.
+        """
 
     @abstractmethod
     def fit(self, matmul: Matmul) -> bool:
@@ -102,7 +105,7 @@ def panel_columns(matmul: Matmul, can_pair: bool) -> tuple[int, int]:
 def even_tokens(tokens: int, limit: int, unit: int) -> int:
     """Return the size of the blocks when `tokens` tokens are divided into blocks of equal size.
 
-    The size is a multiple of `unit`. It exceeds `limit` by less than `unit`.
+    limit: max size of a block, before the size is rounded up to a multiple of `unit`.
     """
     blocks = -(-tokens // limit)
     return -(-tokens // (blocks * unit)) * unit
@@ -124,10 +127,10 @@ def panel_workgroups(matmul: Matmul, row_blocks: int, tokens: int, threads: int)
 
 
 def each_block(b: Body, out_features: int, block: Index, store: Callable[[int], None]) -> None:
-    """Emit the code that stores the results of 16-row block `block` of the weight.
+    """Emit code that stores the results of 16-row block `block` of the weight, with `store`.
 
-    store(n) emits the stores of one block: of its first n results if the block is an incomplete
-    last one, or of all 16 if n is 0.
+    If `out_features` is not a multiple of 16, the last block has fewer than 16 results. store(n):
+    emits the stores of the first n results of a block, or of all 16 if n is 0.
     """
     last, ragged = divmod(out_features, LANES)
     if not ragged:
@@ -152,10 +155,11 @@ class Finish:
         self.b, self.matmul, self.lanes, self.buffers, self.sums, self.row_of = b, matmul, lanes, buffers, sums, row_of
 
     def store(self, first_block: Index, row_blocks: Index, first: Index, end: Index, last: Index) -> None:
-        """Emit code that stores y of tokens first .. end - 1, and zeros for those up to last - 1.
+        """Emit code that stores y for tokens first .. end - 1.
 
-        Row 0 of the sums is token `first`; columns 0 to 15 are 16-row block `first_block` of the
-        weight.
+        With an operand `length`, the code also stores zeros for tokens end .. last - 1, which are
+        padding. The dot products are read from `self.sums`: its row 0 belongs to token `first`, and
+        its columns to 16-row blocks first_block .. first_block + row_blocks - 1 of the weight.
         """
         b, shared = self.b, self.matmul.blocks_per_result
         with b.loop(0, b.div(row_blocks, shared)) as i:
@@ -164,10 +168,12 @@ class Finish:
             each_block(b, self.matmul.out_features, block, partial(self._block, i.index, column, first, end, last))
 
     def _block(self, slot: Index, column: Index, first: Index, end: Index, last: Index, ragged: int) -> None:
-        """Emit code that stores a block of 16 columns of y, or only its first `ragged` columns.
+        """Emit code that stores 16 columns of y, or only the first `ragged` of them.
 
-        ragged: 0 for all 16. slot: number of the block among the blocks in the sums. column: first
-        column of the block in y. first, end, last: as in `store`.
+        ragged: number of columns, or 0 for all 16. slot: number of the block of 16 results in
+        `self.sums`. column: first of the columns in y. first, end: the code stores results for
+        tokens first .. end - 1. last: with an operand `length`, it stores zeros for tokens end ..
+        last - 1.
         """
         b, lanes, shared = self.b, self.lanes, self.matmul.blocks_per_result
         with b.loop(first, end) as token:

@@ -52,7 +52,8 @@ def cut(b: Body, low: Ssa, high: Ssa) -> Ssa:
 def nearest(b: Body, low: Ssa, high: Ssa) -> Ssa:
     """Return two f32 vectors rounded to bf16, as pairs in a vector of i32.
 
-    Ties are rounded away from zero. low, high: as in `cut`.
+    Each i32 has an element of `low` in its low half and one of `high` in its high half. Ties are
+    rounded away from zero.
     """
     return cut(b, *(_up(b, each) for each in (low, high)))
 

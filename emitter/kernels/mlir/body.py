@@ -163,10 +163,10 @@ class Body:
         return i if isinstance(i, Ssa) else self.constant(str(i), INDEX)
 
     def _fold(self, op: str, known: Callable[[int, int], int], a: Index, b: Index) -> Index:
-        """Return the result of a binary operation on indices.
+        """Return the result of a binary operation on the indices `a` and `b`.
 
-        known: computes it at once if both are Python integers. op: `arith` operation to append
-        otherwise.
+        If both are Python integers, the result is known(a, b) and no operation is appended.
+        Otherwise the operation `arith.{op}` is appended.
         """
         if isinstance(a, int) and isinstance(b, int):
             return known(a, b)

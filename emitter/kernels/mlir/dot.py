@@ -35,7 +35,7 @@ class Total:
     """The accumulators of an int8 dot product.
 
     words: s32 sums. halves: for the instruction `madd`, s16 sums that are not yet added to `words`,
-    or None. pairs: how many pairs of products each sum of `halves` has.
+    or None. pairs: number of pairs of products that each sum in `halves` contains so far.
     """
 
     words: tuple[Ssa, ...]
@@ -80,10 +80,11 @@ class Dot:
         return (self.b.bitcast(quad, 4 * self.lanes, "i8"),)
 
     def x(self, x: Ssa, rows: Sequence[Index], quad: Index) -> tuple[Ssa, ...]:
-        """Return rows of x in the form that `add` takes.
+        """Return elements of some rows of x in the form that the method `add` takes.
 
-        x: memref i32 [rows, in / 4]. rows: indices of the rows. quad: index of the first i32 of a
-        row.
+        They are 4 * `self.quads` consecutive elements of each row. x: memref i32 [rows, in / 4],
+        with four int8 in each i32. rows: indices of the rows. quad: index in a row of the first
+        i32.
         """
         (row,) = rows
         every = self.b.broadcast(self.b.load(x, row, quad), self.lanes)
@@ -153,7 +154,7 @@ class Dot:
 
 
 class BlockDot(Dot):
-    """The `Dot` of the instruction `smmla`, for two rows of x and four outputs.
+    """A `Dot` with the layout of the instruction `smmla`: two rows of x and four outputs.
 
     Lane 2 i + j of an accumulator belongs to row i of x. In the first accumulator it belongs to
     output j, in the second to output 2 + j.

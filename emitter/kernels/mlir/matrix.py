@@ -41,13 +41,17 @@ class Matrix:
         return address
 
     def x(self, base: Ssa, offset: Index) -> Block:
-        """Return a block of x, i32 [rows, 16], loaded from address `base` + `offset` bytes."""
+        """Return a block of x, i32 [rows, 16], loaded from address `base` + `offset` bytes.
+
+        Each i32 has two consecutive elements of in_features as bf16.
+        """
         return self._load(self.rows, base, offset)
 
     def weights(self, base: Ssa, offset: Index) -> Block:
         """Return a block of weights, i32 [16, 16 columns], loaded from memory.
 
-        The block begins at address `base` + `offset` bytes.
+        Each i32 has two consecutive elements of in_features as bf16; a column is a row of the
+        weight. The block begins at address `base` + `offset` bytes.
         """
         return self._load(DEPTH // 2, base, offset)
 

@@ -41,9 +41,9 @@ def exp(b: Body, x: Ssa) -> Ssa:
 
 
 def exp2(b: Body, x: Ssa) -> Ssa:
-    """Return 2^x of a vector of f32, with an error of up to 1 ulp, faster than `exp`.
+    """Return 2^x of a vector of f32, with an error of up to 1 ulp.
 
-    x must not exceed 127. The result is exactly 0 for x below -126.5.
+    It is faster than `exp`. x must not exceed 127. The result is exactly 0 for x below -126.5.
     """
     width = x.width
     x = b.maxf(x, b.splat(EXP2_LOW, width))
@@ -186,10 +186,16 @@ def as_bytes(b: Body, parts: Sequence[Ssa]) -> tuple[list[Ssa], Ssa]:
 
 
 def numbers_of(b: Body, shifted: Ssa) -> Ssa:
-    """Return the integers of a vector from `as_bytes` as f32."""
+    """Return the int8 integers of a quantised vector, converted to f32.
+
+    shifted: one of the vectors that `as_bytes` returns; each element is an integer plus ROUND.
+    """
     return b.subf(shifted, b.splat(ROUND, shifted.width))
 
 
 def low_bytes(b: Body, shifted: Ssa) -> Ssa:
-    """Return the integers of a vector from `as_bytes` as i8."""
+    """Return the int8 integers of a quantised vector, as a vector of i8.
+
+    shifted: one of the vectors that `as_bytes` returns; each element is an integer plus ROUND.
+    """
     return b.convert("trunci", b.bitcast(shifted, shifted.width, "i32"), "i8")

@@ -34,7 +34,7 @@ def causal_conv(
     length.
 
     Operands: x f32 [T, x.width]; weight f32 [n, features]; bias f32 [features] if `bias`; positions
-        and length as in `Tokens.operands`; state f32 [layers, n - 1, features]; layer.
+        and length as in `Tokens.operands`; state f32 [layers, n - 1, features]; layer, an index.
     Results: y f32 [T, features], zero for padding; state, in place.
 
     x: the columns of the operand that are convolved.

@@ -41,10 +41,11 @@ def gated_delta(
 
     shape: (k_heads, heads, k_dim, v_dim).
     columns: for each of the operands q, k, v, alpha, beta and z, the columns that the kernel reads.
-    norm_eps: epsilon of an RMS norm of each head, whose result is multiplied by silu(z), or None.
+    norm_eps: epsilon of an RMS norm of each head, whose result is multiplied by silu(z). None: the
+        kernel computes no norm.
     Operands: q, k, v, alpha, beta and (with a norm) z, f32 [T, width]; rate, bias f32 [heads]; norm
         f32 [v_dim]; positions and length as in `Tokens.operands`; state f32 [layers, heads, k_dim,
-        v_dim]; layer. alpha and beta are a and b of `recurrences.gated_delta`.
+        v_dim]; layer, an index. alpha and beta are a and b of `recurrences.gated_delta`.
     Results: out f32 [T, heads * v_dim], zero for padding; state, in place.
     """
     k_heads, heads, k_dim, v_dim = shape
@@ -118,10 +119,11 @@ def _unit(x: np.ndarray) -> np.ndarray:
 
 
 def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tuple[int, bool]:
-    """Return (number of vectors of the state's columns to update together, whether to copy them).
+    """Return (number of vectors of columns that are updated together, whether they are copied).
 
-    The copy on the stack is used if a workgroup computes several tokens and it fits. vectors:
-    number of vectors in v_dim. width: number of elements of a vector.
+    The columns are those of the state [k_dim, v_dim]. A workgroup that computes several tokens
+    updates them in a copy on the stack, if the copy fits. vectors: number of vectors in v_dim.
+    width: number of elements of a vector.
     """
     limit = isa.registers // 4
     if tokens.in_turn > 1:

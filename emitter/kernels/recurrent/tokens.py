@@ -30,9 +30,9 @@ class Columns:
         return f"{self.first}of{self.width}"
 
     def of(self, x: np.ndarray, *sizes: int) -> np.ndarray:
-        """Return the columns in NumPy, as f64 [T, *sizes].
+        """Return the columns of the operand `x`, as f64 [T, *sizes], for a NumPy reference.
 
-        They are prod(sizes) columns from `first` on. x: the operand [T, width].
+        They are the prod(sizes) columns from `first` on. x: NumPy array [T, width].
         """
         own = x[:, self.first : self.first + int(np.prod(sizes))]
         return own.reshape(len(x), *sizes).astype(np.float64)

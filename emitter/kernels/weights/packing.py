@@ -166,7 +166,7 @@ def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.n
     parts = codec.split(raw.reshape(-1, codec.block_bytes))
 
     def put(offset: int, part: np.ndarray) -> None:
-        """Write one part of the records (such as scales) at byte `offset` of all records.
+        """Write one part (such as the scales) of every record, at byte `offset` of each record.
 
         part: [16 * row_blocks * count, ...], where count is the number of records of a row block.
         """
@@ -236,7 +236,7 @@ def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: 
         return dequantise(codec_name, lanes.reshape(row_blocks * LANES, -1))[:out_features, :in_features]
 
     def take(offset: int, dtype: str, *shape: int) -> np.ndarray:
-        """Return one part of the records (such as scales), read at byte `offset` of all records.
+        """Return one part (such as the scales) of every record, read at byte `offset` of a record.
 
         Its shape is [16 * row_blocks * count, *shape], where count is the number of records of a
         row block.

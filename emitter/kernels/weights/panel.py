@@ -101,11 +101,11 @@ class BasePanel:
             self.b.vstore(minimum, self.minima, group, column)
 
     def _group(self, first_block: Index, k: Index, i: Index, g: Index) -> tuple[Index, Index, Index]:
-        """Return where a codec group of the panel is in the weight.
+        """Return (16-row block, record, group in the record) of a codec group in the weight.
 
-        The result is (16-row block, record, group in the record). first_block, k: the panel's first
-        16-row block and first element of in_features. i, g: number of the 16-row block and of the
-        group in the panel.
+        A record is the packed bytes of one codec block of each of 16 rows. The panel begins at
+        16-row block `first_block` and element `k` of in_features. i, g: number of the 16-row block
+        and of the group, counted from the beginning of the panel.
         """
         b, groups = self.b, self.records.layout.groups
         block, number = b.add(first_block, i), b.add(b.div(k, self.codec.group), g)

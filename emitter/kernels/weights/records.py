@@ -25,8 +25,8 @@ CACHE_LINE = 64
 def code_factors(codec: Codec) -> np.ndarray:
     """Return the factors by which `GroupCodes.code` must be multiplied, f32 [group].
 
-    `GroupCodes.code` does not shift bits down, so its result is a stored code divided by a power of
-    two.
+    `GroupCodes.code` does not shift the bits of a code down, so its result is a stored code times a
+    power of two. A factor is the inverse of this power.
     """
     record = layout(codec)
     if not record.fields or codec.table:
@@ -53,8 +53,9 @@ class Records:
     def rows(self, at: tuple[Index, Index, Index], v: Index, element: str, bits: int) -> Ssa:
         """Return a vector with one element of a record for each of several rows of a row block.
 
-        at: (row block, record, byte offset of the elements of all 16 rows). v: number of the vector
-        of rows. element, bits: MLIR type of an element and its size.
+        A record is the packed bytes of one codec block of each of 16 rows. at: (16-row block,
+        record, byte offset of the elements of all 16 rows). v: number of the vector of rows.
+        element, bits: MLIR type of an element and its size.
         """
         width = self.lanes * bits // 8
         block, record, offset = at
@@ -73,20 +74,20 @@ class Records:
         self.b.prefetch(self.weight, self.b.add(block, self.base), record, offset)
 
     def prefetch_later(self, blocks: Iterable[Index], step: int, record: Index, first: Index, nbytes: int) -> None:
-        """Emit prefetches of a part of a record for row blocks that are used later.
+        """Emit prefetches of a part of a record for 16-row blocks that are used later.
 
-        They are the 16-row blocks block + step for each block in `blocks`. The part is `nbytes`
-        bytes from byte `first` of record `record` on.
+        For each block in `blocks`, the code fetches from block + `step`. The part is `nbytes` bytes
+        from byte `first` of record `record` on.
         """
         for block in dict.fromkeys(blocks):
             for line in range(0, nbytes, CACHE_LINE):
                 self.prefetch(self.b.add(block, step), record, self.b.add(first, line))
 
     def extent(self, group: Index, count: int = 1) -> tuple[Index, int]:
-        """Return the extent in a record of the codes of some groups: (byte offset, bytes).
+        """Return (byte offset in a record, number of bytes) of the codes of some codec groups.
 
-        They are `count` groups from `group` on. For a record with only one group, the extent is
-        that of the complete record.
+        A record is the packed bytes of one codec block of each of 16 rows. The groups are group ..
+        group + count - 1. If a record has only one group, the result is (0, bytes of the record).
         """
         if self.layout.groups == 1:
             return 0, self.layout.size
