@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from castiron.pipelines.api.generation_api import GenerationApi, Job
+from castiron.pipelines.api.generation_api import GenerationApi
 from castiron.pipelines.api.model_api import ModelApi, run_in_thread
 from castiron.pipelines.api.replies import ChoicesReply
-from castiron.pipelines.api.schemas import Body, CompletionFields, Unsupported
+from castiron.pipelines.api.request_body import Body, Unsupported
+from castiron.pipelines.api.schemas import CompletionFields
 from castiron.pipelines.engine.request import Finished, Request
 from castiron.pipelines.text.fim import LineStops
 from castiron.pipelines.text.text_output import Delta
@@ -35,8 +36,8 @@ class ExtraFile(Body):
 class InfillRequest(CompletionFields):
     """The body of POST /infill.
 
-    The fields for llama.cpp's samplers and slots are accepted and have no effect. The defaults
-    differ from those of chats: greedy decoding without a repeat penalty.
+    The fields for the order of llama.cpp's samplers and for its slots are accepted and have no
+    effect. The defaults differ from those of chats: greedy decoding without a repeat penalty.
     """
 
     model_config = ConfigDict(extra="ignore", json_schema_extra={})
@@ -54,6 +55,7 @@ class InfillRequest(CompletionFields):
     response_fields: list[str] | None = None
     cache_prompt: bool | None = None
     n: Annotated[int | None, Unsupported(1)] = None
+    samplers: Any = None
 
 
 class InfillReply(ChoicesReply):
@@ -64,8 +66,6 @@ class InfillReply(ChoicesReply):
     def __init__(self, model: str, token_bytes: TokenBytes, body: InfillRequest):
         super().__init__(model, token_bytes, False)
         self.body = body
-        # `start_infill` sets it.
-        self.request: Request | None = None
 
     def opening(self, index: int) -> None:
         return None
@@ -84,8 +84,7 @@ class InfillReply(ChoicesReply):
         return [self._selected(found) if end else found]
 
     def delta(self, index: int, delta: Delta, end: Finished | None = None) -> dict:
-        assert self.request
-        request, is_read_only = self.request, self.body.n_predict == 0
+        request, is_read_only = self.requests[0], self.body.n_predict == 0
         tokens = 0 if is_read_only else len(request.tokens)
         found: dict[str, Any] = {
             "index": index, "content": "" if is_read_only else delta.text,
@@ -141,7 +140,8 @@ async def start_infill(api: ModelApi, body: InfillRequest) -> Any:
     if not isinstance(api, GenerationApi):
         return await api.complete(body)
     fim = await api.fim("input_suffix")
-    limit = body.n_predict if body.n_predict >= 0 else body.max_tokens
+    limit = body.n_predict if body.n_predict >= 0 or (body.max_tokens or -1) < 0 else body.max_tokens
+    limit = None if limit < 0 else limit
     reserve = min(ANSWER_TOKENS if limit is None else max(limit, 1), max(api.context // 2, 1))
     files = [(file.filename, file.text) for file in body.input_extra]
     prefix = body.input_prefix + body.prompt
@@ -149,9 +149,7 @@ async def start_infill(api: ModelApi, body: InfillRequest) -> Any:
     prompt = await run_in_thread(fim.prompt, prefix, body.input_suffix, files, api.context - reserve + 1)
     stops = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
     reply = InfillReply(api.names[0], api.token_bytes, body)
-    job: Job = api.start_job(
+    return api.start_job(
         body, [prompt], "input_prefix", reply, None, limit=None, default=None if limit is None else max(limit, 1),
         stop_tokens=fim.ends, stop_strings=LineStops(stops, body.n_indent, max(body.t_max_predict_ms, 0) / 1e3 or None),
     )  # fmt: skip
-    (reply.request,) = job.requests
-    return job

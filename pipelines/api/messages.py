@@ -10,16 +10,23 @@ from pydantic import BeforeValidator, Field
 
 from castiron.pipelines.api import schemas
 from castiron.pipelines.api.api_errors import ApiError, unsupported
+from castiron.pipelines.api.blocks_reply import Block, BlocksReply
+from castiron.pipelines.api.chat_records import Content, FunctionIdentifier, TextPart, parts_of, text_of
 from castiron.pipelines.api.model_api import ModelApi
 from castiron.pipelines.api.parse_body import fields_renamed, parse_record
-from castiron.pipelines.api.replies import Block, BlocksReply
-from castiron.pipelines.api.schemas import Body, ByType, ChatRequest, Content, GenerationFields, TextPart, Unsupported, text_of
+from castiron.pipelines.api.request_body import Body, ByType, Unsupported
+from castiron.pipelines.api.schemas import ChatRequest, GenerationFields
 from castiron.pipelines.engine.request import Finished
 from castiron.pipelines.text.text_output import Delta
 from castiron.pipelines.text.token_bytes import TokenBytes
 
 # Names of this API's fields, by the chat fields that they are converted to.
-FIELDS = {"response_format": "output_config.format", "stop": "stop_sequences", "reasoning_effort": "output_config.effort"}
+FIELDS = {
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+    "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Anthropic's stop reasons, by the engine's finish reasons; an answer with calls has tool_use.
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "context": "model_context_window_exceeded"}
@@ -64,12 +71,12 @@ Blocks = Annotated[list[Annotated[AnyBlock, ByType()]], Field(fail_fast=True)]
 
 class Turn(Body):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[Blocks, BeforeValidator(schemas.parts_of, json_schema_input_type=str | Blocks)]
+    content: Annotated[Blocks, BeforeValidator(parts_of, json_schema_input_type=str | Blocks)]
 
 
 class CustomTool(Body):
     type: Literal["custom", None] = None
-    name: schemas.FunctionIdentifier
+    name: FunctionIdentifier
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
@@ -87,7 +94,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """Options of reasoning; `budget_tokens` has no effect, because max_tokens limits reasoning."""
+    """Options of reasoning; `budget_tokens` is the max number of tokens of the reasoning."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: int | None = Field(None, ge=1)
@@ -129,7 +136,6 @@ class PromptOfMessage(Body):
     user_profile_id: str | None = None
     workspace_id: str | None = None
     # Unsupported fields; values that have no effect are accepted.
-    speed: Annotated[Any, Unsupported("standard")] = None
     mcp_servers: Annotated[Any, Unsupported([])] = None
     context_management: dict[str, schemas.Objects] | None = None
     # With this error code Anthropic's clients retry with the complete conversation.
@@ -155,10 +161,7 @@ class MessagesRequest(PromptOfMessage, GenerationFields):
     max_tokens: int = Field(ge=1)
     stop_sequences: Annotated[list[schemas.StopString], Field(max_length=16)] | None = None
     metadata: Metadata | None = None
-    service_tier: Annotated[Any, Unsupported("auto", "standard_only")] = None
     container: Annotated[Any, Unsupported()] = None
-    inference_geo: Annotated[Any, Unsupported()] = None
-    diagnostics: Annotated[Any, Unsupported()] = None
 
 
 async def start_message(api: ModelApi, body: MessagesRequest) -> Any:
@@ -167,7 +170,7 @@ async def start_message(api: ModelApi, body: MessagesRequest) -> Any:
     reply = lambda: MessagesReply(api.names[0], api.token_bytes, shows_reasoning)
     with fields_renamed(FIELDS):
         chat = chat_request(body, api.variables)
-        return await api.chat(chat, reply, clamp=True, continue_last=body.continues_last_message)
+        return await api.chat(chat, reply, continue_last=body.continues_last_message)
 
 
 async def count_message_tokens(api: ModelApi, body: PromptOfMessage) -> int:
@@ -240,16 +243,18 @@ def _tools(body: PromptOfMessage) -> dict[str, Any]:
 
 
 def _reasoning_fields(body: PromptOfMessage, variables: Collection[str]) -> dict[str, Any]:
-    """Return the fields reasoning_effort and chat_template_kwargs of the chat request."""
+    """Return the chat fields reasoning_effort, thinking_token_budget and chat_template_kwargs."""
     thinking, effort = body.thinking, body.output_config.effort if body.output_config else None
     if thinking and thinking.type == "disabled":
         return {"reasoning_effort": "none"}
     found: dict[str, Any] = {}
     if thinking and thinking.type == "enabled" and "enable_thinking" in variables:
         found["chat_template_kwargs"] = {"enable_thinking": True} | (body.chat_template_kwargs or {})
-    # high is Anthropic's default, so it is passed on only to a template that reads it.
-    if effort and (effort != "high" or "reasoning_effort" in variables):
-        found["reasoning_effort"] = "xhigh" if effort == "max" else effort
+    if thinking:
+        found["thinking_token_budget"] = thinking.budget_tokens
+    # Unlike OpenAI's, this effort does not turn reasoning on, so only a template that reads it needs it.
+    if effort and "reasoning_effort" in variables:
+        found["reasoning_effort"] = effort
     return found
 
 

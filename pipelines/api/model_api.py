@@ -11,7 +11,8 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from castiron.pipelines.api.api_errors import ApiError, invalid, unsupported
-from castiron.pipelines.api.schemas import EmbeddingsRequest, Message, TokenizeRequest
+from castiron.pipelines.api.chat_records import Message
+from castiron.pipelines.api.schemas import EmbeddingsRequest, TokenizeRequest
 from castiron.pipelines.engine.sampling import Sampling, model_sampling
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.chat_template import variables_of
@@ -26,6 +27,8 @@ TEMPERATURE = 1.0
 # Fields of messages that a template may ignore: some templates leave earlier reasoning out, an id only links a call to its
 # result, shared prefixes are always cached, and litellm's clients send its own fields back.
 MAY_BE_IGNORED = {"role", "reasoning_content", "reasoning", "tool_call_id", "cache_control", "provider_specific_fields"}
+# Fields of messages that a template must read.
+CONTENT = ("content", "tool_calls")
 # Values of message fields that mean the same as leaving the field out.
 EMPTY: tuple[Any, ...] = (None, [], "")
 # Max distinct (role, field) pairs of messages: the check of each renders the conversation, and no template reads more.
@@ -41,7 +44,8 @@ class Limits:
     seconds: max duration, including the wait in the queue. body_bytes: max size of a request body.
     temperature: default temperature, None for the model's own. priorities: whether requests may set
     `priority`. retained_bytes: max memory of the log-probabilities and grammars of all requests,
-    None for a fraction of the machine's memory.
+    None for a fraction of the machine's memory. strict_requests: whether fields that have no effect
+    are an error.
     """
 
     seconds: float = 600.0
@@ -49,6 +53,7 @@ class Limits:
     temperature: float | None = None
     priorities: bool = False
     retained_bytes: int | None = None
+    strict_requests: bool = False
 
 
 class ModelEngine(Protocol):
@@ -180,7 +185,7 @@ class ModelApi:
 
         def encode() -> list[int]:
             render = lambda some: self.tokenizer.render_chat(some, **template_args)
-            check_fields_are_read(render, ordered := with_system_first(render, plain))
+            check_fields_are_read(render, ordered := with_system_first(render, plain), self.limits.strict_requests)
             encode_chat = self.tokenizer.encode_unfinished_chat if continue_last else self.tokenizer.encode_chat
             return encode_chat(ordered, **template_args)
 
@@ -206,8 +211,10 @@ class ModelApi:
             raise invalid(param, f"{param} has token {max(tokens)}, outside the vocabulary; use token ids below {self.vocab}")
 
 
-def check_fields_are_read(render: Render, messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ApiError 400 for a field or role that the chat template ignores.
+def check_fields_are_read(render: Render, messages: Sequence[Mapping[str, Any]], strict: bool) -> None:
+    """Raise ApiError 400 for content of a message that the chat template ignores.
+
+    Content is a role's text, tool calls, and with `strict` every other field.
 
     A field is ignored if removing it does not change the rendered text. A role is ignored if
     changing the content of its messages does not change this text. Each pair of a role and a field
@@ -219,7 +226,7 @@ def check_fields_are_read(render: Render, messages: Sequence[Mapping[str, Any]])
     for index, message in enumerate(messages):
         role = message["role"]
         for name, value in message.items():
-            if (role, name) in seen or value in EMPTY or name in MAY_BE_IGNORED:
+            if (role, name) in seen or value in EMPTY or name in MAY_BE_IGNORED or not (strict or name in CONTENT):
                 continue
             seen.add((role, name))
             if name == "name" and all(other.get("name") == value for other in messages if other["role"] == role):

@@ -11,13 +11,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 
 from castiron.pipelines.api.api_errors import ApiError, invalid
+from castiron.pipelines.api.blocks_reply import Block, BlocksReply
 from castiron.pipelines.api.embeddings import EmbeddingsJob
-from castiron.pipelines.api.generation_api import GenerationApi
+from castiron.pipelines.api.generation_api import SWITCHES, GenerationApi
 from castiron.pipelines.api.model_api import ModelApi, run_in_thread
 from castiron.pipelines.api.parse_body import fields_renamed, parse_record
-from castiron.pipelines.api.replies import Block, BlocksReply
+from castiron.pipelines.api.request_body import Body, Unsupported
 from castiron.pipelines.api.response_format import requested_format
-from castiron.pipelines.api.schemas import Body, ChatRequest, EmbeddingsRequest, Objects, TokenId, Unsupported
+from castiron.pipelines.api.schemas import ChatRequest, EmbeddingsRequest, Objects, TokenId
 from castiron.pipelines.engine.request import Request
 from castiron.pipelines.engine.sampling import REPEAT_WINDOW
 
@@ -31,8 +32,6 @@ OPTIONS = (
 FIXED_OPTIONS = {"repeat_last_n": REPEAT_WINDOW, "mirostat": 0, "typical_p": 1, "tfs_z": 1}
 # Names of this API's fields, by the chat fields that they are converted to.
 FIELDS = {"response_format": "format", "max_tokens": "options.num_predict"} | {name: f"options.{name}" for name in OPTIONS}
-# Variables of chat templates that turn reasoning on or off.
-SWITCHES = ("enable_thinking", "thinking")
 
 ModelName = Annotated[str, AfterValidator(lambda name: name.removesuffix(TAG))]
 Images = Annotated[Any, Unsupported([])]
@@ -130,7 +129,7 @@ async def start_ollama_chat(api: ModelApi, body: OllamaChatRequest, load_seconds
     is_unfinished = last.role == "assistant" and bool(last.content) and not last.tool_calls
     with fields_renamed(FIELDS):
         chat = _chat_request(body, _messages(body.messages), api.variables, body.tools)
-        job = await api.chat(chat, lambda: reply, clamp=True, continue_last=is_unfinished)
+        job = await api.chat(chat, lambda: reply, continue_last=is_unfinished)
     (reply.request,) = job.requests
     return job
 
@@ -160,8 +159,7 @@ async def start_ollama_generate(api: ModelApi, body: OllamaGenerateRequest, load
         api.check_ids(body.context, "context")
         if body.context and ids[:1] == [api.tokenizer.bos]:
             ids = ids[1:]
-        form = requested_format(chat)
-        grammar = await api.grammar({form.kind: form.value}, form.param) if form else None
+        grammar = await api.grammar(requested_format(chat))
         job = api.start_job(
             chat, [[*body.context, *ids]], "prompt", reply, body.top_logprobs or 0 if body.logprobs else None, limit=None,
             default=chat.max_tokens, grammar=grammar, reasoning=not is_raw, stop_tokens=fim.ends if fim else (),

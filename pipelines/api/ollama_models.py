@@ -5,8 +5,9 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from castiron.pipelines.api.generation_api import SWITCHES
 from castiron.pipelines.api.model_api import Limits, default_sampling
-from castiron.pipelines.api.ollama import SWITCHES, TAG
+from castiron.pipelines.api.ollama import TAG
 from castiron.pipelines.text.chat_template import variables_of
 from castiron.pipelines.text.reasoning import marks_of
 from castiron.vmfb.manifest import WEIGHTS, Manifest

@@ -1,7 +1,7 @@
 """Parse and validate request bodies."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -9,7 +9,8 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from castiron.pipelines.api.api_errors import ApiError, invalid, unsupported
-from castiron.pipelines.api.schemas import TAG, Body
+from castiron.pipelines.api.request_body import TAG, Body
+from castiron.pipelines.terminal import print_message
 
 Model = TypeVar("Model", bound=Body)
 # Max strings, lists and objects of a body: each takes a microsecond to parse, and delays other requests.
@@ -19,8 +20,12 @@ _VALUE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[{]', re.DOTALL)
 SYNONYMS = (
     ("repeat_penalty", "repetition_penalty"),
     ("max_completion_tokens", "max_tokens"),
+    ("n_predict", "max_tokens"),
     ("add_special", "add_special_tokens"),
 )
+# Names of ignored fields that were logged. Their number is limited, because clients choose the names.
+_logged: set[str] = set()
+MAX_LOGGED = 1000
 # Descriptions of the values of fields that accept more than one type, for error messages.
 EXPECTED = {
     "stop": "a string of 1 to 256 characters or a list of at most 16 such strings",
@@ -32,20 +37,27 @@ EXPECTED = {
 }
 
 
-def parse_body(record: type[Model], data: bytes) -> Model:
-    """Parse and validate the body of a request; raise ApiError 400 with the first invalid field.
+def parse_body(record: type[Model], data: bytes, strict: bool = False) -> Model:
+    """Parse and validate the body of a request.
 
-    `record`: class of the body. A body of 4 MB takes up to 0.2 s, so call this outside the event
-    loop.
+    Args:
+        record: class of the body.
+        data: JSON. 4 MB take up to 0.2 s, so call this function outside the event loop.
+        strict: whether an unknown field is an error. Otherwise it is ignored and logged.
+
+    Raises:
+        ApiError: 400 for the first invalid field.
     """
     check_values(data)
     try:
         value = from_json(data, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body of this request is not valid JSON: {error}") from None
-    body = parse_record(record, value)
+    ignored = None if strict else set[str]()
+    body = parse_record(record, value, ignored)
+    log_ignored(ignored or ())
     for name, other in SYNONYMS:
-        if len({getattr(body, name, None), getattr(body, other, None)} - {None}) > 1:
+        if len({getattr(body, name, None), getattr(body, other, None)} - {None, -1}) > 1:
             raise invalid(name, f"{name} and {other} differ; give one of them")
     if getattr(body, "stream_options", None) and not body.stream:
         raise invalid("stream_options", "stream_options needs stream to be true; set it, or leave stream_options out")
@@ -62,10 +74,21 @@ def check_values(data: bytes) -> None:
             raise ApiError(400, f"the body of this request has more than {MAX_VALUES} strings, lists and objects; send less")
 
 
-def parse_record(record: type[Model], value: Any) -> Model:
-    """Convert a JSON value to a `record`; raise ApiError 400 with the first invalid field."""
+def log_ignored(names: Iterable[str]) -> None:
+    """Log the names of fields that have no effect, each once, and MAX_LOGGED names in all."""
+    for name in names:
+        if name not in _logged and len(_logged) < MAX_LOGGED:
+            _logged.add(name)
+            print_message(f"ignored a request field: {name!a:.60} has no effect; --strict-requests rejects such requests")
+
+
+def parse_record(record: type[Model], value: Any, ignored: set[str] | None = None) -> Model:
+    """Return `value` as a record; raise ApiError 400 with the first invalid field.
+
+    `ignored`: gets the names of unknown fields; None to make them an error.
+    """
     try:
-        return record.model_validate(value)
+        return record.model_validate(value, context=ignored)
     except ValidationError as found:
         error, expected = found.errors(include_url=False)[0], {**EXPECTED, **record.expected}
     kind, parts = error["type"], [part for part in map(str, error["loc"]) if not part.startswith(TAG)]

@@ -1,14 +1,14 @@
 """Builders of answers: one JSON object, or the events of a stream."""
 
-import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from castiron.pipelines.api.api_errors import ApiError
+from castiron.pipelines.api.chat_records import input_of
 from castiron.pipelines.engine.request import Finished, Request
 from castiron.pipelines.text.text_output import Delta, TextToken
 from castiron.pipelines.text.token_bytes import TokenBytes
@@ -87,6 +87,10 @@ class ChoicesReply(Reply):
     last = "[DONE]"
     # Whether the last event of a stream has the usage.
     include_usage = False
+    # For how many tokens at each position of the prompt the answer has log-probabilities, None for no field.
+    prompt_top: int | None = None
+    # The engine request of each choice; `GenerationApi.start_job` sets them.
+    requests: Sequence[Request] = ()
 
     @abstractmethod
     def choice(self, index: int, delta: Delta, end: Finished) -> dict:
@@ -99,6 +103,24 @@ class ChoicesReply(Reply):
     @abstractmethod
     def delta(self, index: int, delta: Delta, end: Finished | None = None) -> dict:
         """Return the chunk for new text of choice number `index`; `end`: set if the choice ends."""
+
+    def prompt_fields(self, index: int) -> dict[str, Any]:
+        """Return vLLM's field prompt_logprobs of choice number `index`, if it is requested.
+
+        It has an object for each token of the prompt but the first: log-probabilities by token id.
+        """
+        if self.prompt_top is None:
+            return {}
+        found: list[dict | None] = [None]
+        request = self.requests[index]
+        for token, score in zip(request.prompt[1:].tolist(), request.scores):
+            ranked = {other: (logprob, rank) for rank, (other, logprob) in enumerate(score.top[: self.prompt_top], 1)}
+            ranked.setdefault(token, (score.logprob, None))
+            found.append({
+                str(other): {"logprob": finite(logprob), "rank": rank, "decoded_token": self.token_bytes.text(other)}
+                for other, (logprob, rank) in ranked.items()
+            })  # fmt: skip
+        return {"prompt_logprobs": found}
 
     def complete(self, choices: list[dict], usage: dict) -> dict:
         """Return the complete answer with all choices."""
@@ -126,8 +148,18 @@ class ChatReply(ChoicesReply):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool):
+    def __init__(
+        self, model: str, token_bytes: TokenBytes, logprobs: bool, is_legacy: bool = False, custom: Collection[str] = ()
+    ):
+        """Build the answer.
+
+        `is_legacy`: whether a call is in the old field function_call. `custom`: names of OpenAI's
+        custom tools, whose calls have an input instead of arguments.
+        """
         super().__init__(model, token_bytes, logprobs)
+        self.is_legacy, self.custom = is_legacy, custom
+        # Arguments of calls to custom tools in a stream, by index of the choice and of the call.
+        self._arguments: dict[tuple[int, int], str] = {}
         # Indices of the choices that have called a function.
         self._with_calls: set[int] = set()
 
@@ -135,10 +167,22 @@ class ChatReply(ChoicesReply):
         message = {"role": "assistant", "content": delta.text, **_reasoning(delta.reasoning), "refusal": None}
         if delta.calls:
             calls = [{"name": name, "arguments": arguments} for name, arguments in joined(delta.calls)]
-            message["tool_calls"] = [{"id": _call_id(), "type": "function", "function": call} for call in calls]
+            if self.is_legacy:
+                message["function_call"] = calls[0]
+            else:
+                message["tool_calls"] = [self._call(call) for call in calls]
             message["content"] = delta.text or None
-        fields = _finish_fields(end, bool(delta.calls))
+        fields = self._finish_fields(end, bool(delta.calls))
         return {"index": index, "message": message, "logprobs": self._logprobs(delta.tokens), **fields}
+
+    def complete(self, choices: list[dict], usage: dict) -> dict:
+        return super().complete(choices, usage) | self.prompt_fields(0)
+
+    def _finish_fields(self, end: Finished | None, has_calls: bool) -> dict:
+        found = _finish_fields(end, has_calls)
+        return (
+            found | {"finish_reason": "function_call"} if self.is_legacy and found["finish_reason"] == "tool_calls" else found
+        )
 
     def opening(self, index: int) -> dict:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, **_finish_fields(None)}
@@ -148,7 +192,7 @@ class ChatReply(ChoicesReply):
             # Some tokens have no text, such as those that mark the start of a tool call.
             return []
         # Some clients read only the first call of a chunk.
-        first, *others = _merged(delta.calls) or [None]
+        first, *others = self._calls_to_send(index, _merged(delta.calls), end is not None) or [None]
         deltas = [replace(delta, calls=(first,) if first else ()), *(Delta(calls=(part,)) for part in others)]
         return [self.chunk(self.delta(index, each, end if each is deltas[-1] else None)) for each in deltas]
 
@@ -156,11 +200,34 @@ class ChatReply(ChoicesReply):
         fields: dict[str, Any] = _reasoning(delta.reasoning)
         if delta.calls:
             self._with_calls.add(index)
-            fields["tool_calls"] = [_call_chunk(part) for part in delta.calls]
+            chunks = [_call_chunk(part, (index, part.index) in self._arguments) for part in delta.calls]
+            fields |= {"function_call": chunks[0]["function"]} if self.is_legacy else {"tool_calls": chunks}
         if delta.text or not (end or fields):
             fields["content"] = delta.text
         logprobs = self._logprobs(delta.tokens) if delta.tokens else None
-        return {"index": index, "delta": fields, "logprobs": logprobs, **_finish_fields(end, index in self._with_calls)}
+        return {"index": index, "delta": fields, "logprobs": logprobs, **self._finish_fields(end, index in self._with_calls)}
+
+    def _call(self, call: dict[str, str]) -> dict:
+        """Return a complete call; `call`: name and arguments."""
+        if call["name"] in self.custom:
+            custom = {"name": call["name"], "input": input_of(call["arguments"])}
+            return {"id": _call_id(), "type": "custom", "custom": custom}
+        return {"id": _call_id(), "type": "function", "function": call}
+
+    def _calls_to_send(self, index: int, parts: list[CallPart], is_end: bool) -> list[CallPart]:
+        """Return the parts of calls to stream; inputs of custom tools follow at the end of a choice."""
+        found = []
+        for part in parts:
+            key = index, part.index
+            if part.name in self.custom:
+                self._arguments[key] = ""
+            if key in self._arguments:
+                self._arguments[key] += part.arguments
+                part = replace(part, arguments="")
+            if part.name or part.arguments:
+                found.append(part)
+        custom = [(call, text) for (choice, call), text in self._arguments.items() if choice == index and is_end]
+        return found + [CallPart(call, None, input_of(text)) for call, text in custom]
 
     def _logprobs(self, tokens: Collection[TextToken]) -> dict | None:
         return {"content": self.logprobs_of(tokens), "refusal": None} if self.logprobs else None
@@ -175,12 +242,15 @@ def _merged(parts: Iterable[CallPart]) -> list[CallPart]:
     return list(found.values())
 
 
-def _call_chunk(part: CallPart) -> dict:
-    """Return the JSON object of a part of a tool call, for a streamed chunk."""
+def _call_chunk(part: CallPart, is_custom: bool) -> dict:
+    """Return the JSON object of a part of a tool call, for a streamed chunk.
+
+    `is_custom`: whether it calls a custom tool, so that `arguments` is its input.
+    """
+    kind, field = ("custom", "input") if is_custom else ("function", "arguments")
     if part.name is None:
-        return {"index": part.index, "function": {"arguments": part.arguments}}
-    function = {"name": part.name, "arguments": part.arguments}
-    return {"index": part.index, "id": _call_id(), "type": "function", "function": function}
+        return {"index": part.index, kind: {field: part.arguments}}
+    return {"index": part.index, "id": _call_id(), "type": kind, kind: {"name": part.name, field: part.arguments}}
 
 
 class Echo(NamedTuple):
@@ -204,12 +274,10 @@ class CompletionReply(ChoicesReply):
         """
         super().__init__(model, token_bytes, logprobs is not None)
         self.top, self.echoes = logprobs, echoes
-        # The engine request of each choice; `GenerationApi.complete` sets them.
-        self.requests: list[Request] = []
 
     def choice(self, index: int, delta: Delta, end: Finished) -> dict:
         tokens = (*self._prompt(index), *self._answer(index, delta.tokens))
-        return self._choice(index, self.echoes[index].text + delta.text, tokens, end)
+        return self._choice(index, self.echoes[index].text + delta.text, tokens, end) | self.prompt_fields(index)
 
     def opening(self, index: int) -> dict | None:
         echo = self.echoes[index]
@@ -254,97 +322,6 @@ class CompletionReply(ChoicesReply):
         for other, logprob in (*(token.top or ()), (token.id, token.logprob)):
             found.setdefault(self.token_bytes.text(other), finite(logprob))
         return found
-
-
-@dataclass
-class Block:
-    """A part of an answer.
-
-    kind: "reasoning", "text" or "call". name: called function. text: text, or arguments of a call.
-    """
-
-    kind: str
-    name: str = ""
-    text: str = ""
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    logprobs: list[dict] = field(default_factory=list)
-
-    @property
-    def call_id(self) -> str:
-        """The id of a call: 9 letters and digits, which every template accepts."""
-        return self.id[:9]
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of a call; empty while the call is in progress, or if it was cut off."""
-        try:
-            found = json.loads(self.text)
-        except (ValueError, RecursionError):
-            return {}
-        return found if isinstance(found, dict) else {}
-
-
-class BlocksReply(Reply):
-    """An answer of /v1/responses or /v1/messages, whose stream opens, fills and closes blocks.
-
-    answer: the answer as JSON, complete after `finish`.
-    """
-
-    def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool = False):
-        super().__init__(model, token_bytes, logprobs)
-        self.answer: dict[str, Any] = {}
-        self.blocks: list[Block] = []
-        self.end: Finished | None = None
-        # Tokens whose text has not been streamed.
-        self._tokens: list[TextToken] = []
-        self._is_open = False
-
-    @abstractmethod
-    def open(self, block: Block) -> Iterable[dict]:
-        """Yield the events that begin `block`, the last of `blocks`."""
-
-    @abstractmethod
-    def fill(self, block: Block, text: str, logprobs: list[dict]) -> Iterable[dict]:
-        """Yield the events for new `text` at the end of `block`."""
-
-    @abstractmethod
-    def close(self, block: Block) -> Iterable[dict]:
-        """Yield the events that end `block`; `self.end` is set if the answer ends too."""
-
-    def extend(self, index: int, delta: Delta, end: Finished | None) -> Iterable[dict]:
-        self._tokens += delta.tokens
-        if delta.reasoning:
-            yield from self._add("reasoning", delta.reasoning)
-        if delta.text:
-            yield from self._add("text", delta.text)
-        for part in delta.calls:
-            if part.name is not None:
-                yield from self._open_next(Block("call", part.name))
-            if part.arguments:
-                yield from self._add("call", part.arguments)
-        if end:
-            self.end = end
-            yield from self._close_last()
-
-    def _add(self, kind: str, text: str) -> Iterable[dict]:
-        if not (self._is_open and self.blocks[-1].kind == kind):
-            yield from self._open_next(Block(kind))
-        block, tokens, self._tokens = self.blocks[-1], self._tokens, []
-        block.text += text
-        logprobs = self.logprobs_of(tokens) if self.logprobs and kind == "text" else []
-        block.logprobs += logprobs
-        yield from self.fill(block, text, logprobs)
-
-    def _open_next(self, block: Block) -> Iterable[dict]:
-        yield from self._close_last()
-        self.blocks.append(block)
-        self._is_open = True
-        yield from self.open(block)
-
-    def _close_last(self) -> Iterable[dict]:
-        if self._is_open:
-            self._is_open = False
-            yield from self.close(self.blocks[-1])
 
 
 def finite(logprob: float) -> float:

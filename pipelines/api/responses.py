@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from castiron.pipelines.api.api_errors import ApiError
+from castiron.pipelines.api.blocks_reply import Block, BlocksReply
+from castiron.pipelines.api.chat_records import Message
 from castiron.pipelines.api.model_api import ModelApi
 from castiron.pipelines.api.parse_body import fields_renamed
-from castiron.pipelines.api.replies import Block, BlocksReply
+from castiron.pipelines.api.request_body import Body
 from castiron.pipelines.api.responses_request import (
     FIELDS,
     Namespace,
@@ -23,7 +25,7 @@ from castiron.pipelines.api.responses_request import (
     messages_of,
     names_in_namespaces,
 )
-from castiron.pipelines.api.schemas import Body, ChatRequest, Message
+from castiron.pipelines.api.schemas import ChatRequest
 from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.text.token_bytes import TokenBytes
 
@@ -126,7 +128,7 @@ async def start_response(api: ModelApi, body: ResponsesRequest, store: ResponseS
     with fields_renamed(FIELDS):
         chat, conversation = _chat(body, store, owner)
         reply = lambda: ResponsesReply(api.names[0], api.token_bytes, body, api.sampling_of(chat), is_stored, put)
-        return await api.chat(chat, reply, clamp=True)
+        return await api.chat(chat, reply)
 
 
 async def count_response_tokens(api: ModelApi, body: PromptOfResponse, store: ResponseStore, owner: bytes) -> int:

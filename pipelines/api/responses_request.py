@@ -10,8 +10,10 @@ from pydantic import BeforeValidator, Field
 
 from castiron.pipelines.api import schemas
 from castiron.pipelines.api.api_errors import ApiError, unsupported
+from castiron.pipelines.api.chat_records import Content, Function, FunctionIdentifier, Message, text_of
 from castiron.pipelines.api.parse_body import parse_record
-from castiron.pipelines.api.schemas import Body, ByType, ChatRequest, Content, GenerationFields, Message, Unsupported, text_of
+from castiron.pipelines.api.request_body import Body, ByType, Unsupported
+from castiron.pipelines.api.schemas import ChatRequest, GenerationFields
 
 # Names of this API's fields, by the chat fields that they are converted to.
 FIELDS = {
@@ -82,7 +84,7 @@ def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class FunctionTool(schemas.Function):
+class FunctionTool(Function):
     type: Literal["function"]
     defer_loading: Literal[False] | None = None
     allowed_callers: schemas.DirectCallers | None = None
@@ -92,7 +94,7 @@ class Namespace(Body):
     """Functions that the model calls as `NAMESPACE.NAME`."""
 
     type: Literal["namespace"]
-    name: schemas.FunctionIdentifier
+    name: FunctionIdentifier
     description: str | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)]
 
@@ -126,7 +128,7 @@ class TextOptions(Body):
 class Reasoning(Body):
     """Options of reasoning; answers have the complete reasoning instead of a summary."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: schemas.Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     mode: Literal["standard"] | None = None
@@ -199,10 +201,7 @@ class ResponsesRequest(PromptOfResponse, GenerationFields):
     client_metadata: dict[str, Any] | None = None
     # Not supported, unless the value changes nothing.
     background: Annotated[Any, Unsupported(False)] = None
-    service_tier: Annotated[Any, Unsupported("auto", "default")] = None
     prompt: Annotated[Any, Unsupported()] = None
-    prompt_cache_retention: Annotated[Any, Unsupported("in-memory", "in_memory")] = None
-    prompt_cache_options: Annotated[Any, Unsupported()] = None
     context_management: Annotated[Any, Unsupported([])] = None
     moderation: Annotated[Any, Unsupported()] = None
     image: Annotated[Any, Unsupported()] = None

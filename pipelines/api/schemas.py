@@ -1,23 +1,30 @@
 """Request bodies of OpenAI's API, with the fields that castiron, vLLM and llama.cpp add.
 
-The server rejects a field that it does not support, unless the value has no effect. It ignores
-fields that only label the request or the customer.
+Unknown fields and fields that only label the request or the customer are ignored. A field that would
+change the answer and is not supported is an error, unless its value changes nothing.
 """
 
-import json
-from collections.abc import Iterable
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, StringConstraints, model_validator
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
+from castiron.pipelines.api.chat_records import (
+    AllowedTools,
+    FreeformTool,
+    Function,
+    FunctionName,
+    Message,
+    NamedFreeform,
+    NamedTool,
+    Tool,
+)
+from castiron.pipelines.api.request_body import Body, ByType, Unsupported
+from castiron.pipelines.api.unsupported_fields import UnsupportedChatFields, UnsupportedFields
 from castiron.pipelines.engine.sampling import SCHEDULE
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Stops = StopString | Annotated[list[StopString], Field(max_length=16)]
 TokenId = Annotated[int, Field(ge=0)]
-# Names of functions: OpenAI allows 64 characters, Anthropic 128.
-FunctionIdentifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 # fail_fast: validation of a list stops at the first wrong value, because a million errors would take seconds.
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 # left_to_right: the ids are not validated again as text.
@@ -28,108 +35,26 @@ DirectCallers = Annotated[list[Literal["direct"]], Field(fail_fast=True)]
 # Values of vLLM's fields: a JSON schema as an object or as text, and a list of possible answers.
 Schema = dict[str, Any] | bool | str
 Choices = Annotated[list[str], Field(min_length=1, max_length=4096, fail_fast=True)]
-# Prefix of the parts of an error's path that are types of records, not fields.
-TAG = "type="
 # Max choices of a request; each takes a slot or waits for one.
 MAX_CHOICES = 128
 # OpenAI's limits for the texts of an embeddings request and the entries of logit_bias.
 MAX_INPUTS, MAX_BIASES = 2048, 1024
 Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+# A tool choice that is an object.
+ChosenTool = Annotated[NamedTool | NamedFreeform | AllowedTools, ByType()]
+# OpenAI's efforts, and vLLM's max.
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+# Biases in OpenAI's form: token ids in decimal, and numbers.
+Biases = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)]
 # Max absolute priority: vLLM allows any integer, but JSON parsers are exact only in this range.
 MAX_PRIORITY = 2**53
 
 
-class Unsupported:
-    """An annotation of an unsupported field: it may only be null or one of `values`."""
-
-    def __init__(self, *values: Any, code: str = "unsupported_parameter"):
-        self.values, self.code = values, code
-
-    def _check(self, value: Any) -> Any:
-        # 0 and False differ here.
-        if any(value == allowed and type(value) is type(allowed) for allowed in self.values):
-            return value
-        raise PydanticCustomError(self.code, "is not supported by this server; leave it out")
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(self._check, handler(source))
-
-    def __get_pydantic_json_schema__(self, *_: Any) -> dict[str, Any]:
-        return {"enum": [None, *self.values]}
-
-
-class ByType:
-    """An annotation of a union of records: the field `type` of a JSON object selects the record.
-
-    `default`: the type of an object without that field.
-    """
-
-    def __init__(self, default: str | None = None):
-        self.default = default
-
-    def _tag(self, value: Any) -> str:
-        return TAG + str((value.get("type") if isinstance(value, dict) else getattr(value, "type", None)) or self.default)
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        choices = {
-            TAG + name: handler.generate_schema(record)
-            for record in get_args(source) or (source,)
-            for name in get_args(record.model_fields["type"].annotation)
-            if name
-        }
-        return core_schema.tagged_union_schema(choices, self._tag)
-
-
-class Body(BaseModel):
-    """Base class of objects in requests: unknown fields are errors; null means a missing field."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra={"additionalProperties": {"type": "null"}}
-    )
-    # Descriptions of the values of fields, for error messages.
-    expected: ClassVar[dict[str, str]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        """Remove null fields, and all unknown fields except the first, which is then reported."""
-        if not isinstance(value, dict) or len(value) <= len(cls.model_fields) and None not in value.values():
-            return value
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        given = {name: each for name, each in value.items() if each is not None}
-        unknown = next((name for name in given if name not in known), None)
-        return {name: each for name, each in given.items() if name in known or name == unknown}
-
-
-class TextPart(Body):
-    """A text; other fields, such as those for caching and citations, have no effect."""
-
-    model_config = ConfigDict(extra="ignore", json_schema_extra={})
-    type: Literal["text", "input_text", "output_text"]
-    text: str
-
-
-class RefusalPart(Body):
-    """A refusal in an earlier answer; the model reads it as text."""
-
-    model_config = ConfigDict(extra="ignore", json_schema_extra={})
-    type: Literal["refusal"]
-    text: str = Field(alias="refusal")
-
-
-def parts_of(value: Any) -> Any:
-    """Return a text as a list of one text part, and other values unchanged."""
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-Parts = Annotated[list[Annotated[TextPart | RefusalPart, ByType()]], Field(fail_fast=True)]
-# Content of a message: a text or a list of parts.
-Content = Annotated[Parts, BeforeValidator(parts_of, json_schema_input_type=str | Parts)]
-
-
-def text_of(content: Iterable[TextPart | RefusalPart] | None) -> str:
-    """Return the texts of all parts, joined."""
-    return "".join(part.text for part in content or ())
+def _biases(value: Any) -> Any:
+    """Return llama.cpp's list of [token id, bias] as OpenAI's object."""
+    if not (isinstance(value, list) and all(isinstance(each, list) and len(each) == 2 for each in value[: MAX_BIASES + 1])):
+        return value
+    return {str(token): bias for token, bias in value} if len(value) <= MAX_BIASES else value
 
 
 class StreamOptions(Body):
@@ -192,16 +117,18 @@ class GenerationFields(Body):
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
 
-class CompletionFields(GenerationFields):
+class CompletionFields(GenerationFields, UnsupportedFields):
     """The fields of chat completions and text completions."""
 
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=1)
+    # Max tokens of the answer, also by llama.cpp's name; a negative number means no limit.
+    max_tokens: int | None = Field(None, ge=-1)
+    n_predict: int | None = Field(None, ge=-2)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stop: Stops | None = None
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None = None
+    logit_bias: Annotated[Biases, BeforeValidator(_biases, json_schema_input_type=Biases | list[Any])] | None = None
     user: str | None = None
     response_format: ResponseFormat | None = None
     # vLLM's fields for the form of the answer, new and old.
@@ -216,123 +143,87 @@ class CompletionFields(GenerationFields):
     # vLLM's fields for the end of an answer.
     min_tokens: int | None = Field(None, ge=0)
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
-    # Fields that clients of vLLM and llama.cpp send with their default values.
-    skip_special_tokens: Annotated[Any, Unsupported(True)] = None
-    spaces_between_special_tokens: Annotated[Any, Unsupported(True)] = None
-    include_stop_str_in_output: Annotated[Any, Unsupported(False)] = None
-    use_beam_search: Annotated[Any, Unsupported(False)] = None
-    length_penalty: Annotated[Any, Unsupported(1, 1.0)] = None
-    typical_p: Annotated[Any, Unsupported(1, 1.0)] = None
-    mirostat: Annotated[Any, Unsupported(0)] = None
-    cache_prompt: Annotated[Any, Unsupported(True)] = None
-    return_token_ids: Annotated[Any, Unsupported(False)] = None
+    # vLLM's fields for the tokens that an answer may have.
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[StopString], Field(max_length=1024, fail_fast=True)] | None = None
+    # vLLM's fields for the prompt: how many of its last tokens are used (-1 for as many as fit in the
+    # context), and for how many tokens at each position the answer has log-probabilities.
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    # Max tokens of reasoning, by vLLM's and by llama.cpp's names; -1 means no limit.
+    thinking_token_budget: int | None = Field(None, ge=-1)
+    thinking_budget_tokens: int | None = Field(None, ge=-1)
+    reasoning_budget_tokens: int | None = Field(None, ge=-1)
+    # It has no effect, because shared prefixes are always cached and never change an answer.
+    cache_prompt: bool | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """The max tokens of the answer, negative for no limit, None if the request has no field."""
+        return self.n_predict if self.max_tokens is None else self.max_tokens
+
+    @property
+    def reasoning_budget(self) -> int | None:
+        """The max tokens of reasoning, None for no limit."""
+        given = (self.thinking_token_budget, self.thinking_budget_tokens, self.reasoning_budget_tokens)
+        return min((each for each in given if each is not None and each >= 0), default=None)
 
 
-class Message(BaseModel):
-    """A message; other fields than role and content are passed to the chat template."""
+class ChatThinking(Body):
+    """The field `thinking` of DeepSeek's and LiteLLM's clients, as in Anthropic's API."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Content | None = None
-
-    def plain(self) -> dict:
-        """Return the message for chat templates: content as a string, role developer as system."""
-        extra = dict(self.model_extra or {})
-        if isinstance(calls := extra.get("tool_calls"), list):
-            extra["tool_calls"] = [_with_object(call) for call in calls]
-        return {**extra, "role": "system" if self.role == "developer" else self.role, "content": text_of(self.content)}
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(None, ge=1)
 
 
-def _with_object(call: Any) -> Any:
-    """Return a tool call; its arguments are parsed if they are the text of a JSON object."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not (isinstance(function, dict) and isinstance(function.get("arguments"), str)):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
-
-
-class FunctionName(Body):
-    name: str
-
-
-class NamedTool(Body):
-    """A tool choice that names the function which the answer must call."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
-class Function(Body):
-    """A function; `parameters` is the JSON schema of its arguments, None if it has none."""
-
-    name: FunctionIdentifier
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Body):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    function: Function
-
-    def plain(self) -> dict:
-        """Return the tool for chat templates."""
-        function = {"name": self.function.name, "description": self.function.description or "",
-                    "parameters": self.function.parameters or {"type": "object", "properties": {}}}  # fmt: skip
-        return {"type": "function", "function": function}
-
-
-class ChatRequest(CompletionFields):
+class ChatRequest(CompletionFields, UnsupportedChatFields):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: Annotated[list[Annotated[Tool | FreeformTool, ByType()]], Field(max_length=128, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     # vLLM's fields: whether the answer continues the last message, or starts a new one.
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=-1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     # vLLM's and llama.cpp's field: variables of the chat template.
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
+    thinking: ChatThinking | None = None
     # Labels of the request or the customer.
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    # Not supported, unless the value changes nothing.
-    store: Annotated[Any, Unsupported(False)] = None
-    service_tier: Annotated[Any, Unsupported("auto", "default")] = None
-    prompt_cache_retention: Annotated[Any, Unsupported("in-memory", "in_memory")] = None
-    prompt_cache_options: Annotated[Any, Unsupported()] = None
-    prediction: Annotated[Any, Unsupported()] = None
-    verbosity: Annotated[Any, Unsupported("medium")] = None
-    functions: Annotated[Any, Unsupported([])] = None
-    function_call: Annotated[Any, Unsupported("none", "auto")] = None
-    audio: Annotated[Any, Unsupported()] = None
-    modalities: Annotated[Any, Unsupported(["text"])] = None
-    moderation: Annotated[Any, Unsupported()] = None
-    web_search_options: Annotated[Any, Unsupported()] = None
+    # It has no effect: chat completions are not stored.
+    store: bool | None = None
+    # OpenAI's old names of tools and tool_choice.
+    functions: Annotated[list[Function], Field(max_length=128)] | None = None
+    function_call: Literal["none", "auto"] | FunctionName | None = None
+
+    @property
+    def limit(self) -> int | None:
+        return super().limit if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def reasoning_budget(self) -> int | None:
+        thinking = self.thinking and self.thinking.budget_tokens
+        return min((each for each in (super().reasoning_budget, thinking) if each is not None), default=None)
 
 
 class CompletionRequest(CompletionFields):
     """The body of POST /v1/completions; `prompt` is one text, one list of token ids, or many."""
 
     prompt: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
-    max_tokens: int | None = Field(None, ge=0)
     echo: bool | None = None
     # OpenAI's max is 5.
     logprobs: int | None = Field(None, ge=0, le=20)
     best_of: int | None = Field(None, ge=1)
     suffix: str | None = None
+    # vLLM's field: whether a text gets special tokens such as BOS.
+    add_special_tokens: bool | None = None
 
 
 class EmbeddingsRequest(Body):

@@ -16,7 +16,8 @@ import numpy as np
 from castiron.pipelines.api import schemas
 from castiron.pipelines.api.api_errors import ApiError, api_error
 from castiron.pipelines.api.embeddings import EmbeddingsApi
-from castiron.pipelines.api.generation_api import GenerationApi, Job
+from castiron.pipelines.api.generation_api import GenerationApi
+from castiron.pipelines.api.generation_job import Job
 from castiron.pipelines.api.messages import MessagesRequest, start_message
 from castiron.pipelines.api.model_api import Limits, ModelApi
 from castiron.pipelines.api.parse_body import parse_body

@@ -197,8 +197,9 @@ def embedding_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Form
 
 def names(args: argparse.Namespace, bundle: "Bundle") -> list[str]:
     """Return the model names that requests in OpenAI's format may use for this bundle."""
-    own = [bundle.manifest.name, bundle.path.resolve().name.removesuffix(".castiron")]
-    return [args.name] if args.name else list(dict.fromkeys(own))
+    from castiron.pipelines.server.served_models import names_of
+
+    return [args.name] if args.name else names_of(bundle, args.bundle)
 
 
 def progress_reporter(progress: Progress) -> "Callable[[Summary, float | None], None]":

@@ -2,8 +2,8 @@
 
 Endpoints: /v1/models, /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages,
 /v1/embeddings, /api/chat, /api/generate, /tokenize, /health, /metrics for Prometheus, and
-/openapi.json, which describes all paths and fields. A request with an unsupported field gets status
-400.
+/openapi.json, which describes all paths and fields. A field that has no effect is logged. A field
+that would change the answer and is not supported gets status 400.
 
 A bundle compiled with --batch 4,8 decodes up to 8 requests at once. The default sampling is the
 model's generation_config. With several bundles, the server opens each when a request first names it
@@ -63,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--scheduling-policy", choices=("fair", "priority"), default="fair", metavar="NAME",
                         help="fair: share slots between clients; priority: that of each request (default: fair)")  # fmt: skip
     limits.add_argument("--max-body", type=float, default=4.0, metavar="MB", help="largest request body (default: 4)")
+    limits.add_argument("--strict-requests", action="store_true", help="reject fields that have no effect")
     limits.add_argument("--timeout", type=float, default=600.0, metavar="S",
                         help="seconds for a request, including waiting (default: 600)")  # fmt: skip
     limits.add_argument("--grace", type=float, default=10.0, metavar="S",
@@ -82,7 +83,10 @@ def main(args: argparse.Namespace) -> int:
 
     check(args)
     keys, pages = api_keys(args), origins(args)
-    limits = Limits(args.timeout, int(args.max_body * 1e6), args.temperature, args.scheduling_policy == "priority")
+    limits = Limits(
+        args.timeout, int(args.max_body * 1e6), args.temperature, args.scheduling_policy == "priority",
+        strict_requests=args.strict_requests,
+    )  # fmt: skip
     shared = {"threads": args.threads, "queue": args.queue, "limits": limits, "template_args": dict(args.template_arg),
               "parse_special": args.parse_special}  # fmt: skip
     with listen(args.host, args.port) as listening:

@@ -51,30 +51,56 @@ class Constraint(Protocol):
         ...
 
 
-class MinTokens:
-    """A constraint that forbids `stop_tokens` until the text has `count` tokens."""
+class TokenFilter:
+    """A constraint that forbids tokens."""
 
     done = False
     forced: tuple[int, ...] = ()
     eos: tuple[int, ...] = ()
 
-    def __init__(self, count: int, stop_tokens: Collection[int]):
-        self.left, self.stop_tokens = count, sorted(stop_tokens)
+    def __init__(
+        self, min_tokens: int = 0, stop_tokens: Collection[int] = (), allowed: Collection[int] | None = None,
+        forbidden: Collection[Sequence[int]] = (),
+    ):  # fmt: skip
+        """Create a filter for one text.
 
-    def copy(self) -> MinTokens:
+        Args:
+            min_tokens: number of tokens before which no stop token is allowed.
+            stop_tokens: the stop tokens.
+            allowed: the only allowed tokens, None for all.
+            forbidden: sequences of tokens; the last token of each is not allowed after the others.
+        """
+        self.left, self.stop_tokens = min_tokens, frozenset(stop_tokens)
+        self.allowed = None if allowed is None else frozenset(allowed)
+        self.forbidden = [(tuple(tokens[:-1]), tokens[-1]) for tokens in forbidden]
+        self._memory = max((len(before) for before, _ in self.forbidden), default=0)
+        # The last tokens of the text, as many as `forbidden` needs.
+        self._last: tuple[int, ...] = ()
+
+    def copy(self) -> TokenFilter:
         return copy(self)
 
+    def _excluded(self) -> set[int]:
+        """Return the tokens that may not come next, besides those outside `allowed`."""
+        found = {token for before, token in self.forbidden if self._last[len(self._last) - len(before) :] == before}
+        return found | self.stop_tokens if self.left else found
+
     def allows(self, token: int) -> bool:
-        return not self.left or token not in self.stop_tokens
+        return (self.allowed is None or token in self.allowed) and token not in self._excluded()
 
     def masked(self, logits: np.ndarray) -> np.ndarray:
-        if self.left:
-            logits = logits.copy()
-            logits[self.stop_tokens] = -np.inf
-        return logits
+        found = logits.copy()
+        if self.allowed is not None:
+            found[:] = -np.inf
+            found[list(self.allowed)] = logits[list(self.allowed)]
+        found[list(self._excluded())] = -np.inf
+        if found.max() == -np.inf:
+            raise ConstraintError("no token is allowed: allowed_token_ids, bad_words and min_tokens exclude all; change them")
+        return found
 
     def accept(self, token: int) -> None:
         self.left = max(0, self.left - 1)
+        self._last = (*self._last, token)[-self._memory :] if self._memory else ()
 
 
 class Chooser:

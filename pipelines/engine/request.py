@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from castiron.pipelines.engine.chooser import Chooser, Constraint, MinTokens
+from castiron.pipelines.engine.chooser import Chooser, Constraint
 from castiron.pipelines.engine.context import free_positions
 from castiron.pipelines.engine.prefix_cache import Paused
 from castiron.pipelines.engine.sampling import Sampler, Sampling, Score, log_probabilities
@@ -153,7 +153,6 @@ class Request:
         sampling: Sampling | Sampler = Sampling(),
         stop_tokens: Collection[int] | None = None,
         constraint: Constraint | None = None,
-        min_tokens: int = 0,
         repetition_stop: bool = False,
         top_logprobs: int | None = None,
         prompt_logprobs: int | None = None,
@@ -171,7 +170,6 @@ class Request:
             sampling: sampling options, or a Sampler that continues its sequence of random numbers.
             stop_tokens: tokens that end the answer; None for the end tokens of the model.
             constraint: limits the next token, for example to those that a grammar allows.
-            min_tokens: min tokens of the answer before a stop token can be chosen.
             repetition_stop: whether a repetition loop ends the request.
             top_logprobs: number of most probable tokens to report for each token of the answer,
                 with their log-probabilities and that of the token; None for no log-probabilities.
@@ -204,8 +202,6 @@ class Request:
         self.top_logprobs, self.prompt_logprobs = top_logprobs, prompt_logprobs
         self.client, self.priority, self.on_prefill = client, priority, on_prefill
         self.output = output or TokenOutput()
-        if min_tokens:
-            constraint = MinTokens(min_tokens, self.stop_tokens or ())
         sampler = sampling if isinstance(sampling, Sampler) else Sampler(sampling)
         self.chooser = Chooser(sampler, constraint, [*prompt])
         self._repetition = RepetitionDetector() if repetition_stop else None

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from castiron.pipelines.api.api_errors import ApiError
 from castiron.pipelines.api.byte_limit import ByteShare
-from castiron.pipelines.api.generation_api import Job
+from castiron.pipelines.api.generation_job import Job
 from castiron.pipelines.api.model_api import run_in_thread
 from castiron.pipelines.api.parse_body import parse_body
 
@@ -77,8 +77,10 @@ class BodyRoute(APIRoute):
         (record,) = (param.field_info.annotation for param in self.dependant.body_params)
 
         async def handle(request: Request) -> Response:
-            data = await read_body(request, request.app.state.models.limits.body_bytes)
-            body = parse_body(record, data) if len(data) < SMALL_BODY else await run_in_thread(parse_body, record, data)
+            limits = request.app.state.models.limits
+            data = await read_body(request, limits.body_bytes)
+            given = record, data, limits.strict_requests
+            body = parse_body(*given) if len(data) < SMALL_BODY else await run_in_thread(parse_body, *given)
             return await self.endpoint(request, body)
 
         return handle

@@ -48,6 +48,8 @@ OPEN_PATHS = ("/", "/health", "/ping", *PATHS)
 # Ollama's paths that change the models of a server.
 MANAGEMENT = ("/api/pull", "/api/push", "/api/create", "/api/copy")
 NO_MANAGEMENT = "this server cannot add, change or delete models; start it with the models: castiron serve MODEL [MODEL ...]"
+# No schema: readers of the document differ in whether it describes an event or the text of all events.
+STREAM: dict[int, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
 def page(name: str = HOME) -> Response:

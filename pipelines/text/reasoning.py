@@ -50,6 +50,11 @@ class ReasoningSplitter:
         # Whether to drop white space, because the reasoning, or the answer after it, has no word yet.
         self._blank = True
 
+    @property
+    def end(self) -> str:
+        """The end mark of the reasoning in progress, or "" outside reasoning."""
+        return next(iter(self._ends), "") if self.reasoning else ""
+
     def add(self, more: str) -> list[str]:
         """Append `more` to the text; return the pieces (`Reasoning` or str) that are now final."""
         self._pending += more

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 from castiron.pipelines.engine.request import Event, Finished, Request, Token
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.reasoning import Reasoning, ReasoningSplitter, split_at_mark
+from castiron.pipelines.text.reasoning_budget import ReasoningBudget
 from castiron.pipelines.text.tokenizer import Detokeniser, Tokenizer
 from castiron.pipelines.text.tool_calls import CallPart, Tools
 
 if TYPE_CHECKING:
+    from castiron.pipelines.engine.chooser import Constraint
     from castiron.pipelines.text.grammar import Grammar
 
 
@@ -168,7 +170,8 @@ def _separate(pieces: Iterable[str]) -> tuple[str, str]:
 
 def text_request(
     prompt: Collection[int], context: int, tokenizer: Tokenizer | None, *, stop_strings: str | Iterable[str] | StopStrings = (),
-    reasoning: bool = False, grammar: Grammar | None = None, tools: Tools | None = None, **options: Any,
+    reasoning: bool = False, grammar: Grammar | None = None, tools: Tools | None = None,
+    constraint: Constraint | None = None, reasoning_budget: int | None = None, **options: Any,
 ) -> Request:  # fmt: skip
     """Return a request whose events are `Delta`s, or `Tokens` without a tokenizer.
 
@@ -177,6 +180,8 @@ def text_request(
         reasoning: whether to report reasoning separately from the answer.
         grammar: grammar of the answer; with `reasoning`, it starts after the reasoning.
         tools: functions whose calls are reported separately from the answer.
+        constraint: decides which tokens may come next; used without a grammar.
+        reasoning_budget: max tokens of reasoning, None for no limit.
         options: other arguments of `Request`.
 
     Raises:
@@ -187,11 +192,13 @@ def text_request(
         if stop_strings or grammar:
             option = "a grammar" if grammar else "stop strings (--stop)"
             raise PipelineError(f"{option} needs a tokenizer, and this model has none; leave it out")
-        return Request(prompt, context, **options)
-    constraint = None
+        return Request(prompt, context, constraint=constraint, **options)
     if grammar:
         # Harmony writes tool calls to another channel than answers, so they need other marks.
         marks = tokenizer.marks if grammar.calls else tokenizer.answer_marks
         constraint = grammar.constraint(marks, tokenizer.end_of(prompt)) if reasoning else grammar.constraint()
+    # Without `reasoning`, a grammar applies from the first token on, so that the text has no reasoning.
+    if reasoning_budget is not None and (reasoning or not grammar):
+        constraint = ReasoningBudget(tokenizer, prompt, reasoning_budget, constraint)
     output = TextOutput(tokenizer, prompt, stop_strings=stop_strings, reasoning=reasoning, tools=tools)
     return Request(prompt, context, constraint=constraint, output=output, **options)

@@ -208,6 +208,11 @@ class Tokenizer:
         return self.grammars.compile(**given)
 
     @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """The function that returns the bytes of a token."""
+        return TokenBytes(self.backend)
+
+    @cached_property
     def longest_token(self) -> int:
         """The length in characters of the longest entry in the vocabulary."""
         return max(map(len, self.backend.get_vocab()))

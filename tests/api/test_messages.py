@@ -221,7 +221,6 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": [*HI, {"role": "assistant", "content": [{"type": []}]}]}, "[] is not supported"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "the type tool needs the name of a tool"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "does not edit conversations"),
-        ({"output_config": {"effort": "low"}}, "no reasoning effort"),
         ({"system": [IMAGE]}, "system.0.type: 'image' is not supported"),
         ({"container": "x"}, "container is not supported"),
     ],

@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 from starlette.testclient import TestClient
 
+from castiron.pipelines.api.model_api import Limits
 from castiron.pipelines.api.ollama import OllamaMessage, _messages
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.app import App, open_api, open_app
@@ -151,6 +152,12 @@ def test_a_raw_prompt_is_not_put_into_the_template(app):
 def test_options_are_fields_of_a_completion(app, options, fields):
     found, same = ask(app, CHAT, messages=HI, options=ENOUGH | options), completed(app, **fields)
     assert found["message"]["content"] == same["choices"][0]["message"]["content"] and found["message"]["content"]
+
+
+def test_unknown_fields_have_no_effect_on_a_strict_server_either(app, talking_path):
+    unknown = {"messages": HI, "no_such_field": 1, "options": ENOUGH | {"no_such_option": 1}}
+    with TestClient(open_app(talking_path, threads=1, limits=Limits(strict_requests=True))) as strict:
+        assert ask(strict, CHAT, **unknown)["message"] == ask(app, CHAT, messages=HI)["message"]
 
 
 def test_a_negative_seed_is_a_random_one(app):

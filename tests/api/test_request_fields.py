@@ -8,6 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from castiron.pipelines.api.api_errors import ApiError
+from castiron.pipelines.api.model_api import Limits
 from castiron.pipelines.api.parse_body import parse_body
 from castiron.pipelines.api.schemas import ChatRequest, TokenizeRequest
 from castiron.pipelines.engine.sampling import Sampling
@@ -59,16 +60,13 @@ def size(client, **body) -> int:
     [
         ({"messages": [*MESSAGES, {"role": "tool", "content": "e", "tool_call_id": "1"}]}, "messages.1.role"),
         ({"messages": [{"role": "assistant", "content": "c", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls"),
-        ({"messages": [{"role": "user", "content": "c", "mood": "e"}]}, "messages.0.mood"),
         ({"messages": [{"role": "tool", "content": "c"}] * 24}, "messages.0.role"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning_effort": "enormous"}, "reasoning_effort"),
         ({"chat_template_kwargs": {"enable_thinkin": False}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"store": 0}, "store"),
         ({"logit_bias": {"999": 1}}, "logit_bias"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
-        ({"service_tier": "priority"}, "service_tier"),
-        ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"max_tokens": 2, "max_completion_tokens": 3}, "max_completion_tokens"),
         ({"repeat_penalty": 2, "repetition_penalty": 3}, "repeat_penalty"),
@@ -116,8 +114,14 @@ def test_fields_that_change_nothing_are_accepted(client, plain):
     assert size(plain, reasoning_effort="none") == size(plain)
 
 
-def test_a_name_that_distinguishes_nobody_may_be_ignored(plain):
-    """A template without names may ignore a name that all messages of a role have."""
+def test_a_name_that_distinguishes_nobody_may_be_ignored(tmp_path_factory):
+    """A template without names may ignore a name that all messages of a role have, also with --strict-requests."""
+    template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
+    with TestClient(app(tmp_path_factory, template, limits=Limits(strict_requests=True))) as plain:
+        names_in_a_template_without_names(plain)
+
+
+def names_in_a_template_without_names(plain):
     named = [{**MESSAGES[0], "name": "ann"}, {"role": "assistant", "content": "c", "name": "helper"},
              {"role": "tool", "content": "d", "tool_call_id": "1", "name": "look"},
              {"role": "tool", "content": "d", "tool_call_id": "2", "name": "hear"}]  # fmt: skip

@@ -11,8 +11,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field
 from starlette.testclient import TestClient
 
+from castiron.pipelines.api.chat_records import Message
 from castiron.pipelines.api.responses import ResponseStore
-from castiron.pipelines.api.schemas import Message
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.app import open_app
 from tests.support import talking
@@ -183,7 +183,7 @@ def test_items_reach_the_template(client, app):
     assert count(client, input=both, instructions="bc") == len("s:bc\n\nd;u:hi;a:")
     assert count(client, input="hi", tools=TOOLS) == len("w n <tool_call>;u:hi;a:")
     assert count(client, input="hi", reasoning={"effort": "none"}) == len("u:hi;a:-")
-    assert count(client, input="hi", reasoning={"effort": "medium"}) == len("u:hi;a:")
+    assert count(client, input="hi", reasoning={"effort": "medium"}) == len("u:hi;a:++")
     assert count(client, input="hi", extra_body={"chat_template_kwargs": {"enable_thinking": True}}) == len("u:hi;a:++")
 
 
@@ -276,15 +276,13 @@ def test_the_response_store_is_bounded():
         ({"input": [{"type": "computer_call", "id": "x"}]}, "input.0.type", "'computer_call' is not supported"),
         ({"input": [{"type": "function_call", "name": "w", "arguments": "{}"}]}, "input.0.call_id", "must provide"),
         ({"input": "x" * 300}, "input", "254 tokens"),
-        ({"input": [{"role": "user", "content": "hi", "mood": "x"}]}, "input.0.mood", "Unrecognized"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'web_search' is not supported by this server; it takes function"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "must provide"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "text.format", '"not"'),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "must be medium"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort", "no reasoning effort"),
+        ({"reasoning": {"effort": "enormous"}}, "reasoning.effort", "should be"),
         ({"background": True}, "background", "not supported"),
         ({"previous_response_id": "resp_x"}, "previous_response_id", "no such response: 'resp_x'"),
-        ({"frob": 1}, "frob", "Unrecognized"),
     ],
 )  # fmt: skip
 def test_unsupported_requests_are_a_400_that_names_the_field(client, more, param, message):

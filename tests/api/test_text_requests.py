@@ -138,7 +138,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
             "takes text",
         ),
         (ChatRequest, {"messages": MESSAGES, "temperature": 2.5}, "temperature", "less than or equal to 2"),
-        (ChatRequest, {"messages": MESSAGES, "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        (ChatRequest, {"messages": MESSAGES, "max_tokens": -2}, "max_tokens", "greater than or equal to -1"),
         (ChatRequest, {"messages": MESSAGES, "n": 1000}, "n", "128"),
         (ChatRequest, {"messages": MESSAGES, "top_logprobs": 21}, "top_logprobs", "20"),
         (ChatRequest, {"messages": MESSAGES, "stop": ["a", ""]}, "stop", "1 to 256 characters"),
@@ -154,7 +154,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 )
 def test_a_bad_field_is_named(kind, body, param, message):
     with pytest.raises(ApiError) as error:
-        parse_body(kind, json.dumps(body).encode())
+        parse_body(kind, json.dumps(body).encode(), strict=True)
     assert error.value.status == 400 and error.value.param == param and message in error.value.message
     assert set(error.value.body["error"]) == {"message", "type", "param", "code"}
 

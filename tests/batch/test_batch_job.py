@@ -123,7 +123,8 @@ BODIES = [
         "/v1/chat/completions",
         {"messages": served.MESSAGES, "response_format": {"type": "json_object"}, "seed": 1, "max_tokens": 9},
     ),
-    ("/v1/completions", {"prompt": "Hi", "no_such_field": 1}),
+    ("/v1/completions", {"prompt": "Hi", "temperature": 0, "no_such_field": 1}),
+    ("/v1/completions", {"prompt": "Hi", "use_beam_search": True}),
     ("/v1/completions", {"prompt": "x" * 500}),
     ("/v1/chat/completions", {"messages": served.MESSAGES, "model": "gpt-4o"}),
     ("/v1/embeddings", {"input": "Hi"}),
@@ -150,7 +151,7 @@ def test_openai_rows_equal_the_servers_answers(job, path, tmp_path):
             result, response = found[row["custom_id"]]["response"], client.post(row["url"], json=row["body"])
             assert result["status_code"] == response.status_code
             assert without_varying(result["body"]) == without_varying(response.json())
-    assert [row["response"]["status_code"] for row in found.values()].count(200) == 9
+    assert [row["response"]["status_code"] for row in found.values()].count(200) == 10
     assert all(row["error"] is None for row in found.values())
     # The results are the same with another prefix cache.
     first = read(tmp_path / "out.jsonl")

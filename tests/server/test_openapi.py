@@ -51,7 +51,7 @@ def test_every_route_is_described_and_nothing_else(front):
 def test_bodies_and_keys_are_described_as_they_are_read_and_asked_for(front, monkeypatch):
     kinds = []
 
-    def read(kind, _: bytes):
+    def read(kind, _: bytes, strict: bool):
         kinds.append(kind)
         raise ApiError(400, "read")
 

@@ -1,0 +1,104 @@
+"""`BlocksReply`, an answer that consists of blocks: reasoning, text and calls."""
+
+import json
+import uuid
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from castiron.pipelines.api.replies import Reply
+from castiron.pipelines.engine.request import Finished
+from castiron.pipelines.text.text_output import Delta, TextToken
+from castiron.pipelines.text.token_bytes import TokenBytes
+
+
+@dataclass
+class Block:
+    """A part of an answer.
+
+    kind: "reasoning", "text" or "call". name: called function. text: text, or arguments of a call.
+    """
+
+    kind: str
+    name: str = ""
+    text: str = ""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    logprobs: list[dict] = field(default_factory=list)
+
+    @property
+    def call_id(self) -> str:
+        """The id of a call: 9 letters and digits, which every template accepts."""
+        return self.id[:9]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of a call; empty while the call is in progress, or if it was cut off."""
+        try:
+            found = json.loads(self.text)
+        except (ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+class BlocksReply(Reply):
+    """An answer of /v1/responses or /v1/messages, whose stream opens, fills and closes blocks.
+
+    answer: the answer as JSON, complete after `finish`.
+    """
+
+    def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool = False):
+        super().__init__(model, token_bytes, logprobs)
+        self.answer: dict[str, Any] = {}
+        self.blocks: list[Block] = []
+        self.end: Finished | None = None
+        # Tokens whose text has not been streamed.
+        self._tokens: list[TextToken] = []
+        self._is_open = False
+
+    @abstractmethod
+    def open(self, block: Block) -> Iterable[dict]:
+        """Yield the events that begin `block`, the last of `blocks`."""
+
+    @abstractmethod
+    def fill(self, block: Block, text: str, logprobs: list[dict]) -> Iterable[dict]:
+        """Yield the events for new `text` at the end of `block`."""
+
+    @abstractmethod
+    def close(self, block: Block) -> Iterable[dict]:
+        """Yield the events that end `block`; `self.end` is set if the answer ends too."""
+
+    def extend(self, index: int, delta: Delta, end: Finished | None) -> Iterable[dict]:
+        self._tokens += delta.tokens
+        if delta.reasoning:
+            yield from self._add("reasoning", delta.reasoning)
+        if delta.text:
+            yield from self._add("text", delta.text)
+        for part in delta.calls:
+            if part.name is not None:
+                yield from self._open_next(Block("call", part.name))
+            if part.arguments:
+                yield from self._add("call", part.arguments)
+        if end:
+            self.end = end
+            yield from self._close_last()
+
+    def _add(self, kind: str, text: str) -> Iterable[dict]:
+        if not (self._is_open and self.blocks[-1].kind == kind):
+            yield from self._open_next(Block(kind))
+        block, tokens, self._tokens = self.blocks[-1], self._tokens, []
+        block.text += text
+        logprobs = self.logprobs_of(tokens) if self.logprobs and kind == "text" else []
+        block.logprobs += logprobs
+        yield from self.fill(block, text, logprobs)
+
+    def _open_next(self, block: Block) -> Iterable[dict]:
+        yield from self._close_last()
+        self.blocks.append(block)
+        self._is_open = True
+        yield from self.open(block)
+
+    def _close_last(self) -> Iterable[dict]:
+        if self._is_open:
+            self._is_open = False
+            yield from self.close(self.blocks[-1])

@@ -1,0 +1,173 @@
+"""Records of a chat: messages, the parts of their content, and the functions to call."""
+
+import json
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+
+from castiron.pipelines.api.request_body import Body, ByType, Unsupported
+
+# Names of functions: OpenAI allows 64 characters, Anthropic 128.
+FunctionIdentifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+# Roles of messages that chat templates know by another name.
+ROLES = {"developer": "system", "function": "tool"}
+# The JSON schema of the arguments of a custom tool.
+INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"], "additionalProperties": False}
+# The id of a call in OpenAI's old field function_call, which has none.
+OLD_CALL = "function1"
+
+
+class TextPart(Body):
+    """A text; other fields, such as those for caching and citations, have no effect."""
+
+    model_config = ConfigDict(extra="ignore", json_schema_extra={})
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class RefusalPart(Body):
+    """A refusal in an earlier answer; the model reads it as text."""
+
+    model_config = ConfigDict(extra="ignore", json_schema_extra={})
+    type: Literal["refusal"]
+    text: str = Field(alias="refusal")
+
+
+def parts_of(value: Any) -> Any:
+    """Return a text as a list of one text part, and other values unchanged."""
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+Parts = Annotated[list[Annotated[TextPart | RefusalPart, ByType()]], Field(fail_fast=True)]
+# Content of a message: a text or a list of parts.
+Content = Annotated[Parts, BeforeValidator(parts_of, json_schema_input_type=str | Parts)]
+
+
+def text_of(content: Iterable[TextPart | RefusalPart] | None) -> str:
+    """Return the texts of all parts, joined."""
+    return "".join(part.text for part in content or ())
+
+
+class Message(BaseModel):
+    """A message; other fields than role and content are passed to the chat template."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Content | None = None
+
+    def plain(self) -> dict:
+        """Return the message for chat templates: content as text, roles and old calls by new names."""
+        extra, role = dict(self.model_extra or {}), ROLES.get(self.role, self.role)
+        if self.role == "function":
+            extra = {"tool_call_id": OLD_CALL, **extra}
+        if isinstance(call := extra.get("function_call"), dict):
+            extra = {**extra, "tool_calls": [{"id": OLD_CALL, "type": "function", "function": call}]}
+            del extra["function_call"]
+        if isinstance(calls := extra.get("tool_calls"), list):
+            extra["tool_calls"] = [_with_object(call) for call in calls]
+        return {**extra, "role": role, "content": text_of(self.content)}
+
+
+def _with_object(call: Any) -> Any:
+    """Return a tool call with its arguments as an object, if they are the text of one.
+
+    The input of a custom tool becomes the argument `input`.
+    """
+    if isinstance(call, dict) and isinstance(custom := call.get("custom"), dict):
+        function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
+        return {"id": call.get("id"), "type": "function", "function": function}
+    function = call.get("function") if isinstance(call, dict) else None
+    if not (isinstance(function, dict) and isinstance(function.get("arguments"), str)):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    """A tool choice that names the function which the answer must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class NamedFreeform(Body):
+    """A tool choice that names the custom tool which the answer must call."""
+
+    type: Literal["custom"]
+    custom: FunctionName
+
+    @property
+    def function(self) -> FunctionName:
+        return self.custom
+
+
+class AllowedToolList(Body):
+    """The functions that an answer may call, and whether it must call one (`required`)."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[Annotated[NamedTool | NamedFreeform, ByType()]], Field(fail_fast=True)]
+
+
+class AllowedTools(Body):
+    """A tool choice that lists the functions which the answer may call."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolList
+
+
+class Function(Body):
+    """A function; `parameters` is the JSON schema of its arguments, None if it has none."""
+
+    name: FunctionIdentifier
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+    def plain(self) -> dict:
+        """Return the tool for chat templates."""
+        function = {"name": self.function.name, "description": self.function.description or "",
+                    "parameters": self.function.parameters or {"type": "object", "properties": {}}}  # fmt: skip
+        return {"type": "function", "function": function}
+
+
+class Freeform(Body):
+    """A tool with a text as input; `format`, a grammar of this text, is not supported."""
+
+    name: FunctionIdentifier
+    description: str | None = None
+    format: Annotated[Any, Unsupported({"type": "text"})] = None
+
+
+class FreeformTool(Body):
+    """OpenAI's custom tool, which the model calls like a function with the argument `input`."""
+
+    type: Literal["custom"]
+    custom: Freeform
+
+    @property
+    def function(self) -> Function:
+        return Function(name=self.custom.name, description=self.custom.description, parameters=INPUT, strict=True)
+
+
+def input_of(arguments: str) -> str:
+    """Return the input of a call to a custom tool, from the arguments of the function."""
+    try:
+        return str(json.loads(arguments)["input"])
+    except (ValueError, RecursionError, LookupError, TypeError):
+        # The arguments are incomplete, or the model ignored the schema.
+        return arguments

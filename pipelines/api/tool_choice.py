@@ -1,0 +1,98 @@
+"""The functions that an answer may or must call, from the fields of a chat request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from castiron.pipelines.api.api_errors import invalid
+from castiron.pipelines.api.chat_records import AllowedTools, FunctionName, NamedFreeform, NamedTool, Tool
+from castiron.pipelines.api.response_format import ANY_OBJECT, AnswerFormat
+from castiron.pipelines.api.schemas import ChatRequest
+from castiron.pipelines.text.tool_calls import Tools
+from castiron.pipelines.text.tool_formats import ToolFormat
+
+# The schema of a function without parameters.
+NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True)
+class CallableTools:
+    """The functions that an answer may call.
+
+    shown: functions that the prompt describes. tools: reader of the calls in the answer. forced:
+    JSON schemas, by name, of the functions of which the answer must call one; empty if it need not.
+    """
+
+    shown: list[Tool]
+    tools: Tools
+    forced: Mapping[str, Any]
+
+    def answer_format(self, form: AnswerFormat | None) -> AnswerFormat | None:
+        """Return the format of an answer, which may call these functions.
+
+        `form`: format of an answer without calls, None for free text. Raises ApiError 400 if it
+        cannot be combined with calls.
+        """
+        tools, forced = self.tools, self.forced
+        if forced and form and form.schema is None:
+            raise invalid("tool_choice", f"tool_choice requires a call, but {form.param} a text answer; give one of them")
+        # The grammar of an answer in harmony format (gpt-oss) begins with the final channel, after any tool calls.
+        if forced or form and form.schema is not None and tools.form.style != "harmony":
+            # If the answer must consist of tool calls, it has no text, so response_format does not apply.
+            schema = None if forced or not form else form.schema
+            return AnswerFormat("tools", "tools", tools.grammar(forced or tools.schemas, answer=schema))
+        if not form and (schemas := self._schemas_of_optional_calls()):
+            return AnswerFormat("tools", "tools", tools.grammar(schemas, free=True))
+        return form
+
+    def _schemas_of_optional_calls(self) -> dict[str, Any]:
+        """Return the JSON schemas that optional tool calls must match, by function name.
+
+        The result is empty if no function is strict, or if the model's tool format has no token
+        that starts a call. In a JSON tool format, a function that is not strict accepts any object.
+        """
+        strict, form = {tool.function.name for tool in self.shown if tool.function.strict}, self.tools.form
+        if not strict or not form.triggers:
+            return {}
+        loose = form.style == "json"
+        return {name: ANY_OBJECT if loose and name not in strict else schema for name, schema in self.tools.schemas.items()}
+
+
+def callable_tools(body: ChatRequest, form: ToolFormat) -> CallableTools | None:
+    """Return the functions that the answer may call, None if it may call none.
+
+    `form`: format in which the model writes calls. Raises ApiError 400 for an invalid choice.
+    """
+    tools = [Tool(type="function", function=tool.function) for tool in body.tools or ()]
+    choice, is_single = body.tool_choice, body.parallel_tool_calls is False
+    if body.functions:
+        if tools:
+            raise invalid("functions", "functions is the old name of tools; give one of them")
+        tools, is_single = [Tool(type="function", function=function) for function in body.functions], True
+        named = body.function_call
+        choice = NamedTool(type="function", function=named) if isinstance(named, FunctionName) else named
+    if isinstance(choice, AllowedTools):
+        names = [each.function.name for each in choice.allowed_tools.tools]
+        tools, choice = [_named(tools, name) for name in names], choice.allowed_tools.mode
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise invalid("tool_choice", "tool_choice needs tools; give tools, or leave tool_choice out")
+        return None
+    if choice == "none":
+        return None
+    schemas = {tool.function.name: tool.function.parameters or NO_PARAMETERS for tool in tools}
+    forced: dict[str, Any] = schemas if choice == "required" else {}
+    if isinstance(choice, NamedTool | NamedFreeform):
+        name = _named(tools, choice.function.name).function.name
+        forced, is_single = {name: schemas[name]}, True
+    return CallableTools(tools, Tools(form, schemas, single=is_single), forced)
+
+
+def _named(tools: list[Tool], name: str) -> Tool:
+    """Return the tool with this name; raise ApiError 400 if there is none."""
+    for tool in tools:
+        if tool.function.name == name:
+            return tool
+    raise invalid("tool_choice", f"tool_choice names {name!r:.80}, but tools has no such function")
