@@ -5,15 +5,20 @@ scale each. `Codec.split` returns the codes, scales and minima of blocks, such t
 
     value = scale[group] * code + minimum[group]
 
-Block layouts: GGUF specification and ggml's `block_q*` structures (ggml-common.h).
+`CODECS` has the codecs of floats and of GGUF files, `scaled_codecs.SCALED` those of quantised HF
+checkpoints. Block layouts: GGUF specification and ggml's `block_q*` structures (ggml-common.h).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
-from castiron.emitter.types import DTYPES, to_f32
+from castiron.emitter.codec import Codec as Codec
+from castiron.emitter.codec import Parts as Parts
+from castiron.emitter.iq_blocks import SPLITTERS
+from castiron.emitter.scaled_codecs import E4M3, SCALED
+from castiron.emitter.types import BF16, DTYPES, to_f32
 
 _ROWS_AT_ONCE_BYTES = 1 << 22  # limit for temporary arrays, without the result
 
@@ -21,68 +26,6 @@ _ROWS_AT_ONCE_BYTES = 1 << 22  # limit for temporary arrays, without the result
 def rows_at_once(bytes_of_a_row: int) -> int:
     """Return how many rows to convert at a time, so that temporary arrays stay small."""
     return max(1, _ROWS_AT_ONCE_BYTES // bytes_of_a_row)
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The unpacked parts of n quantised blocks, in two levels as in ggml: blocks, and groups in them.
-
-    An element is d * scale * code plus or minus (`Codec.minimum`) m * minimum.
-
-    Attributes:
-        codes: [n, block] i8.
-        d, m: the factors of a block, [n] f16; d is [n] u8 if the codec has `exponents`, and m is
-            None if it has no minima.
-        scales, minima: the factors of a group, [n, groups] u8 or i8; None means 1.
-    """
-
-    codes: np.ndarray
-    d: np.ndarray
-    m: np.ndarray | None = None
-    scales: np.ndarray | None = None
-    minima: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class Codec:
-    """A storage format of rows: blocks of `block` elements; `group` elements share a scale.
-
-    splitter: implements `split`, or None if the format is not quantised. bits: size of a stored
-    code. A stored code is the unsigned number `code + offset`, or an index into `table` if there is
-    one, or the signed code itself if it has 8 bits. minimum: +1 or -1, the sign with which a
-    group's minimum is added, or 0 if there are no minima. exponents: whether a block's scale is
-    stored as the exponent d of 2^(d - 128), as in OCP's MX formats.
-    """
-
-    name: str
-    block: int
-    block_bytes: int
-    splitter: Callable[[np.ndarray], Parts] | None = None
-    bits: int = 0
-    offset: int = 0
-    group: int = 0
-    minimum: int = 0
-    table: tuple[int, ...] = ()
-    exponents: bool = False
-
-    @property
-    def code_bits(self) -> int:
-        """Return the bits of a signed code: 8 if codes are values of `table`, otherwise `bits`."""
-        return 8 if self.table else self.bits
-
-    @property
-    def quantised(self) -> bool:
-        return self.splitter is not None
-
-    @property
-    def summed(self) -> bool:
-        """Return whether matmuls need the sum of x over each group, to apply offset or minima."""
-        return bool(self.offset or self.minimum)
-
-    def split(self, blocks: np.ndarray) -> Parts:
-        """Return the parts of blocks [n, block_bytes] u8; the codec must be quantised."""
-        assert self.splitter is not None, f"{self.name} has no blocks"
-        return self.splitter(blocks)
 
 
 def _f16(columns: np.ndarray) -> np.ndarray:
@@ -182,6 +125,44 @@ def _split_mxfp4(b: np.ndarray) -> Parts:
     return Parts(_in_table(E2M1, _nibbles(b[:, 1:], 16)), np.ascontiguousarray(b[:, 0]))
 
 
+@np.errstate(over="ignore", invalid="ignore")  # `finite.are_finite` finds such scales
+def _split_nvfp4(b: np.ndarray) -> Parts:
+    """Split ggml's blocks of 36 bytes, or the blocks of 40 bytes that `with_scale` returns."""
+    # ggml reads 0x7F as 0, and ignores the sign bit. Its E4M3 has an exponent bias of 7, f16 one of 15, and the table's
+    # values are doubled: hence 2^(15 - 7 - 1).
+    scales = np.where(b[:, :4] == 0x7F, 0, b[:, :4] & 0x7F).astype(np.uint8)
+    d = np.full(len(b), 128, np.float32)
+    if b.shape[1] > 36:
+        d *= np.ascontiguousarray(b[:, 36:]).view("<f4")[:, 0]
+    return Parts(_in_table(E2M1, _nibbles(b[:, 4:36], 8)), d, scales=scales)
+
+
+def with_scale(raw: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Return rows of the codec nvfp4 as rows of nvfp4_scaled, whose blocks end with an f32 scale.
+
+    raw: u8 [..., row_bytes]. scale: f32 that can be broadcast to [..., blocks of a row].
+    """
+    blocks = raw.reshape(*raw.shape[:-1], -1, CODECS["nvfp4"].block_bytes)
+    scales = np.ascontiguousarray(np.broadcast_to(scale, blocks.shape[:-1]), "<f4")[..., None].view(np.uint8)
+    return np.concatenate([blocks, scales], axis=-1).reshape(*raw.shape[:-1], -1)
+
+
+def _split_q1_0(b: np.ndarray) -> Parts:
+    return Parts(_in_table(SIGNS, np.unpackbits(b[:, 2:], axis=1, bitorder="little")), _f16(b[:, :2]))
+
+
+def _split_q2_0(b: np.ndarray) -> Parts:
+    return Parts(_signed(_bit_plane(b[:, 2:], 1, 2), 1), _f16(b[:, :2]))
+
+
+def _split_iq(name: str) -> Callable[[np.ndarray], Parts]:
+    def split(b: np.ndarray) -> Parts:
+        codes, d, scales = SPLITTERS[name](b)
+        return Parts(codes, d, scales=scales)
+
+    return split
+
+
 def _ternary(columns: np.ndarray, digits: int) -> np.ndarray:
     """Unpack bytes [n, b] to numbers -1, 0 and 1, [n, b * digits].
 
@@ -201,9 +182,15 @@ def _split_tq2_0(b: np.ndarray) -> Parts:
     return Parts(_signed(_bit_plane(b[:, :64], 32, 2), 1), _f16(b[:, 64:]))
 
 
-# Values of the 16 codes of 4 bits: ggml's kvalues_iq4nl, and the values of OCP's E2M1 times 2.
+# Values of the codes: of 4 bits ggml's kvalues_iq4nl, and the values of OCP's E2M1 times 2; of 1 bit the signs.
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+SIGNS = (-1, 1)
+# Values of the IQ types, in which a zero fills up the table: 8 times a grid's entry in IQ1, plus or minus 1.
+IQ1 = (-9, -7, -1, 1, 7, 9, 0, 0)
+IQ2 = (8, 25, 43, -8, -25, -43, 0, 0)
+IQ3_XXS = (4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62)
+IQ3_S = tuple(range(-15, 16, 2))
 
 CODECS: dict[str, Codec] = {
     codec.name: codec
@@ -220,11 +207,24 @@ CODECS: dict[str, Codec] = {
         Codec("q5_k", 256, 176, _split_q45_k(5), bits=5, group=32, minimum=-1),
         Codec("q6_k", 256, 210, _split_q6_k, bits=6, offset=32, group=16),
         Codec("q2_k", 256, 84, _split_q2_k, bits=2, group=16, minimum=-1),
-        # Codes of 3 bits, packed as 4.
-        Codec("q3_k", 256, 110, _split_q3_k, bits=4, offset=4, group=16),
+        Codec("q3_k", 256, 110, _split_q3_k, bits=3, offset=4, group=16),
         Codec("iq4_nl", 32, 18, _split_iq4_nl, bits=4, group=32, table=IQ4),
         Codec("iq4_xs", 256, 136, _split_iq4_xs, bits=4, group=32, table=IQ4),
         Codec("mxfp4", 32, 17, _split_mxfp4, bits=4, group=32, table=E2M1, exponents=True),
+        Codec("nvfp4", 64, 36, _split_nvfp4, bits=4, group=16, table=E2M1, small_floats=True),
+        # NVFP4 whose tensor has a scale too (`with_scale`); GGUF stores that scale as a tensor of its own.
+        Codec("nvfp4_scaled", 64, 40, _split_nvfp4, bits=4, group=16, table=E2M1, small_floats=True),
+        Codec("q1_0", 128, 18, _split_q1_0, bits=1, group=32, table=SIGNS),
+        Codec("q2_0", 64, 18, _split_q2_0, bits=2, offset=1, group=32),
+        # The codes of IQ types are stored as values, because looking up vectors of a grid would take longer than
+        # reading the additional bits.
+        Codec("iq1_s", 256, 50, _split_iq("iq1_s"), bits=3, group=32, table=IQ1),
+        Codec("iq1_m", 256, 56, _split_iq("iq1_m"), bits=3, group=16, table=IQ1),
+        Codec("iq2_xxs", 256, 66, _split_iq("iq2_xxs"), bits=3, group=32, table=IQ2),
+        Codec("iq2_xs", 256, 74, _split_iq("iq2_xs"), bits=3, group=16, table=IQ2),
+        Codec("iq2_s", 256, 82, _split_iq("iq2_s"), bits=3, group=16, table=IQ2),
+        Codec("iq3_xxs", 256, 98, _split_iq("iq3_xxs"), bits=4, group=32, table=IQ3_XXS),
+        Codec("iq3_s", 256, 110, _split_iq("iq3_s"), bits=4, group=32, table=IQ3_S),
         # Ternary codes, packed as 2 bits.
         Codec("tq1_0", 256, 54, _split_tq1_0, bits=2, offset=1, group=32),
         Codec("tq2_0", 256, 66, _split_tq2_0, bits=2, offset=1, group=32),
@@ -235,7 +235,7 @@ CODECS: dict[str, Codec] = {
 def codec_of(name: str) -> Codec:
     """Return the codec called `name`; raise ValueError if there is none."""
     try:
-        return CODECS[name]
+        return CODECS.get(name) or SCALED[name]
     except KeyError:
         raise ValueError(f"weight type {name!r} is unknown; use one of {', '.join(CODECS)}") from None
 
@@ -270,9 +270,28 @@ def powers_of_two(exponents: np.ndarray) -> np.ndarray:
     return np.ldexp(np.float32(1), exponents.astype(np.int32) - 128)
 
 
+def numbers(codec: Codec, parts: Parts) -> Parts:
+    """Return parts of blocks as numbers: f16, f32, u8 or i8 whose value is that of the part."""
+    d, m, scales, codes = parts.d, parts.m, parts.scales, parts.codes
+    if codec.exponents:
+        d = powers_of_two(d)
+    elif d.dtype == BF16.numpy:
+        d = to_f32(d, BF16)
+    if codec.zeros and m is not None:
+        m = d.astype(np.float32) * m.astype(np.float32)
+    if codec.small_floats and scales is not None:
+        scales = (scales.astype(np.uint16) << 7).view(np.float16)
+    if codec.e4m3:
+        codes = E4M3[codes.view(np.uint8)]
+    elif not codec.has_integers:
+        codes = np.array(codec.table, np.float32)[codes]
+    return replace(parts, codes=codes, d=d, m=m, scales=scales)
+
+
 def values(codec: Codec, parts: Parts) -> np.ndarray:
     """Dequantise n split blocks to f32 [n, block], with the same roundings as ggml."""
-    scale = (powers_of_two(parts.d) if codec.exponents else parts.d.astype(np.float32))[:, None]
+    parts = numbers(codec, parts)
+    scale = parts.d.astype(np.float32)[:, None]
     if parts.scales is not None:
         scale = scale * parts.scales.astype(np.float32)
     groups = parts.codes.reshape(len(parts.codes), -1, codec.group).astype(np.float32)
@@ -283,35 +302,6 @@ def values(codec: Codec, parts: Parts) -> np.ndarray:
             minimum = minimum * parts.minima.astype(np.float32)
         result += np.float32(codec.minimum) * minimum[:, :, None]
     return result.reshape(len(parts.codes), -1)
-
-
-# _EXPONENTS: the exponent bits, all set in infinities and NaN. _HALVES: byte offsets of the f16 numbers in a block.
-_EXPONENTS = {"f32": ("<u4", 0x7F800000), "f16": ("<u2", 0x7C00), "bf16": ("<u2", 0x7F80)}
-_HALVES = {
-    "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,),
-    "q2_k": (80, 82), "q3_k": (108,), "iq4_nl": (0,), "iq4_xs": (0,), "tq1_0": (52,), "tq2_0": (64,), "mxfp4": (),
-}  # fmt: skip
-# With a larger exponent, the largest value of E2M1's table, 12, times the power of two overflows f32.
-_LARGEST_EXPONENT = 252
-
-
-def are_finite(codec_name: str, raw: np.ndarray) -> bool:
-    """Return whether all weights in `raw`, u8 [..., row_bytes], are finite."""
-    codec = codec_of(codec_name)
-    rows = raw.reshape(-1, raw.shape[-1])
-    step = rows_at_once(raw.shape[-1])
-    return all(_are_finite(codec, rows[start : start + step]) for start in range(0, len(rows), step))
-
-
-def _are_finite(codec: Codec, rows: np.ndarray) -> bool:
-    if not codec.quantised:
-        kind, exponent = _EXPONENTS[codec.name]
-        return not ((np.ascontiguousarray(rows).view(kind) & exponent) == exponent).any()
-    blocks = np.ascontiguousarray(rows).reshape(-1, codec.block_bytes)
-    if codec.exponents:
-        return blocks[:, 0].max() <= _LARGEST_EXPONENT
-    kind, exponent = _EXPONENTS["f16"]
-    return not any(((blocks[:, at : at + 2].view(kind) & exponent) == exponent).any() for at in _HALVES[codec.name])
 
 
 def dequantise(codec_name: str, raw: np.ndarray) -> np.ndarray:

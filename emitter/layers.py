@@ -63,7 +63,20 @@ def linear(step: Step, x: Value, name: str, out_features: int, bias: bool = Fals
     """Apply the `torch.nn.Linear` called `name` to x [T, in]; return [T, out_features]."""
     with scope(name):
         weight = step.weight("weight", (out_features, x.shape[-1]))
+        x = _reordered(step, x, f"{current_path()}.weight")
         return project(x, weight, step.vector("bias", (out_features,)) if bias else None)
+
+
+def _reordered(step: Step, x: Value, weight: str) -> Value:
+    """Return x [T, in] with its features in the order of the columns of `weight`."""
+    if (order := step.module.orders.get(weight)) is None:
+        return x
+    step.module.reordered.add(weight)
+    if (x, order) not in step.reordered:
+        vector = step.module.weight(Weight(order, x.shape[1:]))
+        features = ops.convert(build(LAYERS, "values", (vector,), (vector.type,))[0], I32)
+        step.reordered[x, order] = ops.transpose(ops.gather_rows(ops.transpose(x, (1, 0)), features), (1, 0))
+    return step.reordered[x, order]
 
 
 def linear_parts(
@@ -83,7 +96,7 @@ def linear_parts(
         weight = Weight(f"{path}.{part}.{kind}", (rows, *inner), codec, parts=full, rows=taken, groups=groups)
         return step.module.weight(weight)
 
-    projected, first = [], 0
+    projected, first, x = [], 0, _reordered(step, x, f"{path}.{name}.weight")
     for part, rows in parts.items():
         with scope(part):
             weight = own(part, "weight", rows, first, x.shape[1:])

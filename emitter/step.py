@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from math import prod
+from types import MappingProxyType
 
 import numpy as np
 
@@ -87,12 +88,14 @@ class ModelModule(Module):
     """A module of layer operations, which are not lowered yet.
 
     codecs: maps the name of a checkpoint tensor to the codec in which the bundle stores it.
-    weights: the tensors and tables that the module reads, by name.
+    orders: by weight, the tensor with the order of its columns, if that is not the order of x.
+    reordered: the weights of `orders` that a layer read. weights: the tensors and tables that the
+    module reads, by name.
     """
 
-    def __init__(self, name: str, codecs: Callable[[str], str]) -> None:
+    def __init__(self, name: str, codecs: Callable[[str], str], orders: Mapping[str, str] = MappingProxyType({})) -> None:
         super().__init__(name)
-        self.codecs = codecs
+        self.codecs, self.orders, self.reordered = codecs, orders, set[str]()
         self.weights: dict[str, Weight] = {}
 
     @contextmanager
@@ -137,6 +140,7 @@ class Step:
     dimension 0 has the layers of the first sequence, then those of the second, and so on.
     records: the `State` of each value in `states`, by name.
     context: the max number of positions. hidden: the hidden states that `layers.lm_head` got.
+    reordered: x with its features in the order that a tensor names, by x and tensor.
     """
 
     module: ModelModule
@@ -148,6 +152,7 @@ class Step:
     records: Mapping[str, State]
     context: int
     hidden: Value | None = None
+    reordered: dict[tuple[Value, str], Value] = field(default_factory=dict)
 
     @property
     def mode(self) -> str:

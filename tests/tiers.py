@@ -41,6 +41,9 @@ tests/emitter/test_attention.py::test_a_ring
 tests/emitter/test_int8.py::*[aarch64
 tests/emitter/test_int8.py::*[x86-64-v
 tests/emitter/test_canonical.py::test_a_row
+tests/emitter/test_scaled_codecs.py::test_a_row
+tests/emitter/test_scaled_codecs.py::test_a_matrix
+tests/emitter/test_scaled_codecs.py::test_int8_activations*64-
 tests/emitter/test_experts.py::test_host*grouped
 tests/emitter/test_experts.py::*[host-gemv
 tests/emitter/test_experts.py::test_a_pair*gemv
@@ -73,6 +76,8 @@ tests/evaluate/test_bench_kernel.py
 tests/compile/test_calibrate.py
 tests/compile/test_emit.py::test_a_kernel_module_compiles
 tests/compile/test_gguf_types.py
+tests/checkpoints/test_hf_quantised.py::test_logits_of
+tests/checkpoints/test_hf_quantised.py::test_bundles
 tests/compile/test_weights.py::test_a_quantised_bundle
 tests/emitter/test_bf16_split.py::test_matrix
 tests/checkpoints/test_gguf_checkpoint.py::test_config_is_that_of_transformers[gemma3

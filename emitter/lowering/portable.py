@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from castiron.emitter import ops
-from castiron.emitter.codecs import CODECS, powers_of_two
+from castiron.emitter.codecs import codec_of, numbers
 from castiron.emitter.ir import Op, Param, Source, Value, parameter
 from castiron.emitter.layers import ClampedSwiGLU
 from castiron.emitter.lowering import portable_recurrent
@@ -28,7 +28,7 @@ class Stored:
 
     def __init__(self, weight: Weight) -> None:
         self.weight = weight
-        self.codec = CODECS[weight.codec]
+        self.codec = codec_of(weight.codec)
 
     def _part(self, suffix: str, dtype: DType, width: int, take) -> Value:
         weight = self.weight
@@ -46,29 +46,34 @@ class Stored:
         inner = weight.shape[1]
         blocks, groups = inner // codec.block, inner // codec.group
 
-        def split(name):
-            return lambda raw: getattr(codec.split(raw.reshape(-1, codec.block_bytes)), name)
+        def split(raw: np.ndarray) -> dict[str, np.ndarray]:
+            """Return the parts that `Parts` has by name, as numbers."""
+            parts = numbers(codec, codec.split(raw.reshape(-1, codec.block_bytes)))
+            return {name: part for name, part in vars(parts).items() if part is not None}
+
+        sample = split(np.zeros(codec.block_bytes, np.uint8))
+
+        def part(name: str, width: int) -> Value:
+            """Return part `name`, f32 [rows, width]; it is stored in the type that `split` returns."""
+            dtype = {"<f2": F16, "<f4": F32}.get(sample[name].dtype.str, I8)
+            take = lambda raw: split(raw)[name].view(np.int8) if dtype == I8 else split(raw)[name]
+            return ops.convert(pick(self._part("." + name, dtype, width, take)), F32)
 
         def factor(name: str, sub: str) -> Value:
             """Return the f32 scale (or minimum) of each codec group of the weight, [rows, groups].
 
             name: name of the part of the weight with one value for each codec block, "d" or "m".
-            sub: name of the part with one value for each group. If blocks have several groups, the
+            sub: name of the part with one value for each group. If the weight has that part, the
             result is the product of both values; otherwise it is the value of the block.
             """
-            if codec.exponents:
-                # As powers of two, because f16 cannot represent 2^-128.
-                value = pick(self._part("." + name, F32, blocks, lambda raw: powers_of_two(split(name)(raw))))
-            else:
-                value = ops.convert(pick(self._part("." + name, F16, blocks, split(name))), F32)
-            if groups == blocks:
-                return value
+            value = part(name, blocks)
             shape = (value.shape[0], blocks, groups // blocks)
-            own = ops.convert(pick(self._part("." + sub, I8, groups, lambda raw: split(sub)(raw).view(np.int8))), F32)
             wide = ops.broadcast_in_dim(value, shape, (0, 1))
-            return ops.reshape(ops.multiply(wide, ops.reshape(own, shape)), (shape[0], groups))
+            if sub in sample:
+                wide = ops.multiply(wide, ops.reshape(part(sub, groups), shape))
+            return ops.reshape(wide, (shape[0], groups))
 
-        codes = ops.convert(pick(self._part(".codes", I8, inner, split("codes"))), F32)
+        codes = part("codes", inner)
         shape = (codes.shape[0], groups, codec.group)
         scale = ops.broadcast_in_dim(factor("d", "scales"), shape, (0, 1))
         value = ops.multiply(scale, ops.reshape(codes, shape))

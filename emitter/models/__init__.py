@@ -10,9 +10,9 @@ or `ENCODERS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from castiron.emitter import ops
@@ -75,6 +75,7 @@ def build(
     embeds: Sequence[int] = (),
     cache: str = "f32",
     pooling: Pooling | None = None,
+    orders: Mapping[str, str] = MappingProxyType({}),
 ) -> ModelModule:
     """Return a module of layer operations with the functions of a model.
 
@@ -83,14 +84,16 @@ def build(
     context: the max number of positions. widths, verify, batches, embeds: for which numbers of
     tokens T to make functions prefill_T, verify_T, decode_batch_T and embed_T. cache: the format of
     KV caches, "f32", "f16" or "q8_0". pooling: if given, the model is an encoder, whose only
-    functions are encode_T for each T in `embeds`. Raise EmitError for an unsupported config.
+    functions are encode_T for each T in `embeds`. orders: maps the name of a linear layer's weight
+    whose columns are in another order to the name of a tensor f32 [in], which has the input feature
+    of each stored column. Raise EmitError for an unsupported config.
     """
     model, c = family(config), read_config(config)
     if not 1 <= context <= c.max_positions:
         is_cut = c.max_positions < config.get("max_position_embeddings", 0)
         why = ", past which its rotary scaling would change the frequencies of every token" if is_cut else ""
         raise EmitError(f"a context of {context} is outside what the model allows (1 to {c.max_positions} positions{why})")
-    module = ModelModule("model", codecs)
+    module = ModelModule("model", codecs, orders)
     if is_bidirectional(c) and pooling is None:
         raise EmitError(
             "this model attends to later tokens too, so it cannot generate text, and the checkpoint does not define pooling; "
@@ -110,6 +113,9 @@ def build(
         _check_signature(function, c.vocab)
     if pooling is not None:
         _drop_unread_weights(module)
+    if unread := sorted(orders.keys() - module.reordered):
+        reordered = f"the columns of {shorten_list(unread)} are in another order (desc_act)"
+        raise EmitError(f"{reordered}, which only linear layers support; use a checkpoint with desc_act false")
     return module
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from castiron.emitter.codecs import CODECS
+from castiron.emitter.codecs import codec_of
 from castiron.emitter.quantise import convert
 from castiron.emitter.shorten import shorten, shorten_list, shorten_text
 from castiron.pipelines.checkpoints.checkpoint import EMBEDDING, HEAD, Checkpoint, CheckpointError, Tensor
@@ -106,7 +106,7 @@ def merge(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
         if name not in tensors:
             raise CheckpointError(f"{adapter.path} adapts {shorten_text(name)}, which {checkpoint.path} lacks; {_BASE}")
         own = tensors[name]
-        if CODECS[own.codec].quantised:
+        if codec_of(own.codec).quantised:
             raise CheckpointError(f"{checkpoint.path} has {name} quantised ({own.codec}); give a base in f32, bf16 or f16")
         if own.shape != shape:
             raise CheckpointError(f"{adapter.path} adapts {name} as {list(shape)}, the base has {list(own.shape)}; {_BASE}")

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from castiron.emitter.codecs import are_finite, dequantise, row_bytes
+from castiron.emitter.codecs import dequantise, row_bytes
+from castiron.emitter.finite import are_finite
 from castiron.emitter.pooling import Pooling
 from castiron.emitter.shorten import shorten, shorten_text
 from castiron.pipelines.child_process import ChildProcess, LimitExceeded
@@ -105,6 +106,8 @@ class Checkpoint:
     generation_config: dict = field(default_factory=dict)
     left_out: Mapping[str, int] = field(default_factory=dict)  # number of dropped tensors by prefix, as model.visual
     encoding: Encoding | None = None
+    quantization_config: dict | None = None  # that of config.json, if the weights are quantised
+    column_orders: Mapping[str, str] = field(default_factory=dict)  # by weight: the tensor with the order of its columns
 
 
 def map_file(path: Path) -> memoryview:
@@ -178,6 +181,9 @@ def missing_and_left_over(required: Mapping[str, tuple[int, ...]], checkpoint: C
             problems.append(f"{name} is {list(tensors[name].shape)}, the config requires {list(shape)}")
     for name, tensor in tensors.items():
         if name in required or is_ignorable(name):
+            continue
+        # Some writers of GPTQ store a bias of zeros for every layer.
+        if checkpoint.quantization_config and name.endswith(".bias") and not tensor.dequantise().any():
             continue
         # A model with a tied output head may store the head too, if it equals the embedding.
         if name == HEAD and EMBEDDING in required and (tied := tensors.get(EMBEDDING)) is not None:

@@ -5,14 +5,14 @@ these changes.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 
 import numpy as np
 
-from castiron.emitter.codecs import CODECS
+from castiron.emitter.codecs import CODECS, with_scale
 from castiron.emitter.shorten import shorten, shorten_text
 from castiron.pipelines.checkpoints.checkpoint import HEAD, Checkpoint, CheckpointError, Tensor, without, without_shared
 from castiron.pipelines.checkpoints.gguf_config import architecture_of, encoding_of, hf_config, sampling_config
@@ -30,7 +30,7 @@ _NAMED = re.compile(r"(?:blk\.(?P<layer>\d{1,9})\.)?(?P<leaf>.+)\.(?P<suffix>wei
 def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
     """Open a GGUF file without the metadata keys `ignore_keys`."""
     file = read_gguf(path)
-    file = replace(file, metadata=without(file.metadata, ignore_keys, path))
+    file = replace(file, metadata=without(file.metadata, ignore_keys, path), tensors=scaled(path, file.tensors))
     kind = file.metadata.get("general.type")
     if kind is not None and (not isinstance(kind, str) or kind != "model"):
         raise CheckpointError(f"{path} is a GGUF file of type {shorten(kind)}; give a model's file")
@@ -56,6 +56,30 @@ def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
         left_out=left_out,
         encoding=encoding,
     )
+
+
+def scaled(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a file, with each weight in NVFP4 multiplied by its scale.
+
+    The file has the scale of `x.weight` as `x.scale`, one number or one for each expert. The scale
+    of its activations, `x.input_scale`, is dropped: castiron does not quantise activations to FP4.
+    """
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor.codec == "nvfp4" and name.endswith(".weight"):
+            found.pop(name.removesuffix("weight") + "input_scale", None)
+            if scale := found.pop(name.removesuffix("weight") + "scale", None):
+                found[name] = _times(path, tensor, scale)
+    return found
+
+
+def _times(path: Path, tensor: Tensor, scale: Tensor) -> Tensor:
+    shape = (1 if len(tensor.shape) == 2 else tensor.shape[0], *(1,) * (len(tensor.shape) - 1))
+    if prod(scale.shape) not in (1, shape[0]):
+        found = f"{shorten_text(scale.source)} has {prod(scale.shape)} numbers"
+        raise CheckpointError(f"{path}: {found}, not 1 or {shape[0]}; fetch it again")
+    read = lambda: with_scale(tensor.data, scale.dequantise().reshape(-1, *shape[1:]))
+    return replace(tensor, codec="nvfp4_scaled", read=read)
 
 
 def hf_tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Tensor]:

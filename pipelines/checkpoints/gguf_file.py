@@ -22,7 +22,8 @@ from castiron.pipelines.locate import parts_of
 CODEC_OF_GGML_TYPE = {
     0: "f32", 1: "f16", 30: "bf16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0",
     10: "q2_k", 11: "q3_k", 12: "q4_k", 13: "q5_k", 14: "q6_k", 20: "iq4_nl", 23: "iq4_xs", 34: "tq1_0", 35: "tq2_0",
-    39: "mxfp4",
+    39: "mxfp4", 40: "nvfp4", 41: "q1_0", 42: "q2_0",
+    16: "iq2_xxs", 17: "iq2_xs", 18: "iq3_xxs", 19: "iq1_s", 21: "iq3_s", 22: "iq2_s", 29: "iq1_m",
 }  # fmt: skip
 GGML_TYPE = {codec: number for number, codec in CODEC_OF_GGML_TYPE.items()}
 

@@ -16,7 +16,8 @@ from castiron.pipelines.checkpoints.checkpoint import (
     without_shared,
 )
 from castiron.pipelines.checkpoints.encoding_files import base_names, read_classifier, read_encoding
-from castiron.pipelines.checkpoints.hf_files import BYTES, json_object, read_safetensors, text_of, unsupported_type
+from castiron.pipelines.checkpoints.hf_files import PART_TYPES, json_object, read_safetensors, text_of, unsupported_type
+from castiron.pipelines.checkpoints.hf_quantised import column_orders, quantised_weights
 from castiron.pipelines.checkpoints.hf_tensors import TEXT_PARTS, family_tensors, text_config, text_tensors
 
 CONFIG = "config.json"
@@ -35,20 +36,25 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
     if not any((path / name).exists() for name in (SINGLE, INDEX)) and full_config["model_type"] not in TEXT_PARTS:
         # Report an unsupported model first, because downloading the missing weights would not help.
         family(full_config)
-    stored = base_names(_tensors(path))
+    quantisation, scales = quantization_config(full_config), {}
+    stored = base_names(tensors_of(path, quantisation is not None))
+    if quantisation:
+        stored, scales = quantised_weights(path, quantisation, stored)
     config = without(text_config(full_config, stored), ignore_keys, path / CONFIG)
+    config.pop("quantization_config", None)
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(f"{path / CONFIG} has no model_type in its text_config; fetch it again")
     generation = json_object(path / "generation_config.json") or {}
     tensors, left_out = text_tensors(full_config["model_type"], stored)
+    left_out |= scales
     encoding = read_encoding(path) or read_classifier(path, full_config, stored)
     if encoding and tensors.pop(HEAD, None):
         left_out |= {"lm_head": 1}
     reject_impossible_sizes(path, config, {name: tensor.shape for name, tensor in tensors.items()})
-    tensors = without_shared(family_tensors(config["model_type"], tensors), config)
+    tensors, orders = column_orders(without_shared(family_tensors(config["model_type"], tensors), config))
     for tensor in tensors.values():
-        if tensor.codec == BYTES:
-            raise unsupported_type(path, tensor.name, BYTES)
+        if tensor.codec in PART_TYPES:
+            raise unsupported_type(path, tensor.name, tensor.codec)
     if encoding:
         tensors |= encoding.tensors
     sources = (generation, full_config, config)
@@ -63,6 +69,8 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
         eos_token_ids=_token_ids(path, "eos_token_id", *sources),
         generation_config=generation,
         left_out=left_out,
+        quantization_config=quantisation,
+        column_orders=orders,
         encoding=encoding,
     )
 
@@ -89,13 +97,21 @@ def shards_of(path: Path) -> dict[str, list[str] | None]:
     return shards
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
+def quantization_config(config: dict) -> dict | None:
+    """Return the quantization_config of a config, or of its text part."""
+    for own in (config, config.get("text_config")):
+        if isinstance(own, dict) and isinstance(found := own.get("quantization_config"), dict):
+            return found
+    return None
+
+
+def tensors_of(path: Path, is_quantised: bool) -> dict[str, Tensor]:
     """Return the tensors of all shards by name."""
     tensors: dict[str, Tensor] = {}
     for shard, expected in shards_of(path).items():
         if not (path / shard).is_file():
             raise CheckpointError(f"{path / shard} is missing, but {INDEX} names it; fetch it")
-        stored = read_safetensors(path / shard, allow_bytes=True)
+        stored = read_safetensors(path / shard, allow_parts=is_quantised)
         if absent := sorted(name for name in set(expected or ()) - set(stored) if not is_ignorable(name)):
             raise CheckpointError(f"{path / shard} lacks {shorten_list(absent)}, which {INDEX} lists for it; fetch it again")
         if twice := stored.keys() & tensors.keys():

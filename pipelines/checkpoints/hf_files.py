@@ -12,8 +12,8 @@ from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Tensor, i
 from castiron.pipelines.files import MAX_BYTES, has_too_many_values, read_regular
 
 CODEC_OF_DTYPE = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
-# The codec of safetensors of type U8, which `hf_tensors` may convert to MXFP4 blocks.
-BYTES = "U8"
+# Types of parts of quantised weights, which `hf_tensors` and `hf_quantised` convert. Until then, they are a tensor's codec.
+PART_TYPES = ("U8", "I8", "I32", "I64", "F8_E4M3")
 # Max nesting of values in JSON files of fewer than _LARGE characters.
 _LARGE, _MAX_DEPTH = 1_000_000, 50
 _HALF_OF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
@@ -72,11 +72,11 @@ def json_object(path: Path) -> dict | None:
     return content
 
 
-def read_safetensors(path: Path, allow_bytes: bool = False) -> dict[str, Tensor]:
+def read_safetensors(path: Path, allow_parts: bool = False) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file by name, as views of the mapped file.
 
-    Buffers that castiron computes itself (`is_ignorable`) are left out. allow_bytes: whether
-    tensors may have the type U8.
+    Buffers that castiron computes itself (`is_ignorable`) are left out. allow_parts: whether
+    tensors may have the types PART_TYPES, and no dimensions.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -94,14 +94,16 @@ def read_safetensors(path: Path, allow_bytes: bool = False) -> dict[str, Tensor]
     header = json.loads(head)
     data = np.frombuffer(view, np.uint8)[_HEADER_LENGTH_BYTES + size :]
     names = [name for name in header if name != "__metadata__" and not is_ignorable(name)]
-    return {name: _tensor(path, name, header[name], data, allow_bytes) for name in names}
+    return {name: _tensor(path, name, header[name], data, allow_parts) for name in names}
 
 
-def _tensor(path: Path, name: str, entry: dict, data: np.ndarray, allow_bytes: bool) -> Tensor:
+def _tensor(path: Path, name: str, entry: dict, data: np.ndarray, allow_parts: bool) -> Tensor:
     shape, dtype, (start, end) = tuple(entry["shape"]), entry["dtype"], entry["data_offsets"]
     if len(shape) > _MAX_DIMENSIONS:
         raise CheckpointError(f"{path}: {shorten_text(name)} has {len(shape)} dimensions; the limit is {_MAX_DIMENSIONS}")
-    codec = BYTES if dtype == BYTES and allow_bytes else CODEC_OF_DTYPE.get(dtype)
+    codec = dtype if dtype in PART_TYPES and allow_parts else CODEC_OF_DTYPE.get(dtype)
+    if allow_parts:
+        shape = shape or (1,)
     if codec is None:
         raise unsupported_type(path, name, dtype)
     if not shape or 0 in shape:

@@ -24,8 +24,9 @@ examples:
 
 --json prints one object: a bundle's manifest; or a checkpoint's path, format, config, ignored_keys
 (config keys without an effect on the model), left_out (tensors that are not part of the text model,
-by prefix), refused (why it cannot be compiled, or null), parameters, tensors, tokenizer,
-chat_template, bos_token_id, eos_token_ids, encodes (whether it is an embedding model).
+by prefix), quantization_config (that of config.json, or null), refused (why it cannot be compiled,
+or null), parameters, tensors, tokenizer, chat_template, bos_token_id, eos_token_ids, encodes
+(whether it is an embedding model).
 """
 # Keys of config.json that are shown.
 SHOWN_CONFIG = (
@@ -120,6 +121,7 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
     from castiron.emitter.codecs import row_bytes
     from castiron.emitter.models import ignored_keys
     from castiron.emitter.types import EmitError
+    from castiron.pipelines.checkpoints.hf_quantised import describe
     from castiron.pipelines.checkpoints.hf_tensors import in_words
     from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 
@@ -142,6 +144,7 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
         *((name, str(found.config[name])) for name in SHOWN_CONFIG if name in found.config),
         ("parameters", f"{elements:,} in {len(found.tensors)} tensors, {megabytes(sum(sizes.values()))}"),
         ("tensors", ", ".join(f"{count} {codec}" for codec, count in counts.most_common())),
+        ("quantised", found.quantization_config and describe(found.quantization_config)),
         ("left out", found.left_out and in_words(found.left_out)),
         ("encodes", found.encoding and f"texts, by {found.encoding.pooling.mode} pooling"),
         ("tokenizer", "yes" if found.tokenizer else "none: its bundle takes token ids only"),
@@ -159,6 +162,7 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
         "config": found.config,
         "ignored_keys": list(ignored),
         "left_out": dict(found.left_out),
+        "quantization_config": found.quantization_config,
         "refused": refused,
         "parameters": elements,
         "tensors": {

@@ -65,14 +65,16 @@ def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
     read.
     """
     codecs = codecs_of(checkpoint, options.weights)
-    codec = lambda name: codecs.get(name, "f32")
+    codec, cache, orders = lambda name: codecs.get(name, "f32"), options.cache, checkpoint.column_orders
     if sizes := encoder_sizes(checkpoint, options):
         pooling = checkpoint.encoding.pooling if checkpoint.encoding else None
-        module = build(checkpoint.config, codec, sizes.context, (), embeds=sizes.widths, cache=options.cache, pooling=pooling)
+        module = build(
+            checkpoint.config, codec, sizes.context, (), embeds=sizes.widths, cache=cache, pooling=pooling, orders=orders
+        )
     else:
         context, positions = context_of(checkpoint.config, options), max_context_of(checkpoint.config, options)
         prefill, verify, embed = ([w for w in of if w <= context] for of in (options.prefill, options.speculate, options.embed))
-        module = build(checkpoint.config, codec, positions, prefill, verify, options.batch, embed, options.cache)
+        module = build(checkpoint.config, codec, positions, prefill, verify, options.batch, embed, cache, orders=orders)
     required = {w.name: w.shape for w in module.weights.values() if w.values is None}
     if problems := missing_and_left_over(required, checkpoint):
         # List missing and left-over names, because left-over names often explain the missing ones.

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from castiron.emitter.codecs import CODECS
+from castiron.emitter.codecs import codec_of
 from castiron.emitter.ir import Module, Param
 from castiron.emitter.quantise import ENCODERS, convert
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
@@ -61,7 +61,7 @@ def codecs_of(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
     if weights == "native":
         return codecs
     matrices = [tensor for tensor in matrices if tensor.codec != _TRAINED]
-    if quantised := sorted({tensor.codec for tensor in matrices if CODECS[tensor.codec].quantised}):
+    if quantised := sorted({tensor.codec for tensor in matrices if codec_of(tensor.codec).quantised}):
         already = f"{checkpoint.path} is already quantised to {', '.join(quantised)}"
         raise CheckpointError(f"{already}; give the checkpoint in f32, bf16 or f16, or leave --weights {weights} out")
     wanted = _mixed(checkpoint, matrices, weights) if weights in MIXES else {}
@@ -80,9 +80,9 @@ def _fitting(tensor: Tensor, codec: str) -> str:
     codec that the tensor has.
     """
     features = tensor.shape[-1]
-    if features % CODECS[codec].block:
+    if features % codec_of(codec).block:
         codec = _SMALLER.get(codec, codec)
-    return tensor.codec if features % CODECS[codec].block else codec
+    return tensor.codec if features % codec_of(codec).block else codec
 
 
 def _mixed(checkpoint: Checkpoint, matrices: list[Tensor], mix: str) -> dict[str, str]:
@@ -105,7 +105,7 @@ def _mixed(checkpoint: Checkpoint, matrices: list[Tensor], mix: str) -> dict[str
         layer, layers = found[pattern].index(_layer_of(name)), len(found[pattern])
         return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
-    def codec_of(name: str) -> str:
+    def mixed_codec(name: str) -> str:
         if name in heads:
             return "q6_k"
         if _VALUES.fullmatch(name):
@@ -116,7 +116,7 @@ def _mixed(checkpoint: Checkpoint, matrices: list[Tensor], mix: str) -> dict[str
             return "q8_0"
         return "q5_k" if eight_experts and _OUT.fullmatch(name) else base
 
-    return {tensor.name: codec_of(tensor.name) for tensor in matrices}
+    return {tensor.name: mixed_codec(tensor.name) for tensor in matrices}
 
 
 def _layer_of(name: str) -> int:

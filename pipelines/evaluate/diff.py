@@ -14,6 +14,7 @@ from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointErro
 from castiron.pipelines.compile.build_model import build_model
 from castiron.pipelines.compile.options import Options
 from castiron.pipelines.compile.weights import pack_parameter
+from castiron.pipelines.evaluate.dequantised import dequantised
 from castiron.reference import hf, interpreter
 
 
@@ -39,7 +40,8 @@ def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, low
     module = lower(model, lowering)
     function = f"prefill_{width}"
     ours = _activations(checkpoint, module, function, tokens)
-    oracle = hf.load(checkpoint.path)
+    with dequantised(checkpoint.path) as directory:
+        oracle = hf.load(directory)
     # Compare blocks and leaf modules only: the last operation of a module like `self_attn` may be the residual addition.
     names = [n for n, m in oracle.named_modules() if n in ours and (n.split(".")[-1].isdigit() or not any(m.children()))]
     theirs = hf.activations(oracle, tokens, names)

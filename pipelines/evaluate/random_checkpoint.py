@@ -17,6 +17,7 @@ import numpy as np
 
 from castiron.emitter.codecs import CODECS, codec_of, row_bytes
 from castiron.emitter.models import build, read_config
+from castiron.emitter.scaled_codecs import SCALED, join
 from castiron.emitter.types import DTYPES, from_f32
 from castiron.pipelines.checkpoints import gguf_export, gguf_file
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
@@ -35,7 +36,10 @@ DEFAULT_CODEC = "q4_k"
 # Bytes of random blocks before they repeat: more than the caches of a core, but quick to generate.
 TILE_BYTES = 1 << 22
 # By codec: the scale of a block, about that of trained weights, and the scale's byte offset in the block (0 if not listed).
-SCALES = {"q2_k": 0.002, "q3_k": 0.001, "tq1_0": 0.05, "tq2_0": 0.05, "iq4_nl": 0.001, "iq4_xs": 0.00003}
+SCALES = {
+    "q2_k": 0.002, "q3_k": 0.001, "tq1_0": 0.05, "tq2_0": 0.05, "iq4_nl": 0.001, "iq4_xs": 0.00003, "q1_0": 0.05, "q2_0": 0.05,
+    "iq1_s": 0.005, "iq1_m": 0.005, "iq2_xxs": 0.001, "iq2_xs": 0.001, "iq2_s": 0.001, "iq3_xxs": 0.0004, "iq3_s": 0.0004,
+}  # fmt: skip
 SCALE_OFFSETS = {"q2_k": 80, "q3_k": 108, "q6_k": 208, "tq1_0": 52, "tq2_0": 64}
 
 Progress = Callable[[str, float], None]
@@ -50,6 +54,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                          "original_max_position_embeddings": 8192},
         "max_position_embeddings": 131072, "tie_word_embeddings": True,
+    },
+    # Qwen/Qwen3-8B
+    "qwen3-8b": {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+        "max_position_embeddings": 40960, "tie_word_embeddings": False,
     },
     # Qwen/Qwen3.5-0.8B
     "qwen3.5-0.8b": {
@@ -72,8 +82,8 @@ def random_checkpoint(name: str, codec: str, progress: Progress) -> tuple[Path, 
     """
     if (config := SHAPES.get(name)) is None:
         raise PipelineError(f"unknown shape: {name}; without --kernel, --shape takes {', '.join(SHAPES)}")
-    if codec not in CODECS:
-        raise PipelineError(f"unknown codec: {codec}; --codec takes {', '.join(CODECS)}")
+    if codec not in gguf_file.GGML_TYPE:
+        raise PipelineError(f"unknown codec: {codec}; --codec takes {', '.join(gguf_file.GGML_TYPE)}")
     weights = "q4_k_m" if codec == "q4_k" else codec
     checkpoint = checkpoint_of(name, config)
     try:
@@ -158,10 +168,18 @@ def _write(file: str, header: bytes, tensors: Sequence[Tensor], alignment: int, 
 
 def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndarray:
     """Return random weights in a codec, u8 [rows, row_bytes], with scales like trained weights."""
-    codec, rng = CODECS[codec_name], np.random.default_rng(seed)
+    codec, rng = codec_of(codec_name), np.random.default_rng(seed)
     if not codec.quantised:
         values = (rng.standard_normal((rows, in_features)) * 0.05).astype(np.float32)
         return np.ascontiguousarray(from_f32(values, DTYPES[codec_name])).view(np.uint8)
+    if codec_name in SCALED:
+        shape = rows * in_features // codec.block, codec.block
+        codes = rng.integers(0, 1 << codec.bits, shape).astype(np.uint8)
+        if codec.e4m3:
+            codes[codes & 0x7F == 0x7F] = 0  # NaN
+        d = (rng.standard_normal(len(codes)) * (0.01 if codec.bits == 4 else 0.0002)).astype(np.float32)
+        m = rng.integers(0, 16, len(codes)).astype(np.int8) if codec.zeros else None
+        return join(codec, codes, from_f32(d, DTYPES[codec_name.rpartition("_")[2]]), m).reshape(rows, -1)
     blocks = rng.integers(0, 256, (rows, in_features // codec.block, codec.block_bytes), dtype=np.uint8)
 
     def put(at: int, size: float) -> None:
@@ -171,6 +189,17 @@ def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndar
     small, offset = codec.block == 32, SCALE_OFFSETS.get(codec_name, 0)
     if codec.exponents:
         blocks[:, :, 0] = rng.integers(118, 124, blocks.shape[:2])
+        return blocks.reshape(rows, -1)
+    if codec.small_floats:
+        blocks[:, :, :4] = rng.integers(0x04, 0x18, (*blocks.shape[:2], 4))
+        if codec.block_bytes > 36:
+            blocks[:, :, 36:] = np.array([0.7], "<f4").view(np.uint8)
+        return blocks.reshape(rows, -1)
+    if codec_name == "iq1_m":  # the highest four bits of each 16-bit word of scales are a part of d
+        bits = (rng.standard_normal(blocks.shape[:2]) * SCALES[codec_name]).astype(np.float16).view(np.uint16)
+        for part in range(4):
+            high = blocks[:, :, 49 + 2 * part]
+            high[...] = high & 15 | (bits >> 4 * part & 15) << 4
         return blocks.reshape(rows, -1)
     put(offset, SCALES.get(codec_name, 0.01 if small else 0.0002))
     if codec.minimum:

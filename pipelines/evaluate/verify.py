@@ -185,10 +185,12 @@ def load_reference(path: Path, weights: str, threads: int | None, adapter: Path 
     from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
     from castiron.pipelines.compile.calibration import calibrate
     from castiron.pipelines.compile.options import Options
+    from castiron.pipelines.evaluate.dequantised import dequantised
     from castiron.reference import hf
 
     try:
-        model = hf.load(path, threads, adapter)
+        with dequantised(path) as directory:
+            model = hf.load(directory, threads, adapter)
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise PipelineError(f"transformers cannot read {path}: {reason}") from None

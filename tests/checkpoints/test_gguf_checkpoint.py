@@ -8,10 +8,12 @@ import pytest
 from transformers import AutoConfig
 
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError, missing_and_left_over
+from castiron.pipelines.checkpoints.gguf_checkpoint import scaled
 from castiron.pipelines.checkpoints.gguf_file import read_gguf
 from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256, open_checkpoint
 from castiron.pipelines.compile.options import Options
 from castiron.pipelines.compile.quantise_gguf import quantise
+from castiron.pipelines.evaluate.random_checkpoint import raw_rows
 from castiron.pipelines.locate import model_name
 from tests.support.hf_to_gguf import permute
 from tests.support.tiny_gguf import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LLAMA_SIZES, llama_tensors, write_gguf, write_llama
@@ -66,6 +68,36 @@ def test_q_and_k_rows_come_back_in_hf_order(kind, tmp_path):
     assert np.array_equal(read["model.layers.0.self_attn.k_proj.weight"].dequantise(), stored(k))
     assert np.array_equal(read["model.layers.0.self_attn.q_proj.bias"].dequantise(), bias)
     assert checkpoint.config["attention_bias"] is True
+
+
+def test_weights_in_nvfp4_are_multiplied_by_their_scales(tmp_path):
+    """llama.cpp writes a scale of each matrix, and one of its activations, which castiron drops."""
+    kind = gguf.GGMLQuantizationType.NVFP4
+    out, up = raw_rows("nvfp4", HIDDEN, HIDDEN, 0), raw_rows("nvfp4", 96, HIDDEN, 1)
+    own = {"blk.0.attn_output.weight": (out, kind), "blk.0.ffn_up.weight": (up, kind)}
+    given = {"blk.0.attn_output.scale": np.float32([0.3]), "blk.0.attn_output.input_scale": np.float32([2.0])}
+    checkpoint = open_checkpoint(write_llama(tmp_path / "x.gguf", tensors=own | given))
+    assert not [name for name in checkpoint.tensors if "scale" in name]
+    found = {
+        leaf: checkpoint.tensors[f"model.layers.0.{leaf}.weight"].dequantise() for leaf in ("self_attn.o_proj", "mlp.up_proj")
+    }
+    want = gguf.quants.dequantize(out, kind) * np.float32(0.3)
+    np.testing.assert_allclose(found["self_attn.o_proj"], want, rtol=2.0**-22)
+    assert np.array_equal(found["mlp.up_proj"], gguf.quants.dequantize(up, kind))
+
+
+def test_stacked_experts_in_nvfp4_have_a_scale_each(tmp_path):
+    kind, stack = gguf.GGMLQuantizationType.NVFP4, raw_rows("nvfp4", 24, 64, 0).reshape(3, 8, -1)
+    scales = np.float32([1, 0.5, -2])
+    for own in scales, scales[:2]:
+        tensors = {"blk.0.ffn_up_exps.weight": (stack, kind), "blk.0.ffn_up_exps.scale": own}
+        file = read_gguf(write_gguf(tmp_path / "x.gguf", "llama", {}, tensors))
+        if len(own) == len(stack):
+            (tensor,) = scaled(file.path, file.tensors).values()
+            assert np.array_equal(tensor.dequantise(), gguf.quants.dequantize(stack, kind) * own[:, None, None])
+            continue
+        with pytest.raises(CheckpointError, match="ffn_up_exps.scale has 2 numbers, not 1 or 3"):
+            scaled(file.path, file.tensors)
 
 
 def test_a_model_in_parts_is_opened_by_its_first(tmp_path):

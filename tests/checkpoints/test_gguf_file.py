@@ -40,9 +40,9 @@ def test_reads_what_gguf_wrote(tmp_path):
 
 def test_codec_table_agrees_with_gguf():
     for number, codec in CODEC_OF_GGML_TYPE.items():
-        kind = gguf.GGMLQuantizationType(number)
-        assert kind.name.lower() == codec
-    assert set(CODEC_OF_GGML_TYPE.values()) == set(CODECS)
+        # `gguf` does not have Q2_0 yet; its number is that of ggml.h.
+        assert codec == ("q2_0" if number == 42 else gguf.GGMLQuantizationType(number).name.lower())
+    assert set(CODEC_OF_GGML_TYPE.values()) == set(CODECS) - {"nvfp4_scaled"}
 
 
 def test_metadata_of_every_type(tmp_path):
@@ -111,7 +111,7 @@ MALFORMED = {
     "product of dimensions overflows": (raw_gguf((), (tensor_info("x", (BIG, 4, 4)),), b"\0" * 64), "ends past"),
     "unknown ggml type": (raw_gguf((), (tensor_info("x", (256,), 9999),), b"\0" * 64), "unsupported type 9999"),
     "removed ggml type": (raw_gguf((), (tensor_info("x", (256,), 4),), b"\0" * 64), "unsupported type 4"),
-    "unsupported ggml type": (raw_gguf((), (tensor_info("x", (256,), 16),), b"\0" * 512), "unsupported type IQ2_XXS"),
+    "unsupported ggml type": (raw_gguf((), (tensor_info("x", (256,), 24),), b"\0" * 512), "unsupported type I8"),
     "half a block": (raw_gguf((), (tensor_info("x", (48, 2), 8),), b"\0" * 512), "q8_0.s block of 32"),
     "unaligned data": (raw_gguf((), (tensor_info("x", (4,), offset=8),), b"\0" * 64), "not a multiple of 32"),
     "data past the end": (raw_gguf((), (tensor_info("x", (16,), offset=32),), b"\0" * 64), "ends past"),

@@ -74,7 +74,8 @@ class Pair:
 
     def layers(self, context: int = CONTEXT, widths: Sequence[int] = WIDTHS, **functions) -> ModelModule:
         """Return our graph as layer operations, which reads exactly the checkpoint's tensors."""
-        module = build(self.checkpoint.config, self._codec, context, widths, **functions)
+        orders = self.checkpoint.column_orders
+        module = build(self.checkpoint.config, self._codec, context, widths, **functions, orders=orders)
         required = {w.name: w.shape for w in module.weights.values() if w.values is None}
         assert not missing_and_left_over(required, self.checkpoint)
         return module

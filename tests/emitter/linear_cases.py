@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
-from castiron.emitter.codecs import CODECS, dequantise
+from castiron.emitter.codecs import CODECS, codec_of, dequantise
 from castiron.emitter.kernels.epilogue import ACTIVATIONS
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.matmul.selection import kernel_of
@@ -26,7 +26,7 @@ from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, runnable
 
 # A codec for every kind of storage: floats, widths of codes, offsets, minima, sizes of groups, tables, exponents.
-EVERY_WAY = ("f32", "bf16", "q4_1", "q5_0", "q6_k", "q8_0", "q2_k", "iq4_xs", "mxfp4")
+EVERY_WAY = ("f32", "bf16", "q4_1", "q5_0", "q6_k", "q8_0", "q2_k", "q3_k", "iq2_s", "iq4_xs", "mxfp4", "nvfp4_scaled", "q1_0")
 QUANTISED = [name for name, codec in CODECS.items() if codec.quantised]
 FUSED = ("bias", "residual", "length", "glu")
 UNIT = 2.0**-24  # half a last place of f32 at 1
@@ -123,7 +123,7 @@ def dot_error(codec_name: str, x: np.ndarray, raw: np.ndarray) -> np.ndarray:
     x * w, hence the largest weight of the group.
     """
     weights = 2 * np.abs(dequantise(codec_name, raw)).astype(np.float64)
-    group = CODECS[codec_name].group
+    group = codec_of(codec_name).group
     if group:
         groups = weights.reshape(len(weights), -1, group)
         weights = 2 * np.broadcast_to(groups.max(axis=2, keepdims=True), groups.shape).reshape(weights.shape)
@@ -153,8 +153,8 @@ def allowed_error(case: Case, given: Mapping[str, np.ndarray], reference: np.nda
 
 def in_features(codec_name: str) -> st.SearchStrategy[int]:
     """Return numbers of features: a multiple of the block for quantised codecs, any for floats."""
-    block = CODECS[codec_name].block
-    return st.integers(1, 150) if block == 1 else st.integers(1, 5 if block == 32 else 2).map(lambda n: n * block)
+    block = codec_of(codec_name).block
+    return st.integers(1, 150) if block == 1 else st.integers(1, 5 if block < 256 else 2).map(lambda n: n * block)
 
 
 def cases(

@@ -19,7 +19,11 @@ from tests.emitter.linear_cases import Case, allowed_error
 UNITS = {isa.name: isa.in_canonical_form for isa in (AVX512, AVX2, NEON)}
 TOKENS, IN, OUT = 21, 512, 40
 # Codecs of each kind of sums: floats, minima, offsets, neither, groups with scales, a table.
-CODECS = {"avx512": ("bf16", "q4_1", "q8_0", "q6_k", "q4_k", "iq4_xs"), "avx2": ("q4_1", "q6_k"), "neon": ("bf16", "q4_k")}
+CODECS = {
+    "avx512": ("bf16", "q4_1", "q8_0", "q6_k", "q4_k", "iq4_xs", "q1_0", "iq1_m"),
+    "avx2": ("q4_1", "q6_k", "q1_0"),
+    "neon": ("bf16", "q4_k"),
+}
 
 
 def test_no_multiplication_is_fused_with_a_sum():

@@ -16,7 +16,7 @@ from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, runnable
 
 VOCAB = 50
-SIZES = {codec: 512 if CODECS[codec].block == 256 else 288 if CODECS[codec].quantised else 301 for codec in CODECS}
+SIZES = {codec: 512 if CODECS[codec].block > 32 else 288 if CODECS[codec].quantised else 301 for codec in CODECS}
 SOME = ("bf16", "q4_1", "q5_k", "q8_0", "q3_k", "iq4_xs", "mxfp4", "tq2_0")
 
 

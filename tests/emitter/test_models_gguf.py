@@ -6,14 +6,17 @@ import re
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 import torch
 
 from castiron.emitter.models import FAMILIES
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
+from castiron.pipelines.evaluate.random_checkpoint import raw_rows
 from castiron.reference import hf
 from castiron.reference.tiny import tiny_model
 from tests.emitter.family_harness import Pair, check_logits, prompt
+from tests.emitter.test_codecs import expected
 from tests.support.gguf_models import FALCON_MULTIPLIERS, IMPLIED
 from tests.support.hf_to_gguf import GGUF_NAMES, metadata_of, rope_tensors, tensors_of
 from tests.support.tiny_gguf import write_gguf
@@ -77,3 +80,42 @@ def test_logits_are_those_of_hf_on_the_dequantised_weights(models, lowering):
     assert {"q8_0", "q4_0"} <= {tensor.codec for tensor in models.checkpoint.tensors.values()}
     tokens = prompt(models.checkpoint.config["vocab_size"], 34)
     check_logits(models.ours(lowering), tokens, hf.logits(models.oracle, tokens))
+
+
+# Types of a layer's matrices in turn, as in files of few bits, whose types differ by layer and matrix.
+MIXED = (
+    "iq2_xxs", "iq2_xs", "iq3_xxs", "q4_k", "iq1_s", "iq1_m", "iq2_s", "iq3_s", "q3_k", "q1_0", "nvfp4", "tq1_0", "q2_k",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """Return HF's model with the values of a GGUF file whose matrices have all of MIXED, and that file."""
+    directory = tmp_path_factory.mktemp("mixed")
+    config = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32}
+    oracle = hf.load(tiny_model("qwen3", directory / "drawn", **config), threads=1)
+    stored: dict[bytes, tuple[np.ndarray, str]] = {}  # by the values of a matrix: its blocks and type
+    with torch.no_grad():
+        matrices = [weight for name, weight in oracle.named_parameters() if weight.ndim == 2]
+        for number, weight in enumerate(matrices):
+            codec = MIXED[number % len(MIXED)]
+            raw = raw_rows(codec, *weight.shape, seed=number)
+            values = expected(codec, raw)
+            weight.copy_(torch.from_numpy(values))
+            stored[values.tobytes()] = raw, codec
+    assert len(stored) > len(MIXED)
+    oracle.save_pretrained(directory)
+    tensors = {
+        name: (found[0], gguf.GGMLQuantizationType[found[1].upper()]) if (found := stored.get(values.tobytes())) else values
+        for name, values in tensors_of(directory, oracle.config).items()
+    }
+    path = directory / "model.gguf"
+    write_gguf(path, "qwen3", metadata_of(oracle.config), tensors | rope_tensors(oracle.config))
+    return Pair(oracle, open_checkpoint(path))
+
+
+@pytest.mark.parametrize("lowering", ["portable", "kernels"])
+def test_logits_of_a_file_of_many_types_are_those_of_hf(mixed, lowering):
+    assert set(MIXED) <= {tensor.codec for tensor in mixed.checkpoint.tensors.values()}
+    tokens = prompt(mixed.checkpoint.config["vocab_size"], 34)
+    check_logits(mixed.ours(lowering), tokens, hf.logits(mixed.oracle, tokens))

@@ -21,6 +21,12 @@ For codes with an offset, a chain starts with sums[group], which includes the fa
 does not fit on the stack, it is prepared in parts, and the totals of 32 sets stay on the stack for
 the next part. A record of a float codec has one k (bf16: two), and its elements are not decoded.
 
+Codes of one or two bits are not multiplied: a lane looks up the sum of x times several codes in a
+table (`sum_tables`), except on NEON, in canonical form, and for two bits on AVX2:
+
+              for slice of the bits of the group's words:               unrolled
+                sums[slice % chains] += table[group, slice][word >> shift]
+
 In canonical form there is one chain, and groups are added to the totals in the same order as in the
 kernels for several tokens.
 """
@@ -32,13 +38,15 @@ from typing import Self
 
 from castiron.emitter.kernels.epilogue import combine, with_operands
 from castiron.emitter.kernels.matmul.prepared_x import PreparedX, bytes_per_element
+from castiron.emitter.kernels.matmul.sum_tables import SumTables, is_summed_by_tables, table_bytes
 from castiron.emitter.kernels.matmul.tiles import Buffers, Tiles, each_block
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import PARTS, STACK_BYTES, Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.mlir.lookup import permuted
 from castiron.emitter.kernels.mlir.vector_math import tree
 from castiron.emitter.kernels.weights.packing import LANES, layout
-from castiron.emitter.kernels.weights.records import CACHE_LINE, Records
+from castiron.emitter.kernels.weights.records import CACHE_LINE, GroupCodes, Records
 
 AHEAD_BYTES = 5 << 10  # distance of prefetched weights
 BATCH = 32  # sets of row blocks whose totals (4 KB) stay on the stack if x is prepared in parts
@@ -80,6 +88,8 @@ class GemvTiles(Tiles):
         ahead = 16 if codec.block == 32 else -(-AHEAD_BYTES // size)
         if isa.canonical:
             return cls(2 if matmul.glu or not isa.roomy else 4, 1, ahead, workgroups=workgroups)
+        if is_summed_by_tables(codec, isa):
+            return cls(2, 2, ahead, workgroups=workgroups)
         # Two row blocks overflow the registers for K-quants, which have two levels of scales, and for all codecs on NEON.
         together = 1 if layout(codec).groups > 1 or (codec.quantised and isa.lanes < 8) else 2
         chains = {("q4_k", 8): 3}.get((codec.name, isa.lanes), 4 if isa.lanes == LANES else 2)
@@ -106,9 +116,9 @@ class Gemv:
     ):
         self.b, self.codec, self.tiles, self.buffers = b, matmul.format, tiles, buffers
         self.chains = 1 if isa.canonical else tiles.chains
-        self.canonical = isa.canonical
+        self.canonical, self.by_tables = isa.canonical, is_summed_by_tables(matmul.format, isa)
         self.lanes, self.x_row, self.y_row = isa.lanes, x_row, y_row
-        self.matmul, self.out_features, self.in_features = matmul, matmul.out_features, matmul.in_features
+        self.matmul, self.isa, self.out_features, self.in_features = matmul, isa, matmul.out_features, matmul.in_features
         self.row_blocks, self.count, self.size = matmul.weight_shape
         self.records = Records(b, self.codec, isa, buffers["weight"], base)
         self.layout = self.records.layout
@@ -125,7 +135,11 @@ class Gemv:
         share: index of the share.
         """
         b, elements = self.b, self.layout.elements
-        chunks = -(-int(self.in_features * bytes_per_element(self.codec)) // X_BYTES)
+        x_bytes = elements * bytes_per_element(self.codec)
+        if self.by_tables:
+            x_bytes += self.layout.groups * table_bytes(self.codec, self.isa) - 4 * elements
+        space = min(X_BYTES, STACK_BYTES - 4 * LANES * BATCH * self.set)
+        chunks = -(-self.count // max(1, int(space // x_bytes)))
         chunk = -(-self.count // chunks)  # records
         sets = -(-self.row_blocks // self.set)
         low, high = b.share(sets, share, self.tiles.workgroups)
@@ -135,7 +149,11 @@ class Gemv:
             for line in range(0, self.size, CACHE_LINE):
                 for block in row_blocks:
                     self.records.prefetch(block, record.index, line)
-        self.x = PreparedX(b, self.matmul, self.lanes, self.buffers, chunk * elements, 1, self.x_row)
+        self.x: PreparedX
+        if self.by_tables:
+            self.x = self.tables = SumTables(b, self.matmul, self.isa, self.buffers, chunk * elements, self.x_row)
+        else:
+            self.x = PreparedX(b, self.matmul, self.lanes, self.buffers, chunk * elements, 1, self.x_row)
         if chunks == 1:
             self._sets(low, high, 0, self.count, None)
             return
@@ -154,7 +172,7 @@ class Gemv:
         If they include the last record of the 16-row block, the code also stores y. parts: stack
         buffer that keeps the sums between calls, or None if one call multiplies all records.
         """
-        b = self.b
+        b, self.range = self.b, (first, last)
         self.x.fill(first * self.layout.elements, last * self.layout.elements)
         with b.loop(low, high) as row:
             row_blocks, dots = self._blocks_of(row.index), []
@@ -211,9 +229,9 @@ class Gemv:
         the record that is `tiles.ahead` records after `record`. A record is the packed bytes of one
         codec block of each of 16 rows.
         """
-        b = self.b
-        then = b.add(record, self.tiles.ahead)  # may be in the next set of row blocks
-        skipped, record = b.mul(b.div(then, self.count), self.together), b.rem(then, self.count)
+        b, (first, last) = self.b, self.range
+        then = b.add(b.sub(record, first) if first else record, self.tiles.ahead)  # may be in the next set of row blocks
+        skipped, record = b.mul(b.div(then, last - first), self.together), b.add(b.rem(then, last - first), first)
         return [
             partial(self.records.prefetch, b.add(block, skipped), record, b.add(offset, line))
             for line in range(0, nbytes, CACHE_LINE)
@@ -266,6 +284,8 @@ class Gemv:
                 low = records.group_minimum(row_blocks[i], record, g.index, v)
                 if low is not None:
                     lows[n] = b.fma(low, self.x.sum_of(at), lows[n])
+                elif minima:
+                    lows[n] = b.addf(self.x.sum_of(at), lows[n])
             g.give(*sums, *lows)
         done = []
         for n, (i, v) in enumerate(self.sides):
@@ -312,6 +332,8 @@ class Gemv:
         """
         b, chains = self.b, self.chains
         codes = [self.records.group_codes(block, record, group) for block in row_blocks]
+        if self.by_tables:
+            return self._looked_up(codes, slot, soon)
         start = b.mul(slot, self.codec.group)
         offset = self.x.sum_of(slot) if self.codec.offset else None
         sums: list[list[Ssa | None]] = [[offset] + [None] * (chains - 1) for _ in self.sides]
@@ -323,6 +345,24 @@ class Gemv:
             for n, (i, v) in enumerate(self.sides):
                 code, so_far = codes[i].code(k, v), sums[n][k % chains]
                 sums[n][k % chains] = b.mulf(code, x) if so_far is None else b.fma(code, x, so_far)
+        return [tree(b.addf, [part for part in parts if part is not None]) for parts in sums]
+
+    def _looked_up(self, codes: list[GroupCodes], group: Index, soon: list[Callable[[], None]]) -> list[Ssa]:
+        """Return what `_group` does, by tables of sums; codes: codes of the group of each row block."""
+        b, x, chains = self.b, self.tables, self.chains
+        sums: list[list[Ssa | None]] = [[None] * chains for _ in self.sides]
+        number, count = 0, x.words * len(x.slices)
+        for word in range(x.words):
+            for n, (shift, _) in enumerate(x.slices):
+                if number % 4 == 0:
+                    for prefetch in _share(soon, number // 4, -(-count // 4)):
+                        prefetch()
+                table = x.table(group, word, n)
+                for side, (i, v) in enumerate(self.sides):
+                    found = permuted(b, self.isa, table, codes[i].shifted(codes[i].word(word, v), shift))
+                    so_far = sums[side][number % chains]
+                    sums[side][number % chains] = found if so_far is None else b.addf(so_far, found)
+                number += 1
         return [tree(b.addf, [part for part in parts if part is not None]) for parts in sums]
 
     def _float_dots(self, row_blocks: list[Index], first: int, last: int, totals: list[Ssa]) -> list[Ssa]:

@@ -75,14 +75,25 @@ class PreparedX:
     Code that reads packed codes does not shift their bits down, so each code is multiplied by a
     power of two. The elements of x in the buffer are divided by the same power (see
     `code_factors`). The buffer also has the `group_sum` of each codec group. capacity: max number
-    of elements of a row in the buffer. row: index in x of the first row.
+    of elements of a row in the buffer. row: index in x of the first row. kept:
+    elements of a row in `values`; None for `capacity`.
     """
 
-    def __init__(self, b: Body, matmul: Matmul, lanes: int, buffers: Mapping[str, Ssa], capacity: int, T: int, row: Index = 0):
+    def __init__(
+        self,
+        b: Body,
+        matmul: Matmul,
+        lanes: int,
+        buffers: Mapping[str, Ssa],
+        capacity: int,
+        T: int,
+        row: Index = 0,
+        kept: int | None = None,
+    ):
         self.b, self.codec, self.lanes, self.in_features, self.T = b, matmul.format, lanes, matmul.in_features, T
         self.source, self.norm, self.row = buffers["x"], buffers.get("norm"), row
         # PAD keeps rows whose length is a power of two from sharing cache sets.
-        self.values = b.stack(T, capacity + (PAD if T > 1 else 0))
+        self.values = b.stack(T, (kept or capacity) + (PAD if T > 1 else 0))
         self.sums = b.stack(T, capacity // self.codec.group) if self.codec.summed else None
         self.inverse = None
         if matmul.rms_eps is not None:
@@ -145,15 +156,23 @@ class PreparedX:
 
     def _fill_groups(self, token: Index, first: Index, last: Index) -> None:
         b, lanes, group = self.b, self.lanes, self.codec.group
-        factors = code_factors(self.codec)
         with b.loop(0, b.div(b.sub(last, first), group)) as g:
             start, parts = b.mul(g.index, group), []
             for k in range(0, group, lanes):
                 x = self._normalised(token, b.add(b.add(start, first), k), lanes)
                 parts.append(x)
-                if (factors[k : k + lanes] != 1).any():
-                    listed = ", ".join(f"{factor:.9e}" for factor in factors[k : k + lanes])
-                    x = b.mulf(x, b.constant(f"dense<[{listed}]>", vector_type(lanes)))
-                b.vstore(x, self.values, token, b.add(start, k))
+                self._store(token, start, k, x)
+            self._finish(g.index)
             if self.sums is not None:
                 b.store(group_sum(b, self.codec, parts), self.sums, token, g.index)
+
+    def _store(self, token: Index, start: Index, k: int, x: Ssa) -> None:
+        """Store a vector x, times `code_factors`; start, k: its group's first element, and its own from there."""
+        b, lanes, factors = self.b, self.lanes, code_factors(self.codec)
+        if (factors[k : k + lanes] != 1).any():
+            listed = ", ".join(f"{factor:.9e}" for factor in factors[k : k + lanes])
+            x = b.mulf(x, b.constant(f"dense<[{listed}]>", vector_type(lanes)))
+        b.vstore(x, self.values, token, b.add(start, k))
+
+    def _finish(self, group: Index) -> None:
+        """Prepare what else is needed of a codec group whose vectors are stored."""

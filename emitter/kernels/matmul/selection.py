@@ -14,6 +14,7 @@ from castiron.emitter.kernels.matmul.gemm_int8 import GemmInt8, GemmInt8Tiles, S
 from castiron.emitter.kernels.matmul.gemm_matrix import GemmMatrix, GemmMatrixTiles
 from castiron.emitter.kernels.matmul.gemv import Gemv, GemvTiles
 from castiron.emitter.kernels.matmul.small_batch import SmallBatch, SmallBatchTiles
+from castiron.emitter.kernels.matmul.sum_tables import additions, is_summed_by_tables
 from castiron.emitter.kernels.matmul.tiles import Tiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import Isa
@@ -48,16 +49,19 @@ def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool) -> str:
     if isa.canonical:
         is_batched = matmul.experts or (matmul.format.quantised and matmul.tokens > small_batch.MAX_TOKENS)
         return "canonical" if is_batched else "exact"
+    codec = matmul.format
+    # The int8 kernels have no code for minima of 8-bit codes.
+    has_int8 = codec.quantised and codec.has_integers and not (codec.code_bits == 8 and codec.minimum)
     if matmul.experts:
         is_grouped = matmul.tokens >= experts.MIN_INT8_PAIRS * matmul.experts
-        return "int8" if is_fast and is_grouped and matmul.format.quantised else "exact"
+        return "int8" if is_fast and is_grouped and has_int8 else "exact"
     if matmul.tokens == 1:
         return "exact"
-    if isa.matrix and matmul.tokens >= gemm_matrix.MIN_TOKENS:
+    if isa.matrix and matmul.tokens >= gemm_matrix.MIN_TOKENS and (is_fast or codec.has_bf16_codes):
         return "bf16_matrix" if is_fast else "bf16_split"
     # AVX2 must widen 8-bit codes and table entries to s16, so that int8 measured 0.8 to 0.95 times the speed of f32.
-    is_slow_in_int8 = matmul.format.code_bits == 8 and isa.dot == "madd" and isa.lanes == 8
-    if is_fast and matmul.format.quantised and not is_slow_in_int8:
+    is_slow_in_int8 = codec.code_bits == 8 and isa.dot == "madd" and isa.lanes == 8
+    if is_fast and has_int8 and not is_slow_in_int8:
         return "int8"
     return "bf16_pairs" if is_fast and isa.pairs and matmul.codec == "bf16" else "exact"
 
@@ -89,6 +93,7 @@ def kernel_of(matmul: Matmul, isa: Isa, threads: int = 2, tiles: Tiles | None = 
     tiles = tiles or default_tiles(matmul, isa, threads)
     if any(type(value) is not int or value < 1 for value in astuple(tiles)) or not tiles.fit(matmul):
         raise ValueError(f"tiles {tiles.name} are not valid for {matmul.name}; see the class {type(tiles).__name__}")
+    by_tables = prefix == "gemv" and is_summed_by_tables(matmul.format, isa)
     return Kernel(
         f"{prefix}_{matmul.name}_{isa.name}_{tiles.name}",
         matmul.operands(),
@@ -96,7 +101,7 @@ def kernel_of(matmul: Matmul, isa: Isa, threads: int = 2, tiles: Tiles | None = 
         tiles.workgroups * (matmul.tokens if writer is ExpertGemvs else 1),
         lambda b, **buffers: writer(b, matmul, isa, tiles, buffers).write(),
         reference=matmul.define,
-        flops=matmul.flops,
+        flops=additions(matmul, isa) if by_tables else matmul.flops,
         nbytes=matmul.nbytes,
         matmul=matmul,
         fenced=isa.canonical,

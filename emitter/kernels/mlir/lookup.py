@@ -1,33 +1,52 @@
-"""Emit code that looks up each lane of a vector in a table of 16 entries.
+"""Emit code that looks up each lane of a vector in a table of 2, 4, 8 or 16 entries.
 
-AVX-512, AVX2  vpermps, once for 16 lanes or twice for 8 lanes; vpshufb for bytes
+AVX-512, AVX2  vpermps, once for 16 lanes or up to 8 entries, otherwise twice; vpshufb for bytes
 NEON           tbl for bytes
 plain          a tree of selects by the bits of the index, for any CPU
 """
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from castiron.emitter.kernels.mlir.body import Body, Ssa, vector_type
-from castiron.emitter.kernels.mlir.isa import NEON, Isa
+from castiron.emitter.kernels.mlir.isa import AVX2, NEON, Isa
 
 ENTRIES = 16
+T = TypeVar("T", int, float)
+_PERMUTE = {8: "llvm.x86.avx2.permps", 16: "llvm.x86.avx512.permvar.sf.512"}
 _BYTES = {4: "llvm.aarch64.neon.tbl1.v16i8", 8: "llvm.x86.avx2.pshuf.b", 16: "llvm.x86.avx512.pshuf.b.512"}
 
 
-def entries(b: Body, isa: Isa, table: Sequence[int], indices: Ssa) -> Ssa:
-    """Return entries of a table of 16 integers as f32 [lanes]; indices: i32 [lanes]."""
+def entries(b: Body, isa: Isa, table: Sequence[float], indices: Ssa) -> Ssa:
+    """Return the entries of `table` at `indices`, i32 [lanes], as f32 [lanes].
+
+    Only the low bits of an index are read, as many as the table needs.
+    """
     lanes = isa.lanes
-    if _plain(isa):
-        return _tree(b, table, lambda entry: b.splat(float(entry), lanes), lambda bit: b.isplat(1 << bit, lanes), indices)
+    if lanes >= max(len(table), AVX2.lanes) and not _plain(isa):
+        return permuted(b, isa, _floats(b, (*table,) * (lanes // len(table))), indices)
+    indices = b.binary("andi", indices, b.isplat(len(table) - 1, lanes))
+    integers = [int(entry) for entry in table]
+    # NEON looks up bytes only.
+    if _plain(isa) or (lanes == NEON.lanes and integers != list(table)):
+        return _tree(b, table, lambda entry: b.splat(entry, lanes), lambda bit: b.isplat(1 << bit, lanes), indices)
     if lanes == NEON.lanes:
-        found = b.bitcast(byte_entries(b, isa, table, indices), lanes, "i32")
+        found = b.bitcast(byte_entries(b, isa, integers, indices), lanes, "i32")
         up = b.isplat(24, lanes)
         return b.convert("sitofp", b.binary("shrsi", b.binary("shli", found, up), up), "f32")
-    if lanes == ENTRIES:
-        return b.intrinsic("llvm.x86.avx512.permvar.sf.512", vector_type(lanes), _floats(b, table), indices)
-    halves = (_floats(b, half) for half in (table[:8], table[8:]))
-    low, high = (b.intrinsic("llvm.x86.avx2.permps", half.type, half, indices) for half in halves)
+    low, high = (permuted(b, isa, _floats(b, half), indices) for half in (table[:8], table[8:]))
     return b.select(b.compare("ugt", indices, b.isplat(7, lanes)), high, low)
+
+
+def permuted(b: Body, isa: Isa, table: Ssa, indices: Ssa) -> Ssa:
+    """Return the entries of a vector `table`, f32 [lanes], at `indices`, i32 [lanes].
+
+    Only the low bits of an index are read. The instruction set has vpermps, or is plain.
+    """
+    if not _plain(isa):
+        return b.intrinsic(_PERMUTE[isa.lanes], table.type, table, indices)
+    entry = lambda lane: b.broadcast(b.extract(table, lane), isa.lanes)
+    return _tree(b, range(isa.lanes), entry, lambda bit: b.isplat(1 << bit, isa.lanes), indices)
 
 
 def byte_entries(b: Body, isa: Isa, table: Sequence[int], indices: Ssa) -> Ssa:
@@ -44,7 +63,7 @@ def byte_entries(b: Body, isa: Isa, table: Sequence[int], indices: Ssa) -> Ssa:
     if _plain(isa):
         found = _tree(b, table, splat, lambda bit: splat(1 << bit), bytes_)
     else:
-        entry = b.constant(f"dense<{[_signed(n) for n in (*table,) * (width // ENTRIES)]}>", bytes_.type)
+        entry = b.constant(f"dense<{[_signed(n) for n in (*table,) * (width // len(table))]}>", bytes_.type)
         found = b.intrinsic(_BYTES[isa.lanes], entry.type, entry, bytes_)
     return b.bitcast(found, isa.lanes, "i32")
 
@@ -58,11 +77,12 @@ def _signed(n: int) -> int:
     return (n + 128) % 256 - 128
 
 
-def _floats(b: Body, table: Sequence[int]) -> Ssa:
-    return b.constant(f"dense<[{', '.join(f'{float(n):.1f}' for n in table)}]>", vector_type(len(table)))
+def _floats(b: Body, table: Sequence[float]) -> Ssa:
+    listed = ", ".join(f"{n:.1f}" if n == int(n) else f"{n:.9e}" for n in table)
+    return b.constant(f"dense<[{listed}]>", vector_type(len(table)))
 
 
-def _tree(b: Body, table: Sequence[int], splat: Callable[[int], Ssa], mask: Callable[[int], Ssa], indices: Ssa) -> Ssa:
+def _tree(b: Body, table: Sequence[T], splat: Callable[[T], Ssa], mask: Callable[[int], Ssa], indices: Ssa) -> Ssa:
     found, bit = [splat(entry) for entry in table], 0
     zero = b.constant("dense<0>", indices.type)
     while len(found) > 1:

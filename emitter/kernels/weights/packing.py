@@ -8,15 +8,17 @@ with zero rows. A packed weight is a u8 array of shape
 A record has one codec block (32 or 256 elements) of each of the 16 rows. It has as many bytes as
 these blocks in a GGUF file, but the six-bit scales of K-quants are stored as bytes (3 % more):
 
-    d      [16] f16                  scale of the codec block; u8 if it is an exponent
-    m      [16] f16                  minimum, if the codec has one
+    d      [16] f16                  scale of the codec block; u8 if it is an exponent, f32 or bf16
+                                     for some codecs
+    m      [16] f16                  minimum, if the codec has one; i8 if it is a zero point
     scales [groups, 16] u8 or i8     factors of d, if the codec has them
     minima [groups, 16] u8           factors of m, if the codec has them
-    codes  [groups, words, 16] i32   fields of 2, 4, 5 or 6 bits, code k of a group at `Layout.field`;
+    codes  [groups, words, 16] i32   fields of 1, 2, 4, 5 or 6 bits, code k of a group at
+                                     `Layout.field`; for 3 bits, the words are i16;
                                      for 8 bits: [group, 16] i8
 
 `word & mask` is a code times a power of two. Kernels multiply x by the inverse power beforehand, so
-that codes need no shift. For 5 and 6 bits, the fields leave the highest bits of the words free;
+that codes need no shift. For 3, 5 and 6 bits, the fields leave the highest bits of the words free;
 these bits contain the remaining codes of the group (`TOP_CODES`). A record of a float codec has one
 k of 16 rows; for bf16 it has two k, the even k in the low half of an i32.
 """
@@ -24,6 +26,7 @@ k of 16 rows; for bf16 it has two k, the even k in the low half of an i32.
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -34,8 +37,11 @@ _AT_ONCE_BYTES = 1 << 20  # bytes of rows packed at a time, so that intermediate
 _MAX_THREADS = 4  # more threads gain nothing, because memory bandwidth is the limit
 
 # By bits of a code: for each code that is not in a field, the bit fields (word, right shift, mask) whose OR is the code.
+# A group of 16 codes of 3 bits has only the first.
 TOP_CODES: dict[int, tuple[tuple[tuple[int, int, int], ...], ...]] = {
+    1: (),
     2: (),
+    3: (((0, 15, 1), (1, 14, 2), (2, 13, 4)), ((3, 15, 1), (4, 14, 2), (5, 13, 4))),
     4: (),
     5: (((0, 30, 3), (1, 28, 12), (2, 26, 16)), ((3, 30, 3), (4, 28, 12), (2, 27, 16))),
     6: (((0, 30, 3), (1, 28, 12), (2, 26, 48)),),
@@ -48,14 +54,17 @@ class Layout:
 
     size: bytes of a record. d, m, scales, minima, codes: byte offset of each part of the record, or
     None if the record has no such part.
+    d_type: NumPy type of d.
     """
 
     size: int
     elements: int  # elements of each row in a record
     groups: int = 1  # codec groups of each row in a record
-    words: int = 0  # i32 words of a group; 0 for 8-bit codes and floats
+    words: int = 0  # words of a group; 0 for 8-bit codes and floats
+    word_bits: int = 32
     fields: int = 0  # codes in the fields of a word
     d: int = 0
+    d_type: str = ""
     m: int | None = None
     scales: int | None = None
     minima: int | None = None
@@ -76,11 +85,16 @@ class Layout:
         """
         return self.words * self.fields
 
+    def top_codes(self, codec: Codec) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+        """Return the entries of `TOP_CODES` for the codes of a group that are not in fields."""
+        return TOP_CODES[codec.bits][: codec.group - self.in_fields]
+
     @property
     def group_bytes(self) -> int:
         return (self.size - self.codes) // self.groups
 
 
+@cache
 def layout(codec: Codec) -> Layout:
     if not codec.quantised:
         elements = 2 if codec.name == "bf16" else 1
@@ -88,14 +102,15 @@ def layout(codec: Codec) -> Layout:
     groups = codec.block // codec.group
     parts = codec.split(np.zeros((1, codec.block_bytes), np.uint8))
     offset, offsets = parts.d.itemsize * LANES, {}
-    for part, per_lane in (("m", 2), ("scales", groups), ("minima", groups)):
-        if getattr(parts, part) is not None:
+    for part in ("m", "scales", "minima"):
+        if (of_block := getattr(parts, part)) is not None:
             offsets[part] = offset
-            offset += per_lane * LANES
-    fields = 0 if codec.bits == 8 else 32 // codec.bits
-    words = 0 if codec.bits == 8 else codec.group * codec.bits // 32
+            offset += of_block.nbytes * LANES
+    word_bits = 16 if codec.bits == 3 else 32  # so that 16 codes of 3 bits are a whole number of words
+    fields = 0 if codec.bits == 8 else word_bits // codec.bits
+    words = 0 if codec.bits == 8 else codec.group * codec.bits // word_bits
     size = offset + codec.block * codec.bits * LANES // 8
-    return Layout(size, codec.block, groups, words, fields, codes=offset, **offsets)
+    return Layout(size, codec.block, groups, words, word_bits, fields, d_type=parts.d.dtype.str, codes=offset, **offsets)
 
 
 def packed_shape(codec_name: str, out_features: int, in_features: int) -> tuple[int, int, int]:
@@ -106,18 +121,19 @@ def packed_shape(codec_name: str, out_features: int, in_features: int) -> tuple[
 
 
 def _words(codec: Codec, record: Layout, codes: np.ndarray) -> np.ndarray:
-    """Return codes i8 [n, group] packed into the words of records, u32 [n, words]."""
+    """Return codes i8 [n, group] packed into the words of records, u32 or u16 [n, words]."""
     # Pack one code of all groups at a time, so that each step has one stride in memory.
     stored = np.ascontiguousarray(_stored(codec, codes).T)
-    words = np.zeros((record.words, len(codes)), "<u4")
+    kind = np.dtype(f"<u{record.word_bits // 8}")
+    words = np.zeros((record.words, len(codes)), kind)
 
     def put(code: np.ndarray, word: int, shift: int) -> None:
-        words[word] |= code.astype("<u4") << np.uint32(shift)
+        words[word] |= code.astype(kind) << kind.type(shift)
 
     for k in range(record.in_fields):
         word, field = record.field(k)
         put(stored[k], word, field * codec.bits)
-    for k, pieces in enumerate(TOP_CODES[codec.bits], record.in_fields):
+    for k, pieces in enumerate(record.top_codes(codec), record.in_fields):
         for word, shift, mask in pieces:
             put(stored[k] & np.uint8(mask), word, shift)
     return words.T
@@ -126,9 +142,9 @@ def _words(codec: Codec, record: Layout, codes: np.ndarray) -> np.ndarray:
 def _stored(codec: Codec, codes: np.ndarray) -> np.ndarray:
     """Return codes i8 in the form in which they are packed, u8.
 
-    It is code + offset, or for a codec with a table the index of the code in the table.
+    It is code + offset, or for a codec with a table of integers the index of the code in the table.
     """
-    if not codec.table:
+    if not codec.table or not codec.has_integers:
         return codes.view(np.uint8) + np.uint8(codec.offset)
     indices = np.zeros(256, np.uint8)
     # Some codes are in the table twice; take the first index.
@@ -143,10 +159,10 @@ def _codes(codec: Codec, record: Layout, words: np.ndarray) -> np.ndarray:
     fields = words[..., of_words] >> of_fields * np.uint32(codec.bits) & mask
     tops = [
         np.bitwise_or.reduce([words[..., word] >> np.uint32(shift) & np.uint32(piece) for word, shift, piece in pieces])
-        for pieces in TOP_CODES[codec.bits]
+        for pieces in record.top_codes(codec)
     ]
     stored = np.concatenate([fields, *(top[..., None] for top in tops)], axis=-1)
-    if codec.table:
+    if codec.table and codec.has_integers:
         return np.array(codec.table, np.int8)[stored]
     return (stored.astype(np.int16) - codec.offset).astype(np.int8)
 
@@ -250,12 +266,13 @@ def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: 
     if codec.bits == 8:
         codes = take(record.codes, "i1", groups, codec.group)
     else:
-        codes = _codes(codec, record, take(record.codes, "<u4", groups, record.words))
+        words = take(record.codes, f"<u{record.word_bits // 8}", groups, record.words)
+        codes = _codes(codec, record, words.astype(np.uint32))
     scales = "i1" if codec.minimum == 0 else "u1"
     parts = Parts(
         codes.reshape(len(codes), -1),
-        take(record.d, "u1" if codec.exponents else "<f2"),
-        None if record.m is None else take(record.m, "<f2"),
+        take(record.d, record.d_type),
+        None if record.m is None else take(record.m, "|i1" if codec.zeros else "<f2"),
         None if record.scales is None else take(record.scales, scales, groups),
         None if record.minima is None else take(record.minima, "u1", groups),
     )

@@ -20,6 +20,10 @@ from castiron.emitter.kernels.round_x import EVEN_ODD
 from castiron.emitter.kernels.weights.packing import LANES, TOP_CODES, layout
 
 CACHE_LINE = 64
+# An E4M3 code shifted to the bits of an f16 is divided by this factor, because the exponents' biases are 7 and 15.
+E4M3_FACTOR = 256.0
+# By the NumPy type of d: a float type, and its bits.
+_FLOATS = {"<f4": ("f32", 32), "<f2": ("f16", 16), "<u2": ("bf16", 16)}
 
 
 def code_factors(codec: Codec) -> np.ndarray:
@@ -29,11 +33,13 @@ def code_factors(codec: Codec) -> np.ndarray:
     power of two. A factor is the inverse of this power.
     """
     record = layout(codec)
+    if codec.e4m3:
+        return np.full(codec.group, E4M3_FACTOR, np.float32)
     if not record.fields or codec.table:
         return np.ones(codec.group or 1, np.float32)
     top = 32 - codec.bits
     shifts = [codec.bits * record.field(k)[1] for k in range(record.in_fields)]
-    shifts += [0] * len(TOP_CODES[codec.bits])
+    shifts += [0] * len(record.top_codes(codec))
     return np.array([1.0 if shift == top else 2.0**-shift for shift in shifts], np.float32)
 
 
@@ -60,7 +66,15 @@ class Records:
         width = self.lanes * bits // 8
         block, record, offset = at
         data = self.b.vload(self.weight, width, self.b.add(block, self.base), record, self.b.add(offset, self.b.mul(v, width)))
-        return data if bits == 8 else self.b.bitcast(data, self.lanes, element)
+        return data if element == "i8" else self.b.bitcast(data, self.lanes, element)
+
+    def widened_rows(self, at: tuple[Index, Index, Index], v: Index) -> Ssa:
+        """Load vector v of 16 u16 of rows as i32; at: as in `rows`."""
+        b, width = self.b, 2 * self.lanes
+        data = self.rows(at, v, "i8", 16)
+        # Two zero bytes after every two bytes. IREE 3.13 miscompiles `arith.extui` of a `vector.bitcast` to i16.
+        lanes = [2 * lane + byte if byte < 2 else width for lane in range(self.lanes) for byte in range(4)]
+        return b.bitcast(b.shuffle(data, b.constant("dense<0>", data.type), lanes), self.lanes, "i32")
 
     def _f16(self, at: tuple[Index, Index, Index], v: Index) -> Ssa:
         return self.b.widened(self.rows(at, v, "f16", 16))
@@ -96,14 +110,20 @@ class Records:
     def d(self, block: Index, record: Index, v: Index) -> Ssa:
         at = (block, record, self.layout.d)
         if not self.codec.exponents:
-            return self._f16(at, v)
+            return self.b.widened(self.rows(at, v, *_FLOATS[self.layout.d_type]))
         # The scale is 2^(e - 128): shift e - 1 to the exponent bits of an f32. For e = 0 and 1 the result is 0.
         b, one = self.b, self.b.isplat(1, self.lanes)
         exponent = b.binary("subi", b.binary("maxui", b.convert("extui", self.rows(at, v, "i8", 8), "i32"), one), one)
         return b.bitcast(b.binary("shli", exponent, b.isplat(23, self.lanes)), self.lanes, "f32")
 
     def m(self, block: Index, record: Index, v: Index) -> Ssa | None:
-        return None if self.layout.m is None else self._f16((block, record, self.layout.m), v)
+        if self.layout.m is None:
+            return None
+        at = (block, record, self.layout.m)
+        if not self.codec.zeros:
+            return self._f16(at, v)
+        zero = self.b.convert("sitofp", self.b.convert("extsi", self.rows(at, v, "i8", 8), "i32"), "f32")
+        return self.b.mulf(zero, self.d(block, record, v))
 
     def _factor(self, start: int | None, signed: bool, block: Index, record: Index, group: Index, v: Index) -> Ssa | None:
         if start is None:
@@ -113,7 +133,12 @@ class Records:
         return self.b.convert("sitofp", wide, "f32")
 
     def group_scale(self, block: Index, record: Index, group: Index, v: Index) -> Ssa | None:
-        """Return a group's integer scale (a factor of d) as f32, or None without such scales."""
+        """Return a group's scale (a factor of d) as f32, or None without such scales."""
+        if self.codec.small_floats:
+            b, at = self.b, (block, record, self.b.add(self.b.mul(group, LANES), self.layout.scales or 0))
+            bits = b.convert("extui", self.rows(at, v, "i8", 8), "i16")
+            up = b.binary("shli", bits, b.constant("dense<7>", bits.type))
+            return b.widened(b.bitcast(up, self.lanes, "f16"))
         return self._factor(self.layout.scales, self.codec.minimum == 0, block, record, group, v)
 
     def group_minimum(self, block: Index, record: Index, group: Index, v: Index) -> Ssa | None:
@@ -178,34 +203,37 @@ class GroupCodes:
         self.records, self.block, self.record, self.offset = records, block, record, offset
         self._words: dict[tuple[int, Index], Ssa] = {}
 
-    def _word(self, word: int, v: Index) -> Ssa:
+    def word(self, word: int, v: Index) -> Ssa:
+        """Return a word of the group's codes for each lane, i32."""
         if (word, v) not in self._words:
-            at = (self.block, self.record, self.records.b.add(self.offset, 4 * LANES * word))
-            self._words[word, v] = self.records.rows(at, v, "i32", 32)
+            r, nbytes = self.records, self.records.layout.word_bits // 8
+            at = (self.block, self.record, r.b.add(self.offset, nbytes * LANES * word))
+            self._words[word, v] = r.rows(at, v, "i32", 32) if nbytes == 4 else r.widened_rows(at, v)
         return self._words[word, v]
 
     def _masked(self, value: Ssa, mask: int) -> Ssa:
         return self.records.b.binary("andi", value, self.records.b.isplat(mask, value.width))
 
-    def _shifted(self, value: Ssa, shift: int) -> Ssa:
+    def shifted(self, value: Ssa, shift: int) -> Ssa:
         return self.records.b.binary("shrui", value, self.records.b.isplat(shift, value.width))
 
     def _stored(self, k: int, v: Index) -> Ssa:
         """Return stored code k of the group as i32, for vector v of rows.
 
         Its bits are not shifted down: it is the code divided by `code_factors(codec)[k]`.
+        If the codec has a table, higher bits may be set, which `entries` ignores.
         """
         r, bits = self.records, self.records.codec.bits
         if bits == 8:
             at = (self.block, self.record, r.b.add(self.offset, LANES * k))
             return r.b.convert("extsi", r.rows(at, v, "i8", 8), "i32")
         pieces = self._pieces(k)
-        if r.codec.table or k >= r.layout.in_fields:
-            return reduce(r.b.either, [self._masked(self._shifted(self._word(w, v), shift), mask) for w, shift, mask in pieces])
+        if k >= r.layout.in_fields:
+            return reduce(r.b.either, [self._masked(self.shifted(self.word(w, v), shift), mask) for w, shift, mask in pieces])
         ((word, shift, mask),) = pieces
-        if shift == 32 - bits:
-            return self._shifted(self._word(word, v), shift)
-        return self._masked(self._word(word, v), mask << shift)
+        if shift == 32 - bits or r.codec.table:
+            return self.shifted(self.word(word, v), shift)
+        return self._masked(self.word(word, v), mask << shift)
 
     def _pieces(self, k: int) -> tuple[tuple[int, int, int], ...]:
         """Return (word, right shift, mask) of the bit fields whose OR is stored code k."""
@@ -222,9 +250,22 @@ class GroupCodes:
         with a table.
         """
         r = self.records
+        if r.codec.e4m3:
+            return self._e4m3(k, v)
         if r.codec.table:
             return entries(r.b, r.isa, r.codec.table, self._stored(k, v))
         return r.b.convert("sitofp", self._stored(k, v), "f32")
+
+    def _e4m3(self, k: int, v: Index) -> Ssa:
+        """Return code k as f32, divided by E4M3_FACTOR.
+
+        The bits of E4M3's numbers, subnormal ones included, are shifted to those of f16.
+        """
+        r = self.records
+        wide = r.b.convert("extsi", r.rows((self.block, self.record, r.b.add(self.offset, LANES * k)), v, "i8", 8), "i16")
+        seven, sign_and_code = (r.b.constant(f"dense<{n}>", wide.type) for n in (7, ~0x4000))
+        bits = r.b.binary("andi", r.b.binary("shli", wide, seven), sign_and_code)
+        return r.b.widened(r.b.bitcast(bits, r.lanes, "f16"))
 
 
 class Int8Codes(GroupCodes):
@@ -261,12 +302,12 @@ class Int8Codes(GroupCodes):
                     at = word, shift - 8 * j
                     masks[at] = masks.get(at, 0) | mask << 8 * j
             parts = [
-                self._masked(self._up(self._word(word, v), -shift), mask - (mask >> 31 << 32))
+                self._masked(self._up(self.word(word, v), -shift), mask - (mask >> 31 << 32))
                 for (word, shift), mask in masks.items()
             ]
         quad = reduce(r.b.either, parts)
         if r.codec.table:
-            return byte_entries(r.b, r.isa, [code + self.dot.bias for code in r.codec.table], quad)
+            return byte_entries(r.b, r.isa, [int(code) + self.dot.bias for code in r.codec.table], quad)
         return r.b.binary("xori", quad, r.b.isplat(-0x7F7F7F80, r.lanes)) if self.dot.bias else quad
 
     def _widened(self, k: int, v: Index) -> Ssa:

@@ -1,0 +1,135 @@
+"""Split blocks of ggml's IQ1, IQ2 and IQ3 types, whose codes are entries of a grid.
+
+A grid is a list of vectors of four or eight values, and a block has the index of a vector for each
+four or eight elements. `iq_grids.json` has ggml's grids (ggml-common.h): by type, the positions of
+the vectors' values in `_LEVELS`, in fields of `_BITS` bits, lowest bits first, in base64.
+"""
+
+import json
+from base64 import b64decode
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+_LEVELS = {
+    "iq1_s": (-1, 0, 1),
+    "iq2_xxs": (8, 25, 43),
+    "iq2_xs": (8, 25, 43),
+    "iq2_s": (8, 25, 43),
+    "iq3_xxs": (4, 12, 20, 28, 36, 44, 52, 62),
+    "iq3_s": (1, 3, 5, 7, 9, 11, 13, 15),
+}
+_BITS = {3: 2, 8: 4}  # by number of levels
+
+# Codes i8 [n, 256], d f32 [n], and scales i8 [n, groups] of n blocks: an element is d * scale * code.
+Split = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+@cache
+def grid(name: str) -> np.ndarray:
+    """Return the grid of an IQ type, i8 [vectors, 4 or 8]."""
+    levels = np.array(_LEVELS[name], np.int8)
+    packed = b64decode(json.loads((Path(__file__).parent / "iq_grids.json").read_text())[name])
+    bits = _BITS[len(levels)]
+    fields = np.frombuffer(packed, np.uint8)[:, None] >> np.arange(0, 8, bits, dtype=np.uint8) & (1 << bits) - 1
+    return levels[fields].reshape(-1, 4 if name.startswith("iq3") else 8)
+
+
+def _entries(name: str, indices: np.ndarray) -> np.ndarray:
+    return grid(name)[indices].reshape(len(indices), -1)
+
+
+def _signed(codes: np.ndarray, signs: np.ndarray) -> np.ndarray:
+    """Return codes [n, 256] with the signs of bits [n, 32] u8; a one is a minus."""
+    return np.where(np.unpackbits(signs, axis=1, bitorder="little"), -codes, codes)
+
+
+def _eight_signs(seven: np.ndarray) -> np.ndarray:
+    """Return eight sign bits of seven: the number of minuses is even."""
+    seven = seven & 127
+    return (seven | (np.bitwise_count(seven) & 1) << 7).astype(np.uint8)
+
+
+@np.errstate(invalid="ignore")  # `finite.are_finite` finds infinities and NaN
+def _d(columns: np.ndarray, factor: float) -> np.ndarray:
+    return np.ascontiguousarray(columns).view("<f2")[:, 0].astype(np.float32) * np.float32(factor)
+
+
+def _fields(numbers: np.ndarray, shifts: tuple[int, ...], mask: int) -> np.ndarray:
+    """Return the bit fields of numbers [n, k] at each shift, [n, k * len(shifts)]."""
+    return (numbers[:, :, None] >> np.array(shifts, numbers.dtype) & numbers.dtype.type(mask)).reshape(len(numbers), -1)
+
+
+def _words(columns: np.ndarray, kind: str) -> np.ndarray:
+    return np.ascontiguousarray(columns).view(kind)
+
+
+def _odd(scales: np.ndarray) -> np.ndarray:
+    return (2 * scales + 1).astype(np.int8)
+
+
+def _with_high(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Return indices whose low eight bits are `low`, and whose higher bits are `high`."""
+    return low | high.astype(np.uint16) << 8
+
+
+def _iq2_xxs(b: np.ndarray) -> Split:
+    words = _words(b[:, 2:], "<u4")
+    packed = np.ascontiguousarray(words[:, 1::2])
+    codes = _entries("iq2_xxs", np.ascontiguousarray(words[:, ::2]).view(np.uint8))
+    return _signed(codes, _eight_signs(_fields(packed, (0, 7, 14, 21), 127))), _d(b[:, :2], 1 / 8), _odd(packed >> 28)
+
+
+def _iq2_xs(b: np.ndarray) -> Split:
+    words = _words(b[:, 2:66], "<u2")
+    codes = _signed(_entries("iq2_xs", words & 511), _eight_signs(words >> 9))
+    return codes, _d(b[:, :2], 1 / 8), _odd(_fields(b[:, 66:], (0, 4), 15))
+
+
+def _iq2_s(b: np.ndarray) -> Split:
+    indices = _with_high(b[:, 2:34], _fields(b[:, 66:74], (0, 2, 4, 6), 3))
+    codes = _signed(_entries("iq2_s", indices), b[:, 34:66])
+    return codes, _d(b[:, :2], 1 / 8), _odd(_fields(b[:, 74:], (0, 4), 15))
+
+
+def _iq3_xxs(b: np.ndarray) -> Split:
+    packed = _words(b[:, 66:], "<u4")
+    signs = _eight_signs(_fields(packed, (0, 7, 14, 21), 127))
+    return _signed(_entries("iq3_xxs", b[:, 2:66]), signs), _d(b[:, :2], 1 / 4), _odd(packed >> 28)
+
+
+def _iq3_s(b: np.ndarray) -> Split:
+    indices = _with_high(b[:, 2:66], _fields(b[:, 66:74], tuple(range(8)), 1))
+    return _signed(_entries("iq3_s", indices), b[:, 74:106]), _d(b[:, :2], 1), _odd(_fields(b[:, 106:], (0, 4), 15))
+
+
+def _shifted(indices: np.ndarray, minus: np.ndarray) -> np.ndarray:
+    """Return the codes of IQ1 types: 8 times the grid's entry, plus 1, or minus 1 where `minus`."""
+    return 8 * _entries("iq1_s", indices) + np.where(np.repeat(minus, 256 // minus.shape[1], axis=1), -1, 1).astype(np.int8)
+
+
+def _iq1_s(b: np.ndarray) -> Split:
+    high = _words(b[:, 34:], "<u2")
+    indices = _with_high(b[:, 2:34], _fields(high, (0, 3, 6, 9), 7))
+    return _shifted(indices, high >> 15), _d(b[:, :2], 1 / 8), _odd(high >> 12 & 7)
+
+
+def _iq1_m(b: np.ndarray) -> Split:
+    high, scales = _fields(b[:, 32:48], (0, 4), 15), _words(b[:, 48:], "<u2")
+    # The bits of d are in four parts.
+    parts = (scales & 0xF000) >> np.array([12, 8, 4, 0], np.uint16)
+    d = np.bitwise_or.reduce(parts, axis=1)[:, None].view(np.uint8)
+    codes = _shifted(_with_high(b[:, :32], high & 7), high & 8)
+    return codes, _d(d, 1 / 8), _odd(_fields(scales, (0, 3, 6, 9), 7))
+
+
+SPLITTERS = {
+    "iq1_s": _iq1_s,
+    "iq1_m": _iq1_m,
+    "iq2_xxs": _iq2_xxs,
+    "iq2_xs": _iq2_xs,
+    "iq2_s": _iq2_s,
+    "iq3_xxs": _iq3_xxs,
+    "iq3_s": _iq3_s,
+}

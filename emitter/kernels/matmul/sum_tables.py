@@ -1,0 +1,99 @@
+"""Prepare x for a GEMV of codes of one or two bits: tables of sums of x, by the bits of the codes.
+
+A stored code is a sum of its bits, so the product of a word of codes with x is a sum over the
+word's bits. A word is cut into slices of as many bits as a vector permutation reads from each lane:
+four bits for vectors of 16 lanes, three for 8. A table has the sum for each value n of a slice:
+
+    table[n] = sum of x * (bit j of n) * (weight of bit j in its code), plus base * x for each code that starts in the slice
+
+A code is base + sum of its bits * weights. So a shift, a permutation of the table and an addition
+add the products of up to four codes to a sum, in each lane.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+
+from castiron.emitter.codecs import Codec
+from castiron.emitter.kernels.matmul.prepared_x import PreparedX
+from castiron.emitter.kernels.matmul_spec import Matmul
+from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, vector_type
+from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.weights.packing import layout
+
+WORD = 32
+# Max bits of a code, by lanes of a vector; for more bits, a multiplication for each code is not slower.
+MAX_BITS = {4: 0, 8: 1, 16: 2}
+
+
+def is_summed_by_tables(codec: Codec, isa: Isa) -> bool:
+    """Return whether the GEMV of a codec reads tables of sums instead of multiplying x by codes."""
+    return 0 < codec.bits <= MAX_BITS[isa.lanes] and not isa.canonical
+
+
+def additions(matmul: Matmul, isa: Isa) -> int:
+    """Return the FLOPs of GEMVs by tables: an addition for each slice of each row's codes."""
+    bits_of_row = matmul.in_features * matmul.format.bits
+    return matmul.tokens * matmul.weight_rows * bits_of_row // WORD * len(slices(isa))
+
+
+def slices(isa: Isa) -> list[tuple[int, int]]:
+    """Return (shift, bits) of each slice of a word; each slice has a table."""
+    bits = isa.lanes.bit_length() - 1
+    return [(shift, min(bits, WORD - shift)) for shift in range(0, WORD, bits)]
+
+
+def table_bytes(codec: Codec, isa: Isa) -> int:
+    """Return the bytes of tables for a codec group of x."""
+    return layout(codec).words * len(slices(isa)) * 4 * isa.lanes
+
+
+class SumTables(PreparedX):
+    """The tables for one row of x; `values` has only the codec group that is being prepared."""
+
+    def __init__(self, b: Body, matmul: Matmul, isa: Isa, buffers: Mapping[str, Ssa], capacity: int, row: Index = 0):
+        codec = matmul.format
+        super().__init__(b, matmul, isa.lanes, buffers, capacity, 1, row, kept=codec.group)
+        if not codec.minimum:  # tables include the offset
+            self.sums = None
+        record = layout(codec)
+        self.slices, self.words = slices(isa), record.words
+        self.codes = {record.field(k): k for k in range(record.in_fields)}  # from word and field to code
+        self.tables = b.stack(capacity // codec.group * self.words * len(self.slices), isa.lanes)
+
+    def table(self, group: Index, word: int, number: int) -> Ssa:
+        """Return the table of a slice (its number in the word) of a codec group of the last filled range."""
+        return self.b.vload(self.tables, self.lanes, self._row(group, word, number), 0)
+
+    def _row(self, group: Index, word: int, number: int) -> Index:
+        count = len(self.slices)
+        return self.b.add(self.b.mul(group, self.words * count), word * count + number)
+
+    @cached_property
+    def _bit_values(self) -> tuple[float, tuple[float, ...]]:
+        """Return (base, weights): a code is base + sum of bit i * weights[i]."""
+        table = self.codec.table
+        if table:
+            return float(table[0]), (float(table[1] - table[0]),)
+        return -float(self.codec.offset), tuple(2.0**i for i in range(self.codec.bits))
+
+    def _store(self, token: Index, start: Index, k: int, x: Ssa) -> None:
+        self.b.vstore(x, self.values, 0, k)
+
+    def _finish(self, group: Index) -> None:
+        b, bits = self.b, self.codec.bits
+        for word in range(self.words):
+            for n, (shift, width) in enumerate(self.slices):
+                total: Ssa | None = None
+                for j in range(width):
+                    field, bit = divmod(shift + j, bits)
+                    x = b.broadcast(b.load(self.values, 0, self.codes[word, field]), self.lanes)
+                    factors = self._factors(j, bit)
+                    total = b.mulf(factors, x) if total is None else b.fma(factors, x, total)
+                assert total is not None, "a slice has bits"
+                b.vstore(total, self.tables, self._row(group, word, n), 0)
+
+    def _factors(self, j: int, bit: int) -> Ssa:
+        """Return the factor of x in each entry n of a table; j: bit of n. bit: bit of the code."""
+        base, weights = self._bit_values
+        listed = [(base if bit == 0 else 0.0) + (weights[bit] if n >> j & 1 else 0.0) for n in range(self.lanes)]
+        return self.b.constant(f"dense<{listed}>", vector_type(self.lanes))

@@ -1,0 +1,99 @@
+"""Codecs of quantised HF checkpoints: codes with a scale, and perhaps a zero point, for each block.
+
+A block has 32, 64 or 128 elements. A larger group of a checkpoint, or a row with one scale, has
+several blocks with the same scale, so that one codec covers groups of every multiple of 32.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from castiron.emitter.codec import Codec, Parts
+
+_BLOCKS = (128, 64, 32)
+# By type of a scale: the NumPy type in which it is stored.
+SCALE_TYPES = {"f32": "<f4", "f16": "<f2", "bf16": "<u2"}
+# The quantiles of a normal distribution that bitsandbytes' NF4 has as codes (QLoRA, appendix E).
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+# By kind of code: fields of the codec. Codes of uint8 and their zero points are stored minus 128.
+_KINDS: dict[str, dict] = {
+    "int4": {"bits": 4, "offset": 8},
+    "uint4": {"bits": 4, "zeros": True},
+    "int8": {"bits": 8},
+    "uint8": {"bits": 8, "zeros": True},
+    "e4m3": {"bits": 8, "e4m3": True},
+    "nf4": {"bits": 4, "table": NF4},
+}
+# Codecs that have the block layout of a GGUF codec.
+_SAME = {"int4_32_f16": "q4_0", "int8_32_f16": "q8_0"}
+
+
+def _e4m3_values() -> np.ndarray:
+    """Return the values of the 256 codes of E4M3 as f16, which is exact; 0x7F and 0xFF are NaN.
+
+    A code has a sign, 4 bits of exponent and 3 of mantissa (OCP's specification OFP8).
+    """
+    exponents, mantissas = np.divmod(np.arange(128), 8)
+    found = np.where(exponents == 0, mantissas / 8 * 2.0**-6, (1 + mantissas / 8) * 2.0 ** (exponents - 7))
+    found[-1] = np.nan
+    return np.concatenate([found, -found]).astype(np.float16)
+
+
+E4M3 = _e4m3_values()
+
+
+def _splitter(bits: int, offset: int, scale: str, zeros: bool) -> Callable[[np.ndarray], Parts]:
+    """Return the function that undoes `join`."""
+    size = np.dtype(SCALE_TYPES[scale]).itemsize
+
+    def split(b: np.ndarray) -> Parts:
+        d = np.ascontiguousarray(b[:, :size]).view(SCALE_TYPES[scale])[:, 0]
+        m = np.ascontiguousarray(b[:, size]).view(np.int8) if zeros else None
+        codes = np.ascontiguousarray(b[:, size + zeros :])
+        if bits == 4:
+            runs = codes.reshape(len(b), -1, 1, 16)
+            codes = np.concatenate([runs & 15, runs >> 4], axis=2).reshape(len(b), -1)
+        return Parts(codes.view(np.int8) - np.int8(offset), d, m)
+
+    return split
+
+
+def join(codec: Codec, codes: np.ndarray, d: np.ndarray, m: np.ndarray | None) -> np.ndarray:
+    """Return blocks u8 [n, block_bytes]: d, m if the codec has zero points, then codes.
+
+    codes: stored codes u8 [n, block]; those of 4 bits are packed 32 at a time, the first 16 of them
+    in the low halves of 16 bytes. d, m: as in `Parts`. q4_0 and q8_0 have this layout, too.
+    """
+    if codec.bits == 4:
+        runs = codes.reshape(len(codes), -1, 2, 16)
+        codes = (runs[:, :, 0] | runs[:, :, 1] << 4).reshape(len(codes), -1)
+    sides = [np.ascontiguousarray(part).reshape(-1, 1).view(np.uint8) for part in (d, m) if part is not None]
+    return np.concatenate([*sides, codes], axis=1)
+
+
+def _codec(kind: str, block: int, scale: str) -> Codec:
+    fields = _KINDS[kind]
+    bits, zeros = fields["bits"], fields.get("zeros", False)
+    size = np.dtype(SCALE_TYPES[scale]).itemsize + zeros + block * bits // 8
+    split = _splitter(bits, fields.get("offset", 0), scale, zeros)
+    return Codec(f"{kind}_{block}_{scale}", block, size, split, group=32, minimum=-int(zeros), **fields)
+
+
+# Codecs by name, which is the kind of code, the elements of a block, and the type of its scale.
+SCALED = {
+    codec.name: codec
+    for codec in (_codec(kind, block, scale) for kind in _KINDS for block in _BLOCKS for scale in SCALE_TYPES)
+    if codec.name not in _SAME
+}
+
+
+def scaled_codec(kind: str, group: int, scale: str) -> str | None:
+    """Return the name of the codec with the largest blocks that divide `group`, or None."""
+    block = next((block for block in _BLOCKS if group % block == 0), None)
+    name = f"{kind}_{block}_{scale}"
+    return _SAME.get(name, name) if block else None

@@ -1,0 +1,75 @@
+"""Read the weights of bitsandbytes, NF4 and int8 (bitsandbytes/functional.py: QuantState)."""
+
+import json
+from dataclasses import replace
+from math import gcd, prod
+
+import numpy as np
+
+from castiron.emitter.scaled_codecs import NF4
+from castiron.pipelines.checkpoints.checkpoint import Tensor
+from castiron.pipelines.checkpoints.quantised_parts import Stored
+
+QUANT_STATE = "weight.quant_state.bitsandbytes__nf4"
+# Names of the other parts of a weight.
+PARTS = (
+    *("SCB", "weight_format", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"),
+    QUANT_STATE,
+)
+_LARGEST_INT8 = np.float32(127)
+
+
+def read_nf4(stored: Stored) -> tuple[Tensor, ...]:
+    """Return a weight of bitsandbytes' NF4.
+
+    Blocks of codes follow the flat weight, and their scales may be quantised, too.
+    """
+    packed, state = stored["weight"], stored[QUANT_STATE]
+    try:
+        fields = json.loads(state.data.tobytes())
+        (out, inner), size = fields["shape"], fields["blocksize"]
+        nested, offset = fields.get("nested_blocksize", 1), np.float32(fields.get("nested_offset", 0))
+        if any(type(n) is not int or n < 1 for n in (out, inner, size, nested)) or fields["quant_type"] != "nf4":
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise stored.error("has an invalid quant_state") from None
+    # bitsandbytes' FP4 and other tables are stored with another quant_map.
+    quant_map, absmax = stored["weight.quant_map"], stored["weight.absmax"]
+    blocks, codec = -(-out * inner // size), "U8" if "nested_blocksize" in fields else "f32"
+    if quant_map.codec != "f32" or quant_map.data.tobytes() != np.array(NF4, "<f4").tobytes():
+        raise stored.error("has another quant_map than that of NF4")
+    if prod(packed.shape) * 2 != out * inner or inner % 2 or absmax.shape != (blocks,) or absmax.codec != codec:
+        raise stored.error(f"is {[out, inner]} with {prod(packed.shape)} bytes and absmax {list(absmax.shape)}")
+    if codec == "U8":
+        of_nested = stored["weight.nested_absmax"], stored["weight.nested_quant_map"]
+        if {part.codec for part in of_nested} != {"f32"} or [prod(part.shape) for part in of_nested] != [
+            -(-blocks // nested),
+            256,
+        ]:
+            raise stored.error("has a nested_absmax or nested_quant_map of another size")
+
+    def scales() -> np.ndarray:
+        found = absmax.data
+        if codec == "U8":
+            factors, values = (part.data.view("<f4").reshape(-1) for part in of_nested)
+            found = values[found] * factors[np.arange(blocks) // nested] + offset
+        found = found if codec == "U8" else found.view("<f4")
+        # A group of the flat weight may start in the middle of a row.
+        return found[np.arange(out * inner // group) * group // size].astype("<f4").view(np.uint8).reshape(out, -1)
+
+    def codes() -> np.ndarray:
+        return np.stack([packed.data >> 4, packed.data & 15], axis=-1).reshape(out, inner)
+
+    group = gcd(size, inner)
+    of_groups = Tensor(absmax.name, (out, inner // group), "f32", absmax.source, scales)
+    return stored.tensor("nf4", (out, inner), of_groups, codes)
+
+
+def read_int8(stored: Stored) -> tuple[Tensor, ...]:
+    """Return a weight of bitsandbytes' int8: a row's largest magnitude is SCB, and its code 127."""
+    weight, largest = stored["weight"], stored.scales("SCB")
+    read = lambda: (largest.data.view("<f4") / _LARGEST_INT8).view(np.uint8)
+    scales = replace(largest, shape=(prod(largest.shape), 1), read=read)
+    if largest.codec != "f32" or weight.codec != "I8" or len(weight.shape) != 2 or scales.shape[0] != weight.shape[0]:
+        raise stored.error(f"is {list(weight.shape)} with SCB {list(largest.shape)}")
+    return stored.tensor("int8", weight.shape, scales, lambda: weight.data)

@@ -1,0 +1,229 @@
+"""Read the quantised weights of HF directories, as their `quantization_config` describes them.
+
+Tensors such as `q_proj.qweight`, `q_proj.scales` and `q_proj.qzeros` become one tensor
+`q_proj.weight` in a codec of `emitter.scaled_codecs`, with the same codes, scales and zero points.
+Bits and groups come from the shapes of these tensors, and so does which layers are quantised:
+layers that a config excludes have a plain `weight`.
+
+Sources of the layouts: compressed-tensors (compressors/pack_quantized), GPTQModel
+(nn_modules/qlinear/torch.py), AutoAWQ (utils/packing_utils.py), and HF's integrations/finegrained_fp8.py.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from castiron.emitter.codecs import with_scale
+from castiron.emitter.shorten import shorten, shorten_text
+from castiron.pipelines.checkpoints import bitsandbytes_weights
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Tensor
+from castiron.pipelines.checkpoints.quantised_parts import ORDER, Stored, weights_of
+
+METHODS = ("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4")
+_FORMATS = (
+    *("dense", "float-quantized", "int-quantized", "mixed-precision", "naive-quantized", "nvfp4-pack-quantized"),
+    "pack-quantized",
+)
+# Scales of activations and of the KV cache, which castiron does not quantise.
+_OF_ACTIVATIONS = re.compile(
+    r".*\.((?:input|output|activation|[qkv])_(?:scale|zero_point|global_scale)|(?:input|output)_observer\..*)"
+)
+# Keys of a config that `describe` returns, if they have a value.
+_DESCRIBED = (
+    *("bits", "group_size", "sym", "desc_act", "checkpoint_format", "version", "zero_point", "weight_block_size"),
+    *("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"),
+    *("format", "num_bits", "type", "strategy", "symmetric", "actorder"),
+)
+# AutoAWQ packs eight columns in the order 0, 2, 4, 6, 1, 3, 5, 7; these are their indices in a word.
+_AWQ_INDICES = (0, 4, 1, 5, 2, 6, 3, 7)
+# The largest code of E4M3 that is a positive number.
+_LARGEST_E4M3 = 0x7E
+
+
+def describe(config: Mapping) -> str:
+    """Return a quantization_config in one line: `gptq, bits 4, group_size 128, sym true`."""
+    values = {**config, **{key: value for key, value in weights_of(config).items() if value is not None}}
+    given = [(key, values[key]) for key in _DESCRIBED if values.get(key) is not None]
+    listed = [f"{key} {shorten_text(value if isinstance(value, str) else json.dumps(value), 30)}" for key, value in given]
+    return ", ".join([str(config.get("quant_method")), *listed])
+
+
+def _unpacked(tensor: Tensor, bits: int, by_rows: bool = False) -> np.ndarray:
+    """Return the numbers u8 [n, m * 32 / bits] in words i32 [n, m]; the lowest bits come first.
+
+    by_rows: whether each word has numbers of consecutive rows; then the result is
+    [m, n * 32 / bits].
+    """
+    words = tensor.data.reshape(*tensor.shape, 4)
+    packed = np.ascontiguousarray(words.swapaxes(0, 1) if by_rows else words)
+    packed = packed.reshape(len(packed), -1)
+    return packed if bits == 8 else np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+
+
+def _codes(numbers: np.ndarray, bits: int) -> np.ndarray:
+    """Return the stored codes u8 of unsigned numbers: codes of 8 bits are stored minus 128."""
+    return numbers ^ np.uint8(128) if bits == 8 else numbers
+
+
+def _packed_by_columns(stored: Stored) -> tuple[Tensor, ...]:
+    """Return a weight of GPTQ or AWQ.
+
+    qweight is [in, out / 8] in AWQ and [in * bits / 32, out] in GPTQ, scales are [groups, out], and
+    qzeros are [groups, out * bits / 32].
+    """
+    is_awq = stored.config["quant_method"] == "awq"
+    qweight, qzeros, scales = stored["qweight"], stored["qzeros"], stored.scales("scales")
+    groups, out = scales.shape
+    bits = 32 * qzeros.shape[-1] // out
+    if bits not in ((4,) if is_awq else (4, 8)):
+        raise stored.error(f"has {bits} bits; castiron reads {'4 bits of awq' if is_awq else '4 and 8 bits of gptq'}")
+    inner = qweight.shape[0] if is_awq else qweight.shape[0] * 32 // bits
+    words = (inner, out * bits // 32) if is_awq else (inner * bits // 32, out)
+    if qweight.shape != words or qzeros.shape != (groups, out * bits // 32) or {qweight.codec, qzeros.codec} != {"I32"}:
+        found = f"qweight {list(qweight.shape)} and qzeros {list(qzeros.shape)}"
+        raise stored.error(f"has {found} with scales {list(scales.shape)}")
+    if is_awq:
+        ordered = lambda numbers: numbers.reshape(len(numbers), -1, 8)[:, :, _AWQ_INDICES].reshape(len(numbers), -1)
+        zeros = lambda: ordered(_unpacked(qzeros, bits)).view(np.int8)
+        return stored.tensor("uint4", (out, inner), scales, lambda: ordered(_unpacked(qweight, bits)).T, zeros, True)
+    order = stored.order("g_idx", inner, groups)
+    # The first format of GPTQ stores zero points minus 1.
+    added = 0 if stored.config.get("checkpoint_format") == "gptq_v2" else 1
+    half = 1 << bits - 1
+    zeros = lambda: _unpacked(qzeros, bits) + np.uint8(added) & np.uint8(2 * half - 1)
+    codes = lambda: _codes(_unpacked(qweight, bits, by_rows=True), bits)
+    if not stored.config.get("sym"):
+        of_groups = lambda: _codes(zeros(), bits).view(np.int8)
+        return stored.tensor(f"uint{bits}", (out, inner), scales, codes, of_groups, True, order)
+
+    def symmetric() -> np.ndarray:
+        if (zeros() != half).any():
+            raise stored.error(f"has zero points other than {half}, although `sym` is true")
+        return codes()
+
+    return stored.tensor(f"int{bits}", (out, inner), scales, symmetric, turned=True, order=order)
+
+
+def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
+    """Return a weight of compressed-tensors' format pack-quantized.
+
+    Zero points are packed by columns.
+    """
+    if "weight_global_scale" in stored.parts:
+        return _nvfp4(stored)
+    packed, scales, of_shape = stored["weight_packed"], stored.scales("weight_scale"), stored["weight_shape"]
+    integers = {"I64": "<i8", "I32": "<i4"}.get(of_shape.codec)
+    shape = tuple(of_shape.data.view(integers).reshape(-1).tolist()) if integers else ()
+    if len(shape) != 2 or len(packed.shape) != 2 or packed.codec != "I32" or min(shape) < 1:
+        raise stored.error(f"has weight_packed {list(packed.shape)} for the shape {list(shape)}")
+    out, inner = shape
+    bits = 32 * packed.shape[1] // inner
+    if bits not in (4, 8) or packed.shape != (out, -(-inner * bits // 32)):
+        raise stored.error(f"has weight_packed {list(packed.shape)} for the shape {list(shape)}; 4 and 8 bits are supported")
+    order = stored.order("weight_g_idx", inner, scales.shape[1])
+    codes = lambda: _codes(_unpacked(packed, bits)[:, :inner], bits)
+    zero_points = stored.parts.get("weight_zero_point")
+    if zero_points is None:
+        return stored.tensor(f"int{bits}", shape, scales, codes, order=order)
+    if zero_points.codec == "I8" and zero_points.shape == scales.shape:
+        # Early versions do not pack signed zero points.
+        zeros = lambda: zero_points.data.view(np.int8) + np.int8(8 if bits == 4 else 0)
+    elif zero_points.codec == "I32" and zero_points.shape == (-(-out * bits // 32), scales.shape[1]):
+        zeros = lambda: _codes(_unpacked(zero_points, bits, by_rows=True)[:, :out].T, bits).view(np.int8)
+    else:
+        raise stored.error(f"has weight_zero_point {list(zero_points.shape)} with scales {list(scales.shape)}")
+    return stored.tensor(f"uint{bits}", shape, scales, codes, zeros, order=order)
+
+
+def _nvfp4(stored: Stored) -> tuple[Tensor, ...]:
+    """Return a weight of compressed-tensors' nvfp4-pack-quantized, as blocks of GGUF's NVFP4."""
+    packed, scales, divisor = stored["weight_packed"], stored["weight_scale"], stored["weight_global_scale"]
+    out, inner = packed.shape[0], 2 * packed.shape[-1]
+    types = packed.codec, scales.codec, divisor.codec
+    if scales.shape != (out, inner // 16) or inner % 64 or types != ("U8", "F8_E4M3", "f32") or prod(divisor.shape) != 1:
+        raise stored.error(f"has weight_packed {list(packed.shape)} with weight_scale {list(scales.shape)} of {scales.codec}")
+
+    @np.errstate(divide="ignore")  # `check_finite` finds a divisor of 0
+    def read() -> np.ndarray:
+        if (scales.data > _LARGEST_E4M3).any():
+            raise stored.error("has scales that are negative or NaN")
+        # A block of 64 has 4 scales; of every 16 codes, the first 8 are in the low halves of 8 bytes.
+        runs = np.stack([packed.data & 15, packed.data >> 4], axis=-1).reshape(out, inner // 16, 2, 8)
+        codes = (runs[:, :, 0] | runs[:, :, 1] << 4).reshape(out, inner // 64, 32)
+        blocks = np.concatenate([scales.data.reshape(out, -1, 4), codes], axis=-1).reshape(out, -1)
+        return with_scale(blocks, 1 / divisor.data.view("<f4").reshape(1, 1))
+
+    return (Tensor(stored.name, (out, inner), "nvfp4_scaled", packed.source, read),)
+
+
+def _scaled(stored: Stored) -> tuple[Tensor, ...]:
+    """Return a weight of type F8_E4M3 or I8 with scales, of fp8 or compressed-tensors."""
+    weight = stored["weight"]
+    if stored.config["quant_method"] == "bitsandbytes":
+        return bitsandbytes_weights.read_int8(stored) if weight.codec == "I8" else bitsandbytes_weights.read_nf4(stored)
+    scales = stored.scales("weight_scale_inv" if "weight_scale_inv" in stored.parts else "weight_scale")
+    zero_points = stored.parts.get("weight_zero_point")
+    if len(weight.shape) != 2 or weight.codec == "U8":
+        raise stored.error(
+            f"is {list(weight.shape)} of type {weight.codec}, which {stored.config['quant_method']} does not have"
+        )
+    if zero_points is not None:
+        if zero_points.codec != "I8" or weight.codec != "I8" or prod(zero_points.shape) != prod(scales.shape):
+            raise stored.error(f"is {weight.codec} with weight_zero_point {list(zero_points.shape)} of {zero_points.codec}")
+        zeros = lambda: zero_points.data.view(np.int8).reshape(scales.shape)
+        return stored.tensor("uint8", weight.shape, scales, lambda: weight.data, zeros)
+    kind = "e4m3" if weight.codec == "F8_E4M3" else "int8"
+    return stored.tensor(kind, weight.shape, scales, lambda: weight.data)
+
+
+# By the part that only such a weight has: its other parts, and the function that reads it.
+_LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Stored], tuple[Tensor, ...]]]] = {
+    "qweight": (("qzeros", "scales", "g_idx"), _packed_by_columns),
+    "weight_packed": (
+        ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale"),
+        _packed_by_rows,
+    ),
+    "weight": (("weight_scale", "weight_scale_inv", "weight_zero_point", *bitsandbytes_weights.PARTS), _scaled),
+}
+
+
+def quantised_weights(path: Path, config: Mapping, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Return (tensors with quantised weights as single tensors, number of dropped tensors by kind).
+
+    config: the quantization_config. Raises CheckpointError for a method that castiron does not
+    read, and for parts that do not fit together.
+    """
+    method = config.get("quant_method")
+    if method not in METHODS:
+        raise CheckpointError(f"{path}: unsupported quant_method: {shorten(method)}; supported are {', '.join(METHODS)}")
+    sparse = config.get("sparsity_config")
+    formats = [config.get("format", "dense"), sparse.get("format", "dense") if isinstance(sparse, dict) and sparse else "dense"]
+    if method == "compressed-tensors" and (unknown := [each for each in formats if each not in _FORMATS]):
+        raise CheckpointError(f"{path}: unsupported format: {shorten(unknown[0])}; supported are {', '.join(_FORMATS)}")
+    dropped = Counter(match[1] for name in tensors if (match := _OF_ACTIVATIONS.fullmatch(name)))
+    found = {name: tensor for name, tensor in tensors.items() if not _OF_ACTIVATIONS.fullmatch(name)}
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".")
+        if part not in _LAYOUTS or (part == "weight" and tensor.codec not in ("F8_E4M3", "I8", "U8")):
+            continue
+        others, read = _LAYOUTS[part]
+        parts = {key: found.pop(f"{module}.{key}") for key in (part, *others) if f"{module}.{key}" in found}
+        own = f"{module}.weight"
+        found |= {tensor.name: tensor for tensor in read(Stored(path, own, config, parts))}
+    return found, dict(dropped)
+
+
+def column_orders(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return (tensors with each order of columns only once, name of the order by name of the weight)."""
+    found, orders, names = dict(tensors), dict[str, str](), dict[bytes, str]()
+    for name, tensor in tensors.items():
+        if name.endswith(f".{ORDER}"):
+            orders[name.removesuffix(ORDER) + "weight"] = known = names.setdefault(tensor.data.tobytes(), name)
+            if known != name:
+                del found[name]
+    return found, orders

@@ -1,0 +1,122 @@
+"""The class `Stored`, the tensors of one quantised weight of an HF directory."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import gcd, prod
+from pathlib import Path
+
+import numpy as np
+
+from castiron.emitter.codecs import codec_of
+from castiron.emitter.scaled_codecs import SCALE_TYPES, join, scaled_codec
+from castiron.emitter.shorten import shorten_text
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Tensor
+
+_BLOCK = (128, 128)
+# The end of the names of tensors with the order of a weight's columns.
+ORDER = "column_order"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The tensors of one quantised weight by the ends of their names, as "qweight" and "scales"."""
+
+    path: Path
+    name: str  # name of the weight, as model.layers.0.mlp.up_proj.weight
+    config: Mapping  # the quantization_config
+    parts: Mapping[str, Tensor]
+
+    def error(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {shorten_text(self.name)} {problem}; fetch the checkpoint again")
+
+    def __getitem__(self, part: str) -> Tensor:
+        if (tensor := self.parts.get(part)) is None:
+            raise self.error(f"has no {part}")
+        return tensor
+
+    def scales(self, part: str) -> Tensor:
+        """Return the tensor of scales called `part`, with two dimensions."""
+        tensor = self[part]
+        if tensor.codec not in SCALE_TYPES or len(tensor.shape) > 2:
+            raise self.error(f"has {part} {list(tensor.shape)} of type {tensor.codec}")
+        return replace(tensor, shape=tensor.shape if len(tensor.shape) == 2 else (tensor.shape[0], 1))
+
+    def tensor(
+        self,
+        kind: str,
+        shape: tuple[int, int],
+        scales: Tensor,
+        codes: Callable[[], np.ndarray],
+        zeros: Callable[[], np.ndarray] | None = None,
+        turned: bool = False,
+        order: np.ndarray | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Return the weight [out, in], and with `order` the tensor of it, f32 [in].
+
+        kind: kind of codes in `scaled_codecs`. codes: returns stored codes u8 [out, in]. scales: a
+        tensor with a scale for each group or block; zeros: returns zero points i8 of the same shape.
+        turned: whether scales and zeros are [groups, out] instead of [out, groups]. order: the
+        stored column at each column of the weight.
+        """
+        found = scales.shape[::-1] if turned else scales.shape
+        rows, columns = self._group(found, shape)
+        codec_name = scaled_codec(kind, gcd(columns, shape[1]), scales.codec)
+        if codec_name is None:
+            raise self.error(f"has groups of {columns} in rows of {shape[1]}; supported are multiples of 32")
+        codec = codec_of(codec_name)
+        of_blocks = np.arange(shape[0])[:, None] // rows, np.arange(shape[1] // codec.block) * codec.block // columns
+
+        def sides(values: np.ndarray) -> np.ndarray:
+            return (values.T if turned else values)[of_blocks].reshape(-1)
+
+        def read() -> np.ndarray:
+            d = sides(scales.data.view(SCALE_TYPES[scales.codec]).reshape(scales.shape))
+            m = None if zeros is None else sides(zeros())
+            found = codes() if order is None else codes()[:, order]
+            return join(codec, found.reshape(-1, codec.block), d, m).reshape(shape[0], -1)
+
+        weight = Tensor(self.name, shape, codec_name, scales.source, read)
+        if order is None:
+            return (weight,)
+        name = self.name.removesuffix("weight") + ORDER
+        return weight, Tensor(name, (shape[1],), "f32", scales.source, lambda: order.astype("<f4").view(np.uint8))
+
+    def order(self, part: str, inner: int, groups: int) -> np.ndarray | None:
+        """Return the columns in the order of their groups; None if that is the stored order.
+
+        part: name of the tensor with the group of each of `inner` columns, which may be absent.
+        """
+        if (tensor := self.parts.get(part)) is None:
+            return None
+        indices = tensor.data.view("<i4").reshape(-1) if tensor.codec == "I32" else np.zeros(0, np.int32)
+        order = np.argsort(indices, kind="stable")
+        if len(indices) != inner or inner % groups or (indices[order] != np.arange(inner) // (inner // groups)).any():
+            raise self.error(f"has {part} without {groups} groups of equal size")
+        return None if (order == np.arange(inner)).all() else order
+
+    def _group(self, scales: tuple[int, ...], shape: tuple[int, int]) -> tuple[int, int]:
+        """Return how many rows and columns share a scale; scales: shape of the scales."""
+        out, inner = shape
+        if prod(scales) == 1:
+            return shape
+        block = block_of(self.config)
+        if scales == (-(-out // block[0]), -(-inner // block[1])):
+            return block
+        if scales[0] == out and inner % scales[1] == 0:
+            return 1, inner // scales[1]
+        raise self.error(f"is {list(shape)} with scales {list(scales)}")
+
+
+def block_of(config: Mapping) -> tuple[int, int]:
+    """Return the rows and columns of a block with one FP8 scale."""
+    sizes = config.get("weight_block_size") or weights_of(config).get("block_structure") or _BLOCK
+    is_valid = isinstance(sizes, list | tuple) and len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
+    return tuple(sizes) if is_valid else _BLOCK
+
+
+def weights_of(config: Mapping) -> Mapping:
+    """Return how the first group of a compressed-tensors config quantises weights."""
+    groups = config.get("config_groups")
+    first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
+    weights = first.get("weights") if isinstance(first, dict) else None
+    return weights if isinstance(weights, dict) else {}

@@ -1,0 +1,221 @@
+"""Quantised HF checkpoints: their weights keep codes and scales, and the model is HF's with these weights."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from safetensors.numpy import load_file, save_file
+
+from castiron.emitter.types import EmitError
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError, check_finite, missing_and_left_over
+from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
+from castiron.pipelines.cli import main as cli
+from castiron.pipelines.compile.build_model import build_model
+from castiron.pipelines.compile.compiler import compile_model
+from castiron.pipelines.compile.options import Options
+from castiron.pipelines.evaluate.verify import load_reference
+from castiron.reference import hf
+from castiron.reference.tiny import tiny_model
+from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.session import Session
+from tests.emitter.family_harness import Pair, check_logits, prompt
+from tests.support.hf_quantised import SCHEMES, quantise
+from tests.test_end_to_end import greedy
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 2}
+# Dense models without and with biases, and one of experts.
+FAMILIES = {"llama": {}, "qwen2": {}, "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}}
+QUICK = (
+    "gptq 4",
+    "awq",
+    "compressed-tensors int4 asymmetric",
+    "compressed-tensors fp8",
+    "fp8",
+    "nvfp4",
+    "nf4 nested",
+    "bitsandbytes int8",
+)
+
+
+def made(tmp_path, scheme: str, family: str = "llama", **sizes):
+    return quantise(tiny_model(family, tmp_path / "model", **{**SIZES, **FAMILIES[family], **sizes}), SCHEMES[scheme])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_weights_are_those_of_the_definition(scheme, tmp_path):
+    quantised, plain = (open_checkpoint(path) for path in made(tmp_path, scheme))
+    assert {name for name in quantised.tensors if not name.endswith((".bias", ".column_order"))} == plain.tensors.keys()
+    codecs = {quantised.tensors[name].codec for name in plain.tensors if ".layers." in name and "norm" not in name}
+    assert codecs == {SCHEMES[scheme].codec}
+    for name, tensor in plain.tensors.items():
+        found = quantised.tensors[name]
+        values = tensor.dequantise()
+        if order := quantised.column_orders.get(name):
+            values = values[:, quantised.tensors[order].dequantise().astype(int)]
+        assert found.codec == "f32" or ".layers." in name
+        # nvfp4 has three factors, whose products are rounded in another order.
+        np.testing.assert_allclose(found.dequantise(), values, rtol=2e-7 if scheme == "nvfp4" else 0, atol=0)
+
+
+def check_model(scheme: str, family: str, lowering: str, directory) -> None:
+    quantised, plain = made(directory, scheme, family)
+    oracle, checkpoint = hf.load(plain, threads=1), open_checkpoint(quantised)
+    tokens = prompt(checkpoint.config["vocab_size"], 30)
+    check_logits(Pair(oracle, checkpoint).ours(lowering), tokens, hf.logits(oracle, tokens))
+
+
+@pytest.mark.parametrize("scheme", QUICK)
+def test_logits_are_those_of_hf_with_these_weights(scheme, tmp_path):
+    check_model(scheme, "qwen3_moe", "portable", tmp_path)
+
+
+@pytest.mark.parametrize("scheme", ["gptq desc_act", "nf4 nested", "compressed-tensors int4"])
+def test_verify_needs_no_library_of_the_method(scheme, tmp_path):
+    """The reference model has the weights in f32, with columns in the order of x."""
+    quantised, plain = made(tmp_path, scheme)
+    expected = hf.load(plain, threads=1).state_dict()
+    found = load_reference(quantised, "native", 1).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+@pytest.mark.parametrize("scheme", ["gptq desc_act", "gptq desc_act asymmetric"])
+def test_logits_with_columns_in_the_order_of_activations(scheme, tmp_path):
+    check_model(scheme, "qwen2", "kernels", tmp_path)
+
+
+def test_layers_with_one_order_share_it(tmp_path):
+    """In both layers of the model, matrices of one shape have the same order."""
+    checkpoint = open_checkpoint(made(tmp_path, "gptq desc_act")[0])
+    assert len(checkpoint.column_orders) == 14 and len(set(checkpoint.column_orders.values())) == 4
+    assert sum(name.endswith("column_order") for name in checkpoint.tensors) == 4
+
+
+def test_experts_with_reordered_columns_are_rejected(tmp_path):
+    checkpoint = open_checkpoint(made(tmp_path, "gptq desc_act", "qwen3_moe")[0])
+    with pytest.raises(
+        EmitError, match=r"the columns of .*experts.0.down_proj.* are in another order \(desc_act\), which only linear"
+    ):
+        build_model(checkpoint, Options(context=64))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if "desc_act" not in name])
+def test_logits_of_every_scheme_and_family_are_those_of_hf(scheme, family, tmp_path):
+    check_model(scheme, family, "kernels", tmp_path)
+
+
+def check_tokens(scheme: str, family: str, directory) -> None:
+    """Compile a bundle, and compare greedy tokens."""
+    quantised, plain = made(directory, scheme, family)
+    options = Options(context=64, batch=(2,), speculate=(), prefill=(16,))
+    bundle = open_bundle(compile_model(quantised, directory / "bundle", options).bundle)
+    assert bundle.manifest.codecs[SCHEMES[scheme].codec] >= 14
+    tokens = prompt(211, 20)
+    assert greedy(Session(bundle, 1), tokens, 16) == hf.greedy(hf.load(plain, threads=1), tokens, 16).tokens
+
+
+@pytest.mark.parametrize(
+    ("scheme", "family"), [("compressed-tensors int4 asymmetric", "qwen3_moe"), ("gptq desc_act", "llama")]
+)
+def test_a_bundle_gives_the_tokens_of_hf(scheme, family, tmp_path):
+    check_tokens(scheme, family, tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("scheme", QUICK)
+def test_bundles_of_every_method_give_the_tokens_of_hf(scheme, family, tmp_path):
+    check_tokens(scheme, family, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def gptq_directory(tmp_path_factory):
+    return made(tmp_path_factory.mktemp("gptq"), "gptq 4")[0]
+
+
+def changed(directory, path, config=(), **tensors):
+    """Copy a directory with other values of its quantization_config, and tensors of layer 0's up_proj."""
+    path.mkdir()
+    content = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    content["quantization_config"] |= dict(config)
+    (path / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    stored = load_file(directory / "model.safetensors")
+    for part, change in tensors.items():
+        name = f"model.layers.0.mlp.up_proj.{part}"
+        value = change(stored.pop(name))
+        stored |= {} if value is None else {name: np.ascontiguousarray(value)}
+    save_file(stored, path / "model.safetensors")
+    return path
+
+
+def test_scales_of_activations_and_of_the_cache_are_left_out(tmp_path):
+    directory, _ = made(tmp_path, "compressed-tensors fp8")
+    with_float8 = directory / "model.safetensors"
+    scales = {f"model.layers.{n}.self_attn.{name}_scale": torch.ones(1) for n in (0, 1) for name in ("k", "v")}
+    safetensors.torch.save_file(safetensors.torch.load_file(with_float8) | scales, with_float8)
+    checkpoint = open_checkpoint(directory)
+    assert checkpoint.left_out == {"input_scale": 14, "k_scale": 2, "v_scale": 2}
+    assert not any("_scale" in name for name in checkpoint.tensors)
+
+
+def test_biases_of_zeros_are_ignored_and_others_are_not(gptq_directory, tmp_path):
+    checkpoint = open_checkpoint(gptq_directory)
+    required = {name: tensor.shape for name, tensor in checkpoint.tensors.items() if not name.endswith(".bias")}
+    assert len(required) < len(checkpoint.tensors) and not missing_and_left_over(required, checkpoint)
+    other = open_checkpoint(changed(gptq_directory, tmp_path / "other", bias=lambda bias: bias + 1))
+    assert missing_and_left_over(required, other) == ["model.layers.0.mlp.up_proj.bias [256] is left over"]
+
+
+REJECTED = {
+    "an unknown method": ({"quant_method": "aqlm"}, {}, "unsupported quant_method: 'aqlm'; supported are awq, .*gptq"),
+    "no method": ({"quant_method": None}, {}, "unsupported quant_method: None"),
+    "an unknown format": (
+        {"quant_method": "compressed-tensors", "format": "marlin-24"},
+        {},
+        "unsupported format: 'marlin-24'; supported are .*pack-quantized",
+    ),
+    "a missing part": ({}, {"scales": lambda part: None}, "up_proj.weight has no scales; fetch"),
+    "3 bits": ({}, {"qzeros": lambda part: np.zeros((1, 24), np.int32)}, "has 3 bits; castiron reads 4 and 8 bits of gptq"),
+    "a part of another shape": (
+        {},
+        {"scales": lambda part: part[:, :-8]},
+        r"has qweight \[16, 256\] and qzeros \[1, 32\] with scales \[1, 248\]",
+    ),
+    "groups of other sizes": (
+        {},
+        {"g_idx": lambda part: part + np.arange(128, dtype=np.int32) % 2},
+        "has g_idx without 1 groups",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_malformed_checkpoints_end_in_one_line(name, gptq_directory, tmp_path):
+    config, tensors, message = REJECTED[name]
+    with pytest.raises(CheckpointError, match=message) as found:
+        open_checkpoint(changed(gptq_directory, tmp_path / "model", config, **tensors))
+    assert "\n" not in str(found.value)
+
+
+def test_a_shape_of_bytes_is_rejected(tmp_path):
+    directory, _ = made(tmp_path, "compressed-tensors int4 channel")
+    path = changed(directory, tmp_path / "other", weight_shape=lambda shape: shape.astype(np.uint8))
+    with pytest.raises(CheckpointError, match=r"up_proj.weight has weight_packed \[256, 16\] for the shape \[\]; fetch"):
+        open_checkpoint(path)
+
+
+def test_zero_points_that_contradict_the_config_are_rejected(gptq_directory, tmp_path):
+    checkpoint = open_checkpoint(changed(gptq_directory, tmp_path / "model", qzeros=lambda part: part + 1))
+    with pytest.raises(CheckpointError, match="up_proj.weight has zero points other than 8, although `sym` is true"):
+        check_finite(checkpoint)
+
+
+def test_inspect_names_the_fields_of_the_config(gptq_directory, capsys):
+    assert cli.main(["inspect", str(gptq_directory)]) == 0
+    shown = capsys.readouterr().out
+    assert "gptq, bits 4, group_size 128, sym true, desc_act false, checkpoint_format gptq" in shown
+    assert "14 int4_128_f16" in shown
