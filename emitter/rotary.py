@@ -217,7 +217,9 @@ def rotary(theta: float, rotary_dim: int, scaling: Mapping | None, max_positions
     with np.errstate(all="ignore"):
         found = build(float(theta), rotary_dim, scaling, max_positions)
     if not np.isfinite(found.inv_freq).all() or not is_positive(found.attention_factor):
-        raise EmitError(f"rope scaling {kind!r} with the base {theta} gives infinite or NaN frequencies")
+        raise EmitError(
+            f"rope scaling {kind!r} with the base {theta} gives infinite or NaN frequencies; correct its parameters"
+        )
     return found
 
 

@@ -188,8 +188,8 @@ class Step:
     def stack(self, name: str, parts: Sequence[str], shape: Sequence[int]) -> Value:
         """Return the tensors `<module path>.<part>`, all of one shape, stacked as weight `name`.
 
-        Tensors [out, in] become [len(parts) * out, in], vectors [n] become [len(parts), n]. Vectors
-        and tensors of different codecs are stored in f32.
+        Tensors [out, in] become [len(parts) * out, in], vectors [n] become [len(parts), n]. The
+        weight has the tensors' codec, or f32 if their codecs differ or if they are vectors.
         """
         path = current_path()
         names = [f"{path}.{part}" for part in parts]

@@ -16,7 +16,7 @@ def check(module: Module, table: Table) -> None:
     `operations.LOWERED` after it.
     """
     if not module.functions:
-        raise EmitError(f"module {module.name} has no function")
+        raise EmitError(f"module {module.name} has no function; add one")
     read: set[str] = set()
     for function in module.functions.values():
         _check_function(module, function, table, read)

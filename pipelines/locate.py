@@ -122,7 +122,7 @@ def checkpoint_path(path: Path) -> Path:
         config = _json(path / ADAPTER)
         base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
         of = f" of {short(base)}" if isinstance(base, str) and base else ""
-        raise CheckpointError(f"{path} is an adapter{of}, not a model; give its base, and this with --adapter")
+        raise CheckpointError(f"{path} is an adapter{of}, not a model; give its base model, and the adapter with --adapter")
     if path.is_dir() and not (path / "config.json").exists():
         if path.name.startswith(FOLDER):
             name = path.name.removeprefix(FOLDER).replace("--", "/", 1)

@@ -248,7 +248,7 @@ class Model:
             raise PipelineError(f"unknown pooling: {pooling!r}; use {' or '.join(POOLINGS)}")
         hidden = self.bundle.manifest.hidden
         if dimensions is not None and not 1 <= dimensions <= hidden:
-            raise PipelineError(f"dimensions is {dimensions}; {self.name} has 1 to {hidden}")
+            raise PipelineError(f"dimensions is {dimensions}; {self.name} supports 1 to {hidden}")
         engine, rows, max_tokens = self._open_engine(), [], self.context // max(known) * max(known)
         for text in texts:
             ids = list(self._encode(prompt + text if prompt and isinstance(text, str) else text))

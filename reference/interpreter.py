@@ -211,7 +211,9 @@ def _kernel(op: Op, *args: np.ndarray) -> tuple[np.ndarray, ...]:
     results = kernel.reference(**arrays, **op.attrs["indices"])
     if not isinstance(results, dict) or set(results) != set(kernel.results):
         what = f"results {', '.join(results)}" if isinstance(results, dict) else type(results).__name__
-        raise EmitError(f"the reference of kernel {kernel.name} returns {what}, not {', '.join(kernel.results)} by name")
+        raise EmitError(
+            f"the reference of kernel {kernel.name} returns {what}; it must return a dict of {', '.join(kernel.results)}"
+        )
     return tuple(results[name] for name in kernel.results)
 
 

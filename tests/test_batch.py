@@ -77,7 +77,7 @@ def test_rejects_a_full_slot(bundle):
     single = Session(bundle, 1)
     single.prefill(prompt(8, seed=1))
     assert batch.step({1: 5, 2: 5})[1] == single.step(5)
-    with pytest.raises(SessionError, match="no slot 9"):
+    with pytest.raises(SessionError, match="slot 9 does not exist"):
         batch.step({9: 1})
 
 

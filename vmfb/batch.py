@@ -105,7 +105,7 @@ class Batch:
         """
         for slot, token in tokens.items():
             if not 0 <= slot < self.size:
-                raise SessionError(f"no slot {slot}: the batch has {self.size} slots")
+                raise SessionError(f"slot {slot} does not exist; the batch has slots 0 to {self.size - 1}")
             session = self.slots[slot]
             if session.position >= session.context or not 0 <= token < session.vocab:
                 session._checked((token,))

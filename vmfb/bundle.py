@@ -62,9 +62,7 @@ class Bundle:
         """Return this bundle with a context of `context` positions, up to the manifest's limit."""
         if not 1 <= context <= self.manifest.max_context:
             limit = self.manifest.max_context
-            raise BundleError(
-                f"--context is {context}, but {self.manifest.name} has 1 to {limit} positions; give at most {limit}"
-            )
+            raise BundleError(f"--context is {context}; {self.manifest.name} supports 1 to {limit} positions")
         return replace(self, manifest=replace(self.manifest, context=context))
 
     @property

@@ -39,8 +39,11 @@ class Encoder:
         ids, max_tokens, vocab = np.asarray(tokens), self.facts.max_tokens, self.manifest.vocab
         if ids.ndim != 1 or not 1 <= ids.size <= max_tokens:
             raise SessionError(f"text has {ids.size} tokens; the model accepts 1 to {max_tokens}")
-        if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocab * (1 + self.facts.types):
-            raise SessionError(f"token ids must be integers from 0 to {vocab - 1}; use the model's tokenizer")
+        if ids.dtype.kind not in "iu":
+            raise SessionError(f"token ids are {ids.dtype}; give integers")
+        if ids.min() < 0 or ids.max() >= vocab * (1 + self.facts.types):
+            wrong = ids.min() if ids.min() < 0 else ids.max()
+            raise SessionError(f"token {wrong} is outside the vocabulary of {vocab}; use the model's tokenizer")
         for state in self._states:
             state.go_back(0, 0)
         widest = max(self._calls)

@@ -265,10 +265,12 @@ def _check_facts(name: str, facts: Mapping[str, Any]) -> None:
     found = {key: from_json(kind, facts[key], f"{name}.{key}") for key, kind in _FACTS[name].items() if key in facts}
     for kernel, work in [pair for kernels in found.get("work", {}).values() for pair in kernels.items()]:
         amounts = (work.calls, work.weights, *work.flops, *work.bytes)
-        if len(work.flops) != 3 or len(work.bytes) != 3 or min(amounts) < 0 or max(amounts) >= 2**63:
-            raise RecordError(
-                f"{name}.work of {short(kernel)} must be calls, weights, 3 flops and 3 bytes, each from 0 to 2**63 - 1"
-            )
+        if len(work.flops) != 3 or len(work.bytes) != 3:
+            lengths = f"{len(work.flops)} flops and {len(work.bytes)} bytes"
+            raise RecordError(f"{name}.work of {short(kernel)} has {lengths}; it must have 3 of each")
+        if wrong := [amount for amount in amounts if not 0 <= amount < 2**63]:
+            number = "a negative number" if wrong[0] < 0 else "a number above 2**63 - 1"
+            raise RecordError(f"{name}.work of {short(kernel)} has {number}; all must be from 0 to 2**63 - 1")
 
 
 def dump(manifest: Manifest) -> bytes:
@@ -318,8 +320,10 @@ def check(manifest: Manifest) -> None:
     for name, file in manifest.files.items():
         if name not in FILES and name not in map(module_name, manifest.functions):
             raise RecordError(f"files has {name}, which is neither a file that bundles have nor the module of a function")
-        if file.size < 0 or not re.fullmatch("[0-9a-f]{64}", file.sha256):
-            raise RecordError(f"files.{name} must have a size of at least 0 and a sha256 of 64 lower-case hex digits")
+        if file.size < 0:
+            raise RecordError(f"files.{name}.size is {file.size}; it must be at least 0")
+        if not re.fullmatch("[0-9a-f]{64}", file.sha256):
+            raise RecordError(f"files.{name}.sha256 is {short(repr(file.sha256))}, not 64 lower-case hex digits")
         if file.size > _MAX_BYTES.get(name, file.size):
             raise RecordError(f"files.{name} has {file.size} bytes; the limit is {_MAX_BYTES[name]}")
     if manifest.encoder:
@@ -336,14 +340,18 @@ def _check_functions(manifest: Manifest) -> None:
     multi = [w for role in ("prefill", "verify", "embed", "encode") for w in widths[role]]
     if bad := [w for w in multi if not 2 <= w <= manifest.context]:
         raise RecordError(f"a function takes {bad[0]} tokens; it must take from 2 to {manifest.context}, the context")
-    duplicate = any(len(set(w)) != len(w) or min(w, default=2) < 1 for w in widths.values())
-    roles = {"encode"} if manifest.encoder else set(ROLES) - {"encode"}
-    complete = bool(widths["encode"]) if manifest.encoder else widths["decode"] == [1]
-    alien = any(found and role not in roles for role, found in widths.items())
-    if manifest.functions != functions(widths) or duplicate or alien or not complete:
-        raise RecordError(
-            "functions must be distinct and in order: encode for an embedding model, else decode of width 1 and no encode"
-        )
+    kind, roles = ("an embedding", {"encode"}) if manifest.encoder else ("a generating", set(ROLES) - {"encode"})
+    if alien := [role for role, found in widths.items() if found and role not in roles]:
+        raise RecordError(f"functions have the role {alien[0]}, which {kind} model does not have")
+    if manifest.encoder and not widths["encode"]:
+        raise RecordError("functions lack the role encode, which an embedding model needs")
+    if not manifest.encoder and widths["decode"] != [1]:
+        raise RecordError(f"functions have decode widths {widths['decode']}; a generating model must have one, of width 1")
+    if wrong := [role for role, found in widths.items() if len(set(found)) != len(found) or min(found, default=2) < 1]:
+        found = widths[wrong[0]]
+        raise RecordError(f"functions have {wrong[0]} widths {found}; they must be distinct and at least 1")
+    if manifest.functions != functions(widths):
+        raise RecordError(f"functions are not grouped by role in the order {', '.join(ROLES)}")
 
 
 def _check_encoder(manifest: Manifest, encoder: EncoderConfig) -> None:
@@ -359,7 +367,8 @@ def _check_encoder(manifest: Manifest, encoder: EncoderConfig) -> None:
 def _check_states(manifest: Manifest) -> None:
     names = [state.name for state in manifest.states]
     if len(set(names)) != len(names):
-        raise RecordError("states have duplicate names")
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise RecordError(f"two states have the name {short(duplicate)}")
     widest = max([1, *(f.width for f in manifest.functions if f.role != "batch")])
     for state in manifest.states:
         where = f"states.{state.name}"

@@ -119,8 +119,10 @@ class Session:
         Raise SessionError as `prefill` does, and if no verify function takes so many tokens.
         """
         if len(tokens) not in self._verify:
-            widths = ", ".join(map(str, self._verify)) or "none; compile the bundle with --speculate"
-            raise SessionError(f"{len(tokens)} tokens cannot be verified: the bundle's widths are {widths}")
+            if not self._verify:
+                raise SessionError("this bundle has no verify functions; compile it with --speculate 4,8")
+            widths = ", ".join(map(str, self._verify))
+            raise SessionError(f"verify got {len(tokens)} tokens; the verify functions of this bundle take {widths}")
         call = self._append(self._verify[len(tokens)], self._checked(tokens))
         self._last = Row(call, len(tokens) - 1)
         return call.argmaxes(len(tokens))
@@ -156,8 +158,8 @@ class Session:
         widths = [min(width for width in self._embed if width >= part.size) for part in parts]
         if self.position + sum(widths) > self.context:
             raise SessionError(
-                f"{ids.size} tokens, padded to complete calls of up to {widest}, would end past the context of {self.context}; "
-                "give fewer tokens"
+                f"{ids.size} tokens from position {self.position}, padded to {sum(widths)} for the embed functions, would end "
+                f"past the context of {self.context}; give fewer tokens"
             )
         return np.concatenate(
             [self._append(self._embed[w], part).floats(0)[: part.size] for w, part in zip(widths, parts, strict=True)]
@@ -185,13 +187,15 @@ class Session:
         Raise SessionError if the session's last call was not `verify`.
         """
         if not isinstance(self._last, Row):
-            raise SessionError("no logits of a verify call; call verify first")
+            raise SessionError("the last call was not verify, so there are no verified logits; call verify first")
         return self._last
 
     def reachable(self, position: int) -> int:
         """Return the largest position, up to `position`, to which `rewind` can return."""
         if not 0 <= position <= self.position:
-            raise SessionError(f"a session at position {self.position} cannot be rewound to {position}")
+            raise SessionError(
+                f"a session at position {self.position} cannot be rewound to {position}; use 0 to {self.position}"
+            )
         if all(state.can_return(self.position, position) for state in self._states):
             return position
         return max((snapshot.position for snapshot in self._retained if snapshot.position <= position), default=0)
@@ -250,8 +254,12 @@ class Session:
 
         Raise SessionError if `other` is of another program or `position` is not `reachable` in it.
         """
-        if other.program is not self.program or other.reachable(position) != position:
-            raise SessionError(f"position {position} cannot be copied from a session at {other.position}")
+        if other.program is not self.program:
+            raise SessionError("cannot copy the states of a session of another program; use two sessions of one program")
+        if (found := other.reachable(position)) != position:
+            raise SessionError(
+                f"position {position} cannot be copied from a session at {other.position}; that session can return to {found}"
+            )
         direct = all(state.can_return(other.position, position) for state in other._states)
         saved = (None,) * len(self._states) if direct else other._retained_at(position).saved
         self._move_to(0)

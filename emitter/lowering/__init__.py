@@ -53,7 +53,7 @@ def lower(
         if value not in known:
             raise EmitError(f"unknown {what}: {value!r}; use one of {', '.join(known)}")
     if numerics != "exact" and lowering != "kernels":
-        raise EmitError(f"numerics {numerics} need the lowering kernels, not {lowering}; use --lowering kernels")
+        raise EmitError(f"lowering {lowering!r} does not support numerics {numerics!r}; use --lowering kernels")
     check(module, LAYERS)
     unit = ISAS[isa].in_canonical_form if numerics == "canonical" else ISAS[isa]
     project = Projector(lambda matmul: kernel_of(matmul, unit, threads, tiles(matmul)), unit, numerics == "fast")

@@ -64,7 +64,7 @@ def _part(x: Value, dim: int, first: int, last: int) -> Value:
 
 def dot_general(op: Op, *operands: Value) -> Value:
     raise EmitError(
-        f"no canonical kernel multiplies activations by activations: {op.path or 'the model'}; use --numerics exact"
+        f"numerics 'canonical' has no kernel for a matmul of two activations: {op.path or 'the model'}; use --numerics exact"
     )
 
 

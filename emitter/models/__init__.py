@@ -92,11 +92,11 @@ def build(
     if not 1 <= context <= c.max_positions:
         is_cut = c.max_positions < config.get("max_position_embeddings", 0)
         why = ", past which its rotary scaling would change the frequencies of every token" if is_cut else ""
-        raise EmitError(f"a context of {context} is outside what the model allows (1 to {c.max_positions} positions{why})")
+        raise EmitError(f"context is {context}; this model supports 1 to {c.max_positions} positions{why}")
     module = ModelModule("model", codecs, orders)
     if is_bidirectional(c) and pooling is None:
         raise EmitError(
-            "this model attends to later tokens too, so it cannot generate text, and the checkpoint does not define pooling; "
+            "a bidirectional model cannot generate text, and this checkpoint does not define the pooling of embeddings; "
             "use a directory with modules.json"
         )
     max_width = max([1, *widths, *verify, *embeds])
@@ -105,7 +105,7 @@ def build(
     widths_of = {"decode": (1,), "prefill": widths, "verify": verify, "batch": batches, "embed": embeds}
     for entry in functions(widths_of if pooling is None else {"encode": embeds}):
         with module.step(entry, states, context) as step:
-            results = _results(step, model.forward(step, c), pooling, is_bidirectional(c))
+            results = _results(step, model, c, pooling)
             function = current_function()
             inputs = {v.name: v for v in function.inputs}
             storage = {i: inputs[name] for i, name in enumerate(step.states, len(results))}
@@ -136,21 +136,22 @@ def _states(model: ModuleType, c: Any, context: int, max_width: int, pooling: Po
     return [*layer_caches(windows, context, c.kv_heads, c.head_dim), *of_pooling]
 
 
-def _results(step: Step, logits: Value, pooling: Pooling | None, is_bidirectional: bool) -> dict[str, Value]:
+def _results(step: Step, model: ModuleType, c: Any, pooling: Pooling | None) -> dict[str, Value]:
+    logits = model.forward(step, c)
     if pooling is not None:
-        return {"embedding": pooling.pool(step, _hidden(step), not is_bidirectional)}
+        return {"embedding": pooling.pool(step, _hidden(step, model), not is_bidirectional(c))}
     if step.role == "embed":
-        return {"hidden": _hidden(step)}
+        return {"hidden": _hidden(step, model)}
     if not ROLES[step.role].every_token:
         logits = ops.reshape(logits, logits.shape[-1:])
     return {"argmax": argmax(logits), "logits": logits}
 
 
-def _hidden(step: Step) -> Value:
+def _hidden(step: Step, model: ModuleType) -> Value:
     """Return the hidden states [T, hidden] before the head, and remove the head's operations."""
     hidden, made = step.hidden, current_function().ops
     if hidden is None:
-        raise EmitError("this family has no hidden states; end its `forward` in layers.lm_head")
+        raise EmitError(f"{model.__name__}: `forward` records no hidden states; compute the logits with layers.lm_head")
     last = next(i for i, op in enumerate(made) if hidden in op.results)
     del made[last + 1 :]
     return hidden

@@ -171,7 +171,8 @@ class ConfigReader:
         """
         types = [_OLD_TYPES.get(type_, type_) for type_ in self.take("layer_types", default, (list, tuple))]
         if len(types) != layers or any(type_ not in known for type_ in types):
-            raise self._error("layer_types", f"must have {' or '.join(map(repr, known))} for each of {layers} layers")
+            wanted = f"{' or '.join(map(repr, known))} for each of {layers} layers"
+            raise self._error("layer_types", f"is {shorten(types)}; it must have {wanted}")
         return tuple(types)
 
     def expert_groups(self, experts: int, per_token: int) -> tuple[int, int]:
@@ -180,11 +181,14 @@ class ConfigReader:
         experts: the number of experts. per_token: how many of them each token uses.
         """
         groups, best = self.take("n_group", 1), self.take("topk_group", 1)
-        if groups > 1 and (experts % groups or experts < 2 * groups or best > groups or best * experts // groups < per_token):
-            raise EmitError(
-                f"the {self.model_type} config has 'n_group' {groups} and 'topk_group' {best}; groups must divide {experts} "
-                f"experts into two or more each, and the best {best} must hold the {per_token} experts of a token"
-            )
+        if groups > 1:
+            if experts % groups or experts < 2 * groups:
+                raise self._error("n_group", f"is {groups}; it must divide {experts} experts into groups of 2 or more")
+            if best > groups:
+                raise self._error("topk_group", f"is {best}; it must be at most 'n_group', {groups}")
+            if (usable := best * experts // groups) < per_token:
+                problem = f"is {best}, which gives a token {usable} experts; it needs at least {per_token}"
+                raise self._error("topk_group", problem)
         return groups, best
 
     def rotary(self, head_dim: int, max_positions: int, theta: float = 10000.0, partial: float | None = None) -> Rotary:

@@ -30,6 +30,7 @@ from castiron.emitter.layers import (
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
 from castiron.emitter.models.decoder import SlidingConfig
 from castiron.emitter.ops import add, broadcast_in_dim, gather_rows, multiply, reshape, slice_
+from castiron.emitter.shorten import shorten, shorten_list
 from castiron.emitter.step import Step
 from castiron.emitter.types import EmitError
 
@@ -90,9 +91,13 @@ def read(c: ConfigReader) -> Config:
     full = full_heads(c, windows, keys_are_values)
     head_dims = full.get("head_dim", head_dim), head_dim
     full_rotary, sliding_rotary = c.rotaries(head_dims, c.take("max_position_embeddings", 131072), *_ROPES)
-    own = layers - c.take("num_kv_shared_layers", 0, minimum=0)
+    shared = c.take("num_kv_shared_layers", 0, minimum=0)
+    own = layers - shared
     if {bool(window) for window in windows[:own]} != {bool(window) for window in windows}:
-        raise EmitError("'num_kv_shared_layers' in the gemma4_text config leaves a type of layer without a KV cache; reduce it")
+        raise EmitError(
+            f"'num_kv_shared_layers' in the gemma4_text config is {shared}, which leaves full or sliding layers without a "
+            "KV cache; reduce it"
+        )
     per_layer = c.take("hidden_size_per_layer_input", 256, minimum=0)
     return c.read(
         Config,
@@ -132,10 +137,15 @@ def full_heads(c: ConfigReader, windows: list[int | None], keys_are_values: bool
     stated = {int(layer): own for layer, own in c.take("per_layer_config", kinds=dict).items()}
     full = [layer for layer, window in enumerate(windows) if window is None]
     first = stated.get(full[0], {})
-    if stated != ({layer: first for layer in full} if first else {}) or set(first) - {"head_dim", "num_key_value_heads"}:
+    if stated != ({layer: first for layer in full} if first else {}):
         raise EmitError(
-            "'per_layer_config' in the gemma4_text config must have the same 'head_dim' and "
-            "'num_key_value_heads' for every full layer, and no other entries"
+            f"'per_layer_config' in the gemma4_text config has entries for layers {shorten_list(map(str, stated))}; it must "
+            f"have equal ones for all full layers, {shorten_list(map(str, full))}, and none for others"
+        )
+    if unknown := set(first) - {"head_dim", "num_key_value_heads"}:
+        raise EmitError(
+            f"'per_layer_config' in the gemma4_text config has the unknown key {shorten(min(unknown))}; only 'head_dim' and "
+            "'num_key_value_heads' are supported"
         )
     return first
 

@@ -12,6 +12,7 @@ from castiron.emitter.layers import attention, experts, gated_mlp, linear, rms_n
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder, residual_block
 from castiron.emitter.ops import add, concatenate, dot_general, reshape, slice_, transpose
+from castiron.emitter.shorten import shorten
 from castiron.emitter.step import Step
 from castiron.emitter.types import EmitError
 
@@ -50,8 +51,10 @@ def read(c: ConfigReader) -> Config:
     # HF computes `qk_head_dim` from its parts, and never reads `pretraining_tp`.
     c.unused("qk_head_dim", "pretraining_tp")
     heads, layers = c.take("num_attention_heads"), c.take("num_hidden_layers")
-    if c.take("num_key_value_heads", 20) != heads:
-        raise EmitError("'num_key_value_heads' in the glm4_moe_lite config must equal 'num_attention_heads'")
+    if (kv_heads := c.take("num_key_value_heads", 20)) != heads:
+        raise EmitError(
+            f"'num_key_value_heads' in the glm4_moe_lite config is {kv_heads}; it must equal 'num_attention_heads', {heads}"
+        )
     rotated, not_rotated = c.take("qk_rope_head_dim", 64), c.take("qk_nope_head_dim", 192)
     c.require("head_dim", rotated)
     count, per_token = c.take("n_routed_experts"), c.take("num_experts_per_tok", 4)
@@ -75,7 +78,8 @@ def sparse_layers(c: ConfigReader, layers: int) -> list[bool]:
     types = c.take("mlp_layer_types", ["dense"] + ["sparse"] * (layers - 1), list)
     if len(types) != layers or any(type_ not in ("dense", "sparse") for type_ in types):
         raise EmitError(
-            f"'mlp_layer_types' in the glm4_moe_lite config must have 'dense' or 'sparse' for each of {layers} layers"
+            f"'mlp_layer_types' in the glm4_moe_lite config is {shorten(types)}; it must have 'dense' or 'sparse' for each of "
+            f"{layers} layers"
         )
     return [type_ == "sparse" for type_ in types]
 

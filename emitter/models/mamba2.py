@@ -39,7 +39,7 @@ class Mamba:
 
     def __post_init__(self) -> None:
         if self.limit[0] < 0:
-            raise EmitError(f"the min time step in the config is {self.limit[0]}; it must not be below 0")
+            raise EmitError(f"the min time step in the config is {self.limit[0]}; it must be at least 0")
 
     @classmethod
     def read(cls, c: ConfigReader, features: int | None = None) -> Mamba:

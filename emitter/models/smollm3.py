@@ -5,6 +5,7 @@ from castiron.emitter.layers import attention, linear, qkv_heads, rope
 from castiron.emitter.models import llama
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import decoder, mlp, residual_block
+from castiron.emitter.shorten import shorten
 from castiron.emitter.step import Step
 from castiron.emitter.types import EmitError
 
@@ -37,7 +38,9 @@ def rotary_layers(c: ConfigReader, layers: int) -> list[bool]:
     interval = c.take("no_rope_layer_interval", 4)
     flags = c.take("no_rope_layers", [int((layer + 1) % interval != 0) for layer in range(layers)], list)
     if len(flags) < layers or any(flag not in (0, 1) for flag in flags):
-        raise EmitError(f"'no_rope_layers' in the smollm3 config must have 0 or 1 for each of {layers} layers")
+        raise EmitError(
+            f"'no_rope_layers' in the smollm3 config is {shorten(flags)}; it must have 0 or 1 for each of {layers} layers"
+        )
     return [bool(flag) for flag in flags[:layers]]
 
 

@@ -141,7 +141,8 @@ def _request(fields: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         raise PipelineError(f"unsupported method: {str(fields['method'])[:40]}; use POST")
     url = fields.get("url")
     if not isinstance(url, str) or url not in ENDPOINTS:
-        raise PipelineError(f"url must be an endpoint of castiron serve; use one of {', '.join(ENDPOINTS)}")
+        found = "missing" if url is None else f"{str(url)[:40]!r}"
+        raise PipelineError(f"url is {found}; use one of {', '.join(ENDPOINTS)}")
     return _body(fields), url
 
 

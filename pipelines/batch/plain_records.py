@@ -149,8 +149,8 @@ def ids_of(value: Any, vocab: int) -> list[int] | None:
     """
     if not (isinstance(value, list) and value and all(type(token) is int for token in value)):
         return None
-    if not 0 <= min(value) <= max(value) < vocab:
-        raise PipelineError(f"the record has a token id outside the vocabulary; use ids from 0 to {vocab - 1}")
+    if outside := [token for token in value if not 0 <= token < vocab]:
+        raise PipelineError(f"token {str(outside[0])[:40]} is outside the vocabulary; use ids from 0 to {vocab - 1}")
     return value
 
 
@@ -170,8 +170,10 @@ def _content(message: Mapping[str, Any], index: int) -> str:
         return ""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
-    if not isinstance(message.get("role"), str) or len(texts) < len(parts) or not all(isinstance(t, str) for t in texts):
-        raise PipelineError(f"messages.{index}: role must be a string, content a string or a list of parts of type text")
+    if not isinstance(message.get("role"), str):
+        raise PipelineError(f"messages.{index}: role must be a string")
+    if len(texts) < len(parts) or not all(isinstance(t, str) for t in texts):
+        raise PipelineError(f"messages.{index}: content must be a string or a list of parts of type text")
     return "".join(texts)
 
 

@@ -145,11 +145,13 @@ def _config(path: Path) -> dict:
         raise CheckpointError(f"{path} was initialised by {start}, which changes the base weights; {_MERGE}")
     for key, default in (("r", 8), ("lora_alpha", 8), ("rank_pattern", {}), ("alpha_pattern", {}), ("use_rslora", False)):
         config[key] = default if config.get(key) is None else config[key]
-    numbers = [config["r"], config["lora_alpha"]]
+    numbers = {"r": [config["r"]], "lora_alpha": [config["lora_alpha"]]}
     for key in ("rank_pattern", "alpha_pattern"):
-        numbers += config[key].values() if isinstance(config[key], dict) else [None]
-    if not all(isinstance(n, int | float) and not isinstance(n, bool) and abs(n) < 2**31 for n in numbers):
-        raise CheckpointError(f"{path / CONFIG}: r, lora_alpha, rank_pattern and alpha_pattern need numbers below 2**31")
+        numbers[key] = list(config[key].values()) if isinstance(config[key], dict) else [None]
+    for key, found in numbers.items():
+        if not all(isinstance(n, int | float) and not isinstance(n, bool) and abs(n) < 2**31 for n in found):
+            wanted = "an object of numbers" if key.endswith("pattern") else "a number"
+            raise CheckpointError(f"{path / CONFIG}: {key} is {shorten(config[key])}, not {wanted} below 2**31; correct it")
     return config
 
 
@@ -158,10 +160,14 @@ def _of_pattern(patterns: Mapping[str, float], module: str, default: float, path
 
     patterns: value by regular expression. default: the value if none matches.
     """
-    try:
-        return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
-    except (re.error, OverflowError) as error:
-        raise CheckpointError(f"{path / CONFIG} has an invalid pattern ({shorten_text(str(error))}); correct it") from None
+    for key, value in patterns.items():
+        try:
+            if re.match(rf"(.*\.)?({key})$", module):
+                return value
+        except (re.error, OverflowError) as error:
+            why = shorten_text(str(error))
+            raise CheckpointError(f"{path / CONFIG} has the invalid pattern {shorten(key)} ({why}); correct it") from None
+    return default
 
 
 def _pair(path: Path, config: dict, module: str, sides: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, float]:

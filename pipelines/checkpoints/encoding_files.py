@@ -19,6 +19,7 @@ _MODES = {"mean": "mean", "lasttoken": "last", "cls": "cls"}
 _FLAG, _OLD_NAMES = "pooling_mode_", {"mean_tokens": "mean", "cls_token": "cls"}
 _ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu"}
 _TENSORS = "model.safetensors"
+_EMBEDDING = "sentence_embedding"
 
 
 def read_encoding(path: Path) -> Encoding | None:
@@ -64,7 +65,7 @@ def _module(path: Path, entry: Any) -> tuple[str, str]:
         folder = entry["path"]
         if folder == Path(folder).name != ".." and len(folder) < 100 and folder.isprintable():
             return entry["type"].rpartition(".")[2], folder
-    raise CheckpointError(f"{path / MODULES}: a module lacks a valid type or path; fetch it again")
+    raise CheckpointError(f"{path / MODULES}: module {shorten(entry)} lacks a valid type or path; fetch it again")
 
 
 def _mode(folder: Path) -> str:
@@ -86,11 +87,15 @@ def _dense(folder: Path, name: str) -> Dense:
     config = _config(folder)
     features, bias = config.get("out_features"), config.get("bias", True)
     activation = str(config.get("activation_function", "Tanh")).rpartition(".")[2]
-    if activation not in _ACTIVATIONS or config.get("module_input_name", "sentence_embedding") != "sentence_embedding":
+    if activation not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
-        raise CheckpointError(f"{folder}: unsupported Dense layer; it must read the embedding and use one of {known}")
-    if not isinstance(features, int) or features < 1 or not isinstance(bias, bool):
-        raise CheckpointError(f"{folder}: out_features must be an integer above 0, and bias true or false; fetch it again")
+        raise CheckpointError(f"{folder}: unsupported activation {shorten_text(activation)}; supported are {known}")
+    if (source := config.get("module_input_name", _EMBEDDING)) != _EMBEDDING:
+        raise CheckpointError(f"{folder}: module_input_name is {shorten(source)}; only {_EMBEDDING!r} is supported")
+    if not isinstance(features, int) or features < 1:
+        raise CheckpointError(f"{folder}: out_features is {shorten(features)}, not an integer above 0; fetch it again")
+    if not isinstance(bias, bool):
+        raise CheckpointError(f"{folder}: bias is {shorten(bias)}, not true or false; fetch it again")
     return Dense(name, features, bias, _ACTIVATIONS[activation])
 
 
@@ -161,14 +166,16 @@ def read_classifier(path: Path, config: dict, stored: Mapping[str, Tensor]) -> E
     head, weight = HEADS.get(config["model_type"]), stored.get("classifier.weight")
     if head is None or weight is None or weight.shape[:1] != (1,):
         known = ", ".join(HEADS)
-        raise CheckpointError(f"{path} is a {shorten_text(kind)}; supported are classifiers with one label of {known} models")
+        raise CheckpointError(f"{path} is a {shorten_text(kind)}; supported are {known} classifiers with one label")
     if not isinstance(config.get("hidden_size"), int):
         raise CheckpointError(f"{path}: hidden_size is {shorten(config.get('hidden_size'))}, not a number; fetch it again")
     pooling = head.pooling(config)
     activations = _ACTIVATIONS.values()
-    if pooling.mode not in ("cls", "mean") or any(dense.activation not in tuple(activations) for dense in pooling.dense):
-        known = f"supported are the poolings cls and mean, and the activations {', '.join(activations)}"
-        raise CheckpointError(f"{path}: unsupported pooling or activation of the classifier; {known}")
+    if pooling.mode not in ("cls", "mean"):
+        raise CheckpointError(f"{path}: the classifier has pooling {shorten(pooling.mode)}; supported are cls and mean")
+    if unknown := [dense.activation for dense in pooling.dense if dense.activation not in tuple(activations)]:
+        known = f"supported are {', '.join(activations)}"
+        raise CheckpointError(f"{path}: the classifier has activation {shorten(unknown[0])}; {known}")
     names = {f"{name}.{part}": f"{own}.{part}" for name, own in head.modules.items() for part in ("weight", "bias")}
     tensors = {own: replace(stored[name], name=own) for name, own in names.items() if name in stored}
     return Encoding(

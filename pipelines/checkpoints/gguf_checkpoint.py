@@ -94,7 +94,7 @@ def hf_tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Ten
         for tensor in _named(file, row, config, stored):
             if tensor.name in tensors:
                 names = " and ".join(map(shorten_text, (tensors[tensor.name].source, stored.name)))
-                raise CheckpointError(f"{file.path}: {names} are the same tensor; fetch it again")
+                raise CheckpointError(f"{file.path}: {names} both contain {shorten_text(tensor.name)}; fetch the file again")
             tensors[tensor.name] = tensor
     return tensors
 
@@ -234,7 +234,9 @@ def _unpermuted(path: Path, tensor: Tensor, heads: int) -> Tensor:
     """Undo llama.cpp's `permute`: rows (head, pair, half) become (head, half, pair)."""
     out = tensor.shape[0]
     if out % (2 * heads):
-        raise CheckpointError(f"{path}: {shorten_text(tensor.source)} has {out} rows, not a multiple of 2 x {heads} heads")
+        raise CheckpointError(
+            f"{path}: {shorten_text(tensor.source)} has {out} rows, not a multiple of {2 * heads}; fetch it again"
+        )
     if len(tensor.shape) == 1 and CODECS[tensor.codec].quantised:
         unfit = "is a quantised bias, which cannot be reordered"
         raise CheckpointError(f"{path}: {shorten_text(tensor.source)} {unfit}; convert the model again with biases in f32")

@@ -99,9 +99,11 @@ def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | No
         if len(files) == 1:
             return next(iter(files))
         if files:
-            raise CheckpointError(f"{repository} has several GGUF files; choose one as {name}:Q4_K_M: {listed}")
+            raise CheckpointError(f"{repository} has several GGUF files, {listed}; choose one as in {name}:Q4_K_M")
         if "adapter_config.json" in sizes:
-            raise CheckpointError(f"{repository} is an adapter, not a model; give its base model, and this with --adapter DIR")
+            raise CheckpointError(
+                f"{repository} is an adapter; give its base model as the model, and the adapter with --adapter DIR"
+            )
         raise CheckpointError(f"{repository} has neither {CONFIG} with {SINGLE} or {INDEX}, nor a GGUF file; choose another")
     matching = [file for file in files if _matches(file, name.wanted)]
     if len(matching) == 1:

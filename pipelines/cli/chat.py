@@ -80,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
     sampling = options.sampling_of(args, bundle.manifest.generation)
     text = load_tokenizer(bundle, dict(args.template_arg), args.parse_special)
     if text.chat_template is None:
-        raise PipelineError(f"{bundle.path} has no chat template; castiron run --raw continues plain text")
+        raise PipelineError(f"{bundle.path} has no chat template; use castiron run --raw to continue plain text")
     chat = Chat(
         engine, text, sampling=sampling, system=args.system, stops=args.stop, max_tokens=max_tokens,
         repetition_stop=args.repetition_stop,

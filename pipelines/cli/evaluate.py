@@ -187,7 +187,7 @@ def base_of(bundle: Bundle, named: str, context: int, threads: int, checkpoint: 
     other = open_bundle(named)
     tokenizers = [load_tokenizer(each).backend.to_str() for each in (bundle, other) if each.tokenizer]
     if other.manifest.vocab != bundle.manifest.vocab or len(set(tokenizers)) > 1:
-        raise PipelineError(f"{other.path} and {bundle.path} have different tokens; compare bundles of the same model")
+        raise PipelineError(f"{other.path} and {bundle.path} have different vocabularies; compare bundles of the same model")
     other = other.with_context(max(context, other.manifest.max_context))
     name = f"{other.path} ({arithmetic(other.manifest.numerics, other.manifest.cache)})"
     return name, bundle_rows(Session(other, threads))

@@ -136,7 +136,9 @@ def check(args: argparse.Namespace) -> None:
             raise PipelineError(f"--{name} is {getattr(args, name.replace('-', '_'))}; it must be {wanted}")
     for name in ("name", "draft"):
         if getattr(args, name) and (len(args.bundle) > 1 or args.keep is not None):
-            raise PipelineError(f"--{name} is for one model that stays open; remove it, or --keep and the other models")
+            raise PipelineError(
+                f"--{name} supports neither --keep nor several models; remove --{name}, or serve one model without --keep"
+            )
 
 
 def origins(args: argparse.Namespace) -> list[str]:

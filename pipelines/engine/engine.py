@@ -214,7 +214,7 @@ class Engine:
         """
         state = read_head(path)
         if state.bundle != identity(self.manifest):
-            raise StateError(f"{path} is a state of another bundle")
+            raise StateError(f"{path} is a state of another bundle; load it with that bundle")
         with self.exclusive() as scheduler:
             scheduler.cache.load(read_rows(state, scheduler.batch.slots[0].rows(len(state.tokens))), state.tokens)
 

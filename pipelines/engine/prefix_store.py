@@ -145,7 +145,10 @@ class PrefixStore:
         if known < position:
             session.prefill(tokens[known:position], progress=progress)
             if not self.save(session, tokens[:position]).result():
-                raise PipelineError(f"the state of {position} tokens was not written to {self.directory}")
+                raise PipelineError(
+                    f"cannot store the state of {position} tokens in {self.directory}; use a writable folder, or increase "
+                    "--prefix-cache-size"
+                )
         return position
 
     def save(self, session: Session, tokens: np.ndarray) -> Future:
@@ -212,7 +215,7 @@ class PrefixStore:
             try:
                 state = read_head(path)
                 if state.bundle != self.bundle:
-                    raise StateError(f"{path} is a state of another bundle")
+                    raise StateError(f"{path} is a state of another bundle; delete it")
                 self._known[name] = state
             except (StateError, OSError) as error:
                 self._reject(path, error)

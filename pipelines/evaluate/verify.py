@@ -103,8 +103,10 @@ def encoded_prompts(
 def encode(prompt: Prompt, text, vocab: int) -> list[int]:
     """Return the token ids of a prompt; text: the bundle's tokenizer, or None without one."""
     if prompt.tokens:
-        if max(prompt.tokens) >= vocab:
-            raise PipelineError(f"prompt {prompt.name!r} has token {max(prompt.tokens)}; give ids from 0 to {vocab - 1}")
+        if (largest := max(prompt.tokens)) >= vocab:
+            raise PipelineError(
+                f"prompt {prompt.name!r}: token {largest} is outside the vocabulary; give ids from 0 to {vocab - 1}"
+            )
         return list(prompt.tokens)
     if text is None:
         raise PipelineError(f"prompt {prompt.name!r} is text, but the bundle has no tokenizer; give token ids")
@@ -134,7 +136,9 @@ def checkpoint_of(bundle: Bundle, given: str | None = None, *, any_format: bool 
     elif hub := source.get("hub"):
         path = find_checkpoint(f"hf.co/{HubName(hub['repository'], hub['revision'], hub.get('file'))}")
     else:
-        raise PipelineError(f"checkpoint of {bundle.path} is missing: {recorded or 'unknown'}; give its path with --checkpoint")
+        raise PipelineError(
+            f"checkpoint of {bundle.path} is missing: {recorded or 'no path in the manifest'}; give its path with --checkpoint"
+        )
     if any_format and path.is_file() != (source.get("format") == "gguf"):
         return path
     expected = source.get("sha256")

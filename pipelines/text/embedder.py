@@ -134,7 +134,7 @@ class Embedder:
 
     def check_dimensions(self, dimensions: int | None) -> None:
         if dimensions is not None and not 1 <= dimensions <= self.hidden:
-            raise PipelineError(f"dimensions is {dimensions}; {self.name} has 1 to {self.hidden}")
+            raise PipelineError(f"dimensions is {dimensions}; {self.name} supports 1 to {self.hidden}")
 
     def vector(self, tokens: Tokens, dimensions: int | None = None) -> np.ndarray:
         """Return the vector of a text, f32 [dimensions].

@@ -282,6 +282,6 @@ def check_draft(draft: Bundle, target: Bundle) -> None:
     differs = next((index for index, (first, second) in pairs if first != second), None)
     if differs is not None:
         raise PipelineError(
-            f"{draft.path} has another vocabulary than {target.path} from token {differs} on; take a smaller model of the "
-            "same family"
+            f"the vocabularies of draft {draft.path} and model {target.path} first differ at token {differs}; use a smaller "
+            "model of the same family"
         )

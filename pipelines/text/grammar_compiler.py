@@ -101,7 +101,7 @@ class Compiler:
         except (PipelineError, MemoryError):
             raise
         except RecursionError:
-            raise PipelineError("it nests too deep; simplify it") from None
+            raise PipelineError("the definition nests too deep; reduce its nesting") from None
         except Exception as error:
             # The conversion of GBNF raises a plain Exception, that of a schema a ValueError.
             raise PipelineError(_message(kind, str(error))) from None
@@ -168,7 +168,7 @@ def check_terminals(lark: str) -> None:
         if deeper == depths:
             return
         depths = deeper
-    raise PipelineError(f"its terminals nest deeper than {MAX_TERMINAL_DEPTH} levels; use rules")
+    raise PipelineError(f"terminals nest deeper than {MAX_TERMINAL_DEPTH} levels; make some of them rules, named in lower case")
 
 
 def without_noops(schema: Any) -> Any:

@@ -54,8 +54,10 @@ class ToolFormat:
         """Return the tool format of a bundle; PipelineError if its manifest has an invalid one."""
         try:
             form = from_json(ToolFormat | None, manifest.tool_format, "tool_format")
-            if form and (form.style not in STYLES or not form.key_end.keys() <= set(KINDS)):
-                raise RecordError(f"tool_format has the style {short(form.style)} and types {short(', '.join(form.key_end))}")
+            if form and form.style not in STYLES:
+                raise RecordError(f"tool_format.style is {short(repr(form.style))}, not one of {', '.join(STYLES)}")
+            if form and (unknown := sorted(form.key_end.keys() - set(KINDS))):
+                raise RecordError(f"tool_format.key_end has the unknown type {short(repr(unknown[0]))}")
         except RecordError as error:
             raise PipelineError(f"{manifest.name} has an invalid manifest: {error}; compile the bundle again") from None
         return form

@@ -193,7 +193,7 @@ BAD_ROWS = [
 ]  # fmt: skip
 # Invalid rows in OpenAI's format.
 BAD_REQUESTS = [
-    ({"custom_id": "a", "url": ["/v1/files"], "body": {}}, "url must be"),
+    ({"custom_id": "a", "url": ["/v1/files"], "body": {}}, "url is \"['/v1/files']\"; use one of /v1/"),
     ({"custom_id": 7, "url": "/v1/completions", "body": {}}, "custom_id must be"),
     ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "stream": True}}, "do not stream"),
     ({"custom_id": "a", "url": "/v1/completions", "body": "{"}, "body is not JSON"),

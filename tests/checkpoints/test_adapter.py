@@ -157,9 +157,9 @@ def test_the_adapters_tokenizer_and_template_are_used(base, copy):
         ({"peft_type": "IA3"}, "adapter of type 'IA3', not LORA"), ({"use_dora": True}, "uses use_dora"),
         ({"target_parameters": ["mlp.experts"]}, "uses target_parameters"), ({"novelty": 1}, "uses novelty"),
         ({"init_lora_weights": "pissa"}, "initialised by pissa"),
-        ({"r": "4"}, "r, lora_alpha, rank_pattern and alpha_pattern need numbers"), ({"rank_pattern": [1]}, "need numbers"),
+        ({"r": "4"}, "r is .4., not a number below"), ({"rank_pattern": [1]}, "rank_pattern is .*, not an object of numbers"),
         ({"r": 5}, "matrices of rank 4 and 4 for .*q_proj, but adapter_config.json states 5"),
-        ({"rank_pattern": {"(": 1}}, "an invalid pattern"),
+        ({"rank_pattern": {"(": 1}}, "the invalid pattern"),
     ],
 )  # fmt: skip
 def test_rejects_variants_of_lora_by_name(copy, change, expected_message):

@@ -142,7 +142,7 @@ INVALID_METADATA = {
     ("llama.rope.freq_base", float("nan")): "not finite",
     ("tokenizer.ggml.eos_token_id", "</s>"): "not a whole number",
 }
-INVALID_TENSORS = {"blk.0.attn_k.weight": ((6, HIDDEN), "has 6 rows"), "blk.00.ffn_up.weight": ((1, 1), "are the same")}
+INVALID_TENSORS = {"blk.0.attn_k.weight": ((6, HIDDEN), "has 6 rows"), "blk.00.ffn_up.weight": ((1, 1), "both contain")}
 
 
 def test_invalid_metadata_and_tensors_end_in_one_line(tmp_path):

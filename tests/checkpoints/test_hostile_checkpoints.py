@@ -293,4 +293,4 @@ def test_invalid_folder_names_are_rejected(llama):
     modules = [("", "Transformer"), ("1\0", "Pooling")]
     content = [{"idx": n, "path": path, "type": f"x.{kind}"} for n, (path, kind) in enumerate(modules)]
     (llama / "modules.json").write_text(json.dumps(content))
-    assert "a module lacks a valid type or path" in refusal(llama)
+    assert "lacks a valid type or path" in refusal(llama)

@@ -230,7 +230,7 @@ def test_commands_and_the_api_take_a_draft(target, small, tmp_path, capsys):
         _, _, answer = served.ask(running.url, "/v1/chat/completions", body)
         assert answer["choices"][0]["message"]["content"] == found[0]["text"] and "; draft: weights" in running.errors
     assert cli.main(["serve", path, "--keep", "9", "--draft", draft]) == 1
-    assert "--draft is for one model" in capsys.readouterr().err
+    assert "--draft supports neither --keep nor several models" in capsys.readouterr().err
 
 
 def bundle_with(tokens=None, vocab=3, verify=(4,), name="x"):
@@ -251,8 +251,8 @@ def test_rejects_a_draft_with_another_vocabulary(monkeypatch):
         check_draft(good, target)
     check_draft(bundle_with(), bundle_with())
     for bad, model, message in (
-        (bundle_with([b"a", b"c", b""]), target, "from token 1 on; take a smaller model of the same"),
-        (bundle_with([*two, b"d", b"e"], vocab=4), target, "from token 2 on"),
+        (bundle_with([b"a", b"c", b""]), target, "first differ at token 1; use a smaller model of the same"),
+        (bundle_with([*two, b"d", b"e"], vocab=4), target, "differ at token 2"),
         (bundle_with(), target, "x has no tokenizer"),
         (bundle_with(vocab=4), bundle_with(), "cannot be compared"),
         (bundle_with(three), bundle_with(three, verify=()), "compile it with --speculate 4,8"),

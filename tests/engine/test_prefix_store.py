@@ -218,7 +218,7 @@ def test_rejects_a_state_of_a_different_bundle(compiled, llama, tmp_path, capsys
     others.folder.mkdir()
     os.rename(path, others.folder / path.name)
     assert read(Session(compiled, 1), stored(compiled, tmp_path), TOKENS) == 0
-    assert "is a state of another bundle; its tokens are read again" in capsys.readouterr().err
+    assert "is a state of another bundle; delete it; its tokens are read again" in capsys.readouterr().err
 
 
 def test_states_depend_on_the_program_and_the_weights(llama):

@@ -278,7 +278,7 @@ def test_invalid_arguments_are_rejected(bundle, tmp_path, capsys):
     short.write_text("few words")
     latin.write_bytes(b"caf\xe9 " * 99)
     for argv, words in (
-        (["-c", "5120"], "--context is 5120, but"),
+        (["-c", "5120"], "--context is 5120; "),
         (["-c", "3"], "--context is 3"),
         (["-c", "48", "--chunks", "0"], "--chunks is 0"),
         (["-c", "48", "--text", str(short)], "9 tokens, and chunks of 48 need at least 96"),
@@ -292,9 +292,9 @@ def test_invalid_arguments_are_rejected(bundle, tmp_path, capsys):
 def test_a_base_with_other_tokens_or_a_short_context_is_rejected(bundle, checkpoint, tmp_path, capsys):
     options = replace(OPTIONS, speculate=(), context=32, max_context=64)
     other = compile_model(tiny_gguf.write_llama(tmp_path / "other.gguf"), tmp_path / "other", options).bundle
-    assert "have different tokens" in complaint(capsys, bundle, "-c", "24", "--against", str(other))
+    assert "have different vocabularies" in complaint(capsys, bundle, "-c", "24", "--against", str(other))
     small = compile_model(checkpoint, tmp_path / "small", options).bundle
-    assert "has 1 to 64 positions" in complaint(capsys, bundle, "-c", "96", "--against", str(small))
+    assert "supports 1 to 64 positions" in complaint(capsys, bundle, "-c", "96", "--against", str(small))
     # A chunk may be longer than the default context.
     assert cli.main(["evaluate", str(small), "-c", "48", "--chunks", "1", "--against", bundle]) == 0
     # A bundle without a tokenizer gets random token ids.

@@ -161,7 +161,7 @@ def test_rejects_a_checkpoint_that_is_not_the_bundles(bundle, oracle, tmp_path, 
 
 def test_the_error_of_a_missing_checkpoint_names_the_option(tmp_path):
     for source in ({"model": "/gone/x.gguf", "path": "/gone/x.gguf"}, {}):
-        with pytest.raises(PipelineError, match=f"{source.get('path', 'unknown')}.*--checkpoint"):
+        with pytest.raises(PipelineError, match=f"{source.get('path', 'no path in the manifest')}.*--checkpoint"):
             verify.checkpoint_of(made_from(source, tmp_path))
 
 

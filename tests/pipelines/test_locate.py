@@ -38,7 +38,7 @@ def refusal(path) -> str:
 def test_the_error_of_an_adapter_names_its_base_and_the_option(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base", "peft_type": "LORA"}))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
-    assert "is an adapter of org/base, not a model; give its base, and this with --adapter" in refusal(tmp_path)
+    assert "is an adapter of org/base, not a model; give its base model, and the adapter with --adapter" in refusal(tmp_path)
     # Some trainers also write the base's config into the adapter's directory.
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert "is an adapter of org/base" in refusal(tmp_path)

@@ -123,8 +123,8 @@ def test_a_kernel_cannot_write_to_its_operands():
 @pytest.mark.parametrize(
     "result, words",
     [
-        (np.zeros(2, np.float32), "kernel k returns ndarray, not y by name"),
-        ({"z": np.zeros(2, np.float32)}, "kernel k returns results z, not y by name"),
+        (np.zeros(2, np.float32), "kernel k returns ndarray; it must return a dict of y"),
+        ({"z": np.zeros(2, np.float32)}, "kernel k returns results z; it must return a dict of y"),
         ({"y": np.zeros(3, np.float32)}, r"kernel in attn is tensor<2xf32>, got an array float32\[3\]"),
         ({"y": np.zeros(2)}, r"kernel in attn is tensor<2xf32>, got an array float64\[2\]"),
     ],

@@ -155,7 +155,7 @@ def test_rejects_other_classifiers(bert, tmp_path):
     for changed, why in (
         (
             {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
-            "supported are classifiers with one label",
+            "classifiers with one label",
         ),
         (
             {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Tanh"}},

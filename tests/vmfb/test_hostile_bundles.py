@@ -136,12 +136,12 @@ KERNEL = {"paths": [], "calls": 1, "flops": [1, 0, 1], "bytes": [1, 0, 1], "weig
         (
             "compile",
             {"work": {"decode_step": {"k": KERNEL | {"flops": [1]}}}},
-            "compile.work of k must be calls, weights, 3 flops",
+            "compile.work of k has 1 flops and 3 bytes; it must have 3 of each",
         ),
         (
             "compile",
             {"work": {"decode_step": {"k": KERNEL | {"calls": 10**400}}}},
-            "compile.work of k must be calls, weights, 3 flops",
+            "compile.work of k has a number above 2**63 - 1",
         ),
     ],
 )

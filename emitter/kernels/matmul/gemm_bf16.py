@@ -62,10 +62,10 @@ class _Weights(BasePanel):
     """
 
     def fill(self, first_block: Index, k: Index, depth: int) -> None:
-        """Select the part of the packed weight from which the method `pair` reads; copy nothing.
+        """Select the part of the weight that `pair` reads, in place: the weight is packed as bf16.
 
-        The part begins at 16-row block `first_block` and at element `k` of in_features. depth:
-        number of elements of in_features in the part, which this class does not need.
+        The part has the 16-row blocks from block `first_block` on and, of each row, the `depth`
+        elements of in_features from element `k` on.
         """
         self.block, self.first = first_block, self.b.div(k, 2)
 

@@ -182,7 +182,7 @@ def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.n
     parts = codec.split(raw.reshape(-1, codec.block_bytes))
 
     def put(offset: int, part: np.ndarray) -> None:
-        """Write one part (such as the scales) of every record, at byte `offset` of each record.
+        """Write one part of the records (such as scales) at byte `offset` within each record.
 
         part: [16 * row_blocks * count, ...], where count is the number of records of a row block.
         """
