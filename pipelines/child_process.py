@@ -28,14 +28,14 @@ _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from castir
 
 
 class LimitExceeded(Exception):
-    """The error of a function that failed in a child process.
+    """The error that a function failed in a child process.
 
     The function exceeded a limit, crashed, or raised an exception other than PipelineError.
     """
 
 
 class ChildProcess:
-    """A child process that runs one function at a time; `call` starts it if it is not running."""
+    """A child process that runs one function at a time. `call` starts the process if needed."""
 
     def __init__(self, seconds: float, max_bytes: int, initialise: Callable[..., Any] = bool, *arguments: Any):
         """Set the limits; `initialise(*arguments)` runs in each new process before the first call.
@@ -154,7 +154,10 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def main() -> None:
-    """Run the functions named by lines of JSON on stdin; write their results to stdout."""
+    """Run as the child process: call the functions that stdin names, and write results to stdout.
+
+    A line of stdin has a function and its arguments as JSON, and a line of stdout has its result.
+    """
     # The parent handles Ctrl-C. What libraries print goes to the null device, so that the pipe to
     # the parent has answers only.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -66,7 +66,10 @@ def user_errors() -> tuple[type[Exception], ...]:
 
 
 def error_message(error: Exception) -> str | None:
-    """Return the message for an error of the user or the machine; None for castiron's bugs."""
+    """Return the message for an error that the user or the machine causes.
+
+    Returns None for other errors, which are castiron's bugs.
+    """
     from castiron.vmfb.disk import reason
 
     if isinstance(error, user_errors()):
@@ -97,7 +100,7 @@ def install_command(module: str | None) -> str | None:
 
 
 def requirements(extra: str) -> list[str]:
-    """Return the packages that an extra of castiron requires, from the package's metadata."""
+    """Return the packages that an extra of castiron requires, according to castiron's metadata."""
     import importlib.metadata
 
     marker = f'extra == "{extra}"'
@@ -106,7 +109,10 @@ def requirements(extra: str) -> list[str]:
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Return "; did you mean X?" for an unknown name; an empty string if no known name is near."""
+    """Return "; did you mean X?" for an unknown name, where X is the most similar of `known`.
+
+    Returns an empty string if no known name is similar.
+    """
     from difflib import get_close_matches
 
     if RENAMED.get(name) in known:

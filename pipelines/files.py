@@ -28,7 +28,7 @@ KERNEL_SOURCES = ("emitter/kernels", "emitter/codecs.py", "emitter/types.py")
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file of at most `MAX_BYTES`; OSError for anything else."""
+    """Return the content of a regular file of at most `MAX_BYTES`; OSError for any other path."""
     try:
         # Without O_NONBLOCK, opening a pipe waits for a writer.
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -44,7 +44,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def has_too_many_values(text: str | bytes, limit: int = MAX_VALUES) -> bool:
-    """Return whether JSON text may have more than `limit` values.
+    """Return whether JSON text may have more than `limit` values, without parsing it.
 
     Parsed values can take 30 times the memory of the text.
     """

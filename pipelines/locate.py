@@ -109,10 +109,10 @@ def is_archive(path: Path) -> bool:
 
 
 def checkpoint_path(path: Path) -> Path:
-    """Return `path`, or raise CheckpointError if it is something else than a checkpoint.
+    """Return `path` if it may be a checkpoint; raise CheckpointError if it is something else.
 
-    It detects what users mistake for a checkpoint: a bundle, an adapter, one file of a checkpoint,
-    a folder of GGUF files, or a model's folder in the hub's cache.
+    The other things are those that users mistake for a checkpoint: a bundle, an adapter, one file
+    of a checkpoint, a folder of GGUF files, or a model's folder in the hub's cache.
     """
     if path.is_file() and path.name.endswith(PARTS) and _head(path) != b"GGUF":
         raise CheckpointError(f"{path} is one file of a checkpoint; give its directory, {path.absolute().parent}")
@@ -173,7 +173,7 @@ def _json(path: Path) -> Any:
 
 
 def _head(path: Path) -> bytes:
-    """Return the first four bytes of a file; no bytes if it cannot be read."""
+    """Return the first four bytes of a file, or b"" if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return file.read(4)

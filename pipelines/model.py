@@ -218,15 +218,16 @@ class Model:
     ) -> np.ndarray:  # fmt: skip
         """Return the embedding of a text, f32 [dimensions], or of n texts, f32 [n, dimensions].
 
-        An embedding model computes the same vectors as sentence-transformers, and cuts a text that
-        is too long. A generating model, compiled with `--embed`, pools its last hidden states.
+        An embedding model computes the same vectors as sentence-transformers; it truncates long
+        texts. A generating model, compiled with `--embed`, pools the hidden states after its last
+        layer.
 
         Args:
             texts: a text or token ids, or several of these.
             prompt_name, prompt: name or text of a prompt that is put before each text.
             dimensions: how many numbers of each vector to return, from the first on.
             pooling: "mean" of all tokens or "last" token; a generating model's default is "mean".
-            normalise: whether to scale vectors to length 1, the default of a generating model.
+            normalise: whether to scale vectors to length 1; a generating model's default is True.
 
         Raises:
             PipelineError: the model has no such prompt, pooling or dimensions, or a text has no

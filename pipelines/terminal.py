@@ -19,7 +19,7 @@ _CONTROLS = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def sanitised(text: str) -> str:
-    """Return text with escaped control characters, except tab and line feed."""
+    """Return `text` in which control characters except tab and line feed are escaped."""
     return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text.replace("\r\n", "\n"))
 
 
@@ -41,9 +41,9 @@ def counted(number: int, noun: str) -> str:
 class Progress:
     """A progress bar on stderr for the current stage of long work, if stderr is a terminal.
 
-    Use it in a `with` statement, and call it with the name of the stage and the share of the stage
-    that is done, 0 to 1. A stage ends when its share reaches 1 or the next stage begins; its bar is
-    then erased. The bar shows the seconds since the stage began, and estimates the seconds left.
+    Use it in a `with` statement. Call it with the name of the stage, and the fraction of the stage
+    that is done, 0 to 1. A stage ends when the fraction reaches 1 or the next stage begins; its bar
+    is then erased. The bar shows the seconds since the stage began, and estimates the seconds left.
     """
 
     def __init__(self, quiet: bool = False):

@@ -32,8 +32,8 @@ Answer = Callable[[Iterator[Record | None]], Iterable[Answered]]
 class Summary:
     """Counts of a job's records. Tokens and seconds are of this run only.
 
-    records: finished records of all runs. before: records that earlier runs finished.
-    failed: records whose answer is an error. duplicates: records that repeat a custom_id.
+    records: records finished by all runs. before: records finished by earlier runs. failed: records
+    whose answer is an error. duplicates: records that repeat the custom_id of an earlier record.
     """
 
     records: int = 0
@@ -66,9 +66,11 @@ def run_job(
     """Answer the records that are not in the output's journal, write the output, and return counts.
 
     Args:
+        records: the records of the input.
         key: returns a record's key, under which the journal stores its result.
-        answer: answers an iterator of records, in any order.
-        output: a path, or None for stdout. Stdout has no journal and gets results as they finish.
+        answer: takes an iterator of records, and yields (record, outcome) in any order.
+        output: a path, or None for stdout. Stdout has no journal; each result is printed when it
+            is finished.
         report: called with the counts and the finished fraction of the input (None if unknown).
 
     Raises:
@@ -119,7 +121,7 @@ def answering(engine: Engine | None, conversion: Conversion, window: int = MAX_R
     """Return a function that answers records in this process.
 
     engine: runs the requests into which `conversion` converts records; None for an embedding model.
-    window: max requests that are sorted by prompt together.
+    window: records are sorted by prompt within groups of about this many requests.
     """
 
     works = lambda records: (record and conversion.work(record) for record in records)
@@ -127,11 +129,11 @@ def answering(engine: Engine | None, conversion: Conversion, window: int = MAX_R
 
 
 def run(engine: Engine | None, works: Iterator[Work | None]) -> Iterator[Answered]:
-    """Run the requests of `works`, and yield each record with its outcome when it finishes.
+    """Run the requests of `works`, and yield (record, outcome) when all requests of a record end.
 
-    Takes the next item of `works` when the engine has a free slot; an item is None while no record
-    is available. Closing the iterator cancels unfinished records. engine: None if no item has
-    requests.
+    The next item of `works` is taken when the engine has a free slot. An item is None while no
+    record is available. Closing the iterator cancels unfinished records. engine: None if no item
+    has requests.
     """
     stream, owners, ended = engine.stream() if engine else None, dict[Request, Work](), False
     try:
@@ -164,10 +166,10 @@ def run(engine: Engine | None, works: Iterator[Work | None]) -> Iterator[Answere
 
 
 def in_windows(works: Iterable[Work | None], max_requests: int = MAX_REQUESTS) -> Iterator[Work | None]:
-    """Yield `works`, sorted by prompt within groups (windows) of about `max_requests` requests.
+    """Yield `works`, sorted by prompt within windows of about `max_requests` requests.
 
-    Yields None while no work is available. If none is available WAIT seconds after the
-    start of a window, the window is yielded before it is full.
+    A window is a group of consecutive works. It ends early if it is WAIT seconds old and no more
+    work is available. Yields None while no work is available.
     """
     window, size, tokens, began = list[Work](), 0, 0, 0.0
     for work in works:

@@ -41,8 +41,8 @@ MAX_LINE = 1 << 28
 class Entry:
     """A finished record.
 
-    own: its input columns by name, or for Parquet an Arrow stream in base64. added: its output
-    columns with the answer, by name.
+    own: the input columns by name, or for Parquet an Arrow stream in base64. added: the output
+    columns by name, which contain the answer.
     """
 
     own: Mapping[str, Any] | str
@@ -74,7 +74,7 @@ class Journal:
         os.truncate(self.file.fileno(), self.end)
 
     def _write_title(self) -> int:
-        """Write the part of the title line that the file lacks; return the offset after the line.
+        """Write what the file lacks of the journal's title line; return the offset after the line.
 
         Raises PipelineError if the file starts with something other than the title.
         """
@@ -100,7 +100,7 @@ class Journal:
             pass
 
     def _scan(self) -> Iterator[tuple[int, int, bytes, bool]]:
-        """Yield (offset, length in bytes, key, whether the record failed) of each valid line."""
+        """Yield (offset, length in bytes, key, whether the record failed) for each valid line."""
         offset = 0
         with open(self.path, "rb") as file:
             while line := file.readline(MAX_LINE):

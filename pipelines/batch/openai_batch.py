@@ -46,7 +46,8 @@ ENDPOINTS: dict[str, tuple[type[schemas.Body], Callable[[Any, Any], Coroutine[An
 class Collector:
     """An engine for the API classes that does not run the generation requests it gets.
 
-    The batch job runs them itself. Embedding vectors are computed immediately.
+    The batch job takes these requests and runs them itself. Embedding vectors are computed
+    immediately.
     """
 
     def __init__(self, embedder: Embedder | None):
@@ -60,7 +61,7 @@ class Collector:
 
 
 class OpenAI:
-    """The `Format` of OpenAI's batch files; answers equal those of `castiron serve`'s endpoints."""
+    """The `Format` of OpenAI's batch files; it gives the same answers as `castiron serve`."""
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer, names: list[str], embedder: Embedder | None = None):
         """Set up the endpoints of one model.

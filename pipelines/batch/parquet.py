@@ -84,9 +84,9 @@ def plain(record: pa.Table) -> dict[str, Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a JSON value whose dicts, also nested ones, have no members that are None.
+    """Return a JSON value in which dicts, also nested ones, have no members that are None.
 
-    Arrow gives the structs of a column the same members, and sets to null what a record lacks.
+    Arrow gives all structs of a column the same members. A member that a record lacks is null.
     """
     if isinstance(value, dict):
         return {name: without_nulls(member) for name, member in value.items() if member is not None}

@@ -113,8 +113,8 @@ class Embeddings:
     def __init__(self, embedder: Embedder, prompt: str = "", dimensions: int | None = None):
         """Set how texts are embedded.
 
-        prompt: text to put before each text. dimensions: length of the vectors, up to the model's;
-        None for the model's.
+        prompt: text to put before each text. dimensions: how many numbers of the model's vectors to
+        output; None for all.
         """
         embedder.check_dimensions(dimensions)
         self.embedder, self.prompt, self.dimensions = embedder, prompt, dimensions

@@ -37,11 +37,12 @@ class Record:
 
     index: number of the record in the input, from 0.
     fields: values by column name; empty if the record cannot be parsed.
-    own: the columns to copy to the output: `fields`, or an Arrow stream in base64 for Parquet.
+    own: the columns to copy to the output: `fields`, or for Parquet an Arrow stream in base64.
     source: the record's bytes in the input, from which `key` is computed.
-    is_openai: whether it is in OpenAI's format; an invalid record has the previous one's format.
+    is_openai: whether the record is in OpenAI's format. A record that cannot be parsed gets the
+        format of the record before it.
     error: why the record cannot be parsed, or None.
-    key: its key in the journal, from `Conversion.key`.
+    key: the record's key in the journal, from `Conversion.key`.
     """
 
     index: int
@@ -56,17 +57,17 @@ class Record:
 def has_openai_columns(names: Collection[str]) -> bool:
     """Return whether a record with the columns `names` is in OpenAI's format.
 
-    True if `names` has all of custom_id, url and body, or two of them and no prompt or text.
+    It is if `names` has custom_id, url and body, or two of them and no column for a plain record.
     """
     found = len(OPENAI.intersection(names))
     return found == 3 or (found == 2 and not {*PROMPTS, *TEXTS}.intersection(names))
 
 
 class Records(Protocol):
-    """An iterable over the records of an input; it yields None while no record is available.
+    """An iterable over the records of an input. It yields None while no record is available.
 
-    share: fraction of the input that has been read, 0 to 1; None if the size is unknown.
-    fault: the error that ended the input early, or None.
+    share: fraction of the input that has been read, 0 to 1; None if the size is unknown. fault: the
+    error that ended the input early, or None.
     """
 
     fault: PipelineError | None
@@ -145,7 +146,7 @@ class JsonLines:
 
 
 def _record(index: int, number: int, line: bytes, was_openai: bool) -> Record:
-    """Parse a line of a JSON lines file as a record; an invalid line gives a record with an error.
+    """Return the record in a line of a JSON lines file, or a record with an error if it is invalid.
 
     index: index of the record. number: number of the line, for error messages. was_openai: whether
     the previous record is in OpenAI's format; an invalid record gets the same format.
@@ -173,8 +174,9 @@ def _no_constant(name: str) -> NoReturn:
 class Outcome:
     """The result of a record.
 
-    added: output columns with the answer, by name. failed: whether the answer is an error.
-    prompt, generated, cached: numbers of prompt tokens, generated tokens and cached prompt tokens.
+    added: output columns by name, which contain the answer. failed: whether the answer is an error.
+    prompt, generated, cached: numbers of prompt tokens, generated tokens, and prompt tokens that
+    came from the prefix cache.
     """
 
     added: Mapping[str, Any]
@@ -231,14 +233,17 @@ class Conversion:
     def key(self, record: Record) -> str:
         """Return a hash of the record, the model and the options, as 32 hex digits.
 
-        It includes the record's index if the answer is sampled, so that equal records get different
-        answers, and if the record is invalid, because its error message has the line number.
+        The hash includes the record's index in two cases. If the answer is sampled, equal records
+        then get different answers. If the record is invalid, its error message has the line number.
         """
         numbered = record.error is not None or self._format(record).samples(record)
         return hashlib.sha256(self.identity + (b"%d " % record.index if numbered else b"") + record.source).hexdigest()[:32]
 
     def work(self, record: Record) -> Work:
-        """Return the record with its engine requests; an invalid one gets no requests and fails."""
+        """Return the record with its engine requests.
+
+        An invalid record gets no requests, and its outcome is an error.
+        """
         format_ = self._format(record)
         seed = int.from_bytes(hashlib.sha256(f"{self.seed} {record.key}".encode()).digest()[:8]) >> 1
         try:

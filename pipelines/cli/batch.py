@@ -126,10 +126,10 @@ def engine(args: argparse.Namespace, bundle: "Bundle") -> "Iterator[tuple[Callab
 
 
 def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "tuple[Conversion, Engine | None]":
-    """Return the converter of records to engine requests, and the engine that runs the requests.
+    """Return the converter of records to engine requests, and the engine that runs these requests.
 
-    The engine is None for an embedding model, and if `runs` is false. args.json_schema must be the
-    schema itself, not the path of its file.
+    The engine is None for an embedding model, or if `runs` is false. args: the command's options,
+    in which json_schema must be the schema itself, not the path of its file.
     """
     from castiron.pipelines.batch.records import Conversion, identity
     from castiron.pipelines.engine.engine import Engine
@@ -152,8 +152,8 @@ def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "t
 def text_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, Callable[[], Format]]":
     """Return the `Format` of plain prompts, and a function that returns OpenAI's `Format`.
 
-    The function is called at the first record in OpenAI's format. It prints which options have no
-    effect on such records.
+    The function is called at the first record in OpenAI's format. It also prints a message that
+    names the command's options without effect on such records.
     """
     from castiron.pipelines.batch.openai_batch import OpenAI
     from castiron.pipelines.batch.plain_records import Prompts
@@ -203,9 +203,10 @@ def names(args: argparse.Namespace, bundle: "Bundle") -> list[str]:
 
 
 def progress_reporter(progress: Progress) -> "Callable[[Summary, float | None], None]":
-    """Return a callback that draws a bar at a terminal, or prints a line once a minute elsewhere.
+    """Return a callback that draws a bar at a terminal, and otherwise prints a line once a minute.
 
-    The callback takes the counts and the finished fraction of the input, which is None if unknown.
+    The callback is called with the counts of the job, and the finished fraction of the input, which
+    is None if unknown.
     """
     last = time.monotonic()
 

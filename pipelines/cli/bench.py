@@ -110,7 +110,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise PipelineError if options exclude each other, or if they name nothing to measure."""
+    """Raise PipelineError if options exclude each other, or if there is nothing to measure."""
     if args.kernel and not args.shape:
         raise PipelineError(f"--kernel {args.kernel} needs --shape; see castiron bench --help")
     if args.bundle is None and not args.shape:
@@ -128,7 +128,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def compiled_shape(settings, args: argparse.Namespace, progress: Progress):
-    """Return a bundle of the model shape --shape with random weights; compile it if not cached.
+    """Return a bundle with random weights and the model shape of --shape, compiled if not cached.
 
     settings: the `Settings` of the benchmark. Without --context, the bundle's context is at least
     `settings.context`.

@@ -88,7 +88,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def add(args: argparse.Namespace) -> int:
-    """Run `castiron cache add`: compute the model's state after a text; store it on disk."""
+    """Run `castiron cache add`: compute the states (KV cache) after a text; store them on disk."""
     if len(args.words) != 2 or args.prefix_cache is None:
         args.parser.error("add needs a bundle, a file and --prefix-cache DIR")
     from castiron.pipelines.cli.run import decoded

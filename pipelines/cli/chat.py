@@ -134,7 +134,7 @@ class Console:
                 failed = failed or not self.input.terminal
 
     def turn(self, message: str, may_command: bool = True) -> None:
-        """Answer a message, or run it if it is a command and `may_command` is true."""
+        """Answer a message, or run it as a command if it is one and `may_command` is true."""
         command, _, rest = message.strip().partition(" ")
         if not command:
             return
@@ -183,8 +183,8 @@ class Console:
     def answer(self, ask: Callable[[Callable[[int, int], None]], Iterator[str]]) -> None:
         """Print an answer while the model generates it.
 
-        ask: starts the answer, and returns an iterator over its text. Its argument is a callback
-        for the progress of prefill, called with (prompt tokens read, all prompt tokens).
+        ask: function that starts the answer, and returns an iterator over its text. Its argument is
+        a callback that reports prefill, called with (prompt tokens read, all prompt tokens).
         """
         from castiron.pipelines.cli.run import AnswerOutput
 
@@ -235,7 +235,10 @@ class Console:
 
 
 def settings(chat: "Chat", name: str = "") -> dict[str, str]:
-    """Return all settings, or only `name`, as text by name; PipelineError for an unknown name."""
+    """Return {name: value as text} of all settings, or of the setting `name` only.
+
+    Raises PipelineError for an unknown name.
+    """
     values = {setting: getattr(chat.sampler.sampling, setting.replace("-", "_")) for setting in SAMPLING}
     values |= {"max-tokens": chat.max_tokens or -1, "system": chat.system}
     shown = {setting: NONE if value is None else f"{value:g}" if isinstance(value, float) else str(value)
@@ -299,7 +302,7 @@ class ChatInput:
         return message, "\n" not in message
 
     def _block(self, line: str | None) -> str:
-        """Return the text of `line` and the lines after it, up to the closing triple quotes."""
+        """Return the text from `line` up to closing triple quotes; read more lines to find them."""
         lines: list[str] = []
         while line is not None and not line.rstrip().endswith(BLOCK):
             lines.append(line)

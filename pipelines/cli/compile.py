@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def replace_module(args: argparse.Namespace) -> int:
-    """Run `castiron compile --module`: replace the bundle's .vmfb file; return the exit status."""
+    """Run `castiron compile --module`: replace a bundle's .vmfb file; return the exit status."""
     from castiron.pipelines.errors import PipelineError
     from castiron.vmfb import replace_module as compiled
     from castiron.vmfb.bundle import open_bundle

@@ -73,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _model(args: argparse.Namespace) -> Module:
-    """Return the IR module of a model, or only its part that --function and --layer select."""
+    """Return the IR module of a model. --function and --layer select a part of it."""
     from castiron.pipelines.compile.build_model import build_module, open_source
 
     if args.model is None:

@@ -117,22 +117,29 @@ def report(facts: dict) -> list[str]:
 
 
 def plus_minus(value: dict[str, float]) -> str:
-    """Return the members "mean" and "error" of `value` as the text "mean ± error"."""
+    """Return `value`, {"mean": ..., "error": ...}, as the text "mean ± error"."""
     return f"{value['mean']:10.6f} ± {value['error']:10.6f}"
 
 
 def percent(value: dict[str, float]) -> str:
-    """Return the members "mean" and "error" of `value`, fractions of 1, as text in percent."""
+    """Return `value`, {"mean": ..., "error": ...} as fractions of 1, as a text in percent."""
     return f"{100 * value['mean']:6.3f} ± {100 * value['error']:5.3f} %"
 
 
 def arithmetic(numerics: str, cache: str) -> str:
-    """Return a bundle's numerics and KV cache type: "fast, cache of f16", or "fast" for f32."""
+    """Return a bundle's numerics and KV cache type as text, such as "fast, cache of f16".
+
+    The type f32 is left out.
+    """
     return numerics + f", cache of {cache}" * (cache != "f32")
 
 
 def hf_rows(checkpoint: Path, weights: str, threads: int, adapter: Path | None) -> Rows:
-    """Return a function that yields HF transformers' logits after each of `tokens[first:]`."""
+    """Return a function that yields the logits of HF transformers for a text.
+
+    The function's arguments are `tokens` and `first`. It yields logits [vocab] after each of
+    `tokens[first:]`.
+    """
     model = load_reference(checkpoint, weights, threads, adapter)
 
     def rows(tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
@@ -147,7 +154,11 @@ def hf_rows(checkpoint: Path, weights: str, threads: int, adapter: Path | None) 
 
 
 def llama_cpp_rows(checkpoint: Path, context: int, threads: int) -> Rows:
-    """Return a function that yields llama.cpp's logits after each of `tokens[first:]`."""
+    """Return a function that yields the logits of llama.cpp for a text.
+
+    The function's arguments are `tokens` and `first`. It yields logits [vocab] after each of
+    `tokens[first:]`.
+    """
     from llama_cpp import Llama
 
     try:

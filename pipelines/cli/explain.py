@@ -54,9 +54,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def explain(bundle: Bundle, function_name: str, position: int, threads: int | None) -> dict[str, Any]:
-    """Measure a call's kernels and the machine's limits; return the object that --json prints.
+    """Measure the kernels of one call of a model function, and the limits of the machine.
 
-    function_name: the bundle's function to call. position: number of tokens in the KV cache.
+    Returns the object that --json prints. function_name: the bundle's function to call. position:
+    number of tokens in the KV cache.
     """
     functions = {function.name: function for function in bundle.manifest.functions}
     if function_name not in functions:
@@ -98,12 +99,13 @@ def described(measured: Profile, rows: list[dict], limits: Mapping[str, float]) 
 
 
 def kernel_row(dispatch: Dispatch, work: Mapping[str, Mapping], position: int, limits: Mapping[str, float]) -> dict[str, Any]:
-    """Return the entry of one kernel in the list `dispatches` of the object that --json prints.
+    """Return the object that --json prints for one kernel, in its list `dispatches`.
 
     Its time, bytes and FLOP are sums over all calls of the kernel.
 
-    work: FLOP, bytes and module paths of the function's kernels by name, from the manifest.
-    limits: the machine's limits by name.
+    dispatch: measured time and number of calls. work: FLOP, bytes and module paths of the
+    function's kernels by kernel name, from the manifest. position: number of tokens in the KV
+    cache. limits: the machine's limits by name.
     """
     kernel = work.get(dispatch.name.removesuffix("_fn"), {})
     nbytes, flops = (amount(kernel, unit, position) * kernel["calls"] if kernel else None for unit in ("bytes", "flops"))

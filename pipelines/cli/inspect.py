@@ -178,7 +178,7 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
 
 
 def table(rows: Sequence[tuple[str, object]]) -> list[str]:
-    """Return a line "name  value" for each row with a value; the values start in one column."""
+    """Return a line "name  value" for each row that has a value; values start in one column."""
     rows = [(name, value) for name, value in rows if value]
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {value}" for name, value in rows]

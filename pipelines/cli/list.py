@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def bundles_at(path: Path) -> Iterator[Path]:
-    """Yield `path` if it is a bundle, else the bundles in this folder, which may be invalid."""
+    """Yield `path` if it is a bundle, or else the bundles in this folder; they may be invalid."""
     is_directory = lambda entry: (entry / "manifest.json").is_file() and not entry.name.startswith(".")
     is_bundle = lambda entry: is_directory(entry) or entry.suffix == ".castiron" and is_archive(entry)
     if is_bundle(path):
@@ -57,7 +57,7 @@ def bundles_at(path: Path) -> Iterator[Path]:
 
 
 def catalogue() -> list[dict]:
-    """Return the objects that --json prints for the models that can be fetched by name."""
+    """Return the models that can be fetched by name, each as the object that --json prints."""
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE
 
     return [

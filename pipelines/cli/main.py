@@ -165,7 +165,7 @@ def command_parser(name: str, parser: Parser | None = None) -> Parser:
 
 
 def completion(shell: str) -> str:
-    """Return the completion script for a shell, with every command and option."""
+    """Return the completion script for a shell, which completes every command and option."""
     import shtab
 
     if shell not in shtab.SUPPORTED_SHELLS:
@@ -205,10 +205,10 @@ def _print_and_exit(text: str) -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """Open the null device for each closed standard stream.
+    """Open the null device for each standard stream that is closed.
 
-    Otherwise the next opened file would get the file descriptor of the stream, and messages would
-    be written to that file.
+    Otherwise the next file that is opened would get the file descriptor of the stream, and messages
+    would be written to that file.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:

@@ -170,8 +170,8 @@ def check_models_exist(args: argparse.Namespace) -> None:
 def existing_model(model: str) -> str:
     """Return `model`, which may be an existing path, a name on the hub or one in the catalogue.
 
-    The upper and lower case of a catalogue name is corrected. Raises CheckpointError if `model` is
-    none of the three.
+    A catalogue name is returned in its correct upper and lower case. Raises CheckpointError if
+    `model` is none of the three.
     """
     if Path(model).exists() or HubName.read(model):
         return model
@@ -183,7 +183,10 @@ def existing_model(model: str) -> str:
 
 
 def check_threads(args: argparse.Namespace) -> None:
-    """Raise PipelineError if --threads exceeds this machine's CPUs and the work runs here."""
+    """Raise PipelineError if --threads exceeds the number of this machine's CPUs.
+
+    Does nothing if the threads would not run on this machine.
+    """
     threads, cpus = getattr(args, "threads", None), os.cpu_count() or 1
     elsewhere = getattr(args, "target", "host") != "host" or getattr(args, "ray", None) not in (None, "local")
     if args.command != "emit" and not elsewhere and threads is not None and threads > cpus:
@@ -336,9 +339,10 @@ def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None =
 
 
 def prefix_store(args: argparse.Namespace, manifest: "Manifest", is_automatic: bool = False) -> "PrefixStore | None":
-    """Return the store of prefix states in the folder --prefix-cache; None without the option.
+    """Return the store on disk for the states of prefixes, in the folder --prefix-cache.
 
-    is_automatic: without the option, return a store of long prefixes in the cache folder.
+    Returns None without this option, except if `is_automatic`: then the store is in castiron's
+    cache folder, and has long prefixes only.
     """
     if not 0 < args.prefix_cache_size < float("inf"):
         raise PipelineError(f"--prefix-cache-size is {args.prefix_cache_size:g}; give a number of gigabytes above 0")

@@ -52,7 +52,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def paths_of(name: str) -> list[Path]:
-    """Return the paths to remove for a name or path: bundles, and a checkpoint fetched by name."""
+    """Return the paths to remove for a name or path.
+
+    They are bundles, and the checkpoint that was fetched by this name.
+    """
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, canonical_name
     from castiron.pipelines.compile.open_model import cached_path
     from castiron.pipelines.compile.options import Options

@@ -140,9 +140,10 @@ def check_prompt(args: argparse.Namespace) -> None:
 
 
 def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], Tokenizer | None, tuple[int, ...]]:
-    """Return (token ids of the prompt, tokenizer, further ids that end the answer to --suffix).
+    """Return (token ids of the prompt, tokenizer, further end tokens).
 
-    With --tokens, the tokenizer is None if the bundle has none or if no option needs one.
+    The further end tokens are ids that end the answer to a prompt with --suffix. With --tokens, the
+    tokenizer is None if the bundle has none or if no option needs one.
     """
     if args.tokens:
         vocab = bundle.manifest.vocab
@@ -179,7 +180,7 @@ def read_grammar(args: argparse.Namespace, text: Tokenizer | None) -> Grammar | 
 
 
 def prompt_text(args: argparse.Namespace) -> str:
-    """Return the prompt from --file, from stdin, or from the command line with stdin appended."""
+    """Return the prompt: from --file, from stdin, or from the command line with stdin appended."""
     if args.file:
         prompt, source = decoded(Path(args.file).read_bytes()), args.file
     elif args.prompt == "-":

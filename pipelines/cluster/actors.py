@@ -104,7 +104,7 @@ def cpus_of_actor() -> int | None:
 
 
 def _prompt(values: Sequence[Any]) -> Any:
-    """Return the value that is not None; if none or several are not None, return None."""
+    """Return the only one of `values` that is not None. If there is no such value, return None."""
     from castiron.pipelines.batch.parquet import without_nulls
 
     given = [value for value in values if value is not None]
@@ -112,7 +112,7 @@ def _prompt(values: Sequence[Any]) -> Any:
 
 
 def _with_answers(batch: pa.Table, results: Sequence[Result]) -> pa.Table:
-    """Return `batch` with the columns `ANSWER` appended, from one result for each row."""
+    """Return `batch` with the columns `ANSWER` appended; results: one for each row."""
     import pyarrow as pa
 
     rows = [(r.text, None, None, str(r.error)) if r.error else (r.text, r.finish_reason, len(r.tokens), None) for r in results]
@@ -152,7 +152,8 @@ class BatchActor:
 class Engines:
     """The actors of a batch job.
 
-    A node with N CPUs runs N / `--threads` actors. Nodes may join the cluster during the job.
+    A node with N CPUs runs N / T actors, where T is the value of --threads. Nodes may join the
+    cluster during the job.
     """
 
     def __init__(self, args: argparse.Namespace, bundle: Bundle, prepare: Prepare):
@@ -180,7 +181,10 @@ class Engines:
                     self.starting[self.actors[slot].has_bundle.remote()] = slot
 
     def finish_start(self, call: ray.ObjectRef) -> None:
-        """Mark an actor as ready after its call of `has_bundle`; remove the actor if it died."""
+        """Mark an actor as ready after its call of `has_bundle`. If it died, remove it.
+
+        call: the call of `has_bundle`, which has ended.
+        """
         slot = self.starting.pop(call)
         try:
             has_bundle = ray.get(call)
@@ -192,9 +196,9 @@ class Engines:
         self.ready[slot] = None if has_bundle else self._stored
 
     def wait(self, running: list[ray.ObjectRef], seconds: float) -> list[ray.ObjectRef]:
-        """Wait until a call ends: one of `running`, or the first call of a starting actor.
+        """Wait until one call ends: one of `running`, or the first call of a starting actor.
 
-        Returns a list of the call that ended; it is empty if none ends within `seconds`.
+        Returns a list with the call that ended; it is empty if no call ends within `seconds`.
         """
         if not running and not self.ready and time.monotonic() > self.message_time:
             print_message("no node of the cluster has free CPUs for this job yet; waiting for one")
@@ -211,9 +215,10 @@ class Engines:
 
 
 class Windows:
-    """The records of a job in windows (groups for one call of an actor).
+    """The records of a job, grouped into windows: the records for one call of an actor.
 
-    Windows get smaller towards the end of the input, so that all actors finish at the same time.
+    Windows get smaller towards the end of the input, so that all actors finish at about the same
+    time.
     """
 
     def __init__(self, records: Iterator[Record | None]):
@@ -223,7 +228,10 @@ class Windows:
         self.ended = False
 
     def next(self, actors: int) -> list[Record]:
-        """Return the next window for one of `actors` actors; empty if no record is available."""
+        """Return the next window for one of `actors` actors, or no records if none is available.
+
+        actors: number of actors that share the records.
+        """
         if self.again:
             return self.again.popleft()
         while not self.ended and len(self.waiting) < actors * WINDOWS_AHEAD * MAX_WINDOW:

@@ -42,7 +42,7 @@ BundleSource = str | os.PathLike[str] | Stored
 
 
 def store(bundle: Bundle | Path | str) -> Stored:
-    """Put a local bundle into Ray's object store; return the record that nodes need to fetch it."""
+    """Put a local bundle into Ray's object store; return a `Stored`, with which nodes fetch it."""
     import numpy as np
     import ray
 
@@ -92,8 +92,9 @@ def bundle_at(source: BundleSource) -> Bundle:
 def _fetched(key: str, source: str, fetch: Callable[[Path], Any]) -> Bundle:
     """Return the opened bundle that this node caches under `key`.
 
-    If it is not cached, `fetch(path)` writes it. An invalid bundle is removed from the cache, and
-    BundleError names `source`.
+    If it is not cached, `fetch(path)` first writes it to `path`. If it is invalid, it is removed
+    from the cache, and a BundleError is raised. source: where the bundle comes from, for the error
+    message.
     """
     path = cache_folder("fetched") / key
     lock = path.with_name(f".{key}.lock")

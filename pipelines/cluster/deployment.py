@@ -53,7 +53,7 @@ SCOPE_KEYS = (
 
 @dataclass(frozen=True)
 class Call:
-    """An HTTP request for a replica; prefixes: hashes of its prompt's first 1, 2, ... blocks."""
+    """An HTTP request for a replica. prefixes: the prompt's hashes, from `prefix_hashes`."""
 
     scope: Mapping[str, Any]
     body: bytes
@@ -61,9 +61,10 @@ class Call:
 
 
 def prefix_hashes(body: bytes) -> tuple[bytes, ...]:
-    """Return hashes of the first 1, 2, ... full blocks (`BLOCK` bytes) of a request's prompt.
+    """Return hashes of a prompt's prefixes: of its first block, its first two blocks, and so on.
 
-    body: JSON of a generation request. The result is empty for other bodies.
+    A block has `BLOCK` bytes, and an incomplete last block is left out. body: JSON of a generation
+    request, which has the prompt. The result is empty for other bodies.
     """
     try:
         value = json.loads(body)
@@ -80,7 +81,7 @@ def prefix_hashes(body: bytes) -> tuple[bytes, ...]:
 
 
 class PrefixRouter(RequestRouter):
-    """A router that prefers the replica with the longest prefix of a prompt in its cache.
+    """A router that prefers the replica that has the longest prefix of a prompt in its cache.
 
     Each front has its own router, which knows only the requests that this front sent to replicas.
     Ray's prefix router (in ray.serve.llm) is not used, because it imports vLLM or SGLang.
@@ -127,7 +128,7 @@ def _prefixes(pending: PendingRequest) -> tuple[bytes, ...]:
 
 
 class Front:
-    """The ingress, which forwards each HTTP request to a replica.
+    """The ingress of the deployment, which forwards each HTTP request to a replica.
 
     If the replica dies before it answers, the request is sent to another replica.
     """
@@ -142,7 +143,7 @@ class Front:
     async def metrics(self, request: Request) -> Response:
         """Return the Prometheus metrics of all replicas, with a label `replica` on each sample.
 
-        Returns the error response of a replica if there is one.
+        If a replica answers with an error, returns this error response instead.
         """
         call = Call(_plain_scope(request.scope), b"", ())
         answers = await self.replicas.broadcast("complete_answer", call).results_async(return_exceptions=True)
@@ -191,11 +192,11 @@ class Front:
 
 
 async def _send_lost(started: Message, path: str, send: Send) -> None:
-    """Tell the client that the replica died after it had sent a part of the response.
+    """Report to the client that the replica died after it had sent a part of the response.
 
-    started: first ASGI message of the response. If the response is an event stream, sends an error
-    event. Otherwise raises ConnectionResetError, because a normal end would make the response look
-    complete.
+    If the response is an event stream, sends an error event. Otherwise raises ConnectionResetError,
+    because a normal end would make the response look complete. started: first ASGI message of the
+    response.
     """
     if not any(value.startswith(b"text/event-stream") for name, value in started["headers"] if name == b"content-type"):
         raise ConnectionResetError("the replica ended in the middle of its answer")
@@ -292,7 +293,8 @@ def deployment(
 
     Args:
         bundle: its path on every node, a URL for fsspec, or the result of `castiron.ray.store`.
-        replicas: number of replicas, or (minimum, maximum) to scale to `slots` requests for each.
+        replicas: number of replicas, or (minimum, maximum). Between these, Ray starts and stops
+            replicas so that each has about `slots` requests.
         fronts: number of processes that read and route requests.
         cpus, threads, ray_actor_options: resources of a replica; threads default to `cpus`.
         slots: requests that a replica runs at the same time: the bundle's largest batch size.

@@ -18,7 +18,7 @@ Candidate = tuple[int, int | None, Request]
 
 
 class Admission:
-    """The queue of requests, which chooses the request to run next.
+    """The queue of requests, which chooses the request whose tokens are read next.
 
     It compares requests by these criteria, in this order: the lowest `priority`; a client with
     fewer slots than its equal share; the oldest request that was passed over `PATIENCE` times; the
@@ -47,7 +47,7 @@ class Admission:
         return [slot for slot in range(self.slots) if slot not in self.prefilling and slot not in self.decoding]
 
     def add(self, request: Request) -> None:
-        """Queue a request after others of the same priority, or before them if it was preempted."""
+        """Queue a request after the others of its priority, or before them if it was preempted."""
         (insort_left if request.paused else insort)(self.waiting, request, key=lambda r: r.priority)
 
     def remove(self, request: Request) -> int | None:

@@ -20,7 +20,7 @@ class ConstraintError(PipelineError):
 class Constraint(Protocol):
     """The interface of a constraint, such as a grammar, which limits the next token of a text.
 
-    `forced`: the tokens that must come next, in order; empty if several tokens are allowed.
+    `forced`: the tokens that must come next, in order; empty if several tokens may come next.
     `done`: whether the text is complete and cannot continue. `eos`: the end tokens that may follow
     a complete text.
     """
@@ -107,8 +107,8 @@ class Chooser:
     """The choice of the tokens of one request: `pick` returns the next token, `accept` appends it.
 
     `recent`: the last REPEAT_WINDOW tokens of prompt and answer, for the repeat penalty. `counts`:
-    how often each token was generated, for the frequency and presence penalties. Greedy decoding
-    without penalties does not need `recent` and `counts`, and does not update them.
+    how often each token was generated, for the frequency and presence penalties. Neither is updated
+    in greedy decoding without penalties, which does not need them.
     """
 
     def __init__(self, sampler: Sampler, constraint: Constraint | None = None, recent: Sequence[int] = ()):
@@ -117,7 +117,7 @@ class Chooser:
 
     @property
     def done(self) -> bool:
-        """Whether the constraint ends the text: it is complete and cannot continue."""
+        """Whether the text is complete under its constraint and cannot continue."""
         return bool(self.constraint and self.constraint.done)
 
     @property
@@ -128,8 +128,8 @@ class Chooser:
     def pick(self, argmax: int, logits: Callable[[], np.ndarray]) -> int:
         """Return the next token, without appending it.
 
-        `argmax`: the token with the largest logit. `logits`: returns the logits, f32 [vocab]; it is
-        called only if `argmax` does not decide.
+        `argmax`: the token with the largest logit. `logits`: function that returns the logits, f32
+        [vocab]; it is called only if `argmax` is not already the answer.
         """
         return self._pick(argmax, logits, False)[0]
 
@@ -137,7 +137,7 @@ class Chooser:
         """Return the token that `pick` would return, or None if rounding could change it.
 
         The functions of a bundle (prefill, decode, verify) add numbers in different orders, so
-        their logits differ slightly.
+        their logits differ slightly by rounding. The arguments are those of `pick`.
         """
         token, certain = self._pick(argmax, logits, True)
         return token if certain else None

@@ -27,7 +27,7 @@ def free_positions(context: int, prompt_tokens: int) -> int:
 
 
 def move_to(session: Session, position: int, fed: Sequence[int] = (), source: Session | None = None) -> None:
-    """Move `session` to `position`, in its own states or in a copy of the states of `source`.
+    """Move `session` to `position`, in its own states (KV cache) or in a copy of those of `source`.
 
     `fed`: the tokens before `position`. Recurrent states cannot return to every position. If they
     cannot return to `position`, the session goes back further and reads the last tokens of `fed`
@@ -60,7 +60,8 @@ def move_after(session: Session, before: Snapshot, tokens: Sequence[int]) -> Non
 def common_prefix(cached: np.ndarray, prompt: np.ndarray) -> int:
     """Return the length of the common prefix of two token sequences, i32 [n] each.
 
-    The last token of `prompt` does not count, because the model must read it for its logits.
+    The prefix never includes the last token of `prompt`, which the model must read to compute its
+    logits.
     """
     length = max(0, min(len(cached), len(prompt) - 1))
     differs = cached[:length] != prompt[:length]

@@ -38,8 +38,8 @@ class HitRates:
     """The acceptance rates of proposals: for each kind of proposal, the fraction that was right.
 
     The rates are weighted means, in which later proposals count more. `prior`: initial rate of each
-    kind, which counts like `CASES` proposals. `decay`: factor below 1, by which each new proposal
-    multiplies the weights of earlier ones.
+    kind, which weighs as much as `CASES` proposals. `decay`: factor below 1; each new proposal
+    multiplies the weights of all earlier ones by it.
     """
 
     CASES = 4.0
@@ -58,10 +58,11 @@ class HitRates:
 
 
 def expected_tokens(rates: Iterable[float]) -> float:
-    """Return the expected number of tokens that a pass which verifies proposals generates.
+    """Return the expected number of tokens that one pass with proposals generates.
 
-    A pass generates one token more than the number of proposals that are right before the first
-    wrong one. `rates`: probability that a proposal is right, for each proposal in order.
+    A pass is one call of the model, which checks the proposals in order. It generates a token for
+    each proposal before the first wrong one, and one token more. `rates`: probability that a
+    proposal is right, for each proposal in order.
     """
     expected = probability = 1.0
     for rate in rates:
@@ -71,10 +72,10 @@ def expected_tokens(rates: Iterable[float]) -> float:
 
 
 class CallCosts:
-    """The seconds of a call of the model, by its width (number of tokens).
+    """The seconds that a call of the model takes, by its width (number of tokens that it reads).
 
-    The value of a width is the median of its last calls. For a width without calls, the value is
-    estimated from the next smaller width.
+    The value of a width is the median of the last calls of this width. For a width without calls,
+    it is estimated from the next smaller width that was timed.
     """
 
     GROWTH = 0.6  # low, because a width with a high estimate would never be tried
@@ -117,9 +118,8 @@ class Guess:
 class Draft:
     """A draft model, which reads the end of a text and proposes the next tokens.
 
-    `self.costs`: call times of the target model. `self.saved`: seconds that proposals saved in
-    earlier texts. A new text starts with these values and with the acceptance rates of earlier
-    texts.
+    `self.costs`: call times of the target model. `self.saved`: seconds that the proposals saved in
+    earlier texts. These values and the acceptance rates of proposals are not reset for a new text.
     """
 
     def __init__(self, session: Session, vocab: int, clock: Callable[[], float] = time.perf_counter):
@@ -175,11 +175,11 @@ class Draft:
                 self._rates.learn(kind, right)
 
     def plan(self, text: list[int], seconds: float) -> tuple[int, float] | None:
-        """Return where in `text` the draft should start to read, and the seconds that this takes.
+        """Return (index in `text` at which the draft model should start to read, seconds it takes).
 
-        The start is an index of `text`. Returns None if reading takes more than `seconds`. A draft
-        that has read only the end of the text should start again further back, as soon as that
-        takes at most a quarter of `seconds`.
+        Returns None if reading takes more than `seconds`. If the draft model has read only the end
+        of the text so far, the index moves further back as soon as reading from there takes at most
+        a quarter of `seconds`.
         """
         affordable, length = int(min(seconds / self._read_seconds, 1e9)), len(text)
         cached = length - self._start
@@ -222,7 +222,7 @@ class Draft:
     def _follow(self, text: list[int], start: int) -> int:
         """Read `text` from index `start` on, except tokens that the session has already read.
 
-        Returns the most probable next token.
+        Returns the token with the largest logit after `text`.
         """
         if start != self._start:
             self._start, self._agreed = start, 0
@@ -249,7 +249,7 @@ class Draft:
         return argmax
 
     def _agree(self, text: list[int]) -> int:
-        """Return how many of the tokens that the session has read still equal those of `text`.
+        """Return for how many tokens `text` is still equal to what the session has read.
 
         The tokens are compared from the first one that was read, up to the first difference. The
         last token of `text` does not count, because it must be read again for its logits.
@@ -271,7 +271,10 @@ class Draft:
         return Guess(token, float(weight[token] / weight.sum()))
 
     def _logits(self) -> np.ndarray:
-        """Return the logits, cut or padded to the target model's vocabulary size."""
+        """Return the draft model's logits, cut or padded to the target model's vocabulary size.
+
+        Padding is minus infinity. The result is f32 [vocab].
+        """
         logits = self.session.logits()[: self.vocab]
         if len(logits) < self.vocab:
             logits = np.concatenate([logits, np.full(self.vocab - len(logits), -np.inf, np.float32)])

@@ -49,8 +49,8 @@ class Engine:
             ...
 
     A slot runs one request at a time. The engine has no thread of its own. Instead, a thread that
-    waits for events runs the next turn of the scheduler, which advances all requests. If another
-    thread is already running a turn, the thread waits for the end of this turn. A server has a
+    waits for events runs turns of the scheduler, each of which advances all requests. If another
+    thread is already running a turn, the waiting thread waits until this turn ends. A server has a
     dedicated thread that waits for events.
     """
 
@@ -126,8 +126,9 @@ class Engine:
     def read(self, stream: EventStream) -> Events:
         """Return the next events of a stream, or an empty list if all its requests have ended.
 
-        If the stream has no events, this thread runs turns of the scheduler, each of which advances
-        all requests, until it has some. If another thread is running a turn, it waits for the end.
+        While the stream has no events, the calling thread runs turns of the scheduler, each of
+        which advances all requests. If another thread is running a turn, the calling thread waits
+        until it ends.
         """
         with self._turn_ended:
             while not stream.events and (stream.live or self.cancelled):
@@ -195,7 +196,8 @@ class Engine:
     def save_state(self, path: Path) -> None:
         """Write the tokens and states (KV cache) of the last used slot to the file `path`.
 
-        If the slot has no tokens, removes the file. Raises OSError if the file cannot be written.
+        If the slot has no tokens, an existing file is removed. Raises OSError if the file cannot be
+        written.
         """
         with self.exclusive() as scheduler:
             slot = scheduler.cache.latest()

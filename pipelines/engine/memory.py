@@ -44,7 +44,7 @@ def needed(manifest: Manifest, slots: int = 1) -> Needed:
 
 
 def slots_of(manifest: Manifest) -> int:
-    """Return the max concurrent sequences: the largest batch size of the bundle, or 1."""
+    """Return how many sequences can run at the same time: the bundle's largest batch size, or 1."""
     return max(manifest.widths("batch"), default=1)
 
 

@@ -17,9 +17,9 @@ from castiron.vmfb.session import Session
 class Paused:
     """A copy of the states (KV cache) of a preempted request.
 
-    `rows`: an array for each state. `position`: number of tokens in the states. `chunked_tokens`:
-    number of tokens at the start that were read in complete chunks. `prefilling`: whether a part of
-    the prompt has not been read yet.
+    `rows`: the data of each state, an array each. `position`: number of tokens in the states.
+    `chunked_tokens`: number of tokens at the start that were read in full calls of the widest
+    prefill function. `prefilling`: whether a part of the prompt has not been read yet.
     """
 
     rows: list[np.ndarray]
@@ -48,12 +48,13 @@ class PrefixCache:
 
     States stay in a slot after the end of the request that filled them. A prompt that continues the
     text in a slot reuses its states in place. A prompt that shares only a part of the text gets a
-    copy of that part in another slot. A prefix is read from `store`, on disk, if it is at least one
-    chunk longer there than in any slot.
+    copy of that part in another slot. A prefix is read from `store`, on disk, if the store has at
+    least one chunk more of it than any slot.
 
-    `self.sessions`: one for each slot. `self.tokens`: i32 [slots, context], valid up to the
-    position of each session. `self.scores`: for each slot the log-probabilities of its tokens from
-    index 1 on. Requests with prompt_logprobs add scores, and reuse only a prefix with scores.
+    `self.sessions`: one for each slot. `self.tokens`: token ids in each slot, i32 [slots, context],
+    valid up to the position of its session. `self.scores`: for each slot the log-probabilities of
+    its tokens from index 1 on. Only requests with prompt_logprobs compute them, and such requests
+    reuse only a prefix that has them.
     """
 
     def __init__(self, sessions: Sequence, store: PrefixStore | None = None, score_width: int = 1):
@@ -73,9 +74,9 @@ class PrefixCache:
     def cached_in(self, prompt: np.ndarray, slot: int, top: int | None = None) -> int:
         """Return how many of the first tokens of `prompt`, i32 [n], can be reused from a slot.
 
-        `top`: `prompt_logprobs` of the request, None if it needs no log-probabilities. If it needs
-        them, they must be cached for each reused token, with at least `top` most probable tokens.
-        The reused tokens then end where a call that computed log-probabilities ended.
+        `top`: `prompt_logprobs` of the request; None if it needs no log-probabilities. If it needs
+        them, a token is reused only if its log-probability and those of `top` most probable tokens
+        are cached. The number of reused tokens is then a multiple of `score_width`.
         """
         session, scores = self.sessions[slot], self.scores[slot]
         found = common_prefix(self.tokens[slot, : session.position], prompt)
@@ -87,8 +88,9 @@ class PrefixCache:
     def scored_positions(self, cached: int) -> int:
         """Return how many of `cached` tokens a request with prompt_logprobs can reuse.
 
-        The result is a multiple of `score_width`, because calls of the model are reused as a unit.
-        The last call must be repeated, because its logits are not cached.
+        The result is a multiple of `score_width`, because only complete calls of the model are
+        reused. The call that read the last cached token is repeated, because its logits are not
+        cached.
         """
         return max(0, cached - 1) // self.score_width * self.score_width
 
@@ -115,18 +117,18 @@ class PrefixCache:
         return [self.cached_in(prompt, slot, top) for slot in range(len(self.sessions))]
 
     def _on_disk(self, prompt: np.ndarray, top: int | None) -> int:
-        """Return how many tokens of `prompt` the store has; 0 for a request with `top`.
+        """Return how many tokens of `prompt` the store has on disk.
 
-        The store has no log-probabilities, which such a request needs.
+        `top`: `prompt_logprobs` of the request. The result is 0 unless it is None, because the
+        store has no log-probabilities.
         """
         return self.store.lookup(self.sessions[0], prompt) if self.store and top is None else 0
 
     def take(self, prompt: np.ndarray, free: Collection[int], top: int | None = None) -> tuple[int, int]:
-        """Prepare a slot for `prompt`; return the slot and how many tokens of `prompt` it has now.
+        """Prepare a slot for `prompt`; return (slot, number of the prompt's tokens in its states).
 
-        `free`: the slots to choose from. The states are copied from another slot, or loaded from
-        the store, if that slot or the store has more of the prompt's tokens. `top`:
-        `prompt_logprobs` of the request.
+        `free`: the slots to choose from. If another slot or the store has more of the prompt's
+        first tokens, the states are copied from there. `top`: `prompt_logprobs` of the request.
         """
         cached = self._cached(prompt, top)
         best = max(cached)
@@ -160,7 +162,7 @@ class PrefixCache:
         return start if is_near and self.store.will_store(source, prompt, start) else cached
 
     def _unused_longest(self, slots: Collection[int]) -> int:
-        """Return the least recently used of `slots`."""
+        """Return the slot of `slots` that has been unused for the longest time."""
         return min(slots, key=lambda s: (self.used[s], s))
 
     def latest(self) -> int:
@@ -183,9 +185,10 @@ class PrefixCache:
         return slot
 
     def load(self, rows: Sequence[np.ndarray], tokens: np.ndarray) -> None:
-        """Load states into the least recently used slot, while no request is running.
+        """Load states into the least recently used slot. No request may be running.
 
-        rows: an array for each state. tokens: the tokens that the states contain, i32 [n].
+        rows: the data of each state, an array each. tokens: the tokens whose states these are, i32
+        [n].
         """
         slot = self._unused_longest(range(len(self.sessions)))
         self.sessions[slot].take(rows, len(tokens))

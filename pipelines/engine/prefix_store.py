@@ -41,13 +41,14 @@ class PrefixStore:
         known = store.take(session, prompt)
         session.prefill(prompt[known:], progress=lambda *_: store.offer(session, prompt))
 
-    Here "state" means all states of a sequence after its first tokens. A stored state ends after a
-    complete chunk of the widest prefill function. So a run that continues from it makes the same
-    calls as a run from the start, and its logits are equal to the last bit. A new state has at
-    least `MIN_CHUNKS` chunks and `min_tokens` tokens, and at least half of them are in no other state. The state of a
-    recurrent model cannot be cut to its first tokens, so another one is written at the position
-    where two prompts diverge. If the states in `directory` exceed `max_bytes`, the least recently
-    used ones are removed. A state that cannot be read or written is reported on stderr.
+    Here "state" means all states (KV cache) of a sequence after its first tokens. A chunk is a full
+    call of the widest prefill function, and a stored state ends after a complete chunk. So a run
+    that continues from it makes the same calls as a run from the start, and its logits are equal to
+    the last bit. A new state has at least `MIN_CHUNKS` chunks and `min_tokens` tokens, and at least
+    half of its chunks are in no other state. The state of a recurrent model cannot be cut to its
+    first tokens, so another state is written at the position where two prompts diverge. If the
+    states in `directory` exceed `max_bytes`, the least recently used ones are removed. A state that
+    cannot be read or written is reported on stderr.
     """
 
     def __init__(self, directory: Path | str, manifest: Manifest, max_bytes: int = MAX_BYTES, min_tokens: int = 0):
@@ -189,11 +190,11 @@ class PrefixStore:
         return found
 
     def _common(self, state: StateFile, prompt: np.ndarray) -> int:
-        """Return how many first tokens a state and `prompt` share, all in complete chunks."""
+        """Return how many first tokens a state has in common with `prompt`, in complete chunks."""
         return self._complete(common_prefix(state.tokens, prompt))
 
     def _complete(self, tokens: int) -> int:
-        """Return how many of `tokens` tokens are in complete chunks."""
+        """Return `tokens`, a number of tokens, rounded down to complete chunks."""
         return tokens // self.width * self.width
 
     def _states(self) -> Sequence[StateFile]:

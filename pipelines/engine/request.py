@@ -48,8 +48,8 @@ class Token:
     """A generated token.
 
     `logprob`: natural logarithm of its probability, before penalties, temperature and constraint.
-    `top`: the most probable tokens as (id, logprob). Both are None if the request has no
-    `top_logprobs`.
+    `top`: (id, logprob) of the most probable tokens at its position. Both are None if the request
+    has no `top_logprobs`.
     """
 
     id: int
@@ -89,7 +89,7 @@ class Failed(Event):
 class Output(Protocol):
     """The interface of an object that converts the tokens of one request to events.
 
-    `stopped`: whether the request must end, for example because of a stop string.
+    `stopped`: whether the request must end now, for example because of a stop string.
     """
 
     @property
@@ -101,7 +101,7 @@ class Output(Protocol):
     def finish(self, end: Finished, last: Token | None) -> list[Event]:
         """Return the last events of the request; the very last is `end` or a changed copy of it.
 
-        `last`: the stop token, or None if the events should not report it.
+        `last`: the stop token that ended the request, or None if no event should report it.
         """
         ...
 
@@ -120,10 +120,10 @@ class TokenOutput:
 
 @dataclass
 class Timing:
-    """The times at which a request reached its steps, in `time.monotonic` seconds; 0 before a step.
+    """The times at which a request reached its steps, in `time.monotonic` seconds.
 
-    `arrived`: when the request was created. `started`: when it got a slot. `first`, `last`: when
-    its first and its latest token were generated.
+    A time is 0 before its step. `arrived`: when the request was created. `started`: when it got a
+    slot. `first`, `last`: when its first and its latest token were generated.
     """
 
     arrived: float = field(default_factory=time.monotonic)

@@ -38,7 +38,7 @@ class Sampling:
     """The sampling options of a generation; a value outside its range raises PipelineError.
 
     temperature: 0 means greedy decoding.
-    top_k, top_p, min_p, repeat_penalty: the values 0, 1, 0 and 1 have no effect.
+    top_k, top_p, min_p, repeat_penalty: as in llama.cpp; 0, 1, 0 and 1, in this order, mean off.
     seed: generations with equal seeds have equal tokens; without a seed each generation differs.
     frequency_penalty, presence_penalty, logit_bias: as in OpenAI's API; logit_bias maps token
         ids to numbers that are added to the logits.
@@ -113,7 +113,7 @@ class Sampling:
 
     @property
     def settings(self) -> dict[str, float]:
-        """The numbers that a client can set: the fields of SAMPLED and repeat_penalty, by name."""
+        """The options temperature, top_k, top_p, min_p and repeat_penalty, by name."""
         return {name: getattr(self, name) for name in (*SAMPLED, "repeat_penalty")}
 
     def __str__(self) -> str:
@@ -167,7 +167,7 @@ def _invalid(reason: object) -> PipelineError:
 
 
 class Sampler:
-    """The sampler of one generation, with a sequence of random numbers: one for each token."""
+    """The sampler of one generation. It has a sequence of random numbers, one for each token."""
 
     def __init__(self, sampling: Sampling = Sampling()):
         self.sampling = sampling
@@ -183,7 +183,7 @@ class Sampler:
     def pick(
         self, logits: np.ndarray, history: Sequence[int], counts: Mapping[int, int] = {}, check: bool = False
     ) -> tuple[int, bool]:
-        """Return the next token, and whether it is certain: rounding of the logits cannot change it.
+        """Return (the next token, whether it is certain: rounding of the logits cannot change it).
 
         The options are applied in this order: OpenAI's penalties and biases, then, as in llama.cpp,
         repeat penalty, top-k, top-p, min-p and temperature. Of tokens with equal logits, the lowest
@@ -217,11 +217,11 @@ class Sampler:
 
 
 def _draw(weight: np.ndarray, number: float) -> tuple[int, bool]:
-    """Return an index drawn in proportion to `weight`, and whether it is certain.
+    """Return (an index drawn in proportion to `weight`, whether the index is certain).
 
     weight: f32 [n]. number: a uniform random number in [0, 1), which selects the index. The index
-    is certain (rounding cannot change it) if the number is at least NEAR_DRAWN away from the
-    intervals of other indices.
+    is certain if rounding cannot change it: the number is at least NEAR_DRAWN away from the numbers
+    that select other indices.
     """
     # Running sums over a complete vocabulary are slow, so a block is drawn first, then an index in
     # the block.
@@ -250,10 +250,10 @@ def lead(logits: np.ndarray) -> float:
 
 
 def _drawn(sums: np.ndarray, goal: float) -> int:
-    """Return the first index whose running sum in `sums` exceeds `goal`.
+    """Return the first index at which `sums` exceeds `goal`.
 
-    sums: running sums of weights. If rounding leaves no sum above `goal`, returns the last index
-    with a positive weight.
+    sums: running sums of weights. If no sum exceeds `goal` because of rounding, returns the last
+    index with a positive weight.
     """
     return int(min(sums.searchsorted(goal, side="right"), sums.searchsorted(sums[-1])))
 
@@ -285,8 +285,8 @@ def shifted(logits: np.ndarray, sampling: Sampling, counts: Mapping[int, int]) -
 def penalise(logits: np.ndarray, recent: Sequence[int], penalty: float) -> np.ndarray:
     """Return the logits, f64 [vocab], after the repeat penalty.
 
-    The logits of `recent` tokens are divided by the penalty, or multiplied by it if they are below
-    zero (CTRL, arXiv 1909.05858, section 4.1, in the form that HF and llama.cpp use).
+    The logits of the tokens in `recent` are divided by the penalty, or multiplied by it if they are
+    below zero (CTRL, arXiv 1909.05858, section 4.1, in the form that HF and llama.cpp use).
     """
     seen = np.unique(np.asarray(recent, np.int64))
     logits = logits.copy()
@@ -356,9 +356,9 @@ def log_probabilities(logits: np.ndarray, token: int, count: int) -> Score:
 def score_width(widths: Sequence[int], max_width: int) -> int:
     """Return how many tokens a call should read if the logits after every token are needed.
 
-    widths: numbers of tokens that the verify functions of the bundle read. The result is the
-    largest of them up to `max_width`, or else the smallest. Without verify functions it is 1, a
-    decode step.
+    widths: numbers of tokens that the bundle's verify functions read. The result is the largest
+    width of at most `max_width`, or else the smallest width. Without verify functions it is 1,
+    which means decode steps.
     """
     return max((width for width in widths if width <= max_width), default=min(widths, default=1))
 
@@ -366,8 +366,8 @@ def score_width(widths: Sequence[int], max_width: int) -> int:
 def logit_rows(session: Session, tokens: Sequence[int], width: int) -> Iterator[np.ndarray]:
     """Read `tokens` in calls of `width` tokens; yield the logits after each token, f32 [vocab].
 
-    If the last call has fewer tokens, it is padded, or replaced by decode steps if the session
-    cannot undo the padding. Raises NanLogitsError for logits that are NaN.
+    The last call may have fewer tokens. Then it is padded, or replaced by decode steps if the
+    session cannot undo the padding. Raises NanLogitsError for logits that are NaN.
     """
     for start in range(0, len(tokens), width):
         part = tokens[start : start + width]

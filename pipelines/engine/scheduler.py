@@ -67,8 +67,8 @@ class Scheduler:
     """The scheduler, which runs requests in the slots of a batch.
 
     Only one thread at a time may call `turn`. A turn reads one chunk of one prompt and decodes one
-    token of each other request, so that a long prompt delays the others by only one chunk at a
-    time. Copying a prefix from another slot, or reading it from disk, takes a turn of its own. If a
+    token of each other request. So a long prompt delays the others by only one chunk at a time.
+    Copying a prefix from another slot, or reading it from disk, takes the place of a chunk. If a
     constraint forces several tokens, they are read in one call, like a chunk.
 
     `Admission` chooses which prompt is read next. If reading a prompt fails, only its own request
@@ -129,10 +129,10 @@ class Scheduler:
         return events
 
     def fail_all(self, error: BaseException) -> Events:
-        """End every request with `error`, and return the events of the requests.
+        """End every request with `error`, and return the events that report this.
 
-        The error may have interrupted a turn at any point. States stay in the prefix cache as far
-        as they are certain to be valid.
+        The error may have interrupted a turn at any point. States stay in the prefix cache only if
+        they are certain to be valid.
         """
         events: Events = []
         for slot, session in enumerate(self.batch.slots):
@@ -155,7 +155,7 @@ class Scheduler:
         """Read the next chunk of a prompt or of forced tokens; return whether there was one.
 
         forced: requests, by slot, for which a constraint forced several tokens that the model has
-        not read yet. events: list to which the events of the request are added.
+        not read yet. events: list to which the events of the chosen request are added.
         """
         if (chosen := self.requests.next(forced)) is None:
             return False
@@ -191,10 +191,10 @@ class Scheduler:
         return True
 
     def _read_chunk(self, session, request: Request, left, width: int, forced: bool):
-        """Read up to `width` of the unread tokens `left`.
+        """Read the first of the unread tokens `left`, at most `width` of them.
 
-        Returns the tokens that were read, and the most probable next token. forced: whether a
-        constraint forced these tokens.
+        Returns (the tokens that were read, the most probable next token). session: the session of
+        the request's slot. forced: whether a constraint forced these tokens.
         """
         if request.prompt_logprobs is None or forced:
             return left[:width], session.prefill(left[:width])
@@ -242,7 +242,7 @@ class Scheduler:
     def _decode(self, events: Events) -> None:
         """Run a decode step, which reads one token of every request whose prompt has been read.
 
-        A request without other unread tokens then chooses its next token.
+        If a request then has no more unread tokens, its next token is chosen.
         """
         unread = {slot: self._unread(slot, r) if r.constraint else r.tokens[-1:] for slot, r in self.decoding.items()}
         if len(self.decoding) == 1 and not (self.prefilling or self.waiting):
@@ -322,7 +322,7 @@ class Scheduler:
             self.observer.ended(request, reason)
 
     def _fail(self, requests: list[Request], error: BaseException, events: Events, clear: bool = True) -> None:
-        """End requests with an error; `clear`: whether their states leave the prefix cache."""
+        """End requests with an error; `clear`: whether to remove their states from the cache."""
         # A constraint that no token satisfies is not a failure of the model.
         failure = error if isinstance(error, ConstraintError) else ModelFailed(error)
         for request in requests:

@@ -46,7 +46,7 @@ class Ngrams:
     It proposes the tokens that followed an earlier occurrence of the text's last tokens.
 
     `self.length`: number of last tokens that match the earlier occurrence, 0 without a match.
-    `self.end`: index in `self.tokens` after that occurrence.
+    `self.end`: index in `self.tokens` of the token after that occurrence.
     """
 
     def __init__(self, tokens: Sequence[int] = ()):
@@ -69,9 +69,9 @@ class Ngrams:
             self.length, self.end = min(length, MAX_MATCH), end
 
     def propose(self, count: int) -> list[int]:
-        """Return the `count` tokens after the earlier occurrence, or an empty list without a match.
+        """Return `count` tokens that followed the earlier occurrence, or no tokens without a match.
 
-        If fewer than `count` tokens follow the earlier occurrence, they are repeated.
+        If fewer than `count` tokens follow it in the text, they are repeated.
         """
         if not self.length:
             return []
@@ -97,13 +97,13 @@ class Ngrams:
 
 
 def match_kind(length: int) -> int:
-    """Return the index in `FOLLOWED` of the hit rate after a match of `length` tokens."""
+    """Return the index in `FOLLOWED` of the hit rate of matches of `length` tokens."""
     return min(length, MAX_MATCH).bit_length() - 2
 
 
 @dataclass
 class SourceStats:
-    """The counts of one source of proposals.
+    """The counts of one source of proposals: the text so far, or the draft model.
 
     `proposed`: number of proposed tokens. `accepted`: number of these that were right. `lost`:
     seconds lost compared with decoding the same tokens one by one; negative if time was saved.
@@ -135,11 +135,11 @@ class Pass:
 
 
 class Speculator:
-    """The speculative decoding of one request; each pass chooses one or several tokens.
+    """The speculative decoding of one request; each pass (model call) chooses one or more tokens.
 
-    `self.stats`: counts by source of proposals. `self.passes`: number of model calls that checked
-    proposals. `self.spent`: seconds of all passes. `self.draft_seconds`: how many of these the
-    draft model took. `self.prompt_seconds`: seconds of the prompt's prefill, which the caller sets.
+    `self.stats`: counts by source of proposals. `self.passes`: number of passes with proposals.
+    `self.spent`: seconds of all passes. `self.draft_seconds`: the draft model's part of them.
+    `self.prompt_seconds`: seconds of the prompt's prefill, which the caller sets.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Speculator:
         return f"{self.accepted} of {self.proposed} proposed tokens were right{sources}"
 
     def report(self) -> dict:
-        """Return counts of passes and tokens, and the draft's share of the time, as JSON."""
+        """Return counts of passes and tokens, and `draft_share`, as JSON values."""
         sources = {name: {"proposed": stats.proposed, "accepted": stats.accepted} for name, stats in self.stats.items()}
         return {"passes": self.passes, "draft_share": round(self.draft_share, 4), "sources": sources}
 
@@ -208,9 +208,9 @@ class Speculator:
             yield events
 
     def _read(self, token: int) -> Pass:
-        """Call the model with `token`, the last of the text, and with proposals after it.
+        """Call the model with `token`, the text's last one, and with proposals for the next tokens.
 
-        The source and number of proposals maximise the expected tokens per second.
+        The source and number of proposals are those with the most expected tokens per second.
         """
         start = self.clock()
         source, count = self._plan()
@@ -314,7 +314,7 @@ class Speculator:
         return max(options, default=(0.0, 0))
 
     def _plan_draft(self, widest: int, left: int, other: float) -> int:
-        """Return how many tokens the draft model should propose.
+        """Return how many tokens the draft model should propose in the next pass.
 
         Returns 0 if proposals would be slower and it is not yet time to try the draft again.
         widest: max width of a call. left: max tokens that the request may still generate. other:
@@ -342,22 +342,22 @@ class Speculator:
         return 0
 
     def _credit(self) -> float:
-        """Return how many seconds wrong proposals of the draft may still cost."""
+        """Return how many seconds the draft model may lose before it stops making proposals."""
         ngrams = self.stats["ngram"].lost
         gains = max(0.0, self._saved) + max(0.0, -ngrams)
         lost = self.stats["draft"].lost + max(0.0, ngrams)
         return MAX_LOSS_OF_ALL * (self.spent + self.prompt_seconds) + SPENT_GAINS * gains - lost
 
     def _cost(self, count: int) -> float:
-        """Return the expected seconds of a pass with `count` proposals of the draft model."""
+        """Return the expected seconds of a pass with `count` proposals, draft model included."""
         assert self.draft
         return self.costs.of(self._width(count)) + count * self.draft.step_seconds
 
     def _rate(self, guesses: Sequence[Guess], count: int, more_seconds: float = 0.0) -> float:
         """Return the expected tokens per second of a pass with `count` proposals of the draft.
 
-        `guesses`: the first of these proposals, as far as the draft has made them. `more_seconds`:
-        seconds that are added to the expected time of the pass.
+        `guesses`: the proposals that the draft has made so far. `more_seconds`: seconds that are
+        added to the expected time of the pass.
         """
         assert self.draft
         padded = [*guesses[:count], *[None] * (count - len(guesses))]
@@ -388,7 +388,7 @@ class Speculator:
         return found
 
     def _allowed(self, width: int) -> int:
-        """Return how many proposals from the text, at most `width` - 1, the constraint allows."""
+        """Return how many of the next `width` - 1 proposals from the text the constraint allows."""
         if not self.request.constraint:
             return width
         constraint, count = self.request.constraint.copy(), 0

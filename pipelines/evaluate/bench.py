@@ -141,16 +141,17 @@ def table(result: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a bundle's kernels: bytes read for a token, and FLOP to prefill a prompt."""
+    """The work of a bundle's kernels: bytes read by a decode step, and FLOP to prefill a prompt."""
 
     manifest: Manifest
 
     def shares(self, settings: Settings, measured: Mapping[str, Any], limits: Mapping[str, float]) -> dict[str, float | None]:
-        """Return decode_roofline and prefill_peak_share, fractions of the machine's limits.
+        """Return decode_roofline and prefill_peak_share, as fractions of the machine's limits.
 
-        decode_roofline: fraction of the read bandwidth that reading weights and KV cache takes.
-        prefill_peak_share: fraction of the f32 peak; it may exceed 1 if activations are int8. Both
-        are None for a bundle of the lowering `portable`, whose manifest has no FLOP and bytes.
+        decode_roofline: bytes of weights and KV cache read per second, as a fraction of the read
+        bandwidth. prefill_peak_share: FLOP per second, as a fraction of the f32 peak; it may exceed
+        1 if activations are int8. Both are None for a bundle of the lowering `portable`, whose
+        manifest has no FLOP and bytes.
 
         measured: has decode_tok_s and prefill_tok_s. limits: read_gb_s and peak_gflop_s.
         """
@@ -166,8 +167,8 @@ class Workload:
     def decode_bytes(self, depth: int, tokens: int) -> float:
         """Return the mean bytes of weights and KV cache that a decode step reads.
 
-        depth: position of the first decoded token. tokens: number of decoded tokens. Weights
-        include one row of the embedding and the chosen experts.
+        The weights of a step include one row of the embedding and, of the experts, only those that
+        are used. depth: position of the first decoded token. tokens: number of decoded tokens.
         """
         weights = sum(kernel["calls"] * kernel["weights"] for kernel in self._kernels())
         # Only kernels that read the KV cache have bytes that grow with the position; at position 0 they read one entry.
@@ -182,7 +183,7 @@ class Workload:
     def prefill_flops(self, tokens: int) -> float:
         """Return the FLOP to prefill `tokens` tokens from position 0 and compute the last logits.
 
-        A chunk that is not full counts in proportion to its tokens.
+        If a chunk is not full, its FLOP are multiplied by the fraction that is full.
         """
         names = {function.width: function.name for function in self.manifest.functions if function.role == "prefill"}
         names[1] = "decode_step"

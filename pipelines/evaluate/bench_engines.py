@@ -36,8 +36,8 @@ _SPAWN = multiprocessing.get_context("spawn")
 class Settings:
     """The settings of a measurement.
 
-    threads: threads of each engine. prompt: tokens to prefill. gen: tokens to decode.
-    depth: position of the first decoded token. rounds: number of measurements.
+    threads: CPU threads of each engine. prompt: number of tokens to prefill. gen: number of tokens
+    to decode. depth: position of the first decoded token. rounds: number of measurements.
     """
 
     threads: int
@@ -163,10 +163,10 @@ def measure(
     """Measure engines alternately, and add the measurements to `engines`.
 
     The engines run for `settings.rounds` rounds, after one round that is not measured. An engine
-    that fails is removed from `engines`; if castiron fails, raises EngineError.
+    that fails is removed from `engines`; if castiron fails, EngineError is raised.
 
     tokens: token ids of the prompt. Returns (limits, reasons). limits: the machine's read_gb_s and
-    peak_gflop_s, one value per round. reasons: why an engine failed, by the engine's name.
+    peak_gflop_s, one value per round. reasons: {engine name: why this engine failed}.
     """
     workers: dict[str, Worker] = {}
     limits: dict[str, list[float]] = {"read_gb_s": [], "peak_gflop_s": []}

@@ -35,9 +35,9 @@ Progress = Callable[[str, float], None]
 def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, position: int) -> dict[str, np.ndarray]:
     """Return random operands for a kernel, as arrays by operand name.
 
-    codec: codec of the weights. sizes: numbers of the kernel's --shape. tokens: number of tokens,
-    one for each row of x. position: number of entries in the KV cache. Ids of experts and tokens
-    are 0, 1, 2, ...
+    codec: codec of the weights. sizes: the numbers in the value of --shape. tokens: number of
+    tokens, one for each row of x. position: number of tokens in the KV cache. Ids of experts and
+    tokens are not random, but 0, 1, 2, ...
     """
     rng = np.random.default_rng(0)
     full = {"length": tokens, "start": position, "position": position, "counters": 0}
@@ -81,9 +81,9 @@ def kernel_run(
 ) -> KernelRun:
     """Return a kernel for this machine, with its settings and the position at which it runs.
 
-    The position is the last one in the context after which the kernel's tokens fit. The arguments
-    are the options of `castiron bench --kernel`: kind is a key of KINDS, shape is like "1536x576",
-    and tokens is None for the kind's default.
+    The position is the last one at which the kernel's tokens still fit in the context. The
+    arguments are the options of `castiron bench --kernel`: kind is a key of KINDS, shape is like
+    "1536x576", and tokens is None for the kind's default.
     """
     from castiron.vmfb.targets import resolve
 

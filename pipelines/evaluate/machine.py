@@ -58,7 +58,7 @@ _PEAK_OF = {
 
 
 def chains_of(isa: Isa) -> int:
-    """Return the number of independent accumulators of a probe kernel.
+    """Return how many independent accumulators a probe kernel uses.
 
     They are enough to hide the latency of a multiply-add, and fit in the vector registers.
     """
@@ -175,8 +175,9 @@ def _probe(
 ) -> Kernel:
     """Return a probe kernel, with one workgroup per row of its result.
 
-    x: type of the operand. result: shape of the f32 result. flops, nbytes: work of one call. write:
-    function that emits the kernel's body; called as write(body, x, y).
+    x: type of the operand. result: shape of the f32 result. flops, nbytes: FLOP and bytes read of
+    one call. write: function that emits the kernel's body; called as write(body, x, y), where y is
+    the result.
     """
     y = {"y": TensorType(result, F32)}
     return Kernel(f"probe_{name}", {"x": x}, y, result[0], write, dict, flops=flops, nbytes=nbytes)
@@ -201,8 +202,9 @@ def module_of(kernel: Kernel) -> Module:
 class TimedKernel:
     """A kernel compiled for this machine, with its operands.
 
-    results: arrays by result name, without results that are updated in place.
-    copies: sets of operands, arrays by operand name; each call uses the next set.
+    results: arrays by result name, without results that are updated in place. copies: several
+    copies of the operands, each as arrays by operand name. Each call uses the next copy, so that
+    large operands are not in the CPU's cache.
     """
 
     def __init__(self, kernel: Kernel, values: Mapping[str, np.ndarray], threads: int):
@@ -288,19 +290,20 @@ class Machine:
 
 
 def peak_of(kernel: str) -> str:
-    """Return the key of PEAKS that limits a kernel's arithmetic; kernel: its name.
+    """Return the limit that bounds a kernel's arithmetic, as a key of PEAKS.
 
-    Exact matmuls on matrix units split x into three or more bf16 parts, so they can reach at most a
-    third of the limit.
+    kernel: the kernel's name. Exact matmuls on matrix units split x into three or more bf16 parts,
+    so they can reach at most a third of the limit.
     """
     return next((peak for part, peak in _PEAK_OF.items() if part in kernel), "peak_gflop_s")
 
 
 def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: Mapping[str, float]) -> tuple[str, float | None]:
-    """Return what bounds a kernel, and the fraction of that limit that it reaches.
+    """Return (what bounds a kernel, fraction of this limit that the kernel reaches).
 
-    nbytes, flops, seconds: work and time of one call. The bound is "memory", "compute" or "cache".
-    It is "cache", with the fraction None, if the kernel read faster than the memory bandwidth.
+    nbytes, flops, seconds: bytes read, FLOP and time of one call. limits: the machine's limits by
+    name. The bound is "memory", "compute" or "cache". If the kernel read faster than the memory
+    bandwidth, it is "cache" with the fraction None.
     """
     reading, computing = nbytes / limits["read_gb_s"] / 1e9, flops / limits[peak_of(kernel)] / 1e9
     bound = "compute" if computing >= reading else "memory" if reading <= seconds else "cache"
@@ -329,7 +332,7 @@ def amount(kernel: Mapping, unit: str, position: int) -> int:
 def describe(limits: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Return CPU name, cores, memory in GB, system, and medians of the measured limits.
 
-    limits: measurements by name of the limit, as `read_gb_s`.
+    limits: measurements by name of the limit, such as `read_gb_s`.
     """
     import platform
 

@@ -53,20 +53,27 @@ class Compared:
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Return the log-probability of each token, f64 `[vocab]`."""
+    """Return the log-probability of each token, f64 [vocab], from its `logits` [vocab]."""
     x = logits.astype(np.float64)
     x -= x.max()
     return x - np.log(np.exp(x).sum())
 
 
 def compare_row(logits: np.ndarray, base: np.ndarray, token: int) -> tuple[float, float, float, bool]:
-    """Return the fields of `Compared` for one token, from logits of both models, `[vocab]`."""
+    """Return the values of the fields of `Compared` for one token.
+
+    logits, base: logits [vocab] of the model and of the base model, from which `token` is
+    predicted.
+    """
     q, p = log_softmax(logits), log_softmax(base)
     return -float(q[token]), -float(p[token]), float(np.exp(p) @ (p - q)), bool(q.argmax() == p.argmax())
 
 
 def mean_and_error(values: np.ndarray) -> dict[str, float]:
-    """Return the mean and its standard error, which is 0 for up to ten values, as in llama.cpp."""
+    """Return {"mean": ..., "error": ...}: the mean of `values`, and the standard error of the mean.
+
+    The error is 0 for up to ten values, as in llama.cpp.
+    """
     error = np.sqrt(values.var() / (values.size - 1)) if values.size > 10 else 0.0
     return {"mean": float(values.mean()), "error": float(error)}
 
@@ -136,7 +143,10 @@ def bundle_rows(session: Session, steps: bool = False) -> Rows:
 
 
 def text_of(path: str | None = None) -> str:
-    """Return the text of a file without its last line feed; None for castiron's default text."""
+    """Return the text of the file `path` without its last line feed.
+
+    Returns castiron's default text if `path` is None.
+    """
     try:
         text = (Path(path) if path else files("castiron.pipelines.evaluate") / DEFAULT_TEXT).read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -183,9 +193,10 @@ def chunks_of(tokens: Sequence[int], context: int, max_chunks: int | None = None
 
 
 def _scored(chunks: Sequence[Chunk], progress: Progress, *models: Rows) -> Iterator[tuple]:
-    """Yield a tuple for every scored token: the logits of each model, then the token's id.
+    """Yield (logits of the first model, ..., logits of the last model, id) for every scored token.
 
-    models: functions that yield logits. progress: called with (finished chunks, all chunks).
+    models: functions that yield logits [vocab]. progress: called with (finished chunks, all
+    chunks).
     """
     for done, chunk in enumerate(chunks):
         progress(done, len(chunks))
@@ -207,7 +218,8 @@ def compare(model: Rows, base: Rows, chunks: Sequence[Chunk], progress: Progress
 def own_accuracy(bundle: Bundle, progress: Progress = lambda done, total: None) -> Accuracy | None:
     """Return the accuracy of a bundle's prefill and verify functions, compared with decode steps.
 
-    Decode steps are exact. None if the context or the tokenized text is too short.
+    Decode steps are the exact reference. Returns None if the context or the tokenized text is too
+    short.
     """
     context = min(SHORT_CONTEXT, bundle.manifest.context)
     try:

@@ -75,8 +75,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 def random_checkpoint(name: str, codec: str, progress: Progress) -> tuple[Path, str]:
     """Return the path of a random checkpoint, and the --weights to compile it with.
 
-    name: a key of SHAPES. codec: q4_k mixes codecs as llama.cpp's Q4_K_M does; any other codec
-    applies to every matrix. The first use writes the checkpoint to the cache: a GGUF file with
+    name: a key of SHAPES. codec: codec of every matrix, except that q4_k mixes codecs as
+    llama.cpp's Q4_K_M does. The first use writes the checkpoint to the cache: a GGUF file with
     weights in `codec`, or an HF directory with weights in bf16. Raises PipelineError for an unknown
     name or codec, or if the disk is full.
     """

@@ -105,7 +105,8 @@ class Bench:
     def gains(self, tiles: TilesByMatmul, repeats: int) -> dict[str, tuple[float, float]]:
         """Return (seconds with default tiles, speed-up with `tiles`) for each matmul in `tiles`.
 
-        repeats: how many times both are measured, alternately; the shortest times count.
+        repeats: how many times the default tiles and `tiles` are measured, alternately; the
+        shortest times count.
         """
         module = self._lowered(tiles)
         candidate = self.directory / "candidate.vmfb"
@@ -159,9 +160,9 @@ class Bench:
 def search(bench: Bench, searches: dict[str, MatmulSearch], progress: Progress) -> int:
     """Find the best tiles of each matmul, and store them in `searches`.
 
-    Each round compiles a module with one candidate for the tiles of each matmul, and times its
-    kernels. In the end, the fastest candidates are timed again to confirm them. Returns the number
-    of rounds that did not compile.
+    searches: a search for each matmul, by the matmul's name. Each round compiles a module with one
+    candidate for the tiles of each matmul, and times its kernels. In the end, the fastest
+    candidates are timed again to confirm them. Returns the number of rounds that did not compile.
     """
     refused = 0
     candidates = {name: list(neighbours(found.matmul, bench.isa, bench.threads)) for name, found in searches.items()}
@@ -201,7 +202,10 @@ _STEPS: dict[str, Steps] = {"together": _NEXT, "chains": _NEXT, "rows": _NEXT}
 
 
 def neighbours(matmul: Matmul, isa: Isa, threads: int) -> Iterator[Tiles]:
-    """Yield tiles that differ from the default in one field and give different kernel code."""
+    """Yield tiles that differ from the default tiles in one field.
+
+    Tiles that give the same kernel code as earlier ones are left out.
+    """
     default = default_tiles(matmul, isa, threads)
     seen = {None, _code(matmul, isa, threads, default)}
     for tile in fields(default):
@@ -233,7 +237,7 @@ def prompts_of(bundle: Bundle) -> list[list[int]]:
 def answers(bundle: Bundle, threads: int, prompts: list[list[int]]) -> list[list[int]]:
     """Return lists of tokens that the bundle generates for `prompts`, to compare two bundles.
 
-    They come from decode steps, verify functions and batch functions.
+    The tokens come from decode steps, verify functions and batch functions.
     """
     session, found = Session(bundle, threads), []
     for prompt in prompts:

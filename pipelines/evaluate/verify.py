@@ -118,9 +118,10 @@ def encode(prompt: Prompt, text, vocab: int) -> list[int]:
 def checkpoint_of(bundle: Bundle, given: str | None = None, *, any_format: bool = False) -> Path:
     """Return the path of the checkpoint that the bundle was compiled from.
 
-    It is `given`, or else the path in the manifest, or else a download. Raises PipelineError if its
-    SHA-256 differs from that in the manifest. With `any_format`, `given` may be the same model in
-    the other format (GGUF file or HF directory), whose hash is not checked.
+    The path is `given`, or else the one in the manifest, or else that of a download. Raises
+    PipelineError if the checkpoint's SHA-256 differs from that in the manifest. With `any_format`,
+    `given` may be the same model in the other format (GGUF file or HF directory), whose hash is not
+    checked.
     """
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, canonical_name, fetch
     from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256, find_checkpoint
@@ -166,8 +167,9 @@ def adapter_of(bundle: Bundle) -> Path | None:
 def _unchanged(bundle: Bundle, key: str, what: str, sha256: Callable[[Path], str | None]) -> Path | None:
     """Return the path of a file or folder that the bundle was compiled with; None without one.
 
-    key: its key in the manifest's `source`. what: what the error message calls it. sha256: function
-    that computes its hash. Raises PipelineError if the hash differs from that in the manifest.
+    key: its key in the manifest's `source`, such as the adapter's. what: its name in the error
+    message. sha256: function that computes its hash. Raises PipelineError if the hash differs from
+    that in the manifest.
     """
     if (recorded := bundle.manifest.source.get(key)) is None:
         return None
@@ -209,8 +211,8 @@ def load_reference(path: Path, weights: str, threads: int | None, adapter: Path 
 def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[str, np.ndarray]) -> None:
     """Round the matrices of an HF model in place to the values that a bundle stores.
 
-    weights: the bundle's --weights. importance: the importance of each column of a weight, by
-    tensor name.
+    weights: the bundle's --weights. importance: [columns] by tensor name: the importance of each
+    column, which weights its rounding errors.
     """
     import torch
     from transformers.pytorch_utils import Conv1D
@@ -242,9 +244,9 @@ def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[s
 def expect(model, prompt: list[int], ours: list[int]):
     """Return HF's greedy tokens after a prompt, valid up to the first difference from `ours`.
 
-    ours: the tokens that castiron generated. HF reads them in one forward pass, which gives the
-    token that HF would choose after each of them. If two logits are closer than `CERTAIN`, HF
-    generates token by token.
+    ours: the tokens that castiron generated. HF reads `ours` in one forward pass, which gives the
+    token that HF would choose at each position. If two logits are closer than `CERTAIN`, HF
+    generates token by token instead.
     """
     import torch
 

@@ -47,7 +47,7 @@ NETWORK_BITS = 64
 
 
 def api_key(scope: Scope) -> bytes:
-    """Return the API key from Authorization or Anthropic's x-api-key, or b"" without one."""
+    """Return the API key in the header Authorization or x-api-key (Anthropic's), or b""."""
     headers = dict(scope["headers"])
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
@@ -88,8 +88,8 @@ class Access:
 
         Only a local server without keys rejects hosts. It accepts IP addresses, names without a
         dot, names that end in .localhost, and the hosts of allowed origins. This prevents DNS
-        rebinding, in which the name of a hostile site resolves to this machine so that the site's
-        page can send requests to the server.
+        rebinding: the name of a hostile site resolves to this machine, so that a page of the site
+        can send requests to the server.
         """
         host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
         if not self.local or self.keys or "*" in self.origins or not host:
@@ -130,6 +130,7 @@ def open_app(
     shutdown ends this thread.
 
     Args:
+        api_keys: a request must have one of these keys; if there are none, it needs no key.
         cors: origins whose pages may send requests, "*" for all.
         local: whether the server listens on this machine only.
         quiet: do not log requests on stderr.
@@ -156,9 +157,11 @@ def open_api(
 
     Args:
         metrics: where the model's events are counted.
+        threads: CPU threads, by default one per physical core.
         queue: max sequences of one client that wait for a slot.
-        names: names that requests may use, the one in answers first; by default, the bundle's name
-            and that of its directory.
+        names: names that requests may use; responses have the first one. By default, they are the
+            bundle's name and that of its directory.
+        limits: limits and defaults of requests.
         template_args: default values of variables of the chat template.
         parse_special: whether special tokens in messages, such as <|im_end|>, become tokens
             instead of text.

@@ -39,8 +39,8 @@ class Exchange:
     reserved for the request body. is_receiving: whether more of the body will arrive. exits:
     context managers to exit after the response. status: HTTP status of the response. code: error
     code of the response. job: the job that computes the answer; its `summary` is logged.
-    load_seconds: how long the request waited for its model to be opened. deadline: end of the max
-    duration, in seconds of the event loop's clock.
+    load_seconds: how long the request waited until its model was open. deadline: time at which
+    `seconds` have passed, by the event loop's clock.
     """
 
     client: str
@@ -67,8 +67,8 @@ def exchange_of(scope: Scope) -> Exchange:
 class BodyRoute(APIRoute):
     """A route that calls its endpoint with the request and its validated body.
 
-    FastAPI's own route would validate on the event loop, collect every error, and reject a body
-    without a content type.
+    FastAPI's own route is not used, because it would validate on the event loop, collect every
+    error, and reject a body without a content type.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

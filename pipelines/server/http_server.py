@@ -42,10 +42,10 @@ def url(listening: socket.socket) -> str:
 
 
 def serve(app, models: ModelPool, listening: socket.socket, grace: float) -> None:
-    """Answer requests at the socket `listening` until the process receives SIGTERM or SIGINT.
+    """Serve an ASGI application at the socket `listening` until the process gets SIGTERM or SIGINT.
 
     After the signal, /health and new requests get status 503. Running requests have `grace` seconds
-    to finish, and then end with an error. A second signal ends them at once.
+    to finish, and then end with an error. A second signal ends them immediately.
     """
     config = uvicorn.Config(
         app, log_config=None, log_level="error", access_log=False, server_header=False, lifespan="on",
@@ -97,7 +97,7 @@ class _Server(uvicorn.Server):
 class Connection(HttpToolsProtocol):
     """A uvicorn connection that can end before the client has sent its complete request.
 
-    The client would lose the response if the server closed a socket with unread data. Therefore
+    If the server closed a socket with unread data, the client would lose the response. Therefore
     the server closes only its sending half. It discards received data until the client closes the
     connection, LINGER_SECONDS have passed, or more than LINGER_BYTES have arrived.
     """

@@ -105,7 +105,10 @@ class ModelMetrics(Observer):
         self._success = {reason: page.success.labels(name, reason) for reason in REASONS}
 
     def watch(self, scheduler: Scheduler) -> None:
-        """Connect the gauges to the slots and the queue of `scheduler`, until `Metrics.forget`."""
+        """Connect this model's gauges to the slots and the queue of `scheduler`.
+
+        The gauges show their state until `Metrics.forget` is called.
+        """
         positions = scheduler.slots * scheduler.context
 
         def usage() -> float:

@@ -39,7 +39,7 @@ ANY, BODY = (401, 403, 500), (400, 404, 408, 413, 415, 429, 503, 504)
 
 
 class Answer(BaseModel):
-    """Base class of the records of responses; a response may have more fields than its record."""
+    """Base class of the schemas of responses; a response may have more fields than its schema."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -111,7 +111,10 @@ def errors(path: str, statuses: Iterable[int] = (), *, key: bool = True) -> dict
 
 
 def content(*media: str) -> dict[str, Any]:
-    """Return the entry of FastAPI's `responses` for a text with one of the `media` types."""
+    """Return the value of FastAPI's `responses` for a response with one of these content types.
+
+    media: content types, such as "text/plain".
+    """
     return {"content": {each: {"schema": {"type": "string"}} for each in media}}
 
 

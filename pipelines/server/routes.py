@@ -58,7 +58,7 @@ def page(name: str = HOME) -> Response:
 
 
 def add_routes(app: FastAPI, metrics: Metrics) -> None:
-    """Add the endpoints of `app.state.models` to an application."""
+    """Add the endpoints of the models in `app.state.models` to a FastAPI application."""
     _add_posts(app)
     _add_ollama_models(app)
     _add_gets(app, metrics)
@@ -70,10 +70,10 @@ def _add_posts(app: FastAPI) -> None:
     def post(*paths: str, answer: Any, stream: bool = False, media_type: str = "text/event-stream") -> Callable:
         """Return a decorator that serves a handler at `paths`.
 
-        The handler gets the request's model, body and exchange. It returns an awaitable of the
-        response's JSON object, or of a job that computes this object. `answer`: record of the
-        response, for the OpenAPI document. `stream`: whether the endpoint can stream its response.
-        `media_type`: content type of the stream.
+        The handler gets the endpoints of the request's model, the request's body and its exchange.
+        It returns an awaitable of the response's JSON object, or of a job that computes this
+        object. `answer`: schema of the response, for the OpenAPI document. `stream`: whether the
+        endpoint can stream its response. `media_type`: content type of the stream.
         """
         streams = {200: openapi.content(media_type)} if stream else {}
 
@@ -298,7 +298,7 @@ def _add_gets(app: FastAPI, metrics: Metrics) -> None:
 
     @get("/", key=False, response_class=HTMLResponse, responses={200: openapi.content("text/plain")})
     async def home(request: Request) -> Response:
-        """Return the chat page, or a text with the path to use if this is an embedding model."""
+        """Return the chat page, or for an embedding model a text that names its endpoint."""
         return PlainTextResponse(models.home) if models.home else page()
 
     @get("/page/{file}", None, 404, key=False, response_class=Response,

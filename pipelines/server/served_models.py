@@ -29,9 +29,9 @@ class ServedModel:
     """A model of a server.
 
     name: its name in answers. names: all names that requests may use. template: chat template.
-    open: opens the model and returns its endpoints. api: its endpoints, None while it is closed.
-    lock: locked while the model is opened or closed. users: number of requests that use it.
-    last_used: end of the last request, in `time.monotonic` seconds.
+    open: function that opens the model and returns its endpoints. api: its endpoints, None while it
+    is closed. lock: locked while the model is being opened or closed. users: number of requests
+    that use it now. last_used: end of the last request, in `time.monotonic` seconds.
     """
 
     name: str
@@ -71,7 +71,7 @@ class ModelPool:
         """Create a pool in which the models of all `bundles` are closed.
 
         Args:
-            open: opens a bundle; called with the bundle and its names.
+            open: opens a model; called with the model's bundle and names, returns its endpoints.
             typed: the path or name by which the operator chose each bundle; None for the
                 names in the manifests.
             keep: a model is closed after this many seconds without a request.

@@ -43,11 +43,11 @@ RESULT = "<tool_response>\n{}\n</tool_response>"
 def render(
     template: str, messages: Sequence[Mapping], *, special_tokens: Mapping[str, str] | None = None, **variables: Any
 ) -> str:
-    """Return the text of `messages`, {"role", "content"} each, rendered by the Jinja `template`.
+    """Return the text of a conversation, rendered by the Jinja `template`.
 
-    `special_tokens`: text of special tokens by name, such as bos_token. `variables`: other
-    variables of the template. Raises PipelineError if the template is not valid Jinja, rejects the
-    messages or exceeds a limit.
+    `messages`: {"role", "content"} each. `special_tokens`: text of special tokens by name, such as
+    bos_token. `variables`: other variables of the template. Raises PipelineError if the template
+    is not valid Jinja, rejects the messages or exceeds a limit.
     """
     known = {"add_generation_prompt": True, "tools": None, "documents": None, **(special_tokens or {}), **variables}
     pieces, characters, deadline = [], 0, time.thread_time() + SECONDS
@@ -98,9 +98,9 @@ def describe_tools(
 ) -> list[dict[str, Any]]:
     """Return `messages` with a description of `tools` in the system message.
 
-    form: format in which the model writes calls. If it is HERMES, the calls in `messages` and their
-    results are converted to text too. has_system: whether the template accepts a system message.
-    Otherwise, the text of the system message is put before that of the first user message. Raises
+    form: format in which the model writes calls. If it is HERMES, calls and results of calls in
+    `messages` are converted to text too. has_system: whether the template accepts a system message.
+    If not, the text of the system message is put before that of the first user message. Raises
     PipelineError if the calls of a message are not in OpenAI's format.
     """
     shown = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
@@ -188,8 +188,8 @@ def _compiled(template: str) -> Any:
 def _environment() -> Any:
     """Return the Jinja environment in which chat templates are rendered.
 
-    It has the settings of transformers' chat_template_utils._compile_jinja_template, but does not
-    record which tokens are the assistant's.
+    Its settings are those of `_compile_jinja_template` in transformers' chat_template_utils, except
+    that {% generation %} blocks do not record which tokens are the assistant's.
     """
     import jinja2
     from jinja2.ext import Extension, loopcontrols

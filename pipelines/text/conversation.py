@@ -32,9 +32,10 @@ Progress = Callable[[int, int], None]
 class Chat:
     """A conversation: its messages, and the engine that answers them.
 
-    `messages`: {"role", "content"} each, the system message first if there is one. Every turn
-    renders all messages and reads the tokens that differ from those in the cache. `dropped`: number
-    of messages that the last turn dropped to free space. `stream`: `Stream` of the last answer.
+    `messages`: {"role", "content"} each, the system message first if there is one. A turn is a user
+    message and its answer. Every turn renders all messages, and the model reads only the tokens
+    that differ from those in the cache. `dropped`: number of messages that the last turn dropped
+    to free space. `stream`: `Stream` of the last answer.
 
     Args:
         max_tokens: max tokens of an answer; near the end of the context the answer may be shorter.
@@ -53,7 +54,7 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Remove all messages except the system message; the states stay cached."""
+        """Remove all messages except the system message; the states (KV cache) stay cached."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def instruct(self, system: str | None) -> None:
@@ -116,9 +117,9 @@ class Chat:
     def _fit(self, messages: list[dict]) -> tuple[list[dict], list[int], int]:
         """Return (messages that fit, their token ids, number of dropped messages).
 
-        If the context has too little space for the answer, the oldest turns are dropped. They are
-        dropped until the answer has enough space, and the prompt is shorter by at least 1 / SHARE
-        of the context. Raises PipelineError if the last message alone does not fit.
+        If the context has too little space for the answer, the oldest turns are dropped, until the
+        answer fits and the prompt has become shorter by at least 1 / SHARE of the context. Raises
+        PipelineError if the last message alone does not fit.
         """
         context = self.engine.context
         needed = max(1, min(self.max_tokens or context, context // SHARE))

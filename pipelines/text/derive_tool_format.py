@@ -40,10 +40,10 @@ _TOKEN = re.compile(rf"<[^<>\s]*>|\[[A-Z_/]+\]|\s+|{ID}|\w+|.", re.DOTALL)
 def tool_format_of(template: str | None, special_tokens: Mapping[str, str] = {}) -> ToolFormat | None:
     """Return the format in which a chat template writes tool calls; None if it is unknown.
 
-    The format is derived from calls that the template renders, if it can parse these calls.
-    Otherwise, the result is the format in KNOWN whose identifying text is in the template. If the
-    template writes calls, this format must parse them too. special_tokens: text of special tokens
-    by name.
+    The template renders test calls, and the format is derived from their text. If that fails, a
+    format in KNOWN is used whose identifying text is in the template. Parsing the rendered calls
+    must give the same calls, unless the template renders none. special_tokens: text of special
+    tokens by name.
     """
     if not template:
         return None
@@ -59,7 +59,7 @@ def tool_format_of(template: str | None, special_tokens: Mapping[str, str] = {})
 
 
 class _Probe:
-    """A renderer of test conversations with tool calls in one template."""
+    """A renderer of test conversations with tool calls, for one chat template."""
 
     def __init__(self, template: str, special_tokens: Mapping[str, str]):
         self.template, self.special_tokens, self.marks = template, special_tokens, marks_of(template, ())
@@ -85,7 +85,7 @@ class _Probe:
     def calls(self, arguments: Sequence[Mapping[str, Any]]) -> str | None:
         """Return the text that the template writes for calls, without the rest of the turn.
 
-        arguments: the arguments of each call. None if the template writes no calls.
+        arguments: the arguments of each call. Returns None if the template writes no calls.
         """
         given = [
             {"id": id_, "type": "function", "function": {"name": name, "arguments": json.dumps(each) if self.as_text else each}}
@@ -121,9 +121,9 @@ class _Probe:
     def _form(self, style: str, before: str, head: str, body: str, after: str, rest: str) -> ToolFormat:
         """Return the tool format that follows from the texts of one call and of two calls.
 
-        style: style of the arguments. before, head, body, after: the text of one call before the
-        function's name, between name and arguments, the arguments, and the text after them. rest:
-        the text of two calls after the first name; "" if the template allows only one call.
+        style: style of the arguments. before: text of one call before the function's name. head:
+        text between name and arguments. body: the arguments. after: text after the arguments. rest:
+        text of two calls after the first call's name; "" if the template allows only one call.
         """
         fields: dict[str, Any] = {}
         if style == "tags":
@@ -173,7 +173,7 @@ class _Probe:
         return prompt.rstrip().endswith(form.triggers or ("\0",))
 
     def gives_back(self, form: ToolFormat) -> bool:
-        """Return whether parsing the calls that the template writes gives the same calls."""
+        """Return whether parsing by `form` gives the same calls that the template has written."""
         schema = {"properties": {"k_one": {"type": "string"}, "k_two": {"type": "integer"}}}
         tools = Tools(form, dict.fromkeys(NAMES, schema))
         for arguments in ([ARGUMENTS], *([each] for each in DIFFICULT), [ARGUMENTS, DIFFICULT[0]]):
@@ -210,8 +210,8 @@ def _split(text: str) -> tuple[str, str, str, str, str] | None:
 def _after_arguments(text: str, fields: Mapping[str, Any]) -> str:
     """Return the text after the arguments of a call.
 
-    text: the call's text after the function's name. fields: the fields of `ToolFormat` that are
-    already known.
+    text: the text that follows the function's name, up to the next name or the end. fields: the
+    fields of `ToolFormat` that are already known.
     """
     for pattern in STYLES.values():
         if found := pattern.search(text):
@@ -225,11 +225,11 @@ def _with_ids(text: str) -> str:
 
 
 def _without_turn(text: str, ends: Sequence[str], tail: str, marks: Marks) -> str:
-    """Return `text`, which has calls, without the parts that belong to the turn around them.
+    """Return `text`, which has calls, without the parts that belong to the turn around the calls.
 
-    These parts are empty reasoning before the calls and the end of the turn after them. ends: texts
-    that end a turn. tail: the text that follows an answer without calls. marks: start and end marks
-    of reasoning.
+    These parts are empty reasoning before the calls, and the end of the turn after them. ends:
+    texts that end a turn. tail: the text that follows an answer without calls. marks: start and end
+    marks of reasoning.
     """
     start = text.index(NAMES[0])
     for _, end in marks:

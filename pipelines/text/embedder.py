@@ -25,7 +25,7 @@ Given = str | Sequence[int]
 
 @dataclass(frozen=True)
 class Tokens:
-    """The token ids of a text, with special tokens; cut: whether the text was truncated."""
+    """The token ids of a text, special tokens included. cut: whether the text was truncated."""
 
     ids: list[int]
     cut: bool = False
@@ -61,7 +61,7 @@ class Embedder:
         return "" if name is None else self.facts.prompts[name]
 
     def tokens(self, text: Given, prompt: str = "") -> Tokens:
-        """Return the tokens of `prompt` + `text`; if `text` is a list of ids, return it unchanged.
+        """Return the tokens of `prompt` + `text`, or the ids in `text` unchanged if it is a list.
 
         Raises PipelineError if there are no tokens, or more ids than the model's max tokens.
         """
@@ -85,10 +85,10 @@ class Embedder:
         return Tokens(found.ids, bool(found.overflowing)), found.type_ids
 
     def relevance_inputs(self, query: str, documents: Sequence[str]) -> list[Tokens]:
-        """Return the tokens of the texts whose vectors `relevance` needs.
+        """Return the token lists for which `relevance` needs a vector each.
 
-        For a reranking model, they are pairs of the query and a document. For an embedding model,
-        they are the query, then each document.
+        For a reranking model, each list is a pair of the query and a document. For an embedding
+        model, the first list is the query, and each of the others is a document.
         """
         if self.facts.relevance:
             return [self._pair(query, document) for document in documents]
@@ -108,8 +108,8 @@ class Embedder:
     def relevance(self, vectors: Sequence[np.ndarray]) -> np.ndarray:
         """Return the relevance of each document, f64 [documents].
 
-        It is the score of a reranking model, or the cosine similarity of query and document.
-        vectors: one for each item of `relevance_inputs`.
+        It is the score that a reranking model gives, or the cosine similarity of query and
+        document. vectors: one for each item of `relevance_inputs`.
         """
         found = np.array(vectors, np.float64)
         if self.facts.relevance:

@@ -42,12 +42,12 @@ CUTS = 8
 
 @dataclass(frozen=True)
 class Fim:
-    """A builder of a model's FIM prompts.
+    """A builder of a model's prompts for fill-in-the-middle (FIM).
 
     Attributes:
         prefix, suffix, middle: ids of the tokens before these parts of a prompt; None: no token.
         repository, file: ids of the tokens before the name of a repository and of each file.
-        ends: ids of the tokens that end an answer, besides those of the model.
+        ends: ids of the tokens that end an answer, besides the model's end tokens.
         suffix_first: whether the suffix comes before the prefix.
     """
 
@@ -105,8 +105,8 @@ class Fim:
     def _encode(self, text: str, joined: bool = False) -> list[int]:
         """Return the token ids of a text; spellings of special tokens are encoded as plain text.
 
-        joined: whether to leave out the space that SentencePiece puts before a text. CodeLlama and
-        Mistral leave it out for a suffix.
+        joined: whether the space is left out that SentencePiece puts before a text. CodeLlama and
+        Mistral leave it out before the suffix.
         """
         if not text:
             return []
@@ -117,7 +117,7 @@ class Fim:
         return self._plain(text)[0]
 
     def _plain(self, text: str) -> tuple[list[int], str]:
-        """Return (token ids of a text, text of the first token in the vocabulary).
+        """Return (token ids of a text, the first token as the vocabulary spells it).
 
         Spellings of special tokens are encoded as plain text.
         """
@@ -129,8 +129,8 @@ class Fim:
 def _last(tokens: list[int], space: int) -> list[int]:
     """Return the last tokens, at most `space` of them.
 
-    The number of tokens that are cut off is a multiple of space // CUTS. So the prompts of several
-    requests begin with the same tokens, whose states are cached.
+    The number of tokens that are cut off is a multiple of space // CUTS. So while a user types, the
+    prompts of several requests begin with the same tokens, whose states (KV cache) are reused.
     """
     step = max(space // CUTS, 1)
     return tokens[-(-max(len(tokens) - space, 0) // step) * step :]
@@ -155,11 +155,11 @@ def fim_of(tokenizer: Tokenizer) -> Fim:
 
 
 class LineStops(StopStrings):
-    """Stop strings that also end a text before a line with less indentation, or at a time limit.
+    """Stop strings with two more rules, which end a text at a line break.
 
     Args:
-        indent: min number of spaces and tabs at the start of each line after the first one; blank
-            lines don't count.
+        indent: the text ends before a line that starts with fewer spaces and tabs. The first line
+            and blank lines don't count.
         seconds: the text ends at the first line break after this time; None for no limit.
     """
 

@@ -66,8 +66,8 @@ class Stream(Iterator[str]):
 
     Attributes: `tokens`: the ids generated so far. `finish_reason`: None before the end.
     `repeated`: whether a repetition loop ended the text. `steps`: number of tokens after the first.
-    `prefill_seconds`, `decode_seconds`: time to the first token, and time of the steps; neither
-    includes time in which the caller did not wait for a piece.
+    `prefill_seconds`: time to the first token. `decode_seconds`: time of all later tokens. Both
+    count only time in which the caller waited for a piece.
     """
 
     def __init__(self, engine: Engine, request: Request, *, reasoning: bool = False):
@@ -176,10 +176,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Scored:
-    """The tokens of a text and their `logprobs`, f64 [tokens], NaN for the first.
+    """The tokens of a text and their `logprobs`, f64 [tokens], with NaN for the first token.
 
-    `top`: for each token after the first, the most probable tokens at its position, as (id,
-    log-probability).
+    `top`: for each token after the first, (id, log-probability) of the most probable tokens at its
+    position.
     """
 
     tokens: list[int]
@@ -251,7 +251,7 @@ def score_many(engine: Engine, prompts: Iterable[Prompt], make_request: Callable
 
 
 def open_draft(bundle: Bundle | Path | str, target: Bundle, threads: int | None = None) -> Draft:
-    """Return the bundle opened as a draft model for `target`; PipelineError if it cannot be one."""
+    """Return `bundle` opened as a draft model for `target`; PipelineError if it cannot be one."""
     bundle = open_bundle(bundle)
     check_draft(bundle, target)
     return Draft(Session(bundle, threads), target.manifest.vocab)
@@ -260,7 +260,8 @@ def open_draft(bundle: Bundle | Path | str, target: Bundle, threads: int | None 
 def check_draft(draft: Bundle, target: Bundle) -> None:
     """Raise PipelineError if `draft` cannot be the draft model of `target`.
 
-    It must generate text with the same vocabulary, and the target must have verify functions.
+    The draft must generate text and have the target's vocabulary. The target must have verify
+    functions.
     """
     if draft.manifest.encoder:
         raise PipelineError(f"{draft.path} is an embedding model and cannot be a draft; take one that generates text")

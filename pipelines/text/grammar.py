@@ -29,11 +29,11 @@ PRECEDING = ("\n", "=")
 
 
 class GrammarConstraint:
-    """A constraint that makes one text match a grammar, except for reasoning at its start.
+    """A constraint that makes one generated text match a grammar.
 
-    `matcher`: an llguidance matcher that nothing else uses. `marks`: (start mark, end mark) pairs
-    of reasoning. `prompt`: the text before the constrained one. If it ends in a start mark, the
-    constrained text starts with reasoning.
+    The text may start with reasoning, which need not match. `matcher`: an llguidance matcher that
+    nothing else uses. `marks`: (start mark, end mark) pairs of reasoning. `prompt`: the text before
+    the generated text. If `prompt` ends in a start mark, the generated text starts with reasoning.
     """
 
     def __init__(self, matcher, grammars: Grammars, marks: Marks = (), prompt: str = ""):
@@ -144,7 +144,7 @@ class Grammar:
     """A compiled grammar.
 
     `calls`: whether the texts that match it are tool calls. `nbytes`: estimated bytes of memory
-    that constraining one text takes.
+    that are needed to constrain one text.
     """
 
     def __init__(self, grammars: Grammars, matcher, nbytes: int, calls: bool):
@@ -191,9 +191,9 @@ class Grammars:
         return self._compiler.make_index(self.tokens, self.special, self.eos, self.encode)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids that a text has in the middle of a longer text.
+        """Return the token ids that `text` has in the middle of a longer text.
 
-        They lack the space that some tokenizers put before a text.
+        Some tokenizers put a space before every text; the ids are those without this space.
         """
         ids_of = lambda text: self._backend.encode(text, add_special_tokens=False).ids
         # Some tokenizers add a space before a text; then encode it after another short text.

@@ -129,15 +129,20 @@ def start(tokens: Sequence[str], *more: Any) -> None:
 
 
 def compile_definition(kind: str, value: str, compact: bool) -> str:
-    """Convert a grammar to llguidance's form with the compiler that `start` created.
+    """Return a grammar in llguidance's form, made by the compiler that `start` created.
 
-    kind, compact: as in `Compiler.compile`. value: the definition of the grammar as JSON text.
+    kind: "json_schema", "regex", "grammar" or "tools". value: the definition of the grammar as JSON
+    text. compact: whether JSON has no white space.
     """
     return _compiler.compile(kind, json.loads(value), compact)
 
 
 def make_index(tokens: Sequence[bytes], special: Sequence[int], eos: Sequence[int], encode: Callable[[str], list[int]]) -> Any:
-    """Return llguidance's index of a vocabulary; `encode`: returns the token ids of a text."""
+    """Return llguidance's index of a vocabulary.
+
+    tokens: bytes of each token. special: ids of special tokens. eos: ids of end tokens. encode:
+    returns the token ids of a text.
+    """
 
     class Source:
         eos_token_id, bos_token_id = eos[0], None

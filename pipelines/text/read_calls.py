@@ -59,8 +59,8 @@ class CallReader:
     def argument(self) -> re.Pattern:
         """The pattern of one argument of a call in the style "tags".
 
-        Its groups are `key`, `value`, and one for each value type, which matches the text between
-        key and value for this type.
+        Its groups are `key`, `value`, and one for each value type. Between key and value stands a
+        text that depends on the type, and the group of the type matches it.
         """
         form = self.form
         # White space next to a value may belong to the value, so it is matched exactly.
@@ -182,7 +182,8 @@ def read_bare(text: str) -> Iterator[ReadCall]:
 def _value(text: str, may_be_string: bool) -> Any:
     """Return the value of a JSON text or a Python literal, or the text itself if it is neither.
 
-    may_be_string: whether the schema allows a string; then only null and strings are parsed.
+    may_be_string: whether the schema allows a string. If so, only null and quoted strings are
+    parsed, and any other text is the value.
     """
     value: Any = text
     try:
@@ -209,9 +210,9 @@ def _object(value: Any) -> dict:
 
 
 def _by_text(key_end: Mapping[str, str]) -> dict[str, str]:
-    """Return `key_end` of a `ToolFormat` without repeated texts, as {value type: text}.
+    """Return `key_end` of a `ToolFormat`, {value type: text}, with each text only once.
 
-    If several types have the same text, only the first one is a key. The text of strings comes
+    If several types have the same text, the result has only one of the types: "string", or else the
     first.
     """
     found = dict.fromkeys(key_end[kind] for kind in sorted(key_end, key=lambda kind: kind != "string"))
@@ -219,10 +220,10 @@ def _by_text(key_end: Mapping[str, str]) -> dict[str, str]:
 
 
 def _lenient(text: str) -> str:
-    """Return a regular expression that matches a text of a tool format with any white space.
+    """Return a regular expression for a text of a tool format, which allows different white space.
 
-    The white space may differ where the text has some, and next to brackets, commas and colons.
-    Where the text has the placeholder ID, the expression matches any identifier.
+    It matches any white space where the text has some, and next to brackets, commas and colons. It
+    matches any identifier where the text has the placeholder ID.
     """
     pattern = ""
     for part in re.split(rf"(\s+|{ID}|[{{}}\[\],:])", text):

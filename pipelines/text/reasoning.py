@@ -32,8 +32,9 @@ def _start_of(end: str) -> str:
 class ReasoningSplitter:
     """A streaming splitter, which separates reasoning at the start of a text from the answer.
 
-    Methods return pieces (`Reasoning` or str) as soon as they are final. Only a possible mark and
-    white space next to it are held back. Marks inside the answer are part of the answer.
+    Its methods return pieces of the text (`Reasoning` or str) as soon as their type is certain. It
+    holds back only text that may be part of a mark, and white space next to it. Marks inside the
+    answer are part of the answer.
     """
 
     def __init__(self, marks: Marks, prompt: str = ""):
@@ -87,7 +88,7 @@ class ReasoningSplitter:
         return [text] if text else []
 
     def _start(self) -> None:
-        """Set `reasoning` or `done` once it is certain whether the text starts with reasoning."""
+        """Set `reasoning` if the text starts with reasoning, or `done` if it certainly does not."""
         text = self._pending.lstrip()
         for start, end in self.marks:
             if text.startswith(start):
@@ -101,7 +102,7 @@ def split_at_mark(text: str, marks: Collection[str], final: bool = False) -> tup
     """Return (text before the first mark, the mark, text after it).
 
     Without a mark, return (text that is certain not to be part of a mark, "", rest of the text).
-    `final`: whether no more text follows, so that the rest is empty.
+    `final`: whether no more text follows. Then the rest is empty.
     """
     found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
     start, mark = min(found, key=lambda one: one[0], default=(len(text), ""))
@@ -113,6 +114,9 @@ def split_at_mark(text: str, marks: Collection[str], final: bool = False) -> tup
 
 
 def _prefix_start(text: str, mark: str) -> int:
-    """Return the index of the longest suffix of `text` that is a prefix of `mark`, or len(text)."""
+    """Return the index in `text` at which its longest suffix that is a prefix of `mark` starts.
+
+    Returns len(text) if there is none.
+    """
     starts = range(max(0, len(text) - len(mark) + 1), len(text))
     return next((start for start in starts if mark.startswith(text[start:])), len(text))

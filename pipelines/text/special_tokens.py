@@ -31,10 +31,11 @@ class SpecialTokens:
     """The special tokens of a tokenizer, and other tokens that its chat template uses as marks."""
 
     def __init__(self, tokenizer: Any, template: str, answers: Collection[str] = ()):
-        """Collect the tokens whose spellings in messages must stay text.
+        """Collect the tokens whose spellings in messages must be encoded as plain text.
 
-        `template`: the chat template. `answers`: marks such as <think>, which assistants' messages
-        may contain because templates look for them there.
+        `tokenizer`: one of the tokenizers library. `template`: the chat template. `answers`: marks
+        such as <think>, which assistants' messages may contain because templates look for them
+        there.
         """
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder().values()
@@ -52,10 +53,10 @@ class SpecialTokens:
     def broken(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         """Return (the template's variables with breaks in them, the break character).
 
-        A break is inserted in each spelling of a special token, so that the spelling stays text. It
-        is also inserted in a part of a spelling at either end of a string. given: the template's
-        variables, including the messages. The break character is "" if no break is needed. Raises
-        PipelineError for values that nest too deep.
+        A break is a character that is inserted in each spelling of a special token, so that the
+        spelling stays text. Breaks are also inserted next to an incomplete spelling at either end
+        of a string. given: the template's variables, including the messages. The break character is
+        "" if no break is needed. Raises PipelineError for values that nest too deep.
         """
         try:
             strings = list(strings_of(given))
@@ -71,11 +72,11 @@ class SpecialTokens:
             raise PipelineError("the messages nest values too deep for a chat template; send them as text") from None
 
     def sanitised(self, text: str, mark: str) -> tuple[Any, str]:
-        """Return (tokenizer, text): what to encode instead of the rendered `text`.
+        """Return (tokenizer, text) to use for encoding the rendered `text`.
 
-        mark: the break character. Spellings of special tokens with a break in them are encoded as
-        plain text. So are spellings that only normalisation produces, for example from full-width
-        letters.
+        mark: the break character. Spellings of special tokens that have a break in them are encoded
+        as plain text. So are spellings that arise only in normalisation, for example from
+        full-width letters.
         """
         if not mark and not self._normalised:
             return self._tokenizer, text
@@ -125,13 +126,16 @@ class SpecialTokens:
 
     @cached_property
     def _names(self) -> dict[str, str]:
-        """The new random names of the special tokens in `_plain`, which no message can spell."""
+        """The random names that special tokens have in `_plain`; no message can spell them."""
         secret = os.urandom(8).hex()
         return {word: f"\U000f0000{secret}{n}\U000f0001" for n, word in enumerate(sorted(self.spelled))}
 
     @cached_property
     def _plain(self) -> Any:
-        """The tokenizer with renamed special tokens; it encodes their spellings as plain text."""
+        """A copy of the tokenizer in which special tokens have random names (`_names`).
+
+        It encodes the original spellings as plain text.
+        """
         from tokenizers import Tokenizer
 
         described, names = json.loads(self._tokenizer.to_str()), self._names
@@ -151,9 +155,9 @@ class SpecialTokens:
 
 
 class Spellings:
-    """A search in texts for the spellings of special tokens, in upper or lower case.
+    """A search in texts for spellings of special tokens, which ignores upper and lower case.
 
-    It also finds parts of spellings at the ends of a text.
+    It also finds an incomplete spelling at the start or the end of a text.
     """
 
     def __init__(self, words: Collection[str]):
@@ -167,9 +171,9 @@ class Spellings:
     def breaks(self, text: str) -> list[int]:
         """Return the indices at which `text` needs a break, in ascending order.
 
-        A break is needed after the first character of each spelling. It is also needed at the start
-        or end of the text if a part of a spelling is there, because the template may complete the
-        spelling.
+        A break is needed after the first character of each spelling. It is also needed next to an
+        incomplete spelling at the start or the end of the text, because the template may add the
+        rest.
         """
         low = text.lower()
         if len(low) != len(text):
@@ -184,7 +188,7 @@ class Spellings:
 
 
 def _is_mark(word: str, min_length: int = 2) -> bool:
-    """Return whether `word` has `min_length` characters, and not only letters and digits."""
+    """Return whether `word` has at least `min_length` characters, not only letters and digits."""
     return len(word) >= min_length and not word.isspace() and not word.isalnum()
 
 
@@ -195,7 +199,7 @@ def _is_bracketed(word: str) -> bool:
 def _any_of(words: Collection[str], depth: int = 0) -> str:
     """Return a regular expression that matches the longest of `words` at a position of a text.
 
-    Words that begin with the same characters share them in the expression, so a match reads each
+    Common prefixes of words are written only once in the expression, so a match reads each
     character only once. depth: depth of the recursion.
     """
     if len(words) == 1 or depth == DEEPEST:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextToken(Token):
-    """A token; `offset`: index in the generated text of the first character of the token."""
+    """A token; `offset`: index of the token's first character in the generated text."""
 
     offset: int = 0
 
@@ -54,7 +54,7 @@ class StopStrings:
     """
 
     def __init__(self, strings: Collection[str]):
-        """Raise PipelineError for an empty stop string, which would end every text at its start."""
+        """Start a text that ends before the first of `strings`; PipelineError if one is empty."""
         self.strings = tuple(strings)
         if "" in self.strings:
             raise PipelineError("a stop string (--stop) is empty; give at least one character")
@@ -81,8 +81,8 @@ class TextOutput:
     """An `Output` that converts tokens to `Delta`s as soon as their text is final.
 
     `prompt`: token ids before the text. `reasoning`: whether to separate reasoning from the answer.
-    `tools`: functions whose calls to separate, or None. `self.reasoning_tokens`: number of tokens
-    of reasoning. Raises PipelineError for an empty stop string.
+    `tools`: functions whose calls are separated from the answer, or None. `self.reasoning_tokens`:
+    number of tokens of reasoning. Raises PipelineError for an empty stop string.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class TextOutput:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was met, or the only allowed call is complete."""
+        """Whether a stop string was found, or the only call that is allowed is complete."""
         return self._stops.stopped or bool(self._calls and self._calls.full)
 
     def add(self, token: Token) -> list[Event]:
@@ -127,7 +127,7 @@ class TextOutput:
     def _release(self, text: str, rest: bool = False) -> list[Event]:
         """Append new text; return the events of the text that is now final.
 
-        rest: whether this is the end, so that text that was held back is final too.
+        rest: whether this is the end of the text. Then text that was held back is final too.
         """
         self._decoded += len(text)
         final = self._stops.add(text, rest)

@@ -106,11 +106,17 @@ class Tokenizer:
         self._silent = frozenset(n for n, token in added.items() if token.special and str(token.content) not in shown)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text without chat template, with BOS if the tokenizer adds it."""
+        """Return the token ids of a plain text, without chat template.
+
+        add_special_tokens: whether to add the special tokens that the tokenizer adds, such as BOS.
+        """
         return encode_text(self.backend, check_utf8(text), add_special_tokens=add_special_tokens).ids
 
     def offsets(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return the index of the first character of each token in the text of `prompt`."""
+        """Return for each token of `prompt` the index of its first character in the text.
+
+        If `prompt` is a list of token ids, the text is the one that they decode to.
+        """
         found, end = [], 0
         if not isinstance(prompt, str):
             detokeniser = Detokeniser(self)
@@ -191,7 +197,7 @@ class Tokenizer:
         return SpecialTokens(self.backend, self.chat_template or "", answers)
 
     def end_of(self, prompt: Iterable[int]) -> str:
-        """Return the text of the last token ids of a prompt, with special tokens."""
+        """Return the text of the last PROMPT_END tokens of a prompt, special tokens included."""
         with tokenizer_errors():
             return self.backend.decode([*prompt][-PROMPT_END:], skip_special_tokens=False)
 

@@ -41,8 +41,8 @@ Piece = str | CallPart
 class Tools:
     """The functions that a model may call, and the format in which it writes calls.
 
-    `schemas`: JSON schemas of the functions' parameters, by name. `single`: whether the first call
-    ends the text.
+    `schemas`: JSON schemas of the functions' parameters, by function name. `single`: whether the
+    text ends after the first call.
     """
 
     form: ToolFormat
@@ -50,11 +50,11 @@ class Tools:
     single: bool = False
 
     def grammar(self, schemas: Mapping[str, Any], *, answer: Any = None, free: bool = False) -> dict[str, Any]:
-        """Return the definition of a grammar for tool calls, which `Grammars.compile` takes.
+        """Return a grammar's definition for tool calls, which `Grammars.compile` takes as `tools`.
 
-        schemas: JSON schemas of the functions' parameters, by function name. answer: a JSON schema;
-        JSON of this schema is allowed instead of a call. free: whether other text is allowed around
-        calls.
+        schemas: JSON schemas of the functions' parameters, by function name. answer: a JSON schema,
+        or None; JSON of this schema is allowed instead of a call. free: whether other text is
+        allowed around calls.
         """
         form, parallel = asdict(self.form), not self.single
         return {"form": form, "schemas": dict(schemas), "parallel": parallel, "answer": answer, "free": free}
@@ -210,7 +210,10 @@ class Calls:
         return bool(end)
 
     def _emit_arguments(self, pieces: list[Piece]) -> None:
-        """Add JSON arguments that are new in the text of calls (`_payload`) to `pieces`."""
+        """Add new JSON arguments in `_payload`, the text of calls, to `pieces`.
+
+        Arguments are new if they were not added by an earlier call of this method.
+        """
         while self.form.style == "json" and (self.count == 0 or not self.tools.single or self._value):
             if self._value is None:
                 if not (found := self.calls.head.search(self._payload, self._done)):

@@ -98,10 +98,10 @@ class ToolFormat:
 
 
 def _trigger(text: str) -> str:
-    """Return the marks at the start of a text.
+    """Return the marks at the start of a text of the tool format.
 
-    If the text does not start with a mark, returns the part before the first placeholder ID or
-    JSON.
+    If the text does not start with a mark, return the part before the first placeholder ID or JSON
+    object.
     """
     marks = _MARKS.match(text)
     return marks[0] if marks else re.split(rf"{ID}|(?<!\w)\[?\{{|\{{", text)[0].rstrip()

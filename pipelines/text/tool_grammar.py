@@ -59,9 +59,11 @@ class ToolGrammar:
         return "\n".join(["%llguidance {}", f"start: {text}", *self.rules, "ID: /[0-9A-Za-z]{1,9}/", ""])
 
     def _call(self, name: str, schema: Any) -> str:
-        """Return the Lark expression for a call of the function `name`, from its name on.
+        """Return the Lark expression for a call of the function `name`.
 
-        If JSON may be the answer (`self.mixed`), the expression includes the text before the name.
+        It starts at the function's name, because the text before the name is the same for all
+        functions. But in Harmony, or if JSON may be the answer (`self.mixed`), it includes text
+        before the name.
         """
         form = self.form
         if form.style == "harmony":
@@ -84,14 +86,14 @@ class ToolGrammar:
     def mark(self, text: str) -> str:
         """Return the Lark expression for a text of the tool format, such as a start mark.
 
-        A special token in the text is written as a single token, and the placeholder ID as a rule
-        that matches any identifier.
+        A special token in the text is written as a single token. The placeholder ID is written as a
+        rule that matches any identifier.
         """
         write = lambda part: "ID" if part == ID else f"<[{self.special[part]}]>" if part in self.special else quoted(part)
         return " ".join(map(write, self._parts(text)))
 
     def _parts(self, text: str) -> list[str]:
-        """Return a text split into special tokens, the placeholder ID, and the texts between."""
+        """Return the parts of a text: special tokens, the placeholder ID, and the texts between."""
         return [part for part in self._names.split(text) if part]
 
     def _until(self, end: str) -> str:
@@ -113,7 +115,8 @@ class ToolGrammar:
     def _value(self, schema: Any, root: Mapping[str, Any]) -> str:
         """Return the name of a rule for JSON values of `schema`.
 
-        `root`: the schema that contains it, whose definitions it may refer to.
+        `root`: the complete schema. It contains `schema`, and the definitions that `schema` refers
+        to.
         """
         shared = {key: value for key, value in root.items() if key in ("$defs", "definitions")}
         schema = schema if isinstance(schema, dict) else {}
