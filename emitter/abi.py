@@ -72,11 +72,11 @@ class State:
 
     @property
     def nbytes(self) -> int:
-        """Return the size in bytes of this state of one sequence."""
+        """Return the number of bytes that this state takes for one sequence."""
         return prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
     def of(self, sequences: int) -> Tensor:
-        """Return the type of a buffer that has this state of several sequences.
+        """Return the type of a buffer that holds this state for several sequences.
 
         The sequences are concatenated along dimension 0. sequences: their number.
         """
@@ -98,8 +98,8 @@ class State:
 def ring_rows(window: int, tokens: int) -> int:
     """Return the min number of rows of a ring buffer for calls of up to `tokens` tokens.
 
-    window: how many positions a query attends to. In a shorter ring buffer, a call would overwrite
-    rows to which its own first tokens attend.
+    window: how many positions a query attends to. With fewer rows, a call would overwrite rows that
+    its own first tokens still need.
     """
     return window + tokens
 
@@ -175,8 +175,9 @@ class Function:
 
 
 def functions(widths: Mapping[str, Iterable[int]]) -> tuple[Function, ...]:
-    """Return a function for each width in `widths`, in the order in which modules export them.
+    """Return a `Function` for each role and each of its widths.
 
-    widths: for each role (a key of `ROLES`), the numbers of tokens that its functions take.
+    They are in the order in which modules export them. widths: for each role (a key of `ROLES`),
+    the numbers of tokens that its functions take.
     """
     return tuple(Function(role, width) for role in ROLES for width in widths.get(role, ()))

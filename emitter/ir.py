@@ -49,7 +49,7 @@ class Op:
 class Source:
     """The recipe for a parameter's bytes: checkpoint tensors and a function that packs them.
 
-    tensors: pairs of a checkpoint tensor's name and the codec in which `pack` gets its bytes. pack:
+    tensors: the name of each checkpoint tensor, and the codec in which `pack` gets its bytes. pack:
     gets one uint8 array `[*shape[:-1], row_bytes]` for each tensor, and returns the array that the
     weights file stores.
     """
@@ -88,7 +88,7 @@ class Graph:
     length: Value | None = None
 
     def returns(self, storage: Mapping[int, Value] = MappingProxyType({}), **outputs: Value) -> None:
-        """Set the named outputs.
+        """Set the outputs of this function, by name.
 
         storage: maps the index of an output to the input whose buffer that output overwrites.
         """
@@ -151,7 +151,10 @@ _stack: list[_Building] = []
 
 @contextmanager
 def building(module: Module, function: Graph) -> Iterator[None]:
-    """Append operations that are made inside the `with` block to `function`, a part of `module`."""
+    """Append all operations that are made inside the `with` block to `function`.
+
+    module: the module to which the function belongs.
+    """
     _stack.append(_Building(module, function, [], {}))
     try:
         yield
@@ -171,7 +174,7 @@ def current_function() -> Graph:
 
 @contextmanager
 def scope(name: str) -> Iterator[None]:
-    """Append `name` to the module path of the operations of the `with` block."""
+    """Append `name` to the module path of all operations that are made inside the `with` block."""
     path = _top().path
     path.append(name)
     try:
@@ -195,9 +198,9 @@ def fail(kind: str, message: str, operands: Sequence[Value] = ()) -> EmitError:
 def append(
     kind: str, operands: Sequence[Value], results: Sequence[TensorType], attrs: Mapping[str, Any] | None = None
 ) -> tuple[Value, ...]:
-    """Append an operation to the function being built, without a check; return its results.
+    """Append an operation to the function being built and return its results.
 
-    results: the types of the results.
+    Whether the operation is valid is not checked. results: the types of the results.
     """
     for operand in operands:
         if not isinstance(operand, Value):
@@ -210,7 +213,7 @@ def append(
 def parameter(param: Param) -> Value:
     """Return the value of `param` in the function being built.
 
-    The first call for a parameter appends the operation that reads it; later calls return its
+    The first call for a parameter appends an operation that reads it. Later calls return the same
     value.
     """
     top = _top()

@@ -50,9 +50,10 @@ class Cache:
         return np.gcd(head_dim, GROUP).item()
 
     def cuts(self, head_dim: int, size: int) -> bool:
-        """Return whether a row can be cut into parts of `size` elements without splitting scales.
+        """Return whether a row can be split into parts of `size` elements.
 
-        Each part then consists of complete groups, or lies within one group.
+        This requires that each part consists of complete groups or lies within one group. A group
+        is the elements that share a scale.
         """
         group = self.group(head_dim)
         return size % group == 0 or group % size == 0
@@ -95,8 +96,9 @@ def layer_caches(windows: Mapping[int, int | None], context: int, kv_heads: int,
 
     Layers with full attention have the states `k` and `v`. Layers with a sliding window have the
     ring buffers `k_sliding` and `v_sliding`. Every state is [layers, context, kv_heads, head_dim],
-    where `layers` is the number of its layers; `cut_to_rings` shortens the ring buffers later.
-    windows: the sliding window of each layer, None for full attention; all windows are equal.
+    where `layers` is the number of layers that have it. `cut_to_rings` shortens the ring buffers
+    later. windows: by layer index, the size of the layer's sliding window in tokens, or None for
+    full attention. All sliding windows must have the same size.
     """
     found: list[State] = []
     for window in sorted(set(windows.values()), key=bool):
@@ -108,9 +110,10 @@ def layer_caches(windows: Mapping[int, int | None], context: int, kv_heads: int,
 
 
 def cut_to_rings(states: Sequence[State], tokens: int) -> tuple[State, ...]:
-    """Reduce each ring buffer to the rows that calls of at most `tokens` tokens need.
+    """Return `states` with each ring buffer reduced to the rows that it needs.
 
-    A ring buffer that would need a row for every position becomes a positional state.
+    tokens: the max number of tokens of a call. A ring buffer that would need a row for every
+    position becomes a positional state.
     """
 
     def cut(state: State) -> State:

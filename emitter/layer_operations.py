@@ -41,10 +41,10 @@ def _linear(op: Op) -> str | None:
 
 
 def _norm(weights: int, *ranks: int) -> Callable[[Op], str | None]:
-    """Return the check of a norm over the last dimension of x, with at least one weight.
+    """Return a function that checks an operation which normalises the last dimension of x.
 
-    weights: the max number of weights. ranks: the allowed ranks of a weight. A weight of rank r has
-    the shape of x's last r dimensions.
+    The operation needs at least one weight. weights: the max number of weights. ranks: the allowed
+    ranks of a weight. A weight of rank r has the shape of x's last r dimensions.
     """
 
     def rule(op: Op) -> str | None:
@@ -57,7 +57,10 @@ def _norm(weights: int, *ranks: int) -> Callable[[Op], str | None]:
 
 
 def _placed(op: Op, tokens: int) -> bool:
-    """Return whether the operand `start` is [tokens] in a batch function, or else a scalar."""
+    """Return whether the operand `start`, the position, has the right shape.
+
+    It must be [tokens] in a batch function and a scalar in other functions.
+    """
     start = next(v for v in op.operands[3:] if v.dtype is I32)
     return start.shape == ((tokens,) if op.attrs["mode"] == "batch" else ())
 
@@ -130,10 +133,11 @@ def _experts(op: Op) -> str | None:
 
 
 def _recurrence(fits: Callable[[list[tuple[int, ...]], tuple[int, ...]], bool]) -> Callable[[Op], str | None]:
-    """Return the check of an operation that updates a recurrent state.
+    """Return a function that checks an operation which updates a recurrent state.
 
-    fits: gets the shapes of the other operands and of the result, and the shape of a layer's part
-    of the state; returns whether they fit.
+    fits: gets a list of shapes (first those of all operands except the state and the positions,
+    then that of the result) and the shape of one layer's part of the state. It returns whether they
+    fit together.
     """
 
     def rule(op: Op) -> str | None:
@@ -186,7 +190,10 @@ def _text(op: Op, args: list[str]) -> str:
 
 
 def _attribute(value: Any) -> str:
-    """Return an attribute as MLIR text; a weight becomes a dictionary of its name and codec."""
+    """Return an attribute's value as MLIR text.
+
+    A `Weight` becomes a dictionary of its name and codec.
+    """
     if isinstance(value, Weight):
         return f"{{name = {quoted(value.name)}, codec = {quoted(value.codec)}}}"
     if isinstance(value, bool):

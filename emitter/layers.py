@@ -82,10 +82,11 @@ def _reordered(step: Step, x: Value, weight: str) -> Value:
 def linear_parts(
     step: Step, x: Value, name: str, parts: Mapping[str, int], bias: bool = False, groups: int = 1
 ) -> tuple[Value, ...]:
-    """Apply a fused `torch.nn.Linear`, such as one for q, k and v; return [T, rows] for each part.
+    """Apply a fused `torch.nn.Linear`, such as one for q, k and v; return one tensor for each part.
 
-    parts: the number of output rows of each part, in the order of the fused weight. groups: the
-    fused weight has this many groups of rows, each with an equal share of every part.
+    parts: by name, the number of rows of each part, in the order of the fused weight. A part of n
+    rows gives a tensor [T, n]. groups: the fused weight has this many groups of rows, each with an
+    equal share of the rows of every part.
     """
     path, total = current_path(), sum(parts.values())
 
@@ -154,7 +155,8 @@ def rotary_tables(
 ) -> tuple[Value, Value]:
     """Return the tables cos and sin for `rope`, each f32 [context, rotary_dim / 2].
 
-    growth: maps positions [context] to factors f32 [context], by which both tables are multiplied.
+    name: prefix of the names of both tables. growth: maps positions [context] to factors f32
+    [context], by which the rows of both tables are multiplied.
     """
     shape = (step.context, rotary.inv_freq.size)
 
@@ -170,8 +172,9 @@ def rotary_tables(
 def rope(step: Step, x: Value, tables: tuple[Value, Value], interleaved: bool = False) -> Value:
     """Rotate heads [T, heads, head_dim] by their positions (rotary embedding, arXiv:2104.09864).
 
-    tables: cos and sin, [context, rotary_dim / 2]. The first rotary_dim features rotate: the first
-    half with the second as in HF's `rotate_half`, or pairs of neighbours if `interleaved`.
+    tables: cos and sin, [context, rotary_dim / 2]. Only the first rotary_dim features of a head are
+    rotated. Feature i forms a pair with feature i + rotary_dim / 2, as in HF's `rotate_half`. If
+    `interleaved`, features 2 i and 2 i + 1 form a pair.
     """
     cos, sin = tables
     if cos.shape[0] < step.context:
@@ -272,10 +275,11 @@ def experts(
 ) -> Value:
     """Return the sum over chosen experts of weight * down(function(gate(x)) * up(x)): [T, hidden].
 
-    routing: the result of `route`. names: the projections gate, up and down; if there are two
-    names, there is no gate, and an expert is down(function(up(x))). Expert e reads
-    `<e>.<name>.weight` and, if `bias`, `<e>.<name>.bias`; the operation reads the tensors of all
-    experts stacked. Only chosen experts are computed.
+    routing: the result of `route`. count: the number of experts. intermediate: width of an expert's
+    hidden layer. names: the projections gate, up and down; if there are two names, there is no
+    gate, and an expert is down(function(up(x))). Expert e reads `<e>.<name>.weight` and, if `bias`,
+    `<e>.<name>.bias`; the operation reads the tensors of all experts stacked. Only chosen experts
+    are computed.
     """
     hidden = x.shape[1]
     shapes = (*[(intermediate, hidden)] * (len(names) - 1), (hidden, intermediate))

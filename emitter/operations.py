@@ -26,7 +26,8 @@ class Operation:
     """A kind of operation: its check and its MLIR text.
 
     operands, results: how many an operation has, None if the number varies. problem: returns an
-    error message, or None for a valid operation. text: gets the names of the operands.
+    error message for an operation, or None if it is valid. text: gets an operation and the names of
+    its operands, and returns its MLIR text.
     """
 
     operands: int | None
@@ -64,9 +65,9 @@ def build(
 
 
 def _moves(rule: Callable[[Op], str | None]) -> Callable[[Op], str | None]:
-    """Return a check that rejects an operation which changes the element type.
+    """Return a check for operations that must not change the element type.
 
-    rule: a further check of the operation, which runs if the type does not change.
+    rule: a further check, which runs if the type is unchanged.
     """
 
     def with_dtype(op: Op) -> str | None:

@@ -21,7 +21,10 @@ def _one(kind: str, operands: Sequence[Value], type_: TensorType, **attrs: Any) 
 
 
 def constant(value, dtype: DType, shape: Sequence[int] | None = None) -> Value:
-    """Append a constant of an array, or of a number that fills `shape`; round floats to `dtype`."""
+    """Append a constant: an array, or a number that is repeated to fill `shape`.
+
+    Floats are rounded to `dtype`.
+    """
     array = np.asarray(value)
     if shape is not None and array.ndim and array.shape != tuple(shape):
         raise fail("constant", f"the array has shape {array.shape}, not {tuple(shape)}")
@@ -33,7 +36,7 @@ def constant(value, dtype: DType, shape: Sequence[int] | None = None) -> Value:
 
 
 def iota(shape: Sequence[int], dim: int, dtype: DType = I32) -> Value:
-    """Append a tensor whose elements are their indices 0, 1, 2, ... along `dim`."""
+    """Append a tensor in which every element is its own index along `dim`."""
     return _one("iota", (), TensorType(tuple(shape), dtype), dim=dim)
 
 
@@ -51,7 +54,10 @@ and_, or_ = map(_elementwise, BITWISE)
 
 
 def compare(direction: str, a: Value, b: Value) -> Value:
-    """Compare a and b by element, to i1; `direction` is EQ, NE, LT, LE, GT or GE."""
+    """Compare a and b element by element; return i1 of their shape.
+
+    direction: EQ, NE, LT, LE, GT or GE.
+    """
     return _one("compare", (a, b), TensorType(a.shape, I1), direction=direction)
 
 
@@ -155,8 +161,8 @@ def dot_general(
 def reduce(kind: str, x: Value, dims: Sequence[int], exact: bool = False) -> Value:
     """Return the sum (kind "add") or maximum ("maximum") of x over `dims`, which are removed.
 
-    exact: whether no order of the additions causes a rounding error, so that lowering may choose
-    any.
+    exact: whether the additions are free of rounding errors in every order. Lowering may then
+    choose the order.
     """
     init = constant(0.0 if kind == "add" else -np.inf, x.dtype, ())
     shape = tuple(n for i, n in enumerate(x.shape) if i not in dims)

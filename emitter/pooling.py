@@ -71,10 +71,10 @@ MODES: dict[str, Callable[[Step, Value, bool], Value]] = {"mean": _mean, "last":
 
 @dataclass(frozen=True)
 class Pooling:
-    """The rule by which a text's hidden states become one embedding.
+    """The rule by which the hidden states of a text's tokens become one embedding.
 
-    mode: "mean", "last" or "cls" (the first token). dense: linear layers after the pooling.
-    normalised: whether the embedding is scaled to length 1.
+    mode: "mean", "last" or "cls" (the hidden state of the first token). dense: linear layers after
+    the pooling. normalised: whether the embedding is scaled to length 1.
     """
 
     mode: str
@@ -82,13 +82,17 @@ class Pooling:
     normalised: bool = True
 
     def states(self, hidden: int) -> list[State]:
-        """Return the states for a text that takes several calls: a sum for "mean", else none."""
+        """Return the states that pooling needs for a text that takes several calls.
+
+        For "mean" this is the sum of hidden states so far, [1, hidden]. Other modes need none.
+        """
         return [State(SUM, (1, hidden), "recurrent", layers=(0,))] if self.mode == "mean" else []
 
     def pool(self, step: Step, x: Value, chunks: bool) -> Value:
         """Return the embedding f32 [features] of hidden states x [T, hidden].
 
-        chunks: whether a text may take several calls, so that a mean includes earlier calls.
+        chunks: whether a text may take several calls. If so, a mean includes the tokens of the
+        text's earlier calls.
         """
         y = MODES[self.mode](step, x, chunks)
         for dense in self.dense:

@@ -39,9 +39,9 @@ _SIX_BITS = 63
 class Encoder:
     """The quantiser of a codec: its codes, the scales it tries, and the packing of its blocks.
 
-    low, high: smallest and largest code. steps: numbers s, for each of which a scale is tried that
-    spreads a group's values over s more codes than the range has. join: packs the parts of n blocks
-    to u8 [n, block_bytes].
+    low, high: smallest and largest code. steps: numbers s; the encoder tries one scale for each.
+    This scale would spread the values of a group over s more codes than there are from `low` to
+    `high`. join: packs the parts of n blocks to u8 [n, block_bytes].
     """
 
     low: int

@@ -50,13 +50,13 @@ def gated_delta(step: Step, layer: int, q: Value, k: Value, v: Value, a: Value, 
 
 
 def selective_scan(step: Step, layer: int, x: Value, dt: Value, b: Value, c: Value) -> Value:
-    """Apply the scan of Mamba 2 (arXiv:2405.21060), HF's `mamba2_chunk_scan`: [T, heads, head_dim].
+    """Apply the scan of Mamba 2 (arXiv:2405.21060), HF's `mamba2_chunk_scan`; return y.
 
         S_t = exp(A d_t) S_(t-1) + d_t x_t B_t,  y_t = S_t C_t + D x_t
 
-    x is [T, heads, head_dim] and dt [T, heads]; d = softplus(dt + dt_bias) and A = -exp(A_log). B
-    and C are [T, groups, n]; each group serves heads / groups heads. The weights `A_log`, `D` and
-    `dt_bias` are [heads]. S is the state `scan` [layers, heads, head_dim, n].
+    x and y are [T, heads, head_dim], and dt is [T, heads]; d = softplus(dt + dt_bias) and A =
+    -exp(A_log). B and C are [T, groups, n]; each group serves heads / groups heads. The weights
+    `A_log`, `D` and `dt_bias` are [heads]. S is the state `scan` [layers, heads, head_dim, n].
     """
     heads = x.shape[1]
     vectors = _rate(step, heads), step.vector("dt_bias", (heads,)), step.vector("D", (heads,))
@@ -69,7 +69,11 @@ def _rate(step: Step, heads: int) -> Value:
 
 
 def _recur(step: Step, kind: str, operands: Sequence[Value], layer: int, name: str, like: Value) -> Value:
-    """Append an operation that updates the state `name`; return its result, typed as `like`."""
+    """Append an operation of kind `kind` that updates a layer's part of the recurrent state `name`.
+
+    Returns the operation's first result, which has the type of `like`. The second result is the new
+    state, which replaces the old one in `step.states`.
+    """
     state = step.states[name]
     numbers = (step.start,) + ((step.length,) if step.length is not None else ())
     attrs = {"layer": _index(step, kind, name, layer, operands), "mode": step.mode}
@@ -78,7 +82,10 @@ def _recur(step: Step, kind: str, operands: Sequence[Value], layer: int, name: s
 
 
 def _index(step: Step, kind: str, name: str, layer: int, operands: Sequence[Value] = ()) -> int:
-    """Return the index of the model's `layer` in dimension 0 of the recurrent state `name`."""
+    """Return the index of the model's layer `layer` in dimension 0 of the recurrent state `name`.
+
+    kind, operands: those of the operation being built, for error messages.
+    """
     record = step.records[name]
     if record.kind != "recurrent" or layer not in record.layers:
         raise fail(kind, f"no recurrent state {name!r} for layer {layer}", (*operands, step.states[name]))
@@ -86,7 +93,7 @@ def _index(step: Step, kind: str, name: str, layer: int, operands: Sequence[Valu
 
 
 def recurrent(step: Step, name: str, layer: int) -> Value:
-    """Return a layer's part of the state `name` before the step.
+    """Return a layer's part of the recurrent state `name`, as it was before the step.
 
     It is [1, ...], or [T, ...] in a batch of T sequences.
     """
@@ -107,7 +114,10 @@ def carry(step: Step, name: str, layer: int, after: Value) -> None:
 
 
 def of_layer(state: Value, layer: int, sequences: int) -> Value:
-    """Return a layer's part [sequences, ...] of a state [sequences * layers, ...]."""
+    """Return a layer's part [sequences, ...] of a state [sequences * layers, ...].
+
+    layer: the layer's index among the layers of this state.
+    """
     per, own = state.shape[0] // sequences, state.shape[1:]
     by_sequence = ops.reshape(state, (sequences, per, *own))
     rest = [0] * len(own)
@@ -117,7 +127,7 @@ def of_layer(state: Value, layer: int, sequences: int) -> Value:
 def with_layer(state: Value, layer: int, after: Value) -> Value:
     """Return a state [sequences * layers, ...] with a layer's part replaced by `after`.
 
-    after: [sequences, ...].
+    layer: the layer's index among the layers of this state. after: [sequences, ...].
     """
     sequences, own = after.shape[0], state.shape[1:]
     zero = ops.constant(0, I32, ())

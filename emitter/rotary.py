@@ -20,9 +20,9 @@ from castiron.emitter.types import EmitError, is_number, is_positive
 class Rotary:
     """The frequencies of a rotary embedding.
 
-    inv_freq: radians per position, f32 [rotary_dim / 2]. positions: the max sequence length; for a
-    longer sequence HF would use other frequencies for all tokens. attention_factor: a factor of cos
-    and sin (YaRN, LongRoPE).
+    inv_freq: radians per position, f32 [rotary_dim / 2]. positions: the max sequence length for
+    which the frequencies are right; HF uses other frequencies for all tokens of a longer sequence.
+    attention_factor: a factor of cos and sin (YaRN, LongRoPE).
     """
 
     inv_freq: np.ndarray

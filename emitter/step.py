@@ -51,7 +51,8 @@ class Weight:
     def raw(self, *tensors: np.ndarray) -> np.ndarray:
         """Return the stored bytes of this weight, u8 [*shape[:-1], row_bytes].
 
-        tensors: the bytes of each tensor in `self.tensors`, in the same codec and order.
+        tensors: the bytes of the tensors that `self.tensors` lists, in this order, all in one
+        codec.
         """
         if self.rows is None and self.apart is None and len(tensors) == 1:
             return tensors[0]
@@ -102,8 +103,9 @@ class ModelModule(Module):
     def step(self, entry: Function, states: Sequence[State], context: int) -> Iterator[Step]:
         """Add the function `entry` to the module; yield the `Step` with its inputs and states.
 
-        The layers that the `with` block calls on the `Step` append the function's operations.
-        states: the states that the function updates. context: the max number of positions.
+        In the `with` block, the layers that get this `Step` append their operations to the
+        function. states: the states that the function updates. context: the max number of
+        positions.
         """
         for state in states:
             if problem := state.problem():
@@ -156,7 +158,10 @@ class Step:
 
     @property
     def mode(self) -> str:
-        """Return "decode", "prefill", "verify" or "batch"; roles embed and encode are prefill."""
+        """Return "decode", "prefill", "verify" or "batch".
+
+        It is "prefill" for the roles embed and encode, too.
+        """
         return "prefill" if self.role in ("embed", "encode") else self.role
 
     @property
@@ -165,9 +170,9 @@ class Step:
         return self.tokens.shape[0] if self.mode == "batch" else 1
 
     def cache_of(self, layer: int) -> tuple[tuple[str, str], int]:
-        """Return the names of the states with a layer's keys and values, and an index.
+        """Return ((name of the state with a layer's keys, name of the one with its values), index).
 
-        The index is that of the layer in these states.
+        index: the layer's index among the layers of these states.
         """
         keys, values = (s for s in self.records.values() if layer in s.layers and s.kind != "recurrent")
         return (keys.name, values.name), keys.layers.index(layer)
@@ -189,7 +194,8 @@ class Step:
         """Return the tensors `<module path>.<part>`, all of one shape, stacked as weight `name`.
 
         Tensors [out, in] become [len(parts) * out, in], vectors [n] become [len(parts), n]. The
-        weight has the tensors' codec, or f32 if their codecs differ or if they are vectors.
+        stack is stored in the tensors' codec. It is stored in f32 if they are vectors or have
+        several codecs.
         """
         path = current_path()
         names = [f"{path}.{part}" for part in parts]

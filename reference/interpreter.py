@@ -75,9 +75,9 @@ def _stored(array: np.ndarray, type_: TensorType, what: str) -> np.ndarray:
 
 
 def _forget(values: dict[Value, np.ndarray], left: dict[Value, int], op: Op) -> None:
-    """Drop arrays that `op` was the last to use: all weights in f32 would not fit in memory.
+    """Drop the arrays of values that no operation after `op` uses.
 
-    left: how many uses each value still has.
+    This limits memory: all weights in f32 would not fit. left: how many uses each value still has.
     """
     for value in op.operands:
         left[value] -= 1
@@ -87,7 +87,10 @@ def _forget(values: dict[Value, np.ndarray], left: dict[Value, int], op: Op) -> 
 
 
 def _float(compute: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Return a rule that applies `compute` to floats as f32, and rounds the result once."""
+    """Return a function that runs an operation by applying `compute` to its operands.
+
+    f16 and bf16 are computed in f32, and the result is rounded once.
+    """
 
     def rule(op: Op, *args: np.ndarray) -> np.ndarray:
         dtype = op.results[0].dtype
@@ -191,7 +194,7 @@ def _reduce(op: Op, x: np.ndarray, init: np.ndarray) -> np.ndarray:
 
 
 def _argmax(op: Op, values: np.ndarray, indices: np.ndarray, *_start: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return the max of the values after the last NaN, and the lowest index that has it.
+    """Return the max of the values after the last NaN, and its lowest index.
 
     StableHLO's reduction gives the same: a NaN replaces the max, and the next value replaces a NaN.
     """

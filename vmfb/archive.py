@@ -104,7 +104,10 @@ def changed_file(path: Part | Path) -> BundleError:
 
 
 class _Reader(io.BufferedReader):
-    """A reader that rejects large zip directories, which zipfile reads in one piece."""
+    """A file reader for zipfile that rejects a large zip directory.
+
+    zipfile would read the complete directory into memory.
+    """
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > _MAX_DIRECTORY:

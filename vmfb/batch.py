@@ -29,7 +29,7 @@ class Cover:
     def __init__(self, size: int, costs: Mapping[int, float]):
         """Prepare to plan calls for `size` slots.
 
-        costs: the relative time of a call of each width, 1 included.
+        costs: the time of one call by width, in any unit. Width 1 must be included.
         """
         self.spans = {(first, w): costs[w] for w in costs for first in range(0, size - w + 1, w)}
         self.widths = sorted(costs)
@@ -54,7 +54,7 @@ class Cover:
 
 
 def costs_of(manifest: Manifest) -> dict[int, float]:
-    """Return the estimated time of a decode call by width, the number of sequences in the call.
+    """Return the estimated time of a decode call for each width, its number of sequences.
 
     The unit is the time of one floating-point operation. A kernel takes the longer of its compute
     time and its read time, both at position 0. All times are 0 if the manifest does not list the
@@ -69,10 +69,11 @@ def costs_of(manifest: Manifest) -> dict[int, float]:
 
 
 class Batch:
-    """Sessions that decode together, one in each slot of the widest batch function.
+    """Sessions that decode together.
 
-    For each state of the model there is one buffer, in which the slots follow each other along
-    dimension 0. So the states of any B adjacent slots can be operands of `decode_batch_B`. That
+    A slot is the place of one session. There are as many slots as the widest batch function takes
+    sequences. For each state of the model there is one buffer, in which the slots follow each other
+    along dimension 0. So the states of B adjacent slots can be operands of `decode_batch_B`. That
     function skips slots with a negative position, but takes as much time as if none was skipped. So
     distant slots may be faster in several narrow calls.
     """
@@ -99,9 +100,10 @@ class Batch:
                 self._calls[first, width] = call, tokens.words, positions.words
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, int]:
-        """Append `tokens`, given by slot; return each slot's argmax, or -1 if its logits are NaN.
+        """Append one token to each slot in `tokens`; return the argmax of each slot's logits.
 
-        Raise SessionError, before any work, for an invalid slot or token, or a full context.
+        The argmax is -1 if the logits are NaN. Raise SessionError, before any work, for an invalid
+        slot or token, or a full context.
         """
         for slot, token in tokens.items():
             if not 0 <= slot < self.size:
@@ -138,9 +140,9 @@ class Batch:
         return {slot: found[slot - first] for slot in taken}
 
     def _save_logits(self, call: Call, stepped: Collection[int]) -> None:
-        """Copy the logits of slots that the call takes but that have no new token.
+        """Copy the logits that `call` will overwrite although their slots get no new token.
 
-        The call will overwrite these logits. stepped: the slots with a new token.
+        stepped: the slots that get a new token.
         """
         for slot, session in enumerate(self.slots):
             if slot not in stepped and isinstance(session._last, Row) and session._last.call is call:

@@ -59,7 +59,10 @@ class Bundle:
         return self.path / name
 
     def with_context(self, context: int) -> Bundle:
-        """Return this bundle with a context of `context` positions, up to the manifest's limit."""
+        """Return this bundle, opened with a context of `context` positions.
+
+        Raise BundleError if they are more than the manifest's limit.
+        """
         if not 1 <= context <= self.manifest.max_context:
             limit = self.manifest.max_context
             raise BundleError(f"--context is {context}; {self.manifest.name} supports 1 to {limit} positions")
@@ -296,7 +299,10 @@ class BundleWriter:
         return Bundle(self.directory, replace(manifest, files=self._files(hashes or {})))
 
     def _files(self, known: Mapping[str, str]) -> dict[str, File]:
-        """Return size and sha256 of every file written so far; `known`: sha256s by file name."""
+        """Return size and sha256 of every file written so far.
+
+        known: sha256s by file name, for files that need not be hashed.
+        """
         parts = {name: Part.of(self.directory / name) for name in sorted(os.listdir(self.directory)) if is_bundle_file(name)}
         return {name: File(part.size, known.get(name) or part.sha256()) for name, part in parts.items()}
 

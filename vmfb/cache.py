@@ -87,9 +87,9 @@ def cache_folder(kind: str) -> Path:
 
 
 def keep(path: Path, data: bytes) -> bool:
-    """Write `data` to the file `path` in the cache; return whether it could be written.
+    """Write `data` to the file `path` in the cache; return whether that worked.
 
-    If it could not, print a message.
+    If it did not, a message is printed.
     """
     try:
         write_file(path, data)

@@ -46,8 +46,9 @@ class CompileError(Exception):
 class CompileResult:
     """The result of `compile_modules`.
 
-    seconds: the time of all runs of iree-compile, including those that filled the cache. cached:
-    whether all modules came from the cache. log: the path of `compile.log`.
+    seconds: the total time of iree-compile. For a cached module, it includes the time of the
+    earlier run that compiled it. cached: whether all modules came from the cache. log: the path of
+    `compile.log`.
     """
 
     seconds: float
@@ -149,7 +150,10 @@ def _known(store: Path, key: str) -> tuple[dict, bytes] | None:
 
 
 def _compile(text: str, flags: tuple[str, ...], store: Path, key: str, cancelled: threading.Event) -> tuple[dict, bytes]:
-    """Compile `text` in a staging folder; cache and return its record and the bytes of the vmfb."""
+    """Compile `text` and cache the result; return its record and the bytes of the vmfb.
+
+    The record has the log, the seconds and the sha256 of the vmfb.
+    """
     compiler = compiler_path()
     with staging_folder(store / "work") as work:
         source, output_file = work / "module.mlir", work / "module.vmfb"
@@ -208,7 +212,10 @@ def _disk_full(status: int, output: str) -> int | None:
 
 
 def _failure(status: int, output: str, log: str, source: Path, folder: Path) -> CompileError:
-    """Move the MLIR file `source` and the log to `folder`, and return the error to raise."""
+    """Move the MLIR file `source` and write `log` to `folder`; return the error to raise.
+
+    status, output: the exit status and the output of iree-compile.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     os.replace(source, folder / "module.mlir")
     write_file(folder / "compile.log", log.encode())
@@ -227,7 +234,7 @@ def _failure(status: int, output: str, log: str, source: Path, folder: Path) -> 
 
 
 def _prune(store: Path) -> None:
-    """Remove the least recently used results until `MAX_CACHE_BYTES` are left, and old failures.
+    """Remove old failures, and the least recently used results above `MAX_CACHE_BYTES`.
 
     A failure is a folder with the log and the MLIR text of a failed compilation.
     """

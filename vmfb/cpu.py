@@ -59,7 +59,7 @@ def host_features() -> frozenset[str]:
 
 @functools.cache
 def can_use_tiles() -> bool:
-    """Return whether this process may use AMX tiles, after asking Linux for the permission."""
+    """Ask Linux for the permission to use AMX tiles; return whether this process may use them."""
     if platform.system() != "Linux" or host_arch() != "x86_64":
         return False
     arch_prctl, require_xcomp_perm, xtiledata = 158, 0x1023, 18

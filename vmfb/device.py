@@ -98,7 +98,7 @@ def _create(threads: int) -> rt.HalDevice:
 
 
 def _pinned_cpus(threads: int) -> list[int]:
-    """Return the number of the CPU to which each worker is pinned; empty if none is pinned.
+    """Return the id of the CPU to which each worker is to be pinned; empty to pin none.
 
     If there is a worker for every CPU, all are pinned, because the scheduler sometimes runs two on
     one CPU for several tokens. If there are fewer workers, none is pinned, because other processes

@@ -28,9 +28,9 @@ def reason(error: OSError) -> str:
 
 @contextlib.contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Set the file name of an OSError that the block raises, if it has none, to `path`.
+    """Add the file name `path` to an OSError of the `with` body that has no file name.
 
-    An error for a full disk, for example, has no file name.
+    An error for a full disk, for example, has none.
     """
     try:
         yield

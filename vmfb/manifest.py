@@ -30,7 +30,7 @@ class BundleError(Exception):
 
 
 def module_name(function: Function) -> str:
-    """Return the name of the compiled module with all functions of the same width as `function`."""
+    """Return the file name of the compiled module for all functions with this function's width."""
     return f"tokens_{function.width}.vmfb"
 
 
@@ -59,7 +59,10 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Versions:
-    """The versions of castiron and of iree-base-compiler, which the IREE runtime must match."""
+    """The versions of castiron and of IREE's compiler with which the bundle was made.
+
+    The version of the IREE runtime must match that of the compiler.
+    """
 
     castiron: str
     iree: str
@@ -70,7 +73,8 @@ class Accuracy:
     """The difference between logits with rounded activations and those of the reference `against`.
 
     The logits were compared over `tokens` tokens of `text`, in chunks of `context` tokens. kld_...:
-    the Kullback-Leibler divergence. same_top_p: the share of positions with the same argmax.
+    the Kullback-Leibler divergence: mean, standard error of the mean, 99th percentile and maximum.
+    same_top_p: the share of positions with the same argmax, from 0 to 1, and its standard error.
     """
 
     against: str

@@ -23,9 +23,11 @@ WARM_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A dispatch of a call: how often the call runs it, its total seconds, and workgroups per run.
+    """A dispatch that a call of a function runs.
 
-    It is named `{kernel}_fn`, or `{function}_dispatch_{n}_…` if IREE generated it.
+    name: `{kernel}_fn`, or `{function}_dispatch_{n}_…` if IREE generated the dispatch. calls: how
+    often one call of the function runs it. seconds: the total time of these runs. workgroups: the
+    number of workgroups of each run.
     """
 
     name: str

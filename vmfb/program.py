@@ -64,7 +64,7 @@ class NanLogitsError(SessionError):
 
 
 class Loaded:
-    """Modules and the weights that they share, on a device with `threads` threads."""
+    """Modules and the weights that they share, loaded on a device with `threads` threads."""
 
     vocab = 0
 
@@ -78,8 +78,8 @@ class Loaded:
         """Load weights and modules into the runtime.
 
         weights: the bytes of a weights file, which are used in place. modules: the bytes of
-        compiled modules by file name. check: called with each file name and module before any code of the
-        module runs. Raise one of `RUNTIME_ERRORS` if the runtime rejects a file.
+        compiled modules by file name. check: called with each file name and module before any code
+        of the module runs. Raise one of `RUNTIME_ERRORS` if the runtime rejects a file.
         """
         self.threads, self.device = threads, device(threads)
         # The runtime has no reference to the memory, so this attribute keeps it alive.
@@ -105,7 +105,7 @@ class Loaded:
         _programs.add(self)
 
     def function(self, name: str) -> tuple[rt.VmFunction, Callable]:
-        """Return the function `name` and the method that calls it; raise KeyError if absent."""
+        """Return the function called `name`, and the method that calls it; KeyError if absent."""
         for file, module in self.modules.items():
             if name in module.function_names:
                 return module.lookup_function(name), self.contexts[file].invoke
@@ -279,7 +279,10 @@ class Call:
             ) from None
 
     def _result(self, index: int, dtype: np.dtype, shape: tuple[int, ...] | None = None) -> np.ndarray:
-        """Return a result without a copy; pass `shape` if it is known, because that is faster."""
+        """Return result number `index` of the call, without a copy.
+
+        shape: pass it if it is known, because that is faster.
+        """
         view = self._results.get_as_object(index, rt.HalBufferView)
         return view.map().asarray(tuple(view.shape) if shape is None else shape, dtype)
 
@@ -347,7 +350,7 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def _release() -> None:
-    """Free the runtime's objects in order: freeing a result after its device crashes."""
+    """Free the runtime's objects, results before their devices; the opposite order crashes."""
     for call in _calls:
         call._results = None
     for other, attributes in _others.items():

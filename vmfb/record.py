@@ -83,6 +83,6 @@ def _expect(kind: type, value: Json, path: str) -> Any:
 
 
 def short(text: str, limit: int = 60) -> str:
-    """Shorten a text for an error message, with unprintable characters escaped."""
+    """Cut `text` to `limit` characters for an error message, and escape unprintable characters."""
     cut = text if len(text) < limit else text[:limit] + "…"
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut)

@@ -27,8 +27,8 @@ class Session:
 
     Attributes:
         position: the number of tokens in the states, which is the position of the next token.
-        chunked_tokens: the number of first tokens that came in full calls of the prefill function of
-            width `widest`; their states have the same bits in every session.
+        chunked_tokens: how many tokens from position 0 on came in full prefill calls of width
+            `widest`. All sessions that append the same tokens in such calls get the same bits.
     """
 
     def __init__(
@@ -103,7 +103,11 @@ class Session:
         return best
 
     def _append(self, prepared: tuple[Call, Buffer], ids: np.ndarray) -> Call:
-        """Append `ids` with a prepared call, which takes at least as many, and return the call."""
+        """Append `ids` with one call and return the call.
+
+        prepared: the call and the buffer for its token ids, which must have space for `ids`. The
+        rest of this buffer is padding.
+        """
         call, tokens = prepared
         tokens.array[: ids.size], tokens.array[ids.size :] = ids, 0
         self._position_word[0], self._length_word[0] = self.position, ids.size
@@ -116,7 +120,8 @@ class Session:
     def verify(self, tokens: Sequence[int]) -> list[int]:
         """Append `tokens` in one verify call; return the argmax after each, or -1 for NaN logits.
 
-        Raise SessionError as `prefill` does, and if no verify function takes so many tokens.
+        Raise SessionError, before any work, if the tokens are invalid or do not fit in the context,
+        or if no verify function takes so many tokens.
         """
         if len(tokens) not in self._verify:
             if not self._verify:
@@ -148,7 +153,8 @@ class Session:
     def embed(self, tokens: Sequence[int]) -> np.ndarray:
         """Append `tokens`; return hidden states after the last norm, f32 `[tokens, hidden]`.
 
-        Raise SessionError as `prefill` does, and if padding would end past the context.
+        Raise SessionError, before any work, if the tokens are invalid, or if they or the padding
+        would end past the context.
         """
         if not self._embed:
             raise SessionError("this bundle has no embed function for hidden states; compile it with --embed 128")
@@ -176,7 +182,7 @@ class Session:
     def verified_rows(self) -> Iterator[np.ndarray]:
         """Iterate over the logits f32 `[vocab]` of each token of the last `verify`.
 
-        The next call overwrites them.
+        Finish the iteration before the session's next call, which may overwrite these logits.
         """
         last = self._verified()
         return (last.call.logits(row) for row in range(last.row + 1))
@@ -240,7 +246,7 @@ class Session:
     def keep(self) -> None:
         """Store a snapshot of this position if `rewind` would need one to return to it.
 
-        The oldest stored snapshots are dropped.
+        If there are too many snapshots, or they are too large, the oldest are dropped.
         """
         everywhere = all(state.can_return(self.context, self.position) for state in self._states)
         if not everywhere and all(snapshot.position != self.position for snapshot in self._retained):
@@ -273,23 +279,23 @@ class Session:
         return [state.rows(position) for state in self._states]
 
     def begins(self, tokens: int, position: int) -> bool:
-        """Return whether `rows(tokens)` also contain the states that `take` needs for `position`.
+        """Return whether `take` can set a session to `position` with the result of `rows(tokens)`.
 
-        tokens: a later position, from which the rows come.
+        tokens: a later position than `position`.
         """
         return all(state.begins(tokens, position) for state in self._states)
 
     @property
     def settled(self) -> bool:
-        """Return whether no ring buffer still has rows of tokens that a rewind removed."""
+        """Return whether all rows in ring buffers belong to tokens that no rewind removed."""
         return all(state.settled(self.position) for state in self._states)
 
     @exclusive
     def take(self, rows: Sequence[np.ndarray], position: int, chunked_tokens: int = 0) -> None:
-        """Set the states to `rows`, a result of `rows(position)` of a session of the same bundle.
+        """Set the states to `rows`, the result of `rows(position)` in a session of this bundle.
 
-        The rows may also be a result of `rows(p)` for a later position p, if `begins(p, position)`
-        is true. chunked_tokens: the attribute of the session that the rows come from.
+        The rows may also come from `rows(p)` for a later position p, if `begins(p, position)` is
+        true. chunked_tokens: this attribute of the session that the rows come from.
         """
         self._move_to(0)
         for state, array in zip(self._states, rows, strict=True):
@@ -305,7 +311,7 @@ class Session:
         return next(snapshot for snapshot in self._retained if snapshot.position == position)
 
     def _move_to(self, position: int) -> None:
-        """Set the position to an earlier one or the same; snapshots after it become stale."""
+        """Set the position, which must not increase; snapshots of later positions become stale."""
         self.position, self._last = position, None
         self.chunked_tokens = self._chunked_before(position, self.chunked_tokens)
         for snapshot in self._snapshots:
@@ -346,7 +352,7 @@ class Session:
 
 
 class Row:
-    """The logits in one row of a call's results, valid until the next call."""
+    """The logits in row `row` of the results of `call`, valid until its next `invoke`."""
 
     def __init__(self, call: Call, row: int):
         self.call, self.row = call, row

@@ -115,7 +115,11 @@ def _remove_abandoned(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _lock(path: Path, wait: bool = False) -> Iterator[bool | None]:
-    """Lock a file or folder; yield whether that worked, None if it cannot be locked at all."""
+    """Lock a file or folder during the `with` body; yield whether it is locked.
+
+    Yields False if another process has the lock and `wait` is False, None if it cannot be locked at
+    all, and True if it does not exist.
+    """
     try:
         file = os.open(path, os.O_RDONLY)
     except FileNotFoundError:

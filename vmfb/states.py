@@ -39,13 +39,16 @@ class Positional:
         """Remove the tokens from `position` to `now` - 1; `can_return(now, position)` must be true."""
 
     def load(self, rows: np.ndarray, position: int, furthest: int) -> None:
-        """Set the state to the `rows` of a sequence at `position`, and the attribute `furthest`."""
+        """Set the state to that of another sequence, which is at `position` and has these `rows`.
+
+        furthest: the attribute `furthest` of that sequence's state, which this state gets too.
+        """
         self.array[:, :position] = rows[:, :position]
 
     def save(self, now: int, ahead: int) -> Saved | None:
-        """Return a copy of what is needed to return to `now` after `ahead` more tokens.
+        """Return the data that `restore` needs to return to `now` after `ahead` more tokens.
 
-        The copy is an argument of `restore`. It is None if the state can return without it.
+        The data are a copy. They are None if `restore` needs no data.
         """
         return None if self.can_return(now + ahead, now) else (self.rows(now).copy(), self.furthest)
 
@@ -59,8 +62,8 @@ class Positional:
     def copy(self, other: Positional, now: int, position: int, saved: Saved | None) -> None:
         """Set this state to the one that `other` had at `position`.
 
-        now: the position at which `other` is. saved: what `other.save` returned at `position`, None
-        if it needed nothing.
+        now: the current position of `other`. saved: the result of `other.save` at `position`, or
+        None.
         """
         rows, furthest = saved or (other.array, max(other.furthest, now))
         self.load(rows, position, furthest)
@@ -70,16 +73,16 @@ class Positional:
         return self.array[:, :position]
 
     def settled(self, position: int) -> bool:
-        """Return whether no row of a removed token remains that the sequence could read.
+        """Return whether the state has no rows of removed tokens that the sequence could read.
 
         position: the position of the sequence.
         """
         return True
 
     def begins(self, written: int, position: int) -> bool:
-        """Return whether `rows(written)` contain the complete state of a sequence at `position`.
+        """Return whether the result of `rows(written)` has the complete state at `position`.
 
-        written: the later position of the sequence from which the rows come.
+        written: a later position than `position`, at which the rows are read.
         """
         return True
 
@@ -147,9 +150,10 @@ KINDS: dict[str, type[Positional]] = {"positional": Positional, "window": Window
 
 @dataclass(eq=False)
 class Snapshot:
-    """A position of a sequence, and the rows that its states need to return to that position.
+    """A position of a sequence, and the data that its states need to return to that position.
 
-    stale: whether the sequence was rewound past `position`, so that its tokens may differ.
+    saved: the result of `Positional.save` for each state. stale: whether the sequence was rewound
+    past `position`, so that its tokens may differ.
     """
 
     position: int

@@ -100,7 +100,10 @@ def read_irpa(data: memoryview) -> dict[str, int]:
 
 
 def _head(names: list[bytes], sizes: list[int]) -> tuple[bytes, list[int], int]:
-    """Return the bytes before the data, the tensors' offsets in the data, and the data's start."""
+    """Return (bytes of the file before the data, offset of each tensor, offset of the data).
+
+    The tensors' offsets count from the start of the data, in bytes.
+    """
     table = _HEADER.size + -_HEADER.size % 16
     text = table + len(names) * _ENTRY_SIZE
     start = text + sum(map(len, names))

@@ -148,7 +148,10 @@ def _results(step: Step, model: ModuleType, c: Any, pooling: Pooling | None) -> 
 
 
 def _hidden(step: Step, model: ModuleType) -> Value:
-    """Return the hidden states [T, hidden] before the head, and remove the head's operations."""
+    """Return the hidden states [T, hidden] that the head reads.
+
+    The operations of the head are removed from the function that is being built.
+    """
     hidden, made = step.hidden, current_function().ops
     if hidden is None:
         raise EmitError(f"{model.__name__}: `forward` records no hidden states; compute the logits with layers.lm_head")

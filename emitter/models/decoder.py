@@ -126,11 +126,11 @@ def residual_block(
 ) -> Block[C]:
     """Return a block that adds first attention(x) to x, and then mlp(x).
 
-    mixers: the attention of every layer, in the module `self_attn`; or, by layer type (as in
-    `HybridConfig.layer_types`), the module name and the function of its attention or recurrence.
-    norms: the names of four norms, before and after attention and before and after the MLP; None
-    for no norm. `PRE_NORM` is as in Llama, `POST_NORM` as in OLMo 2, `SANDWICH_NORM` as in Gemma 2.
-    mlp_name: the MLP's module name.
+    mixers: the attention of every layer, which is in the module `self_attn`. If the model has
+    layers of several types: for each type in `HybridConfig.layer_types`, the name of the module and
+    the function that computes its attention or recurrence. norms: the names of four norms, before
+    and after attention and before and after the MLP; None for no norm. `PRE_NORM` is as in Llama,
+    `POST_NORM` as in OLMo 2, `SANDWICH_NORM` as in Gemma 2. mlp_name: the MLP's module name.
     """
 
     def residual(step: Step, c: C, x: Value, name: str, branch: Callable[[Value], Value], names: Sequence[str | None]) -> Value:

@@ -39,17 +39,20 @@ class DeltaConfig(HybridConfig):
 
     @property
     def keys(self) -> int:
-        """Return the number of features of q over all heads, which k has too."""
+        """Return the number of features of q over all heads; k has as many."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """Return the number of features of v over all heads, which the output gate z has too."""
+        """Return the number of features of v over all heads; the output gate z has as many."""
         return self.value_heads * self.value_dim
 
 
 def delta_fields(c: ConfigReader) -> dict[str, Any]:
-    """Read fields of a `DeltaConfig`; return them as keyword arguments of `ConfigReader.read`."""
+    """Return some fields of a `DeltaConfig`, as keyword arguments of `ConfigReader.read`.
+
+    They are those whose keys or defaults are not the usual ones.
+    """
     layers, interval = c.take("num_hidden_layers"), c.take("full_attention_interval", 4)
     types = [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(layers)]
     return {

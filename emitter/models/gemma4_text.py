@@ -52,10 +52,10 @@ class Config(SlidingConfig):
     """The config of Gemma 4.
 
     rotary, kv_heads, head_dim: for layers with full attention. Fields with the prefix `sliding_`
-    are for layers with a sliding window. own: the number of first layers that compute keys and
-    values. Each later layer uses those of layer `source(layer)`. keys_are_values: whether layers
-    with full attention use the projected keys as values too. per_layer: features of the embedding
-    that each layer has for every token, 0 if there is none.
+    are for layers with a sliding window. own: the first `own` layers compute keys and values. Each
+    later layer uses those of layer `source(layer)`. keys_are_values: whether layers with full
+    attention use the projected keys as values too. per_layer: features of the embedding that each
+    layer has for every token, 0 if there is none.
     """
 
     sliding_kv_heads: int
@@ -127,9 +127,10 @@ def read_experts(c: ConfigReader) -> Experts | None:
 
 
 def full_heads(c: ConfigReader, windows: list[int | None], keys_are_values: bool) -> dict[str, int]:
-    """Return the keys `head_dim` and `num_key_value_heads` of layers with full attention.
+    """Return `head_dim` and `num_key_value_heads` of the layers with full attention, by these keys.
 
-    A key is left out if the config does not state it for these layers.
+    A key is left out if the config has no value of its own for these layers. keys_are_values:
+    whether these layers use their keys as values.
     """
     kv_heads, head_dim = c.take("num_global_key_value_heads", None), c.take("global_head_dim", 512)
     if "per_layer_config" not in c.config:

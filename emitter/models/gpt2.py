@@ -33,7 +33,7 @@ def read(c: ConfigReader) -> Config:
     c.require("add_cross_attention", False)
 
     def either(name: str, other: str) -> int:
-        """Return a size, which HF accepts under the key `other` or, without that, under `name`."""
+        """Return the config's size under the key `other`, or else under `name`, as HF does."""
         return c.take(other if other in c.config else name)
 
     hidden, heads = either("n_embd", "hidden_size"), either("n_head", "num_attention_heads")

@@ -39,7 +39,10 @@ def mlp(step: Step, c: Config, layer: int, x: Value) -> Value:
 
 
 def granite_decoder(step: Step, c: Any, block: Block[Any]) -> Value:
-    """Return the logits of a decoder of `block`s, with the multipliers of a `GraniteConfig`."""
+    """Return the logits [rows, vocab] of a decoder with the multipliers of a `GraniteConfig`.
+
+    block: maps a layer's input [T, hidden] to its output [T, hidden].
+    """
     logits = decoder(step, c, block, embedding_multiplier=c.embedding_multiplier)
     return divide(logits, constant(c.logits_scaling, F32, logits.shape))
 

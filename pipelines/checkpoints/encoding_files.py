@@ -60,7 +60,10 @@ def read_encoding(path: Path) -> Encoding | None:
 
 
 def _module(path: Path, entry: Any) -> tuple[str, str]:
-    """Return (class name of a module without its Python package, folder of its files)."""
+    """Return (class name without its Python package, folder) of a module that modules.json lists.
+
+    entry: the module's entry in modules.json.
+    """
     if isinstance(entry, dict) and isinstance(entry.get("type"), str) and isinstance(entry.get("path"), str):
         folder = entry["path"]
         if folder == Path(folder).name != ".." and len(folder) < 100 and folder.isprintable():
@@ -107,7 +110,7 @@ def _config(folder: Path) -> dict:
 
 
 def tokenizer_limit(path: Path) -> int | None:
-    """Return the max tokens of a text from tokenizer_config.json, or None if it has no limit."""
+    """Return the max number of tokens of a text that tokenizer_config.json states, or None."""
     return _tokens((json_object(path / "tokenizer_config.json") or {}).get("model_max_length"))
 
 

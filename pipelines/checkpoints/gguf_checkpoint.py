@@ -149,9 +149,10 @@ def _minus_one(tensor: Tensor) -> Tensor:
 
 
 def _vector(tensor: Tensor, order: np.ndarray | None) -> Tensor:
-    """Return a tensor as an f32 vector, rearranged by `order` (None for the same order).
+    """Return a tensor as an f32 vector.
 
-    For the tensor A_log, a GGUF file stores -exp(A_log).
+    order: for each element its index in the stored tensor, or None for the same order. For the
+    tensor A_log, a GGUF file stores -exp(A_log), and the vector has A_log itself.
     """
 
     def read() -> np.ndarray:
@@ -164,7 +165,10 @@ def _vector(tensor: Tensor, order: np.ndarray | None) -> Tensor:
 
 
 def _filter(tensor: Tensor, order: np.ndarray | None) -> Tensor:
-    """Return the filter of a convolution as [features, 1, n]; order: new order of features."""
+    """Return the filters of a convolution, stored as [features, n], reshaped to [features, 1, n].
+
+    order: for each feature its index in the stored tensor, or None for the same order.
+    """
     features, positions = tensor.shape
     read = lambda: tensor.data[slice(None) if order is None else order].reshape(features, 1, -1)
     return replace(tensor, shape=(features, 1, positions), read=read)
@@ -186,8 +190,8 @@ def _joined(file: GgufFile, parts: list[Tensor], name: str) -> Tensor:
 def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
     """Return for each row or column of an HF tensor its index in the GGUF tensor.
 
-    None if both tensors have the same order. leaf: the tensor's GGUF name without its block, such
-    as `attn_qkv`.
+    The result is None if both tensors have the same order. leaf: the tensor's GGUF name without the
+    block, such as `attn_qkv` for `blk.0.attn_qkv`.
     """
     kind = row.tiled.get(leaf.partition(".")[0])
     keys, values = config.get("linear_num_key_heads", 1), config.get("linear_num_value_heads", 1)
@@ -200,7 +204,10 @@ def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
 
 
 def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Tensor:
-    """Return a tensor with its columns in `order`; in f32 if a codec block spans two heads."""
+    """Return a tensor with its columns rearranged; in f32 if a codec block spans two heads.
+
+    order: for each column its index in the stored tensor. It keeps the columns of a head together.
+    """
     block = CODECS[tensor.codec].block
 
     def read() -> np.ndarray:
@@ -213,7 +220,7 @@ def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Tens
 
 
 def _stacked(tensor: Tensor, found: str | tuple[str, ...], prefix: str, suffix: str) -> Iterator[Tensor]:
-    """Yield the HF tensors that a tensor of the file stacks, for example one for each expert.
+    """Yield the HF tensors that are stacked in one GGUF tensor, for example one for each expert.
 
     found: the HF name, with `{}` for the index in the stack. If `found` has several names, each
     stacked matrix is split by rows into as many tensors of equal size, in the order of the names.

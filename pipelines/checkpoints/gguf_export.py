@@ -57,7 +57,10 @@ def architecture_for(checkpoint: Checkpoint) -> tuple[str, Architecture]:
 
 
 def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
-    """Return the GGUF metadata under the architecture's prefix; config: from `flat_config`."""
+    """Return the GGUF metadata whose keys have the architecture's prefix.
+
+    config: a result of `flat_config`.
+    """
     name, row = architecture_for(checkpoint)
     size, read = head_dim(config), read_config(checkpoint.config)
     keys: dict[str, Value] = {}
@@ -302,7 +305,11 @@ def _sentencepiece(found: dict, steps: list[dict], vocab: int) -> dict[str, Valu
 
 
 def _steps(step: dict | None, parts: str) -> Iterator[dict]:
-    """Yield the steps of a normalizer or pre-tokenizer; parts: key of the steps in a Sequence."""
+    """Yield the steps of a normalizer or pre-tokenizer of tokenizer.json, also those in a Sequence.
+
+    step: the normalizer or pre-tokenizer, or None for no steps. parts: the key under which a
+    Sequence has its steps.
+    """
     if step and step["type"] == "Sequence":
         for part in step[parts]:
             yield from _steps(part, parts)
@@ -311,7 +318,11 @@ def _steps(step: dict | None, parts: str) -> Iterator[dict]:
 
 
 def _tokens(found: dict, vocab: int) -> tuple[list[str], list[int]]:
-    """Return (text of each id, llama.cpp token type of each id); [PAD7] for an unused id 7."""
+    """Return (text of each id, llama.cpp token type of each id).
+
+    An id that has no token gets a text with its number, for example [PAD7]. vocab: the min number
+    of ids.
+    """
     by_id = {number: (token, _NORMAL) for token, number in found["model"]["vocab"].items()}
     for token in found["added_tokens"]:
         by_id[token["id"]] = token["content"], _CONTROL if token["special"] else _USER_DEFINED

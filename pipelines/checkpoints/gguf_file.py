@@ -284,7 +284,7 @@ def header(entries: Sequence[Buffer], tensors: Sequence[Tensor]) -> bytes:
 
 
 def padded(nbytes: int) -> int:
-    """Return the bytes that a tensor of `nbytes` bytes takes in the file, with padding."""
+    """Return how many bytes a tensor of `nbytes` bytes takes in the file, padding included."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

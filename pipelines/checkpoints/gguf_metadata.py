@@ -27,7 +27,7 @@ class Metadata:
         self._read: set[str] = set()  # `unread` lists the other keys
 
     def error(self, message: str) -> CheckpointError:
-        """Return an error that begins with the file's path."""
+        """Return an error whose text is the file's path and `message`."""
         return CheckpointError(f"{self.file.path}: {message}")
 
     def invalid(self, key: str, wanted: str) -> CheckpointError:
@@ -52,7 +52,7 @@ class Metadata:
     def integer(self, key: str, default: int | None = None) -> int | None:
         """Return the non-negative integer under a key.
 
-        The file may have an array with the same number for every layer.
+        The file may have an array instead, if it has the same number for every layer.
         """
         value = self._typed(key, numbers.Integral, "a whole number", default)
         if value is not None and value < 0:
@@ -62,7 +62,7 @@ class Metadata:
     def real(self, key: str, default: float | None = None) -> float | None:
         """Return the finite number under a key.
 
-        The file may have an array with the same number for every layer.
+        The file may have an array instead, if it has the same number for every layer.
         """
         value = self._typed(key, numbers.Real, "a number", default)
         if value is not None and not math.isfinite(value):
@@ -78,7 +78,7 @@ class Metadata:
         return self._typed(key, bool, "true or false", default)
 
     def required(self, key: str) -> int:
-        """Return the integer above 0 under a key that the file must have."""
+        """Return the positive integer under a key that the file must have."""
         value = self.integer(key)
         if not value:
             raise self.error(f"metadata key {self.prefix}{key} is missing or 0; fetch the file again")

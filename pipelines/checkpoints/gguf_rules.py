@@ -51,9 +51,10 @@ def llama3_factors(rotary_dim: int, theta: float, factor: float, low: float, hig
 
 
 def rope_factors(config: dict, metadata: Metadata) -> None:
-    """Set `rope_scaling` from the frequencies' divisors in the tensor rope_freqs.weight.
+    """Set the config's `rope_scaling` from the tensor rope_freqs.weight, if the file has it.
 
-    The type is llama3 if its formula gives the same divisors, else longrope with these divisors.
+    The tensor has a divisor for each frequency. The scaling's type is llama3 if its formula gives
+    the same divisors, else longrope with these divisors.
     """
     factors = _factors(metadata, "rope_freqs.weight")
     if factors is None or np.all(factors == 1):
@@ -75,7 +76,7 @@ def rope_factors(config: dict, metadata: Metadata) -> None:
 
 
 def rope_scaling(config: dict, metadata: Metadata) -> None:
-    """Set `rope_scaling`, linear or YaRN, from the rope.scaling keys."""
+    """Set the config's `rope_scaling` (linear or YaRN) from the rope.scaling keys."""
     kind = metadata.string("rope.scaling.type", "none")
     factor = metadata.real("rope.scaling.factor") or metadata.real("rope.scale_linear") or 1.0
     original = metadata.integer("rope.scaling.original_context_length")
@@ -109,13 +110,16 @@ def full_rotary(config: dict, metadata: Metadata) -> None:
 
 
 def partial_rotary(config: dict, metadata: Metadata) -> None:
-    """Set the fraction of each head that the rotary embedding covers."""
+    """Set the config's `partial_rotary_factor`, the fraction of each head that is rotated."""
     rotary = metadata.integer("rope.dimension_count")
     config["partial_rotary_factor"] = 1.0 if rotary is None else rotary / head_dim(config)
 
 
 def phi3_rope(config: dict, metadata: Metadata) -> None:
-    """Set longrope scaling if the file has its two factor tensors; remove a sliding window of 0."""
+    """Set the config's rope scaling to longrope if the file has the two tensors with its factors.
+
+    A sliding window of 0 in the config becomes None.
+    """
     config["sliding_window"] = config.get("sliding_window") or None
     original = metadata.integer("rope.scaling.original_context_length") or config["max_position_embeddings"]
     attention_factor = metadata.real("rope.scaling.attn_factor")
@@ -130,9 +134,10 @@ def phi3_rope(config: dict, metadata: Metadata) -> None:
 
 
 def gemma4_ropes(config: dict, metadata: Metadata) -> None:
-    """Set the rotary embeddings of Gemma 4's full and sliding layers.
+    """Set the config's `rope_parameters` for Gemma 4's layers with full and with sliding attention.
 
-    rope_freqs.weight is 1 for each frequency that rotates in full layers, and 1e30 for the others.
+    In the tensor rope_freqs.weight, the value is 1 for each frequency that rotates in layers with
+    full attention, and 1e30 for the others.
     """
     factors, local = _factors(metadata, "rope_freqs.weight"), metadata.real("rope.freq_base_swa", _LOCAL_ROPE_BASE)
     rotated = 0 if factors is None else int((factors == 1).sum())
@@ -149,14 +154,20 @@ def gemma4_ropes(config: dict, metadata: Metadata) -> None:
 
 
 def olmo3_ropes(config: dict, metadata: Metadata) -> None:
-    """Set OLMo 3's rotary embeddings: `rope_scaling` applies to full-attention layers only."""
+    """Set the config's `rope_parameters` for OLMo 3.
+
+    They apply `rope_scaling` to layers with full attention only.
+    """
     theta = {"rope_theta": config.pop("rope_theta")}
     scaling = config.pop("rope_scaling", {"rope_type": "default"})
     config["rope_parameters"] = {"full_attention": scaling | theta, "sliding_attention": {"rope_type": "default"} | theta}
 
 
 def mistral3_ropes(config: dict, metadata: Metadata) -> None:
-    """Set Ministral 3's scaling of queries by position; without it, the model type is mistral."""
+    """Set the config's `rope_parameters` for Ministral 3, which scales queries by position.
+
+    If the file has no such scale, the model type is set to mistral instead.
+    """
     beta, multiplier = metadata.real("attention.temperature_scale"), metadata.real("rope.scaling.yarn_log_multiplier")
     if beta is None:
         config["model_type"] = "mistral"
@@ -172,7 +183,11 @@ def _periodic_layers(layers: int, period: int, other: str = "sliding_attention")
 
 
 def layer_types(config: dict, metadata: Metadata) -> None:
-    """Set `layer_types` from sliding_window_pattern, which is a flag per layer or a period."""
+    """Set the config's `layer_types` from the key attention.sliding_window_pattern.
+
+    Its value is either a flag for each layer, true for a sliding window, or a number n: then every
+    n-th layer has full attention. Without a sliding window, all layers have full attention.
+    """
     layers, period = config["num_hidden_layers"], config.pop(PERIOD, _PERIOD)
     pattern = metadata.get("attention.sliding_window_pattern", period)
     if not config.get("sliding_window"):
@@ -187,14 +202,17 @@ def layer_types(config: dict, metadata: Metadata) -> None:
 
 
 def gpt_oss_yarn(config: dict, metadata: Metadata) -> None:
-    """Set `truncate` of gpt-oss's YaRN to false; GGUF has no key for it."""
+    """Set `truncate` to false in the config's `rope_scaling` of gpt-oss; GGUF has no key for it."""
     scaling = config.setdefault("rope_scaling", {"rope_type": "default"})
     if scaling["rope_type"] == "yarn":
         scaling["truncate"] = False
 
 
 def smollm3_layers(config: dict, metadata: Metadata) -> None:
-    """Set `no_rope_layers`: 1 for a layer with a rotary embedding, 0 for every fourth layer."""
+    """Set the config's `no_rope_layers`, which is 1 for a layer with a rotary embedding.
+
+    It is 0 for every fourth layer, which has none.
+    """
     config["no_rope_layer_interval"] = _PERIOD
     config["no_rope_layers"] = [int((layer + 1) % _PERIOD != 0) for layer in range(config["num_hidden_layers"])]
 
@@ -213,7 +231,7 @@ def _kv_heads(config: dict, metadata: Metadata) -> list[int]:
 
 
 def lfm2_layers(config: dict, metadata: Metadata) -> None:
-    """Set LFM2's layer types: a layer without key-value heads is a convolution."""
+    """Set the config's `layer_types` for LFM2: a layer without key-value heads is a convolution."""
     heads = _kv_heads(config, metadata)
     if not any(heads):
         raise metadata.invalid("attention.head_count_kv", "a number above 0 for at least one layer")
@@ -229,14 +247,17 @@ def _inner_head_dim(metadata: Metadata, heads: int) -> int:
 
 
 def mamba_heads(config: dict, metadata: Metadata) -> None:
-    """Set the size of a Mamba head; for Granite 4 also the ratio of inner size to hidden size."""
+    """Set the config's size of a Mamba head, `mamba_d_head`.
+
+    For Granite 4, also set `mamba_expand`, the ratio of Mamba's inner size to the hidden size.
+    """
     config["mamba_d_head"] = _inner_head_dim(metadata, config["mamba_n_heads"])
     if config["model_type"] == "granitemoehybrid":
         config["mamba_expand"] = metadata.required("ssm.inner_size") // config["hidden_size"]
 
 
 def granite_layers(config: dict, metadata: Metadata) -> None:
-    """Set Granite 4's layer types: a layer without key-value heads is a Mamba layer."""
+    """Set the config's `layer_types` for Granite 4: a layer without key-value heads is Mamba."""
     metadata.get("rope.dimension_count")  # the model has no rotary embedding
     config["layer_types"] = kinds = ["full_attention" if n else "linear_attention" for n in _kv_heads(config, metadata)]
     first = kinds.index("linear_attention") if "linear_attention" in kinds else 0
@@ -246,7 +267,7 @@ def granite_layers(config: dict, metadata: Metadata) -> None:
 
 
 def nemotron_layers(config: dict, metadata: Metadata) -> None:
-    """Set Nemotron-H's layer types: each layer is attention, an MLP, experts or Mamba."""
+    """Set the config's layer types for Nemotron-H: attention, MLP, experts or Mamba."""
     metadata.get("rope.dimension_count")  # the model has no rotary embedding
     heads, widths = _kv_heads(config, metadata), metadata.by_layer("feed_forward_length")
     layers = range(len(heads))
@@ -266,7 +287,10 @@ def nemotron_layers(config: dict, metadata: Metadata) -> None:
 
 
 def delta_layers(config: dict, metadata: Metadata) -> None:
-    """Set Qwen 3.5's layer types and number of layers, without multi-token-prediction blocks."""
+    """Set the config's layer types and number of layers for Qwen 3.5.
+
+    Blocks for multi-token prediction are not counted.
+    """
     further = metadata.integer("nextn_predict_layers", 0) or 0
     if further >= config["num_hidden_layers"]:
         raise metadata.invalid("nextn_predict_layers", "less than block_count")
@@ -280,7 +304,11 @@ def delta_layers(config: dict, metadata: Metadata) -> None:
 
 
 def gemma4_layers(config: dict, metadata: Metadata) -> None:
-    """Set what differs between Gemma 4's layers: type, heads, MLP width, shared keys and values."""
+    """Set the config keys for what differs between Gemma 4's layers.
+
+    These are the layer types, the numbers and sizes of heads, the MLP's width, and which layers
+    share keys and values.
+    """
     heads, kv_heads = config["num_attention_heads"], metadata.by_layer("attention.head_count_kv")
     config["layer_types"] = kinds = _gemma4_kinds(config["num_hidden_layers"], metadata)
     by_kind = dict(zip(kinds, kv_heads))
@@ -311,7 +339,7 @@ def _gemma4_kinds(layers: int, metadata: Metadata) -> list[str]:
 
 
 def _gemma4_widths(config: dict, metadata: Metadata) -> None:
-    """Set the MLP's width, and whether it doubles in layers that share keys and values."""
+    """Set the config's MLP width, and whether it doubles in layers that share keys and values."""
     layers, widths = config["num_hidden_layers"], metadata.by_layer("feed_forward_length")
     shared = config.setdefault("num_kv_shared_layers", 0)
     if shared >= layers:
@@ -323,7 +351,10 @@ def _gemma4_widths(config: dict, metadata: Metadata) -> None:
 
 
 def _gemma4_head(metadata: Metadata, ending: str) -> int:
-    """Return the head size of full-attention layers; with `ending` "_swa", of sliding layers."""
+    """Return the size of an attention head in Gemma 4.
+
+    ending: "" for layers with full attention, "_swa" for layers with a sliding window.
+    """
     length = metadata.required(f"attention.key_length{ending}")
     if metadata.integer(f"attention.value_length{ending}", length) != length:
         raise metadata.invalid(f"attention.value_length{ending}", f"{length}, as attention.key_length{ending}")
@@ -331,12 +362,15 @@ def _gemma4_head(metadata: Metadata, ending: str) -> int:
 
 
 def llama_head_dim(config: dict, metadata: Metadata) -> None:
-    """Set `head_dim`, which a file may leave out."""
+    """Set the config's `head_dim`, which a GGUF file may leave out."""
     config["head_dim"] = head_dim(config)
 
 
 def gemma_scale(config: dict, metadata: Metadata) -> None:
-    """Set query_pre_attn_scalar to hidden size / heads for the two 27B models, else to head_dim."""
+    """Set the config's `query_pre_attn_scalar`, which GGUF has no key for.
+
+    It is hidden size / heads for the two 27B models, and `head_dim` for other models.
+    """
     # GGUF has no key for it, so the number of layers decides (llama.cpp, src/models/gemma2.cpp and gemma3.cpp).
     large = {"gemma2": 46, "gemma3_text": 62}[config["model_type"]]
     per_head = config["hidden_size"] // config["num_attention_heads"]
@@ -344,6 +378,9 @@ def gemma_scale(config: dict, metadata: Metadata) -> None:
 
 
 def stablelm_residual(config: dict, metadata: Metadata) -> None:
-    """Set `use_parallel_residual` for StableLM: true if a block has one norm instead of two."""
+    """Set the config's `use_parallel_residual` for StableLM.
+
+    It is true if a block has one norm instead of two.
+    """
     metadata.get("use_parallel_residual")  # repeats what the tensors show
     config["use_parallel_residual"] = not metadata.has(0, "ffn_norm.weight")

@@ -62,7 +62,10 @@ _DEEPSEEK_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
 
 def _step(kind: str, **fields: Any) -> dict:
-    """Return a pre-tokenizer of type `kind` for tokenizer.json; a Split has the field `regex`."""
+    """Return a pre-tokenizer of type `kind` for tokenizer.json.
+
+    fields: its other fields. For a Split, only `regex` is given, and each match becomes a word.
+    """
     if kind == "Split":
         fields = {"pattern": {"Regex": fields["regex"]}, "behavior": "Isolated", "invert": False}
     return {"type": kind, **fields}
@@ -264,9 +267,9 @@ def _sentencepiece(metadata: _Metadata, gemma4: bool) -> dict:
 
 
 def _merges_of_vocabulary(metadata: _Metadata, tokens: list[str], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Return the BPE merges (left, right) of a SentencePiece vocabulary, the first to apply first.
+    """Return the BPE merges (left, right) of a SentencePiece vocabulary, by descending priority.
 
-    The order is that of the merged token's score, highest first, or for Gemma that of its id.
+    The merge whose token has the highest score comes first; for Gemma, the one with the lowest id.
     tokens: text of each token. vocabulary: id of each token by text.
     """
     if sum(len(token) ** 2 for token in tokens) > _MAX_SQUARES:
@@ -287,9 +290,9 @@ def _merges_of_vocabulary(metadata: _Metadata, tokens: list[str], vocabulary: di
 
 
 def _added_tokens(metadata: _Metadata) -> Iterator[dict]:
-    """Yield the added tokens, which are matched in text before BPE.
+    """Yield the added tokens of tokenizer.json, which are matched in text before BPE.
 
-    Control tokens, the unknown token, and tokens with a role such as BOS are special.
+    Control tokens, the unknown token, and tokens with a role such as BOS get the flag `special`.
     """
     roles = ("bos", "eos", "unknown", "padding", "eot")
     named = {number for role in roles if isinstance(number := metadata.get(f"{role}_token_id"), int)}

@@ -96,9 +96,10 @@ _ODD: Rows = lambda rows: slice(1, rows, 2)
 class Layout:
     """A rule to split stored tensors with names that match `pattern` into tensors of the model.
 
-    parts: the rows of each part, by a template of the part's name. In a template, groups of the
-    match are replaced, and `{}` by the index of the expert if the stored tensor stacks all experts.
-    A stored tensor without parts is dropped.
+    parts: for each part, a template of its name, and a function that selects its rows: it gets the
+    number of rows of the stored matrix and returns a slice. A template may refer to groups of
+    `pattern`. If the stored tensor stacks all experts, `{}` stands for the expert's index. A stored
+    tensor without parts is dropped.
     """
 
     pattern: str
@@ -175,7 +176,7 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
 
 
 def family_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with the names and shapes that castiron's code of the model reads."""
+    """Return the tensors with the names and shapes that castiron reads for this model type."""
     found: dict[str, Tensor] = {}
     replaced: set[str] = set()
     for tensor in tensors.values():
@@ -204,9 +205,9 @@ def _parts(layout: Layout, match: re.Match, tensor: Tensor, scales: Tensor | Non
 def _part(name: str, tensor: Tensor, index: int | None, rows: Rows, transposed: bool) -> Tensor:
     """Return a tensor called `name` that consists of some rows of a stored tensor.
 
-    index: index of the expert if the stored tensor stacks experts, else None. rows: gets the number
-    of rows of the matrix, and returns those of the part. transposed: whether the stored matrix is
-    [in, out].
+    index: the expert to take if the stored tensor stacks experts, else None. rows: a function that
+    gets the matrix's number of rows and returns the slice to take. transposed: whether the stored
+    matrix is [in, out].
     """
     shape = tensor.shape if index is None else tensor.shape[1:]
     shape = shape[::-1] if transposed else shape

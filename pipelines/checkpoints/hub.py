@@ -37,7 +37,7 @@ Progress = Callable[[str, float], None]
 
 
 class Unreachable(CheckpointError):
-    """The error if the hub does not answer; `fetch` then uses cached files."""
+    """An error that means that the hub does not answer; `fetch` then uses cached files."""
 
 
 class HubFile(NamedTuple):
@@ -113,7 +113,10 @@ def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | No
 
 
 def _matches(file: str, wanted: str) -> bool:
-    """Return whether `wanted` is the path, the name, or the end of the stem (Q4_K_M) of `file`."""
+    """Return whether `wanted` is the path, the name, or the last part of the stem of `file`.
+
+    The last part of a stem is, for example, Q4_K_M.
+    """
     if wanted.endswith(".gguf"):
         return wanted in (file, PurePosixPath(file).name)
     stem = PurePosixPath(GGUF_PART.sub(".gguf", file)).stem.lower()

@@ -125,7 +125,10 @@ def _module_facts(module: Module, options: Options, target: Target, tiles: TileF
 
 
 def _arithmetic(matmuls: Sequence[Matmul], target: Target) -> dict[str, int]:
-    """Return counts of matmuls, by a description of how they round their f32 activations x."""
+    """Return how many of the matmuls convert their f32 activations x in each way.
+
+    The keys are texts that describe the ways. Matmuls that read x as f32 are not counted.
+    """
     if not target.isa:
         return {}
     isa = ISAS[target.isa]

@@ -153,10 +153,11 @@ def watched(model: ModelModule, function: Graph) -> list[tuple[str, ...]]:
 
 
 def watched_experts(module: Module, function: Graph, known: Set[str]) -> list[tuple[tuple[str, ...], ...]]:
-    """Add a result to a lowered function for each experts' matmul whose weights are not in `known`.
+    """Add a result to a lowered function for each matmul that multiplies by the weights of experts.
 
-    The result is the sum of x² over the tokens that are routed to each expert, f32 [experts, in].
-    Returns, for each added result, the names of the weights of each expert.
+    Matmuls with weights in `known` are left out. A result is the sum of x² over the tokens that are
+    routed to each expert, f32 [experts, in]. Returns, for each result and each expert, the names of
+    the expert's weights.
     """
     made = {result: op for op in function.ops for result in op.results}
     names, sums = [], []
@@ -185,7 +186,8 @@ def watched_experts(module: Module, function: Graph, known: Set[str]) -> list[tu
 def _run(loaded: Loaded, function: Graph, names: Sequence, chunks: Sequence[list[int]], progress: Progress) -> list[np.ndarray]:
     """Run `function` on sequences of tokens, each from position 0.
 
-    Returns the sums of its last len(names) results over all calls, in f64.
+    The last len(names) results of the function are sums over the tokens of a call. Returns the
+    total of each over all calls, in f64.
     """
     results = len(function.outputs)
     assert function.entry is not None, "a model's function has a role"

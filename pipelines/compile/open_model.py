@@ -83,8 +83,8 @@ def compile_to(
 ) -> Path:
     """Compile a model into the directory `out`, and return the path of the bundle.
 
-    A process runs one compilation at a time. packed: as in `compile_model`. message: line to print
-    if the model is valid and has to be compiled.
+    If another thread is compiling, this function waits for it first. packed: as in `compile_model`.
+    message: line to print if the model is valid and has to be compiled.
     """
     from castiron.pipelines.compile.compiler import compile_model
 

@@ -67,7 +67,11 @@ class Options:
 
     @property
     def threads_or_cores(self) -> int:
-        """Return `threads`; if it is not set, this machine's cores, or 2 for another target."""
+        """Return `threads`, or a default if it is not set.
+
+        The default is the number of this machine's physical cores, or 2 if the target is another
+        machine.
+        """
         return self.threads or (physical_cores() if self.target == "host" else DEFAULT_THREADS)
 
 

@@ -104,10 +104,10 @@ def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None
 
 
 def _names(function: Graph) -> dict[Value, str]:
-    """Return names by value, for the inputs of a function and the values that other layers read.
+    """Return names for the inputs of a function, and for values that other layers read.
 
-    An updated state has the name of its input. Other values are named after the module path of
-    their operation.
+    An updated state has the name of its input. Another value is named after the module path of the
+    operation that computes it.
     """
     readers: dict[Value, set[int | None]] = {value: {None} for value in function.outputs}
     for op in function.ops:
@@ -216,8 +216,9 @@ def _recurrent(name: str, asked: KernelRequest) -> Kernel:
 def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, KernelRequest], Kernel]:
     """Return a function that builds a model with one layer and returns the named kernel from it.
 
-    function: name, without the width, of the model's function that has the kernel; for one token it
-    is decode_step. keys: keys of the config to which the sizes of --shape are assigned.
+    function: the model's function that has the kernel, without its width, such as "prefill". For
+    one token, the kernel is always taken from decode_step. keys: keys of the config to which the
+    sizes of --shape are assigned.
     """
 
     def make(name: str, asked: KernelRequest) -> Kernel:
@@ -265,7 +266,7 @@ KINDS: dict[str, Kind] = {
 def named_kernel(name: str, shape: str, *, tokens: int | None = None, **options: Any) -> Kernel:
     """Return the kernel of kind `name` (a key of KINDS) with default tiles.
 
-    shape: sizes joined by "x", as "1536x576". options: other fields of KernelRequest. Raises
+    shape: sizes joined by "x", such as "1536x576". options: other fields of KernelRequest. Raises
     PipelineError for invalid arguments.
     """
     kind = KINDS.get(name)

@@ -59,7 +59,10 @@ def store_path() -> Path:
 
 
 def key_of(target: Target, threads: int) -> Key:
-    """Return the key of tiles measured on this machine, for `target` and `threads` threads."""
+    """Return the key for tiles that are measured on this machine.
+
+    target, threads: the target and the number of threads with which they are measured.
+    """
     return Key(host_cpu(), target.isa, compiler_version(), sources_hash(*KERNEL_SOURCES)[:16], threads)
 
 

@@ -97,10 +97,10 @@ def _mixed(checkpoint: Checkpoint, matrices: list[Tensor], mix: str) -> dict[str
     }
 
     def more_bits(name: str, pattern: re.Pattern) -> bool:
-        """Return whether a tensor's layer is one in which tensors like it get more bits.
+        """Return whether a tensor gets more bits than others of its kind, because of its layer.
 
-        These are the first and last eighth of the layers, and every third layer between them.
-        pattern: matches the names of the tensors like it.
+        The first and last eighth of the layers get more, and so does every third layer between
+        them. pattern: matches the names of the tensors of this kind.
         """
         layer, layers = found[pattern].index(_layer_of(name)), len(found[pattern])
         return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
