@@ -68,7 +68,10 @@ def release_devices() -> None:
 
 
 def _forked() -> None:
-    """Forget the devices in a forked child without freeing them, which would wait for workers."""
+    """Forget the devices in a forked child without freeing them.
+
+    Freeing them would wait forever for workers, which a forked child does not have.
+    """
     global _lock
     _lock = threading.Lock()
     for inherited in _devices.values():

@@ -55,10 +55,12 @@ def staging_folder(path: Path) -> Iterator[Path]:
 
 
 def replace_folder(new: Path, path: Path) -> None:
-    """Rename a `staging_folder` to `path`; a previous folder is removed with the staging folder.
+    """Rename the folder `new`, which `staging_folder` yielded, to `path`.
 
-    Between the two renames nothing is at `path`, so readers lock `path.parent`, and
-    `remove_abandoned` undoes the first rename if the process was killed before the second.
+    A previous folder at `path` is first moved beside `new`, and is removed when the block of
+    `staging_folder` ends. Between the two renames nothing is at `path`, so readers lock
+    `path.parent`, and `remove_abandoned` undoes the first rename if the process was killed before
+    the second.
     """
     previous = new.parent / _PREVIOUS / path.name
     previous.parent.mkdir()
