@@ -69,7 +69,7 @@ def test_the_server_and_a_batch_job_rerank(bert, tmp_path, tmp_path_factory, cap
     _, bundle = bert
     with castiron.load(bundle, threads=1) as model:
         wanted = model.rerank(QUERY, DOCUMENTS)
-    with TestClient(open_app(bundle, threads=1)) as client:
+    with TestClient(open_app(bundle, threads=1, names=[bundle.name])) as client:
         ask = lambda path="/v1/rerank", **body: client.post(path, json={"query": QUERY, "documents": DOCUMENTS} | body)
         for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
             answer = ask(path).json()
