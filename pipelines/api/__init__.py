@@ -1,1 +1,1 @@
-"""APIs of OpenAI, Anthropic and Ollama: request bodies, engine requests and answers, without HTTP."""
+"""APIs of OpenAI, Anthropic and Ollama, without HTTP: bodies, engine requests and answers."""

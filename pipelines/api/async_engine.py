@@ -87,7 +87,7 @@ class AsyncEngine:
             self._wake.notify()
 
     def cancel(self, requests: list[Request]) -> None:
-        """Cancel those of `requests` that have not finished, without another call of their listener."""
+        """Cancel the unfinished ones of `requests`; their listeners are not called again."""
         with self._wake:
             for request in requests:
                 self._listeners.pop(request, None)

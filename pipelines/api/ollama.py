@@ -1,4 +1,4 @@
-"""Ollama's /api/chat, /api/generate and /api/embed: their bodies, conversion to chat, and answers."""
+"""Ollama's /api/chat, /api/generate and /api/embed: bodies, conversion to chat, answers."""
 
 from __future__ import annotations
 

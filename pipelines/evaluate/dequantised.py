@@ -1,4 +1,4 @@
-"""Write a quantised HF directory with weights in f32, so that transformers needs no more libraries."""
+"""Write a quantised HF directory in f32, so that transformers needs no other libraries."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Every documented request field of OpenAI, vLLM and llama.cpp is honoured, ignored with a log line, or refused by name."""
+"""Request fields of OpenAI, vLLM and llama.cpp are honoured, logged and ignored, or refused."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from castiron.emitter.codecs import CODECS
 from castiron.emitter.kernels.matmul.experts import MIN_PAIRS, GroupedInt8Tiles, GroupedTiles
-from castiron.emitter.kernels.matmul.gemv import GemvTiles
+from castiron.emitter.kernels.matmul.gemv_tiles import GemvTiles
 from castiron.emitter.kernels.matmul.selection import kernel_of
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import AVX2, ISAS

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from castiron.emitter.codecs import CODECS
 from castiron.emitter.kernels.epilogue import ACTIVATIONS
 from castiron.emitter.kernels.matmul.gemm import GemmTiles
-from castiron.emitter.kernels.matmul.gemv import GemvTiles
+from castiron.emitter.kernels.matmul.gemv_tiles import GemvTiles
 from castiron.emitter.kernels.matmul.selection import kernel_of
 from castiron.emitter.kernels.matmul.small_batch import SmallBatchTiles
 from castiron.emitter.kernels.matmul_spec import Matmul

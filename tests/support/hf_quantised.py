@@ -1,4 +1,4 @@
-"""Checkpoints quantised in the layouts of HF's quantisation methods, beside the weights that they stand for.
+"""Checkpoints in the layouts of HF's quantisation methods, beside their dequantised weights.
 
 The packing is written from the sources that `pipelines.checkpoints.hf_quantised` names, and apart
 from that module: each scheme returns the tensors of a layer and the weight in f32.

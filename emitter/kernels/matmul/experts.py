@@ -36,7 +36,8 @@ from castiron.emitter.int8 import GROUP
 from castiron.emitter.kernels.matmul import gemm, gemm_int8
 from castiron.emitter.kernels.matmul.gemm import Gemm, GemmTiles
 from castiron.emitter.kernels.matmul.gemm_int8 import GemmInt8, GemmInt8Tiles
-from castiron.emitter.kernels.matmul.gemv import Gemv, GemvTiles
+from castiron.emitter.kernels.matmul.gemv import Gemv
+from castiron.emitter.kernels.matmul.gemv_tiles import GemvTiles
 from castiron.emitter.kernels.matmul.tiles import Buffers, Finish, PanelTiles, even_share, panel_columns
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import PARTS, STACK_BYTES, Body, Index, Ssa, Type

@@ -32,68 +32,23 @@ kernels for several tokens.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Self
 
 from castiron.emitter.kernels.epilogue import combine, with_operands
+from castiron.emitter.kernels.matmul.gemv_tiles import GemvTiles
 from castiron.emitter.kernels.matmul.prepared_x import PreparedX, bytes_per_element
 from castiron.emitter.kernels.matmul.sum_tables import SumTables, is_summed_by_tables, table_bytes
-from castiron.emitter.kernels.matmul.tiles import Buffers, Tiles, each_block
+from castiron.emitter.kernels.matmul.tiles import Buffers, each_block
 from castiron.emitter.kernels.matmul_spec import Matmul
-from castiron.emitter.kernels.mlir.body import PARTS, STACK_BYTES, Body, Index, Ssa
+from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.lookup import permuted
 from castiron.emitter.kernels.mlir.vector_math import tree
-from castiron.emitter.kernels.weights.packing import LANES, layout
+from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.records import CACHE_LINE, GroupCodes, Records
 
-AHEAD_BYTES = 5 << 10  # distance of prefetched weights
 BATCH = 32  # sets of row blocks whose totals (4 KB) stay on the stack if x is prepared in parts
 X_BYTES = STACK_BYTES - (4 << 10)
-# Bytes of weights of a workgroup. Each workgroup has to prepare x and starts without prefetched weights, so small weights
-# have one workgroup per thread. Larger weights have up to PARTS per thread, because threads may start late.
-MIN_BYTES, ENOUGH_BYTES = 16 << 10, 1 << 20
-
-
-@dataclass(frozen=True)
-class GemvTiles(Tiles):
-    """The tile sizes of `Gemv`. A record is the packed bytes of one codec block of each of 16 rows.
-
-    together: number of 16-row blocks that are multiplied together and share loads of x; at most 2
-        with a GLU.
-    chains: number of independent accumulators for each row of the weight.
-    ahead: number of records between the record that is multiplied and the one that is prefetched.
-    unroll: number of records that one loop iteration multiplies, for a float codec. Such a record
-        has one element (bf16: two elements) of each of 16 rows.
-    """
-
-    together: int = 2
-    chains: int = 2
-    ahead: int = 16
-    unroll: int = 4
-
-    def fit(self, matmul: Matmul) -> bool:
-        return self.together <= 2 or not matmul.glu
-
-    @classmethod
-    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        """Return the default tiles; with experts, at most about two workgroups per thread."""
-        blocks, records, size = matmul.weight_shape
-        nbytes, codec = blocks * records * size, matmul.format
-        workgroups = threads * max(1, min(PARTS, nbytes // (threads * ENOUGH_BYTES)))
-        workgroups = min(workgroups, max(1, nbytes // MIN_BYTES), -(-blocks // 2))
-        if matmul.experts:
-            workgroups = min(workgroups, -(-2 * threads // matmul.tokens))
-        ahead = 16 if codec.block == 32 else -(-AHEAD_BYTES // size)
-        if isa.canonical:
-            return cls(2 if matmul.glu or not isa.roomy else 4, 1, ahead, workgroups=workgroups)
-        if is_summed_by_tables(codec, isa):
-            return cls(2, 2, ahead, workgroups=workgroups)
-        # Two row blocks overflow the registers for K-quants, which have two levels of scales, and for all codecs on NEON.
-        together = 1 if layout(codec).groups > 1 or (codec.quantised and isa.lanes < 8) else 2
-        chains = {("q4_k", 8): 3}.get((codec.name, isa.lanes), 4 if isa.lanes == LANES else 2)
-        return cls(together, chains, ahead, workgroups=workgroups)
 
 
 class Gemv:

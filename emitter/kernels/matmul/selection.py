@@ -12,7 +12,8 @@ from castiron.emitter.kernels.matmul.gemm import Gemm, GemmCanonical, GemmCanoni
 from castiron.emitter.kernels.matmul.gemm_bf16 import GemmBf16, GemmBf16Tiles
 from castiron.emitter.kernels.matmul.gemm_int8 import GemmInt8, GemmInt8Tiles, SmallBatchInt8, SmallBatchInt8Tiles
 from castiron.emitter.kernels.matmul.gemm_matrix import GemmMatrix, GemmMatrixTiles
-from castiron.emitter.kernels.matmul.gemv import Gemv, GemvTiles
+from castiron.emitter.kernels.matmul.gemv import Gemv
+from castiron.emitter.kernels.matmul.gemv_tiles import GemvTiles
 from castiron.emitter.kernels.matmul.small_batch import SmallBatch, SmallBatchTiles
 from castiron.emitter.kernels.matmul.sum_tables import additions, is_summed_by_tables
 from castiron.emitter.kernels.matmul.tiles import Tiles
