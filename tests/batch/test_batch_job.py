@@ -188,8 +188,8 @@ BAD_ROWS = [
     ("[" * 100_000, "not JSON"), ({"id": 2}, "no messages and no prompt"), ({"prompt": 7}, "must be text"),
     ({"prompt": []}, "must be text"), ({"prompt": [999]}, "vocabulary"), ({"messages": ["x"]}, "objects with role"),
     ({"prompt": "a", "messages": [{"role": "user"}]}, "messages and prompt"), ({"prompt": "x" * 500}, "126"),
-    ({"prompt": "\ud800"}, "UTF-8"), ({"messages": [{"role": "user", "content": 5}]}, "messages.0: role"),
-    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0: role"),
+    ({"prompt": "\ud800"}, "UTF-8"), ({"messages": [{"role": "user", "content": 5}]}, "messages.0: content must be"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0: content must be"),
 ]  # fmt: skip
 # Invalid rows in OpenAI's format.
 BAD_REQUESTS = [

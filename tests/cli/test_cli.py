@@ -275,12 +275,14 @@ def test_run_imports_only_the_modules_that_it_uses(bundle):
     assert done.stdout.splitlines()[-1] == "0 []", done.stdout + done.stderr
 
 
-def test_the_readme_names_every_family_and_format():
+def test_the_pages_name_every_family_and_format():
     families = {path.stem for path in Path(models.__file__).parent.glob("*.py") if "\ndef forward(" in path.read_text()}
     assert set(models.FAMILIES) | set(models.ENCODERS) == families
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    types = {codec.upper() for codec in CODEC_OF_GGML_TYPE.values()}
-    assert families | set(TEXT_PARTS) | types <= set(re.findall(r"[\w-]+", readme))
+    readme, page = (
+        Path(__file__).parents[2].joinpath(name).read_text(encoding="utf-8") for name in ("README.md", "docs/models.md")
+    )
+    assert families | set(TEXT_PARTS) <= set(re.findall(r"[\w-]+", readme))
+    assert {codec.upper() for codec in CODEC_OF_GGML_TYPE.values()} <= set(re.findall(r"\w+", page))
 
 
 def test_list_names_the_models_of_the_catalogue(capsys):
