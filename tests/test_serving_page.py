@@ -174,7 +174,9 @@ def test_the_image_is_built_and_answers(packed, tmp_path):
     with serving.running([*read_only(image), *run], tmp_path / "log", environment) as server:
         healthy = [image / "venv/bin" / check[0], *(word.replace("http://127.0.0.1:8000", server.url) for word in check[1:])]
         assert subprocess.run(healthy, env=environment, capture_output=True).returncode == 0
-        status, _, answer = ask(server.url, "/v1/chat/completions", {"messages": serving.MESSAGES, "max_tokens": 3})
+        status, _, answer = ask(
+            server.url, "/v1/chat/completions", {"messages": serving.MESSAGES, "max_tokens": 3, "ignore_eos": True}
+        )
         assert status == 200 and answer["usage"]["completion_tokens"] == 3
         server.process.kill()
         server.process.wait()

@@ -48,8 +48,6 @@ OPEN_PATHS = ("/", "/health", "/ping", *PATHS)
 # Ollama's paths that change the models of a server.
 MANAGEMENT = ("/api/pull", "/api/push", "/api/create", "/api/copy")
 NO_MANAGEMENT = "this server cannot add, change or delete models; start it with the models: castiron serve MODEL [MODEL ...]"
-# No schema: readers of the document differ in whether it describes an event or the text of all events.
-STREAM: dict[int, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
 def page(name: str = HOME) -> Response:
@@ -75,7 +73,8 @@ def _add_posts(app: FastAPI) -> None:
         object. `answer`: schema of the response, for the OpenAPI document. `stream`: whether the
         endpoint can stream its response. `media_type`: content type of the stream.
         """
-        streams = {200: openapi.content(media_type)} if stream else {}
+        # No schema: readers of the document differ in whether it describes an event or the text of all events.
+        streams: dict[int | str, dict[str, Any]] = {200: {"content": {media_type: {}}}} if stream else {}
 
         def add(handler: Callable[[ModelApi, Any, Exchange], Any]) -> None:
             async def endpoint(request: Request, body) -> Response:

@@ -113,7 +113,9 @@ def test_an_interrupted_fetch_leaves_nothing(toy, cache, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "get_file", half)
-        with pytest.raises(PipelineError, match="^cannot fetch memory://broken.castiron: the network went away$"):
+        with pytest.raises(
+            PipelineError, match="^cannot fetch memory://broken.castiron: the network went away; check the URL$"
+        ):
             bundle_at("memory://broken.castiron")
     assert fetched(cache) == []
     assert bundle_at("memory://broken.castiron").manifest.name
