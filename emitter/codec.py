@@ -81,6 +81,9 @@ class Codec:
         return bool(self.offset or self.minimum)
 
     def split(self, blocks: np.ndarray) -> Parts:
-        """Return the parts of blocks [n, block_bytes] u8; the codec must be quantised."""
+        """Return the codes, scales and minima in the bytes of n blocks.
+
+        blocks: u8 [n, block_bytes]. The codec must be quantised.
+        """
         assert self.splitter is not None, f"{self.name} has no blocks"
         return self.splitter(blocks)

@@ -287,7 +287,7 @@ class Session:
 
     @property
     def settled(self) -> bool:
-        """Return whether all rows in ring buffers belong to tokens that no rewind removed."""
+        """Return whether no ring buffer has rows of tokens that a rewind has removed."""
         return all(state.settled(self.position) for state in self._states)
 
     @exclusive

@@ -46,9 +46,9 @@ class Positional:
         self.array[:, :position] = rows[:, :position]
 
     def save(self, now: int, ahead: int) -> Saved | None:
-        """Return the data that `restore` needs to return to `now` after `ahead` more tokens.
+        """Return a copy of what `restore` needs, or None if it needs nothing.
 
-        The data are a copy. They are None if `restore` needs no data.
+        `restore` will return to the present position `now` after `ahead` more tokens.
         """
         return None if self.can_return(now + ahead, now) else (self.rows(now).copy(), self.furthest)
 

@@ -33,10 +33,11 @@ def tile_rows(rows: int) -> int:
 
 
 def split_type(rows: int, in_features: int, count: int) -> TensorType:
-    """Return the type of the result y of the kernel `split_x`: i32 [count, tiles, steps, rows, 16].
+    """Return the type of the result of `split_x`, i32 [count, tiles, steps, rows of a tile, 16].
 
-    A tile has up to 16 rows of x. A step is 32 elements of in_features; each i32 has two of them as
-    bf16. count: number of bf16 for each element of x.
+    The kernel `split_x` splits each element of x into `count` bf16, whose sum is the element. x has
+    `rows` rows, and a tile has min(rows, 16) of them. A step is 32 consecutive elements of a row,
+    stored as 16 i32 with two bf16 each.
     """
     tile = tile_rows(rows)
     return TensorType((count, -(-rows // tile), -(-in_features // DEPTH), tile, HALF), I32)

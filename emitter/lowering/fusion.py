@@ -57,7 +57,10 @@ class _Heads:
 
 
 class _Uses:
-    """The producer and the uses of each value of a function, and the fusions found so far."""
+    """A record of which operations compute and use each value of a function.
+
+    It also has the fusions that have been found.
+    """
 
     def __init__(self, function: Graph) -> None:
         self.producer = {value: op for op in function.ops for value in op.results}

@@ -47,7 +47,7 @@ class Stored:
         blocks, groups = inner // codec.block, inner // codec.group
 
         def split(raw: np.ndarray) -> dict[str, np.ndarray]:
-            """Return the parts that `Parts` has by name, as numbers."""
+            """Decode codec blocks `raw`, u8, to numeric arrays by field name of `Parts`."""
             parts = numbers(codec, codec.split(raw.reshape(-1, codec.block_bytes)))
             return {name: part for name, part in vars(parts).items() if part is not None}
 

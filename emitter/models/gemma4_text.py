@@ -219,8 +219,9 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def layer_embeddings(step: Step, c: Config, x: Value) -> list[Value | None]:
-    """Return each layer's own embedding of the tokens, [T, per_layer], or None if layers have none.
+    """Return a list with each layer's own embedding of the tokens, [T, per_layer].
 
+    Its elements are None if the model has no such embeddings.
     The embedding is (embedding of the token + projection of x) / sqrt(2). x: [T, hidden].
     """
     if not c.per_layer:

@@ -66,7 +66,7 @@ class BlocksReply(Reply):
 
     @abstractmethod
     def close(self, block: Block) -> Iterable[dict]:
-        """Yield the events that end `block`; `self.end` is set if the answer ends too."""
+        """Yield the events that end `block`; `self.end` is already set if it is the last block."""
 
     def extend(self, index: int, delta: Delta, end: Finished | None) -> Iterable[dict]:
         self._tokens += delta.tokens

@@ -37,7 +37,8 @@ class Record:
 
     index: number of the record in the input, from 0.
     fields: values by column name; empty if the record cannot be parsed.
-    own: the columns to copy to the output: `fields`, or for Parquet an Arrow stream in base64.
+    own: the record's columns, which are copied to the output. For Parquet they are an Arrow stream
+        in base64, otherwise they are `fields`.
     source: the record's bytes in the input, from which `key` is computed.
     is_openai: whether the record is in OpenAI's format. A record that cannot be parsed gets the
         format of the record before it.
@@ -233,8 +234,8 @@ class Conversion:
     def key(self, record: Record) -> str:
         """Return a hash of the record, the model and the options, as 32 hex digits.
 
-        The hash includes the record's index in two cases. If the answer is sampled, equal records
-        then get different answers. If the record is invalid, its error message has the line number.
+        The hash includes the record's index if the answer is sampled, so that equal records get
+        different answers, and if the record is invalid, because the error has its line number.
         """
         numbered = record.error is not None or self._format(record).samples(record)
         return hashlib.sha256(self.identity + (b"%d " % record.index if numbered else b"") + record.source).hexdigest()[:32]

@@ -51,12 +51,12 @@ class Stored:
         turned: bool = False,
         order: np.ndarray | None = None,
     ) -> tuple[Tensor, ...]:
-        """Return the weight [out, in], and with `order` the tensor of it, f32 [in].
+        """Return the weight [out, in]. If `order` is given, also return it as a tensor, f32 [in].
 
         kind: kind of codes in `scaled_codecs`. codes: returns stored codes u8 [out, in]. scales: a
-        tensor with a scale for each group or block; zeros: returns zero points i8 of the same shape.
-        turned: whether scales and zeros are [groups, out] instead of [out, groups]. order: the
-        stored column at each column of the weight.
+        tensor with a scale for each group or block. zeros: returns zero points i8 of the same
+        shape. turned: whether scales and zeros are [groups, out] instead of [out, groups]. order:
+        column order[i] of the codes becomes column i of the weight.
         """
         found = scales.shape[::-1] if turned else scales.shape
         rows, columns = self._group(found, shape)
@@ -82,9 +82,10 @@ class Stored:
         return weight, Tensor(name, (shape[1],), "f32", scales.source, lambda: order.astype("<f4").view(np.uint8))
 
     def order(self, part: str, inner: int, groups: int) -> np.ndarray | None:
-        """Return the columns in the order of their groups; None if that is the stored order.
+        """Return the indices of the columns, sorted by the columns' groups.
 
-        part: name of the tensor with the group of each of `inner` columns, which may be absent.
+        The result is None if the columns are already sorted, or if the tensor `part` is absent.
+        part: name of the tensor that has the group of each column. inner: number of columns.
         """
         if (tensor := self.parts.get(part)) is None:
             return None

@@ -41,12 +41,14 @@ class PrefixStore:
         known = store.take(session, prompt)
         session.prefill(prompt[known:], progress=lambda *_: store.offer(session, prompt))
 
-    Here "state" means all states (KV cache) of a sequence after its first tokens. A chunk is a full
-    call of the widest prefill function, and a stored state ends after a complete chunk. So a run
-    that continues from it makes the same calls as a run from the start, and its logits are equal to
-    the last bit. A new state has at least `MIN_CHUNKS` chunks and `min_tokens` tokens, and at least
-    half of its chunks are in no other state. The state of a recurrent model cannot be cut to its
-    first tokens, so another state is written at the position where two prompts diverge. If the
+    Here a state is the KV cache and any recurrent states of a sequence after its first tokens. A
+    chunk is the tokens of one full call of the widest prefill function. A stored state ends after a
+    complete chunk. So a run that continues from it makes the same calls as a run from the start,
+    and its logits have the same bits.
+
+    A state is stored only if it has at least `MIN_CHUNKS` chunks and `min_tokens` tokens, and if at
+    least half of its chunks are in no other state. The state of a recurrent model cannot be cut to
+    its first tokens, so another state is written at the position where two prompts diverge. If the
     states in `directory` exceed `max_bytes`, the least recently used ones are removed. A state that
     cannot be read or written is reported on stderr.
     """

@@ -218,7 +218,10 @@ def measure(
 
 
 class Castiron:
-    """castiron's engine, with the methods that `serve_engine` calls, as in `reference.peers`."""
+    """castiron's engine with the methods that `serve_engine` calls.
+
+    The other engines, in `reference.peers`, have the same methods.
+    """
 
     def __init__(self, model: str, threads: int, context: int):
         from castiron.vmfb.bundle import open_bundle

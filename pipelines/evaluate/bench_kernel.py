@@ -104,7 +104,7 @@ def kernel_run(
 def measure(run: KernelRun, rounds: int, machine: Any, progress: Progress) -> dict[str, Any]:
     """Return the measurements of a kernel, as --json prints them.
 
-    machine: a `Machine`, whose limits are measured after each round.
+    machine: a `Machine`, whose read bandwidth and peak arithmetic are measured after each round.
     """
     kernel, settings, position = run.kernel, run.settings, run.position
     threads, codec = settings["threads"], settings["codec"]

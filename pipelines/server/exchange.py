@@ -60,7 +60,7 @@ class Exchange:
 
 
 def exchange_of(scope: Scope) -> Exchange:
-    """Return the exchange that `App` stored in the ASGI scope of its request."""
+    """Return the `Exchange` of an HTTP request, which `App` stored in the request's ASGI scope."""
     return scope["state"]["exchange"]
 
 
@@ -142,8 +142,9 @@ class EventStream(Response):
     """A response that streams the events of a job, as server-sent events or as lines of JSON.
 
     If the JSON object of a server-sent event has a field `type`, its value is also the name of the
-    event. The status is sent with the first event, or, of server-sent events, with a comment after
-    KEEP_ALIVE seconds. A request that fails before that gets an ordinary error response.
+    event. The HTTP status is sent with the first event. If there is no event for KEEP_ALIVE
+    seconds, a stream of server-sent events sends the status with a comment. A request that fails
+    before the status is sent gets an ordinary error response.
     """
 
     def __init__(self, job: Job):

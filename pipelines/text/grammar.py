@@ -234,7 +234,10 @@ class Grammars:
         return Grammar(self, matcher, BASE_BYTES + BYTES_EACH * len(definition), calls=kind == "tools")
 
     async def compile_async(self, **given: Any) -> Grammar:
-        """Run `compile` in another thread; cancelling the coroutine kills the child process."""
+        """Run `compile` in another thread.
+
+        The work of `compile` is done in a child process. Cancelling the coroutine kills it.
+        """
         queued = self._thread.submit(self.compile, **given)
         work = asyncio.wrap_future(queued)
         # Read the exception, so that asyncio does not log the error of a cancelled request.

@@ -217,9 +217,9 @@ class Workgroup:
     def touch(self, base: Ssa, row: Index, at: Index, lines: range) -> None:
         """Emit code that loads one word of each cache line in `lines` of a KV cache, as a prefetch.
 
-        base: address of the cache. row: row of a position in the layer. Only the bytes of this
-        workgroup's kv heads are prefetched: they are numbered without gaps, from position `row` on.
-        Line n of `lines` is the cache line with byte at + n * LINE_BYTES in this numbering.
+        The code reads only the bytes of this workgroup's kv heads. These bytes are counted from row
+        `row` of the layer on, and those of other heads are skipped. Line n contains the byte that
+        has number at + n * LINE_BYTES. base: address of the cache.
         """
         b, row_bytes = self.b, self.row_bytes
         segment, size = self.shape.per * row_bytes, self.layout.kv_heads * row_bytes

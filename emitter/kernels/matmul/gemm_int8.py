@@ -148,12 +148,14 @@ class Step:
     def add(self, sums: Sequence[Ssa], rows: Sequence[Index], unit: Index, quads: Quads, sides: Sides) -> list[Ssa]:
         """Return the f32 vectors `sums` plus the dot products of step number `unit`.
 
-        An output is a row of the weight; a vector of outputs has one output in each lane.
-        sums: for each row of x one vector for each vector of outputs, row by row.
+        A step is 32 elements of in_features. An output is a row of the weight. A vector of outputs
+        has one output in each lane.
+        sums: flat list of [rows of x][vectors of outputs].
         rows: indices of the rows of x.
-        quads(q): returns the codes of the step from number 4 q on, for each vector of outputs, in
-            the form that `Dot.code` takes.
-        sides: for each codec group of the step, a (scale, base) for each vector of outputs.
+        quads(q): returns a list for each vector of outputs. It has the codes of the step from
+            number 4 q on, in the form that `Dot.code` takes.
+        sides: (scale, base) as [codec groups of the step][vectors of outputs]. A weight is
+            scale * code + base.
         """
         b, vectors = self.b, len(sides[0])
         groups = [self._dots(rows, unit, part, quads, vectors) for part in range(self.parts)]

@@ -209,9 +209,9 @@ class SmallBatch:
     def _float_tile(self, sides: list, token: Index, rows: int) -> None:
         """Emit code that computes the dot products of one tile and stores them, for a float codec.
 
-        The tile has tokens token .. token + rows - 1 and the vectors of weight rows `sides`. Each
-        vector is given as (16-row block, number of the vector in the block, first column in the
-        sums).
+        The tile has `rows` tokens, from number `token` on. sides: the vectors of weight rows in the
+        tile. Each is given as (index of a 16-row block, index of the vector in this block, column
+        of the vector's first row in `self.sums`). `self.sums` has a row for each token.
         """
         b, elements, unroll = self.b, self.layout.elements, self.tiles.unroll
         full, rest = divmod(self.in_features, elements)

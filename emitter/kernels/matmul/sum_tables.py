@@ -26,7 +26,7 @@ MAX_BITS = {4: 0, 8: 1, 16: 2}
 
 
 def is_summed_by_tables(codec: Codec, isa: Isa) -> bool:
-    """Return whether the GEMV of a codec reads tables of sums instead of multiplying x by codes."""
+    """Return whether the GEMV of a codec looks up sums of x in tables, and multiplies no codes."""
     return 0 < codec.bits <= MAX_BITS[isa.lanes] and not isa.canonical
 
 

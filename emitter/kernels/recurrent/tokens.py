@@ -103,9 +103,10 @@ class Tokens:
         return Share(unit, b.add(b.mul(row, self.layers // self.count), layer), row, end, after)
 
     def real(self, layer: int, given: dict[str, np.ndarray]) -> Iterator[tuple[int, range]]:
-        """Yield (index in dimension 0 of the state, rows without padding) of each active sequence.
+        """Yield (index in dimension 0 of the states, range of rows of x) of each active sequence.
 
-        The function is for NumPy references. given: the kernel's operands, by name.
+        The rows are those without padding. The function is for NumPy references. layer: layer of
+        the model. given: the kernel's operands, by name.
         """
         if not self.batch:
             yield layer, range(int(given.get("length", self.count)))

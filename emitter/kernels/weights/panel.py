@@ -48,7 +48,10 @@ class Decoded:
             self.at = unit, 0
 
     def weight(self, k: int, v: int) -> Ssa:
-        """Return the f32 weights of element `k` of the unit, for vector `v` of the block's rows."""
+        """Return the weights in element `k` of the unit, f32 [lanes], with one row in each lane.
+
+        The 16 rows of the block are several vectors of rows; `v` is the index of one.
+        """
         b, records = self.records.b, self.records
         if not records.codec.quantised:
             if v not in self._elements:
