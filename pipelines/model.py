@@ -254,7 +254,7 @@ class Model:
         for text in texts:
             ids = list(self._encode(prompt + text if prompt and isinstance(text, str) else text))
             if not 1 <= len(ids) <= max_tokens:
-                raise PipelineError(f"the text has {len(ids)} tokens; give 1 to {max_tokens} to embed it")
+                raise PipelineError(f"the text has {len(ids)} tokens; a text to embed must have 1 to {max_tokens}")
             with engine.exclusive() as scheduler:
                 self._reader = self._reader or Session(scheduler.batch.slots[0].program)
                 move_to(self._reader, 0)

