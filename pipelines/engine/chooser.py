@@ -72,6 +72,7 @@ class TokenFilter:
         """
         self.left, self.stop_tokens = min_tokens, frozenset(stop_tokens)
         self.allowed = None if allowed is None else frozenset(allowed)
+        self._allowed_ids = [*(self.allowed or ())]  # as an index, made once
         self.forbidden = [(tuple(tokens[:-1]), tokens[-1]) for tokens in forbidden]
         self._memory = max((len(before) for before, _ in self.forbidden), default=0)
         # The last tokens of the text, as many as `forbidden` needs.
@@ -92,7 +93,7 @@ class TokenFilter:
         found = logits.copy()
         if self.allowed is not None:
             found[:] = -np.inf
-            found[list(self.allowed)] = logits[list(self.allowed)]
+            found[self._allowed_ids] = logits[self._allowed_ids]
         found[list(self._excluded())] = -np.inf
         if found.max() == -np.inf:
             raise ConstraintError("no token is allowed: allowed_token_ids, bad_words and min_tokens exclude all; change them")

@@ -226,7 +226,7 @@ class Tokenizer:
     @cached_property
     def vocabulary(self) -> list[bytes]:
         """The bytes of every token of the model, by id; empty for unused ids."""
-        return list(map(TokenBytes(self.backend), range(self.vocab)))
+        return list(map(self.token_bytes, range(self.vocab)))
 
     @cached_property
     def grammars(self) -> Grammars:

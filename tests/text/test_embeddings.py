@@ -58,7 +58,7 @@ def test_embedding_does_not_change_answers(embedding, reference):
 
 def test_rejects_texts_that_cannot_be_embedded(embedding, tmp_path):
     model, _ = embedding
-    for text, why in (("", "0 tokens"), ("x" * 121, "121 tokens; give 1 to 120"), ([999], "vocabulary")):
+    for text, why in (("", "0 tokens"), ("x" * 121, "121 tokens; a text to embed must have 1 to 120"), ([999], "vocabulary")):
         with pytest.raises(PipelineError, match=why):
             model.embed([text])
     with pytest.raises(PipelineError, match="unknown pooling: 'max'; use mean or last"):
