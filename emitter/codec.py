@@ -10,14 +10,15 @@ import numpy as np
 class Parts:
     """The unpacked parts of n quantised blocks.
 
-    There are two levels as in ggml: blocks, and groups in them.
-    An element is d * scale * code plus or minus (`Codec.minimum`) m * minimum.
+    A block consists of groups, as in ggml. The value of an element is
+    d * scale * code + `Codec.minimum` * m * minimum, where `Codec.minimum` is +1, -1 or 0.
 
     Attributes:
         codes: [n, block] i8.
-        d, m: the factors of a block, [n] f16; d is [n] u8 if the codec has `exponents`, [n] f32
-            for codecs that multiply it by a constant or store it so, and [n] u16 for codecs that
-            store it as bf16; m is None if the codec has no minima, and [n] i8 if it has `zeros`.
+        d: the scale of each block, [n]. It is f16 or f32, or u16 with the bits of a bf16. If the
+            codec has `exponents`, it is u8, the exponent e of the scale 2^(e - 128).
+        m: the factor of each block's minima, [n] f16, or None if the codec has no minima. If the
+            codec has `zeros`, it is the block's zero point, [n] i8, and d * m is the factor.
         scales, minima: the factors of a group, [n, groups] u8 or i8; None means 1. If the codec has
             `small_floats`, scales are the exponents and mantissas of f16, shifted right by 7 bits.
     """

@@ -14,10 +14,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from castiron.emitter.codec import Codec as Codec
-from castiron.emitter.codec import Parts as Parts
+from castiron.emitter.codec import Codec, Parts
 from castiron.emitter.iq_blocks import SPLITTERS
-from castiron.emitter.scaled_codecs import E4M3, SCALED
+from castiron.emitter.scaled_codecs import E4M3, SCALED, nibbles, splitter
 from castiron.emitter.types import BF16, DTYPES, to_f32
 
 _ROWS_AT_ONCE_BYTES = 1 << 22  # limit for temporary arrays, without the result
@@ -30,12 +29,6 @@ def rows_at_once(bytes_of_a_row: int) -> int:
 
 def _f16(columns: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(columns).view("<f2")[:, 0]
-
-
-def _nibbles(columns: np.ndarray, run: int) -> np.ndarray:
-    """Unpack bytes [n, b] to codes [n, 2b]: low nibbles of each `run` bytes, then high nibbles."""
-    runs = columns.reshape(len(columns), -1, 1, run)
-    return np.concatenate([runs & 15, runs >> 4], axis=2).reshape(len(columns), -1)
 
 
 def _bit_plane(columns: np.ndarray, run: int, bits: int) -> np.ndarray:
@@ -60,16 +53,12 @@ def _split_32(bits: int, offset: int) -> Callable[[np.ndarray], Parts]:
 
     def split(b: np.ndarray) -> Parts:
         start = 2 if offset else 4
-        codes = _nibbles(b[:, -16:], 16)
+        codes = nibbles(b[:, -16:], 16)
         if bits == 5:  # bit k of a little-endian word is the fifth bit of code k
             codes |= np.unpackbits(b[:, start : start + 4], axis=1, bitorder="little") << 4
         return Parts(_signed(codes, offset), _f16(b[:, :2]), None if offset else _f16(b[:, 2:4]))
 
     return split
-
-
-def _split_q8_0(b: np.ndarray) -> Parts:
-    return Parts(np.ascontiguousarray(b[:, 2:]).view(np.int8), _f16(b[:, :2]))
 
 
 def _six_bit_scales(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -82,7 +71,7 @@ def _six_bit_scales(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _split_q45_k(bits: int) -> Callable[[np.ndarray], Parts]:
     def split(b: np.ndarray) -> Parts:
-        codes = _nibbles(b[:, -128:], 32)
+        codes = nibbles(b[:, -128:], 32)
         if bits == 5:
             codes |= _bit_plane(b[:, 16:48], 32, 1) << 4
         return Parts(_signed(codes, 0), _f16(b[:, :2]), _f16(b[:, 2:4]), *_six_bit_scales(b[:, 4:16]))
@@ -91,7 +80,7 @@ def _split_q45_k(bits: int) -> Callable[[np.ndarray], Parts]:
 
 
 def _split_q6_k(b: np.ndarray) -> Parts:
-    codes = _nibbles(b[:, :128], 64) | _bit_plane(b[:, 128:192], 32, 2) << 4
+    codes = nibbles(b[:, :128], 64) | _bit_plane(b[:, 128:192], 32, 2) << 4
     return Parts(_signed(codes, 32), _f16(b[:, 208:]), scales=np.ascontiguousarray(b[:, 192:208]).view(np.int8))
 
 
@@ -102,7 +91,7 @@ def _split_q2_k(b: np.ndarray) -> Parts:
 
 def _split_q3_k(b: np.ndarray) -> Parts:
     codes = _bit_plane(b[:, 32:96], 32, 2) | _bit_plane(b[:, :32], 32, 1) << 2
-    scales = _nibbles(b[:, 96:104], 8) | _bit_plane(b[:, 104:108], 4, 2) << 4
+    scales = nibbles(b[:, 96:104], 8) | _bit_plane(b[:, 104:108], 4, 2) << 4
     return Parts(_signed(codes, 4), _f16(b[:, 108:]), scales=_signed(scales, 32))
 
 
@@ -111,18 +100,18 @@ def _in_table(table: tuple[int, ...], indices: np.ndarray) -> np.ndarray:
 
 
 def _split_iq4_nl(b: np.ndarray) -> Parts:
-    return Parts(_in_table(IQ4, _nibbles(b[:, 2:], 16)), _f16(b[:, :2]))
+    return Parts(_in_table(IQ4, nibbles(b[:, 2:], 16)), _f16(b[:, :2]))
 
 
 def _split_iq4_xs(b: np.ndarray) -> Parts:
     high = np.ascontiguousarray(b[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     low = np.stack([b[:, 4:8] & 15, b[:, 4:8] >> 4], axis=2).reshape(len(b), 8)
     scales = _signed(low | high.astype(np.uint8) << 4, 32)
-    return Parts(_in_table(IQ4, _nibbles(b[:, 8:], 16)), _f16(b[:, :2]), scales=scales)
+    return Parts(_in_table(IQ4, nibbles(b[:, 8:], 16)), _f16(b[:, :2]), scales=scales)
 
 
 def _split_mxfp4(b: np.ndarray) -> Parts:
-    return Parts(_in_table(E2M1, _nibbles(b[:, 1:], 16)), np.ascontiguousarray(b[:, 0]))
+    return Parts(_in_table(E2M1, nibbles(b[:, 1:], 16)), np.ascontiguousarray(b[:, 0]))
 
 
 @np.errstate(over="ignore", invalid="ignore")  # `finite.are_finite` finds such scales
@@ -134,7 +123,7 @@ def _split_nvfp4(b: np.ndarray) -> Parts:
     d = np.full(len(b), 128, np.float32)
     if b.shape[1] > 36:
         d *= np.ascontiguousarray(b[:, 36:]).view("<f4")[:, 0]
-    return Parts(_in_table(E2M1, _nibbles(b[:, 4:36], 8)), d, scales=scales)
+    return Parts(_in_table(E2M1, nibbles(b[:, 4:36], 8)), d, scales=scales)
 
 
 def with_scale(raw: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -153,14 +142,6 @@ def _split_q1_0(b: np.ndarray) -> Parts:
 
 def _split_q2_0(b: np.ndarray) -> Parts:
     return Parts(_signed(_bit_plane(b[:, 2:], 1, 2), 1), _f16(b[:, :2]))
-
-
-def _split_iq(name: str) -> Callable[[np.ndarray], Parts]:
-    def split(b: np.ndarray) -> Parts:
-        codes, d, scales = SPLITTERS[name](b)
-        return Parts(codes, d, scales=scales)
-
-    return split
 
 
 def _ternary(columns: np.ndarray, digits: int) -> np.ndarray:
@@ -202,7 +183,7 @@ CODECS: dict[str, Codec] = {
         Codec("q4_1", 32, 20, _split_32(4, 0), bits=4, group=32, minimum=+1),
         Codec("q5_0", 32, 22, _split_32(5, 16), bits=5, offset=16, group=32),
         Codec("q5_1", 32, 24, _split_32(5, 0), bits=5, group=32, minimum=+1),
-        Codec("q8_0", 32, 34, _split_q8_0, bits=8, group=32),
+        Codec("q8_0", 32, 34, splitter(8, 0, "f16", zeros=False), bits=8, group=32),
         Codec("q4_k", 256, 144, _split_q45_k(4), bits=4, group=32, minimum=-1),
         Codec("q5_k", 256, 176, _split_q45_k(5), bits=5, group=32, minimum=-1),
         Codec("q6_k", 256, 210, _split_q6_k, bits=6, offset=32, group=16),
@@ -218,13 +199,13 @@ CODECS: dict[str, Codec] = {
         Codec("q2_0", 64, 18, _split_q2_0, bits=2, offset=1, group=32),
         # The codes of IQ types are stored as values, because looking up vectors of a grid would take longer than
         # reading the additional bits.
-        Codec("iq1_s", 256, 50, _split_iq("iq1_s"), bits=3, group=32, table=IQ1),
-        Codec("iq1_m", 256, 56, _split_iq("iq1_m"), bits=3, group=16, table=IQ1),
-        Codec("iq2_xxs", 256, 66, _split_iq("iq2_xxs"), bits=3, group=32, table=IQ2),
-        Codec("iq2_xs", 256, 74, _split_iq("iq2_xs"), bits=3, group=16, table=IQ2),
-        Codec("iq2_s", 256, 82, _split_iq("iq2_s"), bits=3, group=16, table=IQ2),
-        Codec("iq3_xxs", 256, 98, _split_iq("iq3_xxs"), bits=4, group=32, table=IQ3_XXS),
-        Codec("iq3_s", 256, 110, _split_iq("iq3_s"), bits=4, group=32, table=IQ3_S),
+        Codec("iq1_s", 256, 50, SPLITTERS["iq1_s"], bits=3, group=32, table=IQ1),
+        Codec("iq1_m", 256, 56, SPLITTERS["iq1_m"], bits=3, group=16, table=IQ1),
+        Codec("iq2_xxs", 256, 66, SPLITTERS["iq2_xxs"], bits=3, group=32, table=IQ2),
+        Codec("iq2_xs", 256, 74, SPLITTERS["iq2_xs"], bits=3, group=16, table=IQ2),
+        Codec("iq2_s", 256, 82, SPLITTERS["iq2_s"], bits=3, group=16, table=IQ2),
+        Codec("iq3_xxs", 256, 98, SPLITTERS["iq3_xxs"], bits=4, group=32, table=IQ3_XXS),
+        Codec("iq3_s", 256, 110, SPLITTERS["iq3_s"], bits=4, group=32, table=IQ3_S),
         # Ternary codes, packed as 2 bits.
         Codec("tq1_0", 256, 54, _split_tq1_0, bits=2, offset=1, group=32),
         Codec("tq2_0", 256, 66, _split_tq2_0, bits=2, offset=1, group=32),
@@ -271,7 +252,11 @@ def powers_of_two(exponents: np.ndarray) -> np.ndarray:
 
 
 def numbers(codec: Codec, parts: Parts) -> Parts:
-    """Return parts of blocks as numbers: f16, f32, u8 or i8 whose value is that of the part."""
+    """Return `parts` with arrays that can be multiplied as they are, in f16, f32, u8 or i8.
+
+    Scales stored as exponents, bf16 or E4M3 become floats, a zero point m becomes d * m, and codes
+    become their values.
+    """
     d, m, scales, codes = parts.d, parts.m, parts.scales, parts.codes
     if codec.exponents:
         d = powers_of_two(d)

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from castiron.emitter.codecs import Codec, codec_of, rows_at_once, values
+from castiron.emitter.codec import Codec
+from castiron.emitter.codecs import codec_of, rows_at_once, values
 
 # _EXPONENTS: the exponent bits, all set in infinities and NaN. _HALVES: byte offsets of the f16 numbers in a block, if
 # they are its only floats.

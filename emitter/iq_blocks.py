@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from castiron.emitter.codec import Parts
+
 _LEVELS = {
     "iq1_s": (-1, 0, 1),
     "iq2_xxs": (8, 25, 43),
@@ -21,9 +23,6 @@ _LEVELS = {
     "iq3_s": (1, 3, 5, 7, 9, 11, 13, 15),
 }
 _BITS = {3: 2, 8: 4}  # by number of levels
-
-# Codes i8 [n, 256], d f32 [n], and scales i8 [n, groups] of n blocks: an element is d * scale * code.
-Split = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @cache
@@ -41,12 +40,18 @@ def _entries(name: str, indices: np.ndarray) -> np.ndarray:
 
 
 def _signed(codes: np.ndarray, signs: np.ndarray) -> np.ndarray:
-    """Return codes [n, 256] with the signs of bits [n, 32] u8; a one is a minus."""
+    """Return codes [n, 256], negated where a bit of `signs` is 1.
+
+    signs: u8 [n, 32]. Bit i of byte j, counted from the lowest bit, belongs to code 8 * j + i.
+    """
     return np.where(np.unpackbits(signs, axis=1, bitorder="little"), -codes, codes)
 
 
 def _eight_signs(seven: np.ndarray) -> np.ndarray:
-    """Return eight sign bits of seven: the number of minuses is even."""
+    """Return bytes with eight sign bits each, from numbers whose low seven bits are signs.
+
+    ggml stores no eighth sign: it is 1 if the number of ones in the other seven is odd.
+    """
     seven = seven & 127
     return (seven | (np.bitwise_count(seven) & 1) << 7).astype(np.uint8)
 
@@ -74,54 +79,60 @@ def _with_high(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     return low | high.astype(np.uint16) << 8
 
 
-def _iq2_xxs(b: np.ndarray) -> Split:
+def _iq2_xxs(b: np.ndarray) -> Parts:
     words = _words(b[:, 2:], "<u4")
     packed = np.ascontiguousarray(words[:, 1::2])
     codes = _entries("iq2_xxs", np.ascontiguousarray(words[:, ::2]).view(np.uint8))
-    return _signed(codes, _eight_signs(_fields(packed, (0, 7, 14, 21), 127))), _d(b[:, :2], 1 / 8), _odd(packed >> 28)
+    signs = _eight_signs(_fields(packed, (0, 7, 14, 21), 127))
+    return Parts(_signed(codes, signs), _d(b[:, :2], 1 / 8), scales=_odd(packed >> 28))
 
 
-def _iq2_xs(b: np.ndarray) -> Split:
+def _iq2_xs(b: np.ndarray) -> Parts:
     words = _words(b[:, 2:66], "<u2")
     codes = _signed(_entries("iq2_xs", words & 511), _eight_signs(words >> 9))
-    return codes, _d(b[:, :2], 1 / 8), _odd(_fields(b[:, 66:], (0, 4), 15))
+    return Parts(codes, _d(b[:, :2], 1 / 8), scales=_odd(_fields(b[:, 66:], (0, 4), 15)))
 
 
-def _iq2_s(b: np.ndarray) -> Split:
+def _iq2_s(b: np.ndarray) -> Parts:
     indices = _with_high(b[:, 2:34], _fields(b[:, 66:74], (0, 2, 4, 6), 3))
     codes = _signed(_entries("iq2_s", indices), b[:, 34:66])
-    return codes, _d(b[:, :2], 1 / 8), _odd(_fields(b[:, 74:], (0, 4), 15))
+    return Parts(codes, _d(b[:, :2], 1 / 8), scales=_odd(_fields(b[:, 74:], (0, 4), 15)))
 
 
-def _iq3_xxs(b: np.ndarray) -> Split:
+def _iq3_xxs(b: np.ndarray) -> Parts:
     packed = _words(b[:, 66:], "<u4")
     signs = _eight_signs(_fields(packed, (0, 7, 14, 21), 127))
-    return _signed(_entries("iq3_xxs", b[:, 2:66]), signs), _d(b[:, :2], 1 / 4), _odd(packed >> 28)
+    return Parts(_signed(_entries("iq3_xxs", b[:, 2:66]), signs), _d(b[:, :2], 1 / 4), scales=_odd(packed >> 28))
 
 
-def _iq3_s(b: np.ndarray) -> Split:
+def _iq3_s(b: np.ndarray) -> Parts:
     indices = _with_high(b[:, 2:66], _fields(b[:, 66:74], tuple(range(8)), 1))
-    return _signed(_entries("iq3_s", indices), b[:, 74:106]), _d(b[:, :2], 1), _odd(_fields(b[:, 106:], (0, 4), 15))
+    codes = _signed(_entries("iq3_s", indices), b[:, 74:106])
+    return Parts(codes, _d(b[:, :2], 1), scales=_odd(_fields(b[:, 106:], (0, 4), 15)))
 
 
 def _shifted(indices: np.ndarray, minus: np.ndarray) -> np.ndarray:
-    """Return the codes of IQ1 types: 8 times the grid's entry, plus 1, or minus 1 where `minus`."""
+    """Return the codes of an IQ1 type, i8 [n, 256]: 8 times an entry of the grid, plus or minus 1.
+
+    indices: [n, 32], a vector of the grid for each eight codes. minus: [n, k], for each run of
+    256 / k codes whether 1 is subtracted (not 0) or added (0).
+    """
     return 8 * _entries("iq1_s", indices) + np.where(np.repeat(minus, 256 // minus.shape[1], axis=1), -1, 1).astype(np.int8)
 
 
-def _iq1_s(b: np.ndarray) -> Split:
+def _iq1_s(b: np.ndarray) -> Parts:
     high = _words(b[:, 34:], "<u2")
     indices = _with_high(b[:, 2:34], _fields(high, (0, 3, 6, 9), 7))
-    return _shifted(indices, high >> 15), _d(b[:, :2], 1 / 8), _odd(high >> 12 & 7)
+    return Parts(_shifted(indices, high >> 15), _d(b[:, :2], 1 / 8), scales=_odd(high >> 12 & 7))
 
 
-def _iq1_m(b: np.ndarray) -> Split:
+def _iq1_m(b: np.ndarray) -> Parts:
     high, scales = _fields(b[:, 32:48], (0, 4), 15), _words(b[:, 48:], "<u2")
     # The bits of d are in four parts.
     parts = (scales & 0xF000) >> np.array([12, 8, 4, 0], np.uint16)
     d = np.bitwise_or.reduce(parts, axis=1)[:, None].view(np.uint8)
     codes = _shifted(_with_high(b[:, :32], high & 7), high & 8)
-    return codes, _d(d, 1 / 8), _odd(_fields(scales, (0, 3, 6, 9), 7))
+    return Parts(codes, _d(d, 1 / 8), scales=_odd(_fields(scales, (0, 3, 6, 9), 7)))
 
 
 SPLITTERS = {

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from castiron.emitter.codecs import Codec, Parts, codec_of, dequantise, in_features_of, row_bytes
+from castiron.emitter.codec import Codec, Parts
+from castiron.emitter.codecs import codec_of, dequantise, in_features_of, row_bytes
 from castiron.emitter.types import DTYPES, from_f32
 
 _ELEMENTS_AT_ONCE = 1 << 16  # elements converted at a time: temporaries stay in a core's caches

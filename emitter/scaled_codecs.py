@@ -47,8 +47,18 @@ def _e4m3_values() -> np.ndarray:
 E4M3 = _e4m3_values()
 
 
-def _splitter(bits: int, offset: int, scale: str, zeros: bool) -> Callable[[np.ndarray], Parts]:
-    """Return the function that undoes `join`."""
+def nibbles(columns: np.ndarray, run: int) -> np.ndarray:
+    """Unpack bytes [n, b] to codes [n, 2b]: low nibbles of each `run` bytes, then high nibbles."""
+    runs = columns.reshape(len(columns), -1, 1, run)
+    return np.concatenate([runs & 15, runs >> 4], axis=2).reshape(len(columns), -1)
+
+
+def splitter(bits: int, offset: int, scale: str, zeros: bool) -> Callable[[np.ndarray], Parts]:
+    """Return the function that splits blocks, as `join` writes them, into `Parts`.
+
+    bits: size of a stored code. offset: number that is subtracted from a stored code. scale: type
+    of a block's scale, a key of SCALE_TYPES. zeros: whether a block has a zero point.
+    """
     size = np.dtype(SCALE_TYPES[scale]).itemsize
 
     def split(b: np.ndarray) -> Parts:
@@ -56,8 +66,7 @@ def _splitter(bits: int, offset: int, scale: str, zeros: bool) -> Callable[[np.n
         m = np.ascontiguousarray(b[:, size]).view(np.int8) if zeros else None
         codes = np.ascontiguousarray(b[:, size + zeros :])
         if bits == 4:
-            runs = codes.reshape(len(b), -1, 1, 16)
-            codes = np.concatenate([runs & 15, runs >> 4], axis=2).reshape(len(b), -1)
+            codes = nibbles(codes, 16)
         return Parts(codes.view(np.int8) - np.int8(offset), d, m)
 
     return split
@@ -80,7 +89,7 @@ def _codec(kind: str, block: int, scale: str) -> Codec:
     fields = _KINDS[kind]
     bits, zeros = fields["bits"], fields.get("zeros", False)
     size = np.dtype(SCALE_TYPES[scale]).itemsize + zeros + block * bits // 8
-    split = _splitter(bits, fields.get("offset", 0), scale, zeros)
+    split = splitter(bits, fields.get("offset", 0), scale, zeros)
     return Codec(f"{kind}_{block}_{scale}", block, size, split, group=32, minimum=-int(zeros), **fields)
 
 
@@ -93,7 +102,11 @@ SCALED = {
 
 
 def scaled_codec(kind: str, group: int, scale: str) -> str | None:
-    """Return the name of the codec with the largest blocks that divide `group`, or None."""
+    """Return the name of the codec with the largest block size that divides `group`, or None.
+
+    The result is None if no block size divides it. kind: kind of code, as "int4" or "e4m3". group:
+    number of consecutive elements that share a scale. scale: type of the scale, as "f16".
+    """
     block = next((block for block in _BLOCKS if group % block == 0), None)
     name = f"{kind}_{block}_{scale}"
     return _SAME.get(name, name) if block else None

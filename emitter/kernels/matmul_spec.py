@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from castiron.emitter.codecs import Codec, codec_of, row_bytes
+from castiron.emitter.codec import Codec
+from castiron.emitter.codecs import codec_of, row_bytes
 from castiron.emitter.kernels.epilogue import ACTIVATIONS
 from castiron.emitter.kernels.mlir.body import number
 from castiron.emitter.kernels.mlir.vector_math import rms_normed

@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 
 from castiron.emitter import int8
-from castiron.emitter.codecs import Codec
+from castiron.emitter.codec import Codec
 from castiron.emitter.int8 import GROUP
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, batches

@@ -20,9 +20,12 @@ _LARGEST_INT8 = np.float32(127)
 
 
 def read_nf4(stored: Stored) -> tuple[Tensor, ...]:
-    """Return a weight of bitsandbytes' NF4.
+    """Return a weight of bitsandbytes' type NF4 as a tensor [out, in] of a codec "nf4_*".
 
-    Blocks of codes follow the flat weight, and their scales may be quantised, too.
+    A scale (absmax) belongs to `blocksize` consecutive elements of the weight in row-major order,
+    also across the end of a row. With `nested_blocksize`, scales are u8 indices of a table
+    (nested_quant_map), and each run of so many scales has a factor of its own (nested_absmax).
+    Raises CheckpointError if the parts do not fit together.
     """
     packed, state = stored["weight"], stored[QUANT_STATE]
     try:
@@ -42,18 +45,16 @@ def read_nf4(stored: Stored) -> tuple[Tensor, ...]:
         raise stored.error(f"is {[out, inner]} with {prod(packed.shape)} bytes and absmax {list(absmax.shape)}")
     if codec == "U8":
         of_nested = stored["weight.nested_absmax"], stored["weight.nested_quant_map"]
-        if {part.codec for part in of_nested} != {"f32"} or [prod(part.shape) for part in of_nested] != [
-            -(-blocks // nested),
-            256,
-        ]:
+        sizes = [prod(part.shape) for part in of_nested]
+        if {part.codec for part in of_nested} != {"f32"} or sizes != [-(-blocks // nested), 256]:
             raise stored.error("has a nested_absmax or nested_quant_map of another size")
 
     def scales() -> np.ndarray:
-        found = absmax.data
         if codec == "U8":
             factors, values = (part.data.view("<f4").reshape(-1) for part in of_nested)
-            found = values[found] * factors[np.arange(blocks) // nested] + offset
-        found = found if codec == "U8" else found.view("<f4")
+            found = values[absmax.data] * factors[np.arange(blocks) // nested] + offset
+        else:
+            found = absmax.data.view("<f4")
         # A group of the flat weight may start in the middle of a row.
         return found[np.arange(out * inner // group) * group // size].astype("<f4").view(np.uint8).reshape(out, -1)
 
@@ -66,7 +67,11 @@ def read_nf4(stored: Stored) -> tuple[Tensor, ...]:
 
 
 def read_int8(stored: Stored) -> tuple[Tensor, ...]:
-    """Return a weight of bitsandbytes' int8: a row's largest magnitude is SCB, and its code 127."""
+    """Return a weight of bitsandbytes' type int8 as a tensor [out, in] of a codec "int8_*".
+
+    SCB has the largest magnitude of each row, which is stored as the code 127 or -127. So the scale
+    of a row is SCB / 127.
+    """
     weight, largest = stored["weight"], stored.scales("SCB")
     read = lambda: (largest.data.view("<f4") / _LARGEST_INT8).view(np.uint8)
     scales = replace(largest, shape=(prod(largest.shape), 1), read=read)

@@ -193,10 +193,12 @@ _LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Stored], tuple[Tensor, ...]
 
 
 def quantised_weights(path: Path, config: Mapping, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Return (tensors with quantised weights as single tensors, number of dropped tensors by kind).
+    """Return (`tensors` with one tensor for each quantised weight, number of left-out tensors by kind).
 
-    config: the quantization_config. Raises CheckpointError for a method that castiron does not
-    read, and for parts that do not fit together.
+    Scales of activations and of the KV cache are left out; their kind is the end of their name, as
+    "input_scale". A weight whose columns are reordered also has a tensor `*.column_order`. config:
+    the quantization_config. Raises CheckpointError for a method that castiron does not read, and
+    for parts that do not fit together.
     """
     method = config.get("quant_method")
     if method not in METHODS:
@@ -219,7 +221,11 @@ def quantised_weights(path: Path, config: Mapping, tensors: Mapping[str, Tensor]
 
 
 def column_orders(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return (tensors with each order of columns only once, name of the order by name of the weight)."""
+    """Return (`tensors` without repeated column orders, name of the order's tensor by name of the weight).
+
+    A tensor `*.column_order` has the order of the columns of the weight `*.weight`. Weights with
+    equal orders share the first of these tensors.
+    """
     found, orders, names = dict(tensors), dict[str, str](), dict[bytes, str]()
     for name, tensor in tensors.items():
         if name.endswith(f".{ORDER}"):

@@ -20,9 +20,10 @@ _OTHER_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.js
 
 @contextmanager
 def dequantised(path: Path) -> Iterator[Path]:
-    """Yield a directory that transformers reads: `path`, or a temporary copy with weights in f32.
+    """Yield an HF directory that transformers reads without further libraries.
 
-    transformers needs the library of the quantisation method to read the other directories.
+    It is `path` itself, or a temporary copy with weights in f32 if `path` is quantised by a method
+    for which transformers needs a library of its own, such as GPTQ. The copy is deleted at the end.
     """
     full_config = json_object(path / CONFIG) if path.is_dir() else None
     config = quantization_config(full_config or {})

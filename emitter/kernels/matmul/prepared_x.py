@@ -13,7 +13,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from castiron.emitter.codecs import Codec
+from castiron.emitter.codec import Codec
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, vector_type

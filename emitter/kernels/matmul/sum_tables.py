@@ -13,7 +13,7 @@ add the products of up to four codes to a sum, in each lane.
 from collections.abc import Mapping
 from functools import cached_property
 
-from castiron.emitter.codecs import Codec
+from castiron.emitter.codec import Codec
 from castiron.emitter.kernels.matmul.prepared_x import PreparedX
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, vector_type
@@ -43,12 +43,18 @@ def slices(isa: Isa) -> list[tuple[int, int]]:
 
 
 def table_bytes(codec: Codec, isa: Isa) -> int:
-    """Return the bytes of tables for a codec group of x."""
+    """Return the size in bytes of the tables for one codec group of one row of x.
+
+    There is a table for each slice of each word of codes; it has an f32 for each lane.
+    """
     return layout(codec).words * len(slices(isa)) * 4 * isa.lanes
 
 
 class SumTables(PreparedX):
-    """The tables for one row of x; `values` has only the codec group that is being prepared."""
+    """A writer of code that computes the tables of sums for one row of x.
+
+    The buffer `values` has the x of one codec group, the one whose tables are being computed.
+    """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, buffers: Mapping[str, Ssa], capacity: int, row: Index = 0):
         codec = matmul.format
@@ -61,7 +67,11 @@ class SumTables(PreparedX):
         self.tables = b.stack(capacity // codec.group * self.words * len(self.slices), isa.lanes)
 
     def table(self, group: Index, word: int, number: int) -> Ssa:
-        """Return the table of a slice (its number in the word) of a codec group of the last filled range."""
+        """Return the table of one slice of a word of codes, f32 [lanes].
+
+        group: number of the codec group, counted from the start of the x that was filled last.
+        word: number of the word in the group. number: number of the slice in the word.
+        """
         return self.b.vload(self.tables, self.lanes, self._row(group, word, number), 0)
 
     def _row(self, group: Index, word: int, number: int) -> Index:

@@ -41,7 +41,8 @@ def entries(b: Body, isa: Isa, table: Sequence[float], indices: Ssa) -> Ssa:
 def permuted(b: Body, isa: Isa, table: Ssa, indices: Ssa) -> Ssa:
     """Return the entries of a vector `table`, f32 [lanes], at `indices`, i32 [lanes].
 
-    Only the low bits of an index are read. The instruction set has vpermps, or is plain.
+    Only the low bits of an index are read. `isa` must have vpermps, or be a plain one; for a plain
+    one the result is a tree of selects.
     """
     if not _plain(isa):
         return b.intrinsic(_PERMUTE[isa.lanes], table.type, table, indices)

@@ -30,7 +30,8 @@ from functools import cache
 
 import numpy as np
 
-from castiron.emitter.codecs import Codec, Parts, codec_of, dequantise, in_features_of, row_bytes, values
+from castiron.emitter.codec import Codec, Parts
+from castiron.emitter.codecs import codec_of, dequantise, in_features_of, row_bytes, values
 
 LANES = 16
 _AT_ONCE_BYTES = 1 << 20  # bytes of rows packed at a time, so that intermediate arrays fit a CPU's caches
@@ -71,7 +72,7 @@ class Layout:
     codes: int = 0
 
     def field(self, k: int) -> tuple[int, int]:
-        """Return (index of the i32 word, index of the bit field in it) of code k of a group.
+        """Return (index of the word, index of the bit field in it) of code k of a group.
 
         k must be below `in_fields`.
         """

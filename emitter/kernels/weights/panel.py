@@ -6,7 +6,8 @@ k + depth - 1 of the row blocks from `first_block` on. A panel of codes also has
 minimum for each codec group. A bf16 panel has the block layout of `mlir.matrix`.
 """
 
-from castiron.emitter.codecs import Codec, codec_of
+from castiron.emitter.codec import Codec
+from castiron.emitter.codecs import codec_of
 from castiron.emitter.kernels.mlir.bf16_pairs import cut, pieces
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa

@@ -11,7 +11,7 @@ from functools import reduce
 
 import numpy as np
 
-from castiron.emitter.codecs import Codec
+from castiron.emitter.codec import Codec
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
 from castiron.emitter.kernels.mlir.dot import dot_of
 from castiron.emitter.kernels.mlir.isa import Isa
@@ -69,7 +69,11 @@ class Records:
         return data if element == "i8" else self.b.bitcast(data, self.lanes, element)
 
     def widened_rows(self, at: tuple[Index, Index, Index], v: Index) -> Ssa:
-        """Load vector v of 16 u16 of rows as i32; at: as in `rows`."""
+        """Return a vector i32 [lanes] with one u16 of a record for each row, extended by zeros.
+
+        at: (16-row block, record, byte offset of the u16 of all 16 rows). v: number of the vector
+        of rows.
+        """
         b, width = self.b, 2 * self.lanes
         data = self.rows(at, v, "i8", 16)
         # Two zero bytes after every two bytes. IREE 3.13 miscompiles `arith.extui` of a `vector.bitcast` to i16.
@@ -204,7 +208,10 @@ class GroupCodes:
         self._words: dict[tuple[int, Index], Ssa] = {}
 
     def word(self, word: int, v: Index) -> Ssa:
-        """Return a word of the group's codes for each lane, i32."""
+        """Return a word of the group's codes for each row, i32 [lanes]; words of 16 bits are zero-extended.
+
+        word: number of the word in the group. v: number of the vector of rows.
+        """
         if (word, v) not in self._words:
             r, nbytes = self.records, self.records.layout.word_bits // 8
             at = (self.block, self.record, r.b.add(self.offset, nbytes * LANES * word))
