@@ -84,7 +84,7 @@ class GenerationApi(ModelApi):
         return len(await self._prompt(body, called, continue_last))
 
     async def _prompt(self, body: ChatRequest, called: CallableTools | None, continue_last: bool) -> list[int]:
-        variables = self._template_args(body)
+        variables = await self.template_args(body)
         if called:
             variables["tools"] = [tool.plain() for tool in called.shown]
         if body.add_generation_prompt is not None:
@@ -181,7 +181,7 @@ class GenerationApi(ModelApi):
             except GrammarError as error:
                 raise ApiError(400, str(error), form.param, "unsupported_parameter") from None
 
-    def _template_args(self, body: ChatRequest) -> dict[str, Any]:
+    async def template_args(self, body: ChatRequest) -> dict[str, Any]:
         """Return the variables that the request passes to the chat template.
 
         Raises ApiError 400 for a variable that the template does not read.
@@ -197,7 +197,8 @@ class GenerationApi(ModelApi):
         if effort is None:
             return given
         if name in self.variables:
-            return {name: self._known_effort(effort)} | given
+            distance = lambda other: abs(EFFORTS.index(other) - EFFORTS.index(effort))
+            return {name: min(await run_in_thread(lambda: self._efforts), key=distance, default=effort)} | given
         if switches := SWITCHES & self.variables:
             return dict.fromkeys(switches, effort != "none") | given
         # Medium is OpenAI's default, and none is what a model without reasoning does.
@@ -207,17 +208,18 @@ class GenerationApi(ModelApi):
             log_ignored([name])
         return given
 
-    def _known_effort(self, effort: str) -> str:
-        """Return the effort nearest to `effort` that the chat template accepts."""
+    @cached_property
+    def _efforts(self) -> list[str]:
+        """The values of reasoning_effort that the model's chat template accepts."""
         if self.tokenizer.tool_format.style == "harmony":
-            # gpt-oss was trained with three efforts.
-            return {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}.get(effort, effort)
-        distance = lambda other: abs(EFFORTS.index(other) - EFFORTS.index(effort))
-        for other in sorted(EFFORTS, key=distance):
+            # gpt-oss was trained with these efforts; its template accepts any text.
+            return ["low", "medium", "high"]
+        found = []
+        for effort in EFFORTS:
             with contextlib.suppress(PipelineError):
-                self.tokenizer.render_chat([{"role": "user", "content": "x"}], reasoning_effort=other)
-                return other
-        return effort
+                self.tokenizer.render_chat([{"role": "user", "content": "x"}], reasoning_effort=effort)
+                found.append(effort)
+        return found
 
     def start_job(
         self, body: CompletionFields, prompts: list[list[int]], param: str, reply: Reply, top: int | None, *,
@@ -269,8 +271,7 @@ class GenerationApi(ModelApi):
         if min_tokens or body.allowed_token_ids or body.bad_words:
             rules = TokenFilter(min_tokens, (*ends, *more), body.allowed_token_ids, self._token_sequences(body.bad_words or ()))
         job = Job(self.engine, reply, self.retained.share(client))
-        if isinstance(reply, ChoicesReply):
-            reply.requests = job.requests
+        reply.requests = job.requests
         try:
             for index, prompt in enumerate(prompts):
                 free = self._free_positions(prompt, limit, param)

@@ -243,13 +243,13 @@ def _tools(body: PromptOfMessage) -> dict[str, Any]:
 
 
 def _reasoning_fields(body: PromptOfMessage, variables: Collection[str]) -> dict[str, Any]:
-    """Return the chat fields reasoning_effort, thinking_token_budget and chat_template_kwargs."""
+    """Return the chat fields reasoning_effort, thinking and thinking_token_budget."""
     thinking, effort = body.thinking, body.output_config.effort if body.output_config else None
     if thinking and thinking.type == "disabled":
         return {"reasoning_effort": "none"}
     found: dict[str, Any] = {}
-    if thinking and thinking.type == "enabled" and "enable_thinking" in variables:
-        found["chat_template_kwargs"] = {"enable_thinking": True} | (body.chat_template_kwargs or {})
+    if thinking and thinking.type == "enabled":
+        found["thinking"] = {"type": "enabled"}
     if thinking:
         found["thinking_token_budget"] = thinking.budget_tokens
     # Unlike OpenAI's, this effort does not turn reasoning on, so only a template that reads it needs it.

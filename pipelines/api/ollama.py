@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal
@@ -13,13 +13,12 @@ from pydantic import AfterValidator, ConfigDict, Field
 from castiron.pipelines.api.api_errors import ApiError, invalid
 from castiron.pipelines.api.blocks_reply import Block, BlocksReply
 from castiron.pipelines.api.embeddings import EmbeddingsJob
-from castiron.pipelines.api.generation_api import SWITCHES, GenerationApi
+from castiron.pipelines.api.generation_api import GenerationApi
 from castiron.pipelines.api.model_api import ModelApi, run_in_thread
 from castiron.pipelines.api.parse_body import fields_renamed, parse_record
 from castiron.pipelines.api.request_body import Body, Unsupported
 from castiron.pipelines.api.response_format import requested_format
 from castiron.pipelines.api.schemas import ChatRequest, EmbeddingsRequest, Objects, TokenId
-from castiron.pipelines.engine.request import Request
 from castiron.pipelines.engine.sampling import REPEAT_WINDOW
 
 # Tag that Ollama adds to a model's name without a tag.
@@ -31,7 +30,10 @@ OPTIONS = (
 # The only supported values of options that would change the answer.
 FIXED_OPTIONS = {"repeat_last_n": REPEAT_WINDOW, "mirostat": 0, "typical_p": 1, "tfs_z": 1}
 # Names of this API's fields, by the chat fields that they are converted to.
-FIELDS = {"response_format": "format", "max_tokens": "options.num_predict"} | {name: f"options.{name}" for name in OPTIONS}
+FIELDS = {
+    "response_format": "format", "reasoning_effort": "think", "max_tokens": "options.num_predict",
+    **{name: f"options.{name}" for name in OPTIONS},
+}  # fmt: skip
 
 ModelName = Annotated[str, AfterValidator(lambda name: name.removesuffix(TAG))]
 Images = Annotated[Any, Unsupported([])]
@@ -128,10 +130,8 @@ async def start_ollama_chat(api: ModelApi, body: OllamaChatRequest, load_seconds
     last = body.messages[-1]
     is_unfinished = last.role == "assistant" and bool(last.content) and not last.tool_calls
     with fields_renamed(FIELDS):
-        chat = _chat_request(body, _messages(body.messages), api.variables, body.tools)
-        job = await api.chat(chat, lambda: reply, continue_last=is_unfinished)
-    (reply.request,) = job.requests
-    return job
+        chat = _chat_request(body, _messages(body.messages), body.tools)
+        return await api.chat(chat, lambda: reply, continue_last=is_unfinished)
 
 
 async def start_ollama_generate(api: ModelApi, body: OllamaGenerateRequest, load_seconds: float) -> Any:
@@ -147,7 +147,7 @@ async def start_ollama_generate(api: ModelApi, body: OllamaGenerateRequest, load
     messages = [{"role": "system", "content": body.system}] if body.system else []
     is_raw = bool(body.raw or body.suffix or api.tokenizer.chat_template is None)
     with fields_renamed(FIELDS):
-        chat = _chat_request(body, [*messages, {"role": "user", "content": body.prompt}], api.variables)
+        chat = _chat_request(body, [*messages, {"role": "user", "content": body.prompt}])
         api.check_length(len(body.prompt) + len(body.suffix), "prompt")
         fim = await api.fim("suffix") if body.suffix else None
         if fim:
@@ -155,17 +155,15 @@ async def start_ollama_generate(api: ModelApi, body: OllamaGenerateRequest, load
         elif is_raw:
             ids = await run_in_thread(api.tokenizer.encode, body.prompt)
         else:
-            ids = await api.render(chat.messages, chat.chat_template_kwargs or {})
+            ids = await api.render(chat.messages, await api.template_args(chat))
         api.check_ids(body.context, "context")
         if body.context and ids[:1] == [api.tokenizer.bos]:
             ids = ids[1:]
         grammar = await api.grammar(requested_format(chat))
-        job = api.start_job(
+        return api.start_job(
             chat, [[*body.context, *ids]], "prompt", reply, body.top_logprobs or 0 if body.logprobs else None, limit=None,
             default=chat.max_tokens, grammar=grammar, reasoning=not is_raw, stop_tokens=fim.ends if fim else (),
         )  # fmt: skip
-    (reply.request,) = job.requests
-    return job
 
 
 async def start_ollama_embed(api: ModelApi, body: OllamaEmbedRequest, load_seconds: float) -> Any:
@@ -200,20 +198,18 @@ async def start_ollama_embeddings(api: ModelApi, body: OllamaEmbeddingsRequest) 
     return replace(job, answer=answer)
 
 
-def _chat_request(
-    body: OllamaGeneration, messages: list[dict], variables: Collection[str], tools: Iterable[dict] | None = None
-) -> ChatRequest:
-    """Convert a request to OpenAI's chat request; raise ApiError for unsupported values.
-
-    variables: names of the chat template's variables.
-    """
+def _chat_request(body: OllamaGeneration, messages: list[dict], tools: Iterable[dict] | None = None) -> ChatRequest:
+    """Convert a request to OpenAI's chat request; raise ApiError for unsupported values."""
     given = {"messages": messages, "tools": [{"type": "function", **tool} for tool in tools or ()] or None}
     given |= {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs if body.logprobs else None}
     if body.format == "json":
         given["response_format"] = {"type": "json_object"}
     elif body.format:
         given["response_format"] = {"type": "json_schema", "json_schema": {"schema": body.format}}
-    given["chat_template_kwargs"] = _reasoning_variables(body.think, variables)
+    if isinstance(body.think, str):
+        given["reasoning_effort"] = body.think
+    elif body.think is not None:
+        given["thinking"] = {"type": "enabled" if body.think else "disabled"}
     return parse_record(ChatRequest, given | _sampling_fields(body.options or {}))
 
 
@@ -239,13 +235,6 @@ def _messages(messages: Iterable[OllamaMessage]) -> list[dict[str, Any]]:
             fields.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
         found.append({name: value for name, value in fields.items() if value is not None})
     return found
-
-
-def _reasoning_variables(think: bool | str | None, variables: Collection[str]) -> dict[str, Any]:
-    """Return the chat template's variables that `think` sets; empty if the template has none."""
-    if isinstance(think, str) and "reasoning_effort" in variables:
-        return {"reasoning_effort": think}
-    return {} if think is None else {name: bool(think) for name in SWITCHES if name in variables}
 
 
 def _sampling_fields(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,8 +265,6 @@ class OllamaReply(BlocksReply):
         self.is_chat = isinstance(body, OllamaChatRequest)
         self.has_context = isinstance(body, OllamaGenerateRequest) and not (body.raw or body.suffix)
         self.load_seconds = load_seconds
-        # The functions that start an answer set it.
-        self.request: Request | None = None
 
     @property
     def opened(self) -> dict:
@@ -300,8 +287,9 @@ class OllamaReply(BlocksReply):
             yield self._object(block) | {"done": False}
 
     def finish(self, usage: dict) -> Iterable[dict]:
-        assert self.request and self.end
-        request, times = self.request, self.request.timing
+        assert self.end
+        (request,) = self.requests
+        times = request.timing
         end: dict[str, Any] = {
             "done": True, "done_reason": "stop" if self.end.reason == "stop" else "length",
             "total_duration": _nanoseconds(time.monotonic() - times.arrived + self.load_seconds),

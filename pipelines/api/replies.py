@@ -46,6 +46,8 @@ class Reply(ABC):
     continuous_usage = False
     # Whether a stream has a JSON object on each line; otherwise it has server-sent events.
     is_ndjson = False
+    # The engine request of each choice; `GenerationApi.start_job` sets them.
+    requests: Sequence[Request] = ()
 
     def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool):
         self.token_bytes, self.logprobs = token_bytes, logprobs
@@ -89,8 +91,6 @@ class ChoicesReply(Reply):
     include_usage = False
     # For how many tokens at each position of the prompt the answer has log-probabilities, None for no field.
     prompt_top: int | None = None
-    # The engine request of each choice; `GenerationApi.start_job` sets them.
-    requests: Sequence[Request] = ()
 
     @abstractmethod
     def choice(self, index: int, delta: Delta, end: Finished) -> dict:

@@ -198,6 +198,23 @@ def test_reasoning_effort_reaches_a_template_that_reads_it(tmp_path_factory):
         assert size(found, reasoning_effort="low") == size(found) + len("low")
 
 
+def test_reasoning_effort_becomes_the_nearest_one_that_the_template_accepts(tmp_path_factory):
+    accepts = "{% if reasoning_effort not in ('low', 'medium') %}{{ raise_exception('unknown effort') }}{% endif %}"
+    with TestClient(app(tmp_path_factory, accepts + "{{ reasoning_effort }}{{ messages[0].content }}")) as found:
+        sizes = {effort: size(found, reasoning_effort=effort) for effort in ("none", "low", "medium", "max")}
+        body = {"messages": MESSAGES, "think": "max", "stream": False, "options": {"num_predict": 1}}
+        assert found.post("/api/chat", json=body).json()["prompt_eval_count"] == sizes["medium"]
+    assert sizes["none"] == sizes["low"] == sizes["medium"] - len("medium") + len("low") and sizes["max"] == sizes["medium"]
+
+
+def test_thinking_sets_every_variable_that_switches_reasoning(tmp_path_factory):
+    with TestClient(app(tmp_path_factory, "{{ 'bcd' if thinking else '' }}{{ messages[0].content }}")) as found:
+        plain = size(found)
+        assert size(found, thinking={"type": "enabled"}) == plain + len("bcd")
+        body = {"messages": MESSAGES, "thinking": {"type": "enabled"}}
+        assert found.post("/v1/messages/count_tokens", json=body).json()["input_tokens"] == plain + len("bcd")
+
+
 def test_synonyms_must_agree():
     with pytest.raises(ApiError) as error:
         parse_body(TokenizeRequest, b'{"content": "a", "add_special": true, "add_special_tokens": false}')
