@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.chat_template import variables_of
 from castiron.pipelines.text.embedder import NO_RERANKER
 from castiron.pipelines.text.tokenizer import COUNTED, Tokenizer, tokenizer_errors
+from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.manifest import Manifest
 
 # Max characters of a /tokenize request; each takes 200 bytes of memory while it is encoded.
@@ -294,3 +296,17 @@ async def run_in_thread(function: Callable, *arguments):
         await asyncio.wait([work])
         raise
     return work.result()
+
+
+def names_of(bundle: Bundle, model: str | None = None) -> list[str]:
+    """Return the names that requests may use for a bundle; answers contain the first one.
+
+    model: the path or name by which the operator chose the bundle, or None for the name in the
+    bundle's manifest. Only the last component of a path is used. Names have no `.gguf` or
+    `.castiron` at the end.
+    """
+    path = bundle.path.resolve()
+    if model is not None and Path(model).exists():
+        model = Path(model).resolve().name
+    names = [model or bundle.manifest.name, bundle.manifest.name, path.name]
+    return [name.removesuffix(".gguf").removesuffix(".castiron") for name in names]

@@ -197,7 +197,7 @@ def embedding_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Form
 
 def names(args: argparse.Namespace, bundle: "Bundle") -> list[str]:
     """Return the model names that requests in OpenAI's format may use for this bundle."""
-    from castiron.pipelines.server.served_models import names_of
+    from castiron.pipelines.api.model_api import names_of
 
     return [args.name] if args.name else names_of(bundle, args.bundle)
 

@@ -74,12 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     # Imported before the model is loaded, so that a missing package is reported at once.
     from castiron.pipelines.api.generation_api import GenerationApi
-    from castiron.pipelines.api.model_api import Limits
+    from castiron.pipelines.api.model_api import Limits, names_of
     from castiron.pipelines.engine.memory import print_memory, slots_of
     from castiron.pipelines.server.app import Access, App, open_api
     from castiron.pipelines.server.http_server import listen, serve, url
     from castiron.pipelines.server.metrics import Metrics
-    from castiron.pipelines.server.served_models import ModelPool, names_of
+    from castiron.pipelines.server.served_models import ModelPool
 
     check(args)
     keys, pages = api_keys(args), origins(args)

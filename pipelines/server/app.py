@@ -23,7 +23,7 @@ from castiron.pipelines.api.async_engine import AsyncEngine
 from castiron.pipelines.api.byte_limit import CLIENT, ByteLimit
 from castiron.pipelines.api.embeddings import EmbeddingsApi, EmbeddingsEngine
 from castiron.pipelines.api.generation_api import GenerationApi
-from castiron.pipelines.api.model_api import Limits, ModelApi
+from castiron.pipelines.api.model_api import Limits, ModelApi, names_of
 from castiron.pipelines.api.responses import ResponseStore
 from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.engine.prefix_store import PrefixStore
@@ -31,7 +31,7 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.exchange import CLIENT_LEFT, BodyRoute, Exchange, error_response, exchange_of
 from castiron.pipelines.server.metrics import Metrics, ModelMetrics
 from castiron.pipelines.server.routes import OPEN_PATHS, add_routes
-from castiron.pipelines.server.served_models import ModelPool, check_tokenizer, names_of
+from castiron.pipelines.server.served_models import ModelPool, check_tokenizer
 from castiron.pipelines.terminal import print_message
 from castiron.pipelines.text.embedder import Embedder
 from castiron.pipelines.text.generation import open_draft

@@ -10,12 +10,11 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from castiron.pipelines.api.api_errors import ApiError
 from castiron.pipelines.api.async_engine import Stopping
-from castiron.pipelines.api.model_api import Limits, ModelApi, ModelEngine, default_sampling, unknown_model
+from castiron.pipelines.api.model_api import Limits, ModelApi, ModelEngine, default_sampling, names_of, unknown_model
 from castiron.pipelines.engine.memory import needed, slots_of, total_bytes
 from castiron.pipelines.errors import PipelineError, error_message
 from castiron.pipelines.terminal import print_message
@@ -262,20 +261,6 @@ class ModelPool:
         self.draining = True
         for engine in self._engines:
             engine.stop()
-
-
-def names_of(bundle: Bundle, model: str | None = None) -> list[str]:
-    """Return the names that requests may use for a bundle; answers contain the first one.
-
-    model: the path or name by which the operator chose the bundle, or None for the name in the
-    bundle's manifest. Only the last component of a path is used. Names have no `.gguf` or
-    `.castiron` at the end.
-    """
-    path = bundle.path.resolve()
-    if model is not None and Path(model).exists():
-        model = Path(model).resolve().name
-    names = [model or bundle.manifest.name, bundle.manifest.name, path.name]
-    return [name.removesuffix(".gguf").removesuffix(".castiron") for name in names]
 
 
 def check_tokenizer(bundle: Bundle) -> None:

@@ -15,11 +15,11 @@ import httpx2
 import openai
 import pytest
 
-from castiron.pipelines.api.model_api import ModelApi
+from castiron.pipelines.api.model_api import ModelApi, names_of
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.app import App, open_api
 from castiron.pipelines.server.metrics import Metrics
-from castiron.pipelines.server.served_models import ModelPool, names_of
+from castiron.pipelines.server.served_models import ModelPool
 from castiron.vmfb.bundle import open_bundle
 from tests.support.served import MESSAGES, RENDERED, SLOTS, ReferenceSession, bundle, served
 
