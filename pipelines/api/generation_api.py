@@ -73,7 +73,7 @@ class GenerationApi(ModelApi):
         form = requested_format(body)
         grammar = await self.grammar(called.answer_format(form) if called else form, bool(body.compact_json))
         # A max_tokens that does not fit in the context is lowered.
-        return self.start_job(
+        return await self.start_job(
             body, [prompt], "messages", built, top, limit=None, default=_given_limit(body), reasoning=True, grammar=grammar,
             tools=called and called.tools,
         )  # fmt: skip
@@ -117,7 +117,7 @@ class GenerationApi(ModelApi):
         each_choice = [echo for echo in echoes for _ in range(body.n or 1)]
         reply = CompletionReply(self.names[0], self.token_bytes, body.logprobs, each_choice)
         grammar = await self.grammar(requested_format(body), bool(body.compact_json))
-        return self.start_job(
+        return await self.start_job(
             body, prompts, "prompt", reply, body.logprobs, limit=_given_limit(body), grammar=grammar,
             default=COMPLETION_TOKENS if body.limit is None else None, stop_tokens=fim.ends if fim else (),
             prompt_logprobs=(body.logprobs or 0) if is_scored else None,
@@ -221,7 +221,7 @@ class GenerationApi(ModelApi):
                 found.append(effort)
         return found
 
-    def start_job(
+    async def start_job(
         self, body: CompletionFields, prompts: list[list[int]], param: str, reply: Reply, top: int | None, *,
         limit: int | None, default: int | None = None, grammar: Grammar | None = None, prompt_logprobs: int | None = None,
         stop_tokens: Sequence[int] = (), **options: Any,
@@ -269,7 +269,8 @@ class GenerationApi(ModelApi):
         } | options  # fmt: skip
         rules: TokenFilter | None = None
         if min_tokens or body.allowed_token_ids or body.bad_words:
-            rules = TokenFilter(min_tokens, (*ends, *more), body.allowed_token_ids, self._token_sequences(body.bad_words or ()))
+            words = await run_in_thread(self._token_sequences, body.bad_words) if body.bad_words else []
+            rules = TokenFilter(min_tokens, (*ends, *more), body.allowed_token_ids, words)
         job = Job(self.engine, reply, self.retained.share(client))
         reply.requests = job.requests
         try:
