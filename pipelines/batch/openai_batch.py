@@ -20,7 +20,7 @@ from castiron.pipelines.api.generation_api import GenerationApi
 from castiron.pipelines.api.generation_job import Job
 from castiron.pipelines.api.messages import MessagesRequest, start_message
 from castiron.pipelines.api.model_api import Limits, ModelApi
-from castiron.pipelines.api.parse_body import parse_body
+from castiron.pipelines.api.request_body import parse_body
 from castiron.pipelines.api.responses import start_response
 from castiron.pipelines.api.responses_request import ResponsesRequest
 from castiron.pipelines.batch.records import Outcome, Record, Work

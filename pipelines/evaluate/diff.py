@@ -14,7 +14,7 @@ from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointErro
 from castiron.pipelines.compile.build_model import build_model
 from castiron.pipelines.compile.options import Options
 from castiron.pipelines.compile.weights import pack_parameter
-from castiron.pipelines.evaluate.dequantised import dequantised
+from castiron.pipelines.evaluate.verify import dequantised
 from castiron.reference import hf, interpreter
 
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from castiron.pipelines.checkpoints.hf_directory import CONFIG, SINGLE, quantization_config, tensors_of
+from castiron.pipelines.checkpoints.hf_files import json_object
+from castiron.pipelines.checkpoints.hf_quantised import column_orders, quantised_weights
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.locate import HubName
 from castiron.pipelines.text.tokenizer import load_tokenizer
@@ -191,7 +197,7 @@ def load_reference(path: Path, weights: str, threads: int | None, adapter: Path 
     from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
     from castiron.pipelines.compile.calibration import calibrate
     from castiron.pipelines.compile.options import Options
-    from castiron.pipelines.evaluate.dequantised import dequantised
+    from castiron.pipelines.evaluate.verify import dequantised
     from castiron.reference import hf
 
     try:
@@ -291,3 +297,44 @@ def compare(session, model, prompt: Prompt, tokens: list[int], n: int) -> dict[s
         "smallest_hf_margin": min(theirs.margins[: None if at is None else at + 1]),
         "tokens": ours,
     }
+
+
+# Methods for which transformers has no code of its own.
+_WITH_LIBRARIES = ("awq", "bitsandbytes", "compressed-tensors", "gptq")
+_OTHER_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+@contextmanager
+def dequantised(path: Path) -> Iterator[Path]:
+    """Yield an HF directory that transformers reads without further libraries.
+
+    It is `path` itself, or a temporary copy with weights in f32 if `path` is quantised by a method
+    for which transformers needs a library of its own, such as GPTQ. The copy is deleted at the end.
+    """
+    full_config = json_object(path / CONFIG) if path.is_dir() else None
+    config = quantization_config(full_config or {})
+    if full_config is None or config is None or config.get("quant_method") not in _WITH_LIBRARIES:
+        yield path
+        return
+    from safetensors.numpy import save_file
+
+    found, _ = quantised_weights(path, config, tensors_of(path, True))
+    found, orders = column_orders(found)
+    values = {}
+    for name, tensor in found.items():
+        if name in orders.values():
+            continue
+        values[name] = tensor.dequantise()
+        if order := orders.get(name):
+            values[name] = values[name][:, np.argsort(found[order].dequantise())]
+    text = full_config.get("text_config")
+    for own in (full_config, text if isinstance(text, dict) else {}):
+        own.pop("quantization_config", None)
+    with TemporaryDirectory() as directory:
+        copy = Path(directory)
+        save_file({name: np.ascontiguousarray(each) for name, each in values.items()}, copy / SINGLE, {"format": "pt"})
+        (copy / CONFIG).write_text(json.dumps(full_config), encoding="utf-8")
+        for file in _OTHER_FILES:
+            if (path / file).is_file():
+                shutil.copy(path / file, copy)
+        yield copy

@@ -18,7 +18,7 @@ from castiron.pipelines.api.api_errors import ApiError
 from castiron.pipelines.api.byte_limit import ByteShare
 from castiron.pipelines.api.generation_job import Job
 from castiron.pipelines.api.model_api import run_in_thread
-from castiron.pipelines.api.parse_body import parse_body
+from castiron.pipelines.api.request_body import parse_body
 
 # Status in the log and metrics of a request whose client left before the response, as in nginx.
 CLIENT_LEFT = 499
