@@ -28,9 +28,8 @@ _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from castir
 
 
 class LimitExceeded(Exception):
-    """The error that a function failed in a child process.
-
-    The function exceeded a limit, crashed, or raised an exception other than PipelineError.
+    """The error that a function in a child process crashed, exceeded a limit or raised an
+    exception.
     """
 
 
@@ -49,10 +48,7 @@ class ChildProcess:
         self._pid = os.getpid()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return `function(*arguments)`, run in the child process.
-
-        Arguments and result are JSON values. Errors other than PipelineError become LimitExceeded.
-        """
+        """Return `function(*arguments)`, run in the child; arguments and result are JSON values."""
         with self._lock:
             try:
                 answer = self._ask(function, arguments)

@@ -46,8 +46,7 @@ ENDPOINTS: dict[str, tuple[type[schemas.Body], Callable[[Any, Any], Coroutine[An
 class Collector:
     """An engine for the API classes that does not run the generation requests it gets.
 
-    The batch job takes these requests and runs them itself. Embedding vectors are computed
-    immediately.
+    The batch job takes these requests and runs them itself.
     """
 
     def __init__(self, embedder: Embedder | None):
@@ -64,11 +63,7 @@ class OpenAI:
     """The `Format` of OpenAI's batch files; it gives the same answers as `castiron serve`."""
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer, names: list[str], embedder: Embedder | None = None):
-        """Set up the endpoints of one model.
-
-        names: values of a body's `model` that mean this model. embedder: computes the vectors of an
-        embedding model; None for a model that generates text.
-        """
+        """Set up the endpoints of one model; `embedder` is None for a model that generates text."""
         self.loop = asyncio.new_event_loop()
         self.api: ModelApi
         engine: Any = Collector(embedder)

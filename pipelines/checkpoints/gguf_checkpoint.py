@@ -188,10 +188,9 @@ def _joined(file: GgufFile, parts: list[Tensor], name: str) -> Tensor:
 
 
 def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
-    """Return for each row or column of an HF tensor its index in the GGUF tensor.
+    """Return each row's or column's index in the GGUF tensor; None if both have the same order.
 
-    The result is None if both tensors have the same order. leaf: the tensor's GGUF name without the
-    block, such as `attn_qkv` for `blk.0.attn_qkv`.
+    leaf: the tensor's GGUF name without the block, such as `attn_qkv` for `blk.0.attn_qkv`.
     """
     kind = row.tiled.get(leaf.partition(".")[0])
     keys, values = config.get("linear_num_key_heads", 1), config.get("linear_num_value_heads", 1)

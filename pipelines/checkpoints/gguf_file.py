@@ -59,10 +59,7 @@ class GgufFile:
 
 
 class _Cursor:
-    """A sequential reader of a mapped file, which never reads past its end.
-
-    `what` in its methods is the name of the value for errors.
-    """
+    """A sequential reader of a mapped file, which never reads past its end."""
 
     def __init__(self, path: Path, view: memoryview):
         self.path, self.view, self.at, self.string_bytes = path, view, 0, 0
@@ -95,10 +92,7 @@ class _Cursor:
             raise self.invalid(f"{what} is not UTF-8") from None
 
     def count(self, smallest: int, what: str, limit: int = 2**64) -> int:
-        """Read and return a count of items, after checking that so many can follow in the file.
-
-        smallest: min bytes of an item. limit: max count.
-        """
+        """Read a count; check that so many items of at least `smallest` bytes can follow."""
         count = self.number(_U64, what)
         if count * smallest > len(self.view) - self.at:
             raise self.invalid(f"it states {count} {what}, more than its {len(self.view)} bytes can hold")
@@ -134,8 +128,7 @@ class _Cursor:
 def read_gguf(path: Path) -> GgufFile:
     """Map a GGUF file, or all parts of a split model if `path` is its first part.
 
-    The metadata are those of the first part, without the keys about the split. Raises
-    CheckpointError for an invalid file.
+    The metadata are those of the first part, without the keys about the split.
     """
     file = _read_part(path)
     split = {key: file.metadata.pop(key, None) for key in ("split.count", "split.no", "split.tensors.count")}
@@ -199,10 +192,7 @@ def _metadata(cursor: _Cursor, count: int) -> tuple[dict, int, dict[str, memoryv
 
 
 def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tensor]:
-    """Return the tensors by name.
-
-    Raises CheckpointError if their data is not aligned, is outside the file, or overlaps.
-    """
+    """Return the tensors by name, after checking that their data is aligned and inside the file."""
     found: dict[str, tuple[Tensor, int]] = {}  # with the offset in the data section
     for _ in range(count):
         name = cursor.string("a tensor's name")
@@ -229,10 +219,7 @@ def _reader(data: np.ndarray, tensor: Tensor) -> Callable[[], np.ndarray]:
 
 
 def _tensor(cursor: _Cursor, name: str) -> tuple[Tensor, int]:
-    """Read a tensor's entry in the header, after its name; return (tensor, offset of its data).
-
-    The tensor has no data yet.
-    """
+    """Read a tensor's entry after its name; return (tensor without data, offset of its data)."""
     what = shorten(name)
     rank = cursor.number(_U32, f"the rank of {what}")
     if not 1 <= rank <= _MAX_DIMENSIONS:
@@ -256,10 +243,7 @@ def _tensor(cursor: _Cursor, name: str) -> tuple[Tensor, int]:
 
 
 def write_gguf(out: BinaryIO, entries: Sequence[Buffer], tensors: Sequence[Tensor], progress: Callable[[float], None]) -> None:
-    """Write a GGUF file; entries: results of `metadata_entry`, or entries of another file.
-
-    progress: called with the written fraction, 0 to 1.
-    """
+    """Write a GGUF file; entries: results of `metadata_entry`, or entries of another file."""
     out.write(header(entries, tensors))
     written, total = 0, sum(padded(tensor.nbytes) for tensor in tensors)
     for tensor in tensors:

@@ -58,10 +58,7 @@ def store(bundle: Bundle | Path | str) -> Stored:
 
 
 def bundle_at(source: BundleSource) -> Bundle:
-    """Return the opened bundle at `source`, after fetching it to this node if necessary.
-
-    Raises PipelineError if it cannot be fetched, and BundleError if it is invalid.
-    """
+    """Return the opened bundle at `source`, after fetching it to this node if necessary."""
     if isinstance(source, Stored):
         import ray
 
@@ -93,8 +90,7 @@ def _fetched(key: str, source: str, fetch: Callable[[Path], Any]) -> Bundle:
     """Return the opened bundle that this node caches under `key`.
 
     If it is not cached, `fetch(path)` first writes it to `path`. If it is invalid, it is removed
-    from the cache, and a BundleError is raised. source: where the bundle comes from, for the error
-    message.
+    from the cache, and a BundleError is raised.
     """
     path = cache_folder("fetched") / key
     lock = path.with_name(f".{key}.lock")

@@ -96,10 +96,8 @@ def random_prompts(vocab: int) -> list[Prompt]:
 def encoded_prompts(
     bundle: Bundle, path: str | None = None, given: Sequence[Prompt] | None = None
 ) -> list[tuple[Prompt, list[int]]]:
-    """Return prompts with their token ids.
-
-    The prompts are `given`, or those in the file `path`, or castiron's default prompts (random
-    token ids for a bundle without tokenizer).
+    """Return (prompt, token ids) of `given`, or of the file `path`, or of castiron's default
+    prompts.
     """
     vocab, text = bundle.manifest.vocab, load_tokenizer(bundle) if bundle.tokenizer else None
     prompts = given or (read_prompts(path) if path or text else random_prompts(vocab))
@@ -171,11 +169,9 @@ def adapter_of(bundle: Bundle) -> Path | None:
 
 
 def _unchanged(bundle: Bundle, key: str, what: str, sha256: Callable[[Path], str | None]) -> Path | None:
-    """Return the path of a file or folder that the bundle was compiled with; None without one.
+    """Return the path of a file that the bundle was compiled with; PipelineError if it has changed.
 
-    key: its key in the manifest's `source`, such as the adapter's. what: its name in the error
-    message. sha256: function that computes its hash. Raises PipelineError if the hash differs from
-    that in the manifest.
+    key: its key in the manifest's `source`. what: its name for the error.
     """
     if (recorded := bundle.manifest.source.get(key)) is None:
         return None
@@ -188,8 +184,7 @@ def _unchanged(bundle: Bundle, key: str, what: str, sha256: Callable[[Path], str
 def load_reference(path: Path, weights: str, threads: int | None, adapter: Path | None = None, calibrated: Path | None = None):
     """Return a checkpoint loaded with HF transformers, with the same weights as the bundle.
 
-    weights: the bundle's --weights; matrices are rounded to that codec. adapter: path of a LoRA
-    adapter to merge with peft. calibrated: path of the bundle's calibration text.
+    weights: codec to which matrices are rounded. adapter: a LoRA adapter to merge with peft.
     """
     # Set before transformers is imported, because its progress bar would overwrite castiron's.
     os.environ.setdefault("TQDM_DISABLE", "1")
@@ -215,11 +210,7 @@ def load_reference(path: Path, weights: str, threads: int | None, adapter: Path 
 
 
 def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[str, np.ndarray]) -> None:
-    """Round the matrices of an HF model in place to the values that a bundle stores.
-
-    weights: the bundle's --weights. importance: [columns] by tensor name: the importance of each
-    column, which weights its rounding errors.
-    """
+    """Round an HF model's matrices in place to what a bundle with `weights` stores."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
@@ -279,10 +270,7 @@ def greedy(session, prompt: Sequence[int], n: int) -> list[int]:
 
 
 def compare(session, model, prompt: Prompt, tokens: list[int], n: int) -> dict[str, Any]:
-    """Return a comparison of `n` greedy tokens of castiron with those of HF, for one prompt.
-
-    tokens: the prompt's ids. The result is the prompt's object in `castiron verify --json`.
-    """
+    """Compare `n` greedy tokens of castiron and HF; return the prompt's object for --json."""
     ours = greedy(session, tokens, n)
     theirs = expect(model, tokens, ours)
     at = first_difference(theirs.tokens, ours)
@@ -308,8 +296,7 @@ _OTHER_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.js
 def dequantised(path: Path) -> Iterator[Path]:
     """Yield an HF directory that transformers reads without further libraries.
 
-    It is `path` itself, or a temporary copy with weights in f32 if `path` is quantised by a method
-    for which transformers needs a library of its own, such as GPTQ. The copy is deleted at the end.
+    Weights that need a library of their own there, such as GPTQ's, are in f32 in a temporary copy.
     """
     full_config = json_object(path / CONFIG) if path.is_dir() else None
     config = quantization_config(full_config or {})

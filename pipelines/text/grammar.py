@@ -130,10 +130,7 @@ class GrammarConstraint:
 
 
 class GrammarError(PipelineError):
-    """The error for an unsupported schema, regular expression or grammar.
-
-    `kind`: name of the argument of `Grammars.compile`, such as "json_schema".
-    """
+    """The error for an unsupported definition; `kind`: its argument of `Grammars.compile`."""
 
     def __init__(self, kind: str, message: str):
         super().__init__(f"{kind.replace('_', ' ')}: {message}")
@@ -141,36 +138,23 @@ class GrammarError(PipelineError):
 
 
 class Grammar:
-    """A compiled grammar.
-
-    `calls`: whether the texts that match it are tool calls. `nbytes`: estimated bytes of memory
-    that are needed to constrain one text.
-    """
+    """A compiled grammar; `calls`: whether it is of tool calls; `nbytes`: memory for one text."""
 
     def __init__(self, grammars: Grammars, matcher, nbytes: int, calls: bool):
         self._grammars, self._matcher, self.nbytes, self.calls = grammars, matcher, nbytes, calls
 
     def constraint(self, marks: Marks = (), prompt: str = "") -> GrammarConstraint:
-        """Return a constraint for the text after `prompt`.
-
-        The grammar does not apply to reasoning between `marks`.
-        """
+        """Return a constraint for the text after `prompt`, except for reasoning between `marks`."""
         return GrammarConstraint(self._matcher.deep_copy(), self._grammars, marks, prompt)
 
 
 class Grammars:
-    """A compiler of grammars for one vocabulary.
-
-    It compiles a grammar in a child process with limits of time and memory first. Only if that
-    succeeds, it compiles the grammar in this process.
+    """A compiler of grammars for one vocabulary; it tries each in a child process with limits
+    first.
     """
 
     def __init__(self, backend, vocabulary: Sequence[bytes], eos: Sequence[int]):
-        """Prepare the vocabulary; raise PipelineError if llguidance is not installed.
-
-        `backend`: a tokenizer of the tokenizers library. `vocabulary`: the bytes of every token.
-        `eos`: the tokens that end a text.
-        """
+        """Prepare the vocabulary (bytes of every token); PipelineError without llguidance."""
         try:
             from castiron.pipelines.text import grammar_compiler
         except ModuleNotFoundError:
@@ -234,10 +218,7 @@ class Grammars:
         return Grammar(self, matcher, BASE_BYTES + BYTES_EACH * len(definition), calls=kind == "tools")
 
     async def compile_async(self, **given: Any) -> Grammar:
-        """Run `compile` in another thread.
-
-        The work of `compile` is done in a child process. Cancelling the coroutine kills it.
-        """
+        """Run `compile` in another thread; cancelling the coroutine kills its child process."""
         queued = self._thread.submit(self.compile, **given)
         work = asyncio.wrap_future(queued)
         # Read the exception, so that asyncio does not log the error of a cancelled request.

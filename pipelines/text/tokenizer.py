@@ -34,10 +34,7 @@ PROMPT_END = 16
 
 
 def check_utf8(text: str, name: str = "the prompt") -> str:
-    """Return `text`, or raise PipelineError if it has lone surrogates, which UTF-8 cannot encode.
-
-    name: what the text is, for the error.
-    """
+    """Return `text`; PipelineError if it has lone surrogates, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -105,10 +102,7 @@ class Tokenizer:
         self._silent = frozenset(n for n, token in added.items() if token.special and str(token.content) not in shown)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a plain text, without chat template.
-
-        add_special_tokens: whether to add the special tokens that the tokenizer adds, such as BOS.
-        """
+        """Return the token ids of a plain text, by default with special tokens such as BOS."""
         return encode_text(self.backend, check_utf8(text), add_special_tokens=add_special_tokens).ids
 
     def offsets(self, prompt: str | Sequence[int]) -> list[int]:
@@ -131,17 +125,13 @@ class Tokenizer:
         return found
 
     def encode_chat(self, messages: Sequence[Mapping], **variables) -> list[int]:
-        """Return the ids of `messages`, {"role", "content"} each, rendered by the chat template.
-
-        variables: variables of the template, such as tools.
+        """Return the ids of `messages`, rendered by the chat template with `variables` such as
+        tools.
         """
         return self._encode_rendered(*self._render_broken(messages, variables))
 
     def encode_unfinished_chat(self, messages: Sequence[Mapping], **variables) -> list[int]:
-        """Return the ids of `messages` without the end of the last one, which the model continues.
-
-        Raises PipelineError if the template leaves out the last message.
-        """
+        """Return the ids of `messages` without the end of the last, which the model continues."""
         *before, last = messages
         unfinished = [*before, {**last, "content": last["content"] + CUT}]
         rendered, mark = self._render_broken(unfinished, {**variables, "add_generation_prompt": False})
@@ -153,10 +143,7 @@ class Tokenizer:
         return self._encode_rendered(text, mark)
 
     def _render_broken(self, messages: Sequence[Mapping], variables: Mapping) -> tuple[str, str]:
-        """Return the rendered text of `messages`, and the break character in it.
-
-        The character was inserted in spellings of special tokens (see `SpecialTokens.broken`).
-        """
+        """Return the rendered text and its break character (see `SpecialTokens.broken`)."""
         given, mark = {"messages": list(messages), **self.template_args, **variables}, ""
         if self.chat_template is not None and not self.parse_special:
             given, mark = self.special_tokens.broken(given)
@@ -202,9 +189,8 @@ class Tokenizer:
 
     @property
     def answer_marks(self) -> Marks:
-        """The (start mark, end mark) pairs of text that an answer's grammar does not constrain.
-
-        This text is the model's reasoning. In Harmony, it is all text before the final channel.
+        """The marks around text that an answer's grammar ignores: reasoning, or Harmony's other
+        channels.
         """
         return (("", "<|channel|>final<|message|>"),) if self.tool_format.style == "harmony" else self.marks
 
@@ -235,9 +221,8 @@ class Tokenizer:
         return Grammars(self.backend, self.vocabulary, self.eos)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of `tokens`.
-
-        Special tokens are left out, except the marks of reasoning and tool calls.
+        """Return the text of `tokens`, without special ones except marks of reasoning and tool
+        calls.
         """
         with tokenizer_errors():
             return self.backend.decode([token for token in tokens if token not in self._silent], skip_special_tokens=False)
