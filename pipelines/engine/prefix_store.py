@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -130,26 +130,6 @@ class PrefixStore:
     def will_store(self, session: Session, prompt: np.ndarray, start: int) -> bool:
         """Return whether `offer` will store a state of `prompt` if all chunks from `start` on are full."""
         return self._writable and any(position > start for position in self._positions(session, prompt))
-
-    def prepare(self, session: Session, tokens: np.ndarray, progress: Callable[[int, int], None] | None = None) -> int:
-        """Prefill an empty `session` with the complete chunks of `tokens`, and store its state.
-
-        Returns the number of tokens in these chunks. Raises PipelineError if there is no complete
-        chunk, or if the state cannot be written. `tokens`: i32 [n]. `progress`: called
-        with (tokens read, tokens to read) after each chunk.
-        """
-        position = self._complete(len(tokens))
-        if not position:
-            raise PipelineError(f"the text has {len(tokens)} tokens, fewer than a chunk of {self.width}; give a longer text")
-        known = self.take(session, np.append(tokens[:position], 0))
-        if known < position:
-            session.prefill(tokens[known:position], progress=progress)
-            if not self.save(session, tokens[:position]).result():
-                raise PipelineError(
-                    f"cannot store the state of {position} tokens in {self.directory}; use a writable folder, or increase "
-                    "--prefix-cache-size"
-                )
-        return position
 
     def save(self, session: Session, tokens: np.ndarray) -> Future:
         """Store the state of `session`, which has read `tokens`; the future's result is the file's
