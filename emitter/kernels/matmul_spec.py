@@ -87,8 +87,8 @@ class Matmul:
     def weight_shape(self) -> tuple[int, int, int]:
         """Return the shape of the packed weight: (16-row blocks, records, bytes of a record).
 
-        With experts, it is the shape of one expert's weight. A record is the packed bytes of one
-        codec block of each of 16 rows.
+        With experts, it is the shape of one expert's weight. A record packs one codec block of each
+        of 16 rows.
         """
         return packed_shape(self.codec, self.weight_rows, self.in_features)
 

@@ -6,7 +6,10 @@ the softmax needs no sums across lanes, and elements of a key are broadcast from
 values [column, head_dim] are accumulated in the rows of the result. An f32 cache is neither
 transposed nor copied.
 
-    workgroup: a few items (tile of columns, kv head), the last tokens first; early and late tiles alternate
+An item is a tile of columns and a kv head. Late tiles attend to more keys. They come first, and
+each workgroup gets items of different lengths.
+
+    workgroup: a few items
       qt [head_dim, columns] = scale * log2(e) * q^T                                                   stack
       maxima, sums, rescale [columns]                                                                  stack
       out[columns] = 0                                                                               memory

@@ -41,7 +41,7 @@ SLACK = 30.0  # max difference of a score and its head's reference; e^30 is far 
 
 
 class Shape:
-    """The tile sizes and stack bytes of a workgroup that computes at most `per` kv heads."""
+    """The tile sizes and stack bytes of a workgroup, if it computes up to `per` kv heads."""
 
     def __init__(self, layout: HeadLayout, isa: Isa, per: int, cache: Cache):
         hd = layout.head_dim
@@ -166,8 +166,9 @@ class Workgroup:
     def sink(self, g: Index, head: Index, score: Ssa, one: Ssa) -> None:
         """Emit code that adds a query head's sink (a score without a value) to its online softmax.
 
-        g: index of the head among the query heads of this workgroup. head: index of the head among
-        all query heads. score: score of the token's own key, a scalar. one: vector 1, 0, 0, ...
+        g: index of the head among this workgroup's query heads. head: its index among all query
+        heads. score: score of the token's own key, a scalar. one: the vector 1, 0, 0, ..., which
+        limits an addition to lane 0.
         """
         b, lanes = self.b, self.lanes
         score, sink = (b.broadcast(x, lanes) for x in (score, b.load(self.token.given["sinks"], head)))
@@ -206,20 +207,19 @@ class Workgroup:
                     self.add_values(head.index, heads, d.index, first, count)
 
     def own_heads(self, head: Ssa, heads: range) -> list[Index]:
-        """Return the indices of some query heads among the query heads of this workgroup.
+        """Return indices among this workgroup's query heads, for query heads of one kv head.
 
-        head: the kv head that the query heads use. heads: their indices among the query heads of
-        this kv head.
+        head: the kv head. heads: indices of query heads among those that use this kv head.
         """
         low = self.b.mul(self.b.sub(head, self.first), self.group)
         return [self.b.add(low, g) for g in heads]
 
     def touch(self, base: Ssa, row: Index, at: Index, lines: range) -> None:
-        """Emit code that loads one word of each cache line in `lines` of a KV cache, as a prefetch.
+        """Emit loads of one word of each cache line in `lines` of a KV cache, as prefetches.
 
-        The code reads only the bytes of this workgroup's kv heads. These bytes are counted from row
-        `row` of the layer on, and those of other heads are skipped. Line n contains the byte that
-        has number at + n * LINE_BYTES. base: address of the cache.
+        Lines are counted over the bytes of this workgroup's kv heads only, from row `row` of the
+        layer on; bytes of other heads are skipped. Line n has byte at + n * LINE_BYTES. base:
+        address of the cache.
         """
         b, row_bytes = self.b, self.row_bytes
         segment, size = self.shape.per * row_bytes, self.layout.kv_heads * row_bytes
@@ -277,11 +277,10 @@ class Workgroup:
     def softmax(self, head: Ssa, heads: range, blocks: Index) -> None:
         """Emit code that replaces the scores of a tile by softmax weights, exp(score - reference).
 
-        A tile is up to TILE consecutive positions. Each query head has a reference score. If the
-        maximum score in the tile exceeds the reference by more than SLACK, the maximum first
-        becomes the reference. The code also adds the weights to the head's sum of weights. heads:
-        indices of query heads among those of kv head `head`. blocks: number of vectors of scores in
-        the tile.
+        A tile is up to TILE consecutive positions. If a score exceeds the reference of its query
+        head by more than SLACK, the code first raises the reference to the maximum score. It also
+        adds the weights to the head's sum of weights. heads: indices of query heads among those of
+        kv head `head`. blocks: number of vectors of scores in the tile.
         """
         b, lanes = self.b, self.lanes
         own_heads = self.own_heads(head, heads)

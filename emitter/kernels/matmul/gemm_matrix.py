@@ -110,10 +110,11 @@ class GemmMatrix(Gemm):
                 self._tiles(tile.index, b.add(before, tile.index), step, k, depth)
 
     def _tiles(self, at: Index, tile: Index, high: int, k: Index, depth: int) -> None:
-        """Emit code that adds x[:, k : k + depth] @ `self.panel` to the sums of `high` tiles of x.
+        """Emit code that multiplies `high` tiles of x by the panel, and adds to `self.sums`.
 
-        A tile is a block of rows in the layout of `split_x`. at, tile: number of the first of these
-        tiles, in the sums and in x.
+        A tile is a block of rows in the layout of `split_x`; its elements k .. k + depth - 1 of
+        in_features are multiplied. tile: first of the tiles in x. at: first of the tiles in
+        `self.sums`.
         """
         b, group = self.b, self.matmul.format.group
         first_step = b.div(k, DEPTH)
@@ -135,8 +136,8 @@ class GemmMatrix(Gemm):
     def _step(self, parts: list[Block], tile: Index, x_step: Index, step: Index, block: Index, high: int) -> list[Block]:
         """Return the accumulators `parts`, [high * wide], plus the products of one step.
 
-        A step is 32 elements of in_features. x_step, step: number of the step in x and in the
-        panel. tile: first of `high` tiles of x. block: first of `wide` 16-row blocks of the panel.
+        A step is 32 elements of in_features. x_step, step: index of the step in x and in the panel.
+        tile: first of `high` tiles of x. block: first of `wide` 16-row blocks of the panel.
         """
         b, wide, matrix = self.b, self.tiles.wide, self.matrix
         (pieces, x_tiles, x_steps, *_), (_, steps, row_blocks, *_) = self.x_shape, self.panel.words.type.shape
@@ -157,12 +158,12 @@ class GemmMatrix(Gemm):
     ) -> None:
         """Emit code that adds the accumulators `parts`, [high * wide], to `self.sums`.
 
-        at, tile: number of the first of `high` tiles of x (blocks of rows in the layout of
-            `split_x`), in the sums and in x.
+        at, tile: first of `high` tiles (blocks of rows in the layout of `split_x`), in the sums and
+            in x.
         block: first of `wide` 16-row blocks of the panel.
-        of: None for float weights. For a quantised weight, the number of the accumulated codec
-            group in the panel and in x. The code then multiplies the accumulators by the scale of
-            this group, and adds the minimum of the group times the sum of x over the group.
+        of: the accumulated codec group of a quantised weight, as (index in the panel, index in x);
+            None for float weights. With a group, the code multiplies the accumulators by its scale,
+            and adds its minimum times the sum of x over the group.
         """
         b, lanes, rows, wide = self.b, self.lanes, self.tiles.rows, self.tiles.wide
         for i, part in enumerate(parts):

@@ -146,7 +146,7 @@ class Finish:
     """A writer of the code that turns the dot products of a matmul into y and stores it.
 
     The code applies the GLU, and adds the bias and the residual. sums: stack buffer f32 [tokens,
-    columns] of the dot products. row_of: returns the row of y of a token.
+    columns] of the dot products. row_of(token): returns the token's row of y.
     """
 
     def __init__(
@@ -168,12 +168,11 @@ class Finish:
             each_block(b, self.matmul.out_features, block, partial(self._block, i.index, column, first, end, last))
 
     def _block(self, slot: Index, column: Index, first: Index, end: Index, last: Index, ragged: int) -> None:
-        """Emit code that stores 16 columns of y, or only the first `ragged` of them.
+        """Emit code that stores 16 columns of y, or only the first `ragged` of them if it is not 0.
 
-        ragged: number of columns, or 0 for all 16. slot: number of the block of 16 results in
-        `self.sums`. column: first of the columns in y. first, end: the code stores results for
-        tokens first .. end - 1. last: with an operand `length`, it stores zeros for tokens end ..
-        last - 1.
+        The code stores results for tokens first .. end - 1. With an operand `length`, it also
+        stores zeros for tokens end .. last - 1. slot: index of the block of 16 results in
+        `self.sums`. column: first of the columns in y.
         """
         b, lanes, shared = self.b, self.lanes, self.matmul.blocks_per_result
         with b.loop(first, end) as token:
@@ -188,7 +187,7 @@ class Finish:
                 self._put(token.index, column, [b.splat(0.0, lanes)] * (LANES // lanes), ragged, add=False)
 
     def _put(self, token: Index, column: Index, results: list[Ssa], ragged: int, add: bool) -> None:
-        """Emit code that stores 16 results of a token, or only the first `ragged` of them, in y.
+        """Emit code that stores 16 results of a token in y, or only the first `ragged` of them.
 
         ragged: 0 for all 16. column: column of y for the first result. add: whether the code first
         adds the bias and the residual.
