@@ -85,8 +85,8 @@ def linear_parts(
     """Apply a fused `torch.nn.Linear`, such as one for q, k and v; return one tensor for each part.
 
     parts: by name, the number of rows of each part, in the order of the fused weight. A part of n
-    rows gives a tensor [T, n]. groups: the fused weight has this many groups of rows, each with an
-    equal share of the rows of every part.
+    rows gives a tensor [T, n]. groups: number of groups of rows of the fused weight. Each group has
+    an equal share of the rows of every part: with 2 groups, the order is q0, k0, q1, k1.
     """
     path, total = current_path(), sum(parts.values())
 

@@ -40,9 +40,10 @@ _SIX_BITS = 63
 class Encoder:
     """The quantiser of a codec: its codes, the scales it tries, and the packing of its blocks.
 
-    low, high: smallest and largest code. steps: numbers s; the encoder tries one scale for each.
-    This scale would spread the values of a group over s more codes than there are from `low` to
-    `high`. join: packs the parts of n blocks to u8 [n, block_bytes].
+    low, high: smallest and largest code.
+    steps: the encoder tries one scale for each number s in it. The largest value of a group then
+        gets the code high + s before clipping, or low - s for a codec without minima.
+    join: packs the parts of n blocks to u8 [n, block_bytes].
     """
 
     low: int
@@ -234,7 +235,7 @@ def _planes(codes: np.ndarray, run: int, bits: int) -> np.ndarray:
     """Pack codes [n, k] of `bits` bits in bytes [n, k * bits / 8].
 
     The first `run` bytes have the first `run` codes in their lowest bits, the next `run` codes in
-    the bits above, and so on. The next `run` bytes continue with the codes after these.
+    the bits above, and so on. With 4 bits and a run of 2, codes 1, 3, 2, 4 become bytes 0x21, 0x43.
     """
     fields = codes.reshape(len(codes), -1, 8 // bits, run)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]

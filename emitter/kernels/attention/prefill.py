@@ -343,10 +343,9 @@ class _Tile:
     def add_values(self, column: Index, d: Index, first: Index, count: Index, out: Ssa) -> None:
         """Emit code for out = rescale * out + weights @ values, for one register tile of `out`.
 
-        A column is a (token, query head) pair. rescale: 2^(old maximum - new maximum) of each
-        column, computed by `softmax`. weights: softmax weights of `count` keys. values: cached
-        values of positions first .. first + count - 1. column, d: first column and first element of
-        head_dim of the register tile.
+        rescale: 2^(old maximum - new maximum) of each column, computed by `softmax`. weights:
+        softmax weights of `count` keys. values: cached values of positions first .. first + count -
+        1. column, d: first column and first element of head_dim of the register tile.
         """
         b, shape = self.b, self.shape
         width = shape.out_width

@@ -154,7 +154,10 @@ def _pairs_of_block(matmul: Matmul, rows: int, limit: int) -> int:
 
 
 class Grouped(Gemm):
-    """A writer of the body of a GEMM over (token, expert) pairs, grouped by expert."""
+    """A writer of the body of a GEMM over (token, expert) pairs, grouped by expert.
+
+    Methods compute one block of pairs after another; the pairs of a block have the same expert.
+    """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: Any, buffers: Buffers):
         super().__init__(b, matmul, isa, tiles, buffers)
@@ -195,10 +198,7 @@ class Grouped(Gemm):
         return self.b.to_index(self.b.load(buffer, i))
 
     def _pair(self, i: Index) -> Ssa:
-        """Return the index of a pair of the current block among all (token, expert) pairs.
-
-        i: index of the pair in the block.
-        """
+        """Return the index of pair `i` of the current block among all (token, expert) pairs."""
         return self._at(self.pairs, i)
 
     def _count(self, real: Index) -> None:
@@ -213,8 +213,8 @@ class Grouped(Gemm):
     def _gather(self, expert: Index, first: Index, real: Index) -> None:
         """Emit code that stores the indices of a block's (token, expert) pairs in `self.pairs`.
 
-        All pairs of the block belong to `expert`. first: how many of this expert's pairs are in
-        earlier blocks. real: number of pairs of all experts that are not padding.
+        first: how many pairs of `expert` are in earlier blocks. real: number of pairs of all
+        experts that are not padding.
         """
         b = self.b
         with b.loop(0, real, carry=[b.index(0)]) as pair:

@@ -141,6 +141,11 @@ class Step:
         scale * x_scale * (sum(c * n) - (offset + bias) * sum(n))             otherwise
 
     where n are the int8 of x and c = code + bias; `Dot.bias` makes codes unsigned.
+
+    Arguments of the methods:
+    rows: indices of the rows of x. unit: index of the step. part: index of the group in the step.
+    quads(q): returns codes 4 q, 4 q + 1, ... of the step, as `Dot.code` takes them, for each vector
+        of outputs. A vector of outputs has one row of the weight in each lane.
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, buffers: Buffers):
@@ -152,15 +157,8 @@ class Step:
     def add(self, sums: Sequence[Ssa], rows: Sequence[Index], unit: Index, quads: Quads, sides: Sides) -> list[Ssa]:
         """Return the f32 vectors `sums` plus the dot products of one step.
 
-        A step is 32 elements of in_features. A vector of outputs has one row of the weight in each
-        lane.
-        sums: flat list of [rows of x][vectors of outputs].
-        rows: indices of the rows of x.
-        unit: index of the step.
-        quads(q): returns codes 4 q, 4 q + 1, ... of the step for each vector of outputs, as
-            `Dot.code` takes them.
-        sides: (scale, base) by [codec group of the step][vector of outputs]; a weight is scale *
-            stored code + base.
+        sums: flat list of [rows of x][vectors of outputs]. sides: (scale, base) by [codec group of
+        the step][vector of outputs].
         """
         b, vectors = self.b, len(sides[0])
         groups = [self._dots(rows, unit, part, quads, vectors) for part in range(self.parts)]
@@ -189,10 +187,9 @@ class Step:
     ) -> list[Ssa]:
         """Return `sums` plus the dot products of one step, with codes read from the packed weight.
 
-        A step is 32 elements of in_features. sums: one f32 vector for each row of x; its lanes are
-        the weight rows in vector `v` of 16-row block `block`. rows: indices of the rows of x. unit:
-        index of the step. groups: the step's codec groups, each as (record in the row block, group
-        in the record).
+        sums: one f32 vector for each row of x; its lanes are the weight rows in vector `v` of
+        16-row block `block`. groups: the step's codec groups, each as (record in the row block,
+        group in the record).
         """
         codes = [Int8Codes(self.records, block, *group) for group in groups]
         sides = [[self.records.scale_and_base(block, *group, v)] for group in groups]
@@ -202,9 +199,8 @@ class Step:
     def _dots(self, rows: Sequence[Index], unit: Index, part: int, quads: Quads, vectors: int) -> list[Ssa]:
         """Return the unscaled dot products of one codec group, as f32 vectors [rows * vectors].
 
-        They are sum(c * n) if the codec has minima, otherwise sum(c * n) - (offset + bias) * sum(n)
-        (see `Step`). rows: indices of the rows of x. unit: index of the step. part: index of the
-        group in the step. vectors: number of vectors of outputs. quads: as in `add`.
+        They are sum(c * n) if the codec has minima, otherwise sum(c * n) - (offset + bias) *
+        sum(n). vectors: number of vectors of outputs.
         """
         b, dot, quads_a_group = self.b, self.dot, self.codec.group // 4
         together = batches(rows, dot.rows)
@@ -219,10 +215,9 @@ class Step:
         return [b.convert("sitofp", words, "f32") for row in by_row[: len(rows)] for words in row]
 
     def _start(self, row: Index, unit: Index, part: int) -> Ssa:
-        """Return the initial s32 sum of a codec group: -(offset + bias) * sum(n), or 0 with minima.
+        """Return the initial s32 sum of a codec group: -(offset + bias) * sum(n).
 
-        `Step` has the formula. row: row of x. unit: index of the step. part: index of the group in
-        the step.
+        It is 0 if the codec has minima.
         """
         if not self.bias:
             return self.b.constant("0", I32)

@@ -91,7 +91,12 @@ def _step_bytes(matmul: Matmul, row_blocks: int) -> int:
 
 
 class GemmMatrix(Gemm):
-    """A writer of the body of a matmul kernel for a matrix unit, with x and weights as bf16."""
+    """A writer of the body of a matmul kernel for a matrix unit, with x and weights as bf16.
+
+    A tile is a block of rows of x, in the layout of `split_x`. Methods compute `high` tiles
+    together, with accumulators `parts`, [high * wide]. tile: first of these tiles in x. at: first
+    of them in `self.sums`. block: first of `wide` 16-row blocks of the panel.
+    """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: GemmMatrixTiles, buffers: Buffers):
         self.panel_type = _panel_type(matmul)
@@ -110,11 +115,9 @@ class GemmMatrix(Gemm):
                 self._tiles(tile.index, b.add(before, tile.index), step, k, depth)
 
     def _tiles(self, at: Index, tile: Index, high: int, k: Index, depth: int) -> None:
-        """Emit code that multiplies `high` tiles of x by the panel, and adds to `self.sums`.
+        """Emit code that multiplies `high` tiles by the panel, and adds to `self.sums`.
 
-        A tile is a block of rows in the layout of `split_x`; its elements k .. k + depth - 1 of
-        in_features are multiplied. tile: first of the tiles in x. at: first of the tiles in
-        `self.sums`.
+        Elements k .. k + depth - 1 of in_features are multiplied.
         """
         b, group = self.b, self.matmul.format.group
         first_step = b.div(k, DEPTH)
@@ -134,10 +137,9 @@ class GemmMatrix(Gemm):
         return [self.matrix.zero(i) for i in range(high * self.tiles.wide)]
 
     def _step(self, parts: list[Block], tile: Index, x_step: Index, step: Index, block: Index, high: int) -> list[Block]:
-        """Return the accumulators `parts`, [high * wide], plus the products of one step.
+        """Return the accumulators `parts` plus the products of one step.
 
-        A step is 32 elements of in_features. x_step, step: index of the step in x and in the panel.
-        tile: first of `high` tiles of x. block: first of `wide` 16-row blocks of the panel.
+        A step is 32 elements of in_features. x_step, step: its index in x and in the panel.
         """
         b, wide, matrix = self.b, self.tiles.wide, self.matrix
         (pieces, x_tiles, x_steps, *_), (_, steps, row_blocks, *_) = self.x_shape, self.panel.words.type.shape
@@ -156,14 +158,11 @@ class GemmMatrix(Gemm):
     def _add(
         self, parts: list[Block], at: Index, tile: Index, block: Index, high: int, of: tuple[Index, Index] | None = None
     ) -> None:
-        """Emit code that adds the accumulators `parts`, [high * wide], to `self.sums`.
+        """Emit code that adds the accumulators `parts` to `self.sums`.
 
-        at, tile: first of `high` tiles (blocks of rows in the layout of `split_x`), in the sums and
-            in x.
-        block: first of `wide` 16-row blocks of the panel.
         of: the accumulated codec group of a quantised weight, as (index in the panel, index in x);
-            None for float weights. With a group, the code multiplies the accumulators by its scale,
-            and adds its minimum times the sum of x over the group.
+        None for float weights. With a group, the code multiplies the accumulators by its scale, and
+        adds its minimum times the sum of x over the group.
         """
         b, lanes, rows, wide = self.b, self.lanes, self.tiles.rows, self.tiles.wide
         for i, part in enumerate(parts):

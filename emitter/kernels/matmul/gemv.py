@@ -1,7 +1,8 @@
 """Compute y = W x for one token; packed weights are decoded in registers, and sums are f32.
 
-Each lane of a vector has one of 16 rows of W, so there are no sums across lanes. x is prepared once
-per workgroup (`prepared_x`), so that a code costs only a mask, a conversion and an fma.
+Each lane of a vector has one of 16 rows of W, so there are no sums across lanes. A record packs one
+codec block of each of 16 rows. x is prepared once per workgroup (`prepared_x`), so that a code
+costs only a mask, a conversion and an fma.
 
     each workgroup: a share of the sets of 16-row blocks; a set is `together` blocks; for a GLU at least gate and up
       prefetch the first records of the first set
@@ -9,7 +10,7 @@ per workgroup (`prepared_x`), so that a code costs only a mask, a conversion and
       for set in share:
         for `together` blocks of the set at once:
           totals [together, 16] = 0                                                                registers
-          for record in records:                                    a codec block of 16 rows, read once
+          for record in records:                                    each is read once
             for group in record:                                    one, or many for K-quants
               products [chains, together, 16] = 0                                                  registers
               for k in group:                                       unrolled; prefetches of a record `ahead` in between
@@ -56,6 +57,12 @@ class Gemv:
 
     x_row: row of x. y_row: row of y for the result. base: first 16-row block of the weight to use;
     for MoE, the first block of the expert.
+
+    Arguments and results of the methods:
+    row_blocks: indices of the 16-row blocks to multiply. record: index of a record in each of them.
+    slot: index of the record, or of a codec group, in the prepared part of x.
+    totals and other vectors: one for each (i, v) in `self.sides`. Its lanes are the rows in vector
+        `v` of row block row_blocks[i].
     """
 
     def __init__(
@@ -121,10 +128,10 @@ class Gemv:
     def _sets(self, low: Index, high: Index, first: int, last: int, parts: Ssa | None) -> None:
         """Emit code that multiplies sets low .. high - 1 of the weight by a part of x.
 
-        A set is `self.set` consecutive 16-row blocks. A record packs one codec block of each of 16
-        rows. Only records first .. last - 1 of each row block are multiplied, by the x that belongs
-        to them. With the last record of the row blocks, the code also stores y. parts: stack buffer
-        that stores the sums between parts of x, or None if this part is all of x.
+        A set is `self.set` consecutive 16-row blocks. Only records first .. last - 1 of each row
+        block are multiplied, by the x that belongs to them. With the last record of the row blocks,
+        the code also stores y. parts: stack buffer that stores the sums between parts of x, or None
+        if this part is all of x.
         """
         b, self.range = self.b, (first, last)
         self.x.fill(first * self.layout.elements, last * self.layout.elements)
@@ -161,12 +168,7 @@ class Gemv:
         return [b.min(block, self.row_blocks - 1) for block in row_blocks] if self.row_blocks % self.set else row_blocks
 
     def _dots(self, row_blocks: list[Index], first: int, last: int, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus the dot products of x and some rows of the weight.
-
-        Only records first .. last - 1 of the rows are multiplied. A record packs one codec block of
-        each of 16 rows. row_blocks: indices of the 16-row blocks. totals: one vector for each (i,
-        v) in `self.sides`; its lanes are the rows in vector `v` of row block row_blocks[i].
-        """
+        """Return `totals` plus the dot products of x with records first .. last - 1."""
         if not self.codec.quantised:
             return self._float_dots(row_blocks, first, last, totals)
         with self.b.loop(first, last, carry=totals) as record:
@@ -178,8 +180,8 @@ class Gemv:
     def _prefetches(self, row_blocks: list[Index], record: Index, offset: Index, nbytes: int) -> list[Callable[[], None]]:
         """Return functions, each of which emits a prefetch of one cache line of the packed weight.
 
-        The lines are bytes offset .. offset + nbytes - 1 of a record of each 16-row block in
-        `row_blocks`. The record is the one that is multiplied `tiles.ahead` records after `record`.
+        The lines are bytes offset .. offset + nbytes - 1 of a record of each 16-row block. The
+        record is the one that is multiplied `tiles.ahead` records after `record`.
         """
         b, (first, last) = self.b, self.range
         then = b.add(b.sub(record, first) if first else record, self.tiles.ahead)  # may be in the next set of row blocks
@@ -193,11 +195,8 @@ class Gemv:
     def _group_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
         """Return `totals` plus the dot products of x and a record that has only one codec group.
 
-        A record packs one codec block of each of 16 rows. A dot product is d * sum(x * code) + m *
-        sum(x), where d and m are the scale and minimum of the group.
-
-        row_blocks: indices of the 16-row blocks. record: index of the record in each of them. slot:
-        index of the record in the prepared part of x, `self.x`. totals: as in `_dots`.
+        A dot product is d * sum(x * code) + m * sum(x), where d and m are the scale and minimum of
+        the group.
         """
         b, records = self.b, self.records
         dots = self._group(row_blocks, record, 0, slot, self._prefetches(row_blocks, record, 0, self.size))
@@ -213,12 +212,9 @@ class Gemv:
     def _super_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
         """Return `totals` plus the dot products of x and one record with several codec groups.
 
-        A record packs one codec block of each of 16 rows. A dot product is d * sum(scale * sum(x *
-        code)) + m * sum(minimum * sum(x)). The outer sums are over the groups of the block. Each
-        block has its own d and m, each group its own scale and minimum.
-
-        row_blocks: indices of the 16-row blocks. record: index of the record in each of them. slot:
-        index of the record in the prepared part of x, `self.x`. totals: as in `_dots`.
+        A dot product is d * sum(scale * sum(x * code)) + m * sum(minimum * sum(x)). The outer sums
+        are over the groups of the block. Each block has its own d and m, each group its own scale
+        and minimum.
         """
         b, records, groups = self.b, self.records, self.layout.groups
         minima = self.codec.minimum != 0
@@ -249,11 +245,8 @@ class Gemv:
     def _canonical_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
         """Return `totals` plus the dot products of x and one record, added in canonical order.
 
-        In this order, one codec group is added after another. A record packs one codec block of
-        each of 16 rows. A group adds d * scale * sum(x * code) + m * minimum * sum(x).
-
-        row_blocks: indices of the 16-row blocks. record: index of the record in each of them. slot:
-        index of the record in the prepared part of x, `self.x`. totals: as in `_dots`.
+        In this order, one codec group is added after another. A group adds d * scale * sum(x *
+        code) + m * minimum * sum(x).
         """
         b, records, groups = self.b, self.records, self.layout.groups
         with b.loop(0, groups, carry=totals) as g:
@@ -270,13 +263,10 @@ class Gemv:
     def _group(
         self, row_blocks: list[Index], record: Index, group: Index, slot: Index, soon: list[Callable[[], None]]
     ) -> list[Ssa]:
-        """Return sum(x * code) over one codec group, for each row of some 16-row blocks.
+        """Return sum(x * code) over one codec group, for each row of the row blocks.
 
-        There is one vector for each (i, v) in `self.sides`; its lanes are the rows in vector `v` of
-        row block row_blocks[i]. record: index of the record in each row block. group: index of the
-        group in the record. slot: index of the group in the prepared part of x. soon: functions
-        that emit prefetches. They are called at intervals, because many prefetches in sequence
-        stall.
+        group: index of the group in the record. soon: functions that emit prefetches. They are
+        called at intervals, because many prefetches in sequence stall.
         """
         b, chains = self.b, self.chains
         codes = [self.records.group_codes(block, record, group) for block in row_blocks]
@@ -298,8 +288,8 @@ class Gemv:
     def _looked_up(self, codes: list[GroupCodes], group: Index, soon: list[Callable[[], None]]) -> list[Ssa]:
         """Return the result of `_group`, added from table entries instead of multiplied.
 
-        codes: codes of the group in each 16-row block. group: index of the group in the prepared
-        part of x.
+        codes: codes of the group in each row block. group: index of the group in the prepared part
+        of x.
         """
         b, x, chains = self.b, self.tables, self.chains
         sums: list[list[Ssa | None]] = [[None] * chains for _ in self.sides]

@@ -74,7 +74,8 @@ class PreparedX:
 
     Kernels mask codes without shifting their bits down, so a code is multiplied by a power of two.
     The x in the buffer is divided by the same power (see `code_factors`). The buffer also has the
-    `group_sum` of each codec group.
+    `group_sum` of each codec group. Methods count elements and groups in the range that the last
+    `fill` prepared. token: row of the buffer.
 
     capacity: max number of elements of a row that are prepared at once.
     row: index of the first row in x.
@@ -102,19 +103,11 @@ class PreparedX:
             self.inverse = inverse_rms(b, partial(self._read, 0), self.in_features, matmul.rms_eps, lanes)
 
     def at(self, k: Index, token: Index = 0) -> Ssa:
-        """Return a vector that has one element of the prepared x in every lane.
-
-        k: index of the element in the range that the last `fill` has prepared. token: row of the
-        buffer.
-        """
+        """Return a vector that has element `k` of the prepared x in every lane."""
         return self.b.broadcast(self.b.load(self.values, token, k), self.lanes)
 
     def sum_of(self, group: Index, token: Index = 0) -> Ssa:
-        """Return a vector that has the `group_sum` of one codec group in every lane.
-
-        group: index of the group in the range that the last `fill` has prepared. token: row of the
-        buffer.
-        """
+        """Return a vector that has the `group_sum` of codec group `group` in every lane."""
         assert self.sums is not None, "only codecs with an offset or a minimum have sums"
         return self.b.broadcast(self.b.load(self.sums, token, group), self.lanes)
 

@@ -75,7 +75,11 @@ class SmallBatchTiles(Tiles):
 
 
 class SmallBatch:
-    """A writer of the body of a matmul kernel for a few tokens."""
+    """A writer of the body of a matmul kernel for a few tokens.
+
+    Methods take tiles of the weight as `sides`: vectors of weight rows, each given as (16-row
+    block, index of the vector in the block, column of `self.sums` for its first row).
+    """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: SmallBatchTiles, buffers: Buffers):
         self.b, self.codec, self.tiles, self.buffers = b, matmul.format, tiles, buffers
@@ -147,10 +151,8 @@ class SmallBatch:
         """Emit loops over tiles, and the code of each tile with `add`.
 
         The tiles cover 16-row blocks first .. last - 1 of the weight and tokens 0 .. end - 1. After
-        the end of the weight, they repeat its last row block.
-        add(sides, token, rows): emits the code of a tile of `rows` tokens from `token` on. sides:
-            its vectors of weight rows, each as (16-row block, index of the vector in the block,
-            column of `self.sums` for its first row).
+        the end of the weight, they repeat its last row block. add(sides, token, rows): emits the
+        code of a tile of `rows` tokens from `token` on.
         """
         b, rows, vectors, per_block, unit = self.b, self.tiles.rows, self.tiles.vectors, self.records.vectors, self.unit
         full = self.T // rows * rows
@@ -172,10 +174,10 @@ class SmallBatch:
     def _add_group(self, sides: list, token: Index, rows: int, record: Index, group: Index, slot: Index) -> None:
         """Emit code that adds the dot products of one codec group to the sums of a tile.
 
-        A dot product is d * scale * sum(x * code) + m * minimum * sum(x). The tile has tokens token
-        .. token + rows - 1. sides: its vectors of weight rows, as in `_tiles`. record: index of the
-        record in each row block; a record packs one codec block of each of 16 rows. group: index of
-        the group in the record. slot: index of the record in the prepared part of x.
+        A dot product is d * scale * sum(x * code) + m * minimum * sum(x). The tile has `rows`
+        tokens from `token` on. record: index of the record in each row block; a record packs one
+        codec block of each of 16 rows. group: index of the group in the record. slot: index of the
+        record in the prepared part of x.
         """
         b, records, codec = self.b, self.records, self.codec
         number = b.add(b.mul(slot, self.layout.groups), group)
@@ -205,10 +207,9 @@ class SmallBatch:
                 b.vstore(total, self.sums, t, column)
 
     def _float_tile(self, sides: list, token: Index, rows: int) -> None:
-        """Emit code that computes the dot products of one tile and stores them, for a float codec.
+        """Emit code that computes the dot products of a tile of a float codec, and stores them.
 
-        The tile has tokens token .. token + rows - 1. sides: its vectors of weight rows, as in
-        `_tiles`.
+        The tile has `rows` tokens from `token` on.
         """
         b, elements, unroll = self.b, self.layout.elements, self.tiles.unroll
         full, rest = divmod(self.in_features, elements)

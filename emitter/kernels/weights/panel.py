@@ -80,7 +80,8 @@ class BasePanel:
     """A panel: a part of a packed weight that is decoded to stack buffers.
 
     A panel has `depth` rows and 16 * `row_blocks` columns. A row is an element of in_features, a
-    column is a row of the weight. The method `fill` of a subclass emits the code that decodes.
+    column is a row of the weight. The method `fill` of a subclass emits the code that decodes. It
+    gets the first 16-row block and the first element of in_features of the panel.
     """
 
     def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int):
@@ -200,8 +201,7 @@ class Bf16Panel(BasePanel):
     def fill(self, first_block: Index, k: Index, depth: int) -> None:
         """Emit code that decodes elements k .. k + depth - 1 of in_features into the panel.
 
-        The panel is padded with zeros to a multiple of 32 elements. first_block: first 16-row block
-        of the weight.
+        The panel is padded with zeros to a multiple of 32 elements.
         """
         with self.b.loop(0, self.row_blocks) as i:
             fill = self._fill_codes if self.codec.quantised else self._fill_floats

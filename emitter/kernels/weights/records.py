@@ -61,10 +61,10 @@ class Records:
         self.vectors = LANES // isa.lanes
 
     def rows(self, at: tuple[Index, Index, Index], v: Index, element: str, bits: int) -> Ssa:
-        """Return one element of a record for each row in vector `v` of a 16-row block, as a vector.
+        """Return one element of a record for each row in vector `v`.
 
-        at: (16-row block, record in the block, byte offset in the record of the elements of all 16
-        rows). element, bits: MLIR type of an element, and its size.
+        at: (block, record, byte offset in the record of the elements of all 16 rows). element,
+        bits: MLIR type of an element, and its size.
         """
         width = self.lanes * bits // 8
         block, record, offset = at
@@ -72,10 +72,9 @@ class Records:
         return data if element == "i8" else self.b.bitcast(data, self.lanes, element)
 
     def widened_rows(self, at: tuple[Index, Index, Index], v: Index) -> Ssa:
-        """Return one u16 of a record for each row in vector `v` of a 16-row block, as i32 [lanes].
+        """Return one u16 of a record for each row in vector `v`, as i32 [lanes].
 
-        at: (16-row block, record in the block, byte offset in the record of the u16 of all 16
-        rows).
+        at: (block, record, byte offset in the record of the u16 of all 16 rows).
         """
         b, width = self.b, 2 * self.lanes
         data = self.rows(at, v, "i8", 16)
@@ -87,7 +86,7 @@ class Records:
         return self.b.widened(self.rows(at, v, "f16", 16))
 
     def prefetch(self, block: Index, record: Index, offset: Index) -> None:
-        """Emit a prefetch of the cache line at byte `offset` of a record of a 16-row block.
+        """Emit a prefetch of the cache line at byte `offset` of a record.
 
         The address may be past the end of the weight.
         """
@@ -183,10 +182,7 @@ class Records:
         return GroupCodes(self, block, record, self.codes_at(group))
 
     def elements(self, block: Index, record: Index, v: Index) -> list[Ssa]:
-        """Return the elements of a float codec's record, f32 [lanes], for vector `v` of the rows.
-
-        There is one vector for each element of in_features in the record.
-        """
+        """Return the elements of a float codec's record, f32 [lanes] for each in_feature."""
         at = (block, record, 0)
         if self.codec.name == "f32":
             return [self.rows(at, v, "f32", 32)]
@@ -209,7 +205,7 @@ class GroupCodes:
         self._words: dict[tuple[int, Index], Ssa] = {}
 
     def word(self, word: int, v: Index) -> Ssa:
-        """Return a word of the group's codes for each row in vector `v` of rows, i32 [lanes].
+        """Return a word of the group's codes for each row in vector `v`, i32 [lanes].
 
         word: index of the word in the group. A word of 16 bits is zero-extended.
         """
@@ -226,7 +222,7 @@ class GroupCodes:
         return self.records.b.binary("shrui", value, self.records.b.isplat(shift, value.width))
 
     def _stored(self, k: int, v: Index) -> Ssa:
-        """Return stored code k of the group, as i32 [lanes], for vector `v` of rows.
+        """Return stored code k of the group, i32 [lanes].
 
         Its bits are not shifted down (see `code_factors`). For a codec with a table, higher bits
         may be set too; `lookup.entries` ignores them.
@@ -252,7 +248,7 @@ class GroupCodes:
         return ((word, bits * field, (1 << bits) - 1),)
 
     def code(self, k: int, v: Index) -> Ssa:
-        """Return code k of the group as f32 [lanes], for vector `v` of rows.
+        """Return code k of the group, f32 [lanes].
 
         The result is the stored code divided by `code_factors(codec)[k]`. For a codec with a table,
         it is the entry of the table.
@@ -288,10 +284,7 @@ class Int8Codes(GroupCodes):
         super().__init__(records, block, record, records.codes_at(group))
 
     def quads(self, q: int, v: Index) -> list[Ssa]:
-        """Return codes 4 q, 4 q + 1, ... plus `self.dot.bias`, in the form that `Dot.code` takes.
-
-        v: vector of rows.
-        """
+        """Return codes 4 q, 4 q + 1, ... plus `self.dot.bias`, as `Dot.code` takes them."""
         return self.dot.arranged([self._quad(q + i, v) for i in range(self.dot.quads)])
 
     def _quad(self, q: int, v: Index) -> Ssa:
