@@ -55,8 +55,8 @@ class State:
 
     kind: "positional" (a row for each position), "window" (a ring buffer of rows) or "recurrent"
         (replaced by every token); `KINDS` has the shapes.
-    window: for the kind "window", how many positions a query attends to, its own included; 0 for
-        other kinds.
+    window: for the kind "window", how many positions a query attends to, including its own;
+        otherwise 0.
     storage: the format of the elements, such as "f32" or "q8_0" (a key of `STORAGE`).
     layers: indices of the model's layers whose data is in the buffer, in the order of dimension 0.
     """

@@ -37,7 +37,7 @@ class Codec:
     """A format in which rows of weights are stored, such as q4_k.
 
     A row consists of blocks of `block` elements. In a quantised block, each element has a code, and
-    each `group` elements share a scale. `Parts` has the formula of an element's value.
+    every `group` elements share a scale. `Parts` has the formula of an element's value.
 
     splitter: the function that `split` calls, or None if the format is not quantised.
     bits: size of a stored code. A code of 8 bits is stored as it is, signed.

@@ -75,7 +75,7 @@ def _odd(scales: np.ndarray) -> np.ndarray:
 
 
 def _with_high(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Return indices u16 [n, k] with the low eight bits `low` and the bits `high` above."""
+    """Return indices high * 256 + low as u16 [n, k]."""
     return low | high.astype(np.uint16) << 8
 
 

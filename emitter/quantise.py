@@ -41,8 +41,9 @@ class Encoder:
     """The quantiser of a codec: its codes, the scales it tries, and the packing of its blocks.
 
     low, high: smallest and largest code.
-    steps: the encoder tries one scale for each number s in it. The largest value of a group then
-        gets the code high + s before clipping, or low - s for a codec without minima.
+    steps: the encoder tries one scale for each number s in it. With minima, the largest value of a
+        group then gets the code high + s, before clipping. Without minima, the value of largest
+        magnitude gets low - s.
     join: packs the parts of n blocks to u8 [n, block_bytes].
     """
 

@@ -69,9 +69,10 @@ def of_bytes(words: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def round_x(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
     """Return the kernel that quantises x f32 [rows, in] to int8, one scale for every 32 elements.
 
-    Results (types: `rounded_types`): y, four int8 in each i32, where each eight int8 are in the
-    order `EVEN_ODD`: 0, 2, 4, 6, 1, 3, 5, 7; scales; sums of x over each group of `codec`. codec:
-    the codec of the weight that x is multiplied by.
+    Results (types: `rounded_types`):
+    y: four int8 in each i32; every eight int8 are in the order 0, 2, 4, 6, 1, 3, 5, 7 (`EVEN_ODD`).
+    scales; sums: sums of x over each group of `codec`, the codec of the weight that x is multiplied
+        by.
     """
     lanes = isa.lanes
 
@@ -106,7 +107,7 @@ def round_x(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
 def _store_bytes(b: Body, shifted: list[Ssa], y: Ssa, row: Index, start: Index) -> None:
     """Emit code that stores quantised vectors as int8 in y[row, start:].
 
-    Each eight int8 are in the order `EVEN_ODD`: 0, 2, 4, 6, 1, 3, 5, 7. shifted: vectors that
+    Every eight int8 are in the order 0, 2, 4, 6, 1, 3, 5, 7 (`EVEN_ODD`). shifted: vectors that
     `vector_math.as_bytes` returns.
     """
     while len(shifted) > 1 and shifted[0].width < 8:

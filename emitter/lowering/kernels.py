@@ -207,7 +207,7 @@ def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple
 
 
 def _columns(x: Value) -> tuple[Value, Columns]:
-    """Return (the value [T, width] of which x is a slice, the columns of it that are x).
+    """Return (value [T, width] that x is a slice of, the columns of x in that value).
 
     x: [T, ...]. If x is not a slice of another value, the value is x itself, as [T, width].
     """

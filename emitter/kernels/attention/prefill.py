@@ -344,8 +344,8 @@ class _Tile:
         """Emit code for out = rescale * out + weights @ values, for one register tile of `out`.
 
         rescale: 2^(old maximum - new maximum) of each column, computed by `softmax`. weights:
-        softmax weights of `count` keys. values: cached values of positions first .. first + count -
-        1. column, d: first column and first element of head_dim of the register tile.
+        softmax weights of `count` keys. values: the cached values of `count` positions from `first`
+        on. column, d: first column and first element of head_dim of the register tile.
         """
         b, shape = self.b, self.shape
         width = shape.out_width

@@ -210,16 +210,15 @@ class Workgroup:
                     self.add_values(head.index, heads, d.index, first, count)
 
     def own_heads(self, head: Ssa, heads: range) -> list[Index]:
-        """Return the indices among this workgroup's query heads for query heads of one kv head."""
+        """Return the index `g` of each query head in `heads` of kv head `head`."""
         low = self.b.mul(self.b.sub(head, self.first), self.group)
         return [self.b.add(low, g) for g in heads]
 
     def touch(self, base: Ssa, row: Index, at: Index, lines: range) -> None:
         """Emit loads of one word of each cache line in `lines` of a KV cache, as prefetches.
 
-        Lines are counted over the bytes of this workgroup's kv heads only, from row `row` of the
-        layer on; bytes of other heads are skipped. Line n has byte at + n * LINE_BYTES. base:
-        address of the cache.
+        Only the bytes of this workgroup's kv heads are counted, from row `row` of the layer on.
+        Line n has byte number at + n * LINE_BYTES. base: address of the cache.
         """
         b, row_bytes = self.b, self.row_bytes
         segment, size = self.shape.per * row_bytes, self.layout.kv_heads * row_bytes
@@ -318,7 +317,7 @@ class Workgroup:
     def add_values(self, head: Ssa, heads: range, d: Index, first: Ssa, count: Index) -> None:
         """Emit code that adds softmax weights times cached values to the sums of weighted values.
 
-        The cached values are those of positions first .. first + count - 1. d: first of the
+        The cached values are those of `count` positions from `first` on. d: first of the
         `self.columns * self.width` elements of head_dim that the code updates.
         """
         b, width = self.b, self.width

@@ -1,6 +1,6 @@
 """Compute y = W_e x for (token, expert) pairs, where W_e is the weight of expert e.
 
-Each row of x has `per_row` consecutive pairs: the experts chosen for this token.
+Each row of x has `per_row` consecutive pairs, one for each expert that multiplies the row.
 
 With few pairs for each expert, each pair is a GEMV (`gemv`) with the expert's part of the stacked
 weight:
@@ -156,7 +156,7 @@ def _pairs_of_block(matmul: Matmul, rows: int, limit: int) -> int:
 class Grouped(Gemm):
     """A writer of the body of a GEMM over (token, expert) pairs, grouped by expert.
 
-    Methods compute one block of pairs after another; the pairs of a block have the same expert.
+    The kernel computes one block of pairs after another. All pairs of a block have the same expert.
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: Any, buffers: Buffers):
@@ -292,8 +292,8 @@ class Grouped(Gemm):
     def _prefetch(self, blocks: Sequence[Index], unit: Index, units: int) -> None:
         """Emit prefetches of the codes of 16-row blocks that will be multiplied later.
 
-        For each block in `blocks`, the code prefetches units unit .. unit + units - 1 of block +
-        `tiles.row_blocks`. `weights.panel.units` defines a unit.
+        For each block in `blocks`, the code prefetches `units` units (see `weights.panel.units`) of
+        block + `tiles.row_blocks`, from index `unit` on.
         """
         b, records, groups = self.b, self.panel.records, self.panel.records.layout.groups
         record = b.div(unit, groups)

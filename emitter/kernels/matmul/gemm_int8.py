@@ -134,8 +134,8 @@ class GemmInt8(Gemm):
 class Step:
     """A writer of code that multiplies int8 x by weights and adds the results to f32 sums.
 
-    A step is GROUP (32) elements of in_features, whose x shares a scale. A weight is scale * code +
-    base, where code is the stored code. For each codec group, a step adds
+    A step covers GROUP (32) elements of in_features, whose x has one scale. A weight is scale *
+    code + base, where code is the stored code. For each codec group, a step adds
 
         scale * x_scale * sum(c * n) + base * sum(x)                          if the codec has minima
         scale * x_scale * (sum(c * n) - (offset + bias) * sum(n))             otherwise

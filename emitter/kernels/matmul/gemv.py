@@ -61,8 +61,8 @@ class Gemv:
     Arguments and results of the methods:
     row_blocks: indices of the 16-row blocks to multiply. record: index of a record in each of them.
     slot: index of the record, or of a codec group, in the prepared part of x.
-    totals and other vectors: one for each (i, v) in `self.sides`. Its lanes are the rows in vector
-        `v` of row block row_blocks[i].
+    totals, results: a vector for each (i, v) in `self.sides`. Its lanes are the rows in vector `v`
+        of row block row_blocks[i].
     """
 
     def __init__(
@@ -129,9 +129,9 @@ class Gemv:
         """Emit code that multiplies sets low .. high - 1 of the weight by a part of x.
 
         A set is `self.set` consecutive 16-row blocks. Only records first .. last - 1 of each row
-        block are multiplied, by the x that belongs to them. With the last record of the row blocks,
-        the code also stores y. parts: stack buffer that stores the sums between parts of x, or None
-        if this part is all of x.
+        block are multiplied, by the x that belongs to them. If they include the last record, the
+        code also stores y. parts: stack buffer that stores the sums between parts of x, or None if
+        x has one part.
         """
         b, self.range = self.b, (first, last)
         self.x.fill(first * self.layout.elements, last * self.layout.elements)
@@ -286,7 +286,7 @@ class Gemv:
         return [tree(b.addf, [part for part in parts if part is not None]) for parts in sums]
 
     def _looked_up(self, codes: list[GroupCodes], group: Index, soon: list[Callable[[], None]]) -> list[Ssa]:
-        """Return the result of `_group`, added from table entries instead of multiplied.
+        """Return the result of `_group`, computed by table look-ups, not multiplications.
 
         codes: codes of the group in each row block. group: index of the group in the prepared part
         of x.

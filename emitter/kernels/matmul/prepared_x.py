@@ -174,4 +174,4 @@ class PreparedX:
         b.vstore(x, self.values, token, b.add(start, k))
 
     def _finish(self, group: Index) -> None:
-        """Emit further code after the x of a codec group is stored; subclasses override it."""
+        """Emit further code after the x of a codec group is stored; here, none."""

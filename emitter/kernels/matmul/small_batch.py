@@ -77,8 +77,8 @@ class SmallBatchTiles(Tiles):
 class SmallBatch:
     """A writer of the body of a matmul kernel for a few tokens.
 
-    Methods take tiles of the weight as `sides`: vectors of weight rows, each given as (16-row
-    block, index of the vector in the block, column of `self.sums` for its first row).
+    Methods take the weight rows of a tile as `sides`: vectors of rows, each given as (16-row block,
+    index of the vector in the block, column of `self.sums` for its first row).
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: SmallBatchTiles, buffers: Buffers):
@@ -150,9 +150,9 @@ class SmallBatch:
     def _tiles(self, first: Index, last: Index, end: Index, add: Callable[[list, Index, int], None]) -> None:
         """Emit loops over tiles, and the code of each tile with `add`.
 
-        The tiles cover 16-row blocks first .. last - 1 of the weight and tokens 0 .. end - 1. After
-        the end of the weight, they repeat its last row block. add(sides, token, rows): emits the
-        code of a tile of `rows` tokens from `token` on.
+        The tiles cover 16-row blocks first .. last - 1 of the weight and tokens 0 .. end - 1. A
+        tile that reaches past the end of the weight repeats the last row block. add(sides, token,
+        rows): emits the code of a tile of `rows` tokens from `token` on.
         """
         b, rows, vectors, per_block, unit = self.b, self.tiles.rows, self.tiles.vectors, self.records.vectors, self.unit
         full = self.T // rows * rows

@@ -105,7 +105,8 @@ class SumTables(PreparedX):
     def _factors(self, j: int, bit: int) -> Ssa:
         """Return the number by which entry n of a table multiplies an element of x, f32 [n].
 
-        j: index in the slice of one bit of the element's code. bit: index of this bit in the code.
+        j: index in the slice of a bit of the element's code. bit: index of the same bit in the
+        code.
         """
         base, weights = self._bit_values
         listed = [(base if bit == 0 else 0.0) + (weights[bit] if n >> j & 1 else 0.0) for n in range(self.lanes)]

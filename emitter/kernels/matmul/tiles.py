@@ -161,8 +161,8 @@ class Finish:
     def store(self, first_block: Index, row_blocks: Index, first: Index, end: Index, last: Index) -> None:
         """Emit code that stores y for some tokens and 16-row blocks of the weight.
 
-        Row 0 of `self.sums` belongs to token `first`, and its columns to row blocks first_block ..
-        first_block + row_blocks - 1.
+        In `self.sums`, row 0 belongs to token `first`, and the columns belong to row blocks
+        first_block .. first_block + row_blocks - 1.
         """
         b, shared = self.b, self.matmul.blocks_per_result
         with b.loop(0, b.div(row_blocks, shared)) as i:

@@ -70,7 +70,7 @@ class Dot:
         return list(quads)
 
     def code(self, arranged: Sequence[Ssa]) -> tuple[Ssa, ...]:
-        """Return the codes of `arranged`, converted to the operand type of the instruction."""
+        """Return the results of `arranged`, converted to the operand type of the instruction."""
         (quad,) = arranged
         if self.dot == "plain":
             return tuple(self._byte(quad, j, "shrui") for j in range(4))
@@ -163,8 +163,8 @@ class BlockDot(Dot):
     def arranged(self, quads: Sequence[Ssa]) -> list[Ssa]:
         """Return a vector with the codes of outputs 0 and 1, and one with those of outputs 2 and 3.
 
-        Each has eight codes of both outputs. quads: two vectors, each with four codes of each of
-        the four outputs.
+        Each vector has eight codes of each of its outputs. quads: two vectors, each with four codes
+        of each of the four outputs.
         """
         first, second = quads
         return [self.b.shuffle(first, second, lanes) for lanes in ((0, 4, 1, 5), (2, 6, 3, 7))]

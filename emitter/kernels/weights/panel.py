@@ -69,7 +69,7 @@ class Decoded:
 def decoded(records: Records, block: Index, unit: Index) -> list[list[Ssa]]:
     """Return the f32 weights of one unit (see `units`) of a 16-row block.
 
-    They are vectors [vectors of rows][elements of the unit]; a vector has one row in each lane.
+    The result is [vectors of rows][elements of the unit]; each vector has one row in each lane.
     block: index of the 16-row block in the weight. unit: index of the unit in the rows.
     """
     weights = Decoded(records, block, unit)

@@ -50,8 +50,8 @@ def code_factors(codec: Codec) -> np.ndarray:
 class Records:
     """A writer of code that reads a packed weight, i8 [row blocks, records, bytes].
 
-    base: number that is added to the index of each 16-row block. Vector v of a row block has rows v
-    * self.lanes .. (v + 1) * self.lanes - 1. There are `self.vectors` of them.
+    base: number that is added to the index of each 16-row block. A row block has `self.vectors`
+    vectors; vector v has rows v * self.lanes .. (v + 1) * self.lanes - 1.
     """
 
     def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, base: Index = 0):
@@ -182,7 +182,7 @@ class Records:
         return GroupCodes(self, block, record, self.codes_at(group))
 
     def elements(self, block: Index, record: Index, v: Index) -> list[Ssa]:
-        """Return the elements of a float codec's record, f32 [lanes] for each in_feature."""
+        """Return f32 [lanes] for each element of in_features in a float codec's record."""
         at = (block, record, 0)
         if self.codec.name == "f32":
             return [self.rows(at, v, "f32", 32)]
@@ -275,8 +275,8 @@ class GroupCodes:
 class Int8Codes(GroupCodes):
     """A writer of code that reads the codes of one codec group as int8, four in each i32.
 
-    Each eight consecutive codes are in the order `EVEN_ODD`: 0, 2, 4, 6, 1, 3, 5, 7. The kernel
-    `round_x` stores x in the same order.
+    Every eight codes are in the order 0, 2, 4, 6, 1, 3, 5, 7 (`EVEN_ODD`), as x is in the result of
+    the kernel `round_x`.
     """
 
     def __init__(self, records: Records, block: Index, record: Index, group: Index):
