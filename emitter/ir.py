@@ -200,7 +200,7 @@ def append(
 ) -> tuple[Value, ...]:
     """Append an operation to the function being built and return its results.
 
-    Whether the operation is valid is not checked. results: the types of the results.
+    The operation is not checked. results: the types of the results.
     """
     for operand in operands:
         if not isinstance(operand, Value):

@@ -104,7 +104,7 @@ class DecodeTokens:
             yield from ((i, i, np.array([at])) for i, at in enumerate(given["position"].tolist()) if at >= 0)
 
     def item(self, b: Body, units: int) -> tuple[Index, Index]:
-        """Return (row of qkv that this workgroup computes, its index among the row's workgroups).
+        """Return (row of qkv, index of this workgroup among the workgroups of that row).
 
         units: number of workgroups that share a row.
         """

@@ -142,7 +142,7 @@ class Gemm:
     def _multiply(self, first: Index, count: Index, k: Index, depth: int) -> None:
         """Emit code that adds x[first : first + count, k : k + depth] @ panel to `self.sums`.
 
-        Row 0 of the sums is token `first`.
+        Row 0 of `self.sums` belongs to token `first`.
         """
         b, rows = self.b, self.tiles.rows
         rest = self.T % rows  # blocks of tokens are multiples of `rows`, so only the last one has a smaller tile

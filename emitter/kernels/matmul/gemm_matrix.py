@@ -44,7 +44,8 @@ MAX_DEPTH = 512
 class GemmMatrixTiles(PanelTiles):
     """The tile sizes of `GemmMatrix`.
 
-    The kernel has high * wide accumulators, each for a block of [rows, 16] results.
+    high: number of tiles of `rows` tokens that are multiplied together. The kernel has high * wide
+    accumulators, each for a block of [rows, 16] results.
     """
 
     high: int

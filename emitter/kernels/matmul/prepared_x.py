@@ -74,8 +74,8 @@ class PreparedX:
 
     Kernels mask codes without shifting their bits down, so a code is multiplied by a power of two.
     The x in the buffer is divided by the same power (see `code_factors`). The buffer also has the
-    `group_sum` of each codec group. Methods count elements and groups in the range that the last
-    `fill` prepared. token: row of the buffer.
+    `group_sum` of each codec group. Methods count elements and groups from the first element that
+    the last `fill` prepared. token: row of the buffer.
 
     capacity: max number of elements of a row that are prepared at once.
     row: index of the first row in x.

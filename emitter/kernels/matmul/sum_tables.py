@@ -26,12 +26,12 @@ MAX_BITS = {4: 0, 8: 1, 16: 2}
 
 
 def is_summed_by_tables(codec: Codec, isa: Isa) -> bool:
-    """Return whether the GEMV of a codec looks up sums of x in tables, and multiplies no codes."""
+    """Return whether the GEMV of a codec looks up sums of x in tables and multiplies no codes."""
     return 0 < codec.bits <= MAX_BITS[isa.lanes] and not isa.canonical
 
 
 def additions(matmul: Matmul, isa: Isa) -> int:
-    """Return the FLOPs of GEMVs by tables: an addition for each slice of each row's codes."""
+    """Return the FLOPs of a GEMV with tables: an addition for each slice of each word of codes."""
     bits_of_row = matmul.in_features * matmul.format.bits
     return matmul.tokens * matmul.weight_rows * bits_of_row // WORD * len(slices(isa))
 
