@@ -113,12 +113,13 @@ class Role:
     name: such as "prefill_{}", where {} stands for the number of tokens. operands, results: shapes
     by name, without the states, which every function takes and returns. A shape has "T" for the
     number of tokens of a call, "V" for the vocabulary size and "H" for the features of a vector.
+    every_token: whether results need every token of the call, not only the last one.
     """
 
     name: str
     operands: Mapping[str, tuple[str, ...]]
     results: Mapping[str, tuple[str, ...]]
-    every_token: bool  # results for every token of the call, not only for the last one
+    every_token: bool
 
 
 _CHUNK: dict[str, tuple[str, ...]] = {"tokens": ("T",), "start": (), "length": ()}

@@ -187,7 +187,7 @@ def _as_factors(values: np.ndarray, groups: int, high: int) -> tuple[np.ndarray,
 
 
 def _rounded(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return `values` rounded to f16, once as f16 and once as f32."""
+    """Return `values` rounded to f16, as an array of f16 and as one of f32."""
     stored = values.astype(np.float16)
     return stored, stored.astype(np.float32)
 
@@ -254,7 +254,10 @@ def _six_bits(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
 
 
 def _join_32(offset: int, bits: int) -> Callable[[Parts], np.ndarray]:
-    """Return the function that packs the blocks of q4_0, q4_1, q5_0 or q5_1 to u8 [n, bytes]."""
+    """Return the function that packs the blocks of q4_0, q4_1, q5_0 or q5_1 to u8 [n, bytes].
+
+    offset: number that is added to a code before it is stored. bits: size of a stored code.
+    """
 
     def join(parts: Parts) -> np.ndarray:
         codes = _unsigned(parts.codes, offset)

@@ -160,7 +160,7 @@ class Matmul:
     def x_of(self, x: np.ndarray, scales: np.ndarray | None = None) -> np.ndarray:
         """Return the activations as f64 [rows, in].
 
-        x, scales: the operands x and x_scales of the kernel, in the format that `numerics` says.
+        x, scales: the operands x and x_scales of the kernel, in the format `numerics`.
         """
         if self.numerics == "int8" and scales is not None:
             return of_bytes(x, scales)

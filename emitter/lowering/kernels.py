@@ -229,9 +229,9 @@ def _recurrent(
 ) -> tuple[Value, Value]:
     """Return the result of a recurrent operation and the state after it, computed by a kernel.
 
-    make(tokens, columns): returns the kernel. state: the state before the operation. numbers: as in
-    `_tokens`. rows: the kernel's operands that may be columns of a fused matmul, by name. given:
-    its other operands.
+    make(tokens, columns): returns the kernel. state: the state before the operation. numbers: the
+    last operands of `op`: start (in a batch, positions), and in a prefill also length. rows: the
+    kernel's operands that may be columns of a fused matmul, by name. given: its other operands.
     """
     tokens, own = _tokens(op, op.results[0].shape[0], state, numbers)
     found = {name: _columns(x) for name, x in rows.items()}

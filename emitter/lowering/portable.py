@@ -54,7 +54,10 @@ class Stored:
         sample = split(np.zeros(codec.block_bytes, np.uint8))
 
         def part(name: str, width: int) -> Value:
-            """Return array `name` of `Parts` as f32 [rows, width], stored in its own type."""
+            """Return array `name` of `Parts` as f32 [rows, width].
+
+            The parameter has the array's own type, such as i8.
+            """
             dtype = {"<f2": F16, "<f4": F32}.get(sample[name].dtype.str, I8)
             take = lambda raw: split(raw)[name].view(np.int8) if dtype == I8 else split(raw)[name]
             return ops.convert(pick(self._part("." + name, dtype, width, take)), F32)

@@ -76,7 +76,7 @@ class PanelTiles(Tiles):
     def stack_bytes(self, matmul: Matmul) -> int:
         """Return the bytes of stack that the kernel needs for sums and panel.
 
-        This implementation counts only the f32 sums.
+        This method counts the f32 sums; subclasses add the panel.
         """
         return 4 * LANES * self.row_blocks * self.tokens
 
@@ -173,7 +173,7 @@ class Finish:
     def _block(self, slot: Index, column: Index, first: Index, end: Index, last: Index, ragged: int) -> None:
         """Emit code that stores 16 columns of y.
 
-        slot: index of their 16 results in `self.sums`.
+        slot: which block of 16 results in `self.sums` the code stores.
         """
         b, lanes, shared = self.b, self.lanes, self.matmul.blocks_per_result
         with b.loop(first, end) as token:

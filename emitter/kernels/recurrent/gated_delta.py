@@ -139,7 +139,7 @@ class _Head:
 
     sizes: (k_dim, v_dim, elements of a vector, vectors of state columns updated together). given:
     memrefs of the kernel by name. at: the head's first column in each operand. known: stack buffer
-    [4, tokens] of scalars of each token; its rows are DECAY, BETA, OF_K and OF_Q.
+    [4, tokens] with decay, beta, and the scales of k and q, of each token.
     """
 
     b: Body

@@ -53,16 +53,19 @@ TOP_CODES: dict[int, tuple[tuple[tuple[int, int, int], ...], ...]] = {
 class Layout:
     """The layout of a record, which packs one codec block of each of 16 rows.
 
-    size: bytes of a record. d, m, scales, minima, codes: byte offset of each part of the record, or
-    None if the record has no such part. d_type: NumPy type of d.
+    size: bytes of a record. elements, groups: elements and codec groups of each row in a record.
+    words, word_bits: number of words of a group, 0 for 8-bit codes and floats, and bits of a word.
+    fields: number of bit fields, one for each code, in a word. d, m, scales, minima, codes: byte
+    offset of each part of the record, or None if the record has no such part. d_type: NumPy type of
+    d.
     """
 
     size: int
-    elements: int  # elements of each row in a record
-    groups: int = 1  # codec groups of each row in a record
-    words: int = 0  # words of a group; 0 for 8-bit codes and floats
+    elements: int
+    groups: int = 1
+    words: int = 0
     word_bits: int = 32
-    fields: int = 0  # codes in the fields of a word
+    fields: int = 0
     d: int = 0
     d_type: str = ""
     m: int | None = None
@@ -86,7 +89,10 @@ class Layout:
         return self.words * self.fields
 
     def top_codes(self, codec: Codec) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-        """Return the bit fields (see `TOP_CODES`) of a group's codes from `in_fields` on."""
+        """Return where the codes of a group are that `field` does not locate.
+
+        For each of these codes: the bit fields (word, right shift, mask) whose OR is the code.
+        """
         return TOP_CODES[codec.bits][: codec.group - self.in_fields]
 
     @property
