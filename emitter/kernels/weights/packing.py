@@ -54,10 +54,10 @@ class Layout:
     """The layout of a record, which packs one codec block of each of 16 rows.
 
     size: bytes of a record. elements, groups: elements and codec groups of each row in a record.
-    words, word_bits: number of words of a group, 0 for 8-bit codes and floats, and bits of a word.
-    fields: number of bit fields, one for each code, in a word. d, m, scales, minima, codes: byte
-    offset of each part of the record, or None if the record has no such part. d_type: NumPy type of
-    d.
+    words: number of words of a group; 0 for 8-bit codes and floats. word_bits: bits of a word.
+        fields: number of codes in the bit fields of a word.
+    d, m, scales, minima, codes: byte offset of each part of the record, or None if the record has
+        no such part. d_type: NumPy type of d.
     """
 
     size: int
