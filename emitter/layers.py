@@ -251,9 +251,9 @@ def route(
 
     logits: [T, experts]. scores: "softmax" over all experts, or "sigmoid" of each logit.
     normalised: whether to divide the chosen weights by their sum. correction: [experts], added to
-    the scores for choosing only (arXiv:2408.15664). groups (n, m): the experts are n equal groups,
-    and only the m groups whose two best scores have the largest sum are used (arXiv:2412.19437). On
-    a tie the lower index comes first.
+    the scores for choosing only (arXiv:2408.15664). groups: (n, m). The experts form n equal
+    groups, and a token uses only the m groups with the largest sums of their two best scores
+    (arXiv:2412.19437). On a tie the lower index comes first.
     """
     tokens, experts = logits.shape
     operands = (logits,) if correction is None else (logits, correction)

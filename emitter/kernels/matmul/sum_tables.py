@@ -45,7 +45,7 @@ def slices(isa: Isa) -> list[tuple[int, int]]:
 def table_bytes(codec: Codec, isa: Isa) -> int:
     """Return the size in bytes of the tables for one codec group of one row of x.
 
-    There is a table for each slice of each word of codes; it has an f32 for each lane.
+    There is a table for each slice of each word of codes, with an f32 for each lane.
     """
     return layout(codec).words * len(slices(isa)) * 4 * isa.lanes
 

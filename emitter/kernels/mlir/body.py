@@ -333,7 +333,7 @@ class Body:
         return self.let(f"llvm.inttoptr {self.moved(address, offset)} : i64 to !llvm.ptr", POINTER)
 
     def touch(self, address: Ssa, offset: Index) -> None:
-        """Append a volatile load of the i32 at `address` + `offset` bytes, which compilers keep."""
+        """Append a volatile load of the i32 at `address` + `offset`; compilers do not remove it."""
         self.let(f"llvm.load volatile {self.pointer(address, offset)} : !llvm.ptr -> i32", I32)
 
     def prefetch(self, buffer: Ssa, *indices: Index, near: bool = True) -> None:

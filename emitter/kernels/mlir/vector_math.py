@@ -56,9 +56,9 @@ def exp2(b: Body, x: Ssa) -> Ssa:
 
 
 def _power(b: Body, shifted: Ssa) -> Ssa:
-    """Return the f32 vector 2^n, for integers n from -127 to 127.
+    """Return the f32 vector 2^n, for integers n from -127 to 127; 2^-127 becomes 0.
 
-    2^-127 becomes 0. shifted: the f32 vector n + ROUND.
+    shifted: the f32 vector n + ROUND, whose low bits are n.
     """
     width = shifted.width
     bits = b.binary("shli", b.bitcast(shifted, width, "i32"), b.isplat(23, width))

@@ -163,7 +163,7 @@ class Records:
         return x if factor is None else self.b.mulf(x, factor)
 
     def scale_and_base(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
-        """Return a group's (scale, base or None), for weight = scale * stored code + base."""
+        """Return (scale, base) of a group: weight = scale * stored code + base; None means 0."""
         b, codec = self.b, self.codec
         scale, base = self.d(block, record, v), self.m(block, record, v)
         scale = self._times(scale, self.group_scale(block, record, group, v))
