@@ -28,9 +28,9 @@ _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from castir
 
 
 class LimitExceeded(Exception):
-    """The error that a function failed in a child process.
+    """Raised if a function in a child process exceeds a limit, crashes, or raises an exception.
 
-    The function exceeded a limit, crashed, or raised an exception other than PipelineError.
+    A PipelineError that the function raises is passed on instead.
     """
 
 

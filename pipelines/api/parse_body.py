@@ -75,7 +75,7 @@ def check_values(data: bytes) -> None:
 
 
 def log_ignored(names: Iterable[str]) -> None:
-    """Log the names of fields that have no effect, each once, and MAX_LOGGED names in all."""
+    """Log the names of fields that have no effect: each name once, and at most MAX_LOGGED names."""
     for name in names:
         if name not in _logged and len(_logged) < MAX_LOGGED:
             _logged.add(name)
@@ -114,7 +114,7 @@ def parse_record(record: type[Model], value: Any, ignored: set[str] | None = Non
 
 @contextmanager
 def fields_renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename the field that an ApiError raised in the `with` block names.
+    """Replace the field name in an ApiError that is raised in the `with` block.
 
     `names`: maps fields of OpenAI's chat request to those of the API that the client uses.
     """

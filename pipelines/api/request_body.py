@@ -71,7 +71,7 @@ class Body(BaseModel):
     def _known_fields(cls, value: Any, info: ValidationInfo) -> Any:
         """Return the object without null fields and without unknown fields.
 
-        Without a context, the first unknown field stays, so that it is reported.
+        Without a validation context, the first unknown field stays, so that Pydantic reports it.
         """
         if not isinstance(value, dict):
             return value

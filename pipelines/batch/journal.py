@@ -41,8 +41,8 @@ MAX_LINE = 1 << 28
 class Entry:
     """A finished record.
 
-    own: the input columns by name, or for Parquet an Arrow stream in base64. added: the output
-    columns by name, which contain the answer.
+    own: the input columns by name; for Parquet, a one-row Arrow stream in base64. added: columns
+    of the answer by name.
     """
 
     own: Mapping[str, Any] | str
@@ -74,7 +74,7 @@ class Journal:
         os.truncate(self.file.fileno(), self.end)
 
     def _write_title(self) -> int:
-        """Write what the file lacks of the journal's title line; return the offset after the line.
+        """Write or complete the journal's title line; return the offset after the line.
 
         Raises PipelineError if the file starts with something other than the title.
         """

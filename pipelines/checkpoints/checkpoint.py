@@ -249,7 +249,7 @@ def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None
 
 
 def largest_id(content: str) -> int:
-    """Return the largest token id in an encoding of SAMPLE; -1 if the tokenizer fails on it.
+    """Return the largest token id in the encoding of a test text; -1 if the tokenizer fails on it.
 
     content: text of a tokenizer.json; PipelineError if it is invalid.
     """

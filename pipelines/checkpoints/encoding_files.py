@@ -122,7 +122,7 @@ def _tokens(value: Any) -> int | None:
 def base_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors by name, after adding the prefix `model.` if the names lack it.
 
-    They lack it if the model was saved without its output head, for example as a Qwen3Model.
+    Names lack it if the model was saved without its output head, for example as a Qwen3Model.
     """
     if "embed_tokens.weight" not in tensors:
         return dict(tensors)

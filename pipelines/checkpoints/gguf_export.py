@@ -170,9 +170,10 @@ def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, st
 
 
 def _exported(tensor: Tensor, name: str, codecs: Mapping[str, str], read: Read, row: Architecture, heads: int = 0) -> Tensor:
-    """Return a tensor with the GGUF name `name`.
+    """Return an HF tensor as the GGUF tensor `name`, converted to its codec.
 
-    heads: number of heads in which llama.cpp's converter permutes the rows, or 0.
+    codecs, read: as in `export_tensors`. heads: number of heads if llama.cpp's converter permutes
+    the rows of each head, else 0.
     """
     small = _SMALL.fullmatch(name)
     codec = "f32" if small or len(tensor.shape) == 1 else codecs[tensor.name]

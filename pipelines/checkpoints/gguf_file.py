@@ -50,7 +50,7 @@ Value = int | float | bool | str | Sequence[str] | Sequence[int] | Sequence[floa
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A GGUF file; its tensors are views of the mapped file."""
+    """A GGUF file; its tensors are views of the memory-mapped file."""
 
     path: Path
     metadata: dict  # by key a str, int, float, bool, list[str], or NumPy array of numbers
@@ -59,9 +59,9 @@ class GgufFile:
 
 
 class _Cursor:
-    """A sequential reader of a mapped file, which never reads past its end.
+    """A sequential reader of a memory-mapped file, which never reads past its end.
 
-    `what` in its methods is the name of the value for errors.
+    The parameter `what` of its methods is a name of the value for error messages.
     """
 
     def __init__(self, path: Path, view: memoryview):

@@ -113,9 +113,9 @@ def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | No
 
 
 def _matches(file: str, wanted: str) -> bool:
-    """Return whether `wanted` is the path, the name, or the last part of the stem of `file`.
+    """Return whether `wanted` is the path or name of `file`, or the end of its name before .gguf.
 
-    The last part of a stem is, for example, Q4_K_M.
+    Such an end is, for example, Q4_K_M.
     """
     if wanted.endswith(".gguf"):
         return wanted in (file, PurePosixPath(file).name)

@@ -255,8 +255,8 @@ class Windows:
 def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prepare) -> Answer:
     """Return a function that answers the records of a batch job on the connected Ray cluster.
 
-    args: command-line arguments of `castiron batch`. prepare: called by each actor to set up its
-    engine.
+    args: command-line arguments of `castiron batch`. prepare: called by each actor; returns its
+    converter of records and its engine.
     """
 
     def answer(records: Iterator[Record | None]) -> Iterator[Answered]:

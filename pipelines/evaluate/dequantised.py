@@ -20,10 +20,10 @@ _OTHER_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.js
 
 @contextmanager
 def dequantised(path: Path) -> Iterator[Path]:
-    """Yield an HF directory that transformers reads without further libraries.
+    """Yield an HF directory with the same model that transformers reads without other libraries.
 
-    It is `path` itself, or a temporary copy with weights in f32 if `path` is quantised by a method
-    for which transformers needs a library of its own, such as GPTQ. The copy is deleted at the end.
+    If the model's quantisation needs a library, as GPTQ does, this is a temporary copy with weights
+    in f32, which is deleted at the end. Otherwise it is `path` itself.
     """
     full_config = json_object(path / CONFIG) if path.is_dir() else None
     config = quantization_config(full_config or {})

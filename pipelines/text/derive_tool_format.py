@@ -121,9 +121,9 @@ class _Probe:
     def _form(self, style: str, before: str, head: str, body: str, after: str, rest: str) -> ToolFormat:
         """Return the tool format that follows from the texts of one call and of two calls.
 
-        style: style of the arguments. before: text of one call before the function's name. head:
-        text between name and arguments. body: the arguments. after: text after the arguments. rest:
-        text of two calls after the first call's name; "" if the template allows only one call.
+        style: `ToolFormat.style`. before: text of one call before the function's name. head: text
+        between name and arguments. body: the arguments. after: text after the arguments. rest: text
+        of two calls after the first call's name; "" if the template allows only one call.
         """
         fields: dict[str, Any] = {}
         if style == "tags":
@@ -144,11 +144,11 @@ class _Probe:
         return ToolFormat(style, begin, head, end, separator, section_begin, section_end, **fields)
 
     def _tags(self, head: str, body: str, after: str) -> tuple[str, str, dict[str, Any]]:
-        """Return the parts of a call in the style "tags", and the fields of `ToolFormat` for tags.
+        """Return (new head, new after, fields of `ToolFormat` for tags) for a call in style "tags".
 
-        The result is (text between name and arguments, text after the arguments, fields). head,
-        body, after: the text between name and arguments, the arguments, and the text after them, as
-        `_split` found them.
+        head, body, after: text between the function's name and the arguments, the arguments, and
+        text after them, as `_split` found them. `body` ends inside the first and last argument, so
+        the tags around them move from `head` and `after` to the fields.
         """
         first, _, rest = (head + body + after).partition("k_one")
         key_end, _, rest = rest.partition("v_one")
@@ -190,7 +190,7 @@ class _Probe:
 
 
 def _split(text: str) -> tuple[str, str, str, str, str] | None:
-    """Return the style of a call and the parts of its text, or None if the style is unknown.
+    """Return the style of a call (`ToolFormat.style`) and the parts of its text; None if unknown.
 
     The result is (style, text before the function's name, text between name and arguments,
     arguments, text after the arguments).

@@ -130,7 +130,7 @@ class GrammarConstraint:
 
 
 class GrammarError(PipelineError):
-    """The error for an unsupported schema, regular expression or grammar.
+    """Raised for an unsupported schema, regular expression or grammar.
 
     `kind`: name of the argument of `Grammars.compile`, such as "json_schema".
     """
@@ -236,7 +236,7 @@ class Grammars:
     async def compile_async(self, **given: Any) -> Grammar:
         """Run `compile` in another thread.
 
-        The work of `compile` is done in a child process. Cancelling the coroutine kills it.
+        Most of the work is done in a child process. Cancelling the coroutine kills this process.
         """
         queued = self._thread.submit(self.compile, **given)
         work = asyncio.wrap_future(queued)
