@@ -105,7 +105,7 @@ class Loaded:
         _programs.add(self)
 
     def function(self, name: str) -> tuple[rt.VmFunction, Callable]:
-        """Return the function `name` and the `invoke` of its context; KeyError if it is absent."""
+        """Return the function `name`, and `VmContext.invoke` to call it; KeyError if absent."""
         for file, module in self.modules.items():
             if name in module.function_names:
                 return module.lookup_function(name), self.contexts[file].invoke

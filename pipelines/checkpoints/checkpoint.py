@@ -63,7 +63,7 @@ class Tensor:
 
     @property
     def data(self) -> np.ndarray:
-        """Return the data in `codec`, u8 [*shape[:-1], row_bytes]; it may be a mapped file."""
+        """Return the data in `codec`, u8 [*shape[:-1], row_bytes], which may be memory-mapped."""
         return self.read()
 
     @property

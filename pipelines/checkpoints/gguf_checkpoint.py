@@ -61,8 +61,8 @@ def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
 def scaled(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a file, with each weight in NVFP4 multiplied by its scale.
 
-    The file has the scale of `x.weight` as `x.scale`, one number or one for each expert. The scale
-    of its activations, `x.input_scale`, is dropped: castiron does not quantise activations to FP4.
+    The file has the scale of `x.weight` as `x.scale`, one number or one for each expert. The tensor
+    `x.input_scale` is dropped, because castiron does not quantise activations to FP4.
     """
     found = dict(tensors)
     for name, tensor in tensors.items():

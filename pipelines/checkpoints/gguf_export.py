@@ -201,9 +201,9 @@ def _stack(name: str, codec: str, parts: dict[int, Tensor], read: Read) -> Tenso
 
 
 def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tensors: list[Tensor]) -> None:
-    """Raise CheckpointError if the exported file would be read with another config.
+    """Raise CheckpointError if the config read from the exported file would differ.
 
-    metadata, tensors: the content of the file. Its config must equal that of `checkpoint`.
+    metadata, tensors: the content of the file. checkpoint: the exported checkpoint.
     """
     file = GgufFile(checkpoint.path, as_read(metadata), {tensor.name: tensor for tensor in tensors})
     ours, theirs = (read_config(config) for config in (checkpoint.config, hf_config(file)))

@@ -95,9 +95,9 @@ class _Cursor:
             raise self.invalid(f"{what} is not UTF-8") from None
 
     def count(self, smallest: int, what: str, limit: int = 2**64) -> int:
-        """Read and return a count of items, after checking that so many can follow in the file.
+        """Read and return a number of items; raise an error if the rest of the file is too short.
 
-        smallest: min bytes of an item. limit: max count.
+        smallest: min bytes of an item. limit: max number of items.
         """
         count = self.number(_U64, what)
         if count * smallest > len(self.view) - self.at:
@@ -132,7 +132,7 @@ class _Cursor:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Map a GGUF file, or all parts of a split model if `path` is its first part.
+    """Memory-map a GGUF file, or all parts of a split model if `path` is its first part.
 
     The metadata are those of the first part, without the keys about the split. Raises
     CheckpointError for an invalid file.
@@ -229,7 +229,7 @@ def _reader(data: np.ndarray, tensor: Tensor) -> Callable[[], np.ndarray]:
 
 
 def _tensor(cursor: _Cursor, name: str) -> tuple[Tensor, int]:
-    """Read a tensor's entry in the header, after its name; return (tensor, offset of its data).
+    """Read a tensor's header entry from after its name; return (tensor, offset of its data).
 
     The tensor has no data yet.
     """

@@ -193,12 +193,12 @@ _LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Stored], tuple[Tensor, ...]
 
 
 def quantised_weights(path: Path, config: Mapping, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Return the tensors of a model, with one tensor for each quantised weight.
+    """Return (tensors by name, number of left-out tensors by the end of their name).
 
-    Scales of activations and of the KV cache are left out; the second result has the number of them
-    by the end of their name, such as "input_scale". A weight whose columns are reordered also has a
-    tensor `*.column_order`. config: the quantization_config. Raises CheckpointError for an
-    unsupported method, and for a weight whose tensors have wrong shapes or types.
+    Each quantised weight is one tensor. Scales of activations and of the KV cache, such as
+    "input_scale", are left out. A weight whose columns are reordered also has a tensor
+    `*.column_order`. config: the quantization_config. Raises CheckpointError for an unsupported
+    method, and for a weight whose tensors have wrong shapes or types.
     """
     method = config.get("quant_method")
     if method not in METHODS:

@@ -19,7 +19,7 @@ ORDER = "column_order"
 
 @dataclass(frozen=True)
 class Stored:
-    """The tensors of one quantised weight by the ends of their names, as "qweight" and "scales"."""
+    """The tensors of one quantised weight by the end of their names, such as "qweight"."""
 
     path: Path
     name: str  # name of the weight, as model.layers.0.mlp.up_proj.weight

@@ -228,9 +228,9 @@ class Windows:
         self.ended = False
 
     def next(self, actors: int) -> list[Record]:
-        """Return the next window for one of `actors` actors, or no records if none is available.
+        """Return the records of the next window; an empty list if no records are available.
 
-        actors: number of actors that share the records.
+        actors: number of actors that share the remaining records.
         """
         if self.again:
             return self.again.popleft()

@@ -68,10 +68,7 @@ class _Probe:
         self.writes_calls = False
 
     def render(self, message: Mapping[str, Any] | None, **variables: Any) -> str | None:
-        """Return the text of a conversation that ends in `message`, or None.
-
-        None means that the template rejects the conversation.
-        """
+        """Return the text of a conversation that ends in `message`; None if it is rejected."""
         properties = {key: {"type": kind, "description": "d"} for key, kind in (("k_one", "string"), ("k_two", "integer"))}
         schema = {"type": "object", "properties": properties, "required": []}
         tools = [{"type": "function", "function": {"name": n, "description": "d", "parameters": schema}} for n in NAMES]
@@ -147,8 +144,8 @@ class _Probe:
         """Return (new head, new after, fields of `ToolFormat` for tags) for a call in style "tags".
 
         head, body, after: text between the function's name and the arguments, the arguments, and
-        text after them, as `_split` found them. `body` ends inside the first and last argument, so
-        the tags around them move from `head` and `after` to the fields.
+        text after them, as `_split` found them: `head` still ends with the tag before the first
+        key, and `after` starts with the tag after the last value.
         """
         first, _, rest = (head + body + after).partition("k_one")
         key_end, _, rest = rest.partition("v_one")
