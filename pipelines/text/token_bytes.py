@@ -4,7 +4,7 @@
 class TokenBytes:
     """A function from a token id to the token's bytes, which may be only a part of a character.
 
-    In a tokenizer file, byte-level tokenizers, such as GPT-2's, write a byte as a character of their
+    In a tokenizer file, a byte-level tokenizer, such as GPT-2's, writes a byte as a character of its
     own alphabet. SentencePiece writes a space as U+2581, and a byte without a character as <0xE4>.
     """
 
