@@ -28,8 +28,9 @@ _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from castir
 
 
 class LimitExceeded(Exception):
-    """The error that a function in a child process crashed, exceeded a limit or raised an
-    exception.
+    """Raised if a function in a child process exceeds a limit, crashes, or raises an exception.
+
+    A PipelineError that the function raises is passed on instead.
     """
 
 

@@ -20,11 +20,11 @@ RENAMED = {
 
 
 class PipelineError(Exception):
-    """The error that a command or request cannot be carried out, as one line for the user."""
+    """Raised if a command or request cannot be carried out; its text is one line for the user."""
 
 
 class CheckpointError(Exception):
-    """The error that a checkpoint cannot be used; its text is one line for the user."""
+    """Raised if a checkpoint cannot be used; its text is one line for the user."""
 
 
 # Module and class of each error. A class is looked up only in modules that are already imported: a module that isn't

@@ -138,7 +138,7 @@ class GenerationApi(ModelApi):
             raise unsupported(param, str(error)) from None
 
     async def _prompt_ids(self, prompt: str | list[int], body: CompletionRequest, fim: Fim | None) -> list[int]:
-        """Return the token ids of a prompt, or of the FIM prompt for the text before the suffix.
+        """Return the token ids of a prompt; with `fim`, of the FIM prompt with `prompt` as prefix.
 
         Raises ApiError 400 if the prompt and the max tokens of the answer do not fit in the context.
         """
@@ -297,7 +297,7 @@ class GenerationApi(ModelApi):
         return job
 
     def _token_sequences(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each word, at the start of a text and after a space."""
+        """Return the token ids of each word twice: without and with a space before the word."""
         texts = [text for word in words for text in (word, f" {word.lstrip()}")]
         return [ids for text in texts if (ids := self.tokenizer.encode(text, add_special_tokens=False))]
 

@@ -77,7 +77,7 @@ class Body(BaseModel):
     def _known_fields(cls, value: Any, info: ValidationInfo) -> Any:
         """Return the object without null fields and without unknown fields.
 
-        Without a context, the first unknown field stays, so that it is reported.
+        Without a validation context, the first unknown field stays, so that Pydantic reports it.
         """
         if not isinstance(value, dict):
             return value
@@ -165,7 +165,7 @@ def check_values(data: bytes) -> None:
 
 
 def log_ignored(names: Iterable[str]) -> None:
-    """Log the names of fields that have no effect, each once, and MAX_LOGGED names in all."""
+    """Log the names of fields that have no effect: each name once, and at most MAX_LOGGED names."""
     for name in names:
         if name not in _logged and len(_logged) < MAX_LOGGED:
             _logged.add(name)
@@ -204,7 +204,7 @@ def parse_record(record: type[Model], value: Any, ignored: set[str] | None = Non
 
 @contextmanager
 def fields_renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename the field that an ApiError raised in the `with` block names.
+    """Replace the field name in an ApiError that is raised in the `with` block.
 
     `names`: maps fields of OpenAI's chat request to those of the API that the client uses.
     """

@@ -257,7 +257,7 @@ class ResponsesReply(BlocksReply):
         return {**head, "type": "function_call", "call_id": block.call_id, **self._names(block), "arguments": block.text}
 
     def _names(self, block: Block) -> dict[str, str]:
-        """Return the fields name and, if the called function has one, namespace."""
+        """Return the fields `name` and, for a function in a namespace, `namespace` of a call."""
         return self.names.get(block.name, {"name": block.name})
 
 

@@ -116,11 +116,11 @@ def answering(engine: Engine | None, conversion: Conversion, window: int = MAX_R
 
 
 def run(engine: Engine | None, works: Iterator[Work | None]) -> Iterator[Answered]:
-    """Run the requests of `works`, and yield (record, outcome) when all requests of a record end.
+    """Run the requests of each record; yield (record, outcome) when all its requests have ended.
 
-    The next item of `works` is taken when the engine has a free slot. An item is None while no
-    record is available. Closing the iterator cancels unfinished records. engine: None if no item
-    has requests.
+    works: records with their requests, or None while no record is available. The next item is taken
+    when the engine has a free slot. Closing the iterator cancels unfinished records. engine: may be
+    None if no record has requests.
     """
     stream, owners, ended = engine.stream() if engine else None, dict[Request, Work](), False
     try:
@@ -153,10 +153,10 @@ def run(engine: Engine | None, works: Iterator[Work | None]) -> Iterator[Answere
 
 
 def in_windows(works: Iterable[Work | None], max_requests: int = MAX_REQUESTS) -> Iterator[Work | None]:
-    """Yield `works`, sorted by prompt within windows of about `max_requests` requests.
+    """Yield records with their requests, sorted by prompt within each window.
 
-    A window ends early if it is WAIT seconds old and no more work is available; without any work,
-    yields None.
+    A window is a group of consecutive items of `works` with about `max_requests` requests. It ends
+    early if it is WAIT seconds old and no more items are available. Yields None while it waits.
     """
     window, size, tokens, began = list[Work](), 0, 0, 0.0
     for work in works:
@@ -176,7 +176,7 @@ def in_windows(works: Iterable[Work | None], max_requests: int = MAX_REQUESTS) -
 
 
 def arranged(works: Iterable[Work]) -> list[Work]:
-    """Return works sorted by prompt, so that prompts with a common prefix run together."""
+    """Return records sorted by prompt, so that prompts with a common prefix run together."""
     # Big-endian bytes compare like the lists of token ids that they encode.
     prompt = lambda work: work.requests[0].prompt.astype(">u4").tobytes() if work.requests else b""
     return sorted(works, key=lambda work: (prompt(work), work.record.index))

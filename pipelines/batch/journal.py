@@ -41,8 +41,8 @@ MAX_LINE = 1 << 28
 class Entry:
     """A finished record.
 
-    own: the input columns by name, or for Parquet an Arrow stream in base64. added: the output
-    columns.
+    own: the input columns by name; for Parquet, a one-row Arrow stream in base64. added: columns
+    of the answer by name.
     """
 
     own: Mapping[str, Any] | str
@@ -71,8 +71,9 @@ class Journal:
         os.truncate(self.file.fileno(), self.end)
 
     def _write_title(self) -> int:
-        """Write what the file lacks of the title line and return its length; PipelineError for
-        another file.
+        """Write or complete the journal's title line; return the offset after the line.
+
+        Raises PipelineError if the file starts with something other than the title.
         """
         with open(self.path, "rb") as file:
             begin = file.read(len(TITLE))

@@ -44,9 +44,10 @@ ENDPOINTS: dict[str, tuple[type[schemas.Body], Callable[[Any, Any], Coroutine[An
 
 
 class Collector:
-    """An engine for the API classes that does not run the generation requests it gets.
+    """A substitute for the server's engine, with which the API classes prepare requests.
 
-    The batch job takes these requests and runs them itself.
+    It ignores generation requests, because the batch job runs them itself. It computes embedding
+    vectors immediately.
     """
 
     def __init__(self, embedder: Embedder | None):

@@ -81,9 +81,9 @@ def plain(record: pa.Table) -> dict[str, Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a JSON value in which dicts, also nested ones, have no members that are None.
+    """Return a JSON value without the keys of dicts, also nested ones, whose value is None.
 
-    Arrow gives all structs of a column the same members; those that a record lacks are null.
+    In Arrow, all structs of a column have the same fields. A field that a record lacks is null.
     """
     if isinstance(value, dict):
         return {name: without_nulls(member) for name, member in value.items() if member is not None}

@@ -21,8 +21,7 @@ from castiron.vmfb.manifest import Manifest
 class Prompts:
     """The `Format` of records with a column `messages`, or `prompt` as text or token ids.
 
-    max_tokens: max tokens of an answer. If it is None, or fewer positions of the context are free,
-        only the context limits the answer.
+    max_tokens: max tokens of an answer; None for no limit. The context limits it in any case.
     raw: whether prompts are encoded without the chat template.
     system: system message before each prompt.
     json_schema: JSON schema that answers match; None for plain text.

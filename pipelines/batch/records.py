@@ -58,7 +58,7 @@ class Record:
 def has_openai_columns(names: Collection[str]) -> bool:
     """Return whether a record with the columns `names` is in OpenAI's format.
 
-    It is if `names` has custom_id, url and body, or two of them and no column for a plain record.
+    Such a record has custom_id, url and body, or two of these and no column of a plain record.
     """
     found = len(OPENAI.intersection(names))
     return found == 3 or (found == 2 and not {*PROMPTS, *TEXTS}.intersection(names))
@@ -68,7 +68,7 @@ class Records(Protocol):
     """An iterable over the records of an input. It yields None while no record is available.
 
     share: fraction of the input that has been read, 0 to 1; None if the size is unknown. fault: the
-    error that ended the input early, or None.
+    error because of which reading stopped before the end of the input, or None.
     """
 
     fault: PipelineError | None
@@ -226,8 +226,8 @@ class Conversion:
     def key(self, record: Record) -> str:
         """Return a hash of the record, the model and the options, as 32 hex digits.
 
-        The hash includes the record's index if the answer is sampled, so that equal records get
-        different answers, and if the record is invalid, because the error has its line number.
+        If the answer is sampled, the hash includes the record's index, so that equal records get
+        different answers. So does the hash of an invalid record, whose error has its line number.
         """
         numbered = record.error is not None or self._format(record).samples(record)
         return hashlib.sha256(self.identity + (b"%d " % record.index if numbered else b"") + record.source).hexdigest()[:32]

@@ -63,7 +63,7 @@ class Tensor:
 
     @property
     def data(self) -> np.ndarray:
-        """Return the data in `codec`, u8 [*shape[:-1], row_bytes]; it may be a mapped file."""
+        """Return the data in `codec`, u8 [*shape[:-1], row_bytes], which may be memory-mapped."""
         return self.read()
 
     @property
@@ -240,7 +240,10 @@ def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None
 
 
 def largest_id(content: str) -> int:
-    """Return the largest token id in an encoding of SAMPLE; -1 if the tokenizer fails on it."""
+    """Return the largest token id in the encoding of a test text; -1 if the tokenizer fails on it.
+
+    content: text of a tokenizer.json; PipelineError if it is invalid.
+    """
     from tokenizers import Tokenizer
 
     try:

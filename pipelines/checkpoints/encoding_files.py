@@ -114,8 +114,9 @@ def _tokens(value: Any) -> int | None:
 
 
 def base_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors by name, with the prefix `model.`, which a model saved without its head
-    lacks.
+    """Return the tensors by name, after adding the prefix `model.` if the names lack it.
+
+    Names lack it if the model was saved without its output head, for example as a Qwen3Model.
     """
     if "embed_tokens.weight" not in tensors:
         return dict(tensors)

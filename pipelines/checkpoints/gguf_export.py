@@ -167,7 +167,11 @@ def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, st
 
 
 def _exported(tensor: Tensor, name: str, codecs: Mapping[str, str], read: Read, row: Architecture, heads: int = 0) -> Tensor:
-    """Return a tensor with the GGUF name `name`, and its rows permuted if it has `heads`."""
+    """Return an HF tensor as the GGUF tensor `name`, converted to its codec.
+
+    codecs, read: as in `export_tensors`. heads: number of heads if llama.cpp's converter permutes
+    the rows of each head, else 0.
+    """
     small = _SMALL.fullmatch(name)
     codec = "f32" if small or len(tensor.shape) == 1 else codecs[tensor.name]
     # A filter of a convolution is [features, 1, n] in HF.
@@ -194,7 +198,10 @@ def _stack(name: str, codec: str, parts: dict[int, Tensor], read: Read) -> Tenso
 
 
 def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tensors: list[Tensor]) -> None:
-    """Raise CheckpointError if the file with this content would be read with another config."""
+    """Raise CheckpointError if the config read from the exported file would differ.
+
+    metadata, tensors: the content of the file. checkpoint: the exported checkpoint.
+    """
     file = GgufFile(checkpoint.path, as_read(metadata), {tensor.name: tensor for tensor in tensors})
     ours, theirs = (read_config(config) for config in (checkpoint.config, hf_config(file)))
     if differing := sorted(_differing(ours, theirs)):

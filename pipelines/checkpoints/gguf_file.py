@@ -50,7 +50,7 @@ Value = int | float | bool | str | Sequence[str] | Sequence[int] | Sequence[floa
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A GGUF file; its tensors are views of the mapped file."""
+    """A GGUF file; its tensors are views of the memory-mapped file."""
 
     path: Path
     metadata: dict  # by key a str, int, float, bool, list[str], or NumPy array of numbers
@@ -59,7 +59,10 @@ class GgufFile:
 
 
 class _Cursor:
-    """A sequential reader of a mapped file, which never reads past its end."""
+    """A sequential reader of a memory-mapped file, which never reads past its end.
+
+    The parameter `what` of its methods is a name of the value for error messages.
+    """
 
     def __init__(self, path: Path, view: memoryview):
         self.path, self.view, self.at, self.string_bytes = path, view, 0, 0
@@ -92,7 +95,10 @@ class _Cursor:
             raise self.invalid(f"{what} is not UTF-8") from None
 
     def count(self, smallest: int, what: str, limit: int = 2**64) -> int:
-        """Read a count; check that so many items of at least `smallest` bytes can follow."""
+        """Read and return a number of items; raise an error if the rest of the file is too short.
+
+        smallest: min bytes of an item. limit: max number of items.
+        """
         count = self.number(_U64, what)
         if count * smallest > len(self.view) - self.at:
             raise self.invalid(f"it states {count} {what}, more than its {len(self.view)} bytes can hold")
@@ -126,7 +132,7 @@ class _Cursor:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Map a GGUF file, or all parts of a split model if `path` is its first part.
+    """Memory-map a GGUF file, or all parts of a split model if `path` is its first part.
 
     The metadata are those of the first part, without the keys about the split.
     """
@@ -219,7 +225,10 @@ def _reader(data: np.ndarray, tensor: Tensor) -> Callable[[], np.ndarray]:
 
 
 def _tensor(cursor: _Cursor, name: str) -> tuple[Tensor, int]:
-    """Read a tensor's entry after its name; return (tensor without data, offset of its data)."""
+    """Read a tensor's header entry from after its name; return (tensor, offset of its data).
+
+    The tensor has no data yet.
+    """
     what = shorten(name)
     rank = cursor.number(_U32, f"the rank of {what}")
     if not 1 <= rank <= _MAX_DIMENSIONS:

@@ -196,7 +196,7 @@ class Architecture:
     model_type: str
     # From leaf to HF's leaf.
     tensors: Names = field(default_factory=lambda: COMMON_TENSORS)
-    # From the leaf of a stack, as of all experts, to HF's leaf of part `{}`, or to several that share its rows.
+    # From the leaf of a stack (all experts) to HF's leaf of item `{}`, or to several leaves that share its rows.
     per_index: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     # From metadata key without prefix to config key.
     ints: Names = field(default_factory=lambda: SIZES_AND_HEAD)

@@ -151,7 +151,10 @@ def gemma4_ropes(config: dict, metadata: Metadata) -> None:
 
 
 def olmo3_ropes(config: dict, metadata: Metadata) -> None:
-    """Set the config's `rope_parameters` for OLMo 3: scaling in layers with full attention only."""
+    """Set the config's `rope_parameters` for OLMo 3.
+
+    Only layers with full attention use `rope_scaling`.
+    """
     theta = {"rope_theta": config.pop("rope_theta")}
     scaling = config.pop("rope_scaling", {"rope_type": "default"})
     config["rope_parameters"] = {"full_attention": scaling | theta, "sliding_attention": {"rope_type": "default"} | theta}
@@ -203,7 +206,10 @@ def gpt_oss_yarn(config: dict, metadata: Metadata) -> None:
 
 
 def smollm3_layers(config: dict, metadata: Metadata) -> None:
-    """Set the config's `no_rope_layers`: 1 for a rotary embedding, 0 for every fourth layer."""
+    """Set the config's `no_rope_layers`: 1 for each layer with a rotary embedding, else 0.
+
+    Every fourth layer has no rotary embedding.
+    """
     config["no_rope_layer_interval"] = _PERIOD
     config["no_rope_layers"] = [int((layer + 1) % _PERIOD != 0) for layer in range(config["num_hidden_layers"])]
 

@@ -62,7 +62,10 @@ _DEEPSEEK_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
 
 def _step(kind: str, **fields: Any) -> dict:
-    """Return a pre-tokenizer of tokenizer.json; a Split gets only its `regex`."""
+    """Return the object in tokenizer.json for a pre-tokenizer of type `kind`.
+
+    fields: its other fields. For a Split, the only field is `regex`, whose matches become words.
+    """
     if kind == "Split":
         fields = {"pattern": {"Regex": fields["regex"]}, "behavior": "Isolated", "invert": False}
     return {"type": kind, **fields}
@@ -260,7 +263,8 @@ def _sentencepiece(metadata: _Metadata, gemma4: bool) -> dict:
 def _merges_of_vocabulary(metadata: _Metadata, tokens: list[str], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
     """Return the BPE merges (left, right) of a SentencePiece vocabulary, by descending priority.
 
-    The merge whose token has the highest score comes first; for Gemma, the one with the lowest id.
+    A merge that produces a token with a higher score has priority; for Gemma, one that produces a
+    token with a lower id. tokens: text of each token. vocabulary: id of each token by text.
     """
     if sum(len(token) ** 2 for token in tokens) > _MAX_SQUARES:
         raise metadata.error(f"the {len(tokens):,} tokens are too long for a SentencePiece vocabulary; fetch the file again")

@@ -131,8 +131,9 @@ def chat_template(path: Path) -> str | None:
 
 
 def _token_ids(path: Path, key: str, *sources: dict) -> tuple[int, ...]:
-    """Return the token ids under `key` in the first of `sources` that has it, as HF's generate
-    does.
+    """Return the token ids under `key` in the first of the `sources` that has this key.
+
+    HF's generate uses the same order. sources: parsed JSON files. path: the directory, for errors.
     """
     value = next((source[key] for source in sources if source.get(key) is not None), [])
     tokens = value if isinstance(value, list) else [value]

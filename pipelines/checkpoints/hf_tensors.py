@@ -1,8 +1,8 @@
 """Rename and rearrange the tensors of HF directories for castiron's model code.
 
 The code of a model family (`emitter.models`) reads matrices as [out, in] and one tensor for each
-expert. HF's `conversion_mapping` and modules define which other forms exist. Models with vision or
-audio are reduced to their text part.
+expert. HF's `conversion_mapping` and modules show in which other ways checkpoints store them. Only
+the text part of models with vision or audio is read.
 """
 
 import re
@@ -96,10 +96,10 @@ _ODD: Rows = lambda rows: slice(1, rows, 2)
 class Layout:
     """A rule to split stored tensors with names that match `pattern` into tensors of the model.
 
-    parts: for each part, a template of its name, and a function that selects its rows: it gets the
-    number of rows of the stored matrix and returns a slice. A template may refer to groups of
-    `pattern`. If the stored tensor stacks all experts, `{}` stands for the expert's index. A stored
-    tensor without parts is dropped.
+    parts: for each new tensor, a template of its name, and a function that maps the number of rows
+    of the stored matrix to the slice of rows to take. A template may refer to groups of `pattern`.
+    If the stored tensor stacks all experts, `{}` stands for the expert's index. A stored tensor
+    without parts is dropped.
     """
 
     pattern: str

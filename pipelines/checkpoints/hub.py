@@ -107,7 +107,10 @@ def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | No
 
 
 def _matches(file: str, wanted: str) -> bool:
-    """Return whether `wanted` is a path, a name, or the end of a stem such as Q4_K_M, of `file`."""
+    """Return whether `wanted` is the path or name of `file`, or the end of its name before .gguf.
+
+    Such an end is, for example, Q4_K_M.
+    """
     if wanted.endswith(".gguf"):
         return wanted in (file, PurePosixPath(file).name)
     stem = PurePosixPath(GGUF_PART.sub(".gguf", file)).stem.lower()

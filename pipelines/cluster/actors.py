@@ -220,7 +220,10 @@ class Windows:
         self.ended = False
 
     def next(self, actors: int) -> list[Record]:
-        """Return the next window for one of `actors` actors, or no records if none is available."""
+        """Return the records of the next window; an empty list if no records are available.
+
+        actors: number of actors that share the remaining records.
+        """
         if self.again:
             return self.again.popleft()
         while not self.ended and len(self.waiting) < actors * WINDOWS_AHEAD * MAX_WINDOW:
@@ -242,7 +245,11 @@ class Windows:
 
 
 def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prepare) -> Answer:
-    """Return a function that answers a batch job's records on the connected Ray cluster."""
+    """Return a function that answers the records of a batch job on the connected Ray cluster.
+
+    args: command-line arguments of `castiron batch`. prepare: called by each actor; returns its
+    converter of records and its engine.
+    """
 
     def answer(records: Iterator[Record | None]) -> Iterator[Answered]:
         engines, windows = Engines(args, bundle, prepare), Windows(records)

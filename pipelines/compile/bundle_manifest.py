@@ -124,7 +124,11 @@ def _module_facts(module: Module, options: Options, target: Target, tiles: TileF
 
 
 def _arithmetic(matmuls: Sequence[Matmul], target: Target) -> dict[str, int]:
-    """Return how many matmuls convert their f32 activations x in each way, by its text."""
+    """Return the number of matmuls for each conversion of their f32 activations x.
+
+    A key describes the conversion: "x rounded to bf16 by ...". Matmuls that read x as f32 are not
+    counted.
+    """
     if not target.isa:
         return {}
     isa = ISAS[target.isa]

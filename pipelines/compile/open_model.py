@@ -103,7 +103,7 @@ def options_of(**options: Any) -> Options:
 
 
 def is_bundle(model: str | Path | Bundle) -> bool:
-    """Return whether `model` is a bundle or the path of a bundle, even of a damaged one."""
+    """Return whether `model` is a bundle, or the path of a bundle, which may be damaged."""
     if isinstance(model, Bundle):
         return True
     path = Path(model).expanduser()

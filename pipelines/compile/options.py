@@ -72,17 +72,20 @@ class Options:
 
 
 def context_of(config: dict, options: Options) -> int:
-    """Return the number of positions of a session; by default the model's limit, but at most 8192."""
+    """Return the bundle's context: the max tokens of a sequence, unless it is opened with another.
+
+    The default is the model's limit, but at most 8192.
+    """
     if options.context is not None:
         return options.context
     return min(read_config(config).max_positions, DEFAULT_CONTEXT, options.max_context or DEFAULT_CONTEXT)
 
 
 def max_context_of(config: dict, options: Options) -> int:
-    """Return the number of positions for which the model's states have space.
+    """Return the largest context with which the bundle can be opened, in tokens.
 
-    By default it is the model's limit, but at most 131,072. With the portable lowering, the default
-    is the number of positions of a session.
+    The default is the model's limit, but at most 131,072. With the portable lowering, the default
+    is `context_of`.
     """
     if options.max_context is not None:
         return options.max_context

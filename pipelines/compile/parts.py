@@ -208,12 +208,11 @@ def _recurrent(name: str, asked: KernelRequest) -> Kernel:
 
 
 def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, KernelRequest], Kernel]:
-    """Return a function of a kernel's name and a request.
+    """Return a function that builds a one-layer model, and returns the model's kernel by name.
 
-    It builds a model with one layer and returns the model's kernel of that name. function: the
-    model's function that has the kernel, without the number of tokens, such as "prefill". For one
-    token, the kernel is always taken from decode_step. keys: keys of the config to which the
-    sizes of --shape are assigned.
+    function: the model's function that has the kernel, without the number of tokens, such as
+    "prefill". For one token, the kernel is always taken from decode_step. keys: keys of the config
+    to which the sizes of --shape are assigned.
     """
 
     def make(name: str, asked: KernelRequest) -> Kernel:

@@ -1,8 +1,11 @@
 """Choose the codec of each weight for a value of --weights, and convert and pack the weights.
 
-Mixes such as `q4_k_m` choose the same codecs as llama.cpp (src/llama-quant.cpp), as do replacements
-of codecs whose blocks do not divide a row. So a bundle is as large and as accurate as a GGUF file
-of that type.
+For a mix such as `q4_k_m`, the codecs are those that llama.cpp chooses (src/llama-quant.cpp), also
+for rows that are not a multiple of a codec's block. So a bundle is as large and as accurate as a
+GGUF file of that type.
+
+`Importance` has, by the name of a weight, a factor for the quantisation errors of each column, f32
+[in], from `calibration`. Without an entry, all columns of a weight count equally.
 """
 
 from __future__ import annotations
@@ -26,7 +29,6 @@ MIXES = {"q4_k_m": "q4_k", "q5_k_m": "q5_k"}
 QUANTISED = (*ENCODERS, *MIXES)
 WEIGHTS = ("native", *FLOATS, *QUANTISED)
 
-# By name of a tensor: weight of the quantisation error in each column, f32 [in]; if absent, all are equal.
 Importance = Mapping[str, np.ndarray]
 UNIFORM: Importance = MappingProxyType({})
 

@@ -14,7 +14,7 @@ from castiron.pipelines.errors import PipelineError
 
 
 class ConstraintError(PipelineError):
-    """The error that no token of the vocabulary can continue a text as its constraint requires."""
+    """Raised if the constraint of a text allows no token of the vocabulary."""
 
 
 class Constraint(Protocol):

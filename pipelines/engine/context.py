@@ -1,4 +1,4 @@
-"""Counting of the free positions of a context, and moving of a session to a position."""
+"""Count the free positions of a context, and move a session to a position."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def free_positions(context: int, prompt_tokens: int) -> int:
 
 
 def move_to(session: Session, position: int, fed: Sequence[int] = (), source: Session | None = None) -> None:
-    """Move `session` to `position`, in its own states (KV cache) or in a copy of those of `source`.
+    """Move `session` back to `position`, or copy the states (KV cache) of `source` at `position`.
 
     `fed`: the tokens before `position`. Recurrent states cannot return to every position. If they
     cannot return to `position`, the session goes back further and reads the last tokens of `fed`

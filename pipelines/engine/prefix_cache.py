@@ -48,8 +48,8 @@ class PrefixCache:
 
     States stay in a slot after the end of the request that filled them. A prompt that continues the
     text in a slot reuses its states in place. A prompt that shares only a part of the text gets a
-    copy of that part in another slot. A prefix is read from `store`, on disk, if the store has at
-    least one chunk more of it than any slot.
+    copy of that part in another slot. A prefix is read from `store`, on disk, if the store has more
+    of it than any slot, by at least the tokens of one prefill call.
 
     `self.sessions`: one for each slot. `self.tokens`: token ids in each slot, i32 [slots, context],
     valid up to the position of its session. `self.scores`: for each slot the log-probabilities of
@@ -107,7 +107,11 @@ class PrefixCache:
         return [self.cached_in(prompt, slot, top) for slot in range(len(self.sessions))]
 
     def _on_disk(self, prompt: np.ndarray, top: int | None) -> int:
-        """Return how many tokens of `prompt` are on disk, where no log-probabilities are."""
+        """Return how many tokens of `prompt` the store has on disk.
+
+        `top`: `prompt_logprobs` of the request. With it, the result is 0, because the store has no
+        log-probabilities.
+        """
         return self.store.lookup(self.sessions[0], prompt) if self.store and top is None else 0
 
     def take(self, prompt: np.ndarray, free: Collection[int], top: int | None = None) -> tuple[int, int]:

@@ -166,7 +166,7 @@ class PrefixStore:
         return found
 
     def _common(self, state: StateFile, prompt: np.ndarray) -> int:
-        """Return how many first tokens a state has in common with `prompt`, in complete chunks."""
+        """Return the length of the common prefix of a state and `prompt`, in complete chunks."""
         return self._complete(common_prefix(state.tokens, prompt))
 
     def _complete(self, tokens: int) -> int:

@@ -159,8 +159,8 @@ class Request:
 
         Args:
             context: max tokens of prompt and answer together.
-            max_tokens: max tokens of the answer. If it is None, or fewer positions are free, only
-                the context limits the answer.
+            max_tokens: max tokens of the answer; None for no limit. The context limits it in any
+                case.
             sampling: sampling options, or a Sampler that continues its sequence of random numbers.
             stop_tokens: tokens that end the answer; None for the end tokens of the model.
             constraint: limits the next token, for example to those that a grammar allows.

@@ -73,7 +73,7 @@ def probes_of(isa: Isa) -> dict[str, Kernel]:
 
 
 def _read(isa: Isa) -> Kernel:
-    # Each workgroup reads four places in turn, as matmul kernels read several rows: one place alone does not use all
+    # Each workgroup reads four addresses in turn, as matmul kernels read several rows: one address alone does not use all
     # hardware prefetchers, and on Zen 5 gives 35 GB/s on two threads where four give 43.
     part = READ_FLOATS // READ_GROUPS // READ_STREAMS
 

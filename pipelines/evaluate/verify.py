@@ -122,10 +122,10 @@ def encode(prompt: Prompt, text, vocab: int) -> list[int]:
 def checkpoint_of(bundle: Bundle, given: str | None = None, *, any_format: bool = False) -> Path:
     """Return the path of the checkpoint that the bundle was compiled from.
 
-    The path is `given`, or else the one in the manifest, or else that of a download. Raises
-    PipelineError if the checkpoint's SHA-256 differs from that in the manifest. With `any_format`,
-    `given` may be the same model in the other format (GGUF file or HF directory), whose hash is not
-    checked.
+    The path is `given`, or else the one in the manifest. If that does not exist, the checkpoint is
+    downloaded again. Raises PipelineError if its SHA-256 differs from that in the manifest. With
+    `any_format`, `given` may be the same model in the other format (GGUF file or HF directory),
+    whose hash is not checked.
     """
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, canonical_name, fetch
     from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256, find_checkpoint
@@ -294,9 +294,10 @@ _OTHER_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.js
 
 @contextmanager
 def dequantised(path: Path) -> Iterator[Path]:
-    """Yield an HF directory that transformers reads without further libraries.
+    """Yield an HF directory with the same model that transformers reads without other libraries.
 
-    Weights that need a library of their own there, such as GPTQ's, are in f32 in a temporary copy.
+    If the model's quantisation needs a library, as GPTQ does, this is a temporary copy with weights
+    in f32, which is deleted at the end. Otherwise it is `path` itself.
     """
     full_config = json_object(path / CONFIG) if path.is_dir() else None
     config = quantization_config(full_config or {})

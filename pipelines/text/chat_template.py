@@ -95,8 +95,10 @@ def describe_tools(
 ) -> list[dict[str, Any]]:
     """Return `messages` with a description of `tools` in the system message.
 
-    If it is HERMES, calls and results of calls in `messages` are converted to text too. If not, the
-    text of the system message is put before that of the first user message.
+    form: format in which the model writes calls. With the default format `HERMES`, calls in
+    `messages` and their results become text too. has_system: whether the template accepts a system
+    message. If not, its text is put before that of the first user message. Raises PipelineError if
+    the calls of a message are not in OpenAI's format.
     """
     shown = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     texts, found = [DESCRIPTION.format(tools=shown, call=form.write([CALL]))], []

@@ -67,9 +67,7 @@ class _Probe:
         self.writes_calls = False
 
     def render(self, message: Mapping[str, Any] | None, **variables: Any) -> str | None:
-        """Return the text of a conversation that ends in `message`; None if the template rejects
-        it.
-        """
+        """Return the text of a conversation that ends in `message`; None if it is rejected."""
         properties = {key: {"type": kind, "description": "d"} for key, kind in (("k_one", "string"), ("k_two", "integer"))}
         schema = {"type": "object", "properties": properties, "required": []}
         tools = [{"type": "function", "function": {"name": n, "description": "d", "parameters": schema}} for n in NAMES]
@@ -118,9 +116,9 @@ class _Probe:
     def _form(self, style: str, before: str, head: str, body: str, after: str, rest: str) -> ToolFormat:
         """Return the tool format that follows from the texts of one call and of two calls.
 
-        style: style of the arguments. before: text of one call before the function's name. head:
-        text between name and arguments. body: the arguments. after: text after the arguments. rest:
-        text of two calls after the first call's name; "" if the template allows only one call.
+        style: `ToolFormat.style`. before: text of one call before the function's name. head: text
+        between name and arguments. body: the arguments. after: text after the arguments. rest: text
+        of two calls after the first call's name; "" if the template allows only one call.
         """
         fields: dict[str, Any] = {}
         if style == "tags":
@@ -141,11 +139,11 @@ class _Probe:
         return ToolFormat(style, begin, head, end, separator, section_begin, section_end, **fields)
 
     def _tags(self, head: str, body: str, after: str) -> tuple[str, str, dict[str, Any]]:
-        """Return the parts of a call in the style "tags", and the fields of `ToolFormat` for tags.
+        """Return (new head, new after, fields of `ToolFormat` for tags) for a call in style "tags".
 
-        The result is (text between name and arguments, text after the arguments, fields). head,
-        body, after: the text between name and arguments, the arguments, and the text after them, as
-        `_split` found them.
+        head, body, after: text between the function's name and the arguments, the arguments, and
+        text after them, as `_split` found them: `head` still ends with the tag before the first
+        key, and `after` starts with the tag after the last value.
         """
         first, _, rest = (head + body + after).partition("k_one")
         key_end, _, rest = rest.partition("v_one")
@@ -187,7 +185,11 @@ class _Probe:
 
 
 def _split(text: str) -> tuple[str, str, str, str, str] | None:
-    """Return (style, before the name, before the arguments, arguments, after them) or None."""
+    """Return the style of a call (`ToolFormat.style`) and the parts of its text; None if unknown.
+
+    The result is (style, text before the function's name, text between name and arguments,
+    arguments, text after the arguments).
+    """
     before, _, rest = text.partition(NAMES[0])
     before = _with_ids(before)
     for style, pattern in STYLES.items():

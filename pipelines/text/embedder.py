@@ -79,10 +79,10 @@ class Embedder:
         return Tokens(found.ids, bool(found.overflowing)), found.type_ids
 
     def relevance_inputs(self, query: str, documents: Sequence[str]) -> list[Tokens]:
-        """Return the token lists for which `relevance` needs a vector each.
+        """Return the tokens of all inputs that must be embedded to compute `relevance`.
 
-        For a reranking model, each list is a pair of the query and a document. For an embedding
-        model, the first list is the query, and each of the others is a document.
+        For a reranking model, each input is a pair of the query and a document. For an embedding
+        model, the first input is the query, and each of the others is a document.
         """
         if self.facts.relevance:
             return [self._pair(query, document) for document in documents]

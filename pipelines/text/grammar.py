@@ -130,7 +130,10 @@ class GrammarConstraint:
 
 
 class GrammarError(PipelineError):
-    """The error for an unsupported definition; `kind`: its argument of `Grammars.compile`."""
+    """Raised for an unsupported schema, regular expression or grammar.
+
+    `kind`: name of the argument of `Grammars.compile`, such as "json_schema".
+    """
 
     def __init__(self, kind: str, message: str):
         super().__init__(f"{kind.replace('_', ' ')}: {message}")
@@ -218,7 +221,10 @@ class Grammars:
         return Grammar(self, matcher, BASE_BYTES + BYTES_EACH * len(definition), calls=kind == "tools")
 
     async def compile_async(self, **given: Any) -> Grammar:
-        """Run `compile` in another thread; cancelling the coroutine kills its child process."""
+        """Run `compile` in another thread.
+
+        Most of the work is done in a child process. Cancelling the coroutine kills this process.
+        """
         queued = self._thread.submit(self.compile, **given)
         work = asyncio.wrap_future(queued)
         # Read the exception, so that asyncio does not log the error of a cancelled request.

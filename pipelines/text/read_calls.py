@@ -53,8 +53,8 @@ class CallReader:
     def argument(self) -> re.Pattern:
         """The pattern of one argument of a call in the style "tags".
 
-        Its groups are `key`, `value`, and one for each value type. Between key and value stands a
-        text that depends on the type, and the group of the type matches it.
+        Its groups are `key`, `value`, and one for each value type, which matches the text between
+        a key and a value of this type.
         """
         form = self.form
         # White space next to a value may belong to the value, so it is matched exactly.
@@ -66,11 +66,10 @@ class CallReader:
         return re.compile(f"(?s){begin}(?P<key>[^\\s<>]+?)(?:{ends})(?P<value>.*?){value_end}{follows}")
 
     def fitted(self, name: str, arguments: Any) -> dict | None:
-        """Return the arguments of a call, or None if they don't match the schema of `name`.
+        """Return the arguments of a call; None if they don't match the schema of `name`.
 
-        Arguments that are null are left out if the parameter is optional and cannot be null. Copies
-        of keywords of the schema, such as `"required": ["city"]`, are left out too; small models
-        write them next to the arguments.
+        An argument that is null is left out if the parameter is optional and cannot be null. So are
+        keywords of the schema, such as `"required": ["city"]`, which small models copy.
         """
         schema = self.schemas.get(name)
         if schema is None or not isinstance(arguments, dict):
@@ -200,10 +199,9 @@ def _object(value: Any) -> dict:
 
 
 def _by_text(key_end: Mapping[str, str]) -> dict[str, str]:
-    """Return `key_end` of a `ToolFormat`, {value type: text}, with each text only once.
+    """Return `ToolFormat.key_end`, {value type: text}, without types that have the same text.
 
-    If several types have the same text, the result has only one of the types: "string", or else the
-    first.
+    Of types with the same text, "string" or else the first stays.
     """
     found = dict.fromkeys(key_end[kind] for kind in sorted(key_end, key=lambda kind: kind != "string"))
     return {next(kind for kind, each in key_end.items() if each == text): text for text in found}

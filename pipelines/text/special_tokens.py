@@ -125,13 +125,19 @@ class SpecialTokens:
 
     @cached_property
     def _names(self) -> dict[str, str]:
-        """The random names that special tokens have in `_plain`; no message can spell them."""
+        """A random text for each special token, which replaces the token's text in `_plain`.
+
+        A message cannot contain such a text.
+        """
         secret = os.urandom(8).hex()
         return {word: f"\U000f0000{secret}{n}\U000f0001" for n, word in enumerate(sorted(self.spelled))}
 
     @cached_property
     def _plain(self) -> Any:
-        """A tokenizer whose special tokens have random names, so that spellings are text."""
+        """A copy of the tokenizer in which special tokens have the random texts of `_names`.
+
+        It encodes the original spellings as plain text.
+        """
         from tokenizers import Tokenizer
 
         described, names = json.loads(self._tokenizer.to_str()), self._names
@@ -184,7 +190,7 @@ class Spellings:
 
 
 def _is_mark(word: str, min_length: int = 2) -> bool:
-    """Return whether `word` has at least `min_length` characters, not only letters and digits."""
+    """Return whether `word` has `min_length` characters, not all of them letters and digits."""
     return len(word) >= min_length and not word.isspace() and not word.isalnum()
 
 

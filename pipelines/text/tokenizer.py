@@ -283,8 +283,8 @@ class Detokeniser:
 class TokenBytes:
     """A function from a token id to the token's bytes, which may be only a part of a character.
 
-    In a tokenizer file, byte-level tokenizers (as GPT-2's) write a byte as a character of their own
-    alphabet. SentencePiece writes a space as U+2581, and a byte that is not a character as <0xE4>.
+    In a tokenizer file, a byte-level tokenizer, such as GPT-2's, writes a byte as a character of its
+    own alphabet. SentencePiece writes a space as U+2581, and a byte without a character as <0xE4>.
     """
 
     def __init__(self, tokenizer):

@@ -242,7 +242,7 @@ class _Json:
         self.depth, self.quote, self.escaped, self.complete = 0, "", False, False
 
     def take(self, text: str) -> str:
-        """Return the part of `text` that belongs to the JSON value, which may end inside `text`."""
+        """Return the start of `text` that is part of the JSON value, up to the value's end."""
         for at, letter in enumerate(text if not self.complete else ""):
             if self.quote:
                 if letter == self.quote and not self.escaped:
