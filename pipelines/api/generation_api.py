@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, get_args
 from weakref import WeakValueDictionary
 
+from castiron.pipelines.api.answer_format import AnswerFormat, CallableTools, callable_tools, requested_format
 from castiron.pipelines.api.api_errors import ApiError, invalid, unsupported
 from castiron.pipelines.api.async_engine import AsyncEngine
 from castiron.pipelines.api.byte_limit import CLIENT, answer_limit, reserve_answer
@@ -16,9 +17,7 @@ from castiron.pipelines.api.generation_job import Job
 from castiron.pipelines.api.model_api import Limits, ModelApi, default_sampling, run_in_thread
 from castiron.pipelines.api.replies import ChatReply, ChoicesReply, CompletionReply, Echo, Reply
 from castiron.pipelines.api.request_body import log_ignored
-from castiron.pipelines.api.response_format import AnswerFormat, requested_format
 from castiron.pipelines.api.schemas import ChatRequest, CompletionFields, CompletionRequest, Effort, StreamOptions
-from castiron.pipelines.api.tool_choice import CallableTools, callable_tools
 from castiron.pipelines.engine.chooser import TokenFilter
 from castiron.pipelines.engine.context import free_positions
 from castiron.pipelines.engine.sampling import Sampling
