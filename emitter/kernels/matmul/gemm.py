@@ -155,10 +155,7 @@ class Gemm:
                 self._tile(b.sub(start, first), start, rest, k, depth)
 
     def _x_rows(self, token: Index, rows: int) -> Callable[[int], Index]:
-        """Return a function that maps i to the row of x that belongs to token `token` + i.
-
-        The function accepts i from 0 to rows - 1.
-        """
+        """Return a function that maps i < rows to the row of x of token `token` + i."""
         return lambda r: self.b.add(token, r)
 
     def _tile(self, row: Index, token: Index, rows: int, k: Index, depth: int) -> None:

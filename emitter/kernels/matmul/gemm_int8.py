@@ -215,10 +215,7 @@ class Step:
         return [b.convert("sitofp", words, "f32") for row in by_row[: len(rows)] for words in row]
 
     def _start(self, row: Index, unit: Index, part: int) -> Ssa:
-        """Return the initial s32 sum of a codec group: -(offset + bias) * sum(n).
-
-        It is 0 if the codec has minima.
-        """
+        """Return the initial s32 sum of a codec group, -(offset + bias) * sum(n); 0 with minima."""
         if not self.bias:
             return self.b.constant("0", I32)
         return self.b.binary("muli", self._sum(row, unit, part), self.b.constant(str(-self.bias), I32))

@@ -92,10 +92,7 @@ class Gemv:
         self.write_share(self.b.workgroup())
 
     def write_share(self, share: Index) -> None:
-        """Emit the code for one of `tiles.workgroups` equal shares of the rows of the weight.
-
-        share: index of the share.
-        """
+        """Emit the code for one of `tiles.workgroups` equal shares of the weight's rows."""
         b, elements = self.b, self.layout.elements
         x_bytes = elements * bytes_per_element(self.codec)
         if self.by_tables:
