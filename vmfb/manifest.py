@@ -1,4 +1,4 @@
-"""The manifest of a bundle, `manifest.json`: its records, and their validation."""
+"""The manifest of a bundle, `manifest.json`, as dataclasses, and its validation."""
 
 from __future__ import annotations
 

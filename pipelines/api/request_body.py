@@ -32,7 +32,7 @@ class Unsupported:
 
 
 class ByType:
-    """An annotation of a union of records: the field `type` of a JSON object selects the record.
+    """An annotation of a union of classes: the field `type` of a JSON object selects the class.
 
     `default`: the type of an object without that field.
     """

@@ -186,8 +186,8 @@ def watched_experts(module: Module, function: Graph, known: Set[str]) -> list[tu
 def _run(loaded: Loaded, function: Graph, names: Sequence, chunks: Sequence[list[int]], progress: Progress) -> list[np.ndarray]:
     """Run `function` on sequences of tokens, each from position 0.
 
-    The last len(names) results of the function are sums over the tokens of a call. Returns the
-    total of each over all calls, in f64.
+    The last len(names) results of the function are sums over the tokens of a call. Returns these
+    sums over all calls, in f64.
     """
     results = len(function.outputs)
     assert function.entry is not None, "a model's function has a role"

@@ -137,7 +137,7 @@ class ModelPool:
         return found[0]
 
     def describe(self, name: str | None = None) -> list[dict[str, Any]]:
-        """Return the records of /v1/models for all models, or for the model with this name."""
+        """Return the entries of /v1/models for all models, or for the model with this name."""
         return [self._record(model, name or model.name) for model in (self.models if name is None else [self.find(name)])]
 
     @property
