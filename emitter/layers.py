@@ -346,8 +346,5 @@ def lm_head(step: Step, x: Value, vocab: int, tied: bool, embedding: str = "mode
 
 
 def argmax(logits: Value) -> Value:
-    """Return the index of the largest logit in each row of [T, vocab], as i32 [T].
-
-    On a tie it is the lowest index.
-    """
+    """Return the lowest index of the largest logit in each row of [T, vocab], as i32 [T]."""
     return build(LAYERS, "argmax_rows", (logits,), (TensorType(logits.shape[:-1], I32),))[0]

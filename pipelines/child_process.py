@@ -49,10 +49,7 @@ class ChildProcess:
         self._pid = os.getpid()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return `function(*arguments)`, run in the child process.
-
-        Arguments and result are JSON values. Errors other than PipelineError become LimitExceeded.
-        """
+        """Return `function(*arguments)`, run in the child; arguments and result are JSON values."""
         with self._lock:
             try:
                 answer = self._ask(function, arguments)

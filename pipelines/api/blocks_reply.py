@@ -10,7 +10,7 @@ from typing import Any
 from castiron.pipelines.api.replies import Reply
 from castiron.pipelines.engine.request import Finished
 from castiron.pipelines.text.text_output import Delta, TextToken
-from castiron.pipelines.text.token_bytes import TokenBytes
+from castiron.pipelines.text.tokenizer import TokenBytes
 
 
 @dataclass

@@ -14,8 +14,8 @@ from castiron.pipelines.api.byte_limit import CLIENT, answer_limit, reserve_answ
 from castiron.pipelines.api.chat_records import FreeformTool
 from castiron.pipelines.api.generation_job import Job
 from castiron.pipelines.api.model_api import Limits, ModelApi, default_sampling, run_in_thread
-from castiron.pipelines.api.parse_body import log_ignored
 from castiron.pipelines.api.replies import ChatReply, ChoicesReply, CompletionReply, Echo, Reply
+from castiron.pipelines.api.request_body import log_ignored
 from castiron.pipelines.api.response_format import AnswerFormat, requested_format
 from castiron.pipelines.api.schemas import ChatRequest, CompletionFields, CompletionRequest, Effort, StreamOptions
 from castiron.pipelines.api.tool_choice import CallableTools, callable_tools

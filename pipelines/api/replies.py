@@ -11,7 +11,7 @@ from castiron.pipelines.api.api_errors import ApiError
 from castiron.pipelines.api.chat_records import input_of
 from castiron.pipelines.engine.request import Finished, Request
 from castiron.pipelines.text.text_output import Delta, TextToken
-from castiron.pipelines.text.token_bytes import TokenBytes
+from castiron.pipelines.text.tokenizer import TokenBytes
 from castiron.pipelines.text.tool_calls import CallPart, joined
 
 # OpenAI's finish reasons, by the engine's.

@@ -13,8 +13,7 @@ from castiron.pipelines.api.api_errors import ApiError
 from castiron.pipelines.api.blocks_reply import Block, BlocksReply
 from castiron.pipelines.api.chat_records import Message
 from castiron.pipelines.api.model_api import ModelApi
-from castiron.pipelines.api.parse_body import fields_renamed
-from castiron.pipelines.api.request_body import Body
+from castiron.pipelines.api.request_body import Body, fields_renamed
 from castiron.pipelines.api.responses_request import (
     FIELDS,
     Namespace,
@@ -27,7 +26,7 @@ from castiron.pipelines.api.responses_request import (
 )
 from castiron.pipelines.api.schemas import ChatRequest
 from castiron.pipelines.engine.sampling import Sampling
-from castiron.pipelines.text.token_bytes import TokenBytes
+from castiron.pipelines.text.tokenizer import TokenBytes
 
 # Prefixes of item ids, and of the names of events, by kind of block.
 PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}

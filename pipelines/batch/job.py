@@ -33,7 +33,7 @@ class Summary:
     """Counts of a job's records. Tokens and seconds are of this run only.
 
     records: records finished by all runs. before: records finished by earlier runs. failed: records
-    whose answer is an error. duplicates: records that repeat the custom_id of an earlier record.
+    whose answer is an error.
     """
 
     records: int = 0
@@ -65,17 +65,8 @@ def run_job(
 ) -> Summary:  # fmt: skip
     """Answer the records that are not in the output's journal, write the output, and return counts.
 
-    Args:
-        records: the records of the input.
-        key: returns a record's key, under which the journal stores its result.
-        answer: takes an iterator of records, and yields (record, outcome) in any order.
-        output: a path, or None for stdout. Stdout has no journal; each result is printed when it
-            is finished.
-        report: called with the counts and the finished fraction of the input (None if unknown).
-
-    Raises:
-        PipelineError: another process is writing the output, or the input is damaged. In damaged
-            input, the readable records are answered first.
+    Raises PipelineError if another process is writing the output, or if the input is damaged; the
+    readable records are answered first.
     """
     start, summary, custom_ids, offsets = time.monotonic(), Summary(), array("q"), array("q")
     journal = Journal(output) if output else None
@@ -118,11 +109,7 @@ def run_job(
 
 
 def answering(engine: Engine | None, conversion: Conversion, window: int = MAX_REQUESTS) -> Answer:
-    """Return a function that answers records in this process.
-
-    engine: runs the requests into which `conversion` converts records; None for an embedding model.
-    window: records are sorted by prompt within groups of about this many requests.
-    """
+    """Return a function that answers records with `engine` (None for an embedding model)."""
 
     works = lambda records: (record and conversion.work(record) for record in records)
     return lambda records: run(engine, in_windows(works(records), window))

@@ -53,10 +53,7 @@ class Journal:
     """The journal of a batch job: a file of its finished records, locked by this process."""
 
     def __init__(self, output: Path):
-        """Open or create the journal of `output`.
-
-        Raises PipelineError if another process has it open, or if the file is not a journal.
-        """
+        """Open or create the journal of `output`; PipelineError if another process has it open."""
         self.path = output.with_name(output.name + ENDING)
         with naming(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,9 +107,8 @@ class Journal:
                 offset += len(line)
 
     def find(self, key: str) -> tuple[int, bool] | None:
-        """Return (file offset of the record's line, whether the record failed).
-
-        None if the record with this key is not finished.
+        """Return (offset of the record's line, whether the record failed); None if it is not
+        finished.
         """
         offset = self.finished.get(bytes.fromhex(key))
         return None if offset is None else (offset, bytes.fromhex(key) in self.failed)

@@ -72,10 +72,7 @@ def _one_line(error: Exception) -> str:
 
 
 def plain(record: pa.Table) -> dict[str, Any]:
-    """Return the values of a one-row table by column name, as JSON values.
-
-    Times and other types that JSON does not have become text.
-    """
+    """Return the values of a one-row table by column name, as JSON values."""
     columns = {
         name: column.cast(pa.string()) if pa.types.is_temporal(column.type) else column
         for name, column in zip(record.schema.names, record.columns)

@@ -147,10 +147,9 @@ class JsonLines:
 
 
 def _record(index: int, number: int, line: bytes, was_openai: bool) -> Record:
-    """Return the record in a line of a JSON lines file, or a record with an error if it is invalid.
+    """Return the record in a line of a JSON lines file, or a record with an error.
 
-    index: index of the record. number: number of the line, for error messages. was_openai: whether
-    the previous record is in OpenAI's format; an invalid record gets the same format.
+    number: that of the line, for errors. was_openai: the format that an invalid record gets.
     """
     source = line.strip()
     invalid = lambda why: Record(index, {}, {}, source, was_openai, f"line {number} {why}")
@@ -175,9 +174,8 @@ def _no_constant(name: str) -> NoReturn:
 class Outcome:
     """The result of a record.
 
-    added: output columns by name, which contain the answer. failed: whether the answer is an error.
-    prompt, generated, cached: numbers of prompt tokens, generated tokens, and prompt tokens that
-    came from the prefix cache.
+    added: output columns, which contain the answer. prompt, generated, cached: numbers of tokens;
+    cached ones are prompt tokens that came from the prefix cache.
     """
 
     added: Mapping[str, Any]
@@ -210,10 +208,7 @@ class Format(Protocol):
         ...
 
     def work(self, record: Record, seed: int) -> Work:
-        """Return the record with its engine requests; raise PipelineError or ApiError if invalid.
-
-        seed: seed of the record, if tokens are sampled.
-        """
+        """Return the record with its engine requests; PipelineError or ApiError if invalid."""
         ...
 
     def failed(self, record: Record, error: Exception) -> Outcome:
@@ -225,10 +220,7 @@ class Conversion:
     """A converter of records, plain or in OpenAI's format, to journal keys and to `Work`."""
 
     def __init__(self, plain: Format, openai: Callable[[], Format], identity: bytes, seed: int):
-        """Convert plain records with `plain`, and records in OpenAI's format with `openai()`.
-
-        identity: hash of the model and the options. seed: the job's seed for sampling.
-        """
+        """Convert plain records with `plain`, and records in OpenAI's format with `openai()`."""
         self.plain, self.openai, self.identity, self.seed = plain, cache(openai), identity, seed
 
     def key(self, record: Record) -> str:
@@ -241,9 +233,8 @@ class Conversion:
         return hashlib.sha256(self.identity + (b"%d " % record.index if numbered else b"") + record.source).hexdigest()[:32]
 
     def work(self, record: Record) -> Work:
-        """Return the record with its engine requests.
-
-        An invalid record gets no requests, and its outcome is an error.
+        """Return the record with its requests; an invalid record gets none, and its outcome is an
+        error.
         """
         format_ = self._format(record)
         seed = int.from_bytes(hashlib.sha256(f"{self.seed} {record.key}".encode()).digest()[:8]) >> 1

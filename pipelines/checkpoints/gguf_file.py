@@ -134,8 +134,7 @@ class _Cursor:
 def read_gguf(path: Path) -> GgufFile:
     """Memory-map a GGUF file, or all parts of a split model if `path` is its first part.
 
-    The metadata are those of the first part, without the keys about the split. Raises
-    CheckpointError for an invalid file.
+    The metadata are those of the first part, without the keys about the split.
     """
     file = _read_part(path)
     split = {key: file.metadata.pop(key, None) for key in ("split.count", "split.no", "split.tensors.count")}
@@ -199,10 +198,7 @@ def _metadata(cursor: _Cursor, count: int) -> tuple[dict, int, dict[str, memoryv
 
 
 def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tensor]:
-    """Return the tensors by name.
-
-    Raises CheckpointError if their data is not aligned, is outside the file, or overlaps.
-    """
+    """Return the tensors by name, after checking that their data is aligned and inside the file."""
     found: dict[str, tuple[Tensor, int]] = {}  # with the offset in the data section
     for _ in range(count):
         name = cursor.string("a tensor's name")
@@ -256,10 +252,7 @@ def _tensor(cursor: _Cursor, name: str) -> tuple[Tensor, int]:
 
 
 def write_gguf(out: BinaryIO, entries: Sequence[Buffer], tensors: Sequence[Tensor], progress: Callable[[float], None]) -> None:
-    """Write a GGUF file; entries: results of `metadata_entry`, or entries of another file.
-
-    progress: called with the written fraction, 0 to 1.
-    """
+    """Write a GGUF file; entries: results of `metadata_entry`, or entries of another file."""
     out.write(header(entries, tensors))
     written, total = 0, sum(padded(tensor.nbytes) for tensor in tensors)
     for tensor in tensors:

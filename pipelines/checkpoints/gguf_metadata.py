@@ -50,9 +50,8 @@ class Metadata:
         return value
 
     def integer(self, key: str, default: int | None = None) -> int | None:
-        """Return the non-negative integer under a key.
-
-        The file may have an array instead, if it has the same number for every layer.
+        """Return the non-negative integer under a key, which may be an array of one number per
+        layer.
         """
         value = self._typed(key, numbers.Integral, "a whole number", default)
         if value is not None and value < 0:
@@ -60,10 +59,7 @@ class Metadata:
         return value
 
     def real(self, key: str, default: float | None = None) -> float | None:
-        """Return the finite number under a key.
-
-        The file may have an array instead, if it has the same number for every layer.
-        """
+        """Return the finite number under a key, which may be an array of one number per layer."""
         value = self._typed(key, numbers.Real, "a number", default)
         if value is not None and not math.isfinite(value):
             raise self.invalid(key, "finite")
@@ -134,8 +130,7 @@ GEMMA_TENSORS = {**COMMON_TENSORS, **POST_NORMS, "ffn_norm": "pre_feedforward_la
 def experts(parent: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Names:
     """Return HF's name for each of GGUF's stacks of experts, by GGUF name.
 
-    HF has one matrix per expert, so `{}` in its name is the expert's index. parent: HF's name of
-    the module with the experts. gate, up, down: HF's names of the matrices.
+    HF has one matrix per expert, so `{}` in its name is the expert's index. parent: HF's module.
     """
     leaves = {"ffn_gate_exps": gate, "ffn_up_exps": up, "ffn_down_exps": down}
     return {leaf: f"{parent}.experts.{{}}.{own}" for leaf, own in leaves.items()}

@@ -98,10 +98,7 @@ _FALCON = (
 
 
 def _words(regex: str | None = None, digits: bool = False) -> tuple[dict, ...]:
-    """Return the pre-tokenizers that split text into words by a regular expression.
-
-    regex: None for GPT-2's. digits: whether each digit is a word.
-    """
+    """Return pre-tokenizers that split text by a regex (default: GPT-2's), and digits if asked."""
     before = [_step("Digits", individual_digits=True)] if digits else []
     before += [_step("Split", regex=regex)] if regex else []
     return (*before, _byte_level_step(use_regex=regex is None))
@@ -172,10 +169,7 @@ class _Metadata(Metadata):
 
 
 def eos_token_ids(file: GgufFile) -> tuple[int, ...]:
-    """Return the ids of tokens that end generation: end of sequence and end of turn.
-
-    For Gemma 4, they include the tokens in `_GEMMA4_ENDS`.
-    """
+    """Return the ids of tokens that end generation; for Gemma 4 also those in `_GEMMA4_ENDS`."""
     metadata = Metadata(file, _PREFIX)
     found = [metadata.get(key) for key in ("eos_token_id", "eot_token_id")]
     if metadata.string("model") == "gemma4":
@@ -311,10 +305,7 @@ def _tokenizer(metadata: _Metadata, *, adds_bos: bool | None, **parts: Any) -> d
 
 
 def _post_processor(metadata: _Metadata, adds_bos: bool | None) -> dict | None:
-    """Return the post-processor that adds BOS and EOS as the file states; None if it adds neither.
-
-    adds_bos: whether to add BOS if the file does not state it; None to never add BOS.
-    """
+    """Return the post-processor that adds BOS and EOS as the file states; None for neither."""
     adds_bos = adds_bos is not None and metadata.flag("add_bos_token", adds_bos)
     sides = (adds_bos, "bos_token_id"), (metadata.flag("add_eos_token", False), "eos_token_id")
     before, after = ([token] if adds and (token := metadata.token(key)) is not None else [] for adds, key in sides)

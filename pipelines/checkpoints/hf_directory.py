@@ -76,10 +76,7 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
 
 
 def shards_of(path: Path) -> dict[str, list[str] | None]:
-    """Return the tensor names of each safetensors file, by file name.
-
-    If the model is a single file, the value is None, because there is no index with the names.
-    """
+    """Return the tensor names of each safetensors file, by file name."""
     if (path / SINGLE).exists():
         return {SINGLE: None}
     index = json_object(path / INDEX)
@@ -121,9 +118,8 @@ def tensors_of(path: Path, is_quantised: bool) -> dict[str, Tensor]:
 
 
 def chat_template(path: Path) -> str | None:
-    """Return the chat template; None if the directory has none.
-
-    It is read from chat_template.jinja, or else from tokenizer_config.json.
+    """Return the template in chat_template.jinja, or else in tokenizer_config.json; None without
+    one.
     """
     if (template := text_of(path / "chat_template.jinja")) is not None:
         return template

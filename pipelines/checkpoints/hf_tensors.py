@@ -46,8 +46,8 @@ _OTHERS = (
 def text_config(config: dict, names: Collection[str]) -> dict:
     """Return the config of the text part of a multimodal model, or `config` of a text model.
 
-    names: names of the tensors. The output head is tied to the embedding if either config states
-    so, or if neither has the key and there is no tensor lm_head.weight.
+    The output head is tied to the embedding if either config states so, or if neither has the key
+    and there is no tensor lm_head.weight.
     """
     inner, complete = config.get("text_config"), config["model_type"]
     if complete not in TEXT_PARTS or not isinstance(inner, dict):
@@ -205,9 +205,7 @@ def _parts(layout: Layout, match: re.Match, tensor: Tensor, scales: Tensor | Non
 def _part(name: str, tensor: Tensor, index: int | None, rows: Rows, transposed: bool) -> Tensor:
     """Return a tensor called `name` that consists of some rows of a stored tensor.
 
-    index: the expert to take if the stored tensor stacks experts, else None. rows: a function that
-    gets the matrix's number of rows and returns the slice to take. transposed: whether the stored
-    matrix is [in, out].
+    index: of the expert in a stack, else None. transposed: whether the stored matrix is [in, out].
     """
     shape = tensor.shape if index is None else tensor.shape[1:]
     shape = shape[::-1] if transposed else shape

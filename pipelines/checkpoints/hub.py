@@ -48,11 +48,7 @@ class HubFile(NamedTuple):
 
 
 def fetch(name: HubName, progress: Progress | None = None) -> Path:
-    """Return the path of a model's snapshot or GGUF file, after downloading missing files.
-
-    If the hub cannot be reached, cached files are used. `progress`: called with "fetch" and the
-    finished fraction, 0 to 1.
-    """
+    """Return the path of a model's snapshot or file, after downloading what is missing."""
     try:
         return _fetch(name, progress or (lambda stage, done: None))
     except Unreachable as error:
@@ -81,10 +77,8 @@ def cached(name: HubName) -> Path | None:
 
 
 def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | None:
-    """Return the path of the GGUF file that `name` refers to; None for a model in safetensors.
-
-    sizes: size in bytes of each file in the repository. repository: its name, for errors. Raises
-    CheckpointError if there is no such file or several.
+    """Return the GGUF file that `name` refers to; None for safetensors, CheckpointError if not
+    exactly one.
     """
     files = {file: size for file, size in sizes.items() if file.endswith(".gguf") and not _NOT_A_MODEL.search(file)}
     # A model in parts is its first part, with the size of all.
@@ -227,9 +221,8 @@ def _endpoint() -> str:
 
 @contextmanager
 def _hub_errors(name: HubName) -> Iterator[None]:
-    """Convert errors of huggingface_hub in the `with` body to CheckpointError.
-
-    If the hub does not answer, the error is Unreachable.
+    """Convert huggingface_hub's errors to CheckpointError, or Unreachable if the hub does not
+    answer.
     """
     try:
         from huggingface_hub import errors

@@ -58,10 +58,7 @@ def store(bundle: Bundle | Path | str) -> Stored:
 
 
 def bundle_at(source: BundleSource) -> Bundle:
-    """Return the opened bundle at `source`, after fetching it to this node if necessary.
-
-    Raises PipelineError if it cannot be fetched, and BundleError if it is invalid.
-    """
+    """Return the opened bundle at `source`, after fetching it to this node if necessary."""
     if isinstance(source, Stored):
         import ray
 

@@ -38,9 +38,8 @@ def manifest_of(
     tiles: TileFields,
     compile_info: dict,
 ) -> Manifest:
-    """Return the manifest of a new bundle, except its files and accuracy.
-
-    compile_info: entries for the manifest's `compile`, in addition to those about kernels.
+    """Return the manifest of a new bundle, except files and accuracy; its `compile` has
+    `compile_info`.
     """
     first, config, sizes = next(iter(module.functions.values())), checkpoint.config, encoder_sizes(checkpoint, options)
     context = sizes.context if sizes else context_of(config, options)

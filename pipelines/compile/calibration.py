@@ -82,11 +82,7 @@ def calibrate(checkpoint: Checkpoint, options: Options, progress: Progress) -> I
 
 
 def chunks_of(checkpoint: Checkpoint, text: str | Path) -> list[list[int]]:
-    """Return the tokens of a text as up to MAX_CHUNKS sequences of CHUNK tokens.
-
-    A text of fewer than CHUNK tokens gives one shorter sequence. Raises PipelineError for a text of
-    fewer than WIDTH tokens.
-    """
+    """Return a text's tokens as up to MAX_CHUNKS sequences of CHUNK, or one shorter sequence."""
     if checkpoint.tokenizer is None:
         raise PipelineError(f"{checkpoint.path} has no tokenizer to calibrate with; leave --calibrate out")
     try:
@@ -131,7 +127,7 @@ def measure(checkpoint: Checkpoint, chunks: Sequence[list[int]], progress: Progr
 def watched(model: ModelModule, function: Graph) -> list[tuple[str, ...]]:
     """Add a result to `function` for each input x of its matmuls: the sum of x² over tokens.
 
-    Each result is f32 [in]. Returns, for each result, the names of the weights that read this x.
+    Returns the names of the weights that read x, for each result, f32 [in].
     """
     weights = {op.results[0]: op.attrs["weight"] for op in function.ops if op.kind == "weight"}
     # Gate and up projections of experts read the operation's x. The input of the down projection
@@ -184,11 +180,7 @@ def watched_experts(module: Module, function: Graph, known: Set[str]) -> list[tu
 
 
 def _run(loaded: Loaded, function: Graph, names: Sequence, chunks: Sequence[list[int]], progress: Progress) -> list[np.ndarray]:
-    """Run `function` on sequences of tokens, each from position 0.
-
-    The last len(names) results of the function are sums over the tokens of a call. Returns these
-    sums over all calls, in f64.
-    """
+    """Run `function` on token sequences; return the sums of its last len(names) results, f64."""
     results = len(function.outputs)
     assert function.entry is not None, "a model's function has a role"
     sums = [np.zeros(value.shape, np.float64) for value in function.outputs[results - len(names) :]]

@@ -67,11 +67,7 @@ class Options:
 
     @property
     def threads_or_cores(self) -> int:
-        """Return `threads`, or a default if it is not set.
-
-        The default is the number of this machine's physical cores, or 2 if the target is another
-        machine.
-        """
+        """Return `threads`; by default this machine's physical cores, or 2 for another target."""
         return self.threads or (physical_cores() if self.target == "host" else DEFAULT_THREADS)
 
 

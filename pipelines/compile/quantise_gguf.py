@@ -47,9 +47,8 @@ class Report:
 def quantise(model: str | Path, out: Path, options: Options, progress: Progress) -> Report:
     """Write a model to the GGUF file `out` atomically, converted as `options.weights` states.
 
-    Uses the options weights, adapter, calibrate and ignore_keys only. The metadata of a GGUF file
-    is copied. With an adapter or from an HF directory, metadata is made from the config and the
-    tokenizer.
+    The metadata of a GGUF file is copied. With an adapter or from an HF directory, metadata is made
+    from the config and the tokenizer.
     """
     start = time.perf_counter()
     checkpoint = open_source(model, options, progress)

@@ -51,10 +51,9 @@ _SMALLER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 def codecs_of(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
     """Return the codec of every tensor by name.
 
-    weights: the value of --weights. Vectors keep the codec that they have in the checkpoint. With a
-    quantised `weights`, some matrices keep it too: routers, other small matrices, experts trained
-    in MXFP4, and matrices whose rows are not a multiple of a block. Raises CheckpointError if
-    `weights` is quantised and the checkpoint has quantised matrices already.
+    Vectors keep the codec that they have in the checkpoint. With a quantised `weights`, some
+    matrices keep it too: routers, other small matrices, experts trained in MXFP4, and matrices
+    whose rows are not a multiple of a block.
     """
     matrices = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1]
     codecs = {tensor.name: tensor.codec for tensor in checkpoint.tensors.values()}
@@ -102,7 +101,7 @@ def _mixed(checkpoint: Checkpoint, matrices: list[Tensor], mix: str) -> dict[str
         """Return whether a tensor gets more bits than others of its kind, because of its layer.
 
         The first and last eighth of the layers get more, and so does every third layer between
-        them. pattern: matches the names of the tensors of this kind.
+        them.
         """
         layer, layers = found[pattern].index(_layer_of(name)), len(found[pattern])
         return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2

@@ -17,11 +17,7 @@ DEFAULT_MAX_TOKENS = 1024
 
 
 def free_positions(context: int, prompt_tokens: int) -> int:
-    """Return how many tokens a model can generate after a prompt.
-
-    The result is below 1 if the prompt does not fit in the context. context: max tokens of prompt
-    and answer together.
-    """
+    """Return how many tokens can follow a prompt in `context`; below 1 if it does not fit."""
     # The last generated token needs no position, because the model never reads it.
     return context - prompt_tokens + 1
 
@@ -44,10 +40,7 @@ def move_to(session: Session, position: int, fed: Sequence[int] = (), source: Se
 
 
 def move_after(session: Session, before: Snapshot, tokens: Sequence[int]) -> None:
-    """Move `session` back to the position after `tokens`.
-
-    before: a snapshot of the session, taken before it read `tokens` and further tokens.
-    """
+    """Move `session`, whose snapshot `before` is older, to the position after `tokens`."""
     position = before.position + len(tokens)
     if session.reachable(position) == position:
         session.rewind(position)

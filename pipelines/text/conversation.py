@@ -143,9 +143,8 @@ class Chat:
         return messages, prompt, dropped
 
     def save(self, path: str | Path) -> None:
-        """Write the messages to a JSON file, and their states (KV cache) to a file beside it.
-
-        The JSON is {"messages": [{"role", "content"}, ...]}. Raises PipelineError if that fails.
+        """Write {"messages": [...]} to a JSON file, and their states (KV cache) to a file beside
+        it.
         """
         text = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=2) + "\n"
         file = Path(path).resolve()

@@ -42,8 +42,7 @@ def tool_format_of(template: str | None, special_tokens: Mapping[str, str] = {})
 
     The template renders test calls, and the format is derived from their text. If that fails, a
     format in KNOWN is used whose identifying text is in the template. Parsing the rendered calls
-    must give the same calls, unless the template renders none. special_tokens: text of special
-    tokens by name.
+    must give the same calls, unless the template renders none.
     """
     if not template:
         return None
@@ -80,9 +79,8 @@ class _Probe:
             return None
 
     def calls(self, arguments: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return the text that the template writes for calls, without the rest of the turn.
-
-        arguments: the arguments of each call. Returns None if the template writes no calls.
+        """Return the text of calls with these arguments, without the rest of the turn; None if
+        none.
         """
         given = [
             {"id": id_, "type": "function", "function": {"name": name, "arguments": json.dumps(each) if self.as_text else each}}
@@ -205,11 +203,7 @@ def _split(text: str) -> tuple[str, str, str, str, str] | None:
 
 
 def _after_arguments(text: str, fields: Mapping[str, Any]) -> str:
-    """Return the text after the arguments of a call.
-
-    text: the text that follows the function's name, up to the next name or the end. fields: the
-    fields of `ToolFormat` that are already known.
-    """
+    """Return what follows a call's arguments in `text`, which starts after the function's name."""
     for pattern in STYLES.values():
         if found := pattern.search(text):
             return _with_ids(text[found.end() :])

@@ -141,36 +141,23 @@ class GrammarError(PipelineError):
 
 
 class Grammar:
-    """A compiled grammar.
-
-    `calls`: whether the texts that match it are tool calls. `nbytes`: estimated bytes of memory
-    that are needed to constrain one text.
-    """
+    """A compiled grammar; `calls`: whether it is of tool calls; `nbytes`: memory for one text."""
 
     def __init__(self, grammars: Grammars, matcher, nbytes: int, calls: bool):
         self._grammars, self._matcher, self.nbytes, self.calls = grammars, matcher, nbytes, calls
 
     def constraint(self, marks: Marks = (), prompt: str = "") -> GrammarConstraint:
-        """Return a constraint for the text after `prompt`.
-
-        The grammar does not apply to reasoning between `marks`.
-        """
+        """Return a constraint for the text after `prompt`, except for reasoning between `marks`."""
         return GrammarConstraint(self._matcher.deep_copy(), self._grammars, marks, prompt)
 
 
 class Grammars:
-    """A compiler of grammars for one vocabulary.
-
-    It compiles a grammar in a child process with limits of time and memory first. Only if that
-    succeeds, it compiles the grammar in this process.
+    """A compiler of grammars for one vocabulary; it tries each in a child process with limits
+    first.
     """
 
     def __init__(self, backend, vocabulary: Sequence[bytes], eos: Sequence[int]):
-        """Prepare the vocabulary; raise PipelineError if llguidance is not installed.
-
-        `backend`: a tokenizer of the tokenizers library. `vocabulary`: the bytes of every token.
-        `eos`: the tokens that end a text.
-        """
+        """Prepare the vocabulary (bytes of every token); PipelineError without llguidance."""
         try:
             from castiron.pipelines.text import grammar_compiler
         except ModuleNotFoundError:

@@ -26,19 +26,13 @@ ReadCall = tuple[str, dict]
 
 
 class CallReader:
-    """A parser of tool calls in one format.
-
-    schemas: JSON schemas of the functions' parameters, by function name.
-    """
+    """A parser of tool calls in one format; schemas: of the parameters, by function name."""
 
     def __init__(self, form: ToolFormat, schemas: Mapping[str, Any]):
         self.form, self.schemas = form, schemas
 
     def read(self, payload: str) -> list[ReadCall]:
-        """Return the calls in `payload` as (name, arguments) pairs; ValueError if there are none.
-
-        payload: the text of calls from their start mark to their end mark, both included.
-        """
+        """Return the calls in `payload`, with its marks, as (name, arguments); else ValueError."""
         styles = {"json": self._json, "python": self._python, "gemma": self._gemma, "tags": self._tags}
         try:
             calls = list(styles[self.form.style](payload))
@@ -134,10 +128,7 @@ class CallReader:
         yield head[1], _object(json.loads("".join(parts)))
 
     def _tags(self, payload: str) -> Iterator[ReadCall]:
-        """Parse calls with keys and values between marks.
-
-        The type of a value comes from the marks or from the function's schema.
-        """
+        """Parse calls with keys and values between marks, with types from marks or schema."""
         form, heads = self.form, [*self.head.finditer(payload)]
         if not heads:
             yield from read_bare(self._inside(payload))
@@ -181,8 +172,7 @@ def read_bare(text: str) -> Iterator[ReadCall]:
 def _value(text: str, may_be_string: bool) -> Any:
     """Return the value of a JSON text or a Python literal, or the text itself if it is neither.
 
-    may_be_string: whether the schema allows a string. If so, only null and quoted strings are
-    parsed, and any other text is the value.
+    may_be_string: whether the schema allows a string; then only null and quoted strings are parsed.
     """
     value: Any = text
     try:

@@ -33,9 +33,8 @@ class SpecialTokens:
     def __init__(self, tokenizer: Any, template: str, answers: Collection[str] = ()):
         """Collect the tokens whose spellings in messages must be encoded as plain text.
 
-        `tokenizer`: one of the tokenizers library. `template`: the chat template. `answers`: marks
-        such as <think>, which assistants' messages may contain because templates look for them
-        there.
+        `answers`: marks such as <think>, which assistants' messages may contain because templates
+        look for them there.
         """
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder().values()
@@ -203,7 +202,7 @@ def _any_of(words: Collection[str], depth: int = 0) -> str:
     """Return a regular expression that matches the longest of `words` at a position of a text.
 
     Common prefixes of words are written only once in the expression, so a match reads each
-    character only once. depth: depth of the recursion.
+    character only once.
     """
     if len(words) == 1 or depth == DEEPEST:
         return f"(?:{'|'.join(map(re.escape, sorted(words, key=len, reverse=True)))})"

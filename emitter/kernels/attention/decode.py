@@ -6,18 +6,18 @@ combines the partial results. No workgroup reads the cache row that is written i
 token's own key and value come from qkv.
 
     workgroup (group of `per` kv heads, slot):
-      short context: one kv head, its slot; positions low .. pos - 1          slots past the heads are idle
+      short context: kv head number `slot` of the group; positions low .. pos - 1      other slots are idle
       long context:  all `per` kv heads; the slot's part of these positions
       q [per * group of query heads, head_dim] = scale * rope(norm(q))                                 stack
       values [heads, head_dim], sums [heads] = 0, references [heads] = -1e30         the online softmax, stack
-      the head's own workgroup, or slot 0:
+      short context, or slot 0 of a long context:
         k[layer, pos], v[layer, pos] = rope(norm(k)), v                                              memory
         values, sums, references = v, 1, q . k                                the softmax after the token itself; then a sink
       for tile of positions: update values, sums and references as in `attention.workgroup`
       short context: out [heads, head_dim] = values / sums                                           memory
       long context:
         parts[heads, slot] = values, references, sums                                                memory
-        the workgroup that adds the last one to the counter:
+        the workgroup that finishes last, according to the counter:
           for head: w [splits] = exp(references - max); out = sum(w * values) / sum(w * sums)
 
 A batch of sequences with one token each takes one dispatch. The results have the same bits as one

@@ -5,7 +5,7 @@ Each row of x has `per_row` consecutive pairs, one for each expert that multipli
 With few pairs for each expert, each pair is a GEMV (`gemv`) with the expert's part of the stacked
 weight:
 
-    each workgroup: one pair and one share of its sets of 16-row blocks; a pair has `tiles.workgroups` shares
+    each workgroup: one pair, and one of `tiles.workgroups` shares of the rows of W_e
       row = pair / per_row                                          of x [pairs / per_row, in]
       if row < length:                                              or without `length`
         base = chosen[pair] * blocks                                first 16-row block of the expert

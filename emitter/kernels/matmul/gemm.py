@@ -3,18 +3,18 @@
 This is the GEMM of Goto and van de Geijn 2008, with decoding in place of packing B. A workgroup
 computes a few row blocks of the weight for a block of tokens, one panel after another along k.
 
-    each workgroup: a share of the items, (block of `tokens` tokens) x (16 * `blocks` columns), columns first
+    each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns (rows of W)
       for item in share:
-        sums [tokens, 16 * blocks] = 0                                                                 stack
+        sums [tokens, 16 * row_blocks] = 0                                                             stack
         for k in steps of `depth`:
-          panel [depth, 16 * blocks] = decoded W[columns, k : k + depth]^T                             stack
+          panel [depth, 16 * row_blocks] = decoded W[columns, k : k + depth]^T                         stack
           for tile of `rows` tokens:
             for 16 * `wide` columns:
               acc [rows, 16 * wide] = sums[tile]                                                   registers
               for j in depth:                                       `unroll` at a time
                 acc += x[token, k + j] * panel[j]                   x broadcast from memory
               sums[tile] = acc
-        y [tokens, 16 * blocks] = epilogue(sums)                                                     memory
+        y [tokens, 16 * row_blocks] = epilogue(sums)                                                 memory
 
 Rows of x from `length` on are computed only as padding of the last tile; their results are zeros.
 
@@ -155,10 +155,7 @@ class Gemm:
                 self._tile(b.sub(start, first), start, rest, k, depth)
 
     def _x_rows(self, token: Index, rows: int) -> Callable[[int], Index]:
-        """Return a function that maps i to the row of x that belongs to token `token` + i.
-
-        The function accepts i from 0 to rows - 1.
-        """
+        """Return a function that maps i < rows to the row of x of token `token` + i."""
         return lambda r: self.b.add(token, r)
 
     def _tile(self, row: Index, token: Index, rows: int, k: Index, depth: int) -> None:

@@ -4,16 +4,16 @@ The kernel is for 2 or more tokens. Its loops are those of `gemm`, but weights a
 packed weights and in x (`split_x`), an i32 has a pair of k. The weights of a step along k stay in
 the L1 cache for all tiles:
 
-    each workgroup: a share of the items, (block of `tokens` tokens) x (16 * `blocks` columns), columns first
+    each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns (rows of W)
       for item in share:
-        sums [tokens, 16 * blocks] = 0                                                                 stack
+        sums [tokens, 16 * row_blocks] = 0                                                             stack
         for k in steps of `depth`:
           for tile of up to 16 tokens, `rows` of them at a time, for 16 * `wide` columns:
             acc [rows, 16 * wide] = sums[tile]                                                         registers
             for pair of k in depth:                                   16 at a time
               acc += pairs of x[tile, k] * W[columns, k]              x broadcast from memory
             sums[tile] = acc
-        y [tokens, 16 * blocks] = epilogue(sums)                                                       memory
+        y [tokens, 16 * row_blocks] = epilogue(sums)                                                   memory
 """
 
 from dataclasses import dataclass

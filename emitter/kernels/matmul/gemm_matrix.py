@@ -6,18 +6,18 @@ of a quantised weight is one piece, a bf16 weight one, f16 two, f32 three. `--nu
 x and weights to one piece, the nearest bf16. The loops are those of `gemm`, with pairs of bf16 in
 the panel and in x (`split_x`):
 
-    each workgroup: a share of the items, (block of `tokens` tokens) x (16 * `blocks` columns), columns first
+    each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns (rows of W)
       for item in share:
-        sums [tokens, 16 * blocks] = 0                                                                 stack
+        sums [tokens, 16 * row_blocks] = 0                                                             stack
         for k in steps of `depth`:
-          panel [pieces, depth / 32, blocks, 16 pairs, 16] = W[columns, k : k + depth]^T               stack
+          panel [pieces, depth / 32, row_blocks, 16 pairs, 16] = W[columns, k : k + depth]^T           stack
           for `high` tiles of `rows` tokens, for 16 * `wide` columns:
-            for group in depth, of codes; once for others:
+            for group in depth if W has codes, otherwise once:
               part [high * wide] = 0                                                       the unit's registers
-              for 32 k of the group, for j in pieces of w, for i in pieces of x, i + j < 3:
+              for every 32 k, for j in pieces of w, for i in pieces of x, i + j < 3:
                 part += x[i, tile, k] * panel[j, k]
               sums[tile] += scale * part + minimum * x_sum
-        y [tokens, 16 * blocks] = epilogue(sums)                                                       memory
+        y [tokens, 16 * row_blocks] = epilogue(sums)                                                   memory
 """
 
 from dataclasses import dataclass

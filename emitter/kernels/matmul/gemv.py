@@ -4,7 +4,7 @@ Each lane of a vector has one of 16 rows of W, so there are no sums across lanes
 codec block of each of 16 rows. x is prepared once per workgroup (`prepared_x`), so that a code
 costs only a mask, a conversion and an fma.
 
-    each workgroup: a share of the sets of 16-row blocks; a set is `together` blocks; for a GLU at least gate and up
+    each workgroup: a share of the sets; a set is `together` 16-row blocks of W, for a GLU at least gate and up
       prefetch the first records of the first set
       xs [in] = norm(x) * factors of the codes, sums [in / group] = sums of norm(x)                    stack
       for set in share:
@@ -92,10 +92,7 @@ class Gemv:
         self.write_share(self.b.workgroup())
 
     def write_share(self, share: Index) -> None:
-        """Emit the code for one of `tiles.workgroups` equal shares of the rows of the weight.
-
-        share: index of the share.
-        """
+        """Emit the code for one of `tiles.workgroups` equal shares of the weight's rows."""
         b, elements = self.b, self.layout.elements
         x_bytes = elements * bytes_per_element(self.codec)
         if self.by_tables:

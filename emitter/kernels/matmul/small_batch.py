@@ -4,10 +4,10 @@ For so few tokens, decoding weights to memory as in `gemm` would take as long as
 several tokens and several vectors of outputs shares loads of x and decoded codes, and has enough
 accumulators to hide the latency of fma.
 
-    each workgroup: a share of the sets of 16-row blocks
+    each workgroup: a share of the sets; a set is `row_blocks` 16-row blocks of the weight
       xs [T, in] = x * factors of the codes, sums [T, in / group]                                      stack
       for set in share:
-        acc [T, 16 * blocks] = 0                                                                       stack
+        acc [T, 16 * row_blocks] = 0                                                                   stack
         for tile of `rows` tokens x `vectors` vectors of outputs:
           for group in groups of all records:
             prefetch the group of the next blocks
@@ -16,7 +16,7 @@ accumulators to hide the latency of fma.
               code [vectors] = f32(word & mask)                                                    registers
               products[t] += code * xs[t, k]                        for each token t of the tile
             acc[t] += d * scale * products[t] + m * minimum * sums[t, group]
-        y [T, 16 * blocks] = epilogue(acc)                                                           memory
+        y [T, 16 * row_blocks] = epilogue(acc)                                                       memory
 
 If xs does not fit on the stack, it is prepared in parts, and the acc of several sets stay on the
 stack for the next part. For float codecs, x is read from memory, and the sums of a tile stay in

@@ -42,10 +42,7 @@ class Tiles(ABC):
     @classmethod
     @abstractmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        """Return the default tiles of a matmul's kernel, if `threads` threads run it.
-
-        The defaults were chosen by measurements.
-        """
+        """Return the default tiles for `threads` threads, chosen by measurements."""
 
     @abstractmethod
     def fit(self, matmul: Matmul) -> bool:
@@ -171,10 +168,7 @@ class Finish:
             each_block(b, self.matmul.out_features, block, partial(self._block, i.index, column, first, end, last))
 
     def _block(self, slot: Index, column: Index, first: Index, end: Index, last: Index, ragged: int) -> None:
-        """Emit code that stores 16 columns of y.
-
-        slot: which block of 16 results in `self.sums` the code stores.
-        """
+        """Emit code that stores 16 columns of y: block number `slot` of results in `self.sums`."""
         b, lanes, shared = self.b, self.lanes, self.matmul.blocks_per_result
         with b.loop(first, end) as token:
             dots = []
