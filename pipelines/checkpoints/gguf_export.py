@@ -305,9 +305,7 @@ def _steps(step: dict | None, parts: str) -> Iterator[dict]:
 
 
 def _tokens(found: dict, vocab: int) -> tuple[list[str], list[int]]:
-    """Return (text, llama.cpp token type) of each of at least `vocab` ids; unused ones are like
-    [PAD7].
-    """
+    """Return (texts, llama.cpp's token types) of `vocab` or more ids; an unused id 7 is [PAD7]."""
     by_id = {number: (token, _NORMAL) for token, number in found["model"]["vocab"].items()}
     for token in found["added_tokens"]:
         by_id[token["id"]] = token["content"], _CONTROL if token["special"] else _USER_DEFINED

@@ -127,7 +127,7 @@ def measure(checkpoint: Checkpoint, chunks: Sequence[list[int]], progress: Progr
 def watched(model: ModelModule, function: Graph) -> list[tuple[str, ...]]:
     """Add a result to `function` for each input x of its matmuls: the sum of x² over tokens.
 
-    Returns the names of the weights that read x, for each result, f32 [in].
+    Each result is f32 [in]. Returns, for each result, the names of the weights that read this x.
     """
     weights = {op.results[0]: op.attrs["weight"] for op in function.ops if op.kind == "weight"}
     # Gate and up projections of experts read the operation's x. The input of the down projection

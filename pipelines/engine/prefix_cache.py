@@ -165,18 +165,14 @@ class PrefixCache:
         self.tokens[slot, end - len(tokens) : end] = tokens
 
     def resume(self, paused: Paused, tokens: Sequence[int], free: Collection[int]) -> int:
-        """Restore a preempted request's states to one of the `free` slots; tokens: those it has
-        read.
-        """
+        """Restore a preempted request's states to one of the `free` slots; return this slot."""
         slot = self._unused_longest(free)
         paused.resume(self.sessions[slot])
         self._replace(slot, tokens[: paused.position])
         return slot
 
     def load(self, rows: Sequence[np.ndarray], tokens: np.ndarray) -> None:
-        """Load the states of `tokens`, i32 [n], into the least recently used slot, while no request
-        runs.
-        """
+        """Load the states of `tokens`, i32 [n], into the longest unused slot; nothing may run."""
         slot = self._unused_longest(range(len(self.sessions)))
         self.sessions[slot].take(rows, len(tokens))
         self._replace(slot, tokens)
