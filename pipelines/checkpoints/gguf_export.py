@@ -57,7 +57,7 @@ def architecture_for(checkpoint: Checkpoint) -> tuple[str, Architecture]:
 
 
 def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
-    """Return the metadata with the architecture's prefix; config: a result of `flat_config`."""
+    """Return the GGUF metadata under the architecture's prefix; config: from `flat_config`."""
     name, row = architecture_for(checkpoint)
     size, read = head_dim(config), read_config(checkpoint.config)
     keys: dict[str, Value] = {}
