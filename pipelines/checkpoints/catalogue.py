@@ -1,4 +1,7 @@
-"""The catalogue: models with names, whose GGUF files are in packages on PyPI."""
+"""The catalogue: models with names, whose GGUF files are in packages on PyPI.
+
+`progress`: called with (name of a stage, fraction done).
+"""
 
 import contextlib
 import os

@@ -53,7 +53,7 @@ _child = ChildProcess(seconds=10, max_bytes=2 << 30)
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A tensor of a checkpoint under its HF name, or of a GGUF file under its GGUF name."""
+    """A tensor of a checkpoint, with its HF name, or of a GGUF file, with its GGUF name."""
 
     name: str
     shape: tuple[int, ...]  # (out, in) for a linear layer

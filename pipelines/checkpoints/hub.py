@@ -1,6 +1,7 @@
 """Download the files of a model from Hugging Face Hub.
 
 They are stored in huggingface_hub's cache (`models--org--name` with refs, snapshots and blobs).
+`progress`: called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 An error in a column of a weight changes the matmul's result in proportion to the input of that
 column. So the unquantised model reads the text, and each matmul also returns, for each column, the
 sum of its squared inputs over all tokens. For the down projection of an expert, the sum is over the
-tokens that are routed to it.
+tokens that are routed to it. `progress`: called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations

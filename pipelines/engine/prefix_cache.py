@@ -172,7 +172,7 @@ class PrefixCache:
         return slot
 
     def load(self, rows: Sequence[np.ndarray], tokens: np.ndarray) -> None:
-        """Load the states of `tokens`, i32 [n], into the longest unused slot; nothing may run."""
+        """Load states into the least recently used slot, while no request runs; tokens: i32 [n]."""
         slot = self._unused_longest(range(len(self.sessions)))
         self.sessions[slot].take(rows, len(tokens))
         self._replace(slot, tokens)

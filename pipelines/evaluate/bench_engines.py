@@ -1,4 +1,7 @@
-"""Measure engines alternately on one machine, each in its own process."""
+"""Measure engines alternately on one machine, each in its own process.
+
+`progress`: called with (name of a stage, fraction done).
+"""
 
 from __future__ import annotations
 

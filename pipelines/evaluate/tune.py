@@ -4,6 +4,7 @@ Matmuls are timed inside the model's own functions, on its own weights. A round 
 with one candidate for every matmul. IREE's profiler times every dispatch alternately with default
 tiles and with the candidate. The fastest candidate of each matmul is measured again. It is used if
 it is faster again and a bundle with all chosen tiles generates the same tokens.
+`progress`: called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations
