@@ -1,4 +1,7 @@
-"""The class `Checkpoint`, into which files of every format are read, and checks of its content."""
+"""The class `Checkpoint`, into which files of every format are read, and checks of its content.
+
+The codec of a tensor is its element type or quantisation, such as bf16 or q4_k.
+"""
 
 from __future__ import annotations
 
