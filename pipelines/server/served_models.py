@@ -124,7 +124,7 @@ class ModelPool:
                 loop.call_later(self.keep, lambda: loop.create_task(self._close_unused(model)))
 
     def find(self, name: str | None) -> ServedModel:
-        """Return the model `name`, or the first one for None; ApiError 404 if it is not unique."""
+        """Return the model `name`, or the first for None; ApiError 404 unless one model has it."""
         found = self.models[:1] if name is None else [model for model in self.models if model.name == name]
         found = found or [model for model in self.models if name in model.names]
         if len(found) != 1:
