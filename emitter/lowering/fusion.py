@@ -204,7 +204,7 @@ def _apart(graph: _Uses, linear: Op, order: tuple[int, int]) -> list[Op]:
 
 
 def _chain(graph: _Uses, value: Value) -> list[Op]:
-    """Return the operations between a projection and `value`, its q or k, the last one first.
+    """Return the operations that compute `value`, a q or k, from a projection; the last one first.
 
     They are rope, norm over a head, reshape, norm over the row, in this order; each may be missing.
     """

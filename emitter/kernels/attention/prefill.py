@@ -6,8 +6,8 @@ the softmax needs no sums across lanes, and elements of a key are broadcast from
 values [column, head_dim] are accumulated in the rows of the result. An f32 cache is neither
 transposed nor copied.
 
-An item is a tile of columns and a kv head. Late tiles attend to more keys. They come first, and
-each workgroup gets items of different lengths.
+An item is one tile of one kv head. Tiles of later tokens attend to more keys, so they take longer
+and are computed first. Each workgroup gets long and short items.
 
     workgroup: a few items
       qt [head_dim, columns] = scale * log2(e) * q^T                                                   stack
