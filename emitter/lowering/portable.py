@@ -86,9 +86,9 @@ class Stored:
 
 
 def float_param(weight: Weight, dtype: DType) -> Param:
-    """Return the parameter for a weight in a float codec, or for a table that is not in checkpoints.
+    """Return the parameter for a weight in a float codec, or for a table (see `Weight.values`).
 
-    A table is computed by `Weight.values`. dtype: element type of the parameter.
+    dtype: element type of the parameter.
     """
     type_ = TensorType(weight.shape, dtype)
     if (values := weight.values) is not None:

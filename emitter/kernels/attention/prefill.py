@@ -16,8 +16,8 @@ and are computed first. Each workgroup gets long and short items.
       for block of `keys` keys, from the first to the last that the tile attends to:
         for `rows` keys:
           acc [rows, columns] = 0                                                                  registers
-          for d in head_dim: acc += k_cache[layer, key, kv head, d] * qt[d]      the key's element broadcast
-            keys [rows, depth], unless the cache is f32: `depth` elements of each key as f32             stack
+          for d in head_dim:                   if the cache is not f32, the code first converts `depth` elements of each
+            acc += k_cache[layer, key, kv head, d] * qt[d]                  key to f32 on the stack; elements are broadcast
           scores[rows, columns] = masked, capped acc                                                   stack
         rescale = 2^(maxima - new maxima); scores = 2^(scores - new maxima)
         sums = sums * rescale + sum over keys of scores

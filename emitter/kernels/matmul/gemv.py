@@ -11,11 +11,11 @@ are computed together; with a GLU it has blocks of both gate and up.
       for set in share:
         for blocks of the set, `together` at a time:
           totals [together, 16] = 0                                                                registers
-          for record of the blocks:                                 each is read once
+          for record in records of the blocks:                      each is read once
             for group in record:                                    one, or several for K-quants
               products [chains, together, 16] = 0                                                  registers
               for k in group:                                       unrolled, between prefetches of a later record
-                code = f32(word & mask)                             not shifted, so code_factors divide x
+                code = f32(word & mask)                             not shifted: times 2^n; xs has the factor 2^-n
                 products[k % chains] += code * xs[k]
               totals += d * scale * sum(products) + m * minimum * sums[group]
         y [set] = epilogue(totals)                                                                   memory
