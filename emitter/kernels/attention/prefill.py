@@ -4,7 +4,8 @@ This is the online softmax of flash attention (Dao et al. 2022). Each column of 
 query head) pair of one kv head. Scores are transposed, [key, column], with one column in each lane:
 the softmax needs no sums across lanes, and elements of a key are broadcast from the cache. Weighted
 values [column, head_dim] are accumulated in the rows of the result. An f32 cache is neither
-transposed nor copied.
+transposed nor copied. Keys of other caches are first converted to f32 on the stack, `depth`
+elements of each key at a time.
 
 An item is one tile of one kv head. Tiles of later tokens attend to more keys, so they take longer
 and are computed first. Each workgroup gets long and short items.
@@ -16,8 +17,7 @@ and are computed first. Each workgroup gets long and short items.
       for block of `keys` keys, from the first to the last that the tile attends to:
         for `rows` keys:
           acc [rows, columns] = 0                                                                  registers
-          for d in head_dim:                   if the cache is not f32, the code first converts `depth` elements of each
-            acc += k_cache[layer, key, kv head, d] * qt[d]                  key to f32 on the stack; elements are broadcast
+          for d in head_dim: acc += k_cache[layer, key, kv head, d] * qt[d]      the key's element broadcast
           scores[rows, columns] = masked, capped acc                                                   stack
         rescale = 2^(maxima - new maxima); scores = 2^(scores - new maxima)
         sums = sums * rescale + sum over keys of scores

@@ -27,8 +27,8 @@ With more pairs, the weights of an expert are decoded once for all of its pairs.
             y[pairs, set] = epilogue(sums)                                                                 memory
       y[a share of the pairs that are padding] = 0
 
-A block is multiplied in tiles of `rows` pairs. Fewer pairs at the end of a block are multiplied in
-tiles of `rest` pairs. Results have the same bits in both.
+A block is multiplied in tiles of `rows` pairs. If fewer pairs are left at the end of a block, they
+are multiplied in tiles of `rest` pairs, which give the same bits.
 """
 
 from collections.abc import Callable, Sequence
