@@ -2,11 +2,12 @@
 
 `GemmInt8`, for a chunk of tokens, is like `gemm`, but its panel has codes as bytes:
 
-    each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns (rows of W)
+    each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
       for item in share:
         sums [tokens, 16 * row_blocks] = 0                                                             stack
         for k in steps of `depth`:
-          codes [depth / 4, 16 * row_blocks], four in each i32; scale, base [depth / group, 16 * row_blocks]  stack
+          codes [depth / 4, 16 * row_blocks] = codes of W[columns, k : k + depth], four in each i32          stack
+          scale, base [depth / group, 16 * row_blocks] = those of each codec group                           stack
           for tile of `rows` tokens, for 16 * `wide` columns:
             acc [rows, 16 * wide] = sums[tile]                                                         registers
             for every 32 k in depth:
@@ -23,8 +24,8 @@ has no panel: codes stay in registers while all tokens of a tile are multiplied:
     each workgroup: a share of the sets; a set is `row_blocks` 16-row blocks of the weight: 2 with a GLU, otherwise 1
       for set in share, for vector of outputs in set, for tile of `rows` tokens:
         acc [rows] = 0                                                                                 registers
-        for every 32 k of all records:
-          prefetch the records of the next block
+        for every 32 k:
+          prefetch the same part of the next block
           dot [rows] = 0                                                                               registers, s32
           for four k of the 32:                                          unrolled
             dot += (word & mask) * x[token]                               x broadcast from memory
@@ -134,13 +135,13 @@ class GemmInt8(Gemm):
 class Step:
     """A writer of code that multiplies int8 x by weights and adds the results to f32 sums.
 
-    A step covers GROUP (32) elements of in_features, whose x has one scale. A weight is scale *
-    code + base, where code is the stored code. For each codec group, a step adds
+    A step covers GROUP (32) elements of in_features. Each x is x_scale * n, with an int8 n; the
+    elements of a step share x_scale. A weight is scale * code + base, where code is the stored
+    code. The instruction multiplies n by c = code + bias, where `Dot.bias` makes codes unsigned.
+    For each codec group, a step adds
 
         scale * x_scale * sum(c * n) + base * sum(x)                          if the codec has minima
         scale * x_scale * (sum(c * n) - (offset + bias) * sum(n))             otherwise
-
-    where n are the int8 of x and c = code + bias; `Dot.bias` makes codes unsigned.
 
     Arguments of the methods:
     rows: indices of the rows of x. unit: index of the step. part: index of the group in the step.

@@ -6,7 +6,7 @@ of a quantised weight is one piece, a bf16 weight one, f16 two, f32 three. `--nu
 x and weights to one piece, the nearest bf16. The loops are those of `gemm`, with pairs of bf16 in
 the panel and in x (`split_x`):
 
-    each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns (rows of W)
+    each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
       for item in share:
         sums [tokens, 16 * row_blocks] = 0                                                             stack
         for k in steps of `depth`:
@@ -16,7 +16,7 @@ the panel and in x (`split_x`):
               part [high * wide] = 0                                                       the unit's registers
               for every 32 k, for j in pieces of w, for i in pieces of x, i + j < 3:
                 part += x[i, tile, k] * panel[j, k]
-              sums[tile] += scale * part + minimum * x_sum
+              sums[tile] += scale * part + minimum * x_sum if W has codes, otherwise part
         y [tokens, 16 * row_blocks] = epilogue(sums)                                                   memory
 """
 
@@ -94,9 +94,10 @@ def _step_bytes(matmul: Matmul, row_blocks: int) -> int:
 class GemmMatrix(Gemm):
     """A writer of the body of a matmul kernel for a matrix unit, with x and weights as bf16.
 
-    A tile is a block of rows of x, in the layout of `split_x`. Methods compute `high` tiles
-    together, with accumulators `parts`, [high * wide]. tile: first of these tiles in x. at: first
-    of them in `self.sums`. block: first of `wide` 16-row blocks of the panel.
+    A tile is a block of rows of x, in the layout of `split_x`. Methods multiply `high` tiles of x
+    by `wide` 16-row blocks of the panel, with accumulators `parts`, [high * wide]. tile: index of
+    the first tile in x. at: index of the same tile in `self.sums`. block: index of the first
+    16-row block in the panel.
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: GemmMatrixTiles, buffers: Buffers):

@@ -53,9 +53,8 @@ class Tiles(ABC):
 class PanelTiles(Tiles):
     """The tile sizes of kernels that decode weights into a panel, a buffer on the stack.
 
-    rows, wide: the registers have sums for `rows` tokens and 16 * `wide` columns. A column is a row
-        of the weight.
-    row_blocks: number of columns of a panel, in blocks of 16.
+    rows, wide: the registers have sums for `rows` tokens and 16 * `wide` rows of the weight.
+    row_blocks: number of 16-row blocks of the weight in a panel.
     depth: number of elements of in_features in a panel.
     tokens: number of tokens that are multiplied by one panel.
     """
