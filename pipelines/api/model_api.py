@@ -95,7 +95,7 @@ class ModelApi:
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 if `name` is not a name of this model."""
-        if name is not None and name not in self.names:
+        if name and name not in self.names:
             raise unknown_model(name, self.names[:1])
 
     @cached_property
