@@ -48,7 +48,7 @@ def test_it_chats_streams_and_describes_models(modules, talking_path, tmp_path):
     with served.served(talking_path, tmp_path / "log", "--api-key", "key") as running:
         found = json.loads(npm.run_script(SCRIPT, modules, running.url))
         assert served.ask(running.url, "/health")[0] == 200
-    assert found["models"] == ["checkpoint:latest"] and found["running"] == 1 and found["context"] == talking.CONTEXT
+    assert found["models"] == ["tiny:latest"] and found["running"] == 1 and found["context"] == talking.CONTEXT
     chat, parts = found["chat"], found["parts"]
     assert chat["message"]["content"] and chat["done"] and chat["eval_count"] <= 40
     assert "".join(part["message"]["content"] for part in parts) == chat["message"]["content"] and len(parts) > 2
