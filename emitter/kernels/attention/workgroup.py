@@ -168,7 +168,7 @@ class Workgroup:
                     self.sink(g.index, b.add(b.mul(self.first, self.group), g.index), b.extract(score, 0), one)
 
     def sink(self, g: Index, head: Index, score: Ssa, one: Ssa) -> None:
-        """Emit code that adds a query head's sink (a score without a value) to its online softmax.
+        """Emit code that adds the sink of a query head (a score without a value) to the softmax.
 
         head: index of the query head among all query heads. score: score of the token's own key, a
         scalar. one: the vector 1, 0, 0, ..., which limits an addition to lane 0.
@@ -277,9 +277,9 @@ class Workgroup:
         """Emit code that replaces the scores of a tile by softmax weights, exp(score - reference).
 
         A tile is up to TILE consecutive positions. If a score exceeds the reference of its query
-        head by more than SLACK, the code first raises the reference to the maximum score. It also
-        adds the weights to the head's sum of weights. blocks: number of vectors of scores in the
-        tile.
+        head by more than SLACK, the code first raises the reference to the maximum score. The code
+        also adds the weights to the head's sum of weights. blocks: number of vectors of scores in
+        the tile.
         """
         b, lanes = self.b, self.lanes
         own_heads = self.own_heads(head, heads)
@@ -303,10 +303,7 @@ class Workgroup:
             b.vstore(total, self.sums, g, 0)
 
     def scale_down(self, g: Index, factor: Ssa) -> None:
-        """Emit code that multiplies the softmax sums of one query head by `factor`.
-
-        These are the sum of the weights and the sums of the weighted values.
-        """
+        """Emit code that multiplies a query head's sum of weights and weighted values by `factor`."""
         b = self.b
         total = b.vload(self.sums, self.lanes, g, 0)
         b.vstore(b.mulf(total, b.broadcast(factor, self.lanes)), self.sums, g, 0)

@@ -199,7 +199,7 @@ class Grouped(Gemm):
         return self.b.to_index(self.b.load(buffer, i))
 
     def _pair(self, i: Index) -> Ssa:
-        """Return the index of pair `i` of the current block among all (token, expert) pairs."""
+        """Return the index, among all (token, expert) pairs, of pair `i` of the current block."""
         return self._at(self.pairs, i)
 
     def _count(self, real: Index) -> None:

@@ -24,8 +24,8 @@ EXACT_COUNTS = {"bf16": 1, "f16": 2, "f32": 3}
 def units(codec_name: str) -> int:
     """Return the size of a unit: how many consecutive elements of in_features are decoded together.
 
-    A unit is a codec group of a quantised codec, and a record of a float codec. The depth of a
-    panel is a multiple of it.
+    A unit is a codec group of a quantised codec, or a record of a float codec. The depth of a panel
+    is a multiple of this size.
     """
     codec = codec_of(codec_name)
     return codec.group if codec.quantised else layout(codec).elements
