@@ -44,17 +44,13 @@ def read_regular(path: Path) -> bytes:
 
 
 def has_too_many_values(text: str | bytes, limit: int = MAX_VALUES) -> bool:
-    """Return whether JSON text may have over `limit` values, which take 30 times the memory of
-    text.
-    """
+    """Return whether JSON text may have more than `limit` values, without parsing it."""
     marks = ",[{" if isinstance(text, str) else (b",", b"[", b"{")
     return sum(map(text.count, marks)) > limit
 
 
 def require_free_space(path: Path | str, needed: int, what: str) -> None:
-    """Raise PipelineError if the disk of `path` lacks `needed` bytes for `what`; remove old
-    staging.
-    """
+    """Remove abandoned files; raise PipelineError if a disk lacks `needed` bytes for `what`."""
     path = Path(path).absolute()
     remove_abandoned(path.parent)
     folder = next(folder for folder in (path, *path.parents) if folder.is_dir())

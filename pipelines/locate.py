@@ -143,9 +143,7 @@ def model_name(path: Path) -> str:
 
 
 def parts_of(file: str) -> list[str]:
-    """Return the names of all parts of a split GGUF file; `file`: NAME-00001-of-00003.gguf or
-    other.
-    """
+    """Return the names of all parts of a split GGUF file, NAME-00001-of-00003.gguf; else [file]."""
     found = GGUF_PART.search(file)
     if not found or int(found[1]) != 1:
         return [file]

@@ -1,4 +1,4 @@
-"""The manifest of a bundle, `manifest.json`: its records, and their validation."""
+"""The manifest of a bundle, `manifest.json`, as dataclasses, and its validation."""
 
 from __future__ import annotations
 
@@ -146,6 +146,7 @@ class Manifest:
         compile: how the bundle was compiled; batched decoding reads the kernels' `work` in it.
         numerics: a key of `emitter.abi.NUMERICS`.
         codecs: number of tensors by codec.
+        functions: each has a role, such as prefill, and a width, its number of tokens or sequences.
         files: size and hash of each file by name; BundleWriter sets it.
         hidden: length of the vectors that functions return, 0 if none does.
         tool_format: how the model writes tool calls, the fields of `text.tool_formats.ToolFormat`.

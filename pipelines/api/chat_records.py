@@ -1,4 +1,4 @@
-"""Records of a chat: messages, the parts of their content, and the functions to call."""
+"""The JSON objects of a chat: messages, the parts of their content, and the functions to call."""
 
 import json
 from collections.abc import Iterable

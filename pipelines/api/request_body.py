@@ -1,4 +1,4 @@
-"""Parse and validate request bodies: `Body` is the base class of their records."""
+"""Parse and validate request bodies, whose classes are derived from `Body`."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -38,7 +38,7 @@ class Unsupported:
 
 
 class ByType:
-    """An annotation of a union of records: the field `type` of a JSON object selects the record.
+    """An annotation of a union of classes: the field `type` of a JSON object selects the class.
 
     `default`: the type of an object without that field.
     """
@@ -173,7 +173,7 @@ def log_ignored(names: Iterable[str]) -> None:
 
 
 def parse_record(record: type[Model], value: Any, ignored: set[str] | None = None) -> Model:
-    """Return `value` as a record; raise ApiError 400 with the first invalid field.
+    """Convert JSON to an object of the class `record`; raise ApiError 400 for an invalid field.
 
     `ignored`: gets the names of unknown fields; None to make them an error.
     """

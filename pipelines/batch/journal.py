@@ -107,9 +107,7 @@ class Journal:
                 offset += len(line)
 
     def find(self, key: str) -> tuple[int, bool] | None:
-        """Return (offset of the record's line, whether the record failed); None if it is not
-        finished.
-        """
+        """Return (offset of a record's line, whether it failed); None for an unfinished record."""
         offset = self.finished.get(bytes.fromhex(key))
         return None if offset is None else (offset, bytes.fromhex(key) in self.failed)
 

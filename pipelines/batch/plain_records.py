@@ -133,9 +133,7 @@ class Embeddings:
 
 
 def ids_of(value: Any, vocab: int) -> list[int] | None:
-    """Return `value` if it is a non-empty list of token ids, else None; PipelineError for ids out
-    of range.
-    """
+    """Return `value` if it is a list of token ids, else None; PipelineError for invalid ids."""
     if not (isinstance(value, list) and value and all(type(token) is int for token in value)):
         return None
     if outside := [token for token in value if not 0 <= token < vocab]:

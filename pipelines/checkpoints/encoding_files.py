@@ -23,7 +23,7 @@ _EMBEDDING = "sentence_embedding"
 
 
 def read_encoding(path: Path) -> Encoding | None:
-    """Return what sentence-transformers' files describe; None without modules.json."""
+    """Return the layers and prompts in sentence-transformers' files; None without modules.json."""
     found = json_value(path / MODULES)
     if found is None:
         return None

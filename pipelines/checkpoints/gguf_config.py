@@ -48,7 +48,7 @@ def architecture_of(file: GgufFile) -> Architecture:
 
 
 def encoding_of(file: GgufFile) -> Encoding | None:
-    """Return how an embedding model computes its vectors, of length 1; None for other models."""
+    """Return how an embedding model computes its vectors; None for other models."""
     metadata = Metadata(file)
     kind = metadata.integer("pooling_type", 0)
     if not kind:

@@ -57,7 +57,7 @@ def architecture_for(checkpoint: Checkpoint) -> tuple[str, Architecture]:
 
 
 def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
-    """Return the metadata with the architecture's prefix; config: a result of `flat_config`."""
+    """Return the GGUF metadata under the architecture's prefix; config: from `flat_config`."""
     name, row = architecture_for(checkpoint)
     size, read = head_dim(config), read_config(checkpoint.config)
     keys: dict[str, Value] = {}
@@ -305,9 +305,7 @@ def _steps(step: dict | None, parts: str) -> Iterator[dict]:
 
 
 def _tokens(found: dict, vocab: int) -> tuple[list[str], list[int]]:
-    """Return (text, llama.cpp token type) of each of at least `vocab` ids; unused ones are like
-    [PAD7].
-    """
+    """Return (texts, llama.cpp's token types) of `vocab` or more ids; an unused id 7 is [PAD7]."""
     by_id = {number: (token, _NORMAL) for token, number in found["model"]["vocab"].items()}
     for token in found["added_tokens"]:
         by_id[token["id"]] = token["content"], _CONTROL if token["special"] else _USER_DEFINED

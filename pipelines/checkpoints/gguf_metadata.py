@@ -50,16 +50,14 @@ class Metadata:
         return value
 
     def integer(self, key: str, default: int | None = None) -> int | None:
-        """Return the non-negative integer under a key, which may be an array of one number per
-        layer.
-        """
+        """Return the non-negative integer under a key; a file may repeat it in an array."""
         value = self._typed(key, numbers.Integral, "a whole number", default)
         if value is not None and value < 0:
             raise self.invalid(key, "0 or more")
         return value
 
     def real(self, key: str, default: float | None = None) -> float | None:
-        """Return the finite number under a key, which may be an array of one number per layer."""
+        """Return the finite number under a key; a file may repeat it in an array."""
         value = self._typed(key, numbers.Real, "a number", default)
         if value is not None and not math.isfinite(value):
             raise self.invalid(key, "finite")
@@ -130,7 +128,8 @@ GEMMA_TENSORS = {**COMMON_TENSORS, **POST_NORMS, "ffn_norm": "pre_feedforward_la
 def experts(parent: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Names:
     """Return HF's name for each of GGUF's stacks of experts, by GGUF name.
 
-    HF has one matrix per expert, so `{}` in its name is the expert's index. parent: HF's module.
+    HF has one matrix per expert, so `{}` in its name is the expert's index. parent: HF's name of
+    the module with the experts.
     """
     leaves = {"ffn_gate_exps": gate, "ffn_up_exps": up, "ffn_down_exps": down}
     return {leaf: f"{parent}.experts.{{}}.{own}" for leaf, own in leaves.items()}

@@ -215,9 +215,7 @@ def smollm3_layers(config: dict, metadata: Metadata) -> None:
 
 
 def _kv_heads(config: dict, metadata: Metadata) -> list[int]:
-    """Return each layer's number of key-value heads, 0 without attention; also set it in the
-    config.
-    """
+    """Return each layer's number of key-value heads (0: no attention), and set it in the config."""
     kv_heads, heads = metadata.by_layer("attention.head_count_kv"), config["num_attention_heads"]
     counts = {count for count in kv_heads if count}
     if len(counts) > 1 or any(heads % count for count in counts):
@@ -283,7 +281,7 @@ def nemotron_layers(config: dict, metadata: Metadata) -> None:
 
 
 def delta_layers(config: dict, metadata: Metadata) -> None:
-    """Set Qwen 3.5's layer types and number, without blocks for multi-token prediction."""
+    """Set Qwen 3.5's layer types and number of layers, without those of multi-token prediction."""
     further = metadata.integer("nextn_predict_layers", 0) or 0
     if further >= config["num_hidden_layers"]:
         raise metadata.invalid("nextn_predict_layers", "less than block_count")

@@ -98,7 +98,7 @@ _FALCON = (
 
 
 def _words(regex: str | None = None, digits: bool = False) -> tuple[dict, ...]:
-    """Return pre-tokenizers that split text by a regex (default: GPT-2's), and digits if asked."""
+    """Return pre-tokenizers that split text by a regex (default: GPT-2's), or also at digits."""
     before = [_step("Digits", individual_digits=True)] if digits else []
     before += [_step("Split", regex=regex)] if regex else []
     return (*before, _byte_level_step(use_regex=regex is None))

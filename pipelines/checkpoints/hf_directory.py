@@ -76,7 +76,7 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
 
 
 def shards_of(path: Path) -> dict[str, list[str] | None]:
-    """Return the tensor names of each safetensors file, by file name."""
+    """Return the tensor names in each safetensors file, by file name; None without an index."""
     if (path / SINGLE).exists():
         return {SINGLE: None}
     index = json_object(path / INDEX)
@@ -118,9 +118,7 @@ def tensors_of(path: Path, is_quantised: bool) -> dict[str, Tensor]:
 
 
 def chat_template(path: Path) -> str | None:
-    """Return the template in chat_template.jinja, or else in tokenizer_config.json; None without
-    one.
-    """
+    """Return the template in chat_template.jinja, or else in tokenizer_config.json, or None."""
     if (template := text_of(path / "chat_template.jinja")) is not None:
         return template
     template = (json_object(path / "tokenizer_config.json") or {}).get("chat_template")

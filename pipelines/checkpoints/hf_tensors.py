@@ -205,7 +205,8 @@ def _parts(layout: Layout, match: re.Match, tensor: Tensor, scales: Tensor | Non
 def _part(name: str, tensor: Tensor, index: int | None, rows: Rows, transposed: bool) -> Tensor:
     """Return a tensor called `name` that consists of some rows of a stored tensor.
 
-    index: of the expert in a stack, else None. transposed: whether the stored matrix is [in, out].
+    index: index of the expert in a stack of experts, else None. transposed: whether the stored
+    matrix is [in, out].
     """
     shape = tensor.shape if index is None else tensor.shape[1:]
     shape = shape[::-1] if transposed else shape

@@ -1,6 +1,7 @@
 """Download the files of a model from Hugging Face Hub.
 
 They are stored in huggingface_hub's cache (`models--org--name` with refs, snapshots and blobs).
+`progress`: called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations
@@ -77,9 +78,7 @@ def cached(name: HubName) -> Path | None:
 
 
 def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | None:
-    """Return the GGUF file that `name` refers to; None for safetensors, CheckpointError if not
-    exactly one.
-    """
+    """Return the GGUF file that `name` refers to; None for safetensors. It must be exactly one."""
     files = {file: size for file, size in sizes.items() if file.endswith(".gguf") and not _NOT_A_MODEL.search(file)}
     # A model in parts is its first part, with the size of all.
     parts = {file: parts_of(file) for file in files}
@@ -221,9 +220,7 @@ def _endpoint() -> str:
 
 @contextmanager
 def _hub_errors(name: HubName) -> Iterator[None]:
-    """Convert huggingface_hub's errors to CheckpointError, or Unreachable if the hub does not
-    answer.
-    """
+    """Convert huggingface_hub's errors to CheckpointError; if the hub is silent, Unreachable."""
     try:
         from huggingface_hub import errors
     except ModuleNotFoundError as error:

@@ -1,4 +1,7 @@
-"""Open a checkpoint by path, catalogue name or hub name."""
+"""Open a checkpoint by path, catalogue name or hub name.
+
+`progress`: called with (name of a stage, fraction done).
+"""
 
 import hashlib
 from collections.abc import Callable, Sequence

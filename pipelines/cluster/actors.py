@@ -189,9 +189,7 @@ class Engines:
         self.ready[slot] = None if has_bundle else self._stored
 
     def wait(self, running: list[ray.ObjectRef], seconds: float) -> list[ray.ObjectRef]:
-        """Return the first call that ends, of `running` or a starting actor; [] if none ends in
-        time.
-        """
+        """Return a list of the first call that ends, in `running` or of a starting actor, or []."""
         if not running and not self.ready and time.monotonic() > self.message_time:
             print_message("no node of the cluster has free CPUs for this job yet; waiting for one")
             self.message_time = math.inf

@@ -3,7 +3,7 @@
 An error in a column of a weight changes the matmul's result in proportion to the input of that
 column. So the unquantised model reads the text, and each matmul also returns, for each column, the
 sum of its squared inputs over all tokens. For the down projection of an expert, the sum is over the
-tokens that are routed to it.
+tokens that are routed to it. `progress`: called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def measure(checkpoint: Checkpoint, chunks: Sequence[list[int]], progress: Progr
 def watched(model: ModelModule, function: Graph) -> list[tuple[str, ...]]:
     """Add a result to `function` for each input x of its matmuls: the sum of x² over tokens.
 
-    Returns the names of the weights that read x, for each result, f32 [in].
+    Each result is f32 [in]. Returns, for each result, the names of the weights that read this x.
     """
     weights = {op.results[0]: op.attrs["weight"] for op in function.ops if op.kind == "weight"}
     # Gate and up projections of experts read the operation's x. The input of the down projection
@@ -180,7 +180,7 @@ def watched_experts(module: Module, function: Graph, known: Set[str]) -> list[tu
 
 
 def _run(loaded: Loaded, function: Graph, names: Sequence, chunks: Sequence[list[int]], progress: Progress) -> list[np.ndarray]:
-    """Run `function` on token sequences; return totals of its last len(names) results, f64."""
+    """Run `function` on token sequences; return the sums of its last len(names) results, f64."""
     results = len(function.outputs)
     assert function.entry is not None, "a model's function has a role"
     sums = [np.zeros(value.shape, np.float64) for value in function.outputs[results - len(names) :]]

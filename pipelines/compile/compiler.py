@@ -165,7 +165,7 @@ def compile_model(
 
 @contextmanager
 def _beside(work: Callable[[], Any], cancelled: threading.Event) -> Iterator[Future]:
-    """Run `work` in a thread during the `with` body; an error in either sets `cancelled`."""
+    """Run `work` in a thread and yield its future; an error there or here sets `cancelled`."""
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(work)
         future.add_done_callback(lambda done: cancelled.set() if done.exception() else None)

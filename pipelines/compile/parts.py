@@ -74,9 +74,7 @@ def kernel_module(kernel: Kernel) -> Module:
 
 
 def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None:
-    """Add to `into` the operations of `function` in one layer, with parameters and constants they
-    read.
-    """
+    """Add to `into` the operations of `function` in one layer, with the parameters they read."""
     block = [op for op in function.ops if layer_of(op) == layer]
     read = {v for op in block for v in op.operands}
     # Operations without operands are copied if the layer reads them: rotary tables, for example, are in the first layer.
@@ -101,7 +99,8 @@ def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None
 def _names(function: Graph) -> dict[Value, str]:
     """Return names for the inputs of a function, and for values that other layers read.
 
-    An updated state has its input's name, another value that of its operation's module path.
+    An updated state has the name of its input. Other values have the module path of their
+    operation.
     """
     readers: dict[Value, set[int | None]] = {value: {None} for value in function.outputs}
     for op in function.ops:

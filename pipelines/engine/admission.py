@@ -136,9 +136,7 @@ class Admission:
         return 0 if any(self._will_cache_more(r, request, cached) for r in older) else len(request.prompt) - cached
 
     def _will_cache_more(self, other: Request, request: Request, cached: int) -> bool:
-        """Return whether `other` will add tokens of `request`'s prompt to the `cached` ones in the
-        cache.
-        """
+        """Return whether reading `other` caches more than `cached` tokens of `request`'s prompt."""
         common, wanted, given = common_prefix(request.prompt, other.prompt), request.prompt_logprobs, other.prompt_logprobs
         if wanted is None:
             return common > cached

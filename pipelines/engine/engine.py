@@ -190,9 +190,7 @@ class Engine:
             return scheduler.batch.slots[scheduler.cache.latest()].position
 
     def save_state(self, path: Path) -> None:
-        """Write the last used slot's tokens and states (KV cache) to `path`; remove it if there are
-        none.
-        """
+        """Save the last used slot's tokens and states (KV cache); without any, remove the file."""
         with self.exclusive() as scheduler:
             slot = scheduler.cache.latest()
             session = scheduler.batch.slots[slot]

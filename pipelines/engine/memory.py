@@ -59,9 +59,7 @@ def warn_of_shortage(*manifests: Manifest) -> None:
 
 
 def print_memory(manifest: Manifest, slots: int, draft: Manifest | None = None) -> None:
-    """Print a bundle's and its draft model's memory for `slots` sequences; warn if it is too
-    little.
-    """
+    """Print the memory that a bundle and its draft model need; warn if the machine has less."""
     need, of_draft = needed(manifest, slots), needed(draft) if draft else None
     total = need.total + (of_draft.total if of_draft else 0)
     drafts = f"; draft: {of_draft}" if of_draft else ""

@@ -54,7 +54,7 @@ class PrefixCache:
     `self.sessions`: one for each slot. `self.tokens`: token ids in each slot, i32 [slots, context],
     valid up to the position of its session. `self.scores`: for each slot the log-probabilities of
     its tokens from index 1 on. Only requests with prompt_logprobs compute them, and such requests
-    reuse only a prefix that has them.
+    reuse only a prefix that has them. `top` in methods: `prompt_logprobs` of the request, or None.
     """
 
     def __init__(self, sessions: Sequence, store: PrefixStore | None = None, score_width: int = 1):
@@ -165,18 +165,14 @@ class PrefixCache:
         self.tokens[slot, end - len(tokens) : end] = tokens
 
     def resume(self, paused: Paused, tokens: Sequence[int], free: Collection[int]) -> int:
-        """Restore a preempted request's states to one of the `free` slots; tokens: those it has
-        read.
-        """
+        """Restore a preempted request's states to one of the `free` slots; return this slot."""
         slot = self._unused_longest(free)
         paused.resume(self.sessions[slot])
         self._replace(slot, tokens[: paused.position])
         return slot
 
     def load(self, rows: Sequence[np.ndarray], tokens: np.ndarray) -> None:
-        """Load the states of `tokens`, i32 [n], into the least recently used slot, while no request
-        runs.
-        """
+        """Load states into the least recently used slot, while no request runs; tokens: i32 [n]."""
         slot = self._unused_longest(range(len(self.sessions)))
         self.sessions[slot].take(rows, len(tokens))
         self._replace(slot, tokens)

@@ -54,9 +54,7 @@ class PrefixStore:
     """
 
     def __init__(self, directory: Path | str, manifest: Manifest, max_bytes: int = MAX_BYTES, min_tokens: int = 0):
-        """Open the store of a bundle's states in `directory`; PipelineError if it cannot be
-        created.
-        """
+        """Open the store in `directory`; PipelineError if the directory cannot be created."""
         self.directory, self.bundle, self.max_bytes = Path(directory), identity(manifest), max_bytes
         self.folder = self.directory / self.bundle
         self.width = max(manifest.widths("prefill"), default=1)
@@ -80,9 +78,7 @@ class PrefixStore:
         return self._longest(session, prompt)[0]
 
     def take(self, session: Session, prompt: np.ndarray) -> int:
-        """Load the state with the longest prefix of `prompt` into `session`; return its length or
-        0.
-        """
+        """Load the longest stored prefix of `prompt` into `session`; return its length, or 0."""
         while True:
             position, state = self._longest(session, prompt)
             if state is None:
@@ -132,10 +128,9 @@ class PrefixStore:
         return self._writable and any(position > start for position in self._positions(session, prompt))
 
     def save(self, session: Session, tokens: np.ndarray) -> Future:
-        """Store the state of `session`, which has read `tokens`; the future's result is the file's
-        bytes.
+        """Store the state of `session`, which has read `tokens`, in another thread.
 
-        The bytes are 0 if the file was not written.
+        The future's result is the size of the file in bytes, or 0 if it was not written.
         """
         rows = [rows.copy() for rows in session.rows(len(tokens))]
         self._writing = self._writer.submit(self._write, np.array(tokens, np.int32), rows)

@@ -216,8 +216,8 @@ class Sampler:
 def _draw(weight: np.ndarray, number: float) -> tuple[int, bool]:
     """Return (an index drawn in proportion to `weight`, whether the index is certain).
 
-    The index is certain if rounding cannot change it: the number is at least NEAR_DRAWN away from
-    the numbers that select other indices.
+    The index is certain if rounding cannot change it: `number`, a random number in [0, 1), is at
+    least NEAR_DRAWN away from the numbers that select other indices.
     """
     # Running sums over a complete vocabulary are slow, so a block is drawn first, then an index in
     # the block.
@@ -246,9 +246,7 @@ def lead(logits: np.ndarray) -> float:
 
 
 def _drawn(sums: np.ndarray, goal: float) -> int:
-    """Return the first index at which the running `sums` exceed `goal`; else the last with a
-    weight.
-    """
+    """Return the first index whose running sum exceeds `goal`; else the last with a weight > 0."""
     return int(min(sums.searchsorted(goal, side="right"), sums.searchsorted(sums[-1])))
 
 
@@ -329,9 +327,7 @@ class Score(NamedTuple):
 
 
 def log_probabilities(logits: np.ndarray, token: int, count: int) -> Score:
-    """Return the log-probabilities of `token` and of the `count` most probable tokens, by id if
-    equal.
-    """
+    """Return the log-probabilities of `token` and of the `count` most probable tokens."""
     top = logits.max()
     total = float(top) + float(np.log(np.exp(logits - top).sum(dtype=np.float64)))
     count = min(count, len(logits))

@@ -2,6 +2,7 @@
 
 For castiron, the result also has the fractions of the machine's bandwidth and peak that it reaches.
 They are computed from the FLOP and bytes of each kernel in the bundle's manifest.
+`progress`: called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations

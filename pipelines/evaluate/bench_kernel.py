@@ -1,4 +1,7 @@
-"""Time one kernel on operands like those of a model, and compare it with the machine's limits."""
+"""Time one kernel on operands like those of a model, and compare it with the machine's limits.
+
+`progress`: called with (name of a stage, fraction done).
+"""
 
 from __future__ import annotations
 

@@ -102,9 +102,7 @@ def _distance(ours: np.ndarray, theirs: np.ndarray) -> float | None:
 
 
 def _between(function: Graph, equal: Sequence[str], different: str) -> list[tuple[str, str]]:
-    """Return (kind, module path) of the operations after the last `equal` module, up to
-    `different`.
-    """
+    """Return (kind, module path) of operations after the last of `equal`, up to `different`."""
 
     def last(name: str) -> int:
         return max(i for i, op in enumerate(function.ops) if op.path == name or op.path.startswith(name + "."))

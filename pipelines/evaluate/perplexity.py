@@ -66,9 +66,7 @@ def compare_row(logits: np.ndarray, base: np.ndarray, token: int) -> tuple[float
 
 
 def mean_and_error(values: np.ndarray) -> dict[str, float]:
-    """Return {"mean", "error"}: the mean and its standard error, 0 for up to ten values as in
-    llama.cpp.
-    """
+    """Return the mean and its standard error, which is 0 for up to ten values as in llama.cpp."""
     error = np.sqrt(values.var() / (values.size - 1)) if values.size > 10 else 0.0
     return {"mean": float(values.mean()), "error": float(error)}
 

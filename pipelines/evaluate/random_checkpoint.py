@@ -1,7 +1,7 @@
 """Write checkpoints with random weights and the shapes of known models to the cache.
 
 They are GGUF files, which llama.cpp can read too, or HF directories for architectures that castiron
-cannot export to GGUF.
+cannot export to GGUF. `progress`: called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ Matmuls are timed inside the model's own functions, on its own weights. A round 
 with one candidate for every matmul. IREE's profiler times every dispatch alternately with default
 tiles and with the candidate. The fastest candidate of each matmul is measured again. It is used if
 it is faster again and a bundle with all chosen tiles generates the same tokens.
+`progress`: called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ Progress = Callable[[str, float], None]
 class MatmulSearch:
     """The search for the best tiles of one matmul.
 
-    function: name of the model function in which it is timed. gain: speed-up of `tiles`; 1 if the
-    default tiles, None, are the fastest.
+    function: name of the model function in which it is timed. tiles: the fastest tiles; None for
+    the default tiles. gain: speed-up of `tiles` over the default tiles.
     """
 
     matmul: Matmul
@@ -64,9 +65,7 @@ class Bench:
     """A bundle with default tiles, whose matmuls are timed against modules with other tiles."""
 
     def __init__(self, model: str | Path, options: Options, functions: Sequence[str], directory: Path, progress: Progress):
-        """Compile `model` with default tiles; functions: those whose matmuls are searched, or []
-        for all.
-        """
+        """Compile `model` with default tiles; functions: those to search, or [] for all."""
         self.model, self.options, self.directory = model, options, directory
         checkpoint = open_source(model, options, progress)
         if checkpoint.encoding:
@@ -96,9 +95,7 @@ class Bench:
         return {name: MatmulSearch(matmul, function) for name, (matmul, function, _) in self.kernels.items()}
 
     def gains(self, tiles: TilesByMatmul, repeats: int) -> dict[str, tuple[float, float]]:
-        """Return (seconds with default tiles, speed-up with `tiles`) by matmul, from the shortest
-        times.
-        """
+        """Return (seconds with default tiles, speed-up with `tiles`) of each matmul, by name."""
         module = self._lowered(tiles)
         candidate = self.directory / "candidate.vmfb"
         compile_mlir(print_module(module), self.target, candidate, cache_dir=self.directory)
@@ -120,9 +117,7 @@ class Bench:
         return found
 
     def _times(self, model: Path, function: Function) -> Iterator[tuple[str, float]]:
-        """Yield (name, seconds of one call) of each kernel that `function` of the module `model`
-        runs.
-        """
+        """Yield (name, seconds of one call) of the kernels that `function` in a module runs."""
         measure = lambda runs: dispatches(
             model, self.bundle.file(WEIGHTS), self.bundle.manifest, function, POSITION, self.threads, runs
         )

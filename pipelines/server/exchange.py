@@ -114,7 +114,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 async def answer_request(request: Request, work: Awaitable[Any], stream: bool | None) -> Response:
-    """Return the response to a request."""
+    """Return the response to a request: the JSON that `work` returns, or a stream of its job."""
     exchange = exchange_of(request.scope)
 
     async def finish(work: Awaitable[Any]) -> Any:
@@ -211,7 +211,7 @@ async def before_deadline(exchange: Exchange, work: Awaitable) -> Any:
 
 
 async def while_connected(receive: Receive, work: Coroutine) -> Any:
-    """Return the result of `work`; if the client disconnects first, cancel it and raise."""
+    """Return the result of `work`; if the client disconnects, cancel it, raise ClientDisconnect."""
 
     async def wait_for_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":

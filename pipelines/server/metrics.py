@@ -177,5 +177,5 @@ class _MergedPages(Collector):
 
 
 def labelled(label: str, pages: Mapping[str, str]) -> str:
-    """Merge metrics pages, {server: text}, into one; each sample's label `label` has its server."""
+    """Merge metrics pages, {server: text}, into one; each sample gets a label with its server."""
     return generate_latest(_MergedPages(label, pages)).decode()

@@ -109,8 +109,7 @@ class ModelPool:
     async def use(self, name: str | None) -> AsyncIterator[ModelApi]:
         """Yield the endpoints of the model `name`, or of the first model if `name` is None.
 
-        Opens the model if it is closed, and keeps it open during the `async with` block; raises
-        ApiError.
+        The model is opened if it is closed, and stays open during the `async with` block.
         """
         model = self.find(name)
         model.users += 1
@@ -125,9 +124,7 @@ class ModelPool:
                 loop.call_later(self.keep, lambda: loop.create_task(self._close_unused(model)))
 
     def find(self, name: str | None) -> ServedModel:
-        """Return the model `name`, or the first one for None; ApiError 404 if there is not exactly
-        one.
-        """
+        """Return the model `name`, or the first for None; ApiError 404 unless one model has it."""
         found = self.models[:1] if name is None else [model for model in self.models if model.name == name]
         found = found or [model for model in self.models if name in model.names]
         if len(found) != 1:
@@ -135,7 +132,7 @@ class ModelPool:
         return found[0]
 
     def describe(self, name: str | None = None) -> list[dict[str, Any]]:
-        """Return the records of /v1/models for all models, or for the model with this name."""
+        """Return the entries of /v1/models for all models, or for the model with this name."""
         return [self._record(model, name or model.name) for model in (self.models if name is None else [self.find(name)])]
 
     @property

@@ -79,9 +79,7 @@ class _Probe:
             return None
 
     def calls(self, arguments: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return the text of calls with these arguments, without the rest of the turn; None if
-        none.
-        """
+        """Return the rendered text of calls, without the rest of the turn; None without calls."""
         given = [
             {"id": id_, "type": "function", "function": {"name": name, "arguments": json.dumps(each) if self.as_text else each}}
             for id_, name, each in zip(IDS, NAMES, arguments)

@@ -90,18 +90,14 @@ class Embedder:
         return [self.tokens(query, before[0]), *(self.tokens(document, before[1]) for document in documents)]
 
     def _pair(self, query: str, document: str) -> Tokens:
-        """Return the tokens of a query and a document in one; the longer text is truncated if need
-        be.
-        """
+        """Return the tokens of a query with a document; the longer of the two may be truncated."""
         # The vocabulary size is added to the ids of the second text, if the model has token types.
         found, types = self._encode(query.strip(), document.strip())
         shift = self.bundle.manifest.vocab if self.facts.types else 0
         return Tokens([token + shift * (kind > 0) for token, kind in zip(found.ids, types)], found.cut)
 
     def relevance(self, vectors: Sequence[np.ndarray]) -> np.ndarray:
-        """Return each document's relevance, f64 [documents]: a reranker's score, or the cosine to
-        the query.
-        """
+        """Return each document's relevance, f64 [documents]: a reranker's score, or a cosine."""
         found = np.array(vectors, np.float64)
         if self.facts.relevance:
             numbers = found[:, 0]
@@ -125,7 +121,7 @@ class Embedder:
             raise PipelineError(f"dimensions is {dimensions}; {self.name} supports 1 to {self.hidden}")
 
     def vector(self, tokens: Tokens, dimensions: int | None = None) -> np.ndarray:
-        """Return the vector of a text, f32 [dimensions]; None for all dimensions."""
+        """Return the vector of a text, f32 [dimensions]; `dimensions` None for all numbers."""
         self.check_dimensions(dimensions)
         with self._running:
             found = self.encoder.encode(tokens.ids)
@@ -153,7 +149,7 @@ def ranked(scores: np.ndarray) -> list[tuple[int, float]]:
 
 
 def cut_to(vector: np.ndarray, dimensions: int | None, normalised: bool) -> np.ndarray:
-    """Return the first numbers of a Matryoshka vector (arXiv:2205.13147), normalised if it was."""
+    """Shorten a Matryoshka vector (arXiv:2205.13147); if `normalised`, scale it to length 1."""
     if dimensions is None or dimensions == vector.size:
         return vector
     found = vector[:dimensions]

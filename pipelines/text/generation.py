@@ -225,9 +225,7 @@ def generate_many(engine: Engine, prompts: Iterable[Prompt], make_request: Calla
 
 
 def score_many(engine: Engine, prompts: Iterable[Prompt], make_request: Callable[[Prompt], Request]) -> list[Scored]:
-    """Return the scores of each prompt; `make_request` must set `prompt_logprobs`, and max_tokens
-    0.
-    """
+    """Return the scores of each prompt; requests must have prompt_logprobs, and max_tokens 0."""
     requests: list[Request] = []
 
     def remember(prompt: Prompt) -> Request:

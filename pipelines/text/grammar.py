@@ -141,7 +141,7 @@ class GrammarError(PipelineError):
 
 
 class Grammar:
-    """A compiled grammar; `calls`: whether it is of tool calls; `nbytes`: memory for one text."""
+    """A compiled grammar; calls: whether it is for tool calls; nbytes: memory to check one text."""
 
     def __init__(self, grammars: Grammars, matcher, nbytes: int, calls: bool):
         self._grammars, self._matcher, self.nbytes, self.calls = grammars, matcher, nbytes, calls
@@ -152,9 +152,7 @@ class Grammar:
 
 
 class Grammars:
-    """A compiler of grammars for one vocabulary; it tries each in a child process with limits
-    first.
-    """
+    """A compiler of grammars for one vocabulary; it first tries each in a child process."""
 
     def __init__(self, backend, vocabulary: Sequence[bytes], eos: Sequence[int]):
         """Prepare the vocabulary (bytes of every token); PipelineError without llguidance."""

@@ -26,13 +26,13 @@ ReadCall = tuple[str, dict]
 
 
 class CallReader:
-    """A parser of tool calls in one format; schemas: of the parameters, by function name."""
+    """A parser of tool calls in one format; schemas: JSON schemas of arguments, by function."""
 
     def __init__(self, form: ToolFormat, schemas: Mapping[str, Any]):
         self.form, self.schemas = form, schemas
 
     def read(self, payload: str) -> list[ReadCall]:
-        """Return the calls in `payload`, with its marks, as (name, arguments); else ValueError."""
+        """Return (name, arguments) of calls in `payload`, marks included; ValueError for none."""
         styles = {"json": self._json, "python": self._python, "gemma": self._gemma, "tags": self._tags}
         try:
             calls = list(styles[self.form.style](payload))

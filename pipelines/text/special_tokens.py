@@ -1,9 +1,9 @@
-"""Safe encoding of messages: text in a message that spells a special token stays text.
+"""Encode messages safely: the text of a special token in a message stays plain text.
 
-So a message cannot start or end a turn with a spelling such as `<|im_end|>`. Before the template
-renders a message, a break is inserted in each spelling in it: a character that no message contains.
-In the rendered text, only a spelling without a break is a special token. This also holds if the
-template cuts, joins or quotes messages.
+So a message cannot start or end a turn with a text such as `<|im_end|>`. Before the template
+renders a message, a break (a character that no message contains) is inserted into each such text,
+called a spelling. In the rendered text, only a spelling without a break is a special token. This
+also holds if the template cuts, joins or quotes messages.
 """
 
 from __future__ import annotations

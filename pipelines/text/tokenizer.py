@@ -125,9 +125,7 @@ class Tokenizer:
         return found
 
     def encode_chat(self, messages: Sequence[Mapping], **variables) -> list[int]:
-        """Return the ids of `messages`, rendered by the chat template with `variables` such as
-        tools.
-        """
+        """Return the ids of `messages`, rendered by the chat template with `variables`."""
         return self._encode_rendered(*self._render_broken(messages, variables))
 
     def encode_unfinished_chat(self, messages: Sequence[Mapping], **variables) -> list[int]:
@@ -189,9 +187,7 @@ class Tokenizer:
 
     @property
     def answer_marks(self) -> Marks:
-        """The marks around text that an answer's grammar ignores: reasoning, or Harmony's other
-        channels.
-        """
+        """The (start, end) marks of text that an answer's grammar ignores, such as reasoning."""
         return (("", "<|channel|>final<|message|>"),) if self.tool_format.style == "harmony" else self.marks
 
     def grammar(self, **given: Any) -> Grammar:
@@ -221,9 +217,7 @@ class Tokenizer:
         return Grammars(self.backend, self.vocabulary, self.eos)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of `tokens`, without special ones except marks of reasoning and tool
-        calls.
-        """
+        """Return the text of `tokens`, without special tokens except reasoning and tool marks."""
         with tokenizer_errors():
             return self.backend.decode([token for token in tokens if token not in self._silent], skip_special_tokens=False)
 

@@ -154,7 +154,7 @@ class Calls:
         return None
 
     def _step_bare(self, pieces: list[Piece]) -> bool:
-        """Move complete JSON at the start of the pending text to `pieces`, as a call or as text."""
+        """Move JSON at the start of the pending text to `pieces`; return whether it is complete."""
         text = self._pending.lstrip()
         if not (start := BARE_CALL.match(text)):
             return False
@@ -196,7 +196,7 @@ class Calls:
     def _step_payload(self, pieces: list[Piece]) -> bool:
         """Move pending text to the payload, up to the end mark; return whether the mark was found.
 
-        Calls in it that are final are added to `pieces`.
+        The payload is the text of calls. Its final calls are added to `pieces`.
         """
         certain, end, self._pending = split_at_mark(self._pending, [self.close] if self.close else [])
         self._payload += certain + end
