@@ -113,7 +113,7 @@ def prepare_head(
     """Emit code that reads a head at `source`, normalises, rotates and scales it, and stores it.
 
     target: where the head is stored. kind: "q" or "k". head: index of the head among the heads of
-    this kind. given: memrefs of the kernel's operands by name, with those of `HeadLayout.operands`.
+    this kind. given: memrefs by name of the kernel's operands, including `HeadLayout.operands`.
     position: position of the token, which selects the rows of cos and sin. scale: factor by which
     the head is multiplied.
     """

@@ -179,7 +179,7 @@ class _Tile:
     """A writer of the code for one tile: `shape.columns` (token, query head) pairs of one kv head.
 
     A column is such a pair. For each column, the stack has the state of the online softmax and the
-    last position that the token attends to (`limits`). It also has the row and offset of the
+    last position that the token attends to (`limits`). The stack also has the row and offset of the
     column's result (`tokens`, `offsets`).
     """
 

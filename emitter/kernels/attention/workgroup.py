@@ -303,7 +303,10 @@ class Workgroup:
             b.vstore(total, self.sums, g, 0)
 
     def scale_down(self, g: Index, factor: Ssa) -> None:
-        """Emit code that multiplies a query head's sum of weights and weighted values by `factor`."""
+        """Emit code that multiplies the softmax sums of query head `g` by `factor`.
+
+        The sums are the head's sum of weights and its sums of weighted values.
+        """
         b = self.b
         total = b.vload(self.sums, self.lanes, g, 0)
         b.vstore(b.mulf(total, b.broadcast(factor, self.lanes)), self.sums, g, 0)

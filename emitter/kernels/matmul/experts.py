@@ -214,8 +214,8 @@ class Grouped(Gemm):
     def _gather(self, expert: Index, first: Index, real: Index) -> None:
         """Emit code that stores the indices of a block's (token, expert) pairs in `self.pairs`.
 
-        first: how many pairs of `expert` are in earlier blocks. real: number of pairs of all
-        experts that are not padding.
+        first: how many pairs of `expert` are in earlier blocks. real: number of pairs that are not
+        padding, for all experts together.
         """
         b = self.b
         with b.loop(0, real, carry=[b.index(0)]) as pair:
