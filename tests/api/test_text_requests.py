@@ -32,6 +32,7 @@ STRINGS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
 
 
 @given(PIECES, STRINGS)
+@example(["aab"], ["b", "a"])
 @example(["aba"], ["abab", "ba"])
 def test_text_ends_before_the_first_stop_string(pieces, strings):
     """Only text that may become a stop string is delayed."""
