@@ -6,7 +6,7 @@ come before the rotation, as in HF.
 
     prepared(x [head_dim]), vector by vector in registers:
       x = x / sqrt(mean(x^2) + eps) * weight                        with a norm; a first pass computes the mean
-      for d in rotary_dim / 2: first, second = x[d], x[d + rotary_dim / 2]
+      for d in 0 .. rotary_dim / 2 - 1: first, second = x[d], x[d + rotary_dim / 2]
         y[d], y[d + rotary_dim / 2] = first * cos[d] - second * sin[d], second * cos[d] + first * sin[d]
       y[rotary_dim :] = x[rotary_dim :]
 """

@@ -6,12 +6,12 @@ maximum score: it rises only when a score exceeds it by more than SLACK. So almo
 rescale the sums. The result is the same, because the factor exp(-reference) cancels.
 
     for tile of `tile` positions:
-      for `rows` positions: for kv head: for `heads` of its query heads:
+      for `rows` positions at a time: for kv head: for `heads` of its query heads at a time:
         acc [rows, heads] = 0                                                                      registers
         for d in head_dim:                                          `unroll` vectors at a time
           acc += k_cache[layer, position, kv head, d] * q[head, d]  rows of the cache in place
-        scores[heads, rows] = lane sums of acc                      soft-capped; stack [per * group, tile]
-      for kv head: for `heads` of its query heads:
+        scores[heads, rows] = lane sums of acc                      soft-capped; stack
+      for kv head: for `heads` of its query heads at a time:
         if max(scores) > reference + SLACK: reference = max(scores); scale values and sums down
         scores = exp(scores - reference); sums += scores                                               stack
         for `columns` vectors of head_dim:

@@ -16,7 +16,7 @@ weight:
 With more pairs, the weights of an expert are decoded once for all of its pairs. The kernel is like
 `gemm`, with a block of (token, expert) pairs in place of a block of tokens:
 
-    each workgroup; a set is 16 * `row_blocks` columns of y
+    each workgroup (a set is 16 * `row_blocks` columns of y):
       counts [experts] = number of each expert's pairs, without padding (pairs from per_row * `length` on)  stack
       for expert, for block of up to `tokens` pairs of the expert:
         low, high = range of the sets that this workgroup computes for the block

@@ -14,7 +14,7 @@ the panel and in x (`split_x`):
           for `high` tiles of `rows` tokens, for 16 * `wide` columns:
             for group in depth if W has codes, otherwise once:
               part [high * wide] = 0                                                       the unit's registers
-              for every 32 k, for j in pieces of w, for i in pieces of x, i + j < 3:
+              for every 32 k, for j in pieces of w, for i in pieces of x, where i + j < 3:
                 part += x[i, tile, k] * panel[j, k]
               sums[tile] += scale * part + minimum * x_sum if W has codes, otherwise part
         y [tokens, 16 * row_blocks] = epilogue(sums)                                                   memory

@@ -290,7 +290,7 @@ class Bf16CodePanel(BasePanel):
     def _signed(self, code: Ssa, factor: float) -> Ssa:
         """Return codes as signed integers in f32: code * factor - codec.offset.
 
-        code: vector that `GroupCodes.code` returns. factor: its factor in `code_factors`.
+        code: vector that `GroupCodes.code` returns. factor: the code's factor in `code_factors`.
         """
         b = self.b
         if not self.codec.offset:
