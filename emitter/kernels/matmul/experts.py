@@ -293,8 +293,8 @@ class Grouped(Gemm):
     def _prefetch(self, blocks: Sequence[Index], unit: Index, units: int) -> None:
         """Emit prefetches of the codes of 16-row blocks that will be multiplied later.
 
-        For each block in `blocks`, the code prefetches from the block that is `tiles.row_blocks`
-        later. It prefetches `units` units (see `weights.panel.units`), from index `unit` on.
+        For each block in `blocks`, the code prefetches a part of block + `tiles.row_blocks`. The
+        part is `units` units (see `weights.panel.units`), from index `unit` on.
         """
         b, records, groups = self.b, self.panel.records, self.panel.records.layout.groups
         record = b.div(unit, groups)

@@ -79,9 +79,10 @@ def decoded(records: Records, block: Index, unit: Index) -> list[list[Ssa]]:
 class BasePanel:
     """A panel: a part of a packed weight that is decoded to stack buffers.
 
-    A panel has `depth` rows and 16 * `row_blocks` columns. A row is an element of in_features, a
-    column is a row of the weight. The method `fill` of a subclass emits the code that decodes. It
-    gets the first 16-row block and the first element of in_features of the panel.
+    A panel is a transposed part of the weight: its `depth` rows are elements of in_features, and
+    its 16 * `row_blocks` columns are rows of the weight. The method `fill` of a subclass emits the
+    code that decodes. Its arguments are the first 16-row block and the first element of in_features
+    of the panel, and the number of elements.
     """
 
     def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int):
