@@ -75,9 +75,9 @@ class Accuracy:
     It is measured only for numerics "fast", which rounds activations.
 
     against: the reference. text, tokens: the text on which both were run, and its length. context:
-    tokens of a chunk of the text. kld_...: mean, standard error of the mean, 99th percentile and
-    maximum of the Kullback-Leibler divergence. same_top_p: fraction of positions with the same
-    argmax. same_top_p_error: its standard error.
+    number of tokens in a chunk of the text. kld_...: mean, standard error of the mean, 99th
+    percentile and maximum of the Kullback-Leibler divergence. same_top_p: fraction of positions
+    with the same argmax. same_top_p_error: its standard error.
     """
 
     against: str

@@ -152,7 +152,7 @@ class Program(Loaded):
 def check_functions(path: Path, module: rt.VmModule, manifest: Manifest, functions: Iterable[Function], remedy: str) -> None:
     """Raise BundleError unless a module has `functions` with the types that the manifest lists.
 
-    path: the module's file. remedy: what the user can do, for the error.
+    path: the module's file. remedy: what the user can do, for the error message.
     """
     exported = set(module.function_names)
     for function in functions:
@@ -303,7 +303,7 @@ class Call:
     def logits(self, row: int | None = None) -> np.ndarray:
         """Return a copy of the logits (result 1), f32 `[vocab]`.
 
-        row: the row to return if the function returns logits of several rows.
+        row: index of the row to return, for a function that returns several rows of logits.
         """
         found = self._result(1, _F32, (self._vocab,)) if row is None else self._result(1, _F32)[row]
         return found.copy()

@@ -23,7 +23,7 @@ class AnswerFormat:
     """The format that an answer must have.
 
     param: field of the request that sets the format. kind: name of an argument of
-    `Tokenizer.grammar`, such as "json_schema" or "regex". value: its value, such as the schema.
+    `Tokenizer.grammar`, such as "json_schema" or "regex". value: the argument, such as the schema.
     """
 
     param: str
@@ -144,7 +144,7 @@ class CallableTools:
 def callable_tools(body: ChatRequest, form: ToolFormat) -> CallableTools | None:
     """Return the functions that the answer may call, None if it may call none.
 
-    `form`: format in which the model writes calls. Raises ApiError 400 for an invalid choice.
+    `form`: format in which the model writes calls. Raises ApiError 400 for an invalid tool_choice.
     """
     tools = [Tool(type="function", function=tool.function) for tool in body.tools or ()]
     choice, is_single = body.tool_choice, body.parallel_tool_calls is False

@@ -81,7 +81,8 @@ def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
 def flat_config(config: dict) -> dict:
     """Return a config in the form that transformers 4 uses, with rope parameters at the top level.
 
-    Sizes that the family has under other names are also set under HF's usual names.
+    If the model family's config has a size under another name, such as n_embd, the result also has
+    the size under HF's usual name.
     """
     entry = config.get("rope_parameters") or {}
     local = entry.get("sliding_attention", {})
@@ -198,9 +199,10 @@ def _stack(name: str, codec: str, parts: dict[int, Tensor], read: Read) -> Tenso
 
 
 def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tensors: list[Tensor]) -> None:
-    """Raise CheckpointError if the config read from the exported file would differ.
+    """Raise CheckpointError if GGUF cannot represent the model's config.
 
-    metadata, tensors: the content of the file. checkpoint: the exported checkpoint.
+    The config that castiron reads from the GGUF file must equal that of the HF checkpoint.
+    metadata, tensors: the content of the GGUF file. checkpoint: the HF checkpoint, its source.
     """
     file = GgufFile(checkpoint.path, as_read(metadata), {tensor.name: tensor for tensor in tensors})
     ours, theirs = (read_config(config) for config in (checkpoint.config, hf_config(file)))
@@ -305,7 +307,10 @@ def _steps(step: dict | None, parts: str) -> Iterator[dict]:
 
 
 def _tokens(found: dict, vocab: int) -> tuple[list[str], list[int]]:
-    """Return (texts, llama.cpp's token types) of `vocab` or more ids; an unused id 7 is [PAD7]."""
+    """Return (text of each token, llama.cpp's type of each token), by id.
+
+    There are at least `vocab` tokens; an id without a token, such as 7, gets the text [PAD7].
+    """
     by_id = {number: (token, _NORMAL) for token, number in found["model"]["vocab"].items()}
     for token in found["added_tokens"]:
         by_id[token["id"]] = token["content"], _CONTROL if token["special"] else _USER_DEFINED

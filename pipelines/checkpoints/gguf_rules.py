@@ -53,8 +53,8 @@ def llama3_factors(rotary_dim: int, theta: float, factor: float, low: float, hig
 def rope_factors(config: dict, metadata: Metadata) -> None:
     """Set the config's `rope_scaling` from the tensor rope_freqs.weight, if the file has it.
 
-    The tensor has a divisor for each frequency. The scaling's type is llama3 if its formula gives
-    the same divisors, else longrope with these divisors.
+    The tensor has a divisor for each frequency. The scaling's type is llama3 if Llama 3's
+    formula gives the same divisors, else longrope with these divisors.
     """
     factors = _factors(metadata, "rope_freqs.weight")
     if factors is None or np.all(factors == 1):
@@ -281,7 +281,7 @@ def nemotron_layers(config: dict, metadata: Metadata) -> None:
 
 
 def delta_layers(config: dict, metadata: Metadata) -> None:
-    """Set Qwen 3.5's layer types and number of layers, without those of multi-token prediction."""
+    """Set Qwen 3.5's layer types and number, without layers for multi-token prediction."""
     further = metadata.integer("nextn_predict_layers", 0) or 0
     if further >= config["num_hidden_layers"]:
         raise metadata.invalid("nextn_predict_layers", "less than block_count")

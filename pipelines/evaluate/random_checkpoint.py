@@ -140,7 +140,7 @@ def _tensor(name: str, shape: tuple[int, ...], codec: str) -> Tensor:
 
 
 def _write(file: str, header: bytes, tensors: Sequence[Tensor], alignment: int, progress: Progress) -> Path:
-    """Write a header and tensors to the cache file `file`, unless it has them; return its path."""
+    """Write a GGUF file to the cache, unless the cache already has it; return its path."""
     path = cache_path(KIND) / file
     padding = [-tensor.nbytes % alignment for tensor in tensors]
     size = len(header) + sum(padding) + sum(tensor.nbytes for tensor in tensors)

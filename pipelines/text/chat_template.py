@@ -157,7 +157,7 @@ def check_variables(template: str | None, given: Mapping[str, object]) -> None:
 
 @lru_cache(maxsize=8)
 def _names(template: str) -> tuple[set[str], set[str]]:
-    """Return (variables that a template reads, Jinja's globals); both empty if it is not valid."""
+    """Return (variables a template reads, Jinja's globals); two empty sets if it is invalid."""
     from jinja2 import TemplateError, meta
 
     environment = _environment()

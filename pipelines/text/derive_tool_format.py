@@ -40,9 +40,9 @@ _TOKEN = re.compile(rf"<[^<>\s]*>|\[[A-Z_/]+\]|\s+|{ID}|\w+|.", re.DOTALL)
 def tool_format_of(template: str | None, special_tokens: Mapping[str, str] = {}) -> ToolFormat | None:
     """Return the format in which a chat template writes tool calls; None if it is unknown.
 
-    The template renders test calls, and the format is derived from their text. If that fails, a
-    format in KNOWN is used whose identifying text is in the template. Parsing the rendered calls
-    must give the same calls, unless the template renders none.
+    The template renders test calls, and the format is derived from their text. If that fails, the
+    format is looked up in KNOWN by a text that the template contains. In both cases, parsing the
+    rendered calls must give the test calls again; a template that renders no calls is not checked.
     """
     if not template:
         return None
@@ -209,7 +209,7 @@ def _after_arguments(text: str, fields: Mapping[str, Any]) -> str:
 
 
 def _with_ids(text: str) -> str:
-    """Return a text in which ids and indices of calls are replaced by the placeholder ID."""
+    """Return a text in which ids and indices of calls are replaced by the placeholder `ID`."""
     return re.sub("|".join(IDS) + r"|(?<!\w)\d+(?!\w)", ID, text)
 
 
