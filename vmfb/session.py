@@ -288,7 +288,7 @@ class Session:
 
     @property
     def settled(self) -> bool:
-        """Return whether the ring buffers have no rows of tokens that a rewind has removed."""
+        """Return whether no ring buffer contains rows of tokens that a rewind has removed."""
         return all(state.settled(self.position) for state in self._states)
 
     @exclusive

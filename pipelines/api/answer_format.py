@@ -113,8 +113,8 @@ class CallableTools:
     def answer_format(self, form: AnswerFormat | None) -> AnswerFormat | None:
         """Return the format of an answer, which may call these functions.
 
-        `form`: format of an answer without calls, None for free text. Raises ApiError 400 if it
-        cannot be combined with calls.
+        `form`: format of an answer without calls, None for free text. Raises ApiError 400 if this
+        format cannot be combined with calls.
         """
         tools, forced = self.tools, self.forced
         if forced and form and form.schema is None:

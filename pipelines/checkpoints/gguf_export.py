@@ -57,7 +57,7 @@ def architecture_for(checkpoint: Checkpoint) -> tuple[str, Architecture]:
 
 
 def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
-    """Return the GGUF metadata under the architecture's prefix; config: from `flat_config`."""
+    """Return the GGUF metadata under the architecture's prefix; config: a flat config."""
     name, row = architecture_for(checkpoint)
     size, read = head_dim(config), read_config(checkpoint.config)
     keys: dict[str, Value] = {}
@@ -141,7 +141,7 @@ def _rope_tensors(config: dict) -> Iterator[Tensor]:
 def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, str], read: Read) -> list[Tensor]:
     """Return the tensors with GGUF's names, rearranged as llama.cpp's converter does.
 
-    config: from `flat_config`. codecs: codec of each matrix, by HF name. read: returns a tensor's
+    config: result of `flat_config`. codecs: codec of each matrix, by HF name. read: returns a tensor's
     data by HF name and codec.
     """
     _, row = architecture_for(checkpoint)

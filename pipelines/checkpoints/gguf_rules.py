@@ -342,7 +342,7 @@ def _gemma4_widths(config: dict, metadata: Metadata) -> None:
 
 
 def _gemma4_head(metadata: Metadata, ending: str) -> int:
-    """Return the size of a head in Gemma 4; ending: "_swa" for sliding windows, else ""."""
+    """Return the size of a head in Gemma 4; ending: of the keys, "_swa" for sliding windows."""
     length = metadata.required(f"attention.key_length{ending}")
     if metadata.integer(f"attention.value_length{ending}", length) != length:
         raise metadata.invalid(f"attention.value_length{ending}", f"{length}, as attention.key_length{ending}")

@@ -190,7 +190,7 @@ class Engine:
             return scheduler.batch.slots[scheduler.cache.latest()].position
 
     def save_state(self, path: Path) -> None:
-        """Save the last used slot's tokens and states (KV cache); if it has none, remove the file."""
+        """Save the last used slot's tokens and states (KV cache); remove the file if there are none."""
         with self.exclusive() as scheduler:
             slot = scheduler.cache.latest()
             session = scheduler.batch.slots[slot]

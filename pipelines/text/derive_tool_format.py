@@ -79,7 +79,7 @@ class _Probe:
             return None
 
     def calls(self, arguments: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return the rendered text of calls, without the rest of the turn; None without calls."""
+        """Return the text that the template renders for calls only; None if it renders no calls."""
         given = [
             {"id": id_, "type": "function", "function": {"name": name, "arguments": json.dumps(each) if self.as_text else each}}
             for id_, name, each in zip(IDS, NAMES, arguments)
