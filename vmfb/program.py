@@ -309,7 +309,7 @@ class Call:
         return found.copy()
 
     def floats(self, index: int) -> np.ndarray:
-        """Return a copy of the f32 result `index`, in the shape of the function's signature."""
+        """Return a copy of the f32 result `index`, with the shape in the function's signature."""
         return self._result(index, _F32).copy()
 
 

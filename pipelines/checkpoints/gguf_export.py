@@ -141,8 +141,8 @@ def _rope_tensors(config: dict) -> Iterator[Tensor]:
 def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, str], read: Read) -> list[Tensor]:
     """Return the tensors with GGUF's names, rearranged as llama.cpp's converter does.
 
-    config: result of `flat_config`. codecs: codec of each matrix, by HF name. read: returns a tensor's
-    data by HF name and codec.
+    config: result of `flat_config`. codecs: codec of each matrix, by HF name. read: returns a
+    tensor's data by HF name and codec.
     """
     _, row = architecture_for(checkpoint)
     leaves, tops = ({own: leaf for leaf, own in names.items()} for names in (row.tensors, row.top))

@@ -190,7 +190,7 @@ class Engine:
             return scheduler.batch.slots[scheduler.cache.latest()].position
 
     def save_state(self, path: Path) -> None:
-        """Save the last used slot's tokens and states (KV cache); remove the file if there are none."""
+        """Save the last used slot's tokens and states; remove the file if the slot is empty."""
         with self.exclusive() as scheduler:
             slot = scheduler.cache.latest()
             session = scheduler.batch.slots[slot]

@@ -97,8 +97,8 @@ def describe_tools(
 
     form: format in which the model writes calls. With the default format `HERMES`, calls in
     `messages` and their results become text too. has_system: whether the template accepts a system
-    message. If not, the system text is put at the start of the first user message. Raises PipelineError if
-    the calls of a message are not in OpenAI's format.
+    message. If not, the system text is put at the start of the first user message. Raises
+    PipelineError if the calls of a message are not in OpenAI's format.
     """
     shown = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     texts, found = [DESCRIPTION.format(tools=shown, call=form.write([CALL]))], []
