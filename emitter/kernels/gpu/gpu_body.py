@@ -7,7 +7,7 @@ between devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -170,9 +170,10 @@ class GpuBody(Body):
         return self.either(half, sign)
 
     def rounded(self, x: Ssa) -> tuple[Ssa, Ssa]:
-        """Return (integer nearest to x as f32, its low byte as i32); ties to even, |x| < 2^22."""
-        shifted = self.addf(x, self.f32(12582912.0))
-        return self.subf(shifted, self.f32(12582912.0)), self.bits("andi", self.cast(shifted, I32), 0xFF)
+        """Return (integer nearest to x as f32, its low byte as i32); ties to even, |x| < 128."""
+        byte = self.bits("andi", self.cast(self.addf(x, self.f32(12582912.0)), I32), 0xFF)
+        # Not the sum minus 12582912: some drivers simplify that to x.
+        return self.number(self.bits("xori", byte, 0x80), 0x80), byte
 
     def four(self, buffer: Ssa, *indices: Index) -> list[Ssa]:
         """Load an element vector<4xT> of a memref; return its four numbers."""
@@ -181,11 +182,3 @@ class GpuBody(Body):
         self.do(f"{name} = memref.load {self._at(buffer, indices)} : {buffer.type}")
         vector = f"vector<4x{type}>"
         return [self.let(f"vector.extract {name}[{i}] : {type} from {vector}", type) for i in range(4)]
-
-    @contextmanager
-    def when(self, condition: Ssa) -> Iterator[None]:
-        with super().when(condition):
-            yield
-
-
-Read = Callable[[Index], Ssa]
