@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from castiron.emitter.kernels.gpu.gpu_body import GpuBody, grid
 from castiron.emitter.kernels.mlir.body import Body, Ssa, Type, memref_type
 from castiron.emitter.types import TensorType
 
@@ -31,7 +30,6 @@ class Kernel:
     in_place: names of the results that overwrite an operand, each with the name of that operand.
     matmul: the `Matmul` that the kernel computes, if `castiron tune` can vary its tiles, or None.
     fenced: whether compilers must not fuse multiplications and additions (see `Body`).
-    threads: number of threads of a workgroup on a GPU, or 0 for a CPU kernel.
     """
 
     name: str
@@ -45,7 +43,6 @@ class Kernel:
     in_place: Mapping[str, str] = field(default_factory=dict)
     matmul: Any = None
     fenced: bool = False
-    threads: int = 0
 
     @property
     def tensors(self) -> dict[str, TensorType]:
@@ -57,6 +54,11 @@ class Kernel:
         """Return the names of the scalar index operands, in order."""
         return [name for name, t in self.operands.items() if t == INDEX]
 
+    @property
+    def index_type(self) -> str:
+        """Return the type of the scalar index operands in a dispatch."""
+        return INDEX
+
     def work(self, position: int) -> tuple[int, int]:
         """Return (FLOPs, bytes of memory traffic) of a call whose first token is at `position`."""
         flops, nbytes = (w(position) if callable(w) else w for w in (self.flops, self.nbytes))
@@ -65,8 +67,7 @@ class Kernel:
     @cached_property
     def text(self) -> str:
         """Return the MLIR of the executable, which exports the function `@{name}_fn`."""
-        name, arguments = self.name, dict[str, Ssa]()
-        body = GpuBody(self.threads, self.workgroups) if self.threads else Body(self.fenced)
+        name, body, arguments = self.name, Body(self.fenced), dict[str, Ssa]()
         tensors = self.tensors | {name: t for name, t in self.results.items() if name not in self.in_place}
         for i, (given, t) in enumerate(tensors.items()):
             memref = Ssa(f"%m{i}", memref_type(t.shape, t.dtype.name))
@@ -77,18 +78,15 @@ class Kernel:
         self.write(body, **arguments, **scalars)
         bindings = [f"%b{i}: !stream.binding" for i in range(len(tensors))]
         signature = ", ".join(bindings + [f"{scalar}: index" for scalar in scalars.values()])
-        pipeline, (x, y) = "#iree_cpu.pipeline<Default>", grid(self.workgroups) if self.threads else (self.workgroups, 1)
-        if self.threads:
-            pipeline = f"#iree_codegen.no_pipeline workgroup_size = [{self.threads}, 1, 1]"
-        rows, second = (f"\n    %m = arith.constant {y} : index", "%m") if y > 1 else ("", "%one")
+        pipeline = "#iree_codegen.translation_info<pipeline = #iree_cpu.pipeline<Default>>"
         return f"""stream.executable private @{name} {{
   stream.executable.export public @{name}_fn workgroups() -> (index, index, index) {{
-    %n = arith.constant {x} : index{rows}
+    %n = arith.constant {self.workgroups} : index
     %one = arith.constant 1 : index
-    stream.return %n, {second}, %one : index, index, index
+    stream.return %n, %one, %one : index, index, index
   }}
   builtin.module {{
-    func.func @{name}_fn({signature}) attributes {{translation_info = #iree_codegen.translation_info<pipeline = {pipeline}>}} {{
+    func.func @{name}_fn({signature}) attributes {{translation_info = {pipeline}}} {{
 {body.text()}
       return
     }}

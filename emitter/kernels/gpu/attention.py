@@ -30,6 +30,7 @@ from castiron.emitter.kernels.gpu.activations import tanh
 from castiron.emitter.kernels.gpu.cache_rows import CacheRows
 from castiron.emitter.kernels.gpu.gpu_body import GpuBody
 from castiron.emitter.kernels.gpu.heads import Head, Rows, prepare
+from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
 from castiron.emitter.kernels.kernel import INDEX, Kernel
 from castiron.emitter.kernels.mlir.body import Index, Ssa
 from castiron.emitter.types import F32, I32, TensorType
@@ -83,7 +84,7 @@ def attention(caches: Caches, layout: HeadLayout, scores: Scores, tokens: Decode
         _Writer(b, b.thread(), caches, layout, scores, tokens, rows, queries, given).write(layer)
 
     sizes = "x".join(map(str, rows.widths))
-    return Kernel(
+    return GpuKernel(
         f"gpu_attention_{caches.layers}x{caches.context}_{layout.suffix}_{scores.suffix}{tokens.suffix}{caches.suffix}_{sizes}",
         operands,
         {"out": TensorType((tokens.count, layout.keys), F32), **updated},
@@ -122,7 +123,7 @@ def append(caches: Caches, layout: HeadLayout, T: int, rows: Rows) -> Kernel:
                 buffer[layer, positions % buffer.shape[1]] = caches.format.stored(new)
         return {"k_cache": k_cache, "v_cache": v_cache}
 
-    return Kernel(
+    return GpuKernel(
         f"gpu_append_{caches.layers}x{caches.context}_{T}_{layout.suffix}{caches.suffix}_{'x'.join(map(str, rows.widths))}",
         operands,
         cached,

@@ -15,6 +15,7 @@ from functools import cache
 from castiron.emitter.kernels.gpu.gpu_body import GpuBody
 from castiron.emitter.kernels.gpu.matvec import define, finished, load_x, operands
 from castiron.emitter.kernels.gpu.words import UNIT, Units, layout_of
+from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import Ssa
@@ -82,7 +83,7 @@ def gemm(matmul: Matmul) -> Kernel:
                 with b.when(b.both(b.less(row, out), b.less(token, tokens))):
                     b.store(finished(b, matmul, dots, given, token, row), y, token, row)
 
-    return Kernel(
+    return GpuKernel(
         f"gpu_gemm_{matmul.name}",
         {**operands(matmul, layout)},
         matmul.results(),

@@ -39,26 +39,27 @@ class GpuBody(Body):
     """The body of a GPU kernel under construction; its code runs in each thread of a workgroup.
 
     threads: number of threads of a workgroup. workgroups: number of workgroups of a dispatch; the
-    grid may have a few more, whose index is not below this number.
+    grid may have a few more, whose index is not below this number. layout: the text of the
+    `#hal.pipeline.layout`.
     """
 
-    def __init__(self, threads: int, workgroups: int) -> None:
+    def __init__(self, threads: int, workgroups: int, layout: str) -> None:
         super().__init__()
-        self.threads = threads
+        self.threads, self._layout = threads, layout
         self._grid = grid(workgroups)
-        self._bindings: dict[str, str] = {}
+        self._bindings: dict[Ssa, int] = {}
 
-    def do(self, line: str) -> None:
-        if "stream.binding.subspan" in line:
-            name, _, rest = line.partition(" = stream.binding.subspan ")
-            self._bindings.setdefault(name, rest.partition("[")[0])
-        super().do(line)
+    def bind(self, binding: int, type: Type) -> Ssa:
+        """Return a memref of the memory of a binding."""
+        memref = Ssa(self.name(), type)
+        text = f"hal.interface.binding.subspan layout({self._layout}) binding({binding}) alignment(64) : {type}"
+        self._head.append(f"{memref} = {text}")
+        self._bindings[memref] = binding
+        return memref
 
     def view(self, buffer: Ssa, shape: Sequence[int], element: str = "i32") -> Ssa:
         """Return a memref of the memory of the operand `buffer` with another shape and element."""
-        type = memref_type(shape, element)
-        binding = f"stream.binding.subspan {self._bindings[buffer]}[{self.index(0)}]"
-        return self.let(f"{binding} : !stream.binding -> {type}", type)
+        return self.bind(self._bindings[buffer], memref_type(shape, element))
 
     def words(self, buffer: Ssa) -> Ssa:
         """Return the memory of the operand `buffer` as a vector of 32-bit words."""
@@ -66,10 +67,10 @@ class GpuBody(Body):
         return self.view(buffer, (prod(buffer.type.shape) * bits // 32,))
 
     def workgroup(self) -> Ssa:
-        x = self.let("stream.dispatch.workgroup.id[0] : index", INDEX)
+        x = self.let("hal.interface.workgroup.id[0] : index", INDEX)
         if self._grid[1] == 1:
             return x
-        y = self.let("stream.dispatch.workgroup.id[1] : index", INDEX)
+        y = self.let("hal.interface.workgroup.id[1] : index", INDEX)
         return self.at(self.add(self.mul(y, self._grid[0]), x))
 
     def at(self, i: Index) -> Ssa:

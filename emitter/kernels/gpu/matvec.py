@@ -19,6 +19,7 @@ from castiron.emitter.kernels.epilogue import ACTIVATIONS as REFERENCES
 from castiron.emitter.kernels.gpu.activations import ACTIVATIONS
 from castiron.emitter.kernels.gpu.gpu_body import GpuBody
 from castiron.emitter.kernels.gpu.words import UNIT, Layout, Units, layout_of, weight_values
+from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import Index, Ssa
@@ -157,7 +158,7 @@ def matvec(matmul: Matmul) -> Kernel:
                 result = pair if matmul.experts else token
                 b.store(finished(b, matmul, dots, given, result, row), y, result, row)
 
-    return Kernel(
+    return GpuKernel(
         f"gpu_matvec_{matmul.name}",
         {**operands(matmul, layout)},
         matmul.results(),
