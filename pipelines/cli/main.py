@@ -35,6 +35,7 @@ GROUPS = {
         "quantise": "write a checkpoint as a quantised GGUF file",
         "pack": "write a bundle as one file",
         "cache": "list and clear cached files, or add a prefix state",
+        "devices": "list the CPU and the GPUs that can run bundles",
     },
     "measure": {
         "verify": "compare a bundle's greedy tokens with HF transformers",
