@@ -1,4 +1,4 @@
-"""A bundle loaded on a GPU: its states stay in device memory, and only tokens and logits are copied."""
+"""A bundle loaded on a GPU: states stay in device memory; tokens and logits are copied."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _USAGE = int(rt.BufferUsage.DEFAULT)
 
 
 class DeviceProgram(Program):
-    """A bundle loaded on the GPU that `bundle.device` names, by default the first one of its driver."""
+    """A bundle loaded on the GPU `bundle.device`, by default the first one of its driver."""
 
     def __init__(self, bundle: Bundle, slots: int = 1):
         """Check the device, and upload the weights.

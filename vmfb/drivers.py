@@ -1,4 +1,4 @@
-"""The GPUs that the IREE runtime can use on this machine: what their drivers report, and opening them."""
+"""The GPUs that the IREE runtime can use on this machine: list, describe and open them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The known answer of a GPU bundle: results that a device must reproduce before it runs the model."""
+"""The known answer of a GPU bundle: results that a device must reproduce."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Decode:
-    """The logits of decode steps. tokens: the appended tokens. ids: the tokens whose logits are stored.
+    """The logits of decode steps.
 
-    logits: for each step, the logits of `ids`.
+    tokens: the appended tokens. ids: the tokens whose logits are stored. logits: for each step, the
+    logits of `ids`.
     """
 
     tokens: tuple[int, ...]

@@ -134,7 +134,7 @@ class Program(Loaded):
     """
 
     def __init__(self, source: Bundle | Path | str, threads: int | None = None):
-        """Load a bundle for a CPU, or the one at a path; default threads: the number of physical cores.
+        """Load a bundle for a CPU, or the one at a path; default threads: one per physical core.
 
         Raise BundleError if the runtime rejects the bundle, SessionError for less than one thread.
         """

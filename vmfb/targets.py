@@ -152,7 +152,7 @@ def is_gpu(name: str) -> bool:
 
 
 def _gpu(name: str) -> Target:
-    """Return the target for a GPU: a key of `_GPUS`, or one with an architecture as in "cuda:sm_89"."""
+    """Return the target for a GPU: a key of `_GPUS`, with or without an architecture."""
     kind, colon, architecture = name.partition(":")
     driver, flag, default, pattern = _GPUS[kind]
     if colon and not re.fullmatch(pattern, architecture):

@@ -114,7 +114,10 @@ STAGING_BYTES = 2**24
 
 
 class HostMemory:
-    """Memory of the host that the GPU can access. array: its bytes in Python. view: in the runtime."""
+    """Memory of the host that the GPU can access.
+
+    array: its bytes in Python. view: the same memory in the runtime.
+    """
 
     def __init__(self, device: rt.HalDevice, nbytes: int):
         # Drivers allocate complete pages.
@@ -138,10 +141,10 @@ def _allocate(allocator: rt.HalAllocator, nbytes: int) -> rt.HalBuffer:
 
 
 class Transfer:
-    """Copies parts of device buffers. A view is an `rt.HalBufferView`; offsets and lengths are in bytes."""
+    """Copies parts of device buffers; offsets, strides and lengths are in bytes."""
 
     def __init__(self, instance: rt.VmInstance, device: rt.HalDevice, parameters: rt.VmModule, module: rt.VmModule):
-        """Load `module`, a bundle's device.vmfb. parameters: the runtime's module with the weights."""
+        """Load `module`, a bundle's device.vmfb; `parameters` is the module with the weights."""
         self.device, self._module = device, module
         self._context = rt.VmContext(instance, [rt.create_hal_module(instance, device), parameters, module])
         self._functions = {
@@ -168,14 +171,14 @@ class Transfer:
             self._call("copy", source, source_at, source_by, target, target_at, target_by, length, count)
 
     def upload(self, data: np.ndarray, target: rt.HalBufferView, at: int, by: int) -> None:
-        """Copy rows of bytes, u8 `[rows, length]`, to blocks of a device buffer that are `by` bytes apart."""
+        """Copy rows of bytes, u8 `[rows, length]`, to blocks that are `by` bytes apart."""
         length = data.shape[1]
         for first, rows, staging in self._chunks(*data.shape):
             staging.array[: rows * length] = data[first : first + rows].reshape(-1)
             self.copy(staging.view, 0, length, target, at + first * by, by, length, rows)
 
     def download(self, source: rt.HalBufferView, at: int, by: int, length: int, count: int) -> np.ndarray:
-        """Return a copy of `count` blocks of a device buffer, which are `by` bytes apart: u8 `[count, length]`."""
+        """Return blocks that are `by` bytes apart, u8 `[count, length]`."""
         found = np.empty((count, length), np.uint8)
         for first, rows, staging in self._chunks(count, length):
             self.copy(source, at + first * by, by, staging.view, 0, length, length, rows)

@@ -1,4 +1,4 @@
-"""Upload the weights of a bundle to a GPU, each once, with progress and for all modules of the bundle."""
+"""Upload the weights of a bundle to a GPU, for all modules of the bundle, with progress."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class Upload:
     ) -> rt.VmRef:  # fmt: skip
         """Return a list with the device buffer of each parameter; the runtime calls it."""
         try:
-            table, text, places = (bytes(memoryview(ref.deref(rt.VmBuffer))) for ref in (key_table, keys, spans))
+            table, text, extents = (bytes(memoryview(ref.deref(rt.VmBuffer))) for ref in (key_table, keys, spans))
             found = rt.VmVariantList(len(table) // _KEY.size)
-            for (at, length), (start, _, size) in zip(_KEY.iter_unpack(table), _SPAN.iter_unpack(places), strict=True):
+            for (at, length), (start, _, size) in zip(_KEY.iter_unpack(table), _SPAN.iter_unpack(extents), strict=True):
                 found.push_ref(self._buffer(text[at : at + length].decode(), start, size, memory_type, usage))
             signal.deref(rt.HalFence).signal()
             return found.ref

@@ -81,7 +81,7 @@ def write_irpa(
 
 
 def read_irpa(data: memoryview) -> dict[str, memoryview]:
-    """Return the bytes of each tensor by name; raise WeightsError if the archive `data` is invalid."""
+    """Return the bytes of each tensor by name; raise WeightsError if `data` is invalid."""
     try:
         fields = _HEADER.unpack_from(data)
         count, table, text = fields[6], fields[7], fields[9]

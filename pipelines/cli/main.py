@@ -53,7 +53,6 @@ COMMANDS = {name: summary for group in GROUPS.values() for name, summary in grou
 # This text and the shell's next prompt fit a terminal of 24 lines and 80 columns.
 HELP = """\
 usage: castiron COMMAND [OPTIONS]      (castiron help COMMAND shows its options)
-
 {groups}
 MODEL      GGUF file, HF directory, org/name on the hub, or name that list shows
 options    --version, --print-completion bash (or zsh, fish, tcsh, powershell)

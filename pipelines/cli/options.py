@@ -250,7 +250,9 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     """Add the options --threads, --device, --trust and -ngl, in a group with the title "loading"."""
     group = parser.add_argument_group("loading")
     add_options(group, "--threads", "--device", "--trust")
-    group.add_argument("-ngl", "--n-gpu-layers", default="0", metavar="N", help="ignored: --target of castiron compile selects a GPU")
+    group.add_argument(
+        "-ngl", "--n-gpu-layers", default="0", metavar="N", help="ignored: --target of castiron compile selects a GPU"
+    )
 
 
 def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False) -> "Bundle":

@@ -1,4 +1,4 @@
-"""Tests on llvmpipe, a Vulkan device that Mesa emulates on the CPU; `make test-vulkan` fetches it."""
+"""Tests on llvmpipe, Mesa's Vulkan device on the CPU; `make test-vulkan` fetches it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Bundles:
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory) -> Callable[..., Bundles]:
-    """Return a function that compiles a tiny model of a family with `Options`, once for equal arguments."""
+    """Return a function that compiles a tiny model of a family; equal arguments share it."""
     made: dict[str, Bundles] = {}
 
     def compile_both(family: str, config: dict | None = None, **options) -> Bundles:

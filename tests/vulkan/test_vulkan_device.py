@@ -1,4 +1,4 @@
-"""The choice of a device, its errors, and the known answer that refuses a device that computes wrong results."""
+"""The choice of a device, its errors, and the known answer that it must reproduce."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_too_little_memory_is_reported_before_the_upload(gpu, monkeypatch):
         Session(gpu)
 
 
-def test_the_weights_are_uploaded_once_with_progress(gpu):
+def test_all_modules_share_the_uploaded_weights(gpu):
     seen: list[tuple[int, int]] = []
     session = Session(gpu.on_device(None, lambda done, total: seen.append((done, total))))
     assert len(session.program.contexts) > 1
@@ -77,7 +77,7 @@ def test_the_weights_are_uploaded_once_with_progress(gpu):
     assert seen[-1][0] == seen[-1][1] == seen[0][1]
 
 
-def test_the_known_answer_is_checked_once_for_a_driver(gpu, own_cache, monkeypatch):
+def test_the_known_answer_is_checked_again_after_a_driver_update(gpu, own_cache, monkeypatch):
     checks = []
     check = known_answer.find_difference
     monkeypatch.setattr(known_answer, "find_difference", lambda *given: checks.append(given) or check(*given))

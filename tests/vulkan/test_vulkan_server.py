@@ -38,7 +38,7 @@ def models(paths):
         yield cpu, gpu
 
 
-def test_several_prompts_at_once_with_shared_prefixes(models):
+def test_prompts_share_slots_and_prefixes(models):
     wanted, found = ([result.tokens for result in model.generate(PROMPTS, max_tokens=10)] for model in models)
     assert found == wanted
 
