@@ -53,10 +53,12 @@ class Tensor:
 class State:
     """A buffer that a sequence carries from call to call and that each call updates in place.
 
-    kind: "positional", "window" or "recurrent" (see `KINDS`). window: for the kind "window", how
-    many positions a query attends to, the query's own position included; 0 for other kinds.
-    storage: the format of the elements, such as "f32" or "q8_0" (a key of `STORAGE`). layers:
-    indices of the model's layers whose data is in the buffer, in the order of dimension 0.
+    kind: "positional" (a row for each position), "window" (a ring buffer of rows) or "recurrent"
+        (replaced by every token); `KINDS` has the shapes.
+    window: for the kind "window", how many positions a query attends to, including its own;
+        otherwise 0.
+    storage: the format of the elements, such as "f32" or "q8_0" (a key of `STORAGE`).
+    layers: indices of the model's layers whose data is in the buffer, in the order of dimension 0.
     """
 
     name: str
@@ -76,9 +78,9 @@ class State:
         return prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
     def of(self, sequences: int) -> Tensor:
-        """Return the type of a buffer that holds this state for several sequences.
+        """Return the type of a buffer that holds this state for `sequences` sequences.
 
-        The sequences are concatenated along dimension 0. sequences: their number.
+        The sequences are concatenated along dimension 0.
         """
         return Tensor(self.name, (sequences * self.shape[0], *self.shape[1:]), self.dtype)
 
@@ -108,14 +110,16 @@ def ring_rows(window: int, tokens: int) -> int:
 class Role:
     """A kind of function, such as prefill: the pattern of its name, its operands and its results.
 
-    The states, which every function takes and returns, are not listed. In shapes, "T" is the number
-    of tokens of a call, "V" the vocabulary size, "H" the number of features of a vector.
+    name: such as "prefill_{}", where {} stands for the number of tokens. operands, results: shapes
+    by name, without the states, which every function takes and returns. A shape has "T" for the
+    number of tokens of a call, "V" for the vocabulary size and "H" for the features of a vector.
+    every_token: whether results need every token of the call, not only the last one.
     """
 
     name: str
     operands: Mapping[str, tuple[str, ...]]
     results: Mapping[str, tuple[str, ...]]
-    every_token: bool  # results for every token of the call, not only for the last one
+    every_token: bool
 
 
 _CHUNK: dict[str, tuple[str, ...]] = {"tokens": ("T",), "start": (), "length": ()}

@@ -85,8 +85,8 @@ def linear_parts(
     """Apply a fused `torch.nn.Linear`, such as one for q, k and v; return one tensor for each part.
 
     parts: by name, the number of rows of each part, in the order of the fused weight. A part of n
-    rows gives a tensor [T, n]. groups: the fused weight has this many groups of rows, each with an
-    equal share of the rows of every part.
+    rows gives a tensor [T, n]. groups: number of groups of rows of the fused weight. Each group has
+    an equal share of the rows of every part: with 2 groups, the order is q0, k0, q1, k1.
     """
     path, total = current_path(), sum(parts.values())
 
@@ -251,9 +251,9 @@ def route(
 
     logits: [T, experts]. scores: "softmax" over all experts, or "sigmoid" of each logit.
     normalised: whether to divide the chosen weights by their sum. correction: [experts], added to
-    the scores for choosing only (arXiv:2408.15664). groups (n, m): the experts are n equal groups,
-    and only the m groups whose two best scores have the largest sum are used (arXiv:2412.19437). On
-    a tie the lower index comes first.
+    the scores for choosing only (arXiv:2408.15664). groups: (n, m). The experts form n equal
+    groups, and a token uses only the m groups with the largest sums of their two best scores
+    (arXiv:2412.19437). On a tie the lower index comes first.
     """
     tokens, experts = logits.shape
     operands = (logits,) if correction is None else (logits, correction)

@@ -194,7 +194,7 @@ def _reduce(op: Op, x: np.ndarray, init: np.ndarray) -> np.ndarray:
 
 
 def _argmax(op: Op, values: np.ndarray, indices: np.ndarray, *_start: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return the max of the values after the last NaN, and its lowest index.
+    """Return the max of the values that follow the last NaN, and the lowest index of the max.
 
     StableHLO's reduction gives the same: a NaN replaces the max, and the next value replaces a NaN.
     """

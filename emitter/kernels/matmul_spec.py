@@ -87,8 +87,8 @@ class Matmul:
     def weight_shape(self) -> tuple[int, int, int]:
         """Return the shape of the packed weight: (16-row blocks, records, bytes of a record).
 
-        With experts, it is the shape of one expert's weight. A record is the packed bytes of one
-        codec block of each of 16 rows.
+        With experts, it is the shape of one expert's weight. A record packs one codec block of each
+        of 16 rows.
         """
         return packed_shape(self.codec, self.weight_rows, self.in_features)
 
@@ -160,7 +160,7 @@ class Matmul:
     def x_of(self, x: np.ndarray, scales: np.ndarray | None = None) -> np.ndarray:
         """Return the activations as f64 [rows, in].
 
-        x, scales: the operands x and x_scales of the kernel, in the format that `numerics` says.
+        x, scales: the operands x and x_scales of the kernel, in the format `numerics`.
         """
         if self.numerics == "int8" and scales is not None:
             return of_bytes(x, scales)

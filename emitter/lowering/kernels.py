@@ -202,8 +202,8 @@ def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> V
 def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple[Tokens, dict[str, Value]]:
     """Return the `Tokens` of a recurrent kernel, and its operands `positions` or `length` by name.
 
-    count: number of rows of the call. numbers: the last operands of `op`, which are start or
-    positions, and in a prefill also length.
+    count: number of rows of the call. numbers: the last operands of `op`: start (in a batch,
+    positions), and in a prefill also length.
     """
     if op.attrs["mode"] == "batch":
         return Tokens(count, state.shape[0], batch=True), {"positions": numbers[0]}
@@ -212,7 +212,7 @@ def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple
 
 
 def _columns(x: Value) -> tuple[Value, Columns]:
-    """Return (value [T, width] of which x is a slice, the columns that are x).
+    """Return (value [T, width] that x is a slice of, the columns of x in that value).
 
     x: [T, ...]. If x is not a slice of another value, the value is x itself, as [T, width].
     """
@@ -235,7 +235,7 @@ def _recurrent(
     """Return the result of a recurrent operation and the state after it, computed by a kernel.
 
     make(tokens, columns): returns the kernel. state: the state before the operation. numbers: the
-    last operands of `op`, which are start or positions, and in a prefill also length. rows: the
+    last operands of `op`: start (in a batch, positions), and in a prefill also length. rows: the
     kernel's operands that may be columns of a fused matmul, by name. given: its other operands.
     """
     tokens, own = _tokens(op, op.results[0].shape[0], state, numbers)

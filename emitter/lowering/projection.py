@@ -29,8 +29,8 @@ class Projector:
     """An emitter of calls of matmul kernels.
 
     kernel_of: returns the kernel of a matmul. fast: whether x may be rounded to int8 or bf16, where
-    a kernel supports it. rounded: results of kernels that prepare x, by x and the name of the
-    kernel. Several matmuls of x share them.
+    a kernel supports it. rounded: results of kernels that prepare x, by x and name of the kernel,
+    so that several matmuls of x share them.
     """
 
     kernel_of: Callable[[Matmul], Kernel]
@@ -51,7 +51,7 @@ class Projector:
         chosen: Value | None = None,
         experts: int = 0,
     ) -> Value:
-        """Return x [T, in] times stacked weights [out_i, in], which all have the same codec.
+        """Return x [T, in] times stacked weights [out_i, in] transposed; all have the same codec.
 
         The result is [T, sum of out_i], or [T, out] for the two weights of a GLU.
 
@@ -60,7 +60,7 @@ class Projector:
         glu: activation of a GLU.
         length: number of rows of x that are not padding.
         chosen, experts: with experts, each weight is [experts * out, in], and the result is
-            [len(chosen), out]. Row i of the result uses the weight of expert chosen[i] and row i //
+            [len(chosen), out]. Its row i uses the weight of expert chosen[i], and row i //
             (len(chosen) / T) of x.
         """
         given = {

@@ -124,7 +124,7 @@ def residual_block(
     norm: Norm = rms_norm,
     mlp_name: str = "mlp",
 ) -> Block[C]:
-    """Return a block that adds first attention(x) to x, and then mlp(x).
+    """Return a block that first adds attention(x) to x, and then adds mlp(x) to the sum.
 
     mixers: the attention of every layer, which is in the module `self_attn`. If the model has
     layers of several types: for each type in `HybridConfig.layer_types`, the name of the module and

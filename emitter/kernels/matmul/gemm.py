@@ -142,7 +142,7 @@ class Gemm:
     def _multiply(self, first: Index, count: Index, k: Index, depth: int) -> None:
         """Emit code that adds x[first : first + count, k : k + depth] @ panel to `self.sums`.
 
-        Row 0 of the sums is token `first`.
+        Row 0 of `self.sums` belongs to token `first`.
         """
         b, rows = self.b, self.tiles.rows
         rest = self.T % rows  # blocks of tokens are multiples of `rows`, so only the last one has a smaller tile
@@ -155,9 +155,9 @@ class Gemm:
                 self._tile(b.sub(start, first), start, rest, k, depth)
 
     def _x_rows(self, token: Index, rows: int) -> Callable[[int], Index]:
-        """Return a function that maps i to the row of x for token number `token` + i.
+        """Return a function that maps i to the row of x that belongs to token `token` + i.
 
-        rows: number of tokens; i must be smaller.
+        The function accepts i from 0 to rows - 1.
         """
         return lambda r: self.b.add(token, r)
 
@@ -183,7 +183,7 @@ class Gemm:
 
 @dataclass(frozen=True)
 class GemmCanonicalTiles(GemmTiles):
-    """The tile sizes of `GemmCanonical`, whose panel also has scales and minima."""
+    """The tile sizes of `GemmCanonical`, whose panel has stored codes, scales and minima."""
 
     def stack_bytes(self, matmul: Matmul) -> int:
         return super().stack_bytes(matmul) + 4 * LANES * self.row_blocks * 2 * (self.depth // matmul.format.group)

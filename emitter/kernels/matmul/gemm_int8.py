@@ -86,9 +86,10 @@ class GemmInt8Tiles(PanelTiles):
 
 
 def row_bytes(depth: int, group: int) -> int:
-    """Return the bytes of a panel for one row of W: int8 codes, f32 scales and f32 bases.
+    """Return the bytes of a panel for one row of W: int8 codes, and two f32 for each codec group.
 
-    depth: elements of in_features in the panel. group: elements of a codec group.
+    depth: elements of in_features in the panel. group: elements of a codec group. The two f32 are
+    the scale and the base of `Step`.
     """
     return depth + depth // group * 8
 
@@ -131,12 +132,20 @@ class GemmInt8(Gemm):
 
 
 class Step:
-    """A writer of code that multiplies int8 x by weights and adds the products to f32 sums.
+    """A writer of code that multiplies int8 x by weights and adds the results to f32 sums.
 
-    It adds one step at a time: GROUP (32) elements of in_features. Let c be a stored code plus
-    `Dot.bias`, n an int8 of x, and offset the codec's offset. If the codec has minima, a step adds
-    scale * x_scale * sum(c * n) + base * sum(x). Otherwise it adds scale * x_scale * (sum(c * n) -
-    (offset + bias) * sum(n)).
+    A step covers GROUP (32) elements of in_features, whose x has one scale. A weight is scale *
+    code + base, where code is the stored code. For each codec group, a step adds
+
+        scale * x_scale * sum(c * n) + base * sum(x)                          if the codec has minima
+        scale * x_scale * (sum(c * n) - (offset + bias) * sum(n))             otherwise
+
+    where n are the int8 of x and c = code + bias; `Dot.bias` makes codes unsigned.
+
+    Arguments of the methods:
+    rows: indices of the rows of x. unit: index of the step. part: index of the group in the step.
+    quads(q): returns codes 4 q, 4 q + 1, ... of the step, as `Dot.code` takes them, for each vector
+        of outputs. A vector of outputs has one row of the weight in each lane.
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, buffers: Buffers):
@@ -146,16 +155,10 @@ class Step:
         self.bias = 0 if self.codec.minimum else self.codec.offset + self.dot.bias
 
     def add(self, sums: Sequence[Ssa], rows: Sequence[Index], unit: Index, quads: Quads, sides: Sides) -> list[Ssa]:
-        """Return the f32 vectors `sums` plus the dot products of step number `unit`.
+        """Return the f32 vectors `sums` plus the dot products of one step.
 
-        A step is 32 elements of in_features. An output is a row of the weight. A vector of outputs
-        has one output in each lane.
-        sums: flat list of [rows of x][vectors of outputs].
-        rows: indices of the rows of x.
-        quads(q): returns a list for each vector of outputs. It has the codes of the step from
-            number 4 q on, in the form that `Dot.code` takes.
-        sides: (scale, base) as [codec groups of the step][vectors of outputs]. A weight is
-            scale * code + base.
+        sums: flat list of [rows of x][vectors of outputs]. sides: (scale, base) by [codec group of
+        the step][vector of outputs].
         """
         b, vectors = self.b, len(sides[0])
         groups = [self._dots(rows, unit, part, quads, vectors) for part in range(self.parts)]
@@ -184,11 +187,9 @@ class Step:
     ) -> list[Ssa]:
         """Return `sums` plus the dot products of one step, with codes read from the packed weight.
 
-        x is multiplied by the rows in vector `v` of 16-row block `block` of the weight. sums: one
-        f32 vector for each row of x. rows: indices of the rows of x. unit: number of the step.
-        groups: the codec groups of the step. Each is given as (index of the record in the row
-        block, index of the group in the record); a record is the packed bytes of one codec block of
-        each of 16 rows.
+        sums: one f32 vector for each row of x; its lanes are the weight rows in vector `v` of
+        16-row block `block`. groups: the step's codec groups, each as (record in the row block,
+        group in the record).
         """
         codes = [Int8Codes(self.records, block, *group) for group in groups]
         sides = [[self.records.scale_and_base(block, *group, v)] for group in groups]
@@ -198,10 +199,8 @@ class Step:
     def _dots(self, rows: Sequence[Index], unit: Index, part: int, quads: Quads, vectors: int) -> list[Ssa]:
         """Return the unscaled dot products of one codec group, as f32 vectors [rows * vectors].
 
-        They are sum(c * n) if the codec has minima, otherwise sum(c * n) - (offset + bias) * sum(n)
-        (see `Step`). rows: indices of the rows of x. unit: number of the step. part: number of the
-        group in the step. vectors: number of vectors of outputs. quads(q): returns the codes of the
-        step from number 4 q on, for each vector of outputs.
+        They are sum(c * n) if the codec has minima, otherwise sum(c * n) - (offset + bias) *
+        sum(n). vectors: number of vectors of outputs.
         """
         b, dot, quads_a_group = self.b, self.dot, self.codec.group // 4
         together = batches(rows, dot.rows)
@@ -216,10 +215,9 @@ class Step:
         return [b.convert("sitofp", words, "f32") for row in by_row[: len(rows)] for words in row]
 
     def _start(self, row: Index, unit: Index, part: int) -> Ssa:
-        """Return the initial s32 value of the sum of a group: -(offset + bias) * sum(n), or 0.
+        """Return the initial s32 sum of a codec group: -(offset + bias) * sum(n).
 
-        It is 0 if the codec has minima (see `Step`). row: row of x. unit: number of the step. part:
-        number of the group in the step.
+        It is 0 if the codec has minima.
         """
         if not self.bias:
             return self.b.constant("0", I32)
@@ -280,7 +278,7 @@ class SmallBatchInt8:
         """Emit code that multiplies `rows` tokens, from `token` on, by one vector of weight rows.
 
         The dot products are stored in self.sums[token : token + rows], from column `column` on.
-        block, v: 16-row block of the weight, and number of the vector of rows in this block.
+        block: 16-row block of the weight. v: index of the vector of rows in this block.
         """
         b, groups, parts = self.b, self.records.layout.groups, self.step.parts
         with b.loop(0, self.count * groups // parts, carry=[b.splat(0.0, self.isa.lanes)] * rows) as loop:

@@ -18,7 +18,7 @@ MIN_BYTES, ENOUGH_BYTES = 16 << 10, 1 << 20
 
 @dataclass(frozen=True)
 class GemvTiles(Tiles):
-    """The tile sizes of `Gemv`. A record is the packed bytes of one codec block of each of 16 rows.
+    """The tile sizes of `Gemv`. A record packs one codec block of each of 16 rows.
 
     together: number of 16-row blocks that are multiplied together and share loads of x; at most 2
         with a GLU.

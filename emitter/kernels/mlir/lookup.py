@@ -41,8 +41,8 @@ def entries(b: Body, isa: Isa, table: Sequence[float], indices: Ssa) -> Ssa:
 def permuted(b: Body, isa: Isa, table: Ssa, indices: Ssa) -> Ssa:
     """Return the entries of a vector `table`, f32 [lanes], at `indices`, i32 [lanes].
 
-    Only the low bits of an index are read. `isa` must have vpermps, or be a plain one; for a plain
-    one the result is a tree of selects.
+    Only the low bits of an index are read. The code is vpermps; for a plain `isa` it is a tree of
+    selects. NEON is not supported.
     """
     if not _plain(isa):
         return b.intrinsic(_PERMUTE[isa.lanes], table.type, table, indices)

@@ -119,11 +119,11 @@ def _unit(x: np.ndarray) -> np.ndarray:
 
 
 def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tuple[int, bool]:
-    """Return (number of vectors of columns that are updated together, whether they are copied).
+    """Return (number of vectors of state columns updated together, whether in a copy).
 
-    The columns are those of the state [k_dim, v_dim]. A workgroup that computes several tokens
-    updates them in a copy on the stack, if the copy fits. vectors: number of vectors in v_dim.
-    width: number of elements of a vector.
+    The state is [k_dim, v_dim]. A workgroup that computes several tokens updates the columns in a
+    copy on the stack, if the copy fits. vectors: number of vectors in v_dim. width: number of
+    elements of a vector.
     """
     limit = isa.registers // 4
     if tokens.in_turn > 1:
@@ -137,9 +137,9 @@ def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tu
 class _Head:
     """A writer of the code of a workgroup, which computes one head of one sequence.
 
-    sizes: (k_dim, v_dim, elements of a vector, vectors of columns computed together). given:
+    sizes: (k_dim, v_dim, elements of a vector, vectors of state columns updated together). given:
     memrefs of the kernel by name. at: the head's first column in each operand. known: stack buffer
-    [4, tokens] for scalars of each token; its rows are DECAY, BETA, OF_K and OF_Q.
+    [4, tokens] with decay, beta, and the scales of k and q, of each token.
     """
 
     b: Body
@@ -156,14 +156,11 @@ class _Head:
         return self.b.mul(self.share.unit, self.sizes[1])
 
     def _read(self, name: str, t: Index, d: Index, width: int) -> Ssa:
-        """Return `width` elements of the head from element d on, in row t of the operand `name`."""
+        """Return `width` elements of the head from element `d` on, from row `t` of `name`."""
         return self.b.vload(self.given[name], width, t, self.b.add(self.at[name], d))
 
     def _times(self, name: str, t: Index, d: Index) -> Ssa:
-        """Return a vector that has element `d` of the head in every lane.
-
-        It is read from row `t` of the operand `name`.
-        """
+        """Return a vector with element `d` of the head in every lane, from row `t` of `name`."""
         b = self.b
         return b.broadcast(b.load(self.given[name], t, b.add(self.at[name], d)), self.sizes[2])
 
