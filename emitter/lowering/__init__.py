@@ -62,7 +62,7 @@ def lower(
         if lowering == "portable":
             rewrite(function, portable.RULES, lowered)
         elif lowering == "gpu":
-            rewrite(fuse(function, NORM_LIMIT, residual_norms=True), gpu.rules(), lowered)
+            rewrite(fuse(function, NORM_LIMIT, residuals=True), gpu.rules(), lowered)
         else:
             rewrite(fuse(function, NORM_LIMIT), kernels.Context(unit, threads, project).rules(), lowered)
     if numerics == "canonical":

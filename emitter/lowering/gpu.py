@@ -1,4 +1,4 @@
-"""Rules that replace layer operations, and operations of `lowering.fusion`, by calls of GPU kernels.
+"""Rules that replace layer operations, and those of `lowering.fusion`, by calls of GPU kernels.
 
 The rules of `lowering.kernels` that only emit matmuls are shared; `projected` emits them for GPUs.
 """
@@ -18,6 +18,7 @@ from castiron.emitter.kernels.attention.decode import DecodeTokens
 from castiron.emitter.kernels.attention.rows import Caches
 from castiron.emitter.kernels.attention.scores import Scores
 from castiron.emitter.kernels.gpu import recurrent
+from castiron.emitter.kernels.gpu.activations import ACTIVATIONS
 from castiron.emitter.kernels.gpu.argmax import best_of_parts, best_of_rows, parts_of
 from castiron.emitter.kernels.gpu.attention import append
 from castiron.emitter.kernels.gpu.attention import attention as attention_kernel
@@ -26,6 +27,7 @@ from castiron.emitter.kernels.gpu.gemm import gemm
 from castiron.emitter.kernels.gpu.heads import Rows
 from castiron.emitter.kernels.gpu.matvec import MAX_TOKENS, matvec
 from castiron.emitter.kernels.gpu.norm import norm as norm_kernel
+from castiron.emitter.kernels.gpu.route import route as route_kernel
 from castiron.emitter.kernels.gpu.words import layout_of
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import ISAS
@@ -62,8 +64,13 @@ def projected(
     length: Value | None = None,
     chosen: Value | None = None,
     experts: int = 0,
+    factors: Value | None = None,
 ) -> Value:
-    """Return x [T, in] times stacked weights; see `Projector.__call__`. Padding is computed too."""
+    """Return x [T, in] times stacked weights; see `Projector.__call__`. Padding is computed too.
+
+    factors: f32 [T, n]. With experts, x has a row for each pair of a token and one of its n
+    experts; the result [T, out] is the sum of a token's experts with these factors.
+    """
     rows = [w.shape[0] // (experts or 1) for w in weights]
     tokens = x.shape[0] if chosen is None else chosen.shape[0]
     given = {
@@ -72,6 +79,7 @@ def projected(
         "chosen": chosen,
         "bias": parameter(bias_param(biases)) if biases else None,
         "residual": residual,
+        "weights": None if factors is None else ops.reshape(factors, (tokens,)),
     }
     matmul = Matmul(
         weights[0].codec,
@@ -85,8 +93,28 @@ def projected(
         experts=experts,
         per_row=tokens // x.shape[0],
     )
-    kernel = matvec(matmul) if experts or tokens <= MAX_TOKENS else gemm(matmul)
-    return ops.kernel_call(kernel, x=x, **{name: value for name, value in given.items() if value is not None})["y"]
+    if experts:
+        kernel = matvec(matmul, factors.shape[1] if factors is not None else 0)
+    else:
+        kernel = matvec(matmul) if tokens <= MAX_TOKENS else gemm(matmul)
+    found = {name: given[name] for name in kernel.tensors if name != "x"}
+    return ops.kernel_call(kernel, x=x, **found)["y"]
+
+
+def experts(op: Op, x: Value, chosen: Value, weights: Value, *stacked: Any) -> Value:
+    residual = stacked[-1] if op.attrs.get("residual") else None
+    stacked, count = stacked[: len(stacked) - (residual is not None)], 2 if op.attrs["gated"] else 1
+    if len(stacked) > count + 1:  # with biases
+        y = kernels.experts(_CONTEXT, op, x, chosen, weights, *stacked)
+        return y if residual is None else ops.add(y, residual)
+    pairs, function = ops.reshape(chosen, (chosen.type.elements,)), op.attrs["function"]
+    into, down = [part.weight for part in stacked[:count]], stacked[count].weight
+    through = partial(projected, chosen=pairs, experts=op.attrs["experts"])
+    if count == 2 and into[0].codec == into[1].codec and function in ACTIVATIONS:
+        inner = through(x, into, glu=function)
+    else:
+        inner = portable.into_down([through(x, [weight]) for weight in into], function)
+    return through(inner, [down], factors=weights, residual=residual)
 
 
 def embedding(op: Op, tokens: Value, weight: Stored) -> Value:
@@ -138,6 +166,16 @@ def _ordered(kernel: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in kernel.operands}
 
 
+def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Value, Value]:
+    attrs = op.attrs
+    if attrs["groups"][0] > 1:
+        return portable.route(op, logits, correction)
+    given = {} if correction is None else {"correction": correction.value()}
+    kernel = route_kernel(*logits.shape, attrs["top_k"], attrs["scores"], attrs["normalised"], bool(given))
+    found = ops.kernel_call(kernel, logits=logits, **given)
+    return found["chosen"], found["weights"]
+
+
 def argmax_rows(op: Op, logits: Value) -> Value:
     *rows, vocab = logits.shape
     count = rows[0] if rows else 1
@@ -148,9 +186,8 @@ def argmax_rows(op: Op, logits: Value) -> Value:
 
 def rules() -> dict[str, Rule]:
     """Return the lowering rules by kind of operation."""
-    context = kernels.Context(ISAS["avx2"], 1, projected, RECURRENT)
-    shared = ("matmul", "experts", *RECURRENT)
-    return {**portable.RULES, **{kind: partial(kernels.RULES[kind], context) for kind in shared}, **RULES}
+    shared = {kind: partial(kernels.RULES[kind], _CONTEXT) for kind in ("matmul", *RECURRENT)}
+    return {**portable.RULES, **shared, **RULES}
 
 
 RECURRENT = {
@@ -158,9 +195,13 @@ RECURRENT = {
     "gated_delta": recurrent.gated_delta,
     "selective_scan": recurrent.selective_scan,
 }
+# The rules of `lowering.kernels` that are shared do not use the instruction set.
+_CONTEXT = kernels.Context(ISAS["avx2"], 1, projected, RECURRENT)
 RULES: dict[str, Rule] = {
     "embedding": embedding,
     **dict.fromkeys(("rms_norm", "layer_norm"), norm),
+    "experts": experts,
     "fused_attention": fused_attention,
+    "route": route,
     "argmax_rows": argmax_rows,
 }

@@ -1,8 +1,8 @@
-"""Find the index of the largest logit on a GPU, in two dispatches: of parts of a row, then of these.
+"""Find the largest logit on a GPU in two dispatches: of each part of a row, then of the parts.
 
-    each workgroup: a part of a row; each thread: the best of its logits, at a stride of `THREADS`
-      the best of two, again and again, until one is left                                        shared
-      out = its index, or 0 if no logit is above -inf; the first dispatch also returns its logit
+each workgroup: a part of a row; each thread: the best of its logits, at a stride of `THREADS`
+  the best of two, again and again, until one is left                                        shared
+  out = its index, or 0 if no logit is above -inf; the first dispatch also returns its logit
 """
 
 from functools import cache

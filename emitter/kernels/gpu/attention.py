@@ -1,14 +1,14 @@
 """Compute attention on a GPU over a KV cache in place: decoding and chunks of tokens.
 
     each workgroup: one query head of up to `queries` consecutive tokens of a sequence
-      q [queries, head_dim] = scale * prepared q                                                 shared
+      q [queries, head_dim] = scale * prepared q                                              shared
       decoding: k, v [head_dim] = prepared k, v of the token; one workgroup of each kv head
         appends them to the caches; the online softmax starts with them
       for block of `KEYS` positions, from the first to the last that a query attends to:
-        scores [queries, KEYS] = q . k_cache[position], four threads for each position           shared
-        maxima, weights [queries, KEYS] = exp(scores - maxima)                                   shared
-        each thread: values [queries] += weights . v_cache[positions, d]                      registers
-      out[token, head] = values / sum of weights                                                 memory
+        scores [queries, KEYS] = q . k_cache[position], four threads for each position        shared
+        maxima, weights [queries, KEYS] = exp(scores - maxima)                                shared
+        each thread: values [queries] += weights . v_cache[positions, d]                   registers
+      out[token, head] = values / sum of weights                                              memory
 
 The run time depends on the position and not on the size of the cache. No workgroup reads the cache
 row that is written in the same dispatch.
@@ -29,11 +29,11 @@ from castiron.emitter.kernels.attention.scores import NEVER, Scores, attend, by_
 from castiron.emitter.kernels.gpu.activations import tanh
 from castiron.emitter.kernels.gpu.cache_rows import CacheRows
 from castiron.emitter.kernels.gpu.gpu_body import GpuBody
-from castiron.emitter.kernels.gpu.heads import Head, Rows, prepare
 from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
+from castiron.emitter.kernels.gpu.heads import Head, Rows, prepare
 from castiron.emitter.kernels.kernel import INDEX, Kernel
 from castiron.emitter.kernels.mlir.body import Index, Ssa
-from castiron.emitter.types import F32, I32, TensorType
+from castiron.emitter.types import F32, TensorType
 
 THREADS, LANES = 128, 4
 KEYS = THREADS // LANES
@@ -65,8 +65,8 @@ def attention(caches: Caches, layout: HeadLayout, scores: Scores, tokens: Decode
     Operands: rows0, ... as in `Rows.operands`; cos, sin, q_norm, k_norm as in
     `HeadLayout.operands`; sinks f32 [heads] if `scores.sinks`; the positions as in
     `DecodeTokens.operands`; k_cache, v_cache; layer, an index. Results: out f32 [T, heads *
-    head_dim], zero for padding and idle sequences; k_cache and v_cache, in place, unless `tokens` is
-    a chunk.
+    head_dim], zero for padding and idle sequences; k_cache and v_cache, in place, unless `tokens`
+    is a chunk.
     """
     cached = caches.types(layout.kv_heads, layout.head_dim)
     updated = {} if tokens.in_cache else cached
@@ -155,7 +155,7 @@ def _append(
 
 @dataclass(frozen=True)
 class _Writer:
-    """A writer of the code of one workgroup; `queries` tokens share the reads of keys and values."""
+    """A writer of the code of one workgroup; `queries` tokens share reads of keys and values."""
 
     b: GpuBody
     thread: Ssa
@@ -258,9 +258,7 @@ class _Writer:
         layer, kv_head = at
         hd, kv_heads = self.layout.head_dim, self.layout.kv_heads
         maxima, sums, values = state[:n], state[n : 2 * n], state[2 * n :]
-        keys, cached = (
-            CacheRows(b, b.words(self.given[name]), self.caches, kv_heads, hd) for name in ("k_cache", "v_cache")
-        )
+        keys, cached = (CacheRows(b, b.words(self.given[name]), self.caches, kv_heads, hd) for name in ("k_cache", "v_cache"))
         partial, scores, weights = (b.shared(n * size) for size in (THREADS, KEYS, KEYS))
         lane, slot = b.rem(thread, LANES), b.div(thread, LANES)
         row = keys.row(layer, b.min(b.add(base, slot), b.sub(high, 1)), kv_head)

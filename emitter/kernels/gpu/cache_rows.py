@@ -44,7 +44,7 @@ class CacheRows:
 
     @property
     def step(self) -> int:
-        """Return the number of elements that `load` returns: 4, or fewer for an unusual head_dim."""
+        """Return the number of elements that `load` returns: 4, or fewer for an odd head_dim."""
         return next(n for n in (4, 2, 1) if self.head_dim % n == 0)
 
     def row(self, layer: Index, position: Index, head: Index) -> Index:
@@ -55,17 +55,17 @@ class CacheRows:
         return b.mul(at, self.row_words)
 
     def load(self, row: Index, part: Index) -> list[Ssa]:
-        """Emit code that loads the elements part * step .. part * step + step - 1 of a row as f32."""
+        """Emit code that loads `step` elements of a row from part * step on, as f32."""
         b, step, format = self.b, self.step, self.caches.format
         if format.grouped:
             word, group = self._code_word(b.mul(part, 4))
             scale, codes = self._load(row, group), self._load(row, word)
-            factor = b.cast(scale, F32)
+            factor = b.as_type(scale, F32)
             return [b.mulf(self._code(codes, b.i32(8 * j)), factor) for j in range(4)]
         if format.name == "f16":
             words = [self._load(row, b.add(b.mul(part, step // 2), i)) for i in range(step // 2)]
             return [x for word in words for x in b.halves(word)]
-        return [b.cast(self._load(row, b.add(b.mul(part, step), i)), F32) for i in range(step)]
+        return [b.as_type(self._load(row, b.add(b.mul(part, step), i)), F32) for i in range(step)]
 
     def element(self, row: Index, d: Index) -> Ssa:
         """Emit code that loads element `d` of a row as f32."""
@@ -73,18 +73,18 @@ class CacheRows:
         if format.grouped:
             word, group = self._code_word(d)
             shift = b.to_i32(b.mul(b.rem(d, 4), 8))
-            return b.mulf(self._code(self._load(row, word), shift), b.cast(self._load(row, group), F32))
+            return b.mulf(self._code(self._load(row, word), shift), b.as_type(self._load(row, group), F32))
         if format.name == "f16":
             word = self._load(row, b.div(d, 2))
             return b.half(b.bits("andi", b.binary("shrui", word, b.to_i32(b.mul(b.rem(d, 2), 16))), 0xFFFF))
-        return b.cast(self._load(row, d), F32)
+        return b.as_type(self._load(row, d), F32)
 
     def append(self, thread: Ssa, row: Index, new: Ssa, only: Ssa | None = None) -> None:
         """Emit code with which the workgroup stores a row and rounds `new` to the cache's format.
 
         new: shared memref f32 [head_dim], which all threads see; after the code they see the
-        rounded values. All threads must execute the code. only: an i1; where it is false, the row is
-        rounded but not stored.
+        rounded values. All threads must execute the code. only: an i1; where it is false, the row
+        is rounded but not stored.
         """
         b, format = self.b, self.caches.format
         if format.grouped:
@@ -103,7 +103,7 @@ class CacheRows:
             b.barrier()
         else:
             with b.strided(thread, self.head_dim) as d:
-                self._store(b.cast(b.load(new, d.index), I32), b.add(row, d.index), only)
+                self._store(b.as_type(b.load(new, d.index), I32), b.add(row, d.index), only)
 
     def _append_group(self, word: Index, new: Ssa, first: Index, size: int, only: Ssa | None) -> None:
         """Emit code that stores a group of q8_0 from element `first` of `new` on."""
@@ -114,7 +114,7 @@ class CacheRows:
         tiny = b.compare("olt", peak, b.f32(MIN_SCALED))
         inverse = b.select(tiny, b.f32(0.0), b.divf(b.f32(MAX_BYTE), peak))
         scale = b.divf(peak, b.f32(MAX_BYTE))
-        self._store(b.cast(scale, I32), word, only)
+        self._store(b.as_type(scale, I32), word, only)
         for i in range(0, size, 4):
             codes = b.i32(0)
             for j in range(4):

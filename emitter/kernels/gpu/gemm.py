@@ -2,9 +2,9 @@
 
     each workgroup: a tile of 64 rows of the weight and `width` tokens
       for k in steps of 16:
-        W [16, 64], X [16, width] = dequantised weight, x                                        shared
-        each thread: totals [8, width / 8] += W[k] outer X[k]                                 registers
-      y[token, row] = epilogue(totals)                                                           memory
+        W [16, 64], X [16, width] = dequantised weight, x                                     shared
+        each thread: totals [8, width / 8] += W[k] outer X[k]                              registers
+      y[token, row] = epilogue(totals)                                                        memory
 
 With a GLU, a tile has 32 rows of gate and 32 rows of up. The dequantised weight never leaves shared
 memory.
@@ -13,9 +13,9 @@ memory.
 from functools import cache
 
 from castiron.emitter.kernels.gpu.gpu_body import GpuBody
+from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
 from castiron.emitter.kernels.gpu.matvec import define, finished, load_x, operands
 from castiron.emitter.kernels.gpu.words import UNIT, Units, layout_of
-from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import Ssa
@@ -89,7 +89,7 @@ def gemm(matmul: Matmul) -> Kernel:
         matmul.results(),
         row_tiles * token_tiles,
         write,
-        reference=lambda **given: define(matmul, **given),
+        reference=lambda **given: define(matmul, 0, **given),
         flops=2 * tokens * halves * out * inner,
         nbytes=4 * (layout.row_words(inner) * out * halves + tokens * (inner + out)),
         threads=THREADS,

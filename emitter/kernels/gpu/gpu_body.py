@@ -98,6 +98,7 @@ class GpuBody(Body):
     def sums(self, thread: Ssa, values: Sequence[Ssa], lanes: int, op: str = "addf") -> tuple[Ssa, Index]:
         """Return (shared memref, first) with the sum of each value over groups of `lanes` threads.
 
+        op: the method that adds two numbers, "addf", or "maxf" for maxima instead of sums.
         Groups are consecutive threads, and lanes is a power of two. The sum of values[i] in group g
         is element first + i * (threads / lanes) + g.
         """
@@ -116,7 +117,7 @@ class GpuBody(Body):
                 at = self.add(self.mul(item.index, before // after), low)
                 total = self.load(buffer, at)
                 for j in range(1, before // after):
-                    total = self.binary(op, total, self.load(buffer, self.add(at, j)))
+                    total = getattr(self, op)(total, self.load(buffer, self.add(at, j)))
                 self.store(total, buffer, self.add(item.index, low + before))
             self.barrier()
             low += before
@@ -129,23 +130,23 @@ class GpuBody(Body):
         """Return `arith.{op}` of an i32 and the constant n; for a shift by 0 return `a` itself."""
         return a if n == 0 and op in ("shli", "shrui", "ori") else self.binary(op, a, self.i32(n))
 
-    def cast(self, x: Ssa, type: Type) -> Ssa:
+    def as_type(self, x: Ssa, type: Type) -> Ssa:
         """Return the 32 bits of x as a value of another type."""
         return x if x.type == type else self.let(f"arith.bitcast {x} : {x.type} to {type}", type)
 
     def number(self, code: Ssa, offset: int = 0) -> Ssa:
         """Return an i32 in 0 .. 2^23 - 1, minus `offset`, as f32."""
         # Faster than a conversion, which takes several cycles on most GPUs.
-        return self.subf(self.cast(self.bits("ori", code, MAGIC_BITS), F32), self.f32(MAGIC + offset))
+        return self.subf(self.as_type(self.bits("ori", code, MAGIC_BITS), F32), self.f32(MAGIC + offset))
 
     def half(self, bits: Ssa) -> Ssa:
         """Return an f16, whose bits are the lower half of an i32, as f32; it must be finite."""
         sign = self.bits("shli", self.bits("andi", bits, 0x8000), 16)
         wide = self.bits("shli", self.bits("andi", bits, 0x7FFF), 13)
-        normal = self.cast(self.bits("addi", wide, 112 << 23), F32)
-        small = self.subf(self.cast(self.bits("addi", wide, 113 << 23), F32), self.f32(2.0**-14))
+        normal = self.as_type(self.bits("addi", wide, 112 << 23), F32)
+        small = self.subf(self.as_type(self.bits("addi", wide, 113 << 23), F32), self.f32(2.0**-14))
         is_small = self.compare("ult", wide, self.i32(0x400 << 13))
-        return self.cast(self.either(self.cast(self.select(is_small, small, normal), I32), sign), F32)
+        return self.as_type(self.either(self.as_type(self.select(is_small, small, normal), I32), sign), F32)
 
     def halves(self, word: Ssa) -> tuple[Ssa, Ssa]:
         """Return the two f16 in an i32, the lower one first, as f32."""
@@ -153,17 +154,17 @@ class GpuBody(Body):
 
     def bf16s(self, word: Ssa) -> tuple[Ssa, Ssa]:
         """Return the two bf16 in an i32, the lower one first, as f32."""
-        return self.cast(self.bits("shli", word, 16), F32), self.cast(self.bits("andi", word, 0xFFFF0000), F32)
+        return self.as_type(self.bits("shli", word, 16), F32), self.as_type(self.bits("andi", word, 0xFFFF0000), F32)
 
     def to_half(self, x: Ssa) -> Ssa:
         """Return the bits of an f32 rounded to f16, ties to even, in the lower half of an i32."""
-        bits = self.cast(x, I32)
+        bits = self.as_type(x, I32)
         sign = self.bits("shrui", self.bits("andi", bits, 0x80000000), 16)
         size = self.bits("andi", bits, 0x7FFFFFFF)
         odd = self.bits("andi", self.bits("shrui", size, 13), 1)
         normal = self.bits("shrui", self.binary("addi", self.bits("addi", size, 0xFFF - (112 << 23) & 0xFFFFFFFF), odd), 13)
         # The sum with 1/2 is rounded to a multiple of 2^-24, the unit of small f16.
-        small = self.cast(self.addf(self.cast(size, F32), self.f32(0.5)), I32)
+        small = self.as_type(self.addf(self.as_type(size, F32), self.f32(0.5)), I32)
         small = self.binary("subi", small, self.i32(0x3F000000))
         half = self.select(self.compare("ult", size, self.i32(113 << 23)), small, normal)
         half = self.select(self.compare("uge", size, self.i32(0x477FF000)), self.i32(0x7C00), half)
@@ -172,7 +173,7 @@ class GpuBody(Body):
 
     def rounded(self, x: Ssa) -> tuple[Ssa, Ssa]:
         """Return (integer nearest to x as f32, its low byte as i32); ties to even, |x| < 128."""
-        byte = self.bits("andi", self.cast(self.addf(x, self.f32(12582912.0)), I32), 0xFF)
+        byte = self.bits("andi", self.as_type(self.addf(x, self.f32(12582912.0)), I32), 0xFF)
         # Not the sum minus 12582912: some drivers simplify that to x.
         return self.number(self.bits("xori", byte, 0x80), 0x80), byte
 

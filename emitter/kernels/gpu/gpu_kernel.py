@@ -43,7 +43,9 @@ class GpuKernel(Kernel):
         x, y = grid(self.workgroups)
         pipeline = f"#iree_codegen.no_pipeline workgroup_size = [{self.threads}, 1, 1]"
         return f"""hal.executable.source private @{self.name} {{
-  hal.executable.export public @{self.name}_fn ordinal(0) layout({layout}) count(%device: !hal.device) -> (index, index, index) {{
+  hal.executable.export public @{self.name}_fn ordinal(0)
+      layout({layout})
+      count(%device: !hal.device) -> (index, index, index) {{
     %x = arith.constant {x} : index
     %y = arith.constant {y} : index
     %z = arith.constant 1 : index

@@ -2,13 +2,13 @@
 
     each workgroup: `slots` times `rows` rows of the weight, `lanes` threads for each slot
       for unit of 8 elements, in steps of `lanes` units:
-        x [tokens, 8], with a norm also x^2 and x * norm weight                               registers
-        for row: codes [8] = decoded unit; totals[row, token] += scale * (codes . x) + minimum * sum(x)
-      sums of totals and of x^2 over the lanes of a slot                                         shared
-      y[token, row] = epilogue(total / rms(x)) for each row and token                            memory
+        x [tokens, 8], with a norm also x^2 and x * norm weight                            registers
+        for row: totals[row, token] += scale * (codes [8] . x) + minimum * sum(x)         registers
+      sums of totals and of x^2 over the lanes of a slot                                      shared
+      y[token, row] = epilogue(total / rms(x)) for each row and token                         memory
 
-The weight is dequantised in registers. An RMS norm needs no pass of its own, because 1 / rms(x) is a
-factor of the result.
+The weight is dequantised in registers. An RMS norm needs no pass of its own, because 1 / rms(x) is
+a factor of the result.
 """
 
 from functools import cache
@@ -18,8 +18,8 @@ import numpy as np
 from castiron.emitter.kernels.epilogue import ACTIVATIONS as REFERENCES
 from castiron.emitter.kernels.gpu.activations import ACTIVATIONS
 from castiron.emitter.kernels.gpu.gpu_body import GpuBody
-from castiron.emitter.kernels.gpu.words import UNIT, Layout, Units, layout_of, weight_values
 from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
+from castiron.emitter.kernels.gpu.words import UNIT, Layout, Units, layout_of, weight_values
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import Index, Ssa
@@ -50,8 +50,11 @@ def operands(matmul: Matmul, layout: Layout) -> dict[str, TensorType]:
     return {name: type_ for name, (there, type_) in every.items() if there}
 
 
-def define(matmul: Matmul, x: np.ndarray, weight: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the reference result {"y": f32 [tokens, out]}, computed in NumPy in f64."""
+def define(matmul: Matmul, summed: int, x: np.ndarray, weight: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the reference result {"y": f32 [tokens, out]}, computed in NumPy in f64.
+
+    summed: as in `matvec`.
+    """
     x = np.repeat(x.astype(np.float64), matmul.per_row, 0)
     if matmul.rms_eps is not None:
         x = rms_normed(x, given["norm"], matmul.rms_eps)
@@ -64,6 +67,8 @@ def define(matmul: Matmul, x: np.ndarray, weight: np.ndarray, **given: np.ndarra
     if matmul.glu is not None:
         gate, up = np.split(dots, 2, 1)
         dots = REFERENCES[matmul.glu][1](gate) * up
+    if summed:
+        dots = (dots * given["weights"][:, None]).reshape(-1, summed, dots.shape[1]).sum(1)
     return {"y": (dots + given.get("bias", 0) + given.get("residual", 0)).astype(np.float32)}
 
 
@@ -96,10 +101,13 @@ def _lanes(units: int) -> int:
 
 
 @cache
-def matvec(matmul: Matmul) -> Kernel:
+def matvec(matmul: Matmul, summed: int = 0) -> Kernel:
     """Return the kernel of a matmul of up to `MAX_TOKENS` tokens, or of (token, expert) pairs.
 
     Operands: see `operands`. Result: y f32 [tokens, out].
+
+    summed: with experts, the number of consecutive pairs whose results are added, or 0. Then the
+    operand weights f32 [tokens] has their factors, and y and the residual have a row for each sum.
     """
     layout, inner, out = layout_of(matmul.codec), matmul.in_features, matmul.out_features
     tokens = 1 if matmul.experts else matmul.tokens
@@ -108,67 +116,86 @@ def matvec(matmul: Matmul) -> Kernel:
     slots = THREADS // lanes
     rows = max(1, min(ROWS, TOTALS // (halves * tokens)))
     blocks = -(-out // (slots * rows))
-    pairs = matmul.tokens if matmul.experts else 1
+    results = matmul.tokens // (summed or 1) if matmul.experts else 1
+    count, normed = rows * halves * tokens, matmul.rms_eps is not None
 
     def write(b: GpuBody, x: Ssa, weight: Ssa, y: Ssa, **given: Ssa) -> None:
         thread, unit = b.thread(), b.workgroup()
-        pair, block = (b.div(unit, blocks), b.rem(unit, blocks)) if matmul.experts else (0, unit)
-        if matmul.experts:
-            pair = b.min(pair, pairs - 1)
+        result, block = (b.min(b.div(unit, blocks), results - 1), b.rem(unit, blocks)) if matmul.experts else (0, unit)
         lane = b.rem(thread, lanes)
         first = b.mul(b.add(b.mul(block, slots), b.div(thread, lanes)), rows)
-        above = b.mul(b.to_index(b.load(given["chosen"], pair)), out * halves) if matmul.experts else 0
         own = [b.min(b.add(first, i), out - 1) for i in range(rows)]
-        weight_rows = [b.add(above, b.add(row, half * out)) for half in range(halves) for row in own]
-        decoder = Units(b, layout, weight, inner)
-        zero, normed = b.f32(0.0), matmul.rms_eps is not None
-        count = len(weight_rows) * tokens
-        with b.loop(lane, units, lanes, carry=[zero] * (count + tokens * normed)) as loop:
-            xs = [load_x(b, x, b.div(pair, matmul.per_row) if matmul.experts else t, loop.index) for t in range(tokens)]
-            totals = list(loop.values[:count])
-            squares = []
-            if normed:
-                factors = load_x(b, given["norm"], 0, loop.index)
-                squares = [_squares(b, own_x, total, loop.index, inner) for own_x, total in zip(xs, loop.values[count:])]
-                xs = [[b.mulf(a, c) for a, c in zip(own_x, factors)] for own_x in xs]
-            sums = [_sum(b, own_x) for own_x in xs] if layout.minimum and layout.scales else []
-            for i, row in enumerate(weight_rows):
-                codes, (scale, minimum) = decoder.codes(row, loop.index), decoder.scale(row, loop.index)
-                for t, own_x in enumerate(xs):
-                    at = i * tokens + t
-                    if scale is None:
-                        totals[at] = _dot(b, codes, own_x, totals[at])
-                        continue
-                    totals[at] = b.fma(_dot(b, codes, own_x), scale, totals[at])
-                    if minimum is not None:
-                        totals[at] = b.fma(sums[t], minimum, totals[at])
-            loop.give(*totals, *squares)
-        found, low = b.sums(thread, loop.results, lanes)
+        decoder, zeros = Units(b, layout, weight, inner), [b.f32(0.0)] * (count + tokens * normed)
+
+        def dots(above: Index, x_rows: list[Index]) -> list[Ssa]:
+            """Return this lane's part of the dot products, and with a norm of the sums of squares.
+
+            above: number of rows of the weight before those of the expert.
+            """
+            weight_rows = [b.add(above, b.add(row, half * out)) for half in range(halves) for row in own]
+            with b.loop(lane, units, lanes, carry=zeros) as loop:
+                xs, squares = [load_x(b, x, row, loop.index) for row in x_rows], []
+                if normed:
+                    factors = load_x(b, given["norm"], 0, loop.index)
+                    squares = [_squares(b, own_x, total, loop.index, inner) for own_x, total in zip(xs, loop.values[count:])]
+                    xs = [[b.mulf(a, c) for a, c in zip(own_x, factors)] for own_x in xs]
+                totals = [_unit(b, decoder, row, loop.index, xs, loop.values[i * tokens : (i + 1) * tokens])
+                          for i, row in enumerate(weight_rows)]  # fmt: skip
+                loop.give(*(total for part in totals for total in part), *squares)
+            return loop.results
+
+        def of_expert(pair: Index) -> list[Ssa]:
+            return dots(b.mul(b.to_index(b.load(given["chosen"], pair)), out * halves), [b.div(pair, matmul.per_row)])
+
+        if summed:
+            with b.loop(0, summed, carry=zeros) as part:
+                pair = b.add(b.mul(result, summed), part.index)
+                factor = b.load(given["weights"], pair)
+                part.give(*(b.fma(factor, dot, total) for dot, total in zip(of_expert(pair), part.values)))
+            totals = part.results
+        else:
+            totals = of_expert(result) if matmul.experts else dots(0, list(range(tokens)))
+        found, low = b.sums(thread, totals, lanes)
         with b.strided(thread, rows * tokens * slots) as item:
             slot, at = b.rem(item.index, slots), b.div(item.index, slots)
             token = b.rem(at, tokens)
             row = b.add(b.mul(b.add(b.mul(block, slots), slot), rows), b.div(at, tokens))
             with b.when(b.less(row, out)):
-                dots = [b.load(found, b.add(item.index, low + half * rows * tokens * slots)) for half in range(halves)]
-                if matmul.rms_eps is not None:
+                sums = [b.load(found, b.add(item.index, low + half * rows * tokens * slots)) for half in range(halves)]
+                if normed:
                     square = b.load(found, b.add(b.add(b.mul(token, slots), slot), low + count * slots))
-                    mean = b.addf(b.divf(square, b.f32(inner)), b.f32(matmul.rms_eps))
+                    mean = b.addf(b.divf(square, b.f32(inner)), b.f32(matmul.rms_eps or 0.0))
                     inverse = b.divf(b.f32(1.0), b.math("sqrt", mean))
-                    dots = [b.mulf(dot, inverse) for dot in dots]
-                result = pair if matmul.experts else token
-                b.store(finished(b, matmul, dots, given, result, row), y, result, row)
+                    sums = [b.mulf(dot, inverse) for dot in sums]
+                at = result if matmul.experts else token
+                b.store(finished(b, matmul, sums, given, at, row), y, at, row)
 
+    types, y_type = operands(matmul, layout), matmul.results()["y"]
+    if summed:
+        y_type = TensorType((results, out), F32)
+        types |= {"weights": TensorType((matmul.tokens,), F32)} | ({"residual": y_type} if matmul.residual else {})
     return GpuKernel(
-        f"gpu_matvec_{matmul.name}",
-        {**operands(matmul, layout)},
-        matmul.results(),
-        blocks * pairs,
+        f"gpu_matvec_{matmul.name}" + f"_sum{summed}" * (summed > 0),
+        {**types},
+        {"y": y_type},
+        blocks * results,
         write,
-        reference=lambda **given: define(matmul, **given),
+        reference=lambda **given: define(matmul, summed, **given),
         flops=2 * matmul.tokens * halves * out * inner,
         nbytes=4 * layout.row_words(inner) * out * halves,
         threads=THREADS,
     )
+
+
+def _unit(b: GpuBody, decoder: Units, row: Index, unit: Index, xs: list[list[Ssa]], totals: list[Ssa]) -> list[Ssa]:
+    """Return totals plus the dot products of a unit of a row of the weight with each x."""
+    codes, (scale, minimum) = decoder.codes(row, unit), decoder.scale(row, unit)
+    if scale is None:
+        return [_dot(b, codes, x, total) for x, total in zip(xs, totals)]
+    totals = [b.fma(_dot(b, codes, x), scale, total) for x, total in zip(xs, totals)]
+    if minimum is None:
+        return totals
+    return [b.fma(_sum(b, x), minimum, total) for x, total in zip(xs, totals)]
 
 
 def _dot(b: GpuBody, a: list[Ssa], c: list[Ssa], total: Ssa | None = None) -> Ssa:

@@ -18,7 +18,7 @@ from functools import cache
 from castiron.emitter.kernels.gpu.activations import ACTIVATIONS, sigmoid, softplus
 from castiron.emitter.kernels.gpu.gpu_body import GpuBody
 from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
-from castiron.emitter.kernels.kernel import INDEX, Kernel
+from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.mlir.body import Index, Ssa
 from castiron.emitter.kernels.mlir.isa import ISAS
 from castiron.emitter.kernels.recurrent import causal_conv as cpu_conv
@@ -103,9 +103,7 @@ def selective_scan(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, C
     return _like(kernel, tokens.sequences * heads, threads, write)
 
 
-def gated_delta(
-    tokens: Tokens, shape: Sequence[int], columns: Mapping[str, Columns], norm_eps: float | None = None
-) -> Kernel:
+def gated_delta(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, Columns], norm_eps: float | None = None) -> Kernel:
     """Return the kernel of `kernels.recurrent.gated_delta` for GPUs."""
     k_heads, heads, k_dim, v_dim = shape
     threads = 1 << min(v_dim - 1, 127).bit_length()

@@ -215,10 +215,12 @@ class Units:
 
     def _floats(self, row: Index, unit: Index) -> list[Ssa]:
         b, wide = self.b, _fours(self.b, self.weight)
-        fours = [b.four(wide, row, b.add(b.mul(unit, self.layout.low_words // 4), i)) for i in range(self.layout.low_words // 4)]
+        fours = [
+            b.four(wide, row, b.add(b.mul(unit, self.layout.low_words // 4), i)) for i in range(self.layout.low_words // 4)
+        ]
         words = [word for four in fours for word in four]
         if self.layout.bits == 32:
-            return [b.cast(word, F32) for word in words]
+            return [b.as_type(word, F32) for word in words]
         return [x for word in words for x in (b.bf16s(word) if self.layout.codec == "bf16" else b.halves(word))]
 
     def _high(self, row: Index, unit: Index) -> Ssa:
@@ -241,9 +243,9 @@ class Units:
         base = b.add(b.mul(b.div(unit, elements // UNIT), words), low + high)
         load = lambda i: b.load(self.weight, row, b.add(base, i))
         if layout.scales == "single":
-            return b.cast(load(0), F32), None
+            return b.as_type(load(0), F32), None
         if layout.scales == "double":
-            return b.cast(load(0), F32), self._signed(b.cast(load(1), F32))
+            return b.as_type(load(0), F32), self._signed(b.as_type(load(1), F32))
         if layout.scales == "half":
             shift = b.to_i32(b.mul(b.rem(b.div(unit, 32 // UNIT), 2), 16))
             return b.half(b.binary("shrui", load(0), shift)), None
@@ -255,7 +257,7 @@ class Units:
         byte = lambda i: b.bits("andi", b.binary("shrui", load(b.add(b.div(group, 4), i)), shift), 0xFF)
         if layout.scales == "k6":
             signed = b.number(b.bits("xori", byte(1), 0x80), 128)
-            return b.mulf(b.cast(load(0), F32), signed), None
+            return b.mulf(b.as_type(load(0), F32), signed), None
         d, m = b.halves(load(0))
         return b.mulf(d, b.number(byte(1))), self._signed(b.mulf(m, b.number(byte(3))))
 
