@@ -5,7 +5,7 @@ The rules of `lowering.kernels` that only emit matmuls are shared; `projected` e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -29,6 +29,7 @@ from castiron.emitter.kernels.gpu.matvec import MAX_TOKENS, matvec
 from castiron.emitter.kernels.gpu.norm import norm as norm_kernel
 from castiron.emitter.kernels.gpu.route import route as route_kernel
 from castiron.emitter.kernels.gpu.words import layout_of
+from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import ISAS
 from castiron.emitter.kv_cache import CACHES
@@ -73,7 +74,7 @@ def projected(
     """
     rows = [w.shape[0] // (experts or 1) for w in weights]
     tokens = x.shape[0] if chosen is None else chosen.shape[0]
-    given = {
+    given: dict[str, Any] = {
         "norm": norm[0] if norm else None,
         "weight": parameter(words_param(weights, experts or 1)),
         "chosen": chosen,
@@ -162,7 +163,7 @@ def fused_attention(op: Op, *operands: Any) -> tuple[Value, Value, Value]:
     return found["out"], appended["k_cache"], appended["v_cache"]
 
 
-def _ordered(kernel: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def _ordered(kernel: Kernel, given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in kernel.operands}
 
 
@@ -190,7 +191,7 @@ def rules() -> dict[str, Rule]:
     return {**portable.RULES, **shared, **RULES}
 
 
-RECURRENT = {
+RECURRENT: dict[str, Callable[..., Kernel]] = {
     "causal_conv": recurrent.causal_conv,
     "gated_delta": recurrent.gated_delta,
     "selective_scan": recurrent.selective_scan,

@@ -131,7 +131,7 @@ def append(caches: Caches, layout: HeadLayout, T: int, rows: Rows) -> Kernel:
         write,
         reference=reference,
         in_place={name: name for name in cached},
-        threads=-(-min(hd, THREADS) // 32) * 32,
+        threads=1 << (min(hd, THREADS) - 1).bit_length(),
     )
 
 
@@ -272,20 +272,20 @@ class _Writer:
             b.store(total, partial, b.add(thread, i * THREADS))
         b.barrier()
         with b.strided(thread, n * KEYS) as item:
-            i, key = b.div(item.index, KEYS), b.rem(item.index, KEYS)
+            query, key = b.div(item.index, KEYS), b.rem(item.index, KEYS)
             total = b.load(partial, b.mul(item.index, LANES))
             for j in range(1, LANES):
                 total = b.addf(total, b.load(partial, b.add(b.mul(item.index, LANES), j)))
             position, (lows, highs) = b.add(base, key), ranges
-            low, end = self._of_query(i, lows), self._of_query(i, highs)
+            low, end = self._of_query(query, lows), self._of_query(query, highs)
             inside = b.both(b.negate(b.less(position, low)), b.less(position, end))
             b.store(b.select(inside, self._score(total), b.f32(NEVER)), scores, item.index)
         b.barrier()
         tops, rescale = [], []
         for i in range(n):
-            with b.loop(0, KEYS, 1, carry=[maxima[i]]) as key:
-                key.give(b.maxf(b.load(scores, b.add(key.index, i * KEYS)), key.values[0]))
-            tops.append(key.results[0])
+            with b.loop(0, KEYS, 1, carry=[maxima[i]]) as scan:
+                scan.give(b.maxf(b.load(scores, b.add(scan.index, i * KEYS)), scan.values[0]))
+            tops.append(scan.results[0])
             rescale.append(b.math("exp", b.subf(maxima[i], tops[i])))
         with b.strided(thread, n * KEYS) as item:
             score, top = b.load(scores, item.index), self._of_query(b.div(item.index, KEYS), tops)
@@ -296,13 +296,13 @@ class _Writer:
         sums = [b.mulf(x, factor) for x, factor in zip(sums, rescale)]
         values = [b.mulf(x, rescale[i // len(own_d)]) for i, x in enumerate(values)]
         count = b.min(b.sub(high, base), KEYS)
-        with b.loop(subset, count, max(1, THREADS // hd), carry=[*sums, *values]) as key:
-            row = cached.row(layer, b.add(base, key.index), kv_head)
-            factors = [b.load(weights, b.add(key.index, i * KEYS)) for i in range(n)]
+        with b.loop(subset, count, max(1, THREADS // hd), carry=[*sums, *values]) as turn:
+            row = cached.row(layer, b.add(base, turn.index), kv_head)
+            factors = [b.load(weights, b.add(turn.index, i * KEYS)) for i in range(n)]
             xs = [cached.element(row, d) for d in own_d]
-            totals = [b.addf(x, factor) for x, factor in zip(key.values[:n], factors)]
-            key.give(*totals, *(b.fma(factors[i // len(xs)], xs[i % len(xs)], x) for i, x in enumerate(key.values[n:])))
-        return [*tops, *key.results]
+            totals = [b.addf(x, factor) for x, factor in zip(turn.values[:n], factors)]
+            turn.give(*totals, *(b.fma(factors[i // len(xs)], xs[i % len(xs)], x) for i, x in enumerate(turn.values[n:])))
+        return [*tops, *turn.results]
 
     def _of_query(self, i: Index, values: Sequence[Index]) -> Ssa:
         """Return values[i] for a run-time index i."""

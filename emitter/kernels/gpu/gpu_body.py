@@ -95,7 +95,7 @@ class GpuBody(Body):
         with self.loop(thread, count, self.threads, carry) as loop:
             yield loop
 
-    def sums(self, thread: Ssa, values: Sequence[Ssa], lanes: int, op: str = "addf") -> tuple[Ssa, Index]:
+    def sums(self, thread: Ssa, values: Sequence[Ssa], lanes: int, op: str = "addf") -> tuple[Ssa, int]:
         """Return (shared memref, first) with the sum of each value over groups of `lanes` threads.
 
         op: the method that adds two numbers, "addf", or "maxf" for maxima instead of sums.
