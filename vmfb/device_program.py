@@ -12,7 +12,6 @@ import numpy as np
 from castiron.emitter.abi import Function
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.drivers import DeviceError, find_device, open_device
-from castiron.vmfb.known_answer import check_device
 from castiron.vmfb.manifest import DEVICE, WEIGHTS
 from castiron.vmfb.program import ELEMENTS, Buffer, Call, NanLogitsError, Program, release_at_exit
 from castiron.vmfb.transfer import HostMemory, Transfer
@@ -27,10 +26,10 @@ class DeviceProgram(Program):
     """A bundle loaded on the GPU `bundle.device`, by default the first one of its driver."""
 
     def __init__(self, bundle: Bundle, slots: int = 1):
-        """Check the device, and upload the weights.
+        """Open the device, and upload the weights.
 
         slots: the number of sequences whose states will be allocated. Raise DeviceError if there is
-        no such device, if it has too little memory, or if it computes wrong results.
+        no such device, or if it has too little memory.
         """
         self._bundle, manifest = bundle, bundle.manifest
         self.info = find_device(manifest.target.driver, bundle.device)
@@ -44,7 +43,6 @@ class DeviceProgram(Program):
         self._upload.finish()
         # The weights are in device memory.
         self._mapped = None
-        check_device(self, bundle)
 
     def _open(self, instance: rt.VmInstance, threads: int) -> rt.HalDevice:
         return open_device(self.info)
@@ -87,7 +85,7 @@ class DeviceBuffer(Buffer):
     def __init__(self, program: DeviceProgram, shape: tuple[int, ...], dtype: str, array: DeviceArray | None = None):
         """Allocate zeros, or use the memory of `array`, which is a part of another buffer."""
         numpy_dtype, element = ELEMENTS[dtype]
-        self._program, self._dtype, nbytes = program, dtype, prod(shape) * numpy_dtype.itemsize
+        self._owner, self._dtype, nbytes = program, dtype, prod(shape) * numpy_dtype.itemsize
         if array is None:
             memory = DeviceMemory(program, nbytes)
             array = DeviceArray(memory, 0, nbytes // shape[0], shape, numpy_dtype)
@@ -96,7 +94,7 @@ class DeviceBuffer(Buffer):
         self._register(array.memory.transfer.part(array.memory.view, array.offset, nbytes), shape, element)
 
     def part(self, start: int, stop: int) -> Buffer:
-        return DeviceBuffer(self._program, (stop - start, *self.array.shape[1:]), self._dtype, self.array[start:stop])
+        return DeviceBuffer(self._owner, (stop - start, *self.array.shape[1:]), self._dtype, self.array[start:stop])
 
 
 class DeviceMemory:
