@@ -19,7 +19,7 @@ DEFAULT_CONTEXT, MAX_CONTEXT = 8192, 131072
 DEFAULT_THREADS = 2
 
 # The lowering for GPUs.
-GPU_LOWERING = "portable"
+GPU_LOWERING = "gpu"
 
 # Called with the name of a stage and its finished fraction, 0 to 1.
 Progress = Callable[[str, float], None]
@@ -50,8 +50,8 @@ class Options:
     def __post_init__(self) -> None:
         if not self.lowering:
             object.__setattr__(self, "lowering", GPU_LOWERING if is_gpu(self.target) else "kernels")
-        if is_gpu(self.target) and self.lowering == "kernels":
-            raise EmitError(f"lowering 'kernels' is for CPUs, and the target is {self.target}; use {GPU_LOWERING}")
+        if self.lowering == ("kernels" if is_gpu(self.target) else GPU_LOWERING):
+            raise EmitError(f"lowering {self.lowering!r} does not support the target {self.target}; leave out --lowering")
         known = {"weights": WEIGHTS, "numerics": NUMERICS, "cache": STORAGE, "lowering": LOWERINGS}
         for name, allowed in known.items():
             if getattr(self, name) not in allowed:
