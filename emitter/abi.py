@@ -10,11 +10,11 @@ This file imports the standard library only.
     embed_T(tokens i32[T], start i32, length i32, *states)          -> (hidden f32[T, H], *states)
     encode_T(tokens i32[T], start i32, length i32, *states)         -> (embedding f32[H], *states)
 
-T is the number of tokens of a call, V the vocabulary size, H the features of a hidden state or
-embedding. `length` is the number of tokens that are not padding. A call updates the states (KV
-caches, recurrent states) in place. `decode_batch_T` takes the states of T sequences, concatenated
-along dimension 0; it skips a sequence whose position is negative, so that the states of that
-sequence do not change.
+T is the number of tokens of a call, V the vocabulary size, H the number of features of a hidden
+state or embedding. `length` is the number of tokens that are not padding. A call updates the states
+(KV caches, recurrent states) in place. `decode_batch_T` takes the states of T sequences,
+concatenated along dimension 0. It skips a sequence whose position is negative, so that the states
+of that sequence do not change.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class State:
 def ring_rows(window: int, tokens: int) -> int:
     """Return the min number of rows of a ring buffer for calls of up to `tokens` tokens.
 
-    window: how many positions a query attends to. With fewer rows, a call would overwrite rows that
-    its own first tokens still need.
+    window: how many positions a query attends to. With fewer rows, the last tokens of a call would
+    overwrite rows that the call's first tokens need.
     """
     return window + tokens
 
@@ -181,7 +181,7 @@ class Function:
 def functions(widths: Mapping[str, Iterable[int]]) -> tuple[Function, ...]:
     """Return a `Function` for each role and each of its widths.
 
-    They are in the order in which modules export them. widths: for each role (a key of `ROLES`),
-    the numbers of tokens that its functions take.
+    widths: for each role (a key of `ROLES`), the numbers of tokens that its functions take. The
+    result has the order in which modules export functions.
     """
     return tuple(Function(role, width) for role in ROLES for width in widths.get(role, ()))

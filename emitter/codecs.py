@@ -225,7 +225,10 @@ def codec_of(name: str) -> Codec:
 
 
 def row_bytes(codec_name: str, in_features: int) -> int:
-    """Return the bytes of a row of `in_features` elements; ValueError for a partial last block."""
+    """Return the size in bytes of a row of `in_features` elements.
+
+    Raises ValueError if the last block would be partial.
+    """
     codec = codec_of(codec_name)
     blocks, rest = divmod(in_features, codec.block)
     if rest:
@@ -234,7 +237,10 @@ def row_bytes(codec_name: str, in_features: int) -> int:
 
 
 def in_features_of(codec: Codec, raw: np.ndarray) -> int:
-    """Return the elements of a row of `raw` [..., row_bytes]; ValueError for a partial block."""
+    """Return the number of elements in a row of `raw` [..., row_bytes].
+
+    Raises ValueError if the last block is partial.
+    """
     blocks, rest = divmod(raw.shape[-1], codec.block_bytes)
     if rest:
         raise ValueError(f"a {codec.name} row has {raw.shape[-1]} bytes; use a multiple of {codec.block_bytes}")
@@ -255,10 +261,11 @@ def powers_of_two(exponents: np.ndarray) -> np.ndarray:
 
 
 def numbers(codec: Codec, parts: Parts) -> Parts:
-    """Return `parts` with plain numbers in every array: f16, f32, u8 or i8.
+    """Return `parts` with every array converted to f16, f32, u8 or i8.
 
-    Scales stored as exponents, bf16 or E4M3 become floats. A zero point m becomes d * m. Codes that
-    are E4M3 floats or indices of floats become these floats.
+    Scales that are stored as exponents, bf16 or E4M3 are converted to floats. A zero point m
+    becomes d * m. Codes that are stored as E4M3, or as indices in a table of floats, are replaced
+    by the floats.
     """
     d, m, scales, codes = parts.d, parts.m, parts.scales, parts.codes
     if codec.exponents:

@@ -1,8 +1,9 @@
 """Split blocks of ggml's IQ1, IQ2 and IQ3 types, whose codes are entries of a grid.
 
 A grid is a list of vectors of four or eight values. A block stores one index of a vector for each
-four or eight elements. `iq_grids.json` has ggml's grids (ggml-common.h), in base64. It stores a
-value as its index in `_LEVELS`, in `_BITS` bits; the lowest bits of a byte come first.
+four or eight elements. `iq_grids.json` has ggml's grids (ggml-common.h), in base64. The file has
+the index in `_LEVELS` of each value of a grid, in `_BITS` bits. The lowest bits of a byte come
+first.
 """
 
 import json

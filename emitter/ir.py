@@ -114,7 +114,7 @@ class Module:
 
     @contextmanager
     def defining(self, function: Graph) -> Iterator[None]:
-        """Append the operations of the `with` block to `function`, then add it to the module."""
+        """Append the operations of the `with` block to `function`; then add it to this module."""
         if function.name in self.functions:
             raise EmitError(f"module {self.name}: function {function.name!r} is defined twice; give one of them another name")
         with building(self, function):

@@ -215,7 +215,7 @@ def attention(
     q is [T, heads, head_dim]; the result is [T, heads * head_dim]. Keys and values are rounded to
     the cache's storage format before any query reads them; everything else is f32.
 
-    layer: index of the layer in the model, which the cache lists in `State.layers`.
+    layer: index of the layer in the model; `State.layers` has the layers that use a cache.
     window: a query at position p attends to positions j with p - window < j <= p.
     softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2, arXiv:2408.00118).
     sinks: [heads], an extra score in the softmax of each head (gpt-oss, arXiv:2508.10925).
@@ -346,8 +346,5 @@ def lm_head(step: Step, x: Value, vocab: int, tied: bool, embedding: str = "mode
 
 
 def argmax(logits: Value) -> Value:
-    """Return the index of the largest logit in each row of [T, vocab], as i32 [T].
-
-    On a tie it is the lowest index.
-    """
+    """Return the lowest index of the largest logit in each row of [T, vocab], as i32 [T]."""
     return build(LAYERS, "argmax_rows", (logits,), (TensorType(logits.shape[:-1], I32),))[0]

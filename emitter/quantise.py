@@ -141,7 +141,7 @@ def _scales(encoder: Encoder, x: np.ndarray, weights: np.ndarray | None) -> np.n
 def _scales_and_minima(
     encoder: Encoder, x: np.ndarray, weights: np.ndarray | None, negative: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scales and minima [n] of `scale * code + minimum` with the least squared error.
+    """Return the scales and minima [n] for which `scale * code + minimum` is nearest to x.
 
     x: the elements, [group, n]. weights: the weight of each squared error, [group, n]; None: all 1.
     negative: whether minima are limited to numbers <= 0, as K-quants store them.

@@ -196,8 +196,8 @@ class Step:
         """Return the tensors `<module path>.<part>`, all of one shape, stacked as weight `name`.
 
         Tensors [out, in] become [len(parts) * out, in], vectors [n] become [len(parts), n]. The
-        stack is stored in the tensors' codec. It is stored in f32 if they are vectors or have
-        several codecs.
+        stack is stored in the codec of the tensors, or in f32 if the tensors are vectors or have
+        different codecs.
         """
         path = current_path()
         names = [f"{path}.{part}" for part in parts]

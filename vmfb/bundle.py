@@ -39,9 +39,9 @@ class Bundle:
     """An open bundle.
 
     path: its directory, or its archive if it is `packed`. parts: open files of the bundle by name,
-    which stay readable if another bundle replaces this one; None if files are opened when they are
-    needed. device: the GPU that runs the bundle, such as "vulkan:1"; None for the driver's first.
-    progress: called with (bytes, total) while weights are uploaded to a GPU.
+    which stay readable if another bundle replaces this one; if None, `part` opens the files. device:
+    the GPU that runs the bundle, such as "vulkan:1"; None for the driver's first. progress: called
+    with (bytes, total) while weights are uploaded to a GPU.
     """
 
     path: Path
@@ -62,9 +62,9 @@ class Bundle:
         return self.path / name
 
     def with_context(self, context: int) -> Bundle:
-        """Return this bundle, opened with a context of `context` positions.
+        """Return this bundle with a context of `context` positions.
 
-        Raise BundleError if they are more than the manifest's limit.
+        Raise BundleError if `context` exceeds `max_context` of the manifest.
         """
         if not 1 <= context <= self.manifest.max_context:
             limit = self.manifest.max_context

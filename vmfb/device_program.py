@@ -12,7 +12,6 @@ import numpy as np
 from castiron.emitter.abi import Function
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.drivers import DeviceError, find_device, open_device
-from castiron.vmfb.known_answer import check_device
 from castiron.vmfb.manifest import DEVICE, WEIGHTS
 from castiron.vmfb.program import ELEMENTS, Buffer, Call, NanLogitsError, Program, release_at_exit
 from castiron.vmfb.transfer import HostMemory, Transfer
@@ -27,10 +26,10 @@ class DeviceProgram(Program):
     """A bundle loaded on the GPU `bundle.device`, by default the first one of its driver."""
 
     def __init__(self, bundle: Bundle, slots: int = 1):
-        """Check the device, and upload the weights.
+        """Open the device, and upload the weights.
 
         slots: the number of sequences whose states will be allocated. Raise DeviceError if there is
-        no such device, if it has too little memory, or if it computes wrong results.
+        no such device, or if it has too little memory.
         """
         self._bundle, manifest = bundle, bundle.manifest
         self.info = find_device(manifest.target.driver, bundle.device)
@@ -44,7 +43,6 @@ class DeviceProgram(Program):
         self._upload.finish()
         # The weights are in device memory.
         self._mapped = None
-        check_device(self, bundle)
 
     def _open(self, instance: rt.VmInstance, threads: int) -> rt.HalDevice:
         return open_device(self.info)
@@ -87,68 +85,67 @@ class DeviceBuffer(Buffer):
     def __init__(self, program: DeviceProgram, shape: tuple[int, ...], dtype: str, array: DeviceArray | None = None):
         """Allocate zeros, or use the memory of `array`, which is a part of another buffer."""
         numpy_dtype, element = ELEMENTS[dtype]
-        self._program, self._dtype, nbytes = program, dtype, prod(shape) * numpy_dtype.itemsize
+        self._owner, self._dtype, nbytes = program, dtype, prod(shape) * numpy_dtype.itemsize
         if array is None:
-            buffer = program.device.allocator.allocate_buffer(_LOCAL, _USAGE, nbytes)
-            view = rt.HalBufferView(buffer, (nbytes,), rt.HalElementType.UINT_8)
-            program.transfer.fill(view, 0, nbytes)
-            array = DeviceArray(program.transfer, view, 0, nbytes // shape[0], shape, numpy_dtype)
-        else:
-            buffer = program.transfer.part(array.view, array.offset, nbytes)
+            memory = DeviceMemory(program, nbytes)
+            array = DeviceArray(memory, 0, nbytes // shape[0], shape, numpy_dtype)
+            memory.transfer.fill(memory.view, 0, nbytes)
         self.array = array
-        self._register(buffer, shape, element)
+        self._register(array.memory.transfer.part(array.memory.view, array.offset, nbytes), shape, element)
 
     def part(self, start: int, stop: int) -> Buffer:
-        return DeviceBuffer(self._program, (stop - start, *self.array.shape[1:]), self._dtype, self.array[start:stop])
+        return DeviceBuffer(self._owner, (stop - start, *self.array.shape[1:]), self._dtype, self.array[start:stop])
+
+
+class DeviceMemory:
+    """Memory of a GPU, which several arrays share. view: the bytes in the runtime."""
+
+    def __init__(self, program: DeviceProgram, nbytes: int):
+        buffer = program.device.allocator.allocate_buffer(_LOCAL, _USAGE, nbytes)
+        self.view = rt.HalBufferView(buffer, (nbytes,), rt.HalElementType.UINT_8)
+        self.transfer = program.transfer
+        release_at_exit(self, "view")
 
 
 class DeviceArray:
     """An array in device memory, which is read and written like a NumPy array of the states.
 
-    It supports slices of the first two dimensions from their start, and of the first dimension.
-    `copy` and `numpy.asarray` download it. Assigning to a slice uploads, or copies on the device.
+    A slice takes elements of dimension 0, and of dimension 1 the first ones. `copy` and
+    `numpy.asarray` download. Assigning to a slice uploads, or copies on the device.
     """
 
-    def __init__(
-        self, transfer: Transfer, view: rt.HalBufferView, offset: int, stride: int, shape: tuple[int, ...], dtype: np.dtype
-    ):
-        """view: the complete buffer. offset, stride: in bytes; the stride of dimension 0."""
-        self._transfer, self.view, self.offset, self._stride = transfer, view, offset, stride
-        self.shape, self.dtype = shape, dtype
+    def __init__(self, memory: DeviceMemory, offset: int, stride: int, shape: tuple[int, ...], dtype: np.dtype):
+        """offset, stride: in bytes; the stride of dimension 0."""
+        self.memory, self.offset, self._stride, self.shape, self.dtype = memory, offset, stride, shape, dtype
         self.size = prod(shape)
         self.nbytes = self.size * dtype.itemsize
+        # Bytes of an element of dimension 0, which are adjacent.
+        self._block = prod(shape[1:]) * dtype.itemsize
 
     def __getitem__(self, index: slice | tuple[slice, slice]) -> DeviceArray:
         first, second = index if isinstance(index, tuple) else (index, slice(None))
         start, stop, _ = first.indices(self.shape[0])
-        shape = (max(0, stop - start), *self.shape[1:])
+        shape = (stop - start, *self.shape[1:])
         if second != slice(None):
             begin, end, _ = second.indices(self.shape[1])
             assert begin == 0, "a part of a state begins at its first position"
             shape = (shape[0], end, *shape[2:])
-        return DeviceArray(self._transfer, self.view, self.offset + start * self._stride, self._stride, shape, self.dtype)
+        return DeviceArray(self.memory, self.offset + start * self._stride, self._stride, shape, self.dtype)
 
     def __setitem__(self, index: slice | tuple[slice, slice], value: DeviceArray | np.ndarray | int) -> None:
-        mine = self[index]
+        own = self[index]
+        view, transfer = own.memory.view, own.memory.transfer
         if isinstance(value, DeviceArray):
-            assert value.shape == mine.shape, f"shape {value.shape} differs from {mine.shape}"
-            mine._transfer.copy(
-                value.view, value.offset, value._stride, mine.view, mine.offset, mine._stride, mine._block, mine.shape[0]
-            )
-        elif isinstance(value, int) and value == 0 and mine._block == mine._stride:
-            mine._transfer.fill(mine.view, mine.offset, mine.nbytes)
-        else:
-            data = np.ascontiguousarray(np.broadcast_to(np.asarray(value, mine.dtype), mine.shape))
-            rows = data.reshape(-1).view(np.uint8).reshape(mine.shape[0], mine._block)
-            mine._transfer.upload(rows, mine.view, mine.offset, mine._stride)
-
-    @property
-    def _block(self) -> int:
-        """Return the bytes of one element of dimension 0, which are adjacent."""
-        return prod(self.shape[1:]) * self.dtype.itemsize
+            assert value.shape == own.shape, f"shape {value.shape} differs from {own.shape}"
+            source = value.memory.view, value.offset, value._stride
+            transfer.copy(*source, view, own.offset, own._stride, own._block, own.shape[0])
+            return
+        rows = np.ascontiguousarray(np.broadcast_to(np.asarray(value, own.dtype), own.shape))
+        transfer.upload(rows.reshape(-1).view(np.uint8).reshape(own.shape[0], own._block), view, own.offset, own._stride)
 
     def copy(self) -> np.ndarray:
-        data = self._transfer.download(self.view, self.offset, self._stride, self._block, self.shape[0])
+        memory = self.memory
+        data = memory.transfer.download(memory.view, self.offset, self._stride, self._block, self.shape[0])
         return data.reshape(-1).view(self.dtype).reshape(self.shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

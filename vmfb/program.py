@@ -108,7 +108,7 @@ class Loaded:
         return lambda: rt.create_io_parameters_module(instance, parameters.create_provider(scope=SCOPE))
 
     def function(self, name: str) -> tuple[rt.VmFunction, Callable]:
-        """Return the function called `name`, and the method that calls it; KeyError if absent."""
+        """Return the function `name`, and `VmContext.invoke` to call it; KeyError if absent."""
         for file, module in self.modules.items():
             if name in module.function_names:
                 return module.lookup_function(name), self.contexts[file].invoke
@@ -226,8 +226,10 @@ def exclusive(method: Method) -> Method:
 class Buffer:
     """Memory that Python and the runtime share, of elements i8, i32, f32, f16 or bf16.
 
-    array: the memory in Python. view: the same memory in the runtime.
+    array: the memory in Python, a NumPy array. view: the same memory in the runtime.
     """
+
+    array: Any
 
     def __init__(self, program: Loaded, shape: tuple[int, ...], dtype: str, memory: np.ndarray | None = None):
         """Allocate zeros, or use `memory`, which is a flat slice of another buffer."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import iree.runtime as rt
 import numpy as np
 
+from castiron.vmfb.program import release_at_exit
+
 # transfer_part: a part of a buffer. transfer_fill: zeros. transfer_copy: `count` blocks of `length` bytes; in both buffers
 # one block follows the other after a stride (`..._by`). transfer_best: the argmax of each row of logits, then its logits.
 # All offsets and lengths are in bytes.
@@ -128,6 +130,7 @@ class HostMemory:
         self.array: np.ndarray = self._mapped.asarray((nbytes,), np.dtype(np.uint8))
         self.array[:] = 0
         self.view = rt.HalBufferView(buffer, (nbytes,), rt.HalElementType.UINT_8)
+        release_at_exit(self, "array", "_mapped", "view")
 
 
 def _allocate(allocator: rt.HalAllocator, nbytes: int) -> rt.HalBuffer:
@@ -151,6 +154,7 @@ class Transfer:
             name: module.lookup_function(f"transfer_{name}") for name in ("part", "fill", "copy", "best")
         }  # fmt: skip
         self._staging = HostMemory(device, STAGING_BYTES)
+        release_at_exit(self, "_staging", "_functions", "_context", "_module", "device")
 
     def part(self, view: rt.HalBufferView, offset: int, length: int) -> rt.HalBuffer:
         """Return a part of a buffer, in the same memory."""

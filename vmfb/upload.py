@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import weakref
 from collections.abc import Callable, Mapping
 
 import iree.runtime as rt
@@ -38,7 +39,9 @@ class Upload:
         self._buffers: dict[tuple[str, int, int], rt.HalBuffer] = {}
         # The exception of `_load`, which the runtime turns into a message of its own.
         self.error: Exception | None = None
-        self._interface = PyModuleInterface(MODULE, lambda interface: self)
+        # Not `self`: the runtime's objects do not take part in garbage collection.
+        own = weakref.ref(self)
+        self._interface = PyModuleInterface(MODULE, lambda interface: own())
         self._interface.export(FUNCTION, CONVENTION, Upload._load)
         self.module = self._interface.create()
 

@@ -180,8 +180,7 @@ class Matmul:
     def nbytes(self) -> int:
         """Return the bytes of memory traffic of a call: its operands and its result.
 
-        With experts, only the weights of experts in use count: as many as there are (token, expert)
-        pairs, but at most all.
+        With experts, the weights of min(experts, number of (token, expert) pairs) experts count.
         """
         types = self.operands() | self.results()
         weight = types.pop("weight").nbytes

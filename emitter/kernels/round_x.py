@@ -1,12 +1,12 @@
 """Quantise x to int8, once for all matmuls that read x; 32 elements of a row share a scale.
 
 each workgroup: `ROWS` rows of x [T, in]
-  for row, for each group:
+  for row, for each 32 elements x of the row:
     scale = max |x| / 127
     n = round(x / scale)                         to nearest, ties to even; 0 if the scale is almost 0
     y = four n in an i32; each eight n in the order 0, 2, 4, 6, 1, 3, 5, 7 (`EVEN_ODD`)
     scales = scale
-    sums = scale * sum(n) for each codec group if the codec has minima, otherwise sum(n)
+    sums = scale * sum(n) over each codec group in the 32 if the codec has minima, otherwise sum(n)
 """
 
 from functools import cache
@@ -71,8 +71,9 @@ def round_x(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
 
     Results (types: `rounded_types`):
     y: four int8 in each i32; every eight int8 are in the order 0, 2, 4, 6, 1, 3, 5, 7 (`EVEN_ODD`).
-    scales; sums: sums of x over each group of `codec`, the codec of the weight that x is multiplied
-        by.
+    scales: the scale of every 32 elements.
+    sums: sums over each group of `codec`, the codec of the weight that x is multiplied by. They are
+        sums of x if the codec has minima, otherwise sums of the int8.
     """
     lanes = isa.lanes
 

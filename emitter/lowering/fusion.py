@@ -16,14 +16,17 @@ Patterns, for T tokens:
 The result may have two new kinds of operations, and some kinds may get more operands or attributes:
 
     matmul(x, (norm weight), weights ..., biases ..., (residual)) -> [T, out]
-      weights, biases: numbers of these operands; eps: epsilon of the RMS norm of x, or None; residual: whether there is
-      a residual; glu: the activation of a GLU of two weights, or None
+      attributes: weights, biases: numbers of these operands; eps: epsilon of the RMS norm of x, or None; residual:
+      whether there is a residual; glu: the activation of a GLU of two weights, or None
     fused_attention(q, k and v rows, in one value or several, prepared ..., k_cache, v_cache, start, (length), (sinks))
-      rows: the number of values with q, k and v rows; layout: the `HeadLayout` of a row; prepared: the names of the
-      operands in `HeadLayout.operands`; the other attributes are those of attention
-    causal_conv(...) with activation: name of the activation of the result, if there is one
-    rms_norm, layer_norm and experts(..., residual) with residual: True, if there is one
-    gated_delta(..., (norm weight, z), state, ...) with norm_eps: epsilon of the gated norm, if there is one
+      attributes: rows: the number of values with q, k and v rows; layout: the `HeadLayout` of a row; prepared: the names
+      of the operands in `HeadLayout.operands`; and those of attention
+    causal_conv(...)
+      another attribute: activation: name of the activation of the result, if there is one
+    rms_norm, layer_norm and experts(..., residual)
+      another attribute: residual: True, if there is one
+    gated_delta(..., (norm weight, z), state, ...)
+      another attribute: norm_eps: epsilon of the gated norm, if there is one
 """
 
 from __future__ import annotations
@@ -209,7 +212,7 @@ def _apart(graph: _Uses, linear: Op, order: tuple[int, int]) -> list[Op]:
 
 
 def _chain(graph: _Uses, value: Value) -> list[Op]:
-    """Return the operations between a projection and `value`, its q or k, the last one first.
+    """Return the operations that compute `value`, a q or k, from a projection; the last one first.
 
     They are rope, norm over a head, reshape, norm over the row, in this order; each may be missing.
     """

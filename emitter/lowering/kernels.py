@@ -176,7 +176,7 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
 def _part_of_heads(x: Value, layout: HeadLayout, parts: int, part: int) -> Value:
     """Return the columns of x [..., heads * n] for one part of the query heads.
 
-    The query heads of each kv head are divided into `parts` parts. part: number of the part.
+    The query heads of each kv head are divided into `parts` parts. part: index of the part.
     """
     if parts == 1:
         return x
@@ -190,7 +190,7 @@ def _part_of_heads(x: Value, layout: HeadLayout, parts: int, part: int) -> Value
 def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> Value:
     """Return qkv [T, row] with only one part of the query heads, and with all keys and values.
 
-    The query heads of each kv head are divided into `parts` parts. part: number of the part.
+    The query heads of each kv head are divided into `parts` parts. part: index of the part.
     """
     if parts == 1:
         return qkv
@@ -200,10 +200,10 @@ def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> V
 
 
 def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple[Tokens, dict[str, Value]]:
-    """Return the `Tokens` of a recurrent kernel, and its operands `positions` or `length` by name.
+    """Return a recurrent kernel's argument `tokens`, and the values of `tokens.operands` by name.
 
-    count: number of rows of the call. numbers: the last operands of `op`: start (in a batch,
-    positions), and in a prefill also length.
+    count: number of tokens of the call. numbers: the last operands of `op`, which are (positions,)
+    in a batch, (start, length) in a prefill, and (start,) in other functions.
     """
     if op.attrs["mode"] == "batch":
         return Tokens(count, state.shape[0], batch=True), {"positions": numbers[0]}
@@ -235,8 +235,8 @@ def _recurrent(
     """Return the result of a recurrent operation and the state after it, computed by a kernel.
 
     make(tokens, columns): returns the kernel. state: the state before the operation. numbers: the
-    last operands of `op`: start (in a batch, positions), and in a prefill also length. rows: the
-    kernel's operands that may be columns of a fused matmul, by name. given: its other operands.
+    last operands of `op` (see `_tokens`). rows: the kernel's operands that may be columns of a
+    fused matmul, by name. given: the kernel's other operands.
     """
     tokens, own = _tokens(op, op.results[0].shape[0], state, numbers)
     found = {name: _columns(x) for name, x in rows.items()}

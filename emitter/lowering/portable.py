@@ -86,7 +86,7 @@ class Stored:
 
 
 def float_param(weight: Weight, dtype: DType) -> Param:
-    """Return the parameter for a weight that has a float codec or whose values are computed.
+    """Return the parameter for a weight in a float codec, or for a table (see `Weight.values`).
 
     dtype: element type of the parameter.
     """
@@ -340,8 +340,8 @@ def _experts_of_token(x: Value, chosen: Value, weights: Value, function: str | C
 def _experts_of_pairs(x: Value, chosen: Value, weights: Value, function: str | ClampedSwiGLU, parts: list[_Stacked]) -> Value:
     """Return the result of `experts` for several tokens.
 
-    The code computes all (token, expert) pairs at once, because a loop would compile a program for
-    each pair.
+    All (token, expert) pairs are computed by the same operations, so that the program does not grow
+    with the number of pairs.
     """
     (tokens, hidden), per_token = x.shape, chosen.shape[1]
     pairs = tokens * per_token

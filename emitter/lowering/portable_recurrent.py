@@ -44,8 +44,8 @@ class _Tokens:
 def _recurrence(rule: Callable[..., tuple[Value, Value]]) -> Rule:
     """Return the lowering rule of a recurrent operation that `rule` computes.
 
-    rule(tokens, *operands): returns the result, and the layer's state after the tokens. The
-    operands are without the state and the positions, which `tokens` has.
+    rule(tokens, *operands): returns the result, and the layer's state after the tokens. operands:
+    the operation's operands, without the state, the positions and the length.
     """
 
     def lowered(op: Op, *operands) -> tuple[Value, Value]:
@@ -125,9 +125,9 @@ def _dot(a: Value, b: Value, i: int, j: int) -> Value:
 class _Decays:
     """The decays in a chunk of C tokens: f32 factors in [0, 1].
 
-    between: from token j to token i, [heads, C, C], 0 if j is after i.
-    since_start: from the state before the chunk to token i, [heads, C, 1].
-    to_end: from token j to the last token, [heads, C, 1].
+    between: [heads, C, C]; element [h, i, j] is the decay from token j to token i, 0 if j > i.
+    since_start: from the state before the chunk to each token, [heads, C, 1].
+    to_end: from each token to the last token, [heads, C, 1].
     total: from the state before the chunk to the last token, [heads, 1, 1].
     """
 

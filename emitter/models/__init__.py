@@ -1,4 +1,4 @@
-"""The model families: one file for each, written like its paper with the names of HF.
+"""The model families: one file for each, in which layers and sizes have the names of HF.
 
 A family is a module with `Config`, `read(c: ConfigReader) -> Config` and `forward(step, config)`.
 `forward` returns logits [rows, vocab] of the rows that `layers.wanted_rows` selects. An encoder's
@@ -90,8 +90,8 @@ def build(
     cache: the format of KV caches, "f32", "f16" or "q8_0".
     pooling: if given, the model is an encoder, whose only functions are encode_T for each T in
         `embeds`.
-    orders: for linear layers whose weight has reordered columns: from the weight's name to the name
-        of a tensor f32 [in]. Its element i is the input feature of column i.
+    orders: maps the name of each weight with reordered columns to the name of a tensor f32 [in].
+        Element i of the tensor is the input feature that column i of the weight multiplies.
     """
     model, c = family(config), read_config(config)
     if not 1 <= context <= c.max_positions:

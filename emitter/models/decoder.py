@@ -55,7 +55,7 @@ class DecoderConfig(ModelConfig):
 
     @property
     def max_positions(self) -> int:
-        """Return the max number of positions for which all rotary frequencies are valid."""
+        """Return the max sequence length; HF uses other rotary frequencies for longer sequences."""
         return min(value.positions for value in vars(self).values() if isinstance(value, Rotary))
 
     def tables(self, step: Step) -> Sequence[Any]:

@@ -19,8 +19,8 @@ ANY_OBJECT = {"type": "object"}
 class AnswerFormat:
     """The format that an answer must have.
 
-    param: field of the request that sets the format. kind, value: name and value of the argument
-    of `Tokenizer.grammar`.
+    param: field of the request that sets the format. kind: name of an argument of
+    `Tokenizer.grammar`, such as "json_schema" or "regex". value: its value, such as the schema.
     """
 
     param: str

@@ -21,8 +21,8 @@ NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
 class CallableTools:
     """The functions that an answer may call.
 
-    shown: functions that the prompt describes. tools: reader of the calls in the answer. forced:
-    JSON schemas, by name, of the functions of which the answer must call one; empty if it need not.
+    shown: functions that the prompt describes. tools: parser of the calls in the answer. forced: if
+    the answer must call a function, the JSON schema of each possible function, by name; else empty.
     """
 
     shown: list[Tool]
@@ -48,7 +48,7 @@ class CallableTools:
         return form
 
     def _schemas_of_optional_calls(self) -> dict[str, Any]:
-        """Return the JSON schemas that optional tool calls must match, by function name.
+        """Return the JSON schema that calls of each function must match, if calls are optional.
 
         The result is empty if no function is strict, or if the model's tool format has no token
         that starts a call. In a JSON tool format, a function that is not strict accepts any object.

@@ -34,7 +34,7 @@ GROUPS = {
         "inspect": "describe a checkpoint or a bundle",
         "quantise": "write a checkpoint as a quantised GGUF file",
         "pack": "write a bundle as one file",
-        "cache": "list and clear cached files, or add a prefix state",
+        "cache": "list and clear cached files",
         "devices": "list the CPU and the GPUs that can run bundles",
     },
     "measure": {

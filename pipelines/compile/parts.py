@@ -34,10 +34,7 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
 
 def extract_function(module: Module, name: str) -> Module:
-    """Return a module with the function `name` and its parameters.
-
-    Raises PipelineError for an unknown name.
-    """
+    """Return a module with the function `name` and its parameters."""
     if name not in module.functions:
         raise PipelineError(f"the model has no function {name!r}; --function takes {', '.join(module.functions)}")
     return module.part(name)
@@ -46,8 +43,7 @@ def extract_function(module: Module, name: str) -> Module:
 def extract_layer(module: Module, layer: int) -> Module:
     """Return a module whose functions have only the operations of one layer.
 
-    Values that are computed outside the layer become arguments. Values that later layers read
-    become results. Raises PipelineError if the model has no such layer.
+    Values from outside the layer become arguments; values that later layers read become results.
     """
     layers = {layer_of(op) for function in module.functions.values() for op in function.ops} - {None}
     if layer not in layers:
@@ -78,10 +74,7 @@ def kernel_module(kernel: Kernel) -> Module:
 
 
 def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None:
-    """Add a function to `into` that has only the operations of `function` in one layer.
-
-    Parameters and constants that these operations read are copied too.
-    """
+    """Add to `into` the operations of `function` in one layer, with the parameters they read."""
     block = [op for op in function.ops if layer_of(op) == layer]
     read = {v for op in block for v in op.operands}
     # Operations without operands are copied if the layer reads them: rotary tables, for example, are in the first layer.
@@ -106,8 +99,8 @@ def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None
 def _names(function: Graph) -> dict[Value, str]:
     """Return names for the inputs of a function, and for values that other layers read.
 
-    An updated state has the name of its input. Another value is named after the module path of the
-    operation that computes it.
+    An updated state has the name of its input. Other values have the module path of their
+    operation.
     """
     readers: dict[Value, set[int | None]] = {value: {None} for value in function.outputs}
     for op in function.ops:
@@ -214,12 +207,11 @@ def _recurrent(name: str, asked: KernelRequest) -> Kernel:
 
 
 def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, KernelRequest], Kernel]:
-    """Return a function of a kernel's name and a request.
+    """Return a function that builds a one-layer model, and returns the model's kernel by name.
 
-    It builds a model with one layer and returns the model's kernel of that name. function: the
-    model's function that has the kernel, without the number of tokens, such as "prefill". For one
-    token, the kernel is always taken from decode_step. keys: keys of the config to which the
-    sizes of --shape are assigned.
+    function: the model's function that has the kernel, without the number of tokens, such as
+    "prefill". For one token, the kernel is always taken from decode_step. keys: keys of the config
+    to which the sizes of --shape are assigned.
     """
 
     def make(name: str, asked: KernelRequest) -> Kernel:
@@ -267,8 +259,7 @@ KINDS: dict[str, Kind] = {
 def named_kernel(name: str, shape: str, *, tokens: int | None = None, **options: Any) -> Kernel:
     """Return the kernel of kind `name` (a key of KINDS) with default tiles.
 
-    shape: sizes joined by "x", such as "1536x576". options: other fields of KernelRequest. Raises
-    PipelineError for invalid arguments.
+    shape: sizes joined by "x", such as "1536x576".
     """
     kind = KINDS.get(name)
     if kind is None:

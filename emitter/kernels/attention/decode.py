@@ -5,19 +5,19 @@ that all threads read equal parts of the cache in memory order; the last workgro
 combines the partial results. No workgroup reads the cache row that is written in this dispatch: the
 token's own key and value come from qkv.
 
-    workgroup (group of `per` kv heads, slot):
-      short context: one kv head, its slot; positions low .. pos - 1          slots past the heads are idle
-      long context:  all `per` kv heads; the slot's part of these positions
-      q [per * group of query heads, head_dim] = scale * rope(norm(q))                                 stack
-      values [heads, head_dim], sums [heads] = 0, references [heads] = -1e30         the online softmax, stack
-      the head's own workgroup, or slot 0:
-        k[layer, pos], v[layer, pos] = rope(norm(k)), v                                              memory
-        values, sums, references = v, 1, q . k                                the softmax after the token itself; then a sink
+    each workgroup: a group of `per` kv heads, and a slot; the token has position pos and attends from position low on
+      short context: kv head number `slot` of the group; positions low .. pos - 1        no kv head if slot >= per
+      long context:  all kv heads of the group; part number `slot` of positions low .. pos - 1
+      q [heads, head_dim] = scale * rope(norm(q))                           the query heads of these kv heads; stack
+      values [heads, head_dim], sums [heads] = 0, references [heads] = -1e30              the online softmax; stack
+      short context, or slot 0 of a long context:
+        k[layer, pos], v[layer, pos] = rope(norm(k)), v                                                      memory
+        values, sums, references = v, 1, q . k                             position pos; then add the sinks, if any
       for tile of positions: update values, sums and references as in `attention.workgroup`
-      short context: out [heads, head_dim] = values / sums                                           memory
+      short context: out [heads, head_dim] = values / sums                                                   memory
       long context:
-        parts[heads, slot] = values, references, sums                                                memory
-        the workgroup that adds the last one to the counter:
+        parts[heads, slot] = values, references, sums                                                        memory
+        the workgroup that finishes last, according to the counter:
           for head: w [splits] = exp(references - max); out = sum(w * values) / sum(w * sums)
 
 A batch of sequences with one token each takes one dispatch. The results have the same bits as one
@@ -283,9 +283,9 @@ def _shape(layout: HeadLayout, isa: Isa, cache: Cache) -> Shape:
 class _Parts:
     """The partial attention results of the workgroups that share one long context.
 
-    The memref `scratch` has three arrays: the sums of values weighted by softmax weights, [rows,
-    heads, splits, head_dim]; the reference scores of these weights, [rows, heads, splits]; the sums
-    of the weights, [rows, heads, splits]. rows: (number of rows of qkv, index of the token's row).
+    The memref `scratch` has three arrays for the T rows of qkv: the sums of values weighted by
+    softmax weights, [T, heads, splits, head_dim]; the reference scores of these weights, [T, heads,
+    splits]; the sums of the weights, [T, heads, splits]. rows: (T, index of the token's row).
     """
 
     def __init__(self, b: Body, scratch: Ssa, rows: tuple[int, Index], heads: int, splits: int, hd: int):

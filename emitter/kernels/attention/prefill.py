@@ -4,10 +4,11 @@ This is the online softmax of flash attention (Dao et al. 2022). Each column of 
 query head) pair of one kv head. Scores are transposed, [key, column], with one column in each lane:
 the softmax needs no sums across lanes, and elements of a key are broadcast from the cache. Weighted
 values [column, head_dim] are accumulated in the rows of the result. An f32 cache is neither
-transposed nor copied.
+transposed nor copied. Keys of other caches are first converted to f32 on the stack, `depth`
+elements of each key at a time.
 
-An item is a tile of columns and a kv head. Late tiles attend to more keys. They come first, and
-each workgroup gets items of different lengths.
+An item is one tile of one kv head. Tiles of later tokens attend to more keys, so they take longer
+and are computed first. Each workgroup gets long and short items.
 
     workgroup: a few items
       qt [head_dim, columns] = scale * log2(e) * q^T                                                   stack
@@ -17,7 +18,6 @@ each workgroup gets items of different lengths.
         for `rows` keys:
           acc [rows, columns] = 0                                                                  registers
           for d in head_dim: acc += k_cache[layer, key, kv head, d] * qt[d]      the key's element broadcast
-            keys [rows, depth], unless the cache is f32: `depth` elements of each key as f32             stack
           scores[rows, columns] = masked, capped acc                                                   stack
         rescale = 2^(maxima - new maxima); scores = 2^(scores - new maxima)
         sums = sums * rescale + sum over keys of scores

@@ -1,9 +1,9 @@
 """Emit a workgroup of `attention_decode`: attention of one token to a range of cached positions.
 
 This is the online softmax of flash attention (Dao et al. 2022) over tiles of positions, with one
-change. The weight of a score is exp(score - reference), and a head's reference is not always the
-maximum: it rises only when a score is far above it. A common factor of all weights costs no
-precision, and so almost no tile has to rescale the sums.
+change. The weight of a score is exp(score - reference). The reference of a head is not always the
+maximum score: it rises only when a score exceeds it by more than SLACK. So almost no tile has to
+rescale the sums. The result is the same, because the factor exp(-reference) cancels.
 
     for tile of `tile` positions:
       for `rows` positions: for kv head: for `heads` of its query heads:
@@ -217,8 +217,8 @@ class Workgroup:
     def touch(self, base: Ssa, row: Index, at: Index, lines: range) -> None:
         """Emit loads of one word of each cache line in `lines` of a KV cache, as prefetches.
 
-        Only the bytes of this workgroup's kv heads are counted, from row `row` of the layer on.
-        Line n has byte number at + n * LINE_BYTES. base: address of the cache.
+        Line n begins at byte offset at + n * LINE_BYTES. Offsets begin at row `row` of the layer,
+        and count only the bytes of this workgroup's kv heads. base: address of the cache.
         """
         b, row_bytes = self.b, self.row_bytes
         segment, size = self.shape.per * row_bytes, self.layout.kv_heads * row_bytes

@@ -5,21 +5,21 @@ Each row of x has `per_row` consecutive pairs, one for each expert that multipli
 With few pairs for each expert, each pair is a GEMV (`gemv`) with the expert's part of the stacked
 weight:
 
-    each workgroup: one pair and one share of its sets of 16-row blocks; a pair has `tiles.workgroups` shares
+    each workgroup: one pair, and one of `tiles.workgroups` shares of the rows of W_e
       row = pair / per_row                                          of x [pairs / per_row, in]
-      if row < length:                                              or without `length`
-        base = chosen[pair] * blocks                                first 16-row block of the expert
+      if row < length, or if there is no operand `length`:
+        base = chosen[pair] * blocks                                first of the expert's `blocks` 16-row blocks
         y[pair, share] = gemv(weight[base : base + blocks], x[row])
       else:
-        y[pair] = 0                                                 by the first share
+        y[pair] = 0                                                 in the workgroup with the first share
 
 With more pairs, the weights of an expert are decoded once for all of its pairs. The kernel is like
 `gemm`, with a block of (token, expert) pairs in place of a block of tokens:
 
-    each workgroup:
-      counts [experts] = number of pairs of each, of the first per_row * `length`                        stack
-      for expert, for block of `tokens` of its pairs:
-        low, high = this workgroup's part of the sets of 16 * `row_blocks` columns
+    each workgroup; a set is 16 * `row_blocks` columns of y
+      counts [experts] = number of each expert's pairs, without padding (pairs from per_row * `length` on)  stack
+      for expert, for block of up to `tokens` pairs of the expert:
+        low, high = range of the sets that this workgroup computes for the block
         if low < high:
           pairs [tokens] = pairs of the block, in order                                                    stack
           for set in low .. high:
@@ -27,7 +27,8 @@ With more pairs, the weights of an expert are decoded once for all of its pairs.
             y[pairs, set] = epilogue(sums)                                                                 memory
       y[a share of the pairs that are padding] = 0
 
-A tile has `rows` pairs, or `rest` pairs at the end of a block; results have the same bits in both.
+A block is multiplied in tiles of `rows` pairs. If fewer pairs are left at the end of a block, they
+are multiplied in tiles of `rest` pairs, which give the same bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -292,8 +293,8 @@ class Grouped(Gemm):
     def _prefetch(self, blocks: Sequence[Index], unit: Index, units: int) -> None:
         """Emit prefetches of the codes of 16-row blocks that will be multiplied later.
 
-        For each block in `blocks`, the code prefetches `units` units (see `weights.panel.units`) of
-        block + `tiles.row_blocks`, from index `unit` on.
+        For each block in `blocks`, the code prefetches from the block that is `tiles.row_blocks`
+        later. It prefetches `units` units (see `weights.panel.units`), from index `unit` on.
         """
         b, records, groups = self.b, self.panel.records, self.panel.records.layout.groups
         record = b.div(unit, groups)

@@ -2,35 +2,36 @@
 
 `GemmInt8`, for a chunk of tokens, is like `gemm`, but its panel has codes as bytes:
 
-    each workgroup: a share of the items, (block of `tokens` tokens) x (16 * `blocks` columns), columns first
+    each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
       for item in share:
-        sums [tokens, 16 * blocks] = 0                                                                 stack
+        sums [tokens, 16 * row_blocks] = 0                                                             stack
         for k in steps of `depth`:
-          codes [depth / 4, 16 * blocks] of four, scale, base [depth / group, 16 * blocks]             stack
+          codes [depth / 4, 16 * row_blocks] = codes of W[columns, k : k + depth], four in each i32          stack
+          scale, base [depth / group, 16 * row_blocks] = those of each codec group                           stack
           for tile of `rows` tokens, for 16 * `wide` columns:
             acc [rows, 16 * wide] = sums[tile]                                                         registers
-            for 32 k in depth:
+            for every 32 k in depth:
               dot [rows, 16 * wide] = 0                                                                registers, s32
               for four k of the 32:                                       unrolled
                 dot += codes * x[token]                                   x broadcast from memory
               acc += scale * (x_scale * dot) + base * x_sum
             sums[tile] = acc
-        y [tokens, 16 * blocks] = epilogue(sums)                                                       memory
+        y [tokens, 16 * row_blocks] = epilogue(sums)                                                   memory
 
 A weight is scale * code + base, where code is the stored code. `SmallBatchInt8`, for a few tokens,
 has no panel: codes stay in registers while all tokens of a tile are multiplied:
 
-    each workgroup: a share of the sets of 16-row blocks
+    each workgroup: a share of the sets; a set is `row_blocks` 16-row blocks of the weight: 2 with a GLU, otherwise 1
       for set in share, for vector of outputs in set, for tile of `rows` tokens:
         acc [rows] = 0                                                                                 registers
-        for 32 k of all records:
-          prefetch the records of the next block
+        for every 32 k:
+          prefetch the same part of the next block
           dot [rows] = 0                                                                               registers, s32
           for four k of the 32:                                          unrolled
             dot += (word & mask) * x[token]                               x broadcast from memory
           acc += scale * (x_scale * dot) + base * x_sum
         sums[tile, vector] = acc                                                                       stack
-      y [T, 16 * blocks] = epilogue(sums)                                                              memory
+      y [T, 16 * row_blocks] = epilogue(sums)                                                          memory
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -134,13 +135,13 @@ class GemmInt8(Gemm):
 class Step:
     """A writer of code that multiplies int8 x by weights and adds the results to f32 sums.
 
-    A step covers GROUP (32) elements of in_features, whose x has one scale. A weight is scale *
-    code + base, where code is the stored code. For each codec group, a step adds
+    A step covers GROUP (32) elements of in_features. Each x is x_scale * n, with an int8 n; the
+    elements of a step share x_scale. A weight is scale * code + base, where code is the stored
+    code. The instruction multiplies n by c = code + bias, where `Dot.bias` makes codes unsigned.
+    For each codec group, a step adds
 
         scale * x_scale * sum(c * n) + base * sum(x)                          if the codec has minima
         scale * x_scale * (sum(c * n) - (offset + bias) * sum(n))             otherwise
-
-    where n are the int8 of x and c = code + bias; `Dot.bias` makes codes unsigned.
 
     Arguments of the methods:
     rows: indices of the rows of x. unit: index of the step. part: index of the group in the step.
@@ -215,10 +216,7 @@ class Step:
         return [b.convert("sitofp", words, "f32") for row in by_row[: len(rows)] for words in row]
 
     def _start(self, row: Index, unit: Index, part: int) -> Ssa:
-        """Return the initial s32 sum of a codec group: -(offset + bias) * sum(n).
-
-        It is 0 if the codec has minima.
-        """
+        """Return the initial s32 sum of a codec group, -(offset + bias) * sum(n); 0 with minima."""
         if not self.bias:
             return self.b.constant("0", I32)
         return self.b.binary("muli", self._sum(row, unit, part), self.b.constant(str(-self.bias), I32))

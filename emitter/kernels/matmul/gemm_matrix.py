@@ -6,18 +6,18 @@ of a quantised weight is one piece, a bf16 weight one, f16 two, f32 three. `--nu
 x and weights to one piece, the nearest bf16. The loops are those of `gemm`, with pairs of bf16 in
 the panel and in x (`split_x`):
 
-    each workgroup: a share of the items, (block of `tokens` tokens) x (16 * `blocks` columns), columns first
+    each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
       for item in share:
-        sums [tokens, 16 * blocks] = 0                                                                 stack
+        sums [tokens, 16 * row_blocks] = 0                                                             stack
         for k in steps of `depth`:
-          panel [pieces, depth / 32, blocks, 16 pairs, 16] = W[columns, k : k + depth]^T               stack
+          panel [pieces, depth / 32, row_blocks, 16 pairs, 16] = W[columns, k : k + depth]^T           stack
           for `high` tiles of `rows` tokens, for 16 * `wide` columns:
-            for group in depth, of codes; once for others:
+            for group in depth if W has codes, otherwise once:
               part [high * wide] = 0                                                       the unit's registers
-              for 32 k of the group, for j in pieces of w, for i in pieces of x, i + j < 3:
+              for every 32 k, for j in pieces of w, for i in pieces of x, i + j < 3:
                 part += x[i, tile, k] * panel[j, k]
-              sums[tile] += scale * part + minimum * x_sum
-        y [tokens, 16 * blocks] = epilogue(sums)                                                       memory
+              sums[tile] += scale * part + minimum * x_sum if W has codes, otherwise part
+        y [tokens, 16 * row_blocks] = epilogue(sums)                                                   memory
 """
 
 from dataclasses import dataclass
@@ -94,9 +94,10 @@ def _step_bytes(matmul: Matmul, row_blocks: int) -> int:
 class GemmMatrix(Gemm):
     """A writer of the body of a matmul kernel for a matrix unit, with x and weights as bf16.
 
-    A tile is a block of rows of x, in the layout of `split_x`. Methods compute `high` tiles
-    together, with accumulators `parts`, [high * wide]. tile: first of these tiles in x. at: first
-    of them in `self.sums`. block: first of `wide` 16-row blocks of the panel.
+    A tile is a block of rows of x, in the layout of `split_x`. Methods multiply `high` tiles of x
+    by `wide` 16-row blocks of the panel, with accumulators `parts`, [high * wide]. tile: index of
+    the first tile in x. at: index of the same tile in `self.sums`. block: index of the first
+    16-row block in the panel.
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: GemmMatrixTiles, buffers: Buffers):

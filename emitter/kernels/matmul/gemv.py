@@ -2,31 +2,34 @@
 
 Each lane of a vector has one of 16 rows of W, so there are no sums across lanes. A record packs one
 codec block of each of 16 rows. x is prepared once per workgroup (`prepared_x`), so that a code
-costs only a mask, a conversion and an fma.
+costs only a mask, a conversion and an fma. A set is one or more 16-row blocks of W whose results
+are computed together; with a GLU it has blocks of both gate and up.
 
-    each workgroup: a share of the sets of 16-row blocks; a set is `together` blocks; for a GLU at least gate and up
+    each workgroup: a share of the sets
       prefetch the first records of the first set
-      xs [in] = norm(x) * factors of the codes, sums [in / group] = sums of norm(x)                    stack
+      xs [in] = norm(x) * code_factors, sums [in / group] = sums of norm(x)                            stack
       for set in share:
-        for `together` blocks of the set at once:
+        for blocks of the set, `together` at a time:
           totals [together, 16] = 0                                                                registers
-          for record in records:                                    each is read once
-            for group in record:                                    one, or many for K-quants
+          for record in records of the blocks:                      each is read once
+            for group in record:                                    one, or several for K-quants
               products [chains, together, 16] = 0                                                  registers
-              for k in group:                                       unrolled; prefetches of a record `ahead` in between
-                products[k % chains] += f32(word[k / fields] & mask[k % fields]) * xs[k]
-            totals += d * sum(products) + m * sums[group]           many groups: times their scales and minima
+              for k in group:                                       unrolled, between prefetches of a later record
+                code = f32(word & mask)                             not shifted: times 2^n; xs has the factor 2^-n
+                products[k % chains] += code * xs[k]
+              totals += d * scale * sum(products) + m * minimum * sums[group]
         y [set] = epilogue(totals)                                                                   memory
 
-For codes with an offset, a chain starts with sums[group], which includes the factor -offset. If xs
-does not fit on the stack, it is prepared in parts, and the totals of 32 sets stay on the stack for
-the next part. A record of a float codec has one k (bf16: two), and its elements are not decoded.
+For codes with an offset, products[0] starts with sums[group], which then includes the factor
+-offset. If xs does not fit on the stack, x is prepared in parts; between parts, the totals of 32
+sets stay on the stack. A record of a float codec has one element of each row (bf16: two), which is
+not decoded.
 
-Codes of one or two bits are not multiplied: a lane looks up the sum of x times several codes in a
-table (`sum_tables`), except on NEON, in canonical form, and for two bits on AVX2:
+Codes of one or two bits are not multiplied where tables are faster (`is_summed_by_tables`). A lane
+then looks up the sum of x times several codes in a table (`sum_tables`):
 
               for slice of the bits of the group's words:               unrolled
-                sums[slice % chains] += table[group, slice][word >> shift]
+                products[slice % chains] += table[group, slice][word >> shift]
 
 In canonical form there is one chain, and groups are added to the totals in the same order as in the
 kernels for several tokens.
@@ -92,10 +95,7 @@ class Gemv:
         self.write_share(self.b.workgroup())
 
     def write_share(self, share: Index) -> None:
-        """Emit the code for one of `tiles.workgroups` equal shares of the rows of the weight.
-
-        share: index of the share.
-        """
+        """Emit the code for one of `tiles.workgroups` equal shares of the weight's rows."""
         b, elements = self.b, self.layout.elements
         x_bytes = elements * bytes_per_element(self.codec)
         if self.by_tables:
@@ -213,8 +213,8 @@ class Gemv:
         """Return `totals` plus the dot products of x and one record with several codec groups.
 
         A dot product is d * sum(scale * sum(x * code)) + m * sum(minimum * sum(x)). The outer sums
-        are over the groups of the block. Each block has its own d and m, each group its own scale
-        and minimum.
+        are over the groups of a codec block. Each codec block has its own d and m, each group its
+        own scale and minimum.
         """
         b, records, groups = self.b, self.records, self.layout.groups
         minima = self.codec.minimum != 0

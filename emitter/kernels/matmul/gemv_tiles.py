@@ -38,7 +38,11 @@ class GemvTiles(Tiles):
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        """Return the default tiles; with experts, at most about two workgroups per thread."""
+        """Return the default tiles for `threads` threads.
+
+        With experts, each (token, expert) pair has its own workgroups. All pairs together have
+        about two workgroups for each thread, or one for each pair if there are more pairs.
+        """
         blocks, records, size = matmul.weight_shape
         nbytes, codec = blocks * records * size, matmul.format
         workgroups = threads * max(1, min(PARTS, nbytes // (threads * ENOUGH_BYTES)))

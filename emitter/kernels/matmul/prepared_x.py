@@ -1,11 +1,11 @@
 """Prepare x on the stack for matmuls: apply the RMS norm, and multiply by `code_factors`.
 
 The stack also has the sum of x over each codec group, because minima and offsets of codes are
-multiplied by these sums. For canonical GEMMs, the kernel `group_sums` computes them once for all
-matmuls of x, in the same order:
+multiplied by these sums. The sums include a factor of the codec (see `group_sum`). For canonical
+GEMMs, the kernel `group_sums` computes them once for all matmuls of x, in the same order:
 
 each workgroup: up to 16 rows of x [T, in]
-  for row, for group: sums = sum(x of the group) * the sign of the codec's minimum, or minus its offset       memory
+  for row, for group: sums[row, group] = factor * sum of x over the group                            memory
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,8 +34,8 @@ def bytes_per_element(codec: Codec) -> float:
 def group_sum(b: Body, codec: Codec, parts: Sequence[Ssa]) -> Ssa:
     """Return the scalar sum of x over a codec group, multiplied by a factor of the codec.
 
-    The factor is the sign of the codec's minimum, or -offset for a codec without minima. parts: the
-    f32 vectors of x in the group.
+    The factor is +1 if the codec adds minima, -1 if it subtracts them, and -offset if it has none.
+    parts: the f32 vectors of x in the group.
     """
     total = b.extract(lane_sums(b, [tree(b.addf, parts)]), 0)
     return b.mulf(total, b.f32(codec.minimum or -codec.offset))
@@ -75,11 +75,11 @@ class PreparedX:
     Kernels mask codes without shifting their bits down, so a code is multiplied by a power of two.
     The x in the buffer is divided by the same power (see `code_factors`). The buffer also has the
     `group_sum` of each codec group. Methods count elements and groups from the first element that
-    the last `fill` prepared. token: row of the buffer.
+    the last `fill` prepared. token: index of a row in the buffer.
 
     capacity: max number of elements of a row that are prepared at once.
-    row: index of the first row in x.
-    kept: elements of a row that `values` stores; default: `capacity`.
+    row: index in x of the first of the T rows.
+    kept: number of elements of a row that `values` stores; default: `capacity`.
     """
 
     def __init__(
@@ -174,4 +174,4 @@ class PreparedX:
         b.vstore(x, self.values, token, b.add(start, k))
 
     def _finish(self, group: Index) -> None:
-        """Emit further code after the x of a codec group is stored; here, none."""
+        """Emit code that follows the storing of a codec group's x; subclasses override this."""

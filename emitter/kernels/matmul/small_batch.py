@@ -1,25 +1,25 @@
 """Compute Y = X W^T for a few tokens; weights are decoded in registers, as in `gemv`.
 
-For so few tokens, decoding weights to memory as in `gemm` would take as long as the fma. A tile of
-several tokens and several vectors of outputs shares loads of x and decoded codes, and has enough
+For so few tokens, decoding weights to memory as in `gemm` would take as long as the matmul. A tile
+of several tokens and several vectors of outputs shares loads of x and decoded codes, and has enough
 accumulators to hide the latency of fma.
 
-    each workgroup: a share of the sets of 16-row blocks
-      xs [T, in] = x * factors of the codes, sums [T, in / group]                                      stack
+    each workgroup: a share of the sets; a set is `row_blocks` 16-row blocks of the weight
+      xs [T, in] = x * code_factors, sums [T, in / group] = sums of x over codec groups                stack
       for set in share:
-        acc [T, 16 * blocks] = 0                                                                       stack
+        acc [T, 16 * row_blocks] = 0                                                                   stack
         for tile of `rows` tokens x `vectors` vectors of outputs:
           for group in groups of all records:
-            prefetch the group of the next blocks
+            prefetch the same group of the next blocks
             products [rows, vectors] = 0                                                           registers
             for k in group:                                         unrolled
               code [vectors] = f32(word & mask)                                                    registers
               products[t] += code * xs[t, k]                        for each token t of the tile
             acc[t] += d * scale * products[t] + m * minimum * sums[t, group]
-        y [T, 16 * blocks] = epilogue(acc)                                                           memory
+        y [T, 16 * row_blocks] = epilogue(acc)                                                       memory
 
-If xs does not fit on the stack, it is prepared in parts, and the acc of several sets stay on the
-stack for the next part. For float codecs, x is read from memory, and the sums of a tile stay in
+If xs does not fit on the stack, x is prepared in parts; between parts, the `acc` of several sets
+stays on the stack. For float codecs, x is read from memory, and the sums of a tile stay in
 registers over all k.
 """
 

@@ -1,10 +1,12 @@
 """Prepare x for a GEMV of codes of one or two bits: tables of sums of x, indexed by bits of codes.
 
-A code is base + sum of its bits * weights. So the dot product of x and a word of codes is a sum
-over the bits of the word. A word is cut into slices: four bits for vectors of 16 lanes, three for
-8. For each slice, a table has the sum for every value n of the slice:
+A code is a base plus the values of its bits, such as -2 + 1 * bit 0 + 2 * bit 1. So the dot product
+of x and a word of codes is a sum over the bits of the word. A word is cut into slices of four bits
+for vectors of 16 lanes, or of three bits for vectors of 8 lanes. For each slice, a table has the
+sum for every value n of the slice:
 
-    table[n] = sum of x * (bit j of n) * (weight of bit j in its code), plus base * x for each code that starts in the slice
+    table[n] = sum over j of (bit j of n) * (value of this bit in its code) * (x of this code),
+               plus base * x of each code that starts in the slice
 
 A kernel shifts the word, looks up the slice in its table (a permutation of a vector) and adds the
 entry. In each lane, this replaces up to four multiplications.
@@ -80,7 +82,7 @@ class SumTables(PreparedX):
 
     @cached_property
     def _bit_values(self) -> tuple[float, tuple[float, ...]]:
-        """Return (base, weights), where a code is base + sum over i of (its bit i) * weights[i]."""
+        """Return (base, values), where a code is base + sum over i of (its bit i) * values[i]."""
         table = self.codec.table
         if table:
             return float(table[0]), (float(table[1] - table[0]),)
@@ -103,10 +105,10 @@ class SumTables(PreparedX):
                 b.vstore(total, self.tables, self._row(group, word, n), 0)
 
     def _factors(self, j: int, bit: int) -> Ssa:
-        """Return the number by which entry n of a table multiplies an element of x, f32 [n].
+        """Return the factors of x for one bit of a code: table[n] += factors[n] * x, f32 [lanes].
 
-        j: index in the slice of a bit of the element's code. bit: index of the same bit in the
-        code.
+        x: the element of x that the code multiplies. j: index of the bit in its slice. bit: index
+        of the same bit in the code.
         """
         base, weights = self._bit_values
         listed = [(base if bit == 0 else 0.0) + (weights[bit] if n >> j & 1 else 0.0) for n in range(self.lanes)]

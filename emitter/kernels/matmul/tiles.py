@@ -42,10 +42,7 @@ class Tiles(ABC):
     @classmethod
     @abstractmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        """Return the default tiles of a matmul's kernel, if `threads` threads run it.
-
-        The defaults were chosen by measurements.
-        """
+        """Return the default tiles for `threads` threads, chosen by measurements."""
 
     @abstractmethod
     def fit(self, matmul: Matmul) -> bool:
@@ -56,9 +53,8 @@ class Tiles(ABC):
 class PanelTiles(Tiles):
     """The tile sizes of kernels that decode weights into a panel, a buffer on the stack.
 
-    rows, wide: the registers have sums for `rows` tokens and 16 * `wide` columns. A column is a row
-        of the weight.
-    row_blocks: number of columns of a panel, in blocks of 16.
+    rows, wide: the registers have sums for `rows` tokens and 16 * `wide` rows of the weight.
+    row_blocks: number of 16-row blocks of the weight in a panel.
     depth: number of elements of in_features in a panel.
     tokens: number of tokens that are multiplied by one panel.
     """
@@ -171,10 +167,7 @@ class Finish:
             each_block(b, self.matmul.out_features, block, partial(self._block, i.index, column, first, end, last))
 
     def _block(self, slot: Index, column: Index, first: Index, end: Index, last: Index, ragged: int) -> None:
-        """Emit code that stores 16 columns of y.
-
-        slot: which block of 16 results in `self.sums` the code stores.
-        """
+        """Emit code that stores 16 columns of y: block number `slot` of results in `self.sums`."""
         b, lanes, shared = self.b, self.lanes, self.matmul.blocks_per_result
         with b.loop(first, end) as token:
             dots = []

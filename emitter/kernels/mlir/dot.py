@@ -47,7 +47,8 @@ class Dot:
     """A writer of code for int8 dot products of weight codes and x.
 
     A lane of a vector belongs to one output (a row of the weight). A quad is four int8 in an i32.
-    Each call of `add` multiplies `self.quads` quads of codes by those of `self.rows` rows of x.
+    Each call of `add` multiplies `self.quads` quads of codes by as many quads of each of
+    `self.rows` rows of x.
 
     A caller passes quads of codes through `arranged`, then `code`, and x through `x`; both results
     go to `add`. bits: bits of a code.

@@ -1,8 +1,9 @@
 """Emit code that looks up each lane of a vector in a table of 2, 4, 8 or 16 entries.
 
-AVX-512, AVX2  vpermps, once for 16 lanes or up to 8 entries, otherwise twice; vpshufb for bytes
-NEON           tbl for bytes
-plain          a tree of selects by the bits of the index, for any CPU
+AVX-512  vpermps; vpshufb for bytes
+AVX2     vpermps, twice for 16 entries; vpshufb for bytes
+NEON     tbl for bytes
+plain    a tree of selects by the bits of the index, for any CPU
 """
 
 from collections.abc import Callable, Sequence

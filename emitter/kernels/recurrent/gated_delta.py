@@ -4,16 +4,16 @@ Columns of the state are independent, so the kernel updates a few of them for al
 are in the L1 cache. Each element takes four operations, fewer than the matmuls of the chunked form.
 
     each workgroup: one head of one sequence, S [k_dim, v_dim] = state[layer, head]
-      for token: decay, beta, 1 / |k|, 1 / (|q| sqrt(k_dim))                                        stack
-      for some vectors of columns:
-        several tokens: a copy of these columns of S                                                stack
-        for t < length:
-          recalled = sum over rows of k[row] * S[row]                                               registers
-          new = beta * (v - decay * recalled / |k|) / |k|                                           registers
-          S[row] = decay * S[row] + k[row] * new                                                    stack or memory
-          out[t] = sum over rows of q[row] * S[row] / (|q| sqrt(k_dim))                             memory
-      with a norm: out[t] = out[t] / rms(out[t]) * weight * silu(z[t])                              memory
-      for t >= length: out[t] = 0
+      for t < length: k_scale[t] = 1 / |k|, q_scale[t] = 1 / (|q| sqrt(k_dim)), decay[t], beta[t]        stack
+      for a few columns of S at a time:
+        C [k_dim, columns] = these columns of S                copied to the stack if there are several tokens
+        for t < length, with k, q, v and the scales of token t:
+          recalled [columns] = sum over rows of k[row] * C[row]                                      registers
+          new [columns] = beta * k_scale * (v - decay * k_scale * recalled)                          registers
+          C[row] = decay * C[row] + k[row] * new, for each row                                 stack or memory
+          out[t, columns] = q_scale * sum over rows of q[row] * C[row]                                  memory
+      for t < length, if there is a norm: out[t] = out[t] / rms(out[t]) * weight * silu(z[t])           memory
+      for t >= length: out[t] = 0                                                                       memory
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,8 +44,8 @@ def gated_delta(
     norm_eps: epsilon of an RMS norm of each head, whose result is multiplied by silu(z). None: the
         kernel computes no norm.
     Operands: q, k, v, alpha, beta and (with a norm) z, f32 [T, width]; rate, bias f32 [heads]; norm
-        f32 [v_dim]; positions and length as in `Tokens.operands`; state f32 [layers, heads, k_dim,
-        v_dim]; layer, an index. alpha and beta are a and b of `recurrences.gated_delta`.
+        f32 [v_dim]; the operands in `tokens.operands`; state f32 [layers, heads, k_dim, v_dim];
+        layer, an index. alpha and beta are a and b of `recurrences.gated_delta`.
     Results: out f32 [T, heads * v_dim], zero for padding; state, in place.
     """
     k_heads, heads, k_dim, v_dim = shape

@@ -20,7 +20,7 @@ these blocks in a GGUF file, but the six-bit scales of K-quants are stored as by
 `word & mask` is a code times a power of two. Kernels multiply x by the inverse power beforehand, so
 that codes need no shift. For 3, 5 and 6 bits, the fields leave the highest bits of the words free;
 these bits contain the remaining codes of the group (`TOP_CODES`). A record of a float codec has one
-k of 16 rows; for bf16 it has two k, the even k in the low half of an i32.
+element of each of 16 rows. For bf16 it has two, in an i32 with the even element in the low half.
 """
 
 import os
@@ -55,7 +55,7 @@ class Layout:
 
     size: bytes of a record. elements, groups: elements and codec groups of each row in a record.
     words: number of words of a group; 0 for 8-bit codes and floats. word_bits: bits of a word.
-        fields: number of codes in the bit fields of a word.
+    fields: number of bit fields of a word, with one code each.
     d, m, scales, minima, codes: byte offset of each part of the record, or None if the record has
         no such part. d_type: NumPy type of d.
     """
@@ -89,9 +89,10 @@ class Layout:
         return self.words * self.fields
 
     def top_codes(self, codec: Codec) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-        """Return where the codes of a group are that `field` does not locate.
+        """Return the locations of those codes of a group that `field` does not locate.
 
-        For each of these codes: the bit fields (word, right shift, mask) whose OR is the code.
+        The location of a code is a list of bit fields (word, right shift, mask), whose OR is the
+        code.
         """
         return TOP_CODES[codec.bits][: codec.group - self.in_fields]
 

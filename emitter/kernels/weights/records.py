@@ -182,7 +182,7 @@ class Records:
         return GroupCodes(self, block, record, self.codes_at(group))
 
     def elements(self, block: Index, record: Index, v: Index) -> list[Ssa]:
-        """Return f32 [lanes] for each element of in_features in a float codec's record."""
+        """Return the elements of a float codec's record, each as f32 [lanes] for the rows of `v`."""
         at = (block, record, 0)
         if self.codec.name == "f32":
             return [self.rows(at, v, "f32", 32)]
