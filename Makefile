@@ -75,7 +75,7 @@ test-all: $(ALL_INSTALLED)
 	@env $(LLVMPIPE) $(BIN)/python $(PYTEST)
 
 test-vulkan: $(TEST_INSTALLED)
-	@env $(LLVMPIPE) CASTIRON_VULKAN=all $(BIN)/python $(PYTEST) tests/vulkan tests/compile/test_gpu_targets.py
+	@env $(LLVMPIPE) CASTIRON_VULKAN=all $(BIN)/python $(PYTEST) tests/vulkan tests/compile/test_gpu_targets.py tests/compile/test_gpu_dispatches.py
 
 # Of both tiers, because most shapes of a family's tiny models are in the full one.
 test-family: $(TEST_INSTALLED)

@@ -71,6 +71,7 @@ SLOW = """
 tests/emitter/test_kernels_guide.py::test_the_c
 tests/vulkan/test_*.py
 tests/compile/test_gpu_targets.py
+tests/compile/test_gpu_dispatches.py
 tests/evaluate/test_accuracy.py
 tests/pipelines/test_python_api.py::test_a_type_checker
 tests/evaluate/test_bench.py

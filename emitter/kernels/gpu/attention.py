@@ -53,8 +53,8 @@ def _reference(
         if not tokens.in_cache:
             for buffer, new in (k_cache, k), (v_cache, v):
                 buffer[at, positions % buffer.shape[1]] = caches.format.stored(new)
-        seen = [caches.format.values(by_position(buffer[at], positions[-1] + 1)) for buffer in (k_cache, v_cache)]
-        out[first : first + rows] = attend(q, *seen, positions, scores, given.get("sinks")).reshape(rows, -1)
+        seen_k, seen_v = (caches.format.values(by_position(x[at], positions[-1] + 1)) for x in (k_cache, v_cache))
+        out[first : first + rows] = attend(q, seen_k, seen_v, positions, scores, given.get("sinks")).reshape(rows, -1)
     return {"out": out} if tokens.in_cache else {"out": out, "k_cache": k_cache, "v_cache": v_cache}
 
 
@@ -104,7 +104,13 @@ def append(caches: Caches, layout: HeadLayout, T: int, rows: Rows) -> Kernel:
     place; rows of padding are not stored.
     """
     hd, tokens, cached = layout.head_dim, DecodeTokens("chunk", T), caches.types(layout.kv_heads, layout.head_dim)
-    operands = {**rows.operands(T), **layout.operands(caches.context), **tokens.operands, **cached, "layer": INDEX}
+    operands: dict[str, TensorType | str] = {
+        **rows.operands(T),
+        **layout.operands(caches.context),
+        **tokens.operands,
+        **cached,
+        "layer": INDEX,
+    }
 
     def write(b: GpuBody, layer: Ssa, **given: Ssa) -> None:
         thread, unit = b.thread(), b.workgroup()

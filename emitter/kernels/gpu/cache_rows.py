@@ -111,7 +111,7 @@ class CacheRows:
         xs = [b.load(new, b.add(first, j)) for j in range(size)]
         for x in xs:
             peak = b.maxf(b.math("absf", x), peak)
-        tiny = b.compare("olt", peak, b.f32(MIN_SCALED))
+        tiny = b.compare("olt", peak, b.f32(float(MIN_SCALED)))
         inverse = b.select(tiny, b.f32(0.0), b.divf(b.f32(MAX_BYTE), peak))
         scale = b.divf(peak, b.f32(MAX_BYTE))
         self._store(b.as_type(scale, I32), word, only)

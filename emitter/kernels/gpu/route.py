@@ -60,8 +60,8 @@ def route(T: int, experts: int, top_k: int, scores: str, normalised: bool, corre
                 b.store(b.load(likely, e.index), own, rank)
         b.barrier()
         total = b.f32(0.0)
-        for k in range(top_k if normalised else 0):
-            total = b.addf(total, b.load(own, k))
+        for i in range(top_k if normalised else 0):
+            total = b.addf(total, b.load(own, i))
         with b.strided(thread, top_k) as k:
             weight = b.load(own, k.index)
             b.store(b.load(slots, k.index), chosen, t, k.index)

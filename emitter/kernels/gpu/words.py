@@ -136,12 +136,11 @@ class Layout:
             return _joined(half(parts.d), 16)
         if self.scales == "pair":
             return half(parts.d) | half(parts.m) << 16
-        if self.scales == "k":
-            word = (half(parts.d) | half(parts.m) << 16).reshape(-1, 1)
-            return np.concatenate([word, _joined(parts.scales, 8), _joined(parts.minima, 8)], 1).reshape(rows, -1)
-        if self.scales == "k6":
-            word = parts.d.astype(np.float32).view(np.uint32).reshape(-1, 1)
-            return np.concatenate([word, _joined(parts.scales.view(np.uint8), 8)], 1).reshape(rows, -1)
+        if self.scales in ("k", "k6"):
+            k6 = self.scales == "k6"
+            word = parts.d.astype(np.float32).view(np.uint32) if k6 else half(parts.d) | half(parts.m) << 16
+            factors = [_joined(x.view(np.uint8), 8) for x in (parts.scales, parts.minima) if x is not None]
+            return np.concatenate([word.reshape(-1, 1), *factors], 1).reshape(rows, -1)
         groups = codec.block // codec.group
 
         def factors(of_block: np.ndarray, of_group: np.ndarray | None) -> np.ndarray:
