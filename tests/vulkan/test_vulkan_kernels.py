@@ -116,6 +116,8 @@ ATTENTIONS = [
     (None, HEADS, Scores(0.125, bidirectional=True, window=4), CHUNK, 0, 6),
     (None, ROW_NORMED, Scores(0.125, bidirectional=True), CHUNK, 0, 7),
     (None, NORMED, Scores(0.2, softcap=5.0, sinks=True), DecodeTokens("chunk", 40), 3, 40),
+    # Padding after the last position of the context.
+    (None, HEADS, Scores(0.125, window=4), DecodeTokens("chunk", 12), 98, 2),
 ]
 
 

@@ -190,7 +190,7 @@ class _Writer:
 
     def _sequence(self, layer: Ssa, head: Index, first: Index, position: Ssa) -> None:
         b, layout, thread, hd = self.b, self.layout, self.thread, self.layout.head_dim
-        end = layout.heads and self.tokens.count - 1
+        end = self.tokens.count - 1
         kv_head = b.div(head, layout.group)
         q = [b.shared(hd) for _ in range(self.queries)]
         rows = [b.min(b.add(first, i), end) for i in range(self.queries)]
@@ -235,8 +235,8 @@ class _Writer:
         high = b.add(position, 1)
         if self.scores.bidirectional:
             high = end if window is None else b.min(end, b.add(position, window))
-        # A token of padding attends to nothing.
-        return low, b.select(b.less(row, length), b.at(high), b.at(low))
+        # A token of padding attends to nothing; its position may be outside the cache.
+        return low, b.select(b.less(row, length), b.at(high), 0)
 
     def _score(self, dot: Ssa) -> Ssa:
         """Return the score for a dot product of query and key."""
