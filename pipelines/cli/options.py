@@ -244,7 +244,7 @@ def _add_model_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
-    """Add the options --threads, --device, --trust and -ngl, in a group with the title "loading"."""
+    """Add --threads, --device, --trust and -ngl, in a group with the title "loading"."""
     group = parser.add_argument_group("loading")
     add_options(group, "--threads", "--device", "--trust")
     group.add_argument(
