@@ -59,7 +59,7 @@ def _norm(weights: int, *ranks: int) -> Callable[[Op], str | None]:
 def _placed(op: Op, tokens: int) -> bool:
     """Return whether the operand `start`, the position, has the right shape.
 
-    It must be [tokens] in a batch function and a scalar in other functions.
+    The shape must be [tokens] in a batch function and a scalar in other functions.
     """
     start = next(v for v in op.operands[3:] if v.dtype is I32)
     return start.shape == ((tokens,) if op.attrs["mode"] == "batch" else ())

@@ -45,7 +45,7 @@ def embedding(step: Step, name: str, vocab: int, hidden: int, scale: float = 1.0
 
 
 def positions(step: Step) -> Value:
-    """Return the position of each token, i32 [T]; those of padding are clamped into the context."""
+    """Return the position of each token, i32 [T], clamped to the context for padding."""
     shape = step.tokens.shape
     if step.mode == "batch":
         return ops.maximum(step.start, ops.constant(0, I32, shape))

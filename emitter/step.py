@@ -89,8 +89,8 @@ class ModelModule(Module):
     """A module of layer operations, which are not lowered yet.
 
     codecs: maps the name of a checkpoint tensor to the codec in which the bundle stores it.
-    orders: for weights with reordered columns: from the weight's name to the name of the tensor
-        with the order.
+    orders: maps the name of each weight with reordered columns to the name of the tensor with the
+        order.
     reordered: the weights in `orders` that a layer has read.
     weights: the tensors and tables that the module reads, by name.
     """
@@ -172,9 +172,9 @@ class Step:
         return self.tokens.shape[0] if self.mode == "batch" else 1
 
     def cache_of(self, layer: int) -> tuple[tuple[str, str], int]:
-        """Return ((name of the state with a layer's keys, name of the one with its values), index).
+        """Return ((key state, value state), index) of a layer's KV cache.
 
-        index: position of the layer's data in dimension 0 of both states.
+        The states are given by name. index: where the layer is in dimension 0 of both states.
         """
         keys, values = (s for s in self.records.values() if layer in s.layers and s.kind != "recurrent")
         return (keys.name, values.name), keys.layers.index(layer)

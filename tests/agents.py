@@ -26,6 +26,8 @@ TASKS = {
     "claude": "Use the Bash tool to run: sed -n 2p words.txt > second.txt",
     "opencode": "Create the file second.txt with the content bravo.",
 }
+# Other options of the server.
+SERVER = {"claude": ["--repeat-penalty", "1.1"]}
 CODEX = """
 model = "coder"
 model_provider = "castiron"
@@ -43,12 +45,10 @@ wire_api = "responses"
 stream_idle_timeout_ms = 900000
 """
 CLAUDE = {
-    "ANTHROPIC_API_KEY": "none", "ANTHROPIC_MODEL": NAME, "ANTHROPIC_DEFAULT_HAIKU_MODEL": NAME, "IS_SANDBOX": "1",
-    "DISABLE_TELEMETRY": "1", "DISABLE_ERROR_REPORTING": "1", "DISABLE_AUTOUPDATER": "1", "ENABLE_TOOL_SEARCH": "false",
-    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS": "1",
-    "CLAUDE_CODE_DISABLE_AUTO_MEMORY": "1", "CLAUDE_CODE_DISABLE_BUNDLED_SKILLS": "1", "API_TIMEOUT_MS": "900000",
+    "ANTHROPIC_API_KEY": "none", "ANTHROPIC_MODEL": NAME, "ANTHROPIC_DEFAULT_HAIKU_MODEL": NAME, "API_TIMEOUT_MS": "900000",
+    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(CONTEXT),
+    "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "4096", "DISABLE_AUTOUPDATER": "1",
 }  # fmt: skip
-FEW_TOOLS = "Agent,Skill,Workflow,ListAgents,CronCreate,CronDelete,CronList,ScheduleWakeup,SendMessage,TaskStop,Monitor"
 
 
 def command(agent: str, url: str, home: Path, task: str) -> tuple[list[str], dict[str, str]]:
@@ -58,8 +58,8 @@ def command(agent: str, url: str, home: Path, task: str) -> tuple[list[str], dic
         (home / ".codex/config.toml").write_text(CODEX.replace("URL", url))
         return ["codex", "exec", "--skip-git-repo-check", task], {}
     if agent == "claude":
-        options = ["--exclude-dynamic-system-prompt-sections", "--allowedTools", "Bash,Read,Write,Edit"]
-        return ["claude", "-p", task, *options, "--disallowedTools", FEW_TOOLS], {**CLAUDE, "ANTHROPIC_BASE_URL": url}
+        options = ["--bare", "--tools", "Bash", "--allowedTools", "Bash"]
+        return ["claude", "-p", task, *options], {**CLAUDE, "ANTHROPIC_BASE_URL": url}
     provider = {
         "npm": "@ai-sdk/openai-compatible", "options": {"baseURL": f"{url}/v1", "apiKey": "none", "timeout": False},
         "models": {NAME: {"limit": {"context": CONTEXT, "output": 4096}}},
@@ -117,6 +117,7 @@ def main() -> None:
             home.mkdir(parents=True, exist_ok=True)
             for _ in range(args.starts):
                 options = ["-c", str(CONTEXT), "--name", NAME, "--temperature", "0", "--port", str(free_port())]
+                options += SERVER.get(agent, [])
                 start = [sys.executable, "-m", "castiron", "serve", args.bundle, *options]
                 cache = {**os.environ, "CASTIRON_CACHE": str(folder / "cache")}
                 with running(start, home / "serve.log", cache, Path(__file__).parents[1]) as server:

@@ -20,6 +20,7 @@ tests/cluster/test_bundle_source.py
 tests/api/test_langchain.py
 tests/api/test_messages.py
 tests/api/test_ollama_client.py
+tests/api/test_ollama_js.py
 tests/server/test_openapi.py
 tests/reference/test_interpreter.py::test_undefined_results
 tests/test_cluster_page.py

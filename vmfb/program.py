@@ -102,7 +102,7 @@ class Loaded:
         return device(threads)
 
     def _parameters(self, instance: rt.VmInstance, weights: Any) -> Callable[[], rt.VmModule]:
-        """Return a function that makes the runtime's module with the weights, one for each context."""
+        """Return a function that makes the module with the weights for a context."""
         parameters = rt.ParameterIndex()
         parameters.load_from_file_handle(rt.FileHandle.wrap_memory(weights), "irpa")
         return lambda: rt.create_io_parameters_module(instance, parameters.create_provider(scope=SCOPE))
@@ -115,7 +115,7 @@ class Loaded:
         raise KeyError(name)
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Buffer:
-        """Allocate zeros that Python writes; the system provides the pages when they are written."""
+        """Allocate zeros that Python writes; pages are provided when they are written."""
         return Buffer(self, tuple(shape), dtype)
 
     def state(self, shape: Sequence[int], dtype: str) -> Buffer:

@@ -1,4 +1,4 @@
-"""Lower layer operations: to StableHLO (`portable`), kernels for CPUs (`kernels`) or GPUs (`gpu`)."""
+"""Lower layer operations: to StableHLO (`portable`), CPU (`kernels`) or GPU kernels (`gpu`)."""
 
 from __future__ import annotations
 

@@ -157,8 +157,9 @@ class ConfigReader:
     def windows(self, layers: int, window: int | None, slides: Callable[[int], bool]) -> list[int | None]:
         """Return each layer's sliding window in tokens, None for full attention.
 
-        The config's `layer_types` determines which layers have the window. If the config has none,
-        a layer has it if `slides(layer)` is true. window: the window's size in tokens.
+        The config's `layer_types` determines which layers have the window. If the config has no
+        `layer_types`, these are the layers for which `slides(layer)` is true. window: the size of
+        the window in tokens.
         """
         types = self.layer_types(layers, (FULL, SLIDING), [SLIDING if slides(layer) else FULL for layer in range(layers)])
         if SLIDING in types and window is None:
@@ -179,7 +180,7 @@ class ConfigReader:
     def expert_groups(self, experts: int, per_token: int) -> tuple[int, int]:
         """Return the config's number of expert groups, and how many of them a token may use.
 
-        experts: the number of experts. per_token: how many of them each token uses.
+        experts: the number of experts. per_token: the number of experts that a token uses.
         """
         groups, best = self.take("n_group", 1), self.take("topk_group", 1)
         if groups > 1:

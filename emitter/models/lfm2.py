@@ -1,11 +1,13 @@
 """LFM2 (arXiv:2511.23404) as in HF `Lfm2ForCausalLM`: mostly short convolutions with gates."""
 
+from typing import Any
+
 from castiron.emitter.abi import State
 from castiron.emitter.ir import Value
 from castiron.emitter.kv_cache import layer_caches
 from castiron.emitter.layers import activation, attention, linear, qkv_heads, rms_norm, rope
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import HybridConfig, Norms, decoder, residual_block
+from castiron.emitter.models.decoder import HybridConfig, Mlp, Norms, decoder, residual_block
 from castiron.emitter.ops import multiply, slice_
 from castiron.emitter.recurrences import causal_conv
 from castiron.emitter.step import Step
@@ -37,9 +39,9 @@ def read(c: ConfigReader) -> Config:
 def feed_forward_size(c: ConfigReader) -> int:
     """Return the width of the MLP's hidden layer.
 
-    With `block_auto_adjust_ff_dim`, it is 2/3 of the config's size, times
-    `block_ffn_dim_multiplier`, and rounded up to a multiple of `block_multiple_of`. Otherwise it is
-    the config's size.
+    The width is the config's `block_ff_dim`, or else `intermediate_size`. With
+    `block_auto_adjust_ff_dim`, 2/3 of this number is multiplied by `block_ffn_dim_multiplier`, and
+    rounded up to a multiple of `block_multiple_of`.
     """
     stated = c.take("intermediate_size", None)
     size = c.take("block_ff_dim", stated) or c.take("intermediate_size")
@@ -79,6 +81,6 @@ OPERATORS = {FULL: ("self_attn", self_attention), CONV: ("conv", short_conv)}
 NORMS: Norms = ("operator_norm", None, "ffn_norm", None)
 
 
-def forward(step: Step, c: Config) -> Value:
-    block = residual_block(OPERATORS, feed_forward, NORMS, mlp_name="feed_forward")
+def forward(step: Step, c: Config, mlp: Mlp[Any] = feed_forward) -> Value:
+    block = residual_block(OPERATORS, mlp, NORMS, mlp_name="feed_forward")
     return decoder(step, c, block, last_norm="embedding_norm")

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic_core import from_json
 
 from castiron.pipelines.api.request_body import Body, ByType, Unsupported
 
@@ -167,10 +168,33 @@ class FreeformTool(Body):
         return Function(name=self.custom.name, description=self.custom.description, parameters=INPUT, strict=True)
 
 
-def input_of(arguments: str) -> str:
-    """Return the input of a call to a custom tool, from the arguments of the function."""
+def _input(arguments: str) -> Any:
+    """Return the value of `input` so far in the arguments of a function, None if there is none."""
     try:
-        return str(json.loads(arguments)["input"])
-    except (ValueError, RecursionError, LookupError, TypeError):
-        # The arguments are incomplete, or the model ignored the schema.
-        return arguments
+        return from_json(arguments, allow_partial="trailing-strings")["input"]
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
+def input_of(arguments: str) -> str:
+    """Return the input of a call to a custom tool, from the arguments of the function.
+
+    If the model ignored the function's schema, this is the text of the arguments.
+    """
+    found = _input(arguments)
+    return arguments if found is None else str(found)
+
+
+class InputStream:
+    """A streaming reader of the input of a call to a custom tool."""
+
+    def __init__(self) -> None:
+        self._arguments = self._returned = ""
+
+    def add(self, more: str, is_end: bool = False) -> str:
+        """Append `more` to the function's arguments; return the input's new text."""
+        self._arguments += more
+        text = input_of(self._arguments) if is_end else _input(self._arguments)
+        new = text[len(self._returned) :] if isinstance(text, str) and text.startswith(self._returned) else ""
+        self._returned += new
+        return new

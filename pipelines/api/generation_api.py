@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, get_args
 from weakref import WeakValueDictionary
 
+from castiron.pipelines.api.answer_format import AnswerFormat, CallableTools, callable_tools, requested_format
 from castiron.pipelines.api.api_errors import ApiError, invalid, unsupported
 from castiron.pipelines.api.async_engine import AsyncEngine
 from castiron.pipelines.api.byte_limit import CLIENT, answer_limit, reserve_answer
@@ -16,9 +17,7 @@ from castiron.pipelines.api.generation_job import Job
 from castiron.pipelines.api.model_api import Limits, ModelApi, default_sampling, run_in_thread
 from castiron.pipelines.api.replies import ChatReply, ChoicesReply, CompletionReply, Echo, Reply
 from castiron.pipelines.api.request_body import log_ignored
-from castiron.pipelines.api.response_format import AnswerFormat, requested_format
 from castiron.pipelines.api.schemas import ChatRequest, CompletionFields, CompletionRequest, Effort, StreamOptions
-from castiron.pipelines.api.tool_choice import CallableTools, callable_tools
 from castiron.pipelines.engine.chooser import TokenFilter
 from castiron.pipelines.engine.context import free_positions
 from castiron.pipelines.engine.sampling import Sampling
@@ -70,6 +69,8 @@ class GenerationApi(ModelApi):
         top = (body.top_logprobs or 0) if body.logprobs else None
         custom = frozenset(tool.custom.name for tool in body.tools or () if isinstance(tool, FreeformTool))
         built = reply() if reply else ChatReply(self.names[0], self.token_bytes, top is not None, bool(body.functions), custom)
+        if isinstance(built, ChatReply):
+            built.shows_reasoning = body.include_reasoning is not False
         form = requested_format(body)
         grammar = await self.grammar(called.answer_format(form) if called else form, bool(body.compact_json))
         # A max_tokens that does not fit in the context is lowered.
@@ -160,11 +161,13 @@ class GenerationApi(ModelApi):
         return ids
 
     def _truncated(self, body: CompletionFields, prompt: list[int]) -> list[int]:
-        """Return the last tokens of `prompt`, as many as truncate_prompt_tokens sets."""
+        """Return as many tokens of `prompt` as truncate_prompt_tokens sets: the last, or the first ones."""
         count = body.truncate_prompt_tokens
         if count == -1:
             count = self.context + 1 - max(1, body.limit or 1)
-        return prompt if count is None or len(prompt) <= count else prompt[len(prompt) - max(count, 0) :]
+        if count is None or len(prompt) <= count:
+            return prompt
+        return prompt[: max(count, 0)] if body.truncation_side == "right" else prompt[len(prompt) - max(count, 0) :]
 
     async def grammar(self, form: AnswerFormat | None, compact: bool = False) -> Grammar | None:
         """Compile the grammar of an answer in the format `form`; return None for free text.
@@ -244,7 +247,7 @@ class GenerationApi(ModelApi):
         if body.priority and not self.limits.priorities:
             raise unsupported("priority", "this server has no priorities; start it with --scheduling-policy priority")
         if isinstance(reply, CompletionReply | ChatReply):
-            reply.prompt_top = body.prompt_logprobs
+            reply.prompt_top, reply.has_token_ids = body.prompt_logprobs, bool(body.return_token_ids)
             if body.prompt_logprobs is not None:
                 if body.stream:
                     raise invalid("prompt_logprobs", "prompt_logprobs is not supported in a stream; leave one of them out")
@@ -255,11 +258,9 @@ class GenerationApi(ModelApi):
                 raise invalid(name, f"{name} is not supported with a grammar, which decides all tokens; leave it out")
         self.check_ids(more := body.stop_token_ids or [], "stop_token_ids")
         self.check_ids(body.allowed_token_ids or [], "allowed_token_ids")
-        client, bias = CLIENT.get(), dict[int, float]()
-        for name, value in (body.logit_bias or {}).items():
-            if not (name.isascii() and name.isdigit() and int(name[:20]) < self.vocab):
-                raise invalid("logit_bias", f"logit_bias has {name[:40]!r}; use token ids below {self.vocab}")
-            bias[int(name)] = value
+        self.check_ids([key for key in body.logit_bias or () if isinstance(key, int)], "logit_bias")
+        bias = await run_in_thread(self._token_biases, body.logit_bias) if body.logit_bias else {}
+        client = CLIENT.get()
         ends = () if body.ignore_eos else (*self.tokenizer.eos, *stop_tokens)
         options = {
             "stop_strings": body.stop or (), "stop_tokens": (*ends, *more),
@@ -296,6 +297,14 @@ class GenerationApi(ModelApi):
             raise
         return job
 
+    def _token_biases(self, biases: Mapping[int | str, float]) -> dict[int, float]:
+        """Return the biases by token id; that of a text applies to each of its tokens."""
+        found: dict[int, float] = {}
+        for key, bias in biases.items():
+            ids = [key] if isinstance(key, int) else self.tokenizer.encode(key, add_special_tokens=False)
+            found |= dict.fromkeys(ids, bias)
+        return found
+
     def _token_sequences(self, words: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each word twice: without and with a space before the word."""
         texts = [text for word in words for text in (word, f" {word.lstrip()}")]
@@ -326,7 +335,8 @@ class GenerationApi(ModelApi):
         return replace(
             self.sampling, **given,
             # Each choice has its own seed, so that choices differ and each is reproducible.
-            seed=None if body.seed is None else (body.seed + choice) % 2**64,
+            # As in vLLM and llama.cpp, -1 means a random seed.
+            seed=None if body.seed in (None, -1) else (body.seed + choice) % 2**64,
             frequency_penalty=body.frequency_penalty or 0.0, presence_penalty=body.presence_penalty or 0.0,
         )  # fmt: skip
 

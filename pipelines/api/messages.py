@@ -12,7 +12,7 @@ from castiron.pipelines.api import schemas
 from castiron.pipelines.api.api_errors import ApiError, unsupported
 from castiron.pipelines.api.blocks_reply import Block, BlocksReply
 from castiron.pipelines.api.chat_records import Content, FunctionIdentifier, TextPart, parts_of, text_of
-from castiron.pipelines.api.model_api import ModelApi
+from castiron.pipelines.api.model_api import ModelApi, run_in_thread
 from castiron.pipelines.api.request_body import Body, ByType, Unsupported, fields_renamed, parse_record
 from castiron.pipelines.api.schemas import ChatRequest, GenerationFields
 from castiron.pipelines.engine.request import Finished
@@ -168,14 +168,15 @@ async def start_message(api: ModelApi, body: MessagesRequest) -> Any:
     shows_reasoning = not (body.thinking and body.thinking.display == "omitted")
     reply = lambda: MessagesReply(api.names[0], api.token_bytes, shows_reasoning)
     with fields_renamed(FIELDS):
-        chat = chat_request(body, api.variables)
+        chat = await run_in_thread(chat_request, body, api.variables)
         return await api.chat(chat, reply, continue_last=body.continues_last_message)
 
 
 async def count_message_tokens(api: ModelApi, body: PromptOfMessage) -> int:
     """Return the number of tokens in the prompt of a request."""
     with fields_renamed(FIELDS):
-        return await api.count(chat_request(body, api.variables), continue_last=body.continues_last_message)
+        chat = await run_in_thread(chat_request, body, api.variables)
+        return await api.count(chat, continue_last=body.continues_last_message)
 
 
 def chat_request(body: PromptOfMessage, variables: Collection[str]) -> ChatRequest:
@@ -191,7 +192,10 @@ def chat_request(body: PromptOfMessage, variables: Collection[str]) -> ChatReque
     system = text_of(body.system)
     messages = [{"role": "system", "content": system}] if system else []
     for turn in body.messages:
-        messages += _messages_of(turn)
+        # Models are trained to answer a user's message, so a system message after it is put before it.
+        is_before = turn.role == "system" and len(messages) > 0 and messages[-1]["role"] == "user"
+        index = len(messages) - is_before
+        messages[index:index] = _messages_of(turn)
     given = {"messages": messages, "chat_template_kwargs": body.chat_template_kwargs}
     given |= _tools(body) | _reasoning_fields(body, variables)
     if body.output_config and (form := body.output_config.format):

@@ -44,8 +44,8 @@ class Limits:
     """Limits and defaults of requests.
 
     seconds: max duration, including the wait in the queue. body_bytes: max size of a request body.
-    temperature: default temperature, None for the model's own. priorities: whether requests may set
-    `priority`. retained_bytes: max memory of the log-probabilities and grammars of all requests,
+    temperature, repeat_penalty: defaults of sampling, None for the model's own. priorities: whether
+    requests may set `priority`. retained_bytes: max memory of the log-probabilities and grammars of all requests,
     None for a fraction of the machine's memory. strict_requests: whether fields that have no effect
     are an error.
     """
@@ -53,6 +53,7 @@ class Limits:
     seconds: float = 600.0
     body_bytes: int = 4_000_000
     temperature: float | None = None
+    repeat_penalty: float | None = None
     priorities: bool = False
     retained_bytes: int | None = None
     strict_requests: bool = False
@@ -95,7 +96,7 @@ class ModelApi:
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 if `name` is not a name of this model."""
-        if name is not None and name not in self.names:
+        if name and name not in self.names:
             raise unknown_model(name, self.names[:1])
 
     @cached_property
@@ -273,7 +274,8 @@ def with_system_first(render: Render, messages: Sequence[Mapping[str, Any]]) -> 
 def default_sampling(manifest: Manifest, limits: Limits) -> Sampling:
     """Return the sampling options that the model's generation_config and `limits` set."""
     found = model_sampling(manifest.generation) or Sampling(TEMPERATURE)
-    return found if limits.temperature is None else replace(found, temperature=limits.temperature)
+    given = {"temperature": limits.temperature, "repeat_penalty": limits.repeat_penalty}
+    return replace(found, **{name: value for name, value in given.items() if value is not None})
 
 
 def unknown_model(name: str | None, known: Iterable[str]) -> ApiError:

@@ -10,13 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
+from castiron.pipelines.api.answer_format import requested_format
 from castiron.pipelines.api.api_errors import ApiError, invalid
 from castiron.pipelines.api.blocks_reply import Block, BlocksReply
 from castiron.pipelines.api.embeddings import EmbeddingsJob
 from castiron.pipelines.api.generation_api import GenerationApi
 from castiron.pipelines.api.model_api import ModelApi, run_in_thread
 from castiron.pipelines.api.request_body import Body, Unsupported, fields_renamed, parse_record
-from castiron.pipelines.api.response_format import requested_format
 from castiron.pipelines.api.schemas import ChatRequest, EmbeddingsRequest, Objects, TokenId
 from castiron.pipelines.engine.sampling import REPEAT_WINDOW
 
@@ -129,7 +129,7 @@ async def start_ollama_chat(api: ModelApi, body: OllamaChatRequest, load_seconds
     last = body.messages[-1]
     is_unfinished = last.role == "assistant" and bool(last.content) and not last.tool_calls
     with fields_renamed(FIELDS):
-        chat = _chat_request(body, _messages(body.messages), body.tools)
+        chat = await run_in_thread(lambda: _chat_request(body, _messages(body.messages), body.tools))
         return await api.chat(chat, lambda: reply, continue_last=is_unfinished)
 
 
@@ -146,7 +146,7 @@ async def start_ollama_generate(api: ModelApi, body: OllamaGenerateRequest, load
     messages = [{"role": "system", "content": body.system}] if body.system else []
     is_raw = bool(body.raw or body.suffix or api.tokenizer.chat_template is None)
     with fields_renamed(FIELDS):
-        chat = _chat_request(body, [*messages, {"role": "user", "content": body.prompt}])
+        chat = await run_in_thread(_chat_request, body, [*messages, {"role": "user", "content": body.prompt}])
         api.check_length(len(body.prompt) + len(body.suffix), "prompt")
         fim = await api.fim("suffix") if body.suffix else None
         if fim:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from castiron.pipelines.api.api_errors import ApiError
-from castiron.pipelines.api.chat_records import input_of
+from castiron.pipelines.api.chat_records import InputStream, input_of
 from castiron.pipelines.engine.request import Finished, Request
 from castiron.pipelines.text.text_output import Delta, TextToken
 from castiron.pipelines.text.tokenizer import TokenBytes
@@ -23,11 +23,6 @@ def _finish_fields(end: Finished | None, has_calls: bool = False) -> dict:
     reason = end and FINISH_REASONS[end.reason]
     found = {"finish_reason": "tool_calls" if has_calls and reason == "stop" else reason}
     return found | {"stop_reason": "repetition"} if end and end.repeated else found
-
-
-def _reasoning(text: str) -> dict:
-    """Return a message's reasoning field, with the name that vLLM and DeepSeek use."""
-    return {"reasoning_content": text} if text else {}
 
 
 def _call_id() -> str:
@@ -91,6 +86,8 @@ class ChoicesReply(Reply):
     include_usage = False
     # For how many tokens at each position of the prompt the answer has log-probabilities, None for no field.
     prompt_top: int | None = None
+    # Whether the answer has vLLM's fields token_ids and prompt_token_ids.
+    has_token_ids = False
 
     @abstractmethod
     def choice(self, index: int, delta: Delta, end: Finished) -> dict:
@@ -123,6 +120,14 @@ class ChoicesReply(Reply):
             })  # fmt: skip
         return {"prompt_logprobs": found}
 
+    def token_ids(self, delta: Delta) -> dict[str, list[int]]:
+        """Return the field token_ids of a choice or chunk, if it is requested."""
+        return {"token_ids": [token.id for token in delta.tokens]} if self.has_token_ids else {}
+
+    def prompt_token_ids(self, index: int) -> dict[str, list[int]]:
+        """Return the field prompt_token_ids of choice number `index`, if it is requested."""
+        return {"prompt_token_ids": self.requests[index].prompt.tolist()} if self.has_token_ids else {}
+
     def complete(self, choices: list[dict], usage: dict) -> dict:
         """Return the complete answer with all choices."""
         return {**self.head, "object": self.kind, "choices": choices, "usage": usage}
@@ -148,6 +153,8 @@ class ChatReply(ChoicesReply):
     """The answer to a chat completion request."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+    # Whether the answer has the model's reasoning.
+    shows_reasoning = True
 
     def __init__(
         self, model: str, token_bytes: TokenBytes, logprobs: bool, is_legacy: bool = False, custom: Collection[str] = ()
@@ -159,13 +166,13 @@ class ChatReply(ChoicesReply):
         """
         super().__init__(model, token_bytes, logprobs)
         self.is_legacy, self.custom = is_legacy, custom
-        # Arguments of calls to custom tools in a stream, by index of the choice and of the call.
-        self._arguments: dict[tuple[int, int], str] = {}
+        # Inputs of calls to custom tools in a stream, by index of the choice and of the call.
+        self._inputs: dict[tuple[int, int], InputStream] = {}
         # Indices of the choices that have called a function.
         self._with_calls: set[int] = set()
 
     def choice(self, index: int, delta: Delta, end: Finished) -> dict:
-        message = {"role": "assistant", "content": delta.text, **_reasoning(delta.reasoning), "refusal": None}
+        message = {"role": "assistant", "content": delta.text, **self._reasoning(delta), "refusal": None}
         if delta.calls:
             calls = [{"name": name, "arguments": arguments} for name, arguments in joined(delta.calls)]
             if self.is_legacy:
@@ -174,10 +181,15 @@ class ChatReply(ChoicesReply):
                 message["tool_calls"] = [self._call(call) for call in calls]
             message["content"] = delta.text or None
         fields = self._finish_fields(end, bool(delta.calls))
+        fields |= self.token_ids(delta)
         return {"index": index, "message": message, "logprobs": self._logprobs(delta.tokens), **fields}
 
     def complete(self, choices: list[dict], usage: dict) -> dict:
-        return super().complete(choices, usage) | self.prompt_fields(0)
+        return super().complete(choices, usage) | self.prompt_fields(0) | self.prompt_token_ids(0)
+
+    def _reasoning(self, delta: Delta) -> dict[str, str]:
+        """Return a message's reasoning field, with the name that vLLM and DeepSeek use."""
+        return {"reasoning_content": delta.reasoning} if delta.reasoning and self.shows_reasoning else {}
 
     def _finish_fields(self, end: Finished | None, has_calls: bool) -> dict:
         found = _finish_fields(end, has_calls)
@@ -185,11 +197,15 @@ class ChatReply(ChoicesReply):
             found | {"finish_reason": "function_call"} if self.is_legacy and found["finish_reason"] == "tool_calls" else found
         )
 
+    def begin(self, index: int, usage: dict) -> list[dict]:
+        return [self.chunk(self.opening(index)) | self.prompt_token_ids(index)]
+
     def opening(self, index: int) -> dict:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, **_finish_fields(None)}
 
     def extend(self, index: int, delta: Delta, end: Finished | None) -> list[dict]:
-        if not (delta.text or delta.reasoning or delta.calls or end or self.logprobs):
+        has_text = delta.text or delta.reasoning and self.shows_reasoning or delta.calls
+        if not (has_text or end or self.logprobs or self.has_token_ids):
             # Some tokens have no text, such as those that mark the start of a tool call.
             return []
         # Some clients read only the first call of a chunk.
@@ -198,15 +214,16 @@ class ChatReply(ChoicesReply):
         return [self.chunk(self.delta(index, each, end if each is deltas[-1] else None)) for each in deltas]
 
     def delta(self, index: int, delta: Delta, end: Finished | None = None) -> dict:
-        fields: dict[str, Any] = _reasoning(delta.reasoning)
+        fields: dict[str, Any] = self._reasoning(delta)
         if delta.calls:
             self._with_calls.add(index)
-            chunks = [_call_chunk(part, (index, part.index) in self._arguments) for part in delta.calls]
+            chunks = [_call_chunk(part, (index, part.index) in self._inputs) for part in delta.calls]
             fields |= {"function_call": chunks[0]["function"]} if self.is_legacy else {"tool_calls": chunks}
         if delta.text or not (end or fields):
             fields["content"] = delta.text
         logprobs = self._logprobs(delta.tokens) if delta.tokens else None
-        return {"index": index, "delta": fields, "logprobs": logprobs, **self._finish_fields(end, index in self._with_calls)}
+        end_fields = self._finish_fields(end, index in self._with_calls)
+        return {"index": index, "delta": fields, "logprobs": logprobs, **end_fields, **self.token_ids(delta)}
 
     def _call(self, call: dict[str, str]) -> dict:
         """Return a complete call; `call`: name and arguments."""
@@ -216,23 +233,18 @@ class ChatReply(ChoicesReply):
         return {"id": _call_id(), "type": "function", "function": call}
 
     def _calls_to_send(self, index: int, parts: list[CallPart], is_end: bool) -> list[CallPart]:
-        """Return the parts of tool calls that can be streamed now.
-
-        parts: new parts of choice number `index`. Parts of a custom tool's input are collected, and
-        returned as one part at the end of the choice.
-        """
+        """Return the parts of calls to stream, in which arguments of custom tools are their input."""
         found = []
         for part in parts:
-            key = index, part.index
             if part.name in self.custom:
-                self._arguments[key] = ""
-            if key in self._arguments:
-                self._arguments[key] += part.arguments
-                part = replace(part, arguments="")
-            if part.name or part.arguments:
-                found.append(part)
-        custom = [(call, text) for (choice, call), text in self._arguments.items() if choice == index and is_end]
-        return found + [CallPart(call, None, input_of(text)) for call, text in custom]
+                self._inputs[index, part.index] = InputStream()
+            if custom := self._inputs.get((index, part.index)):
+                part = replace(part, arguments=custom.add(part.arguments))
+            found.append(part)
+        if is_end:
+            own = [(call, custom) for (choice, call), custom in self._inputs.items() if choice == index]
+            found += [CallPart(call, None, custom.add("", is_end=True)) for call, custom in own]
+        return [part for part in found if part.name or part.arguments]
 
     def _logprobs(self, tokens: Collection[TextToken]) -> dict | None:
         return {"content": self.logprobs_of(tokens), "refusal": None} if self.logprobs else None
@@ -282,14 +294,17 @@ class CompletionReply(ChoicesReply):
 
     def choice(self, index: int, delta: Delta, end: Finished) -> dict:
         tokens = (*self._prompt(index), *self._answer(index, delta.tokens))
-        return self._choice(index, self.echoes[index].text + delta.text, tokens, end) | self.prompt_fields(index)
+        found = self._choice(index, self.echoes[index].text + delta.text, tokens, end)
+        return found | self.prompt_fields(index) | self.token_ids(delta) | self.prompt_token_ids(index)
 
     def opening(self, index: int) -> dict | None:
         echo = self.echoes[index]
-        return self._choice(index, echo.text, self._prompt(index), None) if echo.text or echo.offsets else None
+        if not (echo.text or echo.offsets or self.has_token_ids):
+            return None
+        return self._choice(index, echo.text, self._prompt(index), None) | self.prompt_token_ids(index)
 
     def delta(self, index: int, delta: Delta, end: Finished | None = None) -> dict:
-        return self._choice(index, delta.text, self._answer(index, delta.tokens), end)
+        return self._choice(index, delta.text, self._answer(index, delta.tokens), end) | self.token_ids(delta)
 
     def _prompt(self, index: int) -> tuple[TextToken, ...]:
         """Return the tokens of the repeated prompt; the first has no log-probability."""

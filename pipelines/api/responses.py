@@ -11,12 +11,13 @@ from typing import Any
 
 from castiron.pipelines.api.api_errors import ApiError
 from castiron.pipelines.api.blocks_reply import Block, BlocksReply
-from castiron.pipelines.api.chat_records import Message
-from castiron.pipelines.api.model_api import ModelApi
+from castiron.pipelines.api.chat_records import InputStream, Message, input_of
+from castiron.pipelines.api.model_api import ModelApi, run_in_thread
 from castiron.pipelines.api.request_body import Body, fields_renamed
 from castiron.pipelines.api.responses_request import (
     FIELDS,
-    Namespace,
+    CustomTool,
+    FunctionTool,
     PromptOfResponse,
     ResponsesRequest,
     StoredItem,
@@ -29,11 +30,12 @@ from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.text.tokenizer import TokenBytes
 
 # Prefixes of item ids, and of the names of events, by kind of block.
-PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
+PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc", "custom": "ctc"}
 TEXT_EVENTS = {
     "reasoning": "response.reasoning_text",
     "text": "response.output_text",
     "call": "response.function_call_arguments",
+    "custom": "response.custom_tool_call_input",
 }
 # Fields of the request that the response repeats as they are.
 ECHOED = (
@@ -125,7 +127,7 @@ async def start_response(api: ModelApi, body: ResponsesRequest, store: ResponseS
             store.put(owner, response, conversation)
 
     with fields_renamed(FIELDS):
-        chat, conversation = _chat(body, store, owner)
+        chat, conversation = await _chat(body, store, owner)
         reply = lambda: ResponsesReply(api.names[0], api.token_bytes, body, api.sampling_of(chat), is_stored, put)
         return await api.chat(chat, reply)
 
@@ -133,10 +135,11 @@ async def start_response(api: ModelApi, body: ResponsesRequest, store: ResponseS
 async def count_response_tokens(api: ModelApi, body: PromptOfResponse, store: ResponseStore, owner: bytes) -> int:
     """Return the number of tokens in the prompt of a request."""
     with fields_renamed(FIELDS):
-        return await api.count(_chat(body, store, owner)[0])
+        chat, _ = await _chat(body, store, owner)
+        return await api.count(chat)
 
 
-def _chat(body: PromptOfResponse, store: ResponseStore, owner: bytes) -> tuple[ChatRequest, list[Message]]:
+async def _chat(body: PromptOfResponse, store: ResponseStore, owner: bytes) -> tuple[ChatRequest, list[Message]]:
     """Return the chat request for `body`, and its conversation (messages except instructions)."""
     before: Sequence[Message] = ()
     if (name := body.previous_response_id) is not None:
@@ -144,8 +147,13 @@ def _chat(body: PromptOfResponse, store: ResponseStore, owner: bytes) -> tuple[C
             message = f"no such response: {name!r:.80}; send the complete conversation"
             raise ApiError(400, message, "previous_response_id", "previous_response_not_found")
         before = found.messages
-    messages = messages_of(body.items(lambda name: store.item(owner, name)))
-    return chat_request(body, before, messages), [*before, *messages]
+    items = body.items(lambda name: store.item(owner, name))
+
+    def convert() -> tuple[ChatRequest, list[Message]]:
+        messages = messages_of(items)
+        return chat_request(body, before, messages), [*before, *messages]
+
+    return await run_in_thread(convert)
 
 
 class ResponsesReply(BlocksReply):
@@ -164,10 +172,13 @@ class ResponsesReply(BlocksReply):
         super().__init__(model, token_bytes, body.logprobs)
         self.put, self.names = put, names_in_namespaces(body.tools or ())
         self._number = 0
+        self._custom = {tool.name for tool in body.tools or () if isinstance(tool, CustomTool)}
+        # Input of the current call to a custom tool.
+        self._input = InputStream()
         text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
         nulls = {"strict": None, "parameters": None}
         tools = [
-            ({} if isinstance(tool, Namespace) else nulls) | tool.model_dump(exclude_none=True) for tool in body.tools or ()
+            (nulls if isinstance(tool, FunctionTool) else {}) | tool.model_dump(exclude_none=True) for tool in body.tools or ()
         ]
         choice = body.tool_choice.model_dump(exclude_none=True) if isinstance(body.tool_choice, Body) else body.tool_choice
         self.answer = {
@@ -188,6 +199,7 @@ class ResponsesReply(BlocksReply):
     def open(self, block: Block) -> Iterable[dict]:
         item = self._item(block, "in_progress")
         if block.kind == "call":
+            self._input = InputStream()
             yield self._event("response.output_item.added", item=item)
         else:
             yield self._event("response.output_item.added", item={**item, "content": []})
@@ -195,11 +207,18 @@ class ResponsesReply(BlocksReply):
 
     def fill(self, block: Block, text: str, logprobs: list[dict]) -> Iterable[dict]:
         more = {"logprobs": logprobs} if block.kind == "text" else {}
-        yield self._block_event(f"{TEXT_EVENTS[block.kind]}.delta", block, delta=text, **more)
+        text = self._input.add(text) if self._kind(block) == "custom" else text
+        if text:
+            yield self._block_event(f"{TEXT_EVENTS[self._kind(block)]}.delta", block, delta=text, **more)
 
     def close(self, block: Block) -> Iterable[dict]:
-        done = f"{TEXT_EVENTS[block.kind]}.done"
-        if block.kind == "call":
+        kind = self._kind(block)
+        done = f"{TEXT_EVENTS[kind]}.done"
+        if kind == "custom":
+            if rest := self._input.add("", is_end=True):
+                yield self._block_event(f"{TEXT_EVENTS[kind]}.delta", block, delta=rest)
+            yield self._block_event(done, block, input=input_of(block.text))
+        elif kind == "call":
             yield self._block_event(done, block, name=self._names(block)["name"], arguments=block.text)
         else:
             more = {"logprobs": block.logprobs} if block.kind == "text" else {}
@@ -239,8 +258,12 @@ class ResponsesReply(BlocksReply):
         index = {} if block.kind == "call" else {"content_index": 0}
         return self._event(kind, item_id=self._id(block), output_index=len(self.blocks) - 1, **index, **fields)
 
+    def _kind(self, block: Block) -> str:
+        """Return the kind of a block, which for a call to a custom tool is "custom"."""
+        return "custom" if block.kind == "call" and block.name in self._custom else block.kind
+
     def _id(self, block: Block) -> str:
-        return f"{PREFIXES[block.kind]}_{block.id}"
+        return f"{PREFIXES[self._kind(block)]}_{block.id}"
 
     def _part(self, block: Block) -> dict:
         if block.kind == "reasoning":
@@ -249,11 +272,14 @@ class ResponsesReply(BlocksReply):
 
     def _item(self, block: Block, status: str) -> dict:
         head = {"id": self._id(block), "status": status}
-        match block.kind:
+        match self._kind(block):
             case "reasoning":
                 return {**head, "type": "reasoning", "summary": [], "content": [self._part(block)]}
             case "text":
                 return {**head, "type": "message", "role": "assistant", "content": [self._part(block)]}
+            case "custom":
+                call = {"call_id": block.call_id, "name": block.name, "input": input_of(block.text)}
+                return {**head, "type": "custom_tool_call", **call}
         return {**head, "type": "function_call", "call_id": block.call_id, **self._names(block), "arguments": block.text}
 
     def _names(self, block: Block) -> dict[str, str]:

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from castiron.pipelines.api import schemas
 from castiron.pipelines.api.api_errors import ApiError, unsupported
-from castiron.pipelines.api.chat_records import Content, Function, FunctionIdentifier, Message, text_of
+from castiron.pipelines.api.chat_records import Content, Freeform, Function, FunctionIdentifier, Message, text_of
 from castiron.pipelines.api.request_body import Body, ByType, Unsupported, parse_record
 from castiron.pipelines.api.schemas import ChatRequest, GenerationFields
 
@@ -46,8 +46,18 @@ class FunctionCall(Item):
     parsed_arguments: Any = None
 
 
+class CustomCall(Item):
+    """A call to a custom tool, whose input is a text."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
+
+
 class FunctionCallOutput(Item):
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: Content
     name: str | None = None
@@ -74,7 +84,7 @@ class ItemReference(Body):
     id: str
 
 
-StoredItem = InputMessage | FunctionCall | FunctionCallOutput | ReasoningItem
+StoredItem = InputMessage | FunctionCall | CustomCall | FunctionCallOutput | ReasoningItem
 AnyItem = Annotated[StoredItem | ItemReference, ByType("message")]
 Items = Annotated[list[AnyItem], Field(fail_fast=True)]
 
@@ -89,6 +99,14 @@ class FunctionTool(Function):
     allowed_callers: schemas.DirectCallers | None = None
 
 
+class CustomTool(Freeform):
+    """A tool with a text as input."""
+
+    type: Literal["custom"]
+    defer_loading: Literal[False] | None = None
+    allowed_callers: schemas.DirectCallers | None = None
+
+
 class Namespace(Body):
     """Functions that the model calls as `NAMESPACE.NAME`."""
 
@@ -98,8 +116,11 @@ class Namespace(Body):
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)]
 
 
+AnyTool = FunctionTool | CustomTool | Namespace
+
+
 class ChosenFunction(Body):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
     namespace: str | None = None
 
@@ -147,7 +168,7 @@ class PromptOfResponse(Body):
     input: Annotated[Items, BeforeValidator(_as_items, json_schema_input_type=str | Items)] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: Annotated[list[Annotated[FunctionTool | Namespace, ByType()]], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Annotated[list[Annotated[AnyTool, ByType()]], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | Annotated[ChosenFunction | AllowedTools, ByType()] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -231,9 +252,10 @@ def messages_of(items: Iterable[StoredItem]) -> list[Message]:
             case ReasoningItem():
                 if item.text:
                     assistant("reasoning_content", item.text)
-            case FunctionCall():
-                function = {"name": full_name(item.namespace, item.name), "arguments": item.arguments}
-                call = {"id": item.call_id, "type": "function", "function": function}
+            case FunctionCall() | CustomCall():
+                kind, field = ("custom", "input") if isinstance(item, CustomCall) else ("function", "arguments")
+                called = {"name": full_name(item.namespace, item.name), field: getattr(item, field)}
+                call = {"id": item.call_id, "type": kind, kind: called}
                 if found and "tool_calls" in found[-1]:
                     found[-1]["tool_calls"].append(call)
                 else:
@@ -282,7 +304,7 @@ def full_name(namespace: str | None, name: str) -> str:
     return f"{namespace}.{name}" if namespace else name
 
 
-def names_in_namespaces(tools: Iterable[FunctionTool | Namespace]) -> dict[str, dict[str, str]]:
+def names_in_namespaces(tools: Iterable[AnyTool]) -> dict[str, dict[str, str]]:
     """Return {"name": ..., "namespace": ...} of each function in a namespace, by its full name."""
     return {
         full_name(space.name, function.name): {"name": function.name, "namespace": space.name}
@@ -292,26 +314,28 @@ def names_in_namespaces(tools: Iterable[FunctionTool | Namespace]) -> dict[str, 
     }
 
 
-def _function(tool: FunctionTool, space: Namespace | None = None) -> dict[str, Any]:
-    """Return a tool as the function of a chat request, named `space.tool` if it has a namespace."""
+def _chat_tool(tool: FunctionTool | CustomTool, space: Namespace | None = None) -> dict[str, Any]:
+    """Return a tool as that of a chat request, named `space.tool` if it has a namespace."""
+    if isinstance(tool, CustomTool):
+        return {"type": "custom", "custom": tool.model_dump(include={"name", "description"})}
     # The description of a namespace is put before that of its first function.
     descriptions = [space.description if space and tool is space.tools[0] else None, tool.description]
-    return {
+    function = {
         "name": full_name(space and space.name, tool.name), "description": " ".join(filter(None, descriptions)) or None,
         "parameters": tool.parameters, "strict": tool.strict,
     }  # fmt: skip
+    return {"type": "function", "function": function}
 
 
 def _chosen_tools(body: PromptOfResponse) -> dict[str, Any]:
     """Return the fields tools and tool_choice of the chat request."""
-    functions: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] = []
     for tool in body.tools or ():
-        functions += [_function(each, tool) for each in tool.tools] if isinstance(tool, Namespace) else [_function(tool)]
+        tools += [_chat_tool(each, tool) for each in tool.tools] if isinstance(tool, Namespace) else [_chat_tool(tool)]
     choice: Any = body.tool_choice
     if isinstance(choice, AllowedTools):
         names = {full_name(each.namespace, each.name) for each in choice.tools}
-        functions, choice = [each for each in functions if each["name"] in names], choice.mode
+        tools, choice = [each for each in tools if each[each["type"]]["name"] in names], choice.mode
     elif isinstance(choice, ChosenFunction):
-        choice = {"type": "function", "function": {"name": full_name(choice.namespace, choice.name)}}
-    tools = [{"type": "function", "function": each} for each in functions]
+        choice = {"type": choice.type, choice.type: {"name": full_name(choice.namespace, choice.name)}}
     return {"tools": tools or None, "tool_choice": choice}

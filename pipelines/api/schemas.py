@@ -44,17 +44,26 @@ Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fa
 ChosenTool = Annotated[NamedTool | NamedFreeform | AllowedTools, ByType()]
 # OpenAI's efforts, and vLLM's max.
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-# Biases in OpenAI's form: token ids in decimal, and numbers.
-Biases = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)]
+# Biases by token id, or by a text, which stands for its tokens.
+Biases = Annotated[dict[TokenId | StopString, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)]
 # Max absolute priority: vLLM allows any integer, but JSON parsers are exact only in this range.
 MAX_PRIORITY = 2**53
 
 
 def _biases(value: Any) -> Any:
-    """Return llama.cpp's list of [token id, bias] as OpenAI's object."""
-    if not (isinstance(value, list) and all(isinstance(each, list) and len(each) == 2 for each in value[: MAX_BIASES + 1])):
+    """Return OpenAI's object, or llama.cpp's list of [key, bias], as `Biases`.
+
+    As in llama.cpp, the bias false forbids a token.
+    """
+    if isinstance(value, list):
+        if len(value) > MAX_BIASES or not all(isinstance(each, list) and len(each) == 2 for each in value):
+            return value
+        pairs = [(key if isinstance(key, int | str) else str(key), bias) for key, bias in value]
+    elif isinstance(value, dict):
+        pairs = [(int(key[:20]) if key.isascii() and key.isdigit() else key, bias) for key, bias in value.items()]
+    else:
         return value
-    return {str(token): bias for token, bias in value} if len(value) <= MAX_BIASES else value
+    return {key: -100 if bias is False else bias for key, bias in pairs}
 
 
 class StreamOptions(Body):
@@ -146,10 +155,14 @@ class CompletionFields(GenerationFields, UnsupportedFields):
     # vLLM's fields for the tokens that an answer may have.
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[StopString], Field(max_length=1024, fail_fast=True)] | None = None
-    # vLLM's fields for the prompt: how many of its last tokens are used (-1 for as many as fit in the
-    # context), and for how many tokens at each position the answer has log-probabilities.
+    # vLLM's fields for the prompt: how many of its tokens are used (-1 for as many as fit in the
+    # context), where others are removed, and for how many tokens at each position the answer has
+    # log-probabilities.
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    # vLLM's field: whether the answer has the ids of its tokens and of the prompt's.
+    return_token_ids: bool | None = None
     # Max tokens of reasoning, by vLLM's and by llama.cpp's names; -1 means no limit.
     thinking_token_budget: int | None = Field(None, ge=-1)
     thinking_budget_tokens: int | None = Field(None, ge=-1)
@@ -193,6 +206,8 @@ class ChatRequest(CompletionFields, UnsupportedChatFields):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
     thinking: ChatThinking | None = None
+    # vLLM's field: whether the answer has the reasoning.
+    include_reasoning: bool | None = None
     # Labels of the request or the customer.
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None

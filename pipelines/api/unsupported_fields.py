@@ -20,11 +20,9 @@ class UnsupportedFields(Body):
     logprob_token_ids: Annotated[Any, Unsupported([])] = None
     repetition_detection: Annotated[Any, Unsupported()] = None
     return_prompt_text: Annotated[Any, Unsupported(False)] = None
-    return_token_ids: Annotated[Any, Unsupported(False)] = None
     return_tokens_as_token_ids: Annotated[Any, Unsupported(False)] = None
     skip_special_tokens: Annotated[Any, Unsupported(True)] = None
     spaces_between_special_tokens: Annotated[Any, Unsupported(True)] = None
-    truncation_side: Annotated[Any, Unsupported("left")] = None
     use_beam_search: Annotated[Any, Unsupported(False)] = None
     vllm_xargs: Annotated[Any, Unsupported({})] = None
     watermarking: Annotated[Any, Unsupported(False)] = None
@@ -61,7 +59,6 @@ class UnsupportedChatFields(Body):
     chat_template: Annotated[Any, Unsupported()] = None
     documents: Annotated[Any, Unsupported([])] = None
     echo: Annotated[Any, Unsupported(False)] = None
-    include_reasoning: Annotated[Any, Unsupported(True)] = None
     # llama.cpp.
     parse_tool_calls: Annotated[Any, Unsupported(True)] = None
     reasoning_format: Annotated[Any, Unsupported("auto", "deepseek")] = None

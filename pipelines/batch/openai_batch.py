@@ -80,7 +80,7 @@ class OpenAI:
             body = _body(record.fields)
         except PipelineError:
             return False
-        if body.get("seed") is not None:
+        if body.get("seed") not in (None, -1):
             return False
         temperature = body.get("temperature")
         return bool(self.api.sampling.temperature if temperature is None else temperature)

@@ -135,11 +135,7 @@ def arithmetic(numerics: str, cache: str) -> str:
 
 
 def hf_rows(checkpoint: Path, weights: str, threads: int, adapter: Path | None) -> Rows:
-    """Return a function that yields the logits of HF transformers for a text.
-
-    The function's arguments are `tokens` and `first`. It yields logits [vocab] after each of
-    `tokens[first:]`.
-    """
+    """Return a function that yields the logits of HF transformers for a text."""
     model = load_reference(checkpoint, weights, threads, adapter)
 
     def rows(tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
@@ -154,11 +150,7 @@ def hf_rows(checkpoint: Path, weights: str, threads: int, adapter: Path | None) 
 
 
 def llama_cpp_rows(checkpoint: Path, context: int, threads: int) -> Rows:
-    """Return a function that yields the logits of llama.cpp for a text.
-
-    The function's arguments are `tokens` and `first`. It yields logits [vocab] after each of
-    `tokens[first:]`.
-    """
+    """Return a function that yields the logits of llama.cpp for a text."""
     from llama_cpp import Llama
 
     try:

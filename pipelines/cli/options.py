@@ -127,10 +127,7 @@ def add_options(parser: argparse._ActionsContainer, *options: str, **changes: An
 
 
 def add_checkpoint(parser: argparse.ArgumentParser, **changes: str) -> None:
-    """Add the MODEL argument of commands that read checkpoints.
-
-    changes: override arguments of add_argument.
-    """
+    """Add the MODEL argument of commands that read checkpoints."""
     arguments = {"metavar": "MODEL", "help": "GGUF file, HF directory, catalogue name, or org/name on the hub"}
     parser.add_argument("model", **arguments | changes)
     _add_model_option(parser)
@@ -247,7 +244,7 @@ def _add_model_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
-    """Add the options --threads, --device, --trust and -ngl, in a group with the title "loading"."""
+    """Add --threads, --device, --trust and -ngl, in a group with the title "loading"."""
     group = parser.add_argument_group("loading")
     add_options(group, "--threads", "--device", "--trust")
     group.add_argument(

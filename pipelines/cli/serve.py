@@ -58,6 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--temperature", "--temp", type=float, metavar="T", help="default temperature (default: the model's, else 1)"
     )
+    group.add_argument("--repeat-penalty", type=float, metavar="X",
+                       help="default penalty of the last 64 tokens (default: the model's, else 1, off)")  # fmt: skip
     add_options(group, "--template-arg", "--parse-special", "--draft", "--prefix-cache", "--prefix-cache-size")
     limits = parser.add_argument_group("limits")
     limits.add_argument("--queue", type=int, default=64, metavar="N", help="max waiting requests of one client (default: 64)")
@@ -85,8 +87,8 @@ def main(args: argparse.Namespace) -> int:
     check(args)
     keys, pages = api_keys(args), origins(args)
     limits = Limits(
-        args.timeout, int(args.max_body * 1e6), args.temperature, args.scheduling_policy == "priority",
-        strict_requests=args.strict_requests,
+        args.timeout, int(args.max_body * 1e6), args.temperature, args.repeat_penalty,
+        priorities=args.scheduling_policy == "priority", strict_requests=args.strict_requests,
     )  # fmt: skip
     shared = {"threads": args.threads, "queue": args.queue, "limits": limits, "template_args": dict(args.template_arg),
               "parse_special": args.parse_special}  # fmt: skip
@@ -123,6 +125,7 @@ def check(args: argparse.Namespace) -> None:
     ranges = (
         ("port", 0 <= args.port < 65536, "between 0 and 65535"),
         ("temperature", args.temperature is None or 0 <= args.temperature <= 2, "between 0 and 2"),
+        ("repeat-penalty", args.repeat_penalty is None or 0.01 <= args.repeat_penalty <= 100, "between 0.01 and 100"),
         ("queue", args.queue >= 0, "0 or more"),
         ("max-body", 0 < args.max_body < float("inf"), "above 0"),
         ("timeout", 0 < args.timeout < float("inf"), "above 0"),

@@ -92,8 +92,8 @@ def context_of(config: dict, options: Options) -> int:
 def max_context_of(config: dict, options: Options) -> int:
     """Return the largest context with which the bundle can be opened, in tokens.
 
-    The default is the model's limit, but at most 131,072. With the portable lowering, and for a GPU,
-    the default is `context_of`.
+    The default is the model's limit, but at most 131,072. With the portable lowering, and for a
+    GPU, the default is `context_of`.
     """
     if options.max_context is not None:
         return options.max_context

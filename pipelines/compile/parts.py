@@ -61,14 +61,19 @@ def layer_of(op: Op) -> int | None:
     return int(found[1]) if found else None
 
 
-def kernel_module(kernel: Kernel) -> Module:
-    """Return a module with a function `call` that runs the kernel once; index operands are 0."""
+def kernel_module(kernel: Kernel, storage: bool = False) -> Module:
+    """Return a module with a function `call` that runs the kernel once; index operands are 0.
+
+    storage: whether `call` also takes a buffer for each result that is not updated in place, so
+    that it allocates none.
+    """
     module = Module("kernel")
-    with module.function("call", **kernel.tensors) as inputs:
-        given = dict(zip(kernel.tensors, inputs, strict=True))
-        results = ops.kernel_call(kernel, **given, **dict.fromkeys(kernel.indices, 0))
-        storage = {i: given[kernel.in_place[name]] for i, name in enumerate(results) if name in kernel.in_place}
-        current_function().returns(storage, **results)
+    in_place = {**{name: f"{name}_storage" for name in kernel.results if storage}, **kernel.in_place}
+    buffers = {operand: kernel.results[name] for name, operand in in_place.items() if operand not in kernel.tensors}
+    with module.function("call", **kernel.tensors, **buffers) as inputs:
+        given = dict(zip([*kernel.tensors, *buffers], inputs, strict=True))
+        results = ops.kernel_call(kernel, **{n: given[n] for n in kernel.tensors}, **dict.fromkeys(kernel.indices, 0))
+        current_function().returns({i: given[in_place[name]] for i, name in enumerate(results) if name in in_place}, **results)
     check(module, LOWERED)
     return module
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from castiron.emitter import ops
-from castiron.emitter.ir import Module, current_function
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.mlir.bf16_pairs import Pairs
 from castiron.emitter.kernels.mlir.body import Body, Ssa, batches, vector_type
@@ -24,6 +22,7 @@ from castiron.emitter.kernels.mlir.isa import ISAS, Isa
 from castiron.emitter.kernels.mlir.matrix import COLUMNS, DEPTH, Matrix
 from castiron.emitter.printer import print_module
 from castiron.emitter.types import F32, I32, TensorType
+from castiron.pipelines.compile.parts import kernel_module
 
 # 256 MB, several times the size of any CPU cache.
 READ_FLOATS = 64 << 20
@@ -175,22 +174,6 @@ def _probe(
     return Kernel(f"probe_{name}", {"x": x}, y, result[0], write, dict, flops=flops, nbytes=nbytes)
 
 
-def module_of(kernel: Kernel) -> Module:
-    """Return a module with a function `call` that runs the kernel once.
-
-    Its arguments are the operands, then a buffer for each result that is not updated in place, so
-    that the measured time includes no allocation.
-    """
-    module = Module("kernel")
-    storage = {f"{name}_storage": type_ for name, type_ in kernel.results.items() if name not in kernel.in_place}
-    with module.function("call", **kernel.tensors, **storage) as inputs:
-        given = dict(zip([*kernel.tensors, *storage], inputs, strict=True))
-        results = ops.kernel_call(kernel, **{n: given[n] for n in kernel.tensors}, **dict.fromkeys(kernel.indices, 0))
-        updated = {i: given[kernel.in_place.get(name, f"{name}_storage")] for i, name in enumerate(results)}
-        current_function().returns(updated, **results)
-    return module
-
-
 class TimedKernel:
     """A kernel compiled for this machine, with its operands.
 
@@ -211,7 +194,7 @@ class TimedKernel:
         self.kernel, self.device = kernel, device(threads)
         with TemporaryDirectory(prefix="castiron-") as folder:
             path = Path(folder) / "timed.vmfb"
-            compile_mlir(print_module(module_of(kernel)), resolve("host"), path)
+            compile_mlir(print_module(kernel_module(kernel, storage=True)), resolve("host"), path)
             instance = rt.VmInstance()
             module = rt.VmModule.copy_buffer(instance, path.read_bytes())
         self._context = rt.VmContext(instance, [rt.create_hal_module(instance, self.device), module])

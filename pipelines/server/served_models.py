@@ -124,8 +124,12 @@ class ModelPool:
                 loop.call_later(self.keep, lambda: loop.create_task(self._close_unused(model)))
 
     def find(self, name: str | None) -> ServedModel:
-        """Return the model `name`, or the first for None; ApiError 404 unless one model has it."""
-        found = self.models[:1] if name is None else [model for model in self.models if model.name == name]
+        """Return the model `name`, or the first model if `name` is None or empty.
+
+        llama.vim sends an empty name by default. Raises ApiError 404 if no model has the name, or if
+        several models have it.
+        """
+        found = self.models[:1] if not name else [model for model in self.models if model.name == name]
         found = found or [model for model in self.models if name in model.names]
         if len(found) != 1:
             raise unknown_model(name, [model.name for model in self.models])

@@ -33,13 +33,13 @@ ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": T
 SAMPLERS = ["dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
 # Fields of both OpenAI endpoints, with a value that clients send.
 HONOURED = [
-    ("model", None), ("frequency_penalty", 0.5), ("logit_bias", {"5": -1}), ("logit_bias", []), ("logit_bias", [[5, -1.0]]),
+    ("model", None), ("frequency_penalty", 0.5), ("logit_bias", {"5": -1}), ("logit_bias", []), ("logit_bias", [[5, -1.0], ["x", False]]),
     ("max_tokens", -1), ("n", 2), ("presence_penalty", 0.5), ("seed", -1), ("stop", ["x"]), ("stream", True), ("temperature", 0.5),
     ("top_p", 0.9), ("user", "me"), ("response_format", {"type": "text"}), ("top_k", -1), ("min_p", 0.1),
     ("repetition_penalty", 1.1), ("length_penalty", 1.0), ("length_penalty", 1), ("stop_token_ids", []), ("ignore_eos", False),
     ("include_stop_str_in_output", False), ("min_tokens", 0), ("skip_special_tokens", True), ("use_beam_search", False),
     ("spaces_between_special_tokens", True), ("truncate_prompt_tokens", 4), ("truncate_prompt_tokens", -1),
-    ("truncation_side", "left"), ("prompt_logprobs", 1), ("allowed_token_ids", [5, 6]), ("bad_words", ["x"]),
+    ("truncation_side", "left"), ("truncation_side", "right"), ("return_token_ids", True), ("prompt_logprobs", 1), ("allowed_token_ids", [5, 6]), ("bad_words", ["x"]),
     ("structured_outputs", {"choice": ["a", "b"]}), ("guided_choice", ["a", "b"]), ("guided_regex", "a|b"), ("priority", 0),
     ("return_token_ids", False), ("return_tokens_as_token_ids", False), ("return_prompt_text", False), ("vllm_xargs", {}),
     ("thinking_token_budget", 5), ("thinking_token_budget", -1), ("watermarking", False), ("n_predict", -1),
@@ -51,7 +51,7 @@ HONOURED = [
 CHAT_HONOURED = [
     ("max_completion_tokens", 1), ("max_tokens", 100_000), ("metadata", {"a": "b"}), ("store", True), ("parallel_tool_calls", True),
     ("safety_identifier", "x"), ("prompt_cache_key", "x"), ("verbosity", "medium"), ("modalities", ["text"]), ("tools", TOOLS),
-    ("functions", [{"name": "n"}]), ("reasoning_effort", "high"), ("reasoning_effort", "none"), ("include_reasoning", True),
+    ("functions", [{"name": "n"}]), ("reasoning_effort", "high"), ("reasoning_effort", "none"), ("include_reasoning", False),
     ("echo", False), ("add_generation_prompt", True), ("continue_final_message", False), ("add_special_tokens", False),
     ("documents", []), ("chat_template_kwargs", {"enable_thinking": False}), ("thinking", {"type": "enabled", "budget_tokens": 9}),
     ("thinking", {"type": "disabled"}), ("parse_tool_calls", True), ("reasoning_format", "auto"), ("logprobs", True),
@@ -67,15 +67,15 @@ IGNORED = [
 ]  # fmt: skip
 REFUSED = [
     ("use_beam_search", True), ("length_penalty", 1.5), ("include_stop_str_in_output", True), ("skip_special_tokens", False),
-    ("truncation_side", "right"), ("logprob_token_ids", [5]), ("return_token_ids", True), ("return_tokens_as_token_ids", True),
+    ("truncation_side", "middle"), ("logprob_token_ids", [5]), ("return_tokens_as_token_ids", True),
     ("repetition_detection", {"max_pattern_size": 3}), ("vllm_xargs", {"a": 1}), ("watermarking", True), ("n_probs", 3),
     ("dynatemp_range", 0.5), ("typical_p", 0.9), ("dry_multiplier", 0.8), ("xtc_probability", 0.5), ("top_n_sigma", 1.0),
     ("mirostat", 2), ("samplers", ["top_k"]), ("lora", [{"id": 0, "scale": 1.0}]), ("repeat_last_n", 256), ("allowed_token_ids", []),
-    ("allowed_token_ids", [10**6]), ("prompt_logprobs", 1000), ("max_tokens", -2), ("logit_bias", [[5, False]]), ("bad_words", [""]),
+    ("allowed_token_ids", [10**6]), ("prompt_logprobs", 1000), ("max_tokens", -2), ("logit_bias", [[5, True]]), ("bad_words", [""]),
 ]  # fmt: skip
 CHAT_REFUSED = [
     ("audio", {"voice": "x"}), ("modalities", ["audio"]), ("verbosity", "low"), ("web_search_options", {}), ("chat_template", "x"),
-    ("documents", [{"text": "x"}]), ("echo", True), ("include_reasoning", False), ("reasoning_format", "none"), ("max_tokens", 0),
+    ("documents", [{"text": "x"}]), ("echo", True), ("reasoning_format", "none"), ("max_tokens", 0),
     ("reasoning_effort", "enormous"), ("tool_choice", ALLOWED), ("response_format", FORM),
 ]  # fmt: skip
 PROBES = [
@@ -182,6 +182,55 @@ def test_a_truncated_prompt_has_its_last_tokens(client):
     assert cut["choices"][0]["text"] == complete["choices"][0]["text"] and cut["usage"]["prompt_tokens"] == len("o there")
     assert ask(client, TEXT, prompt="x" * 300, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"] == 254
     assert ask(client, truncate_prompt_tokens=3)["usage"]["prompt_tokens"] == 3
+    first = ask(client, TEXT, prompt="Hello there", max_tokens=8, truncate_prompt_tokens=len("Hello"), truncation_side="right")
+    assert first["choices"][0]["text"] == ask(client, TEXT, prompt="Hello", max_tokens=8)["choices"][0]["text"]
+
+
+def test_biases_may_be_given_by_text_and_forbid_tokens(client):
+    usual = ask(client, TEXT, max_tokens=8, ignore_eos=True)["choices"][0]["text"]
+    ids = client.post("/tokenize", json={"content": usual[:2]}).json()["tokens"]
+    for banned in (
+        [[token, False] for token in ids],
+        [[usual[:2], -100]],
+        {usual[:2]: -100},
+        {str(token): False for token in ids},
+    ):
+        text = ask(client, TEXT, max_tokens=8, ignore_eos=True, logit_bias=banned)["choices"][0]["text"]
+        assert text and not set(text) & set(usual[:2])
+    # In a list, digits are a text.
+    assert set(ask(client, TEXT, max_tokens=4, logit_bias=[["7", 100]])["choices"][0]["text"]) == {"7"}
+
+
+def test_seed_minus_one_is_random(client):
+    sample = lambda seed: ask(client, TEXT, max_tokens=16, temperature=2, ignore_eos=True, seed=seed)["choices"][0]["text"]
+    assert len({sample(-1) for _ in range(3)}) > 1 and sample(-2) == sample(-2)
+
+
+def test_token_ids_are_those_of_the_prompt_and_the_answer(client):
+    tokens = lambda text: client.post("/tokenize", json={"content": text}).json()["tokens"]
+    special = [[token, False] for token in range(3)]
+    more = {"return_token_ids": True, "ignore_eos": True, "max_tokens": 6, "logit_bias": special}
+    answer = ask(client, **more)
+    (choice,) = answer["choices"]
+    assert answer["prompt_token_ids"] == tokens("u:hi;a:") and choice["token_ids"] == tokens(choice["message"]["content"])
+    (choice,) = ask(client, TEXT, **more)["choices"]
+    assert choice["prompt_token_ids"] == tokens("hi") and choice["token_ids"] == tokens(choice["text"])
+    for path, first in ((CHAT, lambda chunk: chunk), (TEXT, lambda chunk: chunk["choices"][0])):
+        stream = client.post(path, json=REQUIRED[path] | more | {"temperature": 0, "stream": True}).text
+        chunks = [json.loads(line[6:]) for line in stream.split("\n\n")[:-2]]
+        assert first(chunks[0])["prompt_token_ids"] == tokens("u:hi;a:" if path == CHAT else "hi")
+        found = [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", ())]
+        assert found == ask(client, path, **more)["choices"][0]["token_ids"] and "prompt_token_ids" not in first(chunks[1])
+
+
+def test_reasoning_is_left_out_on_request(client, monkeypatch):
+    body = {"include_reasoning": False, "max_tokens": 100}
+    script(monkeypatch, client, "<think>abc</think>Done.")
+    answer = ask(client, **body)
+    assert "reasoning_content" not in answer["choices"][0]["message"] and answer["choices"][0]["message"]["content"] == "Done."
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+    script(monkeypatch, client, "<think>abc</think>Done.")
+    assert "reasoning_content" not in client.post(CHAT, json=REQUIRED[CHAT] | body | {"stream": True}).text
 
 
 def test_prompt_logprobs_are_those_of_an_echoed_prompt(client):
@@ -292,7 +341,7 @@ def test_custom_tools_are_called_with_a_text(client, monkeypatch):
     deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in stream.split("\n\n")[:-2]]
     parts = [part for delta in deltas for part in delta.get("tool_calls", ())]
     assert parts[0]["type"] == "custom" and parts[0]["id"] and parts[0]["custom"]["name"] == "c"
-    assert "".join(part["custom"]["input"] for part in parts) == 'a\n"b'
+    assert [part["custom"]["input"] for part in parts] == ["", "a", "\n", '"', "b"]
     monkeypatch.undo()
     forced = ask(client, **body, tool_choice={"type": "custom", "custom": {"name": "c"}})["choices"][0]["message"]["tool_calls"]
     assert forced[0]["custom"]["name"] == "c"

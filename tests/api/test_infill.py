@@ -13,12 +13,19 @@ from castiron.vmfb.manifest import TOKENIZER, Tokens
 from tests.support import toy_text
 from tests.vmfb import toy
 
-CHUNK = {"text": "b\n", "time": [1, 2], "filename": "f"}
-# What llama.vim sends besides the texts.
+# Recorded from llama.vim of January 31, 2026 (commit a1c8e6e) in Vim 9.0; `VIM` is without the texts, and with a
+# smaller n_predict. In Vim's normal mode it sends chunks of other files, to have them in the cache, and then completes.
+CHUNKS = {
+    "input_suffix": "", "input_prefix": "", "temperature": 0.0, "id_slot": 0, "samplers": [], "n_predict": 0, "model": "",
+    "input_extra": [{"filename": "f", "time": [1795804214, 239598], "text": "b\n"}], "response_fields": [""],
+    "t_max_predict_ms": 1, "stream": False, "cache_prompt": True, "prompt": "", "t_max_prompt_ms": 1,
+}  # fmt: skip
 VIM = {
-    "id_slot": 0, "n_predict": 6, "stop": [], "n_indent": 0, "top_k": 40, "top_p": 0.99, "stream": False,
-    "samplers": ["top_k", "top_p", "infill"], "cache_prompt": True, "t_max_prompt_ms": 500, "t_max_predict_ms": 1000,
-    "response_fields": ["content", "timings/prompt_n", "timings/predicted_n", "truncated", "tokens_cached"],
+    "response_fields": ["content", "timings/prompt_n", "timings/prompt_ms", "timings/prompt_per_token_ms",
+                        "timings/prompt_per_second", "timings/predicted_n", "timings/predicted_ms",
+                        "timings/predicted_per_token_ms", "timings/predicted_per_second", "truncated", "tokens_cached"],
+    "t_max_prompt_ms": 500, "t_max_predict_ms": 250, "n_indent": 0, "stop": [], "stream": False, "top_k": 40, "top_p": 0.9,
+    "id_slot": 0, "samplers": ["top_k", "top_p", "infill"], "cache_prompt": True, "n_predict": 6, "model": "",
 }  # fmt: skip
 
 
@@ -79,19 +86,17 @@ def test_a_stream_joins_to_the_answer_and_ends_with_stop(client):
 
 
 def test_the_requests_of_llama_vim_are_answered(client):
-    """It first sends chunks of other files, to have them in the cache, and then completes."""
-    empty = {"prompt": "", "n_predict": 0, "response_fields": [""]}
-    assert infill(client, "", "", **{**VIM, **empty}, input_extra=[CHUNK]) == {}
-    answer = infill(client, "ab\n", "cd\n", **VIM, prompt="a", input_extra=[CHUNK])
+    assert post(client, "/infill", **CHUNKS) == {}
+    answer = infill(client, "ab\n", "cd\n", **VIM, prompt="a", input_extra=CHUNKS["input_extra"])
     assert set(answer) == set(VIM["response_fields"])
     prompt = "<|file_sep|>f\nb\n<|file_sep|>filename\n<|fim_prefix|>ab\na<|fim_suffix|>cd\n<|fim_middle|>"
     assert answer["content"] == raw(client, prompt, 6)
-    cached = infill(client, "ab\n", "cd\n", **{**VIM, "response_fields": None}, prompt="ab", input_extra=[CHUNK])
+    cached = infill(client, "ab\n", "cd\n", **{**VIM, "response_fields": None}, prompt="ab", input_extra=CHUNKS["input_extra"])
     assert cached["timings"]["cache_n"] >= 18
 
 
 def test_a_prompt_that_does_not_fit_is_cut(client):
-    answer = infill(client, "a" * 500, "b" * 500, n_predict=8, input_extra=[CHUNK])
+    answer = infill(client, "a" * 500, "b" * 500, n_predict=8, input_extra=CHUNKS["input_extra"])
     assert answer["tokens_evaluated"] + 8 <= 65 and answer["tokens_predicted"] > 0
 
 

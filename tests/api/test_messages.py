@@ -204,6 +204,17 @@ def test_tokens_are_counted_as_they_are_used(app, client):
         "prompt": "u:hi;a:The sky", "max_tokens": 30, "temperature": 0, "ignore_eos": True}).json()["choices"][0]["text"]  # fmt: skip
 
 
+def test_a_system_message_after_the_users_is_put_before_it(app):
+    system, call = {"role": "system", "content": "bc"}, {"type": "tool_use", "id": "1", "name": "n", "input": {"a": 1}}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "ok"}]}
+    for rendered, messages in (
+        ("s:bc;u:hi;a:", [*HI, system]),
+        ("u:hi;a:<n a>;t:ok;s:bc;a:", [*HI, {"role": "assistant", "content": [call]}, result, system]),
+    ):
+        prompt = {"prompt": rendered, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+        assert text(ask(app, messages=messages)) == app.post("/v1/completions", json=prompt).json()["choices"][0]["text"]
+
+
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
 
 

@@ -74,6 +74,10 @@ def streamed(app, **more) -> tuple[list[dict], dict]:
             item["content"].append(event["part"])
         elif kind == "response.function_call_arguments.delta":
             item["arguments"] += event["delta"]
+        elif kind == "response.custom_tool_call_input.delta":
+            item["input"] += event["delta"]
+        elif kind == "response.custom_tool_call_input.done":
+            assert item["input"] == event["input"]
         elif kind.endswith(".delta"):
             item["content"][event["content_index"]]["text"] += event["delta"]
             item["content"][0].get("logprobs", []).extend(event.get("logprobs", []))
@@ -244,6 +248,26 @@ def test_functions_of_a_namespace_have_both_names(app, client, monkeypatch):
         jsonschema.validate(json.loads(call["arguments"]), COLOUR)
 
 
+def test_custom_tools_are_called_with_a_text(app, monkeypatch):
+    tools = [{"type": "custom", "name": "c", "description": "d", "format": {"type": "text"}}, *TOOLS]
+    more = {"tools": tools, "max_output_tokens": 200, "ignore_eos": None}
+    for arguments, parts in (('{"input": "a\\n\\"b"}', ["a", "\n", '"', "b"]), ('{"text": 5}', ['{"text": 5}'])):
+        talking.answer_with(monkeypatch, app, f'<tool_call>{{"name": "c", "arguments": {arguments}}}</tool_call>')
+        complete, (found, last) = ask(app, **more), streamed(app, **more)
+        (call,) = complete["output"]
+        assert (call["type"], call["name"], call["input"]) == ("custom_tool_call", "c", "".join(parts))
+        assert bare(complete) == bare(last) and complete["tools"][0] == tools[0]
+        assert [event["delta"] for event in found if event["type"] == "response.custom_tool_call_input.delta"] == parts
+    monkeypatch.undo()
+    named = {"type": "custom", "name": "c"}
+    for choice in (named, {"type": "allowed_tools", "mode": "required", "tools": [named]}):
+        assert ask(app, **more, tool_choice=choice, parallel_tool_calls=False)["output"][0]["type"] == "custom_tool_call"
+    result = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": "ok"}
+    for sent in (call, {"type": "item_reference", "id": call["id"]}):
+        again = ask(app, input=[{"role": "user", "content": "hi"}, sent, result])
+        assert again["usage"]["input_tokens"] == len("u:hi;a:<c input>;t:ok;a:")
+
+
 def test_the_response_store_is_bounded():
     store, message = ResponseStore(count=3, bytes=2000), Message(role="user", content="x" * 100)
     for name in "abc":
@@ -282,6 +306,7 @@ def test_the_response_store_is_bounded():
         ({"text": {"verbosity": "low"}}, "text.verbosity", "must be medium"),
         ({"reasoning": {"effort": "enormous"}}, "reasoning.effort", "should be"),
         ({"background": True}, "background", "not supported"),
+        ({"tools": [{"type": "custom", "name": "c", "format": {"type": "grammar"}}]}, "tools.0.format", "not supported"),
         ({"previous_response_id": "resp_x"}, "previous_response_id", "no such response: 'resp_x'"),
     ],
 )  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -82,6 +84,14 @@ def test_calls_that_templates_write_are_read_back():
                 break
     assert len(known) >= 60, known
     assert not [name for name in set(known) - set(read) if not any(part in name for part in WRITES_NONE)]
+
+
+def test_the_page_has_the_format_of_every_template():
+    page = (Path(__file__).parents[2] / "docs/structured.md").read_text().partition("| format | templates |")[2]
+    rows = re.findall(r"^\| (\w+)[^|]* \| ([^|]+) \|$", page, re.MULTILINE)
+    listed = {name: style.lower() for style, names in rows for name in names.split(", ")}
+    forms = {name: tool_format_of(template, SPECIAL) for name, template in templates().items()}
+    assert {name: form.style if form else "none" for name, form in forms.items()} == listed
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)

@@ -304,6 +304,13 @@ def test_a_bundle_without_batch_functions_is_reported_at_start(path, tmp_path):
             assert len(lines) == message and all("one at a time" in line for line in lines)
 
 
+def test_options_set_the_default_sampling(path, tmp_path):
+    with served(path, tmp_path / "log", "--temperature", "0", "--repeat-penalty", "1.2") as server:
+        assert "default sampling: greedy, repeat-penalty 1.2" in server.errors
+        params = ask(server.url, "/props")[2]["default_generation_settings"]["params"]
+        assert (params["temperature"], params["repeat_penalty"]) == (0, 1.2)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -311,6 +318,7 @@ def test_a_bundle_without_batch_functions_is_reported_at_start(path, tmp_path):
         (["--queue", "-1"], "--queue is -1"),
         (["--timeout", "0"], "--timeout is 0"),
         (["--temperature", "3"], "--temperature is 3"),
+        (["--repeat-penalty", "0"], "--repeat-penalty is 0"),
         (["--api-key", ""], "--api-key is empty"),
         (["--host", "203.0.113.1", "--port", "0"], "choose another --host or --port"),
         (["--host", ""], "--host is empty"),

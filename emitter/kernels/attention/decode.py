@@ -254,8 +254,8 @@ def attention_decode(
 def head_parts(layout: HeadLayout, isa: Isa, cache: Cache) -> int:
     """Return how many kernels should share the query heads of each kv head.
 
-    It is the smallest number for which the queries and partial results of each kernel fit on its
-    stack.
+    The result is the smallest number for which the queries and partial results of a kernel fit on
+    the stack.
     """
     if layout.qk_norm_row:  # a norm over complete rows needs all heads
         return 1

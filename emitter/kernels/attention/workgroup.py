@@ -6,12 +6,12 @@ maximum score: it rises only when a score exceeds it by more than SLACK. So almo
 rescale the sums. The result is the same, because the factor exp(-reference) cancels.
 
     for tile of `tile` positions:
-      for `rows` positions: for kv head: for `heads` of its query heads:
+      for `rows` positions at a time: for kv head: for `heads` of its query heads at a time:
         acc [rows, heads] = 0                                                                      registers
         for d in head_dim:                                          `unroll` vectors at a time
           acc += k_cache[layer, position, kv head, d] * q[head, d]  rows of the cache in place
-        scores[heads, rows] = lane sums of acc                      soft-capped; stack [per * group, tile]
-      for kv head: for `heads` of its query heads:
+        scores[heads, rows] = lane sums of acc                      soft-capped; stack
+      for kv head: for `heads` of its query heads at a time:
         if max(scores) > reference + SLACK: reference = max(scores); scale values and sums down
         scores = exp(scores - reference); sums += scores                                               stack
         for `columns` vectors of head_dim:
@@ -168,7 +168,7 @@ class Workgroup:
                     self.sink(g.index, b.add(b.mul(self.first, self.group), g.index), b.extract(score, 0), one)
 
     def sink(self, g: Index, head: Index, score: Ssa, one: Ssa) -> None:
-        """Emit code that adds a query head's sink (a score without a value) to its online softmax.
+        """Emit code that adds the sink of a query head (a score without a value) to the softmax.
 
         head: index of the query head among all query heads. score: score of the token's own key, a
         scalar. one: the vector 1, 0, 0, ..., which limits an addition to lane 0.
@@ -277,9 +277,9 @@ class Workgroup:
         """Emit code that replaces the scores of a tile by softmax weights, exp(score - reference).
 
         A tile is up to TILE consecutive positions. If a score exceeds the reference of its query
-        head by more than SLACK, the code first raises the reference to the maximum score. It also
-        adds the weights to the head's sum of weights. blocks: number of vectors of scores in the
-        tile.
+        head by more than SLACK, the code first raises the reference to the maximum score. The code
+        also adds the weights to the head's sum of weights. blocks: number of vectors of scores in
+        the tile.
         """
         b, lanes = self.b, self.lanes
         own_heads = self.own_heads(head, heads)
@@ -303,9 +303,9 @@ class Workgroup:
             b.vstore(total, self.sums, g, 0)
 
     def scale_down(self, g: Index, factor: Ssa) -> None:
-        """Emit code that multiplies the softmax sums of one query head by `factor`.
+        """Emit code that multiplies the softmax sums of query head `g` by `factor`.
 
-        These are the sum of the weights and the sums of the weighted values.
+        The sums are the head's sum of weights and its sums of weighted values.
         """
         b = self.b
         total = b.vload(self.sums, self.lanes, g, 0)

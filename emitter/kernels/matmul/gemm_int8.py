@@ -96,7 +96,7 @@ def row_bytes(depth: int, group: int) -> int:
 
 
 def int8_depth(matmul: Matmul, budget: int) -> int:
-    """Return the depth of a panel: its number of elements of in_features.
+    """Return the default depth of a panel (`PanelTiles.depth`).
 
     budget: max bytes of the panel for each row of W.
     """

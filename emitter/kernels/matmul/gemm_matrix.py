@@ -14,7 +14,7 @@ the panel and in x (`split_x`):
           for `high` tiles of `rows` tokens, for 16 * `wide` columns:
             for group in depth if W has codes, otherwise once:
               part [high * wide] = 0                                                       the unit's registers
-              for every 32 k, for j in pieces of w, for i in pieces of x, i + j < 3:
+              for every 32 k, for j in pieces of w, for i in pieces of x, where i + j < 3:
                 part += x[i, tile, k] * panel[j, k]
               sums[tile] += scale * part + minimum * x_sum if W has codes, otherwise part
         y [tokens, 16 * row_blocks] = epilogue(sums)                                                   memory
@@ -141,7 +141,7 @@ class GemmMatrix(Gemm):
     def _step(self, parts: list[Block], tile: Index, x_step: Index, step: Index, block: Index, high: int) -> list[Block]:
         """Return the accumulators `parts` plus the products of one step.
 
-        A step is 32 elements of in_features. x_step, step: its index in x and in the panel.
+        A step is 32 elements of in_features. x_step, step: index of the step in x and in the panel.
         """
         b, wide, matrix = self.b, self.tiles.wide, self.matrix
         (pieces, x_tiles, x_steps, *_), (_, steps, row_blocks, *_) = self.x_shape, self.panel.words.type.shape
@@ -163,8 +163,8 @@ class GemmMatrix(Gemm):
         """Emit code that adds the accumulators `parts` to `self.sums`.
 
         of: the accumulated codec group of a quantised weight, as (index in the panel, index in x);
-        None for float weights. With a group, the code multiplies the accumulators by its scale, and
-        adds its minimum times the sum of x over the group.
+        None for float weights. With a group, the code multiplies the accumulators by the group's
+        scale, and adds the group's minimum times the sum of x over the group.
         """
         b, lanes, rows, wide = self.b, self.lanes, self.tiles.rows, self.tiles.wide
         for i, part in enumerate(parts):

@@ -50,8 +50,8 @@ class Matrix:
     def weights(self, base: Ssa, offset: Index) -> Block:
         """Return a block of weights, i32 [16 pairs, 16 columns], loaded from memory.
 
-        A pair is two consecutive elements of in_features as bf16. A column is a row of the weight.
-        The block begins at address `base` + `offset` bytes.
+        A pair is two consecutive elements of in_features as bf16. A column has elements of one row
+        of the weight. The block begins at address `base` + `offset` bytes.
         """
         return self._load(DEPTH // 2, base, offset)
 

@@ -1,7 +1,8 @@
 """Compute the gated delta rule (arXiv:2412.06464) token by token, and the gated norm after it.
 
 Columns of the state are independent, so the kernel updates a few of them for all tokens while they
-are in the L1 cache. Each element takes four operations, fewer than the matmuls of the chunked form.
+are in the L1 cache. For each token, an element of the state takes four operations, fewer than the
+matmuls of the chunked form.
 
     each workgroup: one head of one sequence, S [k_dim, v_dim] = state[layer, head]
       for t < length: k_scale[t] = 1 / |k|, q_scale[t] = 1 / (|q| sqrt(k_dim)), decay[t], beta[t]        stack

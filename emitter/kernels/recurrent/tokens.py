@@ -89,7 +89,7 @@ class Tokens:
         return f"{self.layers}_{'b' * self.batch}{self.count}" + "_length" * self.length
 
     def share(self, b: Body, units: int, layer: Ssa, given: Mapping[str, Ssa]) -> Share:
-        """Return the sequence, tokens and unit that this workgroup computes.
+        """Return the part of the kernel that this workgroup computes.
 
         units: number of workgroups for each sequence. layer: layer of the model. given: memrefs of
         the kernel's operands, by name.

@@ -24,8 +24,8 @@ EXACT_COUNTS = {"bf16": 1, "f16": 2, "f32": 3}
 def units(codec_name: str) -> int:
     """Return the size of a unit: how many consecutive elements of in_features are decoded together.
 
-    A unit is a codec group of a quantised codec, and a record of a float codec. The depth of a
-    panel is a multiple of it.
+    A unit is a codec group of a quantised codec, or a record of a float codec. The depth of a panel
+    is a multiple of this size.
     """
     codec = codec_of(codec_name)
     return codec.group if codec.quantised else layout(codec).elements
@@ -79,9 +79,10 @@ def decoded(records: Records, block: Index, unit: Index) -> list[list[Ssa]]:
 class BasePanel:
     """A panel: a part of a packed weight that is decoded to stack buffers.
 
-    A panel has `depth` rows and 16 * `row_blocks` columns. A row is an element of in_features, a
-    column is a row of the weight. The method `fill` of a subclass emits the code that decodes. It
-    gets the first 16-row block and the first element of in_features of the panel.
+    A panel is a transposed part of the weight: its `depth` rows are elements of in_features, and
+    its 16 * `row_blocks` columns are rows of the weight. The method `fill` of a subclass emits the
+    code that decodes. Its arguments are the first 16-row block and the first element of in_features
+    of the panel, and the number of elements.
     """
 
     def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int):
@@ -290,7 +291,7 @@ class Bf16CodePanel(BasePanel):
     def _signed(self, code: Ssa, factor: float) -> Ssa:
         """Return codes as signed integers in f32: code * factor - codec.offset.
 
-        code: vector that `GroupCodes.code` returns. factor: its factor in `code_factors`.
+        code: vector that `GroupCodes.code` returns. factor: the code's factor in `code_factors`.
         """
         b = self.b
         if not self.codec.offset:

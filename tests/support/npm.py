@@ -1,0 +1,45 @@
+"""Packages of npm for tests, installed once into castiron's cache."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from castiron.vmfb.cache import cache_root
+from castiron.vmfb.staging import locked
+
+needs_node = pytest.mark.skipif(
+    not (shutil.which("node") and shutil.which("npm")), reason="no Node.js here: apt-get install nodejs npm"
+)
+
+
+def node_modules(*packages: str) -> Path:
+    """Return a node_modules folder with `packages`, each given as NAME@VERSION.
+
+    Skips the test if npm cannot install them, for example because there is no network.
+    """
+    root = cache_root() / "test-npm"
+    folder = root / "+".join(package.replace("/", "-") for package in packages)
+    root.mkdir(parents=True, exist_ok=True)
+    with locked(root):
+        if not folder.exists():
+            with tempfile.TemporaryDirectory(dir=root) as staging:
+                options = ["--ignore-scripts", "--no-audit", "--no-fund", "--fetch-retries=0", f"--prefix={staging}"]
+                done = subprocess.run(["npm", "install", *options, *packages], capture_output=True, text=True)
+                if done.returncode:
+                    pytest.skip(f"npm cannot install {' '.join(packages)}: {done.stderr[-300:].strip()}")
+                os.rename(Path(staging) / "node_modules", folder)
+    return folder
+
+
+def run_script(script: str, modules: Path, *arguments: str) -> str:
+    """Run a script (CommonJS) in Node.js; return what it prints. `modules`: its node_modules folder."""
+    environment = {**os.environ, "NODE_PATH": str(modules)}
+    done = subprocess.run(["node", "-e", script, *arguments], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
