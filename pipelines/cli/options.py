@@ -116,7 +116,7 @@ SHARED: dict[str, dict[str, Any]] = {
                  "help": "x86-64-v3, aarch64, vulkan, cuda:sm_80, rocm:gfx942, metal, ... (default: host)"},
     "--device": {"metavar": "NAME", "help": "GPU that runs the bundle, as castiron devices lists it (default: the first)"},
     "--lowering": {"choices": ("kernels", "gpu", "portable"), "default": "", "metavar": "NAME",
-                   "help": "kernels (default): castiron's own; portable: StableHLO only"},
+                   "help": "kernels: castiron's own for CPUs; gpu: those for GPUs; portable: StableHLO only"},
 }  # fmt: skip
 
 
