@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from castiron.vmfb.bundle import Bundle
+from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.manifest import Manifest
-from castiron.vmfb.program import Buffer, Call, NanLogitsError, Program, SessionError, exclusive
+from castiron.vmfb.open_program import open_program
+from castiron.vmfb.program import Buffer, Call, NanLogitsError, SessionError, exclusive
 from castiron.vmfb.session import Row, Session
 
 # FLOP that a CPU core computes in the time that it takes to read one byte: 100 GFLOP/s at 10 GB/s.
@@ -81,10 +82,10 @@ class Batch:
 
     def __init__(self, bundle: Bundle | Path | str, threads: int | None = None):
         """Load a bundle; a bundle without batch functions gets one slot."""
-        self.program = program = Program(bundle, threads)
-        states, sizes = program.manifest.states, program.manifest.widths("batch")
-        self.size = max(sizes, default=1)
-        buffers = [program.zeros((self.size * s.shape[0], *s.shape[1:]), s.dtype) for s in states]
+        bundle = open_bundle(bundle)
+        states, self.size = bundle.manifest.states, max(bundle.manifest.widths("batch"), default=1)
+        self.program = program = open_program(bundle, threads, self.size)
+        buffers = [program.state((self.size * s.shape[0], *s.shape[1:]), s.dtype) for s in states]
 
         def slots(first: int, last: int) -> list[Buffer]:
             """Return the states of the slots from `first` to `last` - 1."""
@@ -97,7 +98,7 @@ class Batch:
             if width > 1:
                 tokens, positions = (program.zeros((width,), "i32") for _ in range(2))
                 operands = tokens, positions, *slots(first, first + width)
-                call = Call(program, program.manifest.function("batch", width), operands)
+                call = program.call(program.manifest.function("batch", width), operands)
                 self._calls[first, width] = call, tokens.words, positions.words
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, int]:

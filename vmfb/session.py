@@ -11,6 +11,7 @@ import numpy as np
 
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.chunks import chunks
+from castiron.vmfb.open_program import open_program
 from castiron.vmfb.program import Buffer, Call, Program, SessionError, exclusive
 from castiron.vmfb.states import KINDS, Snapshot
 
@@ -39,25 +40,25 @@ class Session:
         threads: the default is the number of physical cores. states: zeroed buffers for the states,
         in the manifest's order; by default the session allocates them.
         """
-        self.program = program = source if isinstance(source, Program) else Program(source, threads)
+        self.program = program = source if isinstance(source, Program) else open_program(source, threads)
         self.manifest = manifest = program.manifest
         if manifest.encoder:
             raise SessionError(f"{manifest.name} is an embedding model and cannot generate text; use `castiron embed`")
         self.context, self.vocab, self.threads = manifest.context, manifest.vocab, program.threads
         self.position = self.chunked_tokens = 0
         self.widest = max(manifest.widths("prefill"), default=1)
-        states = tuple(states or (program.zeros(state.shape, state.dtype) for state in manifest.states))
+        states = tuple(states or (program.state(state.shape, state.dtype) for state in manifest.states))
         self._states = [KINDS[s.kind](buffer.array, s.window) for s, buffer in zip(manifest.states, states, strict=True)]
         self._retained: deque[Snapshot] = deque(maxlen=MAX_SNAPSHOTS)
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         token, position, length = (program.zeros((), "i32") for _ in range(3))
         # Memory views, because assigning a NumPy scalar takes twice as long.
         self._token_word, self._position_word, self._length_word = token.words, position.words, length.words
-        self._decode = Call(program, manifest.function("decode"), (token, position, *states))
+        self._decode = program.call(manifest.function("decode"), (token, position, *states))
 
         def calls(role: str, *numbers: Buffer) -> dict[int, tuple[Call, Buffer]]:
             tokens = {width: program.zeros((width,), "i32") for width in manifest.widths(role)}
-            return {w: (Call(program, manifest.function(role, w), (t, *numbers, *states)), t) for w, t in tokens.items()}
+            return {w: (program.call(manifest.function(role, w), (t, *numbers, *states)), t) for w, t in tokens.items()}
 
         self._prefill, self._verify = calls("prefill", position, length), calls("verify", position)
         self._embed = calls("embed", position, length)

@@ -81,8 +81,8 @@ def write_irpa(
         raise
 
 
-def read_irpa(data: memoryview) -> dict[str, int]:
-    """Return the size in bytes of each tensor by name; raise WeightsError if `data` is invalid."""
+def read_irpa(data: memoryview) -> dict[str, memoryview]:
+    """Return the bytes of each tensor by name; raise WeightsError if `data` is invalid."""
     try:
         fields = _HEADER.unpack_from(data)
         count, table, text = fields[6], fields[7], fields[9]
@@ -94,7 +94,7 @@ def read_irpa(data: memoryview) -> dict[str, int]:
         head, offsets, start = _head(names, sizes)
         end = start + (offsets[-1] + sizes[-1] if sizes else 0)
         if count == len(rows) and len(set(names)) == count and end == len(data) and data[:start] == head:
-            return {name.decode(): size for name, size in zip(names, sizes)}
+            return {name.decode(): data[start + at : start + at + size] for name, at, size in zip(names, offsets, sizes)}
     except (struct.error, OverflowError, MemoryError, UnicodeDecodeError):
         pass
     raise WeightsError("its table of tensors is damaged")

@@ -31,7 +31,7 @@ from castiron.emitter.kernels.recurrent.tokens import Columns, Tokens
 from castiron.emitter.kv_cache import CACHES
 from castiron.emitter.lowering import portable
 from castiron.emitter.lowering.portable import Stored
-from castiron.emitter.lowering.projection import Projector, packed_param
+from castiron.emitter.lowering.projection import packed_param
 from castiron.emitter.lowering.rewrite import Rule
 from castiron.emitter.step import Weight, source
 from castiron.emitter.types import F32, I32, TensorType
@@ -41,14 +41,19 @@ from castiron.emitter.types import F32, I32, TensorType
 class Context:
     """The state that all lowering rules share.
 
-    project: emits matmuls. counters: the counters that the last attention kernel returned, by their
+    project: emits matmuls. recurrent: makes the kernel of a recurrent operation, by its kind; None
+    for those of CPUs. counters: the counters that the last attention kernel returned, by their
     type. The next attention kernel takes them as its operand `counters`.
     """
 
     isa: Isa
     threads: int
-    project: Projector
+    project: Callable[..., Value]
+    recurrent: Mapping[str, Callable[..., Kernel]] | None = None
     counters: dict[TensorType, Value] = field(default_factory=dict)
+
+    def recurrent_kernel(self, kind: str) -> Callable[..., Kernel]:
+        return self.recurrent[kind] if self.recurrent else partial(RECURRENT[kind], isa=self.isa)
 
     def rules(self) -> dict[str, Rule]:
         """Return the lowering rules by kind of operation.
@@ -250,7 +255,8 @@ def causal_conv(c: Context, op: Op, x: Value, weight: Stored, *rest: Any) -> tup
 
     def make(tokens: Tokens, columns: Mapping[str, Columns]) -> Kernel:
         function = op.attrs.get("activation")
-        return conv_kernel(tokens, features, positions, columns["x"], isa=c.isa, bias=bool(bias), activation=function)
+        kernel = c.recurrent_kernel("causal_conv")
+        return kernel(tokens, features, positions, columns["x"], bias=bool(bias), activation=function)
 
     return _recurrent(make, op, state, rest[-numbers:], {"x": x}, **given)
 
@@ -274,7 +280,7 @@ def gated_delta(c: Context, op: Op, q: Value, k: Value, v: Value, a: Value, b: V
     rows = {"q": q, "k": k, "v": v, "alpha": a, "beta": b, **({"z": norm[1]} if norm else {})}
     given = {"rate": rate.value(), "bias": bias.value(), **({"norm": norm[0].value()} if norm else {})}
     shape = (q.shape[1], *v.shape[1:2], q.shape[2], v.shape[2])
-    make = lambda tokens, columns: delta_kernel(tokens, shape, columns, isa=c.isa, norm_eps=eps)
+    make = lambda tokens, columns: c.recurrent_kernel("gated_delta")(tokens, shape, columns, norm_eps=eps)
     return _recurrent(make, op, state, rest[-numbers:], rows, **given)
 
 
@@ -282,7 +288,7 @@ def selective_scan(c: Context, op: Op, x: Value, dt: Value, b: Value, c_: Value,
     rate, bias, skip, state, *numbers = rest
     given = {"rate": rate.value(), "bias": bias.value(), "skip": skip.value()}
     shape = (b.shape[1], x.shape[1], x.shape[2], b.shape[2])
-    make = lambda tokens, columns: scan_kernel(tokens, shape, columns, isa=c.isa)
+    make = lambda tokens, columns: c.recurrent_kernel("selective_scan")(tokens, shape, columns)
     return _recurrent(make, op, state, numbers, {"x": x, "dt": dt, "B": b, "C": c_}, **given)
 
 
@@ -291,6 +297,11 @@ def argmax_rows(c: Context, op: Op, logits: Value) -> Value:
     return ops.kernel_call(argmax_kernel(vocab, isa=c.isa, rows=rows[0] if rows else None), logits=logits)["index"]
 
 
+RECURRENT: dict[str, Callable[..., Kernel]] = {
+    "causal_conv": conv_kernel,
+    "gated_delta": delta_kernel,
+    "selective_scan": scan_kernel,
+}
 RULES: dict[str, Rule] = {
     "embedding": embedding,
     **dict.fromkeys(("rms_norm", "layer_norm"), norm),

@@ -16,6 +16,7 @@ from castiron.pipelines.terminal import Progress, counted, megabytes, sanitised
 
 if TYPE_CHECKING:
     from castiron.vmfb.manifest import Manifest
+    from castiron.vmfb.targets import Target
 
 EXAMPLES = """\
 examples:
@@ -78,7 +79,7 @@ def bundle(path: str) -> tuple[dict, list[str]]:
         ("states", ", ".join(f"{state.name} {state.of(1)} {state.kind}" for state in manifest.states)),
         ("memory", f"{needed(manifest)}" + (f", in castiron serve {needed(manifest, slots)}" if slots > 1 else "")),
         ("functions", ", ".join(function.name for function in manifest.functions)),
-        ("target", f"{manifest.target.name} ({manifest.target.arch}, {manifest.target.isa or 'no kernels'})"),
+        ("target", f"{manifest.target.name} ({_device_of(manifest.target)})"),
         ("tuned", f"{len(tuned)} of {matmuls} matmuls, for {counted(facts.get('threads', 0), 'thread')}" if tuned else "no"),
         ("module", module and f"not castiron's: {module['module']} ({module['sha256'][:16]}…)"),
         ("versions", f"castiron {manifest.versions.castiron}, IREE {manifest.versions.iree}"),
@@ -182,3 +183,8 @@ def table(rows: Sequence[tuple[str, object]]) -> list[str]:
     rows = [(name, value) for name, value in rows if value]
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {value}" for name, value in rows]
+
+
+def _device_of(target: Target) -> str:
+    """Return what runs a bundle for `target`: the CPU and its instruction set, or a driver."""
+    return f"{target.driver} driver" if target.driver else f"{target.arch}, {target.isa or 'no kernels'}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from castiron.emitter.abi import NUMERICS, STORAGE
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.locate import HubName, model_name
-from castiron.pipelines.terminal import print_message
+from castiron.pipelines.terminal import Progress, print_message
 from castiron.vmfb.cache import cache_path
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ TARGETS = (
     "host", "x86-64-v3", "x86-64-v3-vnni", "x86-64-v4", "x86-64-v4-vnni", "x86-64-v4-bf16", "sapphirerapids", "aarch64",
     "aarch64-i8mm",
 )  # fmt: skip
+# Drivers of the IREE runtime for GPUs, and the targets of their default bundles.
+GPUS = {"vulkan": "vulkan", "cuda": "cuda", "hip": "rocm", "metal": "metal"}
 # Options that have no effect in greedy decoding.
 DRAWING = ("top_k", "top_p", "min_p", "seed")
 
@@ -61,6 +63,13 @@ def sizes(text: str) -> tuple[int, ...]:
         return () if text == "none" else tuple(int(part) for part in text.split(",") if part)
     except ValueError:
         raise argparse.ArgumentTypeError(f"invalid sizes: {text!r}; give numbers such as 4,8, or the word none") from None
+
+
+def target_name(text: str) -> str:
+    """Return `text` if it names a CPU of TARGETS, or a GPU, which may have an architecture."""
+    if text not in TARGETS and text.partition(":")[0] not in GPUS.values():
+        raise argparse.ArgumentTypeError(f"unknown target: {text!r}; choose from {', '.join((*TARGETS, *GPUS.values()))}")
+    return text
 
 
 # Flags -> arguments of add_argument. Choices are repeated here because parsing must not import the emitter's kernels or
@@ -103,10 +112,11 @@ SHARED: dict[str, dict[str, Any]] = {
                     "help": "numbers of proposed tokens checked at once, or none (default: 4,8)"},
     "--embed": {"type": sizes, "default": (), "metavar": "T[,T]",
                 "help": "add functions that return hidden states of T tokens (default: none)"},
-    "--target": {"choices": TARGETS, "default": "host", "metavar": "CPU",
-                 "help": "x86-64-v3, x86-64-v4, aarch64, sapphirerapids, ... (default: host)"},
-    "--lowering": {"choices": ("kernels", "portable"), "default": "kernels", "metavar": "NAME",
-                   "help": "kernels (default): castiron's own; portable: StableHLO only"},
+    "--target": {"type": target_name, "default": "host", "metavar": "NAME",
+                 "help": "x86-64-v3, aarch64, vulkan, cuda:sm_80, rocm:gfx942, metal, ... (default: host)"},
+    "--device": {"metavar": "NAME", "help": "GPU that runs the bundle, as castiron devices lists it (default: the first)"},
+    "--lowering": {"choices": ("kernels", "gpu", "portable"), "default": "", "metavar": "NAME",
+                   "help": "kernels: castiron's own for CPUs; gpu: those for GPUs; portable: StableHLO only"},
 }  # fmt: skip
 
 
@@ -148,7 +158,7 @@ def model_first(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[st
 def note_ignored(args: argparse.Namespace) -> None:
     """Print that -ngl has no effect, if it is given and not 0."""
     if getattr(args, "n_gpu_layers", "0") != "0":
-        print_message(f"no effect: -ngl {args.n_gpu_layers}; castiron computes on the CPU")
+        print_message(f"no effect: -ngl {args.n_gpu_layers}; castiron compile --target vulkan compiles for a GPU")
 
 
 def check_models_exist(args: argparse.Namespace) -> None:
@@ -234,10 +244,12 @@ def _add_model_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
-    """Add the options --threads, --trust and -ngl, in a group with the title "loading"."""
+    """Add --threads, --device, --trust and -ngl, in a group with the title "loading"."""
     group = parser.add_argument_group("loading")
-    add_options(group, "--threads", "--trust")
-    group.add_argument("-ngl", "--n-gpu-layers", default="0", metavar="N", help="ignored: castiron computes on the CPU")
+    add_options(group, "--threads", "--device", "--trust")
+    group.add_argument(
+        "-ngl", "--n-gpu-layers", default="0", metavar="N", help="ignored: --target of castiron compile selects a GPU"
+    )
 
 
 def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False) -> "Bundle":
@@ -246,11 +258,29 @@ def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False)
     args: sets the context (--context) and when hashes are checked (--trust). one_sequence: whether
     to compile only the functions that a single sequence needs.
     """
-    from castiron.pipelines.compile.open_model import open_or_compile
+    from castiron.pipelines.compile.open_model import is_bundle, open_or_compile, options_of
 
-    bundle = open_or_compile(model, announce=True, full_check=args.trust == "never", one_sequence=one_sequence)
+    device = getattr(args, "device", None)
+    kind = (device or "").partition(":")[0]
+    options = options_of(target=GPUS[kind]) if kind in GPUS and not is_bundle(model) else None
+    bundle = open_or_compile(model, options, announce=True, full_check=args.trust == "never", one_sequence=one_sequence)
     context = getattr(args, "context", None)
-    return bundle if context is None else bundle.with_context(context)
+    return with_device(bundle if context is None else bundle.with_context(context), device)
+
+
+def with_device(bundle: "Bundle", device: str | None) -> "Bundle":
+    """Return the bundle, opened for the device of --device, with a progress bar for its upload."""
+    bar: Progress | None = None
+
+    def report(done: int, total: int) -> None:
+        nonlocal bar
+        bar = bar or Progress()
+        bar("uploading the weights", done / total)
+        if done == total:
+            bar.close()
+            bar = None
+
+    return bundle.on_device(device, report)
 
 
 def open_engine(args: argparse.Namespace) -> "tuple[Bundle, Engine]":

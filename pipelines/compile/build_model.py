@@ -85,6 +85,7 @@ def build_module(
     checkpoint: Checkpoint, options: Options, target: Target | None = None, tuned: TileFields = MappingProxyType({})
 ) -> Module:
     """Return a checkpoint's model, lowered for `target`; tuned: tiles by matmul name."""
-    isa, threads = (target or resolve(options.target)).isa, options.threads_or_cores
+    # A GPU has no instruction set of castiron's kernels, and its lowering reads none.
+    isa, threads = (target or resolve(options.target)).isa or "avx2", options.threads_or_cores
     tiles = lambda matmul: tiles_for(matmul, tuned, ISAS[isa], threads)
     return lower(build_model(checkpoint, options), options.lowering, isa, threads, tiles, options.numerics)

@@ -11,11 +11,15 @@ from castiron.emitter.models import read_config
 from castiron.emitter.types import EmitError
 from castiron.pipelines.compile.weights import QUANTISED, WEIGHTS
 from castiron.vmfb.cpu import physical_cores
+from castiron.vmfb.targets import is_gpu
 
 # Max values, in positions, of the defaults of `Options.context` and `Options.max_context`.
 DEFAULT_CONTEXT, MAX_CONTEXT = 8192, 131072
 # Default of `Options.threads` for another machine.
 DEFAULT_THREADS = 2
+
+# The lowering for GPUs.
+GPU_LOWERING = "gpu"
 
 # Called with the name of a stage and its finished fraction, 0 to 1.
 Progress = Callable[[str, float], None]
@@ -32,8 +36,8 @@ class Options:
     calibrate: str | None = None  # text on which the importance of columns is measured
     numerics: str = "exact"
     cache: str = "f32"  # element type of KV caches; other states are f32
-    lowering: str = "kernels"
-    target: str = "host"  # a name of `vmfb.targets.TARGETS`
+    lowering: str = ""  # a value of LOWERINGS; empty: kernels for a CPU, else that of a GPU
+    target: str = "host"  # a name that `vmfb.targets.resolve` knows
     prefill: tuple[int, ...] = (8, 32, 128)  # tokens per call of the prefill functions, up to the context
     batch: tuple[int, ...] = (4, 8)  # sequences per call of the decode_batch functions
     speculate: tuple[int, ...] = (4, 8)  # tokens per call of the verify functions
@@ -44,6 +48,10 @@ class Options:
     iree_flags: tuple[str, ...] = ()  # flags for iree-compile after castiron's own
 
     def __post_init__(self) -> None:
+        if not self.lowering:
+            object.__setattr__(self, "lowering", GPU_LOWERING if is_gpu(self.target) else "kernels")
+        if self.lowering == ("kernels" if is_gpu(self.target) else GPU_LOWERING):
+            raise EmitError(f"lowering {self.lowering!r} does not support the target {self.target}; leave out --lowering")
         known = {"weights": WEIGHTS, "numerics": NUMERICS, "cache": STORAGE, "lowering": LOWERINGS}
         for name, allowed in known.items():
             if getattr(self, name) not in allowed:
@@ -84,12 +92,14 @@ def context_of(config: dict, options: Options) -> int:
 def max_context_of(config: dict, options: Options) -> int:
     """Return the largest context with which the bundle can be opened, in tokens.
 
-    Without `options.max_context`, it is the model's limit, but at most 131,072, or, with the
-    portable lowering, `context_of`.
+    Without `options.max_context`, it is the model's limit, but at most 131,072. With the portable
+    lowering, or for a GPU, it is `context_of` instead.
     """
     if options.max_context is not None:
         return options.max_context
     context = context_of(config, options)
-    # A large state costs kernels no time, because they read only its used positions. The portable
-    # lowering reads all positions.
-    return context if options.lowering == "portable" else max(context, min(read_config(config).max_positions, MAX_CONTEXT))
+    # A large state costs kernels no time or memory, because they use only its used positions. The portable lowering reads
+    # all positions, and a GPU has memory for all.
+    if options.lowering == "portable" or is_gpu(options.target):
+        return context
+    return max(context, min(read_config(config).max_positions, MAX_CONTEXT))

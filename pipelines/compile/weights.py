@@ -137,13 +137,22 @@ def convert_tensor(checkpoint: Checkpoint, name: str, codec: str, importance: Im
 
 
 def write_parameters(
-    path: Path, checkpoint: Checkpoint, module: Module, importance: Importance, progress: Callable[[float], None]
+    path: Path,
+    checkpoint: Checkpoint,
+    module: Module,
+    importance: Importance,
+    progress: Callable[[float], None],
+    more: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> str:
-    """Write a module's packed parameters to the IRPA file `path`, and return its SHA-256."""
+    """Write a module's packed parameters to the IRPA file `path`, and return its SHA-256.
+
+    more: arrays to write too, by name.
+    """
     params = sorted(module.params.values(), key=lambda param: param.name)
     pack = lambda param: lambda: pack_parameter(checkpoint, param, importance)
     packed = [(param.name, pack(param), (param.type.shape, param.type.dtype.numpy)) for param in params]
-    return write_irpa(path, packed, lambda done, total: progress(done / total))
+    added = [(name, lambda array=array: array, (array.shape, array.dtype)) for name, array in more.items()]
+    return write_irpa(path, [*packed, *added], lambda done, total: progress(done / total))
 
 
 def pack_parameter(checkpoint: Checkpoint, param: Param, importance: Importance = UNIFORM) -> np.ndarray:
