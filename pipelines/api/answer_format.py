@@ -132,7 +132,8 @@ class CallableTools:
         """Return the JSON schema that calls of each function must match, if calls are optional.
 
         The result is empty if no function is strict, or if the model's tool format has no token
-        that starts a call. In a JSON tool format, a function that is not strict accepts any object.
+        that starts a call. In a JSON tool format, the schema of a function that is not strict
+        allows any object.
         """
         strict, form = {tool.function.name for tool in self.shown if tool.function.strict}, self.tools.form
         if not strict or not form.triggers:

@@ -198,7 +198,7 @@ def compare(model: Rows, base: Rows, chunks: Sequence[Chunk], progress: Progress
 
 
 def own_accuracy(bundle: Bundle, progress: Progress = lambda done, total: None) -> Accuracy | None:
-    """Return the accuracy of verify functions against decode steps; None for a short text."""
+    """Return the accuracy of verify functions against decode steps; None for too short a text."""
     context = min(SHORT_CONTEXT, bundle.manifest.context)
     try:
         chunks = chunks_of(tokens_of(bundle), context, SHORT_CHUNKS, bundle.manifest.tokens.bos)

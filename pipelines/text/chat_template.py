@@ -69,7 +69,7 @@ def render(
 
 
 def _with_reasoning(message: Mapping) -> Mapping:
-    """Return `message` with its reasoning under both keys that templates use."""
+    """Return `message` with its reasoning under the two keys that templates read."""
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 

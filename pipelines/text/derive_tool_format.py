@@ -67,7 +67,7 @@ class _Probe:
         self.writes_calls = False
 
     def render(self, message: Mapping[str, Any] | None, **variables: Any) -> str | None:
-        """Return the text of a conversation that ends in `message`; None if the template rejects it."""
+        """Return the text of a conversation that ends in `message`; None if it cannot be rendered."""
         properties = {key: {"type": kind, "description": "d"} for key, kind in (("k_one", "string"), ("k_two", "integer"))}
         schema = {"type": "object", "properties": properties, "required": []}
         tools = [{"type": "function", "function": {"name": n, "description": "d", "parameters": schema}} for n in NAMES]
@@ -137,11 +137,12 @@ class _Probe:
         return ToolFormat(style, begin, head, end, separator, section_begin, section_end, **fields)
 
     def _tags(self, head: str, body: str, after: str) -> tuple[str, str, dict[str, Any]]:
-        """Return (new head, new after, fields of `ToolFormat` for tags) for a call in style "tags".
+        """Return (head, after, fields of `ToolFormat`) of a call in style "tags".
 
-        head, body, after: text between the function's name and the arguments, the arguments, and
-        text after them, as `_split` found them: `head` still ends with the tag before the first
-        key, and `after` starts with the tag after the last value.
+        Tags around keys and values are moved from `head` and `after` to the fields. head, body,
+        after: text between the function's name and the arguments, the arguments, and text after
+        them, as `_split` returned them. There, `head` ends with the tag before the first key, and
+        `after` starts with the tag after the last value.
         """
         first, _, rest = (head + body + after).partition("k_one")
         key_end, _, rest = rest.partition("v_one")
