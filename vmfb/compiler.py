@@ -234,7 +234,7 @@ def _failure(status: int, output: str, log: str, source: Path, folder: Path) -> 
 
 
 def _prune(store: Path) -> None:
-    """Remove old failures, and the least recently used results above `MAX_CACHE_BYTES`.
+    """Remove old failures, and least recently used results if all exceed `MAX_CACHE_BYTES`.
 
     A failure is a folder with the log and the MLIR text of a failed compilation.
     """

@@ -23,8 +23,8 @@ class Session:
     """The states of one sequence; forks of a session share its program.
 
     Sessions of a program run one at a time: a call raises SessionError while another thread runs a
-    session of the same program. A call in a forked child process raises it too if the program has
-    several threads. States use memory only as far as they are filled.
+    session of the same program. A call in a forked child process raises SessionError too if the
+    program has several threads. States use memory only as far as they are filled.
 
     Attributes:
         position: the number of tokens in the states, which is the position of the next token.

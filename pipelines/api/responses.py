@@ -167,7 +167,8 @@ class ResponsesReply(BlocksReply):
     ):  # fmt: skip
         """Build the response to `body`, and call `put` with its JSON object when it is complete.
 
-        sampling: sampling options that the response states. is_stored: whether `put` stores it.
+        sampling: sampling options that the response states. is_stored: whether `put` stores the
+        response.
         """
         super().__init__(model, token_bytes, body.logprobs)
         self.put, self.names = put, names_in_namespaces(body.tools or ())

@@ -116,7 +116,7 @@ def partial_rotary(config: dict, metadata: Metadata) -> None:
 
 
 def phi3_rope(config: dict, metadata: Metadata) -> None:
-    """Set the config's rope scaling to longrope if the file has the tensors of its factors."""
+    """Set the config's rope scaling to longrope if the file has tensors with longrope factors."""
     config["sliding_window"] = config.get("sliding_window") or None
     original = metadata.integer("rope.scaling.original_context_length") or config["max_position_embeddings"]
     attention_factor = metadata.real("rope.scaling.attn_factor")

@@ -192,7 +192,7 @@ def family_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _parts(layout: Layout, match: re.Match, tensor: Tensor, scales: Tensor | None) -> Iterator[Tensor]:
-    """Yield the parts of a stored tensor; match: match of its name with the layout's pattern."""
+    """Yield the parts of a stored tensor; match: of the tensor's name with `layout.pattern`."""
     for template, rows in layout.parts.items():
         name = match.expand(template)
         for index in range(tensor.shape[0]) if "{}" in name else (None,):

@@ -220,7 +220,10 @@ def _endpoint() -> str:
 
 @contextmanager
 def _hub_errors(name: HubName) -> Iterator[None]:
-    """Convert huggingface_hub's errors to CheckpointError, or Unreachable without an answer."""
+    """Convert errors of huggingface_hub in the `with` body to CheckpointError.
+
+    If cached files may help, for example if the hub does not answer, raise Unreachable.
+    """
     try:
         from huggingface_hub import errors
     except ModuleNotFoundError as error:

@@ -67,7 +67,7 @@ class _Probe:
         self.writes_calls = False
 
     def render(self, message: Mapping[str, Any] | None, **variables: Any) -> str | None:
-        """Return the text of a conversation that ends in `message`; None if it cannot be rendered."""
+        """Return the rendered text of a conversation that ends in `message`; None if that fails."""
         properties = {key: {"type": kind, "description": "d"} for key, kind in (("k_one", "string"), ("k_two", "integer"))}
         schema = {"type": "object", "properties": properties, "required": []}
         tools = [{"type": "function", "function": {"name": n, "description": "d", "parameters": schema}} for n in NAMES]
