@@ -10,11 +10,11 @@ This file imports the standard library only.
     embed_T(tokens i32[T], start i32, length i32, *states)          -> (hidden f32[T, H], *states)
     encode_T(tokens i32[T], start i32, length i32, *states)         -> (embedding f32[H], *states)
 
-T is the number of tokens of a call, V the vocabulary size, H the features of a hidden state or
-embedding. `length` is the number of tokens that are not padding. A call updates the states (KV
-caches, recurrent states) in place. `decode_batch_T` takes the states of T sequences, concatenated
-along dimension 0; it skips a sequence whose position is negative, so that the states of that
-sequence do not change.
+T is the number of tokens of a call, V the vocabulary size, H the number of features of a hidden
+state or embedding. `length` is the number of tokens that are not padding. A call updates the states
+(KV caches, recurrent states) in place. `decode_batch_T` takes the states of T sequences,
+concatenated along dimension 0. It skips a sequence whose position is negative, so that the states
+of that sequence do not change.
 """
 
 from __future__ import annotations
@@ -53,10 +53,12 @@ class Tensor:
 class State:
     """A buffer that a sequence carries from call to call and that each call updates in place.
 
-    kind: "positional", "window" or "recurrent" (see `KINDS`). window: for the kind "window", how
-    many positions a query attends to, the query's own position included; 0 for other kinds.
-    storage: the format of the elements, such as "f32" or "q8_0" (a key of `STORAGE`). layers:
-    indices of the model's layers whose data is in the buffer, in the order of dimension 0.
+    kind: "positional" (a row for each position), "window" (a ring buffer of rows) or "recurrent"
+        (replaced by every token); `KINDS` has the shapes.
+    window: for the kind "window", how many positions a query attends to, including its own;
+        otherwise 0.
+    storage: the format of the elements, such as "f32" or "q8_0" (a key of `STORAGE`).
+    layers: indices of the model's layers whose data is in the buffer, in the order of dimension 0.
     """
 
     name: str
@@ -76,9 +78,9 @@ class State:
         return prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
     def of(self, sequences: int) -> Tensor:
-        """Return the type of a buffer that holds this state for several sequences.
+        """Return the type of a buffer that holds this state for `sequences` sequences.
 
-        The sequences are concatenated along dimension 0. sequences: their number.
+        The sequences are concatenated along dimension 0.
         """
         return Tensor(self.name, (sequences * self.shape[0], *self.shape[1:]), self.dtype)
 
@@ -98,8 +100,8 @@ class State:
 def ring_rows(window: int, tokens: int) -> int:
     """Return the min number of rows of a ring buffer for calls of up to `tokens` tokens.
 
-    window: how many positions a query attends to. With fewer rows, a call would overwrite rows that
-    its own first tokens still need.
+    window: how many positions a query attends to. With fewer rows, the last tokens of a call would
+    overwrite rows that the call's first tokens need.
     """
     return window + tokens
 
@@ -108,14 +110,16 @@ def ring_rows(window: int, tokens: int) -> int:
 class Role:
     """A kind of function, such as prefill: the pattern of its name, its operands and its results.
 
-    The states, which every function takes and returns, are not listed. In shapes, "T" is the number
-    of tokens of a call, "V" the vocabulary size, "H" the number of features of a vector.
+    name: such as "prefill_{}", where {} stands for the number of tokens. operands, results: shapes
+    by name, without the states, which every function takes and returns. A shape has "T" for the
+    number of tokens of a call, "V" for the vocabulary size and "H" for the features of a vector.
+    every_token: whether results need every token of the call, not only the last one.
     """
 
     name: str
     operands: Mapping[str, tuple[str, ...]]
     results: Mapping[str, tuple[str, ...]]
-    every_token: bool  # results for every token of the call, not only for the last one
+    every_token: bool
 
 
 _CHUNK: dict[str, tuple[str, ...]] = {"tokens": ("T",), "start": (), "length": ()}
@@ -177,7 +181,7 @@ class Function:
 def functions(widths: Mapping[str, Iterable[int]]) -> tuple[Function, ...]:
     """Return a `Function` for each role and each of its widths.
 
-    They are in the order in which modules export them. widths: for each role (a key of `ROLES`),
-    the numbers of tokens that its functions take.
+    widths: for each role (a key of `ROLES`), the numbers of tokens that its functions take. The
+    result has the order in which modules export functions.
     """
     return tuple(Function(role, width) for role in ROLES for width in widths.get(role, ()))

@@ -1,4 +1,4 @@
-"""The classes `Codec`, a storage format of rows of weights, and `Parts`, its blocks unpacked."""
+"""Formats of weights: `Codec` describes a format, and `Parts` has the arrays in unpacked blocks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,19 +8,21 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Parts:
-    """The unpacked parts of n quantised blocks.
+    """The arrays that are unpacked from n quantised blocks.
 
-    A block consists of groups, as in ggml. The value of an element is
-    d * scale * code + `Codec.minimum` * m * minimum, where `Codec.minimum` is +1, -1 or 0.
+    A block has one or more groups of elements, as in ggml. The value of an element is
 
-    Attributes:
-        codes: [n, block] i8.
-        d: the scale of each block, [n]. It is f16 or f32, or u16 with the bits of a bf16. If the
-            codec has `exponents`, it is u8, the exponent e of the scale 2^(e - 128).
-        m: the factor of each block's minima, [n] f16, or None if the codec has no minima. If the
-            codec has `zeros`, it is the block's zero point, [n] i8, and d * m is the factor.
-        scales, minima: the factors of a group, [n, groups] u8 or i8; None means 1. If the codec has
-            `small_floats`, scales are the exponents and mantissas of f16, shifted right by 7 bits.
+        d * scale * code + sign * m * minimum
+
+    where the sign is `Codec.minimum`: +1, -1, or 0 without minima.
+
+    codes: i8 [n, block].
+    d: the scale of each block, [n]: f16, f32, or u16 with the bits of a bf16. For a codec with
+        `exponents` it is u8, and the scale is 2^(d - 128).
+    m: the factor of each block's minima, [n] f16, or None without minima. For a codec with `zeros`
+        it is the block's zero point, [n] i8, and d * m takes the place of m.
+    scales, minima: the factors of each group, [n, groups] u8 or i8; None means 1. For a codec with
+        `small_floats`, scales are u8: the bits of an f16, shifted right by 7.
     """
 
     codes: np.ndarray
@@ -32,15 +34,20 @@ class Parts:
 
 @dataclass(frozen=True)
 class Codec:
-    """A storage format of rows: blocks of `block` elements; `group` elements share a scale.
+    """A format in which rows of weights are stored, such as q4_k.
 
-    splitter: implements `split`, or None if the format is not quantised. bits: size of a stored
-    code. A stored code is the unsigned number `code + offset`, or an index into `table` if there is
-    one, or the signed code itself if it has 8 bits. e4m3: whether the 8 bits are a float of OCP's
-    type E4M3. minimum: +1 or -1, the sign with which a group's minimum is added, or 0 if there are
-    no minima. zeros: whether m is a zero point, so that the minimum is d * m. exponents: whether a
-    block's scale is stored as the exponent d of 2^(d - 128), as in OCP's MX formats. small_floats:
-    whether a group's scale is an E4M3 float, as in NVIDIA's NVFP4.
+    A row consists of blocks of `block` elements. In a quantised block, each element has a code, and
+    every `group` elements share a scale. `Parts` has the formula of an element's value.
+
+    splitter: the function that `split` calls, or None if the format is not quantised.
+    bits: size of a stored code. A code of 8 bits is stored as it is, signed.
+    offset, table: a code of fewer bits is stored as the unsigned number code + `offset`, or as the
+        index of the code in `table` if there is a table.
+    minimum: the sign, +1 or -1, with which minima are added, or 0 without minima.
+    exponents: whether a block's scale is stored as an exponent, as in OCP's MX formats.
+    small_floats: whether a group's scale is an E4M3 float, as in NVIDIA's NVFP4.
+    zeros: whether a block has a zero point instead of a factor of its minima.
+    e4m3: whether codes are 8-bit floats of OCP's type E4M3.
     """
 
     name: str
@@ -59,7 +66,7 @@ class Codec:
 
     @property
     def code_bits(self) -> int:
-        """Return the bits of a signed code: 8 if codes are values of `table`, otherwise `bits`."""
+        """Return the bits that a decoded code needs: 8 with a `table`, otherwise `bits`."""
         return 8 if self.table else self.bits
 
     @property
@@ -73,12 +80,12 @@ class Codec:
 
     @property
     def has_bf16_codes(self) -> bool:
-        """Return whether every code is a bf16 number."""
+        """Return whether bf16 represents every code exactly."""
         return self.e4m3 or self.has_integers
 
     @property
     def summed(self) -> bool:
-        """Return whether matmuls need the sum of x over each group, to apply offset or minima."""
+        """Return whether a matmul needs the sum of x over each group, for the offset or minima."""
         return bool(self.offset or self.minimum)
 
     def split(self, blocks: np.ndarray) -> Parts:

@@ -34,7 +34,8 @@ def _f16(columns: np.ndarray) -> np.ndarray:
 def _bit_plane(columns: np.ndarray, run: int, bits: int) -> np.ndarray:
     """Unpack bytes [n, b] to fields of `bits` bits, [n, b * 8 / bits].
 
-    For each `run` bytes, the lowest field of every byte comes first, then the next field of each.
+    For each `run` bytes, the lowest field of every byte comes first, then the next field of every
+    byte, and so on. With 4 bits and a run of 2, bytes 0x21, 0x43 become 1, 3, 2, 4.
     """
     shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(1, 1, -1, 1)
     fields = columns.reshape(len(columns), -1, 1, run) >> shifts & (1 << bits) - 1
@@ -48,7 +49,8 @@ def _signed(codes: np.ndarray, offset: int) -> np.ndarray:
 def _split_32(bits: int, offset: int) -> Callable[[np.ndarray], Parts]:
     """Return the splitter of q4_0, q4_1, q5_0 or q5_1.
 
-    A block has d, then m if `offset` is 0, the fifth bits of 5-bit codes, and the low four bits.
+    A block stores d, then m (only if `offset` is 0), then the fifth bits of all codes (only for 5
+    bits), then the low four bits of all codes.
     """
 
     def split(b: np.ndarray) -> Parts:
@@ -147,7 +149,8 @@ def _split_q2_0(b: np.ndarray) -> Parts:
 def _ternary(columns: np.ndarray, digits: int) -> np.ndarray:
     """Unpack bytes [n, b] to numbers -1, 0 and 1, [n, b * digits].
 
-    A byte is 256 times the base-3 fraction 0.d1d2..., and digit d stands for d - 1.
+    A byte is about 256 times the base-3 fraction 0.d1d2..., where digit d stands for d - 1. The
+    result has the first digit of every byte, then the second digit of every byte, and so on.
     """
     powers = (3 ** np.arange(digits)).astype(np.uint8)
     found = (columns[:, None, :] * powers[:, None]).astype(np.uint16) * 3 >> 8
@@ -222,7 +225,10 @@ def codec_of(name: str) -> Codec:
 
 
 def row_bytes(codec_name: str, in_features: int) -> int:
-    """Return the bytes of a row of `in_features` elements; ValueError for a partial last block."""
+    """Return the size in bytes of a row of `in_features` elements.
+
+    Raises ValueError if the last block would be partial.
+    """
     codec = codec_of(codec_name)
     blocks, rest = divmod(in_features, codec.block)
     if rest:
@@ -231,7 +237,10 @@ def row_bytes(codec_name: str, in_features: int) -> int:
 
 
 def in_features_of(codec: Codec, raw: np.ndarray) -> int:
-    """Return the elements of a row of `raw` [..., row_bytes]; ValueError for a partial block."""
+    """Return the number of elements in a row of `raw` [..., row_bytes].
+
+    Raises ValueError if the last block is partial.
+    """
     blocks, rest = divmod(raw.shape[-1], codec.block_bytes)
     if rest:
         raise ValueError(f"a {codec.name} row has {raw.shape[-1]} bytes; use a multiple of {codec.block_bytes}")
@@ -252,10 +261,11 @@ def powers_of_two(exponents: np.ndarray) -> np.ndarray:
 
 
 def numbers(codec: Codec, parts: Parts) -> Parts:
-    """Return `parts` with arrays that can be multiplied as they are, in f16, f32, u8 or i8.
+    """Return `parts` with every array converted to f16, f32, u8 or i8.
 
-    Scales stored as exponents, bf16 or E4M3 become floats, a zero point m becomes d * m, and codes
-    become their values.
+    Scales that are stored as exponents, bf16 or E4M3 are converted to floats. A zero point m
+    becomes d * m. Codes that are stored as E4M3, or as indices in a table of floats, are replaced
+    by the floats.
     """
     d, m, scales, codes = parts.d, parts.m, parts.scales, parts.codes
     if codec.exponents:

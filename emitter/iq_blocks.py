@@ -1,8 +1,9 @@
 """Split blocks of ggml's IQ1, IQ2 and IQ3 types, whose codes are entries of a grid.
 
-A grid is a list of vectors of four or eight values, and a block has the index of a vector for each
-four or eight elements. `iq_grids.json` has ggml's grids (ggml-common.h): by type, the positions of
-the vectors' values in `_LEVELS`, in fields of `_BITS` bits, lowest bits first, in base64.
+A grid is a list of vectors of four or eight values. A block stores one index of a vector for each
+four or eight elements. `iq_grids.json` has ggml's grids (ggml-common.h), in base64. The file has
+the index in `_LEVELS` of each value of a grid, in `_BITS` bits. The lowest bits of a byte come
+first.
 """
 
 import json
@@ -62,7 +63,7 @@ def _d(columns: np.ndarray, factor: float) -> np.ndarray:
 
 
 def _fields(numbers: np.ndarray, shifts: tuple[int, ...], mask: int) -> np.ndarray:
-    """Return the bit fields of numbers [n, k] at each shift, [n, k * len(shifts)]."""
+    """Return (number >> shift) & mask for numbers [n, k] and each shift: [n, k * len(shifts)]."""
     return (numbers[:, :, None] >> np.array(shifts, numbers.dtype) & numbers.dtype.type(mask)).reshape(len(numbers), -1)
 
 
@@ -75,7 +76,7 @@ def _odd(scales: np.ndarray) -> np.ndarray:
 
 
 def _with_high(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Return indices whose low eight bits are `low`, and whose higher bits are `high`."""
+    """Return indices high * 256 + low as u16 [n, k]."""
     return low | high.astype(np.uint16) << 8
 
 
@@ -114,8 +115,8 @@ def _iq3_s(b: np.ndarray) -> Parts:
 def _shifted(indices: np.ndarray, minus: np.ndarray) -> np.ndarray:
     """Return the codes of an IQ1 type, i8 [n, 256]: 8 times an entry of the grid, plus or minus 1.
 
-    indices: [n, 32], a vector of the grid for each eight codes. minus: [n, k], for each run of
-    256 / k codes whether 1 is subtracted (not 0) or added (0).
+    indices: [n, 32], one vector of the grid for every eight codes. minus: [n, k], one number for
+    every 256 / k codes: 0 adds 1, another number subtracts 1.
     """
     return 8 * _entries("iq1_s", indices) + np.where(np.repeat(minus, 256 // minus.shape[1], axis=1), -1, 1).astype(np.int8)
 

@@ -72,9 +72,9 @@ class Graph:
     """The graph of a function: named inputs, operations in order, outputs.
 
     storage: maps the index of an output to the input whose buffer that output overwrites (a state
-    that is updated in place). In a function of a model, `entry` is its role and width, `states` are
-    the states that it updates, and `length` is the input with the number of tokens that are not
-    padding, or None if the function has no padding.
+    that is updated in place). The functions of a model have three more fields:
+    entry: the role and width of the function. states: the states that it updates.
+    length: the input with the number of tokens that are not padding; None without padding.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Module:
 
     @contextmanager
     def defining(self, function: Graph) -> Iterator[None]:
-        """Append the operations of the `with` block to `function`, then add it to the module."""
+        """Append the operations of the `with` block to `function`; then add it to this module."""
         if function.name in self.functions:
             raise EmitError(f"module {self.name}: function {function.name!r} is defined twice; give one of them another name")
         with building(self, function):
@@ -200,7 +200,7 @@ def append(
 ) -> tuple[Value, ...]:
     """Append an operation to the function being built and return its results.
 
-    Whether the operation is valid is not checked. results: the types of the results.
+    The operation is not checked. results: the types of the results.
     """
     for operand in operands:
         if not isinstance(operand, Value):

@@ -135,9 +135,9 @@ def _experts(op: Op) -> str | None:
 def _recurrence(fits: Callable[[list[tuple[int, ...]], tuple[int, ...]], bool]) -> Callable[[Op], str | None]:
     """Return a function that checks an operation which updates a recurrent state.
 
-    fits: gets a list of shapes (first those of all operands except the state and the positions,
-    then that of the result) and the shape of one layer's part of the state. It returns whether they
-    fit together.
+    fits(shapes, state): returns whether the operation's shapes are valid. shapes: shapes of all
+    operands except the state and the positions, then the shape of the result. state: shape of one
+    layer's part of the state.
     """
 
     def rule(op: Op) -> str | None:

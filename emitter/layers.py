@@ -85,8 +85,8 @@ def linear_parts(
     """Apply a fused `torch.nn.Linear`, such as one for q, k and v; return one tensor for each part.
 
     parts: by name, the number of rows of each part, in the order of the fused weight. A part of n
-    rows gives a tensor [T, n]. groups: the fused weight has this many groups of rows, each with an
-    equal share of the rows of every part.
+    rows gives a tensor [T, n]. groups: number of groups of rows of the fused weight. Each group has
+    an equal share of the rows of every part: with 2 groups, the order is q0, k0, q1, k1.
     """
     path, total = current_path(), sum(parts.values())
 
@@ -215,7 +215,7 @@ def attention(
     q is [T, heads, head_dim]; the result is [T, heads * head_dim]. Keys and values are rounded to
     the cache's storage format before any query reads them; everything else is f32.
 
-    layer: index of the layer in the model, which the cache lists in `State.layers`.
+    layer: index of the layer in the model; `State.layers` has the layers that use a cache.
     window: a query at position p attends to positions j with p - window < j <= p.
     softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2, arXiv:2408.00118).
     sinks: [heads], an extra score in the softmax of each head (gpt-oss, arXiv:2508.10925).
@@ -251,9 +251,9 @@ def route(
 
     logits: [T, experts]. scores: "softmax" over all experts, or "sigmoid" of each logit.
     normalised: whether to divide the chosen weights by their sum. correction: [experts], added to
-    the scores for choosing only (arXiv:2408.15664). groups (n, m): the experts are n equal groups,
-    and only the m groups whose two best scores have the largest sum are used (arXiv:2412.19437). On
-    a tie the lower index comes first.
+    the scores for choosing only (arXiv:2408.15664). groups: (n, m). The experts form n equal
+    groups, and a token uses only the m groups with the largest sums of their two best scores
+    (arXiv:2412.19437). On a tie the lower index comes first.
     """
     tokens, experts = logits.shape
     operands = (logits,) if correction is None else (logits, correction)
@@ -346,8 +346,5 @@ def lm_head(step: Step, x: Value, vocab: int, tied: bool, embedding: str = "mode
 
 
 def argmax(logits: Value) -> Value:
-    """Return the index of the largest logit in each row of [T, vocab], as i32 [T].
-
-    On a tie it is the lowest index.
-    """
+    """Return the lowest index of the largest logit in each row of [T, vocab], as i32 [T]."""
     return build(LAYERS, "argmax_rows", (logits,), (TensorType(logits.shape[:-1], I32),))[0]

@@ -40,9 +40,11 @@ _SIX_BITS = 63
 class Encoder:
     """The quantiser of a codec: its codes, the scales it tries, and the packing of its blocks.
 
-    low, high: smallest and largest code. steps: numbers s; the encoder tries one scale for each.
-    This scale would spread the values of a group over s more codes than there are from `low` to
-    `high`. join: packs the parts of n blocks to u8 [n, block_bytes].
+    low, high: smallest and largest code.
+    steps: the encoder tries one scale for each number s in it. With minima, the largest value of a
+        group then gets the code high + s, before clipping. Without minima, the value of largest
+        magnitude gets low - s.
+    join: packs the parts of n blocks to u8 [n, block_bytes].
     """
 
     low: int
@@ -139,7 +141,7 @@ def _scales(encoder: Encoder, x: np.ndarray, weights: np.ndarray | None) -> np.n
 def _scales_and_minima(
     encoder: Encoder, x: np.ndarray, weights: np.ndarray | None, negative: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scales and minima [n] of `scale * code + minimum` with the least squared error.
+    """Return the scales and minima [n] for which `scale * code + minimum` is nearest to x.
 
     x: the elements, [group, n]. weights: the weight of each squared error, [group, n]; None: all 1.
     negative: whether minima are limited to numbers <= 0, as K-quants store them.
@@ -185,7 +187,7 @@ def _as_factors(values: np.ndarray, groups: int, high: int) -> tuple[np.ndarray,
 
 
 def _rounded(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return `values` rounded to f16, once as f16 and once as f32."""
+    """Return `values` rounded to f16, as an array of f16 and as one of f32."""
     stored = values.astype(np.float16)
     return stored, stored.astype(np.float32)
 
@@ -234,7 +236,7 @@ def _planes(codes: np.ndarray, run: int, bits: int) -> np.ndarray:
     """Pack codes [n, k] of `bits` bits in bytes [n, k * bits / 8].
 
     The first `run` bytes have the first `run` codes in their lowest bits, the next `run` codes in
-    the bits above, and so on. The next `run` bytes continue with the codes after these.
+    the bits above, and so on. With 4 bits and a run of 2, codes 1, 3, 2, 4 become bytes 0x21, 0x43.
     """
     fields = codes.reshape(len(codes), -1, 8 // bits, run)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
@@ -252,7 +254,10 @@ def _six_bits(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
 
 
 def _join_32(offset: int, bits: int) -> Callable[[Parts], np.ndarray]:
-    """Return the function that packs the blocks of q4_0, q4_1, q5_0 or q5_1 to u8 [n, bytes]."""
+    """Return the function that packs the blocks of q4_0, q4_1, q5_0 or q5_1 to u8 [n, bytes].
+
+    offset: number that is added to a code before it is stored. bits: size of a stored code.
+    """
 
     def join(parts: Parts) -> np.ndarray:
         codes = _unsigned(parts.codes, offset)

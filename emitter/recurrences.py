@@ -2,7 +2,7 @@
 
 A recurrent state does not grow with the sequence; each layer has a slice of it. The results are the
 same whether tokens come one by one, in chunks, padded, or in a batch with other sequences. `layer`
-is a layer's index in the model, which the state lists in `State.layers`.
+is a layer's index in the model; `State.layers` has the indices of the layers that use a state.
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ SCALED = {
 def scaled_codec(kind: str, group: int, scale: str) -> str | None:
     """Return the name of the codec with the largest block size that divides `group`, or None.
 
-    The result is None if no block size divides it. kind: kind of code, as "int4" or "e4m3". group:
-    number of consecutive elements that share a scale. scale: type of the scale, as "f16".
+    kind: kind of code, as "int4" or "e4m3". group: number of consecutive elements that share a
+    scale. scale: type of the scale, as "f16".
     """
     block = next((block for block in _BLOCKS if group % block == 0), None)
     name = f"{kind}_{block}_{scale}"

@@ -25,10 +25,10 @@ class Weight:
     transform: a function applied to the f32 values before they are stored; then the codec is f32.
     values: a function that computes a table that is not in the checkpoint.
     parts: the checkpoint tensors (name, shape) whose rows are stacked; default: the tensor `name`.
-    groups, rows: the stacked rows are cut into `groups` equal groups; the weight has the rows from
-    rows[0] to rows[1] of each group, such as q in a fused projection.
-    apart: (heads, n); the first n rows of each head are interleaved pairs in the checkpoint, and
-    are stored as two halves, as `rope` expects.
+    groups, rows: the stacked rows form `groups` equal groups. The weight has rows rows[0] ..
+        rows[1] - 1 of each group, such as q in a fused projection.
+    apart: (heads, n). In the checkpoint, the first n rows of each head are interleaved pairs. They
+        are stored as two halves, as `rope` expects.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Weight:
         return own.reshape(-1) if len(self.shape) == 1 else own
 
     def _apart(self, rows: np.ndarray) -> np.ndarray:
-        """Return rows [out, bytes] with interleaved pairs separated into halves (`self.apart`)."""
+        """Return rows [out, bytes] with interleaved pairs separated into halves (see `apart`)."""
         if self.apart is None:
             return rows
         heads, turning = self.apart
@@ -89,9 +89,10 @@ class ModelModule(Module):
     """A module of layer operations, which are not lowered yet.
 
     codecs: maps the name of a checkpoint tensor to the codec in which the bundle stores it.
-    orders: by weight, the tensor with the order of its columns, if that is not the order of x.
-    reordered: the weights of `orders` that a layer read. weights: the tensors and tables that the
-    module reads, by name.
+    orders: for weights with reordered columns: from the weight's name to the name of the tensor
+        with the order.
+    reordered: the weights in `orders` that a layer has read.
+    weights: the tensors and tables that the module reads, by name.
     """
 
     def __init__(self, name: str, codecs: Callable[[str], str], orders: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -136,13 +137,14 @@ class Step:
 
     role: "decode", "prefill" or another key of `abi.ROLES`.
     start: the first token's position, i32; in a batch the positions i32 [T] of T sequences,
-    negative for an idle sequence.
+        negative for an idle sequence.
     length: how many tokens are not padding, i32; None if there is no padding.
     states: the current value of each state by name. Layer operations replace it. In a batch,
-    dimension 0 has the layers of the first sequence, then those of the second, and so on.
+        dimension 0 has the layers of the first sequence, then those of the second, and so on.
     records: the `State` of each value in `states`, by name.
     context: the max number of positions. hidden: the hidden states that `layers.lm_head` got.
-    reordered: x with its features in the order that a tensor names, by x and tensor.
+    reordered: values whose features were reordered for a weight (see `ModelModule.orders`), by the
+        original value and the name of the tensor with the order.
     """
 
     module: ModelModule
@@ -172,7 +174,7 @@ class Step:
     def cache_of(self, layer: int) -> tuple[tuple[str, str], int]:
         """Return ((name of the state with a layer's keys, name of the one with its values), index).
 
-        index: the layer's index among the layers of these states.
+        index: position of the layer's data in dimension 0 of both states.
         """
         keys, values = (s for s in self.records.values() if layer in s.layers and s.kind != "recurrent")
         return (keys.name, values.name), keys.layers.index(layer)
@@ -194,8 +196,8 @@ class Step:
         """Return the tensors `<module path>.<part>`, all of one shape, stacked as weight `name`.
 
         Tensors [out, in] become [len(parts) * out, in], vectors [n] become [len(parts), n]. The
-        stack is stored in the tensors' codec. It is stored in f32 if they are vectors or have
-        several codecs.
+        stack is stored in the codec of the tensors, or in f32 if the tensors are vectors or have
+        different codecs.
         """
         path = current_path()
         names = [f"{path}.{part}" for part in parts]

@@ -27,7 +27,8 @@ def check(module: Module, table: Table) -> None:
 
 def _check_function(module: Module, function: Graph, table: Table, read: set[str]) -> None:
     defined = set()
-    used = set()
+    # An input is used if an operation reads it, or if an output overwrites it.
+    used = set(function.storage.values())
 
     def wrong(op: Op | None, message: str) -> EmitError:
         where = f"{op.kind} in {op.path or 'no scope'}" if op else "its signature"

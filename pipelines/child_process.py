@@ -28,9 +28,9 @@ _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from castir
 
 
 class LimitExceeded(Exception):
-    """The error that a function failed in a child process.
+    """Raised if a function in a child process exceeds a limit, crashes, or raises an exception.
 
-    The function exceeded a limit, crashed, or raised an exception other than PipelineError.
+    A PipelineError that the function raises is passed on instead.
     """
 
 
@@ -49,10 +49,7 @@ class ChildProcess:
         self._pid = os.getpid()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return `function(*arguments)`, run in the child process.
-
-        Arguments and result are JSON values. Errors other than PipelineError become LimitExceeded.
-        """
+        """Return `function(*arguments)`, run in the child; arguments and result are JSON values."""
         with self._lock:
             try:
                 answer = self._ask(function, arguments)

@@ -20,17 +20,11 @@ RENAMED = {
 
 
 class PipelineError(Exception):
-    """The error that a command or request cannot be carried out.
-
-    Its text is one line for the user.
-    """
+    """Raised if a command or request cannot be carried out; its text is one line for the user."""
 
 
 class CheckpointError(Exception):
-    """The error that a checkpoint cannot be used.
-
-    Its text is one line for the user.
-    """
+    """Raised if a checkpoint cannot be used; its text is one line for the user."""
 
 
 # Module and class of each error. A class is looked up only in modules that are already imported: a module that isn't
@@ -66,10 +60,7 @@ def user_errors() -> tuple[type[Exception], ...]:
 
 
 def error_message(error: Exception) -> str | None:
-    """Return the message for an error that the user or the machine causes.
-
-    Returns None for other errors, which are castiron's bugs.
-    """
+    """Return the message for an error of the user or the machine; None for castiron's bugs."""
     from castiron.vmfb.disk import reason
 
     if isinstance(error, user_errors()):
@@ -109,10 +100,7 @@ def requirements(extra: str) -> list[str]:
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Return "; did you mean X?" for an unknown name, where X is the most similar of `known`.
-
-    Returns an empty string if no known name is similar.
-    """
+    """Return "; did you mean X?" with the known name that is most similar to `name`, or ""."""
     from difflib import get_close_matches
 
     if RENAMED.get(name) in known:

@@ -44,20 +44,13 @@ def read_regular(path: Path) -> bytes:
 
 
 def has_too_many_values(text: str | bytes, limit: int = MAX_VALUES) -> bool:
-    """Return whether JSON text may have more than `limit` values, without parsing it.
-
-    Parsed values can take 30 times the memory of the text.
-    """
+    """Return whether JSON text may have more than `limit` values, without parsing it."""
     marks = ",[{" if isinstance(text, str) else (b",", b"[", b"{")
     return sum(map(text.count, marks)) > limit
 
 
 def require_free_space(path: Path | str, needed: int, what: str) -> None:
-    """Raise PipelineError if a disk has less than `needed` bytes free.
-
-    path: a path on the disk, which need not exist. what: the work that needs the space, for the
-    error message. First removes temporary files of killed processes in the folder of `path`.
-    """
+    """Remove abandoned files; raise PipelineError if a disk lacks `needed` bytes for `what`."""
     path = Path(path).absolute()
     remove_abandoned(path.parent)
     folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
@@ -68,10 +61,7 @@ def require_free_space(path: Path | str, needed: int, what: str) -> None:
 
 @cache
 def sources_hash(*paths: str) -> str:
-    """Return a hash of the paths and contents of source files.
-
-    paths: files, or folders whose Python files are hashed, relative to `ROOT`.
-    """
+    """Return a hash of the paths and contents of source files or folders, relative to `ROOT`."""
     digest = hashlib.sha256()
     for path in (ROOT / path for path in paths):
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:

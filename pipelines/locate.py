@@ -134,11 +134,7 @@ def checkpoint_path(path: Path) -> Path:
 
 
 def model_name(path: Path) -> str:
-    """Return the name of the model at `path`.
-
-    For a snapshot in the hub's cache, it is the repository's name. Otherwise, it is the last part
-    of `path` without .gguf.
-    """
+    """Return a model's name: of its hub repository, or the last part of its path without .gguf."""
     path = Path(os.path.abspath(path))
     source = source_of(path)
     if source and "file" not in source:
@@ -147,11 +143,7 @@ def model_name(path: Path) -> str:
 
 
 def parts_of(file: str) -> list[str]:
-    """Return the names of all parts of a split GGUF file; `file`: name of the first part.
-
-    llama-gguf-split names them NAME-00001-of-00003.gguf and so on. For any other name, returns that
-    name only.
-    """
+    """Return the names of all parts of a split GGUF file, NAME-00001-of-00003.gguf; else [file]."""
     found = GGUF_PART.search(file)
     if not found or int(found[1]) != 1:
         return [file]

@@ -394,7 +394,7 @@ def compile_bundle(
 
 
 def _option_names(*more: str) -> list[str]:
-    """Return the names of all options of `castiron.compile`, and `more` names."""
+    """Return the names of all options of `castiron.compile`, followed by `more`."""
     from castiron.pipelines.compile.options import Options
 
     return [*more, *(field.name for field in fields(Options))]

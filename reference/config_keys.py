@@ -2,7 +2,7 @@
 
     python -m castiron.reference.config_keys
 
-Run it after a change of the locked transformers or of the families; a test compares the file.
+Run it after a change of the transformers version or of the families. A test compares the file.
 """
 
 from __future__ import annotations

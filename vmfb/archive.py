@@ -1,7 +1,7 @@
 """Packed bundles: zip archives whose entries are uncompressed and page-aligned.
 
-`unzip` restores the directory, and the weights are mapped from the archive. The layout follows
-PKWARE's APPNOTE 6.3 with ZIP64; extra fields align the entries, as Android's zipalign does.
+`unzip` restores the directory. The runtime memory-maps the weights in the archive. The layout
+follows PKWARE's APPNOTE 6.3 with ZIP64. Extra fields align the entries, as Android's zipalign does.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ Span = tuple[int, int]
 
 
 class Cover:
-    """A planner that finds the cheapest calls of batch functions for given slots.
+    """A planner that finds the cheapest calls that decode one token in each of some slots.
 
-    A slot holds one sequence. A call of width w takes w adjacent slots, the first of which is a
-    multiple of w. Among plans of equal cost, those with the fewest calls are preferred, and among
-    these the plan with the smallest total width.
+    A slot holds one sequence. A call of width w decodes w adjacent slots, the first of which is a
+    multiple of w. If several plans have the lowest cost, the one with the fewest calls is used,
+    then the one with the smallest total width.
     """
 
     def __init__(self, size: int, costs: Mapping[int, float]):
@@ -36,7 +36,7 @@ class Cover:
         self.of = lru_cache(4096)(self._of)
 
     def _of(self, slots: tuple[int, ...]) -> tuple[Span, ...]:
-        """Return the cheapest calls, (first slot, width) each, that include all `slots`.
+        """Return the cheapest calls that include all `slots`, as (first slot, width) pairs.
 
         slots: in ascending order.
         """
@@ -54,11 +54,11 @@ class Cover:
 
 
 def costs_of(manifest: Manifest) -> dict[int, float]:
-    """Return the estimated time of a decode call for each width, its number of sequences.
+    """Return the estimated time of a decode call by its width, the number of sequences.
 
-    The unit is the time of one floating-point operation. A kernel takes the longer of its compute
-    time and its read time, both at position 0. All times are 0 if the manifest does not list the
-    kernels' work.
+    The unit is the time of one floating-point operation. The time of a kernel is its compute time
+    or its read time at position 0, whichever is longer. All times are 0 if the manifest does not
+    list the kernels' work.
     """
     functions = [manifest.function("decode"), *(manifest.function("batch", width) for width in manifest.widths("batch"))]
     work = manifest.compile.get("work", {})
@@ -71,11 +71,12 @@ def costs_of(manifest: Manifest) -> dict[int, float]:
 class Batch:
     """Sessions that decode together.
 
-    A slot is the place of one session. There are as many slots as the widest batch function takes
-    sequences. For each state of the model there is one buffer, in which the slots follow each other
-    along dimension 0. So the states of B adjacent slots can be operands of `decode_batch_B`. That
-    function skips slots with a negative position, but takes as much time as if none was skipped. So
-    distant slots may be faster in several narrow calls.
+    Each session has a slot, a part of the batch's buffers. The number of slots is the largest B of
+    the functions `decode_batch_B`, which decode a token in B adjacent slots. For each state of the
+    model there is one buffer, in which the slots follow each other along dimension 0.
+
+    `decode_batch_B` skips slots with a negative position, but a skipped slot takes the same time as
+    another. So several narrow calls may be faster than a wide one if the used slots are far apart.
     """
 
     def __init__(self, bundle: Bundle | Path | str, threads: int | None = None):
@@ -140,7 +141,7 @@ class Batch:
         return {slot: found[slot - first] for slot in taken}
 
     def _save_logits(self, call: Call, stepped: Collection[int]) -> None:
-        """Copy the logits that `call` will overwrite although their slots get no new token.
+        """Copy the logits of slots without a new token, because `call` will overwrite its results.
 
         stepped: the slots that get a new token.
         """

@@ -39,8 +39,7 @@ class Bundle:
     """An open bundle.
 
     path: its directory, or its archive if it is `packed`. parts: open files of the bundle by name,
-    which stay readable if another bundle replaces this one; None if files are opened when they are
-    needed.
+    which stay readable if another bundle replaces this one; if None, `part` opens the files.
     """
 
     path: Path
@@ -59,9 +58,9 @@ class Bundle:
         return self.path / name
 
     def with_context(self, context: int) -> Bundle:
-        """Return this bundle, opened with a context of `context` positions.
+        """Return this bundle with a context of `context` positions.
 
-        Raise BundleError if they are more than the manifest's limit.
+        Raise BundleError if `context` exceeds `max_context` of the manifest.
         """
         if not 1 <= context <= self.manifest.max_context:
             limit = self.manifest.max_context

@@ -140,7 +140,7 @@ def _key(text: str, flags: Sequence[str], target: Target) -> str:
 
 
 def _known(store: Path, key: str) -> tuple[dict, bytes] | None:
-    """Return the record (log, seconds, ...) and the vmfb of a cached result; None if unusable."""
+    """Return the metadata (log, seconds, sha256) and vmfb of a cached result; None if unusable."""
     with contextlib.suppress(OSError, ValueError):
         record, data = json.loads((store / f"{key}.json").read_bytes()), (store / f"{key}.vmfb").read_bytes()
         usable = isinstance(record, dict) and isinstance(record.get("log"), str) and "seconds" in record
@@ -150,9 +150,9 @@ def _known(store: Path, key: str) -> tuple[dict, bytes] | None:
 
 
 def _compile(text: str, flags: tuple[str, ...], store: Path, key: str, cancelled: threading.Event) -> tuple[dict, bytes]:
-    """Compile `text` and cache the result; return its record and the bytes of the vmfb.
+    """Compile `text` and cache the result; return its metadata and the bytes of the vmfb.
 
-    The record has the log, the seconds and the sha256 of the vmfb.
+    The metadata are the log, the seconds and the sha256 of the vmfb.
     """
     compiler = compiler_path()
     with staging_folder(store / "work") as work:

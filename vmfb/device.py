@@ -1,4 +1,4 @@
-"""IREE devices that run on the CPU cores of this machine."""
+"""IREE devices that run on the CPU cores of this machine; workers are a device's threads."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ def _create(threads: int) -> rt.HalDevice:
 def _pinned_cpus(threads: int) -> list[int]:
     """Return the id of the CPU to which each worker is to be pinned; empty to pin none.
 
-    If there is a worker for every CPU, all are pinned, because the scheduler sometimes runs two on
-    one CPU for several tokens. If there are fewer workers, none is pinned, because other processes
-    may use the same CPUs.
+    If there is a worker for every CPU, all are pinned, because Linux sometimes runs two workers on
+    the same CPU for the time of several tokens. If there are fewer workers, none is pinned, because
+    other processes may use the same CPUs.
     """
     cpus = _cpus()
     return cpus if threads == len(cpus) else []

@@ -28,9 +28,9 @@ def reason(error: OSError) -> str:
 
 @contextlib.contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Add the file name `path` to an OSError of the `with` body that has no file name.
+    """Set `path` as the file name of an OSError in the `with` body that has no file name.
 
-    An error for a full disk, for example, has none.
+    For example, the error for a full disk has no file name.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The manifest of a bundle, `manifest.json`: its records, and their validation."""
+"""The manifest of a bundle, `manifest.json`, as dataclasses, and its validation."""
 
 from __future__ import annotations
 
@@ -70,11 +70,14 @@ class Versions:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The difference between logits with rounded activations and those of the reference `against`.
+    """The difference between the logits of a bundle and those of a reference.
 
-    The logits were compared over `tokens` tokens of `text`, in chunks of `context` tokens. kld_...:
-    the Kullback-Leibler divergence: mean, standard error of the mean, 99th percentile and maximum.
-    same_top_p: the share of positions with the same argmax, from 0 to 1, and its standard error.
+    It is measured only for numerics "fast", which rounds activations.
+
+    against: the reference. text, tokens: the text on which both were run, and its length. context:
+    tokens of a chunk of the text. kld_...: mean, standard error of the mean, 99th percentile and
+    maximum of the Kullback-Leibler divergence. same_top_p: fraction of positions with the same
+    argmax. same_top_p_error: its standard error.
     """
 
     against: str
@@ -143,6 +146,7 @@ class Manifest:
         compile: how the bundle was compiled; batched decoding reads the kernels' `work` in it.
         numerics: a key of `emitter.abi.NUMERICS`.
         codecs: number of tensors by codec.
+        functions: each has a role, such as prefill, and a width, its number of tokens or sequences.
         files: size and hash of each file by name; BundleWriter sets it.
         hidden: length of the vectors that functions return, 0 if none does.
         tool_format: how the model writes tool calls, the fields of `text.tool_formats.ToolFormat`.
@@ -206,9 +210,9 @@ class KernelWork:
     """The work of one kernel in a call of a function, which runs the kernel `calls` times.
 
     flops, bytes: floating-point operations and memory traffic of one run, each as (value at
-    position 0, increase per position, maximum). weights: how many of the bytes are weights. paths:
-    module paths of the layers that the kernel computes, such as `model.layers.*.mlp`. tokens: rows
-    of x if the kernel is a matmul, else None.
+    position 0, increase per position, maximum). weights: bytes of weights that one run reads.
+    paths: module paths of the layers that the kernel computes, such as `model.layers.*.mlp`.
+    tokens: number of tokens that a matmul multiplies by its weights; None for other kernels.
     """
 
     calls: int
@@ -262,9 +266,9 @@ _FACTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def _check_facts(name: str, facts: Mapping[str, Any]) -> None:
-    """Raise RecordError if a value in `facts` has a wrong type.
+    """Raise RecordError if a value in `facts` has a wrong type or size.
 
-    name: the manifest's field that contains `facts`.
+    facts: the manifest's object `source` or `compile`. name: which of these it is.
     """
     found = {key: from_json(kind, facts[key], f"{name}.{key}") for key, kind in _FACTS[name].items() if key in facts}
     for kernel, work in [pair for kernels in found.get("work", {}).values() for pair in kernels.items()]:

@@ -105,7 +105,7 @@ class Loaded:
         _programs.add(self)
 
     def function(self, name: str) -> tuple[rt.VmFunction, Callable]:
-        """Return the function called `name`, and the method that calls it; KeyError if absent."""
+        """Return the function `name`, and `VmContext.invoke` to call it; KeyError if absent."""
         for file, module in self.modules.items():
             if name in module.function_names:
                 return module.lookup_function(name), self.contexts[file].invoke

@@ -27,8 +27,8 @@ class Session:
 
     Attributes:
         position: the number of tokens in the states, which is the position of the next token.
-        chunked_tokens: how many tokens from position 0 on came in full prefill calls of width
-            `widest`. All sessions that append the same tokens in such calls get the same bits.
+        chunked_tokens: number of tokens, from position 0 on, that full prefill calls of width
+            `widest` appended. Sessions that append equal tokens in such calls get equal bits.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Session:
 
     @exclusive
     def verify(self, tokens: Sequence[int]) -> list[int]:
-        """Append `tokens` in one verify call; return the argmax after each, or -1 for NaN logits.
+        """Append `tokens` in one call; return the argmax after each token, or -1 for NaN logits.
 
         Raise SessionError, before any work, if the tokens are invalid or do not fit in the context,
         or if no verify function takes so many tokens.
@@ -134,10 +134,11 @@ class Session:
 
     @exclusive
     def verify_fewer(self, tokens: Sequence[int], width: int) -> bool:
-        """Append fewer tokens than a verify function takes, and remove the padding from the states.
+        """Append `tokens` by `verify` with padding to `width` tokens; then remove the padding.
 
-        width: the number of tokens that the function takes. Return False, without any work, if the
-        call would end past the context or the padding could not be removed.
+        width: number of tokens that a verify function takes, more than `tokens`. Return False,
+        without any work, if the call would end past the context, or if the states could not go back
+        to the position before the padding.
         """
         ids, call_end = self._checked(tokens), self.position + width
         end = self.position + int(ids.size)
@@ -244,7 +245,7 @@ class Session:
 
     @exclusive
     def keep(self) -> None:
-        """Store a snapshot of this position if `rewind` would need one to return to it.
+        """Store a snapshot of this position if a later `rewind` to this position may need it.
 
         If there are too many snapshots, or they are too large, the oldest are dropped.
         """
@@ -279,23 +280,23 @@ class Session:
         return [state.rows(position) for state in self._states]
 
     def begins(self, tokens: int, position: int) -> bool:
-        """Return whether `take` can set a session to `position` with the result of `rows(tokens)`.
+        """Return whether a session can continue at `position` with the result of `rows(tokens)`.
 
-        tokens: a later position than `position`.
+        tokens: the position of the session when `rows` is called, at least `position`.
         """
         return all(state.begins(tokens, position) for state in self._states)
 
     @property
     def settled(self) -> bool:
-        """Return whether no ring buffer has rows of tokens that a rewind has removed."""
+        """Return whether the ring buffers have no rows of tokens that a rewind has removed."""
         return all(state.settled(self.position) for state in self._states)
 
     @exclusive
     def take(self, rows: Sequence[np.ndarray], position: int, chunked_tokens: int = 0) -> None:
-        """Set the states to `rows`, the result of `rows(position)` in a session of this bundle.
+        """Set the states to `rows`, and the position to `position`.
 
-        The rows may also come from `rows(p)` for a later position p, if `begins(p, position)` is
-        true. chunked_tokens: this attribute of the session that the rows come from.
+        rows: the result of `rows(p)` in a session of this bundle, where p is `position`, or a later
+        position for which `begins(p, position)` is true. chunked_tokens: that session's value.
         """
         self._move_to(0)
         for state, array in zip(self._states, rows, strict=True):

@@ -117,10 +117,10 @@ def _remove_abandoned(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _lock(path: Path, wait: bool = False) -> Iterator[bool | None]:
-    """Lock a file or folder during the `with` body; yield whether it is locked.
+    """Lock the file or folder `path` during the `with` body; yield whether that succeeded.
 
-    Yields False if another process has the lock and `wait` is False, None if it cannot be locked at
-    all, and True if it does not exist.
+    Yields False if another process has the lock and `wait` is False, None if the system cannot lock
+    `path`, and True if `path` does not exist.
     """
     try:
         file = os.open(path, os.O_RDONLY)

@@ -3,9 +3,9 @@
 - positional `[layers, context, ...]`: row p belongs to position p. Rows past the position are never
   read, so that going back costs nothing, and the state of any earlier position can be copied.
 - window `[layers, rows, ...]`: a ring buffer; position p is in row p mod rows. The next token
-  attends to `window - 1` rows. After the ring has wrapped, a sequence can go back by as many
-  tokens as there are other rows; to go back further it needs a snapshot.
-- recurrent `[layers, ...]`: replaced at every token; can go back to 0, or with a snapshot.
+  attends to the last `window - 1` rows. After the ring has wrapped, a sequence can go back by at
+  most `rows - window + 1` tokens without a snapshot.
+- recurrent `[layers, ...]`: every token overwrites it; it can go back to 0, or with a snapshot.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Positional:
     """A state with one row for each position of a sequence.
 
     In all methods, `now` is the position of the sequence, that is, its number of tokens. furthest:
-    for a ring buffer of a sequence that was rewound, the position after the last row written.
+    for a ring buffer, the largest position that the sequence had before a rewind; 0 without one.
     """
 
     furthest = 0
@@ -73,23 +73,23 @@ class Positional:
         return self.array[:, :position]
 
     def settled(self, position: int) -> bool:
-        """Return whether the state has no rows of removed tokens that the sequence could read.
+        """Return whether all rows of removed tokens have been overwritten, or are never read.
 
         position: the position of the sequence.
         """
         return True
 
     def begins(self, written: int, position: int) -> bool:
-        """Return whether the result of `rows(written)` has the complete state at `position`.
+        """Return whether a sequence can continue at `position` with the result of `rows(written)`.
 
-        written: a later position than `position`, at which the rows are read.
+        written: the position of the sequence when `rows` is called, at least `position`.
         """
         return True
 
     def take(self, rows: np.ndarray, position: int) -> None:
-        """Set the state to `rows` of another sequence, to continue at `position`.
+        """Set the state to `rows`, the result of `rows(written)`, to continue at `position`.
 
-        The other sequence is at `position`, or at a later position for which `begins` is true.
+        `begins(written, position)` must be true.
         """
         self.load(rows, position, position)
 

@@ -1,10 +1,10 @@
 """Look up embedding rows in a packed weight, which a tied output head can share.
 
 each workgroup: a share of the tokens
-  for token < length in share:
+  for token in share:
     id = ids[token], clamped to the vocabulary
     for k in steps of `depth`:
-      panel [depth, 16] = decoded block id / 16 of the weight, k : k + depth                       stack
+      panel [depth, 16] = decoded elements k .. k + depth - 1 of 16-row block id / 16              stack
       for j in depth: out[token, k + j] = panel[j, id % 16]                                      memory
 """
 
@@ -30,7 +30,7 @@ def embed(codec_name: str, vocab: int, hidden: int, T: int, *, isa: Isa) -> Kern
 
     Operands: ids i32 [T], weight i8 (shape: `packed_shape`). Result: y f32 [T, hidden]. Ids outside
     the vocabulary are clamped to it. For each id, the kernel decodes the block of 16 rows that
-    contains the row, because that is cheaper than a second copy of the table in another layout.
+    contains the row.
     """
     codec = codec_of(codec_name)
     shape = packed_shape(codec_name, vocab, hidden)

@@ -1,4 +1,4 @@
-"""Activations, and the epilogues of matmul kernels in the same dispatch: GLU, bias and residual."""
+"""Activations and epilogues of matmul kernels: GLU, bias and residual, in the matmul's dispatch."""
 
 from collections.abc import Mapping
 from math import erf, pi, sqrt

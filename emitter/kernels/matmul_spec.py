@@ -87,8 +87,8 @@ class Matmul:
     def weight_shape(self) -> tuple[int, int, int]:
         """Return the shape of the packed weight: (16-row blocks, records, bytes of a record).
 
-        With experts, it is the shape of one expert's weight. A record is the packed bytes of one
-        codec block of each of 16 rows.
+        With experts, it is the shape of one expert's weight. A record packs one codec block of each
+        of 16 rows.
         """
         return packed_shape(self.codec, self.weight_rows, self.in_features)
 
@@ -160,7 +160,7 @@ class Matmul:
     def x_of(self, x: np.ndarray, scales: np.ndarray | None = None) -> np.ndarray:
         """Return the activations as f64 [rows, in].
 
-        x, scales: the operands x and x_scales of the kernel, in the format that `numerics` says.
+        x, scales: the operands x and x_scales of the kernel, in the format `numerics`.
         """
         if self.numerics == "int8" and scales is not None:
             return of_bytes(x, scales)
@@ -180,8 +180,7 @@ class Matmul:
     def nbytes(self) -> int:
         """Return the bytes of memory traffic of a call: its operands and its result.
 
-        With experts, only the weights of experts in use count: as many as there are (token, expert)
-        pairs, but at most all.
+        With experts, the weights of min(experts, number of (token, expert) pairs) experts count.
         """
         types = self.operands() | self.results()
         weight = types.pop("weight").nbytes

@@ -2,9 +2,9 @@
 
     each workgroup: `rows` rows of x [T, hidden]
       for row < length:
-        RMS norm:   inverse = 1 / sqrt(mean(x^2) + eps)                                            registers
-        layer norm: mean = mean(x), in a separate pass over the row; then the inverse of x - mean
-        for d in hidden: out[row, d] = x * inverse * weight[d]      layer norm: (x - mean) and + bias[d]; memory
+        layer norm only: x = x - mean(x)              a separate pass over the row computes the mean
+        inverse = 1 / sqrt(mean(x^2) + eps)                                                        registers
+        for d in hidden: out[row, d] = x * inverse * weight[d]                layer norm: + bias[d]; memory
       for row >= length: out[row] = 0                               if `length` is given
 
 Each sum over a row uses up to four vector accumulators.

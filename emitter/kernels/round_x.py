@@ -1,12 +1,12 @@
 """Quantise x to int8, once for all matmuls that read x; 32 elements of a row share a scale.
 
 each workgroup: `ROWS` rows of x [T, in]
-  for row, for each group:
+  for row, for each 32 elements x of the row:
     scale = max |x| / 127
     n = round(x / scale)                         to nearest, ties to even; 0 if the scale is almost 0
-    y = four n in an i32, eight k in the order EVEN_ODD
+    y = four n in an i32; each eight n in the order 0, 2, 4, 6, 1, 3, 5, 7 (`EVEN_ODD`)
     scales = scale
-    sums = scale * sum(n) for each codec group if the codec has minima, otherwise sum(n)
+    sums = scale * sum(n) over each codec group in the 32 if the codec has minima, otherwise sum(n)
 """
 
 from functools import cache
@@ -69,8 +69,11 @@ def of_bytes(words: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def round_x(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
     """Return the kernel that quantises x f32 [rows, in] to int8, one scale for every 32 elements.
 
-    Results (types: `rounded_types`): y, four int8 in each i32, in the order `EVEN_ODD`; scales;
-    sums of x over each group of the codec. codec: the codec of the weight that x is multiplied by.
+    Results (types: `rounded_types`):
+    y: four int8 in each i32; every eight int8 are in the order 0, 2, 4, 6, 1, 3, 5, 7 (`EVEN_ODD`).
+    scales: the scale of every 32 elements.
+    sums: sums over each group of `codec`, the codec of the weight that x is multiplied by. They are
+        sums of x if the codec has minima, otherwise sums of the int8.
     """
     lanes = isa.lanes
 
@@ -103,9 +106,10 @@ def round_x(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
 
 
 def _store_bytes(b: Body, shifted: list[Ssa], y: Ssa, row: Index, start: Index) -> None:
-    """Emit code that stores quantised vectors as int8 in y[row, start:], in the order `EVEN_ODD`.
+    """Emit code that stores quantised vectors as int8 in y[row, start:].
 
-    shifted: vectors in the form that `vector_math.as_bytes` returns.
+    Every eight int8 are in the order 0, 2, 4, 6, 1, 3, 5, 7 (`EVEN_ODD`). shifted: vectors that
+    `vector_math.as_bytes` returns.
     """
     while len(shifted) > 1 and shifted[0].width < 8:
         pairs = zip(shifted[::2], shifted[1::2], strict=True)

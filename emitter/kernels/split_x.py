@@ -1,14 +1,14 @@
 """Split x into three bf16 whose sum is x, or round it to bf16, once for all matmuls that read x.
 
 each workgroup: a tile of up to 16 rows of x [T, in]
-  for row, for each 32 k:
-    sums = sum(x) of each group, if the codec has minima
-    for piece:
-      pieces = pairs of the high 16 bits of x, or of the nearest bf16 if there is one piece
-      x -= the piece
+  for row, for each step of 32 elements x of the row:
+    sums = sum(x) over each codec group in the step, if the codec has minima
+    for i in number of bf16 for each element:
+      y[i] = the high 16 bits of x, or the nearest bf16 if there is one bf16 for each element
+      x -= y[i]
 
-An i32 has the bf16 of two elements, the even k in the lower half. Rows are padded with zeros to
-complete tiles (of up to 16 rows), and k to steps of 32 elements.
+An i32 has the bf16 of two elements, the even element in the lower half. The last tile is padded
+with rows of zeros, and the last step of a row with zeros.
 """
 
 from functools import cache

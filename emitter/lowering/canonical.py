@@ -1,9 +1,9 @@
 """Rewrite operations between kernels so that every compiler gives the same bits.
 
 This is the part of `--numerics canonical` outside kernels. A compiler may fuse a multiplication and
-an addition into an fma, and may add the elements of a row in any order. To prevent both, the rules
-insert a minimum and a maximum, which do not change finite numbers, after each multiplication, and
-replace each sum by repeated additions of the two halves of the row.
+an addition into an fma. To prevent this, the rules insert a minimum and a maximum after each
+multiplication; both leave finite numbers unchanged. A compiler may also add the elements of a row
+in any order. So the rules replace each sum by repeated additions of the two halves of the row.
 """
 
 from __future__ import annotations

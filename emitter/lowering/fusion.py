@@ -3,8 +3,8 @@
 Operations that match no pattern stay as they are, so fusion works for every model family.
 
 Patterns, for T tokens:
-- heads: attention of q and k after an optional norm (over a head or over the row) and rotary embedding. Reordering the
-  rows of the q and k weights turns an interleaved embedding into one of halves; q . k does not change.
+- heads: optional norms of q and k (over a head or over the row), their rotary embedding, and attention. For an
+  interleaved embedding, the rows of the q and k weights are reordered so that pairs become halves; q . k stays the same.
 - siblings: linear layers with the same input and codec become one matmul of stacked weights.
 - GLU: act(linear(x)) * linear(x).
 - residual: y + linear(x).
@@ -15,13 +15,15 @@ Patterns, for T tokens:
 The result may have two new kinds of operations, and two kinds get more operands or attributes:
 
     matmul(x, (norm weight), weights ..., biases ..., (residual)) -> [T, out]
-      weights, biases: numbers of these operands; eps: epsilon of the RMS norm of x, or None; residual: whether there is
-      a residual; glu: the activation of a GLU of two weights, or None
+      attributes: weights, biases: numbers of these operands; eps: epsilon of the RMS norm of x, or None; residual:
+      whether there is a residual; glu: the activation of a GLU of two weights, or None
     fused_attention(q, k and v rows, in one value or several, prepared ..., k_cache, v_cache, start, (length), (sinks))
-      rows: the number of values with q, k and v rows; layout: the `HeadLayout` of a row; prepared: the names of the
-      operands in `HeadLayout.operands`; the other attributes are those of attention
-    causal_conv(...) with activation: name of the activation of the result, if there is one
-    gated_delta(..., (norm weight, z), state, ...) with norm_eps: epsilon of the gated norm, if there is one
+      attributes: rows: the number of values with q, k and v rows; layout: the `HeadLayout` of a row; prepared: the names
+      of the operands in `HeadLayout.operands`; and those of attention
+    causal_conv(...)
+      another attribute: activation: name of the activation of the result, if there is one
+    gated_delta(..., (norm weight, z), state, ...)
+      another attribute: norm_eps: epsilon of the gated norm, if there is one
 """
 
 from __future__ import annotations
@@ -187,9 +189,9 @@ def _heads(graph: _Uses, op: Op) -> _Heads:
 
 
 def _apart(graph: _Uses, linear: Op, order: tuple[int, int]) -> list[Op]:
-    """Return weight operations with reordered rows, which replace the weights of `linear`.
+    """Return weight operations that replace the weights of `linear`, with rows reordered for rope.
 
-    The new order suits rotary embedding (see `Weight.apart`). order: (heads, rotary_dim).
+    order: (heads, rotary_dim), the field `apart` of the new `Weight` records.
     """
     made = []
     for value in linear.operands[1:]:
@@ -204,10 +206,9 @@ def _apart(graph: _Uses, linear: Op, order: tuple[int, int]) -> list[Op]:
 
 
 def _chain(graph: _Uses, value: Value) -> list[Op]:
-    """Return the operations between a projection and its q or k, the last operation first.
+    """Return the operations that compute `value`, a q or k, from a projection; the last one first.
 
-    The first operation in the list computes `value`. The kinds are rope, norm over a head, reshape,
-    norm over the row, in this order. Each may be missing.
+    They are rope, norm over a head, reshape, norm over the row, in this order; each may be missing.
     """
     chain: list[Op] = []
     for kind in ("rope", "rms_norm", "reshape", "rms_norm"):

@@ -171,7 +171,7 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
 def _part_of_heads(x: Value, layout: HeadLayout, parts: int, part: int) -> Value:
     """Return the columns of x [..., heads * n] for one part of the query heads.
 
-    The query heads of each kv head are divided into `parts` parts. part: number of the part.
+    The query heads of each kv head are divided into `parts` parts. part: index of the part.
     """
     if parts == 1:
         return x
@@ -185,7 +185,7 @@ def _part_of_heads(x: Value, layout: HeadLayout, parts: int, part: int) -> Value
 def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> Value:
     """Return qkv [T, row] with only one part of the query heads, and with all keys and values.
 
-    The query heads of each kv head are divided into `parts` parts. part: number of the part.
+    The query heads of each kv head are divided into `parts` parts. part: index of the part.
     """
     if parts == 1:
         return qkv
@@ -195,10 +195,10 @@ def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> V
 
 
 def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple[Tokens, dict[str, Value]]:
-    """Return the `Tokens` of a recurrent kernel, and its operands `positions` or `length` by name.
+    """Return a recurrent kernel's argument `tokens`, and the values of `tokens.operands` by name.
 
-    count: number of rows of the call. numbers: the last operands of `op`, which are start or
-    positions, and in a prefill also length.
+    count: number of tokens of the call. numbers: the last operands of `op`, which are (positions,)
+    in a batch, (start, length) in a prefill, and (start,) in other functions.
     """
     if op.attrs["mode"] == "batch":
         return Tokens(count, state.shape[0], batch=True), {"positions": numbers[0]}
@@ -207,7 +207,7 @@ def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple
 
 
 def _columns(x: Value) -> tuple[Value, Columns]:
-    """Return (value [T, width] of which x is a slice, the columns that are x).
+    """Return (value [T, width] that x is a slice of, the columns of x in that value).
 
     x: [T, ...]. If x is not a slice of another value, the value is x itself, as [T, width].
     """
@@ -230,8 +230,8 @@ def _recurrent(
     """Return the result of a recurrent operation and the state after it, computed by a kernel.
 
     make(tokens, columns): returns the kernel. state: the state before the operation. numbers: the
-    last operands of `op`, which are start or positions, and in a prefill also length. rows: the
-    kernel's operands that may be columns of a fused matmul, by name. given: its other operands.
+    last operands of `op` (see `_tokens`). rows: the kernel's operands that may be columns of a
+    fused matmul, by name. given: the kernel's other operands.
     """
     tokens, own = _tokens(op, op.results[0].shape[0], state, numbers)
     found = {name: _columns(x) for name, x in rows.items()}

@@ -24,7 +24,7 @@ _FLOATS: dict[str, DType] = {"f32": F32, "f16": F16, "bf16": BF16}
 
 
 class Stored:
-    """A weight that is a parameter in its codec's format and is dequantised where it is used."""
+    """A weight that is stored as codes, scales and minima, and dequantised where it is used."""
 
     def __init__(self, weight: Weight) -> None:
         self.weight = weight
@@ -54,17 +54,19 @@ class Stored:
         sample = split(np.zeros(codec.block_bytes, np.uint8))
 
         def part(name: str, width: int) -> Value:
-            """Return part `name`, f32 [rows, width]; it is stored in the type that `split` returns."""
+            """Return array `name` of `Parts` as f32 [rows, width].
+
+            The parameter has the array's own type, such as i8.
+            """
             dtype = {"<f2": F16, "<f4": F32}.get(sample[name].dtype.str, I8)
             take = lambda raw: split(raw)[name].view(np.int8) if dtype == I8 else split(raw)[name]
             return ops.convert(pick(self._part("." + name, dtype, width, take)), F32)
 
         def factor(name: str, sub: str) -> Value:
-            """Return the f32 scale (or minimum) of each codec group of the weight, [rows, groups].
+            """Return d * scales, or m * minima, of each codec group, f32 [rows, groups].
 
-            name: name of the part of the weight with one value for each codec block, "d" or "m".
-            sub: name of the part with one value for each group. If the weight has that part, the
-            result is the product of both values; otherwise it is the value of the block.
+            name: "d" or "m", which has a value for each block. sub: "scales" or "minima", which has
+            a value for each group. A missing array counts as 1.
             """
             value = part(name, blocks)
             shape = (value.shape[0], blocks, groups // blocks)
@@ -84,7 +86,7 @@ class Stored:
 
 
 def float_param(weight: Weight, dtype: DType) -> Param:
-    """Return the parameter for a weight that has a float codec or whose values are computed.
+    """Return the parameter for a weight in a float codec, or for a table (see `Weight.values`).
 
     dtype: element type of the parameter.
     """
@@ -338,8 +340,8 @@ def _experts_of_token(x: Value, chosen: Value, weights: Value, function: str | C
 def _experts_of_pairs(x: Value, chosen: Value, weights: Value, function: str | ClampedSwiGLU, parts: list[_Stacked]) -> Value:
     """Return the result of `experts` for several tokens.
 
-    The code computes all (token, expert) pairs at once, because a loop would compile a program for
-    each pair.
+    All (token, expert) pairs are computed by the same operations, so that the program does not grow
+    with the number of pairs.
     """
     (tokens, hidden), per_token = x.shape, chosen.shape[1]
     pairs = tokens * per_token

@@ -1,4 +1,4 @@
-"""Lower attention to StableHLO, over caches of all positions or rings of the last ones."""
+"""Lower attention to StableHLO, for KV caches of all positions and for ring buffers."""
 
 from __future__ import annotations
 
@@ -188,7 +188,8 @@ def _seen(position: Value, other: Value, window: int | None) -> Value:
 def _seen_both_ways(start: Value, length: Value, shape: tuple[int, ...], window: int | None) -> Value:
     """Return whether token t attends to position i in bidirectional attention, as i1 [T, n].
 
-    The position must be below start + length, and within `window` of the token's own.
+    It does if i < start + length, and if i differs from the token's position by less than `window`
+    (None: any number). shape: (T, n).
     """
     last = ops.subtract(ops.add(start, length), ops.constant(1, I32, ()))
     position, other = ops.minimum(_positions(start, shape), ops.broadcast_in_dim(last, shape, ())), ops.iota(shape, 1)

@@ -42,7 +42,11 @@ class _Tokens:
 
 
 def _recurrence(rule: Callable[..., tuple[Value, Value]]) -> Rule:
-    """Return a lowering rule that calls rule(tokens, *operands) -> (result, layer state)."""
+    """Return the lowering rule of a recurrent operation that `rule` computes.
+
+    rule(tokens, *operands): returns the result, and the layer's state after the tokens. operands:
+    the operation's operands, without the state, the positions and the length.
+    """
 
     def lowered(op: Op, *operands) -> tuple[Value, Value]:
         mode, layer = op.attrs["mode"], op.attrs["layer"]
@@ -121,9 +125,9 @@ def _dot(a: Value, b: Value, i: int, j: int) -> Value:
 class _Decays:
     """The decays in a chunk of C tokens: f32 factors in [0, 1].
 
-    between: from token j to token i, [heads, C, C], 0 if j is after i.
-    since_start: from the state before the chunk to token i, [heads, C, 1].
-    to_end: from token j to the last token, [heads, C, 1].
+    between: [heads, C, C]; element [h, i, j] is the decay from token j to token i, 0 if j > i.
+    since_start: from the state before the chunk to each token, [heads, C, 1].
+    to_end: from each token to the last token, [heads, C, 1].
     total: from the state before the chunk to the last token, [heads, 1, 1].
     """
 
@@ -156,22 +160,21 @@ def _decays(log: Value) -> _Decays:
 
 
 def _constant(mask: np.ndarray, shape: tuple[int, ...]) -> Value:
-    """Return a mask [C, n] as f32; if `shape` is [heads, C, n], repeated for each head."""
+    """Return a mask [C, n] as f32, repeated for each head if `shape` is [heads, C, n]."""
     value = ops.constant(mask.astype(np.float32), F32)
     return value if shape == mask.shape else ops.broadcast_in_dim(value, shape, (1, 2))
 
 
 def _times(x: Value, y: Value) -> Value:
-    """Return x [a, b, c] times y; dimensions of y whose size is 1 are repeated."""
+    """Return x [a, b, c] times y, whose dimensions of size 1 are repeated to the shape of x."""
     return ops.multiply(x, ops.broadcast_in_dim(y, x.shape, (0, 1, 2)))
 
 
 def _chunks(tokens: _Tokens, rows: list[Value], one: Callable[..., tuple[Value, Value]]) -> tuple[Value, Value]:
-    """Return the results [T, heads, ...] and the final state of a recurrence.
+    """Return the results [T, heads, ...] and the final state of a recurrence, computed in chunks.
 
-    The code computes it in chunks of C tokens. one(*rows, state): returns the results and the state
-    after one chunk, whose rows are [heads, C, ...]. rows: the operands of all tokens, [T, heads,
-    ...] each.
+    rows: the operands of all tokens, [T, heads, ...] each. one(*rows, state): returns the results
+    and the state after one chunk of C tokens, whose rows are [heads, C, ...].
     """
     results, count, state = [], rows[0].shape[0], ops.reshape(tokens.before, tokens.before.shape[1:])
     for start in range(0, count, CHUNK):

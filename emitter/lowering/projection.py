@@ -29,8 +29,8 @@ class Projector:
     """An emitter of calls of matmul kernels.
 
     kernel_of: returns the kernel of a matmul. fast: whether x may be rounded to int8 or bf16, where
-    a kernel supports it. rounded: results of kernels that prepare x, by x and the name of the
-    kernel. Several matmuls of x share them.
+    a kernel supports it. rounded: results of kernels that prepare x, by x and name of the kernel,
+    so that several matmuls of x share them.
     """
 
     kernel_of: Callable[[Matmul], Kernel]
@@ -51,17 +51,17 @@ class Projector:
         chosen: Value | None = None,
         experts: int = 0,
     ) -> Value:
-        """Return x [T, in] times stacked weights [out_i, in], which all have the same codec.
+        """Return x [T, in] times each weight [n, in] transposed, side by side: [T, sum of all n].
 
-        The result is [T, sum of out_i], or [T, out] for the two weights of a GLU.
+        With a GLU, the two weights give one result [T, n]. All weights have the same codec.
 
         norm: weight [in] and epsilon of an RMS norm of x, for T = 1.
         residual: value that is added to the result.
         glu: activation of a GLU.
         length: number of rows of x that are not padding.
-        chosen, experts: with experts, each weight is [experts * out, in], and the result is
-            [len(chosen), out]. Row i of the result uses the weight of expert chosen[i] and row i //
-            (len(chosen) / T) of x.
+        chosen, experts: with experts, each weight has the rows of all experts, [experts * n, in].
+            Row i of the result is row i // (len(chosen) / T) of x times the rows of expert
+            chosen[i].
         """
         given = {
             "norm": norm[0] if norm else None,
@@ -115,8 +115,10 @@ class Projector:
 
 
 def packed_param(weights: Sequence[Weight], interleaved: bool = False, experts: int = 1) -> Param:
-    """Return one parameter with stacked weights [experts * out_i, in], packed for kernels.
+    """Return one parameter with the rows of all `weights`, packed for kernels.
 
+    experts: the number of experts, or 1. Each weight has the rows of expert 0, then those of expert
+    1, and so on. The parameter has the rows of expert 0 from all weights, then those of expert 1.
     interleaved: whether blocks of 16 rows alternate between the two weights, for a GLU.
     """
     codec, inner = weights[0].codec, weights[0].shape[1]

@@ -1,4 +1,4 @@
-"""The model families: one file for each, written like its paper with the names of HF.
+"""The model families: one file for each, in which layers and sizes have the names of HF.
 
 A family is a module with `Config`, `read(c: ConfigReader) -> Config` and `forward(step, config)`.
 `forward` returns logits [rows, vocab] of the rows that `layers.wanted_rows` selects. An encoder's
@@ -79,14 +79,19 @@ def build(
 ) -> ModelModule:
     """Return a module of layer operations with the functions of a model.
 
-    Names and signatures of the functions are those of `castiron.emitter.abi`. config: the model's
-    config.json. codecs: maps a checkpoint tensor's name to the codec in which the bundle stores it.
-    context: the max number of positions. widths, verify, batches, embeds: for which numbers of
-    tokens T to make functions prefill_T, verify_T, decode_batch_T and embed_T. cache: the format of
-    KV caches, "f32", "f16" or "q8_0". pooling: if given, the model is an encoder, whose only
-    functions are encode_T for each T in `embeds`. orders: maps the name of a linear layer's weight
-    whose columns are in another order to the name of a tensor f32 [in], which has the input feature
-    of each stored column. Raise EmitError for an unsupported config.
+    Names and signatures of the functions are those of `castiron.emitter.abi`. Raise EmitError for
+    an unsupported config.
+
+    config: the model's config.json.
+    codecs: maps a checkpoint tensor's name to the codec in which the bundle stores it.
+    context: the max number of positions.
+    widths, verify, batches, embeds: for which numbers of tokens T to make functions prefill_T,
+        verify_T, decode_batch_T and embed_T.
+    cache: the format of KV caches, "f32", "f16" or "q8_0".
+    pooling: if given, the model is an encoder, whose only functions are encode_T for each T in
+        `embeds`.
+    orders: maps the name of each weight with reordered columns to the name of a tensor f32 [in].
+        Element i of the tensor is the input feature that column i of the weight multiplies.
     """
     model, c = family(config), read_config(config)
     if not 1 <= context <= c.max_positions:

@@ -82,8 +82,9 @@ class ConfigReader:
     def take(self, key: str, default: Any = ..., kinds: type | tuple[type, ...] = (int,), minimum: int = 1) -> Any:
         """Return the value of `key`, or `default` if it is absent or null.
 
-        Raise EmitError if there is neither a value nor a default, or if the value is not an
-        instance of `kinds`, is an integer below `minimum`, or is outside the range of f32.
+        Raise EmitError if there is neither a value nor a default. The value must be an instance of
+        `kinds`, at least `minimum` if it is an integer, and in the range of f32; otherwise raise
+        EmitError.
         """
         self._taken.add(key)
         value = self.config.get(key)

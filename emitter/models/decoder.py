@@ -55,7 +55,7 @@ class DecoderConfig(ModelConfig):
 
     @property
     def max_positions(self) -> int:
-        """Return the max number of positions for which all rotary frequencies are valid."""
+        """Return the max sequence length; HF uses other rotary frequencies for longer sequences."""
         return min(value.positions for value in vars(self).values() if isinstance(value, Rotary))
 
     def tables(self, step: Step) -> Sequence[Any]:
@@ -124,7 +124,7 @@ def residual_block(
     norm: Norm = rms_norm,
     mlp_name: str = "mlp",
 ) -> Block[C]:
-    """Return a block that adds first attention(x) to x, and then mlp(x).
+    """Return a block that first adds attention(x) to x, and then adds mlp(x) to the sum.
 
     mixers: the attention of every layer, which is in the module `self_attn`. If the model has
     layers of several types: for each type in `HybridConfig.layer_types`, the name of the module and

@@ -49,9 +49,9 @@ class DeltaConfig(HybridConfig):
 
 
 def delta_fields(c: ConfigReader) -> dict[str, Any]:
-    """Return some fields of a `DeltaConfig`, as keyword arguments of `ConfigReader.read`.
+    """Return the fields of a `DeltaConfig` that `ConfigReader.read` cannot read by itself.
 
-    They are those whose keys or defaults are not the usual ones.
+    They have other keys or other defaults than in most families.
     """
     layers, interval = c.take("num_hidden_layers"), c.take("full_attention_interval", 4)
     types = [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(layers)]

@@ -219,10 +219,10 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def layer_embeddings(step: Step, c: Config, x: Value) -> list[Value | None]:
-    """Return a list with each layer's own embedding of the tokens, [T, per_layer].
+    """Return each layer's own embedding of the tokens, [T, per_layer], as a list.
 
-    Its elements are None if the model has no such embeddings.
-    The embedding is (embedding of the token + projection of x) / sqrt(2). x: [T, hidden].
+    The elements are None if the model has no such embeddings. An embedding is (embedding of the
+    token + projection of x) / sqrt(2). x: [T, hidden].
     """
     if not c.per_layer:
         return [None] * c.layers

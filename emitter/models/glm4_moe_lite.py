@@ -85,10 +85,7 @@ def sparse_layers(c: ConfigReader, layers: int) -> list[bool]:
 
 
 def yarn_scale(c: ConfigReader) -> float:
-    """Return the factor by which YaRN scales q, and also k.
-
-    HF computes it in `yarn_apply_mscale`.
-    """
+    """Return the factor by which YaRN scales both q and k (HF's `yarn_apply_mscale`)."""
     entry = c.take("rope_scaling", None, dict) or c.take("rope_parameters", {}, dict)
     kind, share = entry.get("rope_type") or entry.get("type") or "default", entry.get("mscale_all_dim")
     if kind == "default" or not share or entry.get("factor", 1) <= 1:

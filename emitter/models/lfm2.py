@@ -1,11 +1,13 @@
 """LFM2 (arXiv:2511.23404) as in HF `Lfm2ForCausalLM`: mostly short convolutions with gates."""
 
+from typing import Any
+
 from castiron.emitter.abi import State
 from castiron.emitter.ir import Value
 from castiron.emitter.kv_cache import layer_caches
 from castiron.emitter.layers import activation, attention, linear, qkv_heads, rms_norm, rope
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import HybridConfig, Norms, decoder, residual_block
+from castiron.emitter.models.decoder import HybridConfig, Mlp, Norms, decoder, residual_block
 from castiron.emitter.ops import multiply, slice_
 from castiron.emitter.recurrences import causal_conv
 from castiron.emitter.step import Step
@@ -79,6 +81,6 @@ OPERATORS = {FULL: ("self_attn", self_attention), CONV: ("conv", short_conv)}
 NORMS: Norms = ("operator_norm", None, "ffn_norm", None)
 
 
-def forward(step: Step, c: Config) -> Value:
-    block = residual_block(OPERATORS, feed_forward, NORMS, mlp_name="feed_forward")
+def forward(step: Step, c: Config, mlp: Mlp[Any] = feed_forward) -> Value:
+    block = residual_block(OPERATORS, mlp, NORMS, mlp_name="feed_forward")
     return decoder(step, c, block, last_norm="embedding_norm")

@@ -4,8 +4,7 @@ from castiron.emitter.ir import Value, scope
 from castiron.emitter.layers import experts, linear, route, scaled
 from castiron.emitter.models import lfm2
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.models.decoder import decoder, residual_block
-from castiron.emitter.models.lfm2 import CONV, FULL, NORMS, OPERATORS
+from castiron.emitter.models.lfm2 import CONV, FULL
 from castiron.emitter.models.lfm2 import states as states
 from castiron.emitter.ops import add, broadcast_in_dim, constant, divide, reduce
 from castiron.emitter.step import Step
@@ -59,5 +58,4 @@ def feed_forward(step: Step, c: Config, layer: int, x: Value) -> Value:
 
 
 def forward(step: Step, c: Config) -> Value:
-    block = residual_block(OPERATORS, feed_forward, NORMS, mlp_name="feed_forward")
-    return decoder(step, c, block, last_norm="embedding_norm")
+    return lfm2.forward(step, c, feed_forward)

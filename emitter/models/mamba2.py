@@ -24,8 +24,9 @@ from castiron.emitter.types import EmitError, is_number
 class Mamba:
     """The sizes and options of Mamba 2.
 
-    state: features of B, and of C, for each group. positions: length of the convolution. conv_bias,
-    proj_bias: whether the convolution and `in_proj` have a bias. limit: min and max time step.
+    state: size n of the state; B and C have n features for each group. positions: length of the
+    convolution. conv_bias, proj_bias: whether the convolution and `in_proj` have a bias. limit: min
+    and max time step.
     """
 
     heads: int

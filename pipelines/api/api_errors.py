@@ -47,13 +47,13 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict:
-        """The JSON body in OpenAI's shape: {"error": {message, type, param, code}}."""
+        """The JSON body in OpenAI's format: {"error": {message, type, param, code}}."""
         kind = TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def anthropic_body(self) -> dict:
-        """The JSON body in Anthropic's shape: {"type": "error", "error": {type, message}}."""
+        """The JSON body in Anthropic's format: {"type": "error", "error": {type, message}}."""
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
         # With these details Anthropic's clients retry with the complete conversation instead of a thread.
         is_thread = self.code == "thread_unsupported_request"

@@ -19,11 +19,11 @@ QUEUES = 4
 
 
 class QueueFull(PipelineError):
-    """The error for a request for which the queue has no space."""
+    """Raised if the queue has no space for a request."""
 
 
 class Stopping(PipelineError):
-    """The error for a request that arrives or runs while the server shuts down."""
+    """Raised for a request that arrives or runs while the server shuts down."""
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down")

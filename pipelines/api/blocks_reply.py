@@ -10,7 +10,7 @@ from typing import Any
 from castiron.pipelines.api.replies import Reply
 from castiron.pipelines.engine.request import Finished
 from castiron.pipelines.text.text_output import Delta, TextToken
-from castiron.pipelines.text.token_bytes import TokenBytes
+from castiron.pipelines.text.tokenizer import TokenBytes
 
 
 @dataclass
@@ -42,9 +42,10 @@ class Block:
 
 
 class BlocksReply(Reply):
-    """An answer of /v1/responses or /v1/messages, whose stream opens, fills and closes blocks.
+    """An answer that consists of blocks; its stream opens, fills and closes each block.
 
-    answer: the answer as JSON, complete after `finish`.
+    answer: the answer as JSON, complete after `finish`. blocks: the blocks so far. end: the last
+    event of the engine's request, None before.
     """
 
     def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool = False):
@@ -58,7 +59,7 @@ class BlocksReply(Reply):
 
     @abstractmethod
     def open(self, block: Block) -> Iterable[dict]:
-        """Yield the events that begin `block`, the last of `blocks`."""
+        """Yield the events that begin a new block, which is already in `self.blocks`."""
 
     @abstractmethod
     def fill(self, block: Block, text: str, logprobs: list[dict]) -> Iterable[dict]:
@@ -66,7 +67,7 @@ class BlocksReply(Reply):
 
     @abstractmethod
     def close(self, block: Block) -> Iterable[dict]:
-        """Yield the events that end `block`; `self.end` is already set if it is the last block."""
+        """Yield the events that end `block`. For the last block, `self.end` is already set."""
 
     def extend(self, index: int, delta: Delta, end: Finished | None) -> Iterable[dict]:
         self._tokens += delta.tokens

@@ -1,4 +1,4 @@
-"""Records of a chat: messages, the parts of their content, and the functions to call."""
+"""The JSON objects of a chat: messages, the parts of their content, and the functions to call."""
 
 import json
 from collections.abc import Iterable
@@ -58,7 +58,10 @@ class Message(BaseModel):
     content: Content | None = None
 
     def plain(self) -> dict:
-        """Return the message for chat templates: content as text, roles and old calls by new names."""
+        """Return the message as chat templates expect it: content as text, no deprecated fields.
+
+        For example, `function_call` becomes `tool_calls`, and the role function becomes tool.
+        """
         extra, role = dict(self.model_extra or {}), ROLES.get(self.role, self.role)
         if self.role == "function":
             extra = {"tool_call_id": OLD_CALL, **extra}
@@ -71,9 +74,9 @@ class Message(BaseModel):
 
 
 def _with_object(call: Any) -> Any:
-    """Return a tool call with its arguments as an object, if they are the text of one.
+    """Return a tool call whose arguments are an object instead of the object's JSON text.
 
-    The input of a custom tool becomes the argument `input`.
+    The input of a custom tool becomes the argument `input`. Other values are returned unchanged.
     """
     if isinstance(call, dict) and isinstance(custom := call.get("custom"), dict):
         function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}

@@ -8,17 +8,16 @@ from functools import cached_property
 from typing import Any, get_args
 from weakref import WeakValueDictionary
 
+from castiron.pipelines.api.answer_format import AnswerFormat, CallableTools, callable_tools, requested_format
 from castiron.pipelines.api.api_errors import ApiError, invalid, unsupported
 from castiron.pipelines.api.async_engine import AsyncEngine
 from castiron.pipelines.api.byte_limit import CLIENT, answer_limit, reserve_answer
 from castiron.pipelines.api.chat_records import FreeformTool
 from castiron.pipelines.api.generation_job import Job
 from castiron.pipelines.api.model_api import Limits, ModelApi, default_sampling, run_in_thread
-from castiron.pipelines.api.parse_body import log_ignored
 from castiron.pipelines.api.replies import ChatReply, ChoicesReply, CompletionReply, Echo, Reply
-from castiron.pipelines.api.response_format import AnswerFormat, requested_format
+from castiron.pipelines.api.request_body import log_ignored
 from castiron.pipelines.api.schemas import ChatRequest, CompletionFields, CompletionRequest, Effort, StreamOptions
-from castiron.pipelines.api.tool_choice import CallableTools, callable_tools
 from castiron.pipelines.engine.chooser import TokenFilter
 from castiron.pipelines.engine.context import free_positions
 from castiron.pipelines.engine.sampling import Sampling
@@ -140,7 +139,7 @@ class GenerationApi(ModelApi):
             raise unsupported(param, str(error)) from None
 
     async def _prompt_ids(self, prompt: str | list[int], body: CompletionRequest, fim: Fim | None) -> list[int]:
-        """Return the token ids of a prompt, or of the FIM prompt for the text before the suffix.
+        """Return the token ids of a prompt; with `fim`, of the FIM prompt with `prompt` as prefix.
 
         Raises ApiError 400 if the prompt and the max tokens of the answer do not fit in the context.
         """
@@ -307,7 +306,7 @@ class GenerationApi(ModelApi):
         return found
 
     def _token_sequences(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each word, at the start of a text and after a space."""
+        """Return the token ids of each word twice: without and with a space before the word."""
         texts = [text for word in words for text in (word, f" {word.lstrip()}")]
         return [ids for text in texts if (ids := self.tokenizer.encode(text, add_special_tokens=False))]
 

@@ -15,7 +15,7 @@ from castiron.pipelines.api.schemas import CompletionFields
 from castiron.pipelines.engine.request import Finished, Request
 from castiron.pipelines.text.fim import LineStops
 from castiron.pipelines.text.text_output import Delta
-from castiron.pipelines.text.token_bytes import TokenBytes
+from castiron.pipelines.text.tokenizer import TokenBytes
 
 # Free positions after a prompt that is cut to fit, for an answer without n_predict.
 ANSWER_TOKENS = 256

@@ -13,12 +13,11 @@ from castiron.pipelines.api.api_errors import ApiError, unsupported
 from castiron.pipelines.api.blocks_reply import Block, BlocksReply
 from castiron.pipelines.api.chat_records import Content, FunctionIdentifier, TextPart, parts_of, text_of
 from castiron.pipelines.api.model_api import ModelApi, run_in_thread
-from castiron.pipelines.api.parse_body import fields_renamed, parse_record
-from castiron.pipelines.api.request_body import Body, ByType, Unsupported
+from castiron.pipelines.api.request_body import Body, ByType, Unsupported, fields_renamed, parse_record
 from castiron.pipelines.api.schemas import ChatRequest, GenerationFields
 from castiron.pipelines.engine.request import Finished
 from castiron.pipelines.text.text_output import Delta
-from castiron.pipelines.text.token_bytes import TokenBytes
+from castiron.pipelines.text.tokenizer import TokenBytes
 
 # Names of this API's fields, by the chat fields that they are converted to.
 FIELDS = {

@@ -217,7 +217,7 @@ class ModelApi:
 def check_fields_are_read(render: Render, messages: Sequence[Mapping[str, Any]], strict: bool) -> None:
     """Raise ApiError 400 for content of a message that the chat template ignores.
 
-    Content is a role's text, tool calls, and with `strict` every other field.
+    The text of each role and tool calls are checked, and with `strict` also every other field.
 
     A field is ignored if removing it does not change the rendered text. A role is ignored if
     changing the content of its messages does not change this text. Each pair of a role and a field

@@ -10,14 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
+from castiron.pipelines.api.answer_format import requested_format
 from castiron.pipelines.api.api_errors import ApiError, invalid
 from castiron.pipelines.api.blocks_reply import Block, BlocksReply
 from castiron.pipelines.api.embeddings import EmbeddingsJob
 from castiron.pipelines.api.generation_api import GenerationApi
 from castiron.pipelines.api.model_api import ModelApi, run_in_thread
-from castiron.pipelines.api.parse_body import fields_renamed, parse_record
-from castiron.pipelines.api.request_body import Body, Unsupported
-from castiron.pipelines.api.response_format import requested_format
+from castiron.pipelines.api.request_body import Body, Unsupported, fields_renamed, parse_record
 from castiron.pipelines.api.schemas import ChatRequest, EmbeddingsRequest, Objects, TokenId
 from castiron.pipelines.engine.sampling import REPEAT_WINDOW
 

@@ -29,7 +29,7 @@ def tagged(name: str) -> str:
 
 
 def listed_model(name: str, manifest: Manifest, date: datetime) -> dict[str, Any]:
-    """Return the record of a model in /api/tags; `date`: when the model was made available."""
+    """Return a model's entry in /api/tags; `date`: when the model was made available."""
     weights = manifest.files[WEIGHTS]
     return {
         "name": tagged(name), "model": tagged(name), "modified_at": date.isoformat(), "size": weights.size,
@@ -38,7 +38,7 @@ def listed_model(name: str, manifest: Manifest, date: datetime) -> dict[str, Any
 
 
 def running_model(name: str, manifest: Manifest, size: int, keep: float | None) -> dict[str, Any]:
-    """Return the record of an open model in /api/ps.
+    """Return the entry of an open model in /api/ps.
 
     size: bytes of its weights and states. keep: seconds until it is closed, None if it stays open.
     """

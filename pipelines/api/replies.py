@@ -11,7 +11,7 @@ from castiron.pipelines.api.api_errors import ApiError
 from castiron.pipelines.api.chat_records import InputStream, input_of
 from castiron.pipelines.engine.request import Finished, Request
 from castiron.pipelines.text.text_output import Delta, TextToken
-from castiron.pipelines.text.token_bytes import TokenBytes
+from castiron.pipelines.text.tokenizer import TokenBytes
 from castiron.pipelines.text.tool_calls import CallPart, joined
 
 # OpenAI's finish reasons, by the engine's.
@@ -50,7 +50,7 @@ class Reply(ABC):
 
     @abstractmethod
     def begin(self, index: int, usage: dict) -> Iterable[dict]:
-        """Yield the events that begin choice number `index`."""
+        """Yield the events that begin choice number `index`; `usage`: token counts so far."""
 
     @abstractmethod
     def extend(self, index: int, delta: Delta, end: Finished | None) -> Iterable[dict]:
@@ -104,7 +104,8 @@ class ChoicesReply(Reply):
     def prompt_fields(self, index: int) -> dict[str, Any]:
         """Return vLLM's field prompt_logprobs of choice number `index`, if it is requested.
 
-        It has an object for each token of the prompt but the first: log-probabilities by token id.
+        The field is a list with log-probabilities by token id for each token of the prompt, and
+        None for the first token.
         """
         if self.prompt_top is None:
             return {}

@@ -1,10 +1,16 @@
-"""`Body`, the base class of the JSON objects in requests, and annotations of their fields."""
+"""Parse and validate request bodies, whose classes are derived from `Body`."""
 
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationInfo, model_validator
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, ValidationInfo, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema, from_json
+
+from castiron.pipelines.api.api_errors import ApiError, invalid, unsupported
+from castiron.pipelines.terminal import print_message
 
 # Prefix of the parts of an error's path that are types of records, not fields.
 TAG = "type="
@@ -32,7 +38,7 @@ class Unsupported:
 
 
 class ByType:
-    """An annotation of a union of records: the field `type` of a JSON object selects the record.
+    """An annotation of a union of classes: the field `type` of a JSON object selects the class.
 
     `default`: the type of an object without that field.
     """
@@ -71,7 +77,7 @@ class Body(BaseModel):
     def _known_fields(cls, value: Any, info: ValidationInfo) -> Any:
         """Return the object without null fields and without unknown fields.
 
-        Without a context, the first unknown field stays, so that it is reported.
+        Without a validation context, the first unknown field stays, so that Pydantic reports it.
         """
         if not isinstance(value, dict):
             return value
@@ -94,3 +100,116 @@ class Body(BaseModel):
     def _names(cls) -> frozenset[str]:
         """Return the names of the fields in JSON."""
         return frozenset(field.alias or name for name, field in cls.model_fields.items())
+
+
+Model = TypeVar("Model", bound=Body)
+# Max strings, lists and objects of a body: each takes a microsecond to parse, and delays other requests.
+MAX_VALUES = 2**16
+_VALUE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[{]', re.DOTALL)
+# Pairs of fields that set the same option.
+SYNONYMS = (
+    ("repeat_penalty", "repetition_penalty"),
+    ("max_completion_tokens", "max_tokens"),
+    ("n_predict", "max_tokens"),
+    ("add_special", "add_special_tokens"),
+)
+# Names of ignored fields that were logged. Their number is limited, because clients choose the names.
+_logged: set[str] = set()
+MAX_LOGGED = 1000
+# Descriptions of the values of fields that accept more than one type, for error messages.
+EXPECTED = {
+    "stop": "a string of 1 to 256 characters or a list of at most 16 such strings",
+    "prompt": "a string, a list of token ids, or a list of 1 to 128 of either; lists of token ids are not empty",
+    "input": "a string, a list of token ids, or a list of 1 to 2048 of either; lists of token ids are not empty",
+    "documents": "a list of 1 to 2048 strings or objects with a text",
+    "content": "a string or a list of parts of type text",
+    "tool_choice": 'none, auto, required or {"type": "function", "function": {"name": ...}}',
+}
+
+
+def parse_body(record: type[Model], data: bytes, strict: bool = False) -> Model:
+    """Parse and validate the body of a request.
+
+    Args:
+        record: class of the body.
+        data: JSON. 4 MB take up to 0.2 s, so call this function outside the event loop.
+        strict: whether an unknown field is an error. Otherwise it is ignored and logged.
+
+    Raises:
+        ApiError: 400 for the first invalid field.
+    """
+    check_values(data)
+    try:
+        value = from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body of this request is not valid JSON: {error}") from None
+    ignored = None if strict else set[str]()
+    body = parse_record(record, value, ignored)
+    log_ignored(ignored or ())
+    for name, other in SYNONYMS:
+        if len({getattr(body, name, None), getattr(body, other, None)} - {None, -1}) > 1:
+            raise invalid(name, f"{name} and {other} differ; give one of them")
+    if getattr(body, "stream_options", None) and not body.stream:
+        raise invalid("stream_options", "stream_options needs stream to be true; set it, or leave stream_options out")
+    return body
+
+
+def check_values(data: bytes) -> None:
+    """Raise ApiError 400 for a body of more than MAX_VALUES strings, lists and objects."""
+    if data.count(b'"') // 2 + data.count(b"[") + data.count(b"{") <= MAX_VALUES:
+        return
+    # The quick count above includes quotes and brackets inside strings; only the regex counts exactly.
+    for count, _ in enumerate(_VALUE.finditer(data)):
+        if count == MAX_VALUES:
+            raise ApiError(400, f"the body of this request has more than {MAX_VALUES} strings, lists and objects; send less")
+
+
+def log_ignored(names: Iterable[str]) -> None:
+    """Log the names of fields that have no effect: each name once, and at most MAX_LOGGED names."""
+    for name in names:
+        if name not in _logged and len(_logged) < MAX_LOGGED:
+            _logged.add(name)
+            print_message(f"ignored a request field: {name!a:.60} has no effect; --strict-requests rejects such requests")
+
+
+def parse_record(record: type[Model], value: Any, ignored: set[str] | None = None) -> Model:
+    """Convert JSON to an object of the class `record`; raise ApiError 400 for an invalid field.
+
+    `ignored`: gets the names of unknown fields; None to make them an error.
+    """
+    try:
+        return record.model_validate(value, context=ignored)
+    except ValidationError as found:
+        error, expected = found.errors(include_url=False)[0], {**EXPECTED, **record.expected}
+    kind, parts = error["type"], [part for part in map(str, error["loc"]) if not part.startswith(TAG)]
+    param = ".".join(parts) or None
+    if kind == "missing":
+        raise ApiError(400, f"you must provide {param}", param, "missing_required_parameter")
+    if kind == "union_tag_invalid":
+        given = error["input"].get("type") if isinstance(error["input"], dict) else error["input"]
+        takes = error["ctx"]["expected_tags"].replace(TAG, "").replace("'", "")
+        raise unsupported(f"{param}.type", f"{given!r:.60} is not supported by this server; it takes {takes}")
+    for depth, part in enumerate(parts):
+        # After the name of a list comes the index of its invalid value, and a type it may have.
+        after = parts[depth + 1 :]
+        if part in expected and ("str" in after or not "".join(after[:1]).isdigit()):
+            param = ".".join(parts[: depth + 1])
+            raise invalid(param, f"{param} must be {expected[part]}")
+    if kind == "extra_forbidden":
+        raise ApiError(400, f"Unrecognized request argument supplied: {param}", param, "unknown_parameter")
+    if "unsupported" in kind:
+        raise ApiError(400, f"{param} {error['msg']}", param, kind)
+    raise invalid(param, f"{param or 'the body'}: {error['msg'][0].lower()}{error['msg'][1:]}")
+
+
+@contextmanager
+def fields_renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Replace the field name in an ApiError that is raised in the `with` block.
+
+    `names`: maps fields of OpenAI's chat request to those of the API that the client uses.
+    """
+    try:
+        yield
+    except ApiError as error:
+        param = next((own for chat, own in names.items() if f"{error.param}.".startswith(f"{chat}.")), error.param)
+        raise ApiError(error.status, error.message, param, error.code) from None

@@ -13,8 +13,7 @@ from castiron.pipelines.api.api_errors import ApiError
 from castiron.pipelines.api.blocks_reply import Block, BlocksReply
 from castiron.pipelines.api.chat_records import InputStream, Message, input_of
 from castiron.pipelines.api.model_api import ModelApi, run_in_thread
-from castiron.pipelines.api.parse_body import fields_renamed
-from castiron.pipelines.api.request_body import Body
+from castiron.pipelines.api.request_body import Body, fields_renamed
 from castiron.pipelines.api.responses_request import (
     FIELDS,
     CustomTool,
@@ -28,7 +27,7 @@ from castiron.pipelines.api.responses_request import (
 )
 from castiron.pipelines.api.schemas import ChatRequest
 from castiron.pipelines.engine.sampling import Sampling
-from castiron.pipelines.text.token_bytes import TokenBytes
+from castiron.pipelines.text.tokenizer import TokenBytes
 
 # Prefixes of item ids, and of the names of events, by kind of block.
 PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc", "custom": "ctc"}
@@ -284,7 +283,7 @@ class ResponsesReply(BlocksReply):
         return {**head, "type": "function_call", "call_id": block.call_id, **self._names(block), "arguments": block.text}
 
     def _names(self, block: Block) -> dict[str, str]:
-        """Return the fields name and, if the called function has one, namespace."""
+        """Return the fields `name` and, for a function in a namespace, `namespace` of a call."""
         return self.names.get(block.name, {"name": block.name})
 
 

@@ -11,8 +11,7 @@ from pydantic import BeforeValidator, Field
 from castiron.pipelines.api import schemas
 from castiron.pipelines.api.api_errors import ApiError, unsupported
 from castiron.pipelines.api.chat_records import Content, Freeform, Function, FunctionIdentifier, Message, text_of
-from castiron.pipelines.api.parse_body import parse_record
-from castiron.pipelines.api.request_body import Body, ByType, Unsupported
+from castiron.pipelines.api.request_body import Body, ByType, Unsupported, parse_record
 from castiron.pipelines.api.schemas import ChatRequest, GenerationFields
 
 # Names of this API's fields, by the chat fields that they are converted to.

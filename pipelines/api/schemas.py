@@ -84,7 +84,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The form of the answer; llama.cpp's clients send `schema` instead of `json_schema`."""
+    """The format of the answer; llama.cpp's clients send `schema` instead of `json_schema`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -172,7 +172,7 @@ class CompletionFields(GenerationFields, UnsupportedFields):
 
     @property
     def limit(self) -> int | None:
-        """The max tokens of the answer, negative for no limit, None if the request has no field."""
+        """The max tokens of the answer: negative for no limit, None if the request sets none."""
         return self.n_predict if self.max_tokens is None else self.max_tokens
 
     @property

@@ -33,7 +33,7 @@ class Summary:
     """Counts of a job's records. Tokens and seconds are of this run only.
 
     records: records finished by all runs. before: records finished by earlier runs. failed: records
-    whose answer is an error. duplicates: records that repeat the custom_id of an earlier record.
+    whose answer is an error.
     """
 
     records: int = 0
@@ -65,17 +65,8 @@ def run_job(
 ) -> Summary:  # fmt: skip
     """Answer the records that are not in the output's journal, write the output, and return counts.
 
-    Args:
-        records: the records of the input.
-        key: returns a record's key, under which the journal stores its result.
-        answer: takes an iterator of records, and yields (record, outcome) in any order.
-        output: a path, or None for stdout. Stdout has no journal; each result is printed when it
-            is finished.
-        report: called with the counts and the finished fraction of the input (None if unknown).
-
-    Raises:
-        PipelineError: another process is writing the output, or the input is damaged. In damaged
-            input, the readable records are answered first.
+    Raises PipelineError if another process is writing the output, or if the input is damaged; the
+    readable records are answered first.
     """
     start, summary, custom_ids, offsets = time.monotonic(), Summary(), array("q"), array("q")
     journal = Journal(output) if output else None
@@ -118,22 +109,18 @@ def run_job(
 
 
 def answering(engine: Engine | None, conversion: Conversion, window: int = MAX_REQUESTS) -> Answer:
-    """Return a function that answers records in this process.
-
-    engine: runs the requests into which `conversion` converts records; None for an embedding model.
-    window: records are sorted by prompt within groups of about this many requests.
-    """
+    """Return a function that answers records with `engine` (None for an embedding model)."""
 
     works = lambda records: (record and conversion.work(record) for record in records)
     return lambda records: run(engine, in_windows(works(records), window))
 
 
 def run(engine: Engine | None, works: Iterator[Work | None]) -> Iterator[Answered]:
-    """Run the requests of `works`, and yield (record, outcome) when all requests of a record end.
+    """Run the requests of each record; yield (record, outcome) when all its requests have ended.
 
-    The next item of `works` is taken when the engine has a free slot. An item is None while no
-    record is available. Closing the iterator cancels unfinished records. engine: None if no item
-    has requests.
+    works: records with their requests, or None while no record is available. The next item is taken
+    when the engine has a free slot. Closing the iterator cancels unfinished records. engine: may be
+    None if no record has requests.
     """
     stream, owners, ended = engine.stream() if engine else None, dict[Request, Work](), False
     try:
@@ -166,10 +153,10 @@ def run(engine: Engine | None, works: Iterator[Work | None]) -> Iterator[Answere
 
 
 def in_windows(works: Iterable[Work | None], max_requests: int = MAX_REQUESTS) -> Iterator[Work | None]:
-    """Yield `works`, sorted by prompt within windows of about `max_requests` requests.
+    """Yield records with their requests, sorted by prompt within each window.
 
-    A window is a group of consecutive works. It ends early if it is WAIT seconds old and no more
-    work is available. Yields None while no work is available.
+    A window is a group of consecutive items of `works` with about `max_requests` requests. It ends
+    early if it is WAIT seconds old and no more items are available. Yields None while it waits.
     """
     window, size, tokens, began = list[Work](), 0, 0, 0.0
     for work in works:
@@ -189,7 +176,7 @@ def in_windows(works: Iterable[Work | None], max_requests: int = MAX_REQUESTS) -
 
 
 def arranged(works: Iterable[Work]) -> list[Work]:
-    """Return works sorted by prompt, so that prompts with a common prefix run together."""
+    """Return records sorted by prompt, so that prompts with a common prefix run together."""
     # Big-endian bytes compare like the lists of token ids that they encode.
     prompt = lambda work: work.requests[0].prompt.astype(">u4").tobytes() if work.requests else b""
     return sorted(works, key=lambda work: (prompt(work), work.record.index))

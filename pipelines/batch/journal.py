@@ -41,8 +41,8 @@ MAX_LINE = 1 << 28
 class Entry:
     """A finished record.
 
-    own: the input columns by name, or for Parquet an Arrow stream in base64. added: the output
-    columns by name, which contain the answer.
+    own: the input columns by name; for Parquet, a one-row Arrow stream in base64. added: columns
+    of the answer by name.
     """
 
     own: Mapping[str, Any] | str
@@ -53,10 +53,7 @@ class Journal:
     """The journal of a batch job: a file of its finished records, locked by this process."""
 
     def __init__(self, output: Path):
-        """Open or create the journal of `output`.
-
-        Raises PipelineError if another process has it open, or if the file is not a journal.
-        """
+        """Open or create the journal of `output`; PipelineError if another process has it open."""
         self.path = output.with_name(output.name + ENDING)
         with naming(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +71,7 @@ class Journal:
         os.truncate(self.file.fileno(), self.end)
 
     def _write_title(self) -> int:
-        """Write what the file lacks of the journal's title line; return the offset after the line.
+        """Write or complete the journal's title line; return the offset after the line.
 
         Raises PipelineError if the file starts with something other than the title.
         """
@@ -110,10 +107,7 @@ class Journal:
                 offset += len(line)
 
     def find(self, key: str) -> tuple[int, bool] | None:
-        """Return (file offset of the record's line, whether the record failed).
-
-        None if the record with this key is not finished.
-        """
+        """Return (offset of a record's line, whether it failed); None for an unfinished record."""
         offset = self.finished.get(bytes.fromhex(key))
         return None if offset is None else (offset, bytes.fromhex(key) in self.failed)
 

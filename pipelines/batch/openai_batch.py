@@ -20,7 +20,7 @@ from castiron.pipelines.api.generation_api import GenerationApi
 from castiron.pipelines.api.generation_job import Job
 from castiron.pipelines.api.messages import MessagesRequest, start_message
 from castiron.pipelines.api.model_api import Limits, ModelApi
-from castiron.pipelines.api.parse_body import parse_body
+from castiron.pipelines.api.request_body import parse_body
 from castiron.pipelines.api.responses import start_response
 from castiron.pipelines.api.responses_request import ResponsesRequest
 from castiron.pipelines.batch.records import Outcome, Record, Work
@@ -44,10 +44,10 @@ ENDPOINTS: dict[str, tuple[type[schemas.Body], Callable[[Any, Any], Coroutine[An
 
 
 class Collector:
-    """An engine for the API classes that does not run the generation requests it gets.
+    """A substitute for the server's engine, with which the API classes prepare requests.
 
-    The batch job takes these requests and runs them itself. Embedding vectors are computed
-    immediately.
+    It ignores generation requests, because the batch job runs them itself. It computes embedding
+    vectors immediately.
     """
 
     def __init__(self, embedder: Embedder | None):
@@ -64,11 +64,7 @@ class OpenAI:
     """The `Format` of OpenAI's batch files; it gives the same answers as `castiron serve`."""
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer, names: list[str], embedder: Embedder | None = None):
-        """Set up the endpoints of one model.
-
-        names: values of a body's `model` that mean this model. embedder: computes the vectors of an
-        embedding model; None for a model that generates text.
-        """
+        """Set up the endpoints of one model; `embedder` is None for a model that generates text."""
         self.loop = asyncio.new_event_loop()
         self.api: ModelApi
         engine: Any = Collector(embedder)

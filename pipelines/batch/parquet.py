@@ -72,10 +72,7 @@ def _one_line(error: Exception) -> str:
 
 
 def plain(record: pa.Table) -> dict[str, Any]:
-    """Return the values of a one-row table by column name, as JSON values.
-
-    Times and other types that JSON does not have become text.
-    """
+    """Return the values of a one-row table by column name, as JSON values."""
     columns = {
         name: column.cast(pa.string()) if pa.types.is_temporal(column.type) else column
         for name, column in zip(record.schema.names, record.columns)
@@ -84,9 +81,9 @@ def plain(record: pa.Table) -> dict[str, Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a JSON value in which dicts, also nested ones, have no members that are None.
+    """Return a JSON value without the keys of dicts, also nested ones, whose value is None.
 
-    Arrow gives all structs of a column the same members. A member that a record lacks is null.
+    In Arrow, all structs of a column have the same fields. A field that a record lacks is null.
     """
     if isinstance(value, dict):
         return {name: without_nulls(member) for name, member in value.items() if member is not None}

@@ -21,13 +21,10 @@ from castiron.vmfb.manifest import Manifest
 class Prompts:
     """The `Format` of records with a column `messages`, or `prompt` as text or token ids.
 
-    max_tokens: max tokens of an answer. If it is None, or fewer positions of the context are free,
-        only the context limits the answer.
+    max_tokens: max tokens of an answer; None for no limit. The context limits it in any case.
     raw: whether prompts are encoded without the chat template.
     system: system message before each prompt.
     json_schema: JSON schema that answers match; None for plain text.
-
-    Raises PipelineError for invalid options.
     """
 
     manifest: Manifest
@@ -79,10 +76,7 @@ class Prompts:
         return Outcome({**empty, "error": str(error)}, failed=True)
 
     def _encode(self, fields: Mapping[str, Any]) -> tuple[Sequence[int], bool]:
-        """Return (token ids of a record's prompt, whether the chat template was used).
-
-        fields: the record's columns by name. Raises PipelineError for an invalid prompt.
-        """
+        """Return (token ids of a record's prompt, whether the chat template was used)."""
         name = column_of(fields, PROMPTS)
         prompt, tokenizer = fields[name], self.tokenizer
         if name == "messages":
@@ -111,11 +105,7 @@ class Embeddings:
     """The `Format` of records with text or token ids to embed."""
 
     def __init__(self, embedder: Embedder, prompt: str = "", dimensions: int | None = None):
-        """Set how texts are embedded.
-
-        prompt: text to put before each text. dimensions: how many numbers of the model's vectors to
-        output; None for all.
-        """
+        """Output the first `dimensions` numbers of each vector; put `prompt` before each text."""
         embedder.check_dimensions(dimensions)
         self.embedder, self.prompt, self.dimensions = embedder, prompt, dimensions
 
@@ -143,10 +133,7 @@ class Embeddings:
 
 
 def ids_of(value: Any, vocab: int) -> list[int] | None:
-    """Return `value` if it is a non-empty list of integers, else None.
-
-    Raises PipelineError if one is not a token id, from 0 to `vocab` - 1.
-    """
+    """Return `value` if it is a list of token ids, else None; PipelineError for invalid ids."""
     if not (isinstance(value, list) and value and all(type(token) is int for token in value)):
         return None
     if outside := [token for token in value if not 0 <= token < vocab]:
@@ -155,10 +142,7 @@ def ids_of(value: Any, vocab: int) -> list[int] | None:
 
 
 def messages_of(value: Any) -> list[dict[str, Any]]:
-    """Return a record's chat messages, each with its content as one string.
-
-    Raises PipelineError if `value` is not a valid list of messages.
-    """
+    """Return a record's messages with their content as text; PipelineError if they are invalid."""
     if not is_messages(value):
         raise PipelineError("messages must be a non-empty list of objects with role and content")
     return [{**message, "content": _content(message, index)} for index, message in enumerate(value)]

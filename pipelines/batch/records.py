@@ -58,7 +58,7 @@ class Record:
 def has_openai_columns(names: Collection[str]) -> bool:
     """Return whether a record with the columns `names` is in OpenAI's format.
 
-    It is if `names` has custom_id, url and body, or two of them and no column for a plain record.
+    Such a record has custom_id, url and body, or two of these and no column of a plain record.
     """
     found = len(OPENAI.intersection(names))
     return found == 3 or (found == 2 and not {*PROMPTS, *TEXTS}.intersection(names))
@@ -68,7 +68,7 @@ class Records(Protocol):
     """An iterable over the records of an input. It yields None while no record is available.
 
     share: fraction of the input that has been read, 0 to 1; None if the size is unknown. fault: the
-    error that ended the input early, or None.
+    error because of which reading stopped before the end of the input, or None.
     """
 
     fault: PipelineError | None
@@ -147,10 +147,10 @@ class JsonLines:
 
 
 def _record(index: int, number: int, line: bytes, was_openai: bool) -> Record:
-    """Return the record in a line of a JSON lines file, or a record with an error if it is invalid.
+    """Return the record in a line of a JSON lines file, or a record with an error.
 
-    index: index of the record. number: number of the line, for error messages. was_openai: whether
-    the previous record is in OpenAI's format; an invalid record gets the same format.
+    number: number of the line, for errors. was_openai: whether an invalid record counts as one in
+    OpenAI's format.
     """
     source = line.strip()
     invalid = lambda why: Record(index, {}, {}, source, was_openai, f"line {number} {why}")
@@ -175,9 +175,8 @@ def _no_constant(name: str) -> NoReturn:
 class Outcome:
     """The result of a record.
 
-    added: output columns by name, which contain the answer. failed: whether the answer is an error.
-    prompt, generated, cached: numbers of prompt tokens, generated tokens, and prompt tokens that
-    came from the prefix cache.
+    added: output columns by name, which contain the answer. prompt, generated, cached: numbers of
+    prompt tokens, generated tokens, and prompt tokens from the prefix cache.
     """
 
     added: Mapping[str, Any]
@@ -210,10 +209,7 @@ class Format(Protocol):
         ...
 
     def work(self, record: Record, seed: int) -> Work:
-        """Return the record with its engine requests; raise PipelineError or ApiError if invalid.
-
-        seed: seed of the record, if tokens are sampled.
-        """
+        """Return the record with its engine requests; PipelineError or ApiError if invalid."""
         ...
 
     def failed(self, record: Record, error: Exception) -> Outcome:
@@ -225,26 +221,20 @@ class Conversion:
     """A converter of records, plain or in OpenAI's format, to journal keys and to `Work`."""
 
     def __init__(self, plain: Format, openai: Callable[[], Format], identity: bytes, seed: int):
-        """Convert plain records with `plain`, and records in OpenAI's format with `openai()`.
-
-        identity: hash of the model and the options. seed: the job's seed for sampling.
-        """
+        """Convert plain records with `plain`, and records in OpenAI's format with `openai()`."""
         self.plain, self.openai, self.identity, self.seed = plain, cache(openai), identity, seed
 
     def key(self, record: Record) -> str:
         """Return a hash of the record, the model and the options, as 32 hex digits.
 
-        The hash includes the record's index if the answer is sampled, so that equal records get
-        different answers, and if the record is invalid, because the error has its line number.
+        If the answer is sampled, the hash includes the record's index, so that equal records get
+        different answers. So does the hash of an invalid record, whose error has its line number.
         """
         numbered = record.error is not None or self._format(record).samples(record)
         return hashlib.sha256(self.identity + (b"%d " % record.index if numbered else b"") + record.source).hexdigest()[:32]
 
     def work(self, record: Record) -> Work:
-        """Return the record with its engine requests.
-
-        An invalid record gets no requests, and its outcome is an error.
-        """
+        """Return the record with its requests; for an invalid record, an error without requests."""
         format_ = self._format(record)
         seed = int.from_bytes(hashlib.sha256(f"{self.seed} {record.key}".encode()).digest()[:8]) >> 1
         try:

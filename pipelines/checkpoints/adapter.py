@@ -89,10 +89,7 @@ def open_adapter(path: Path) -> Adapter:
 
 
 def merge(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
-    """Return the checkpoint with the adapter merged; merged weights are computed at each read.
-
-    Raises CheckpointError if the adapter does not fit the checkpoint.
-    """
+    """Return the checkpoint with the adapter merged; merged weights are computed at each read."""
     tensors = dict(checkpoint.tensors)
     # Ignore saved tensors that equal the base: peft saves embeddings even if they were not trained.
     replaced = {
@@ -129,10 +126,7 @@ _MERGE = "merge it with peft (merge_and_unload, save_pretrained) and give the di
 
 
 def _config(path: Path) -> dict:
-    """Return the config of an adapter, with defaults for missing keys.
-
-    Raises CheckpointError if it is not plain LoRA.
-    """
+    """Return an adapter's config with defaults; raise CheckpointError if it is not plain LoRA."""
     config = json_object(path / CONFIG)
     if config is None:
         raise CheckpointError(f"{path} has no {CONFIG}; give an adapter's directory, as peft's save_pretrained writes it")
@@ -156,10 +150,7 @@ def _config(path: Path) -> dict:
 
 
 def _of_pattern(patterns: Mapping[str, float], module: str, default: float, path: Path) -> float:
-    """Return the value of the first pattern that matches a module's name, as peft does.
-
-    patterns: value by regular expression. default: the value if none matches.
-    """
+    """Return the value of the first pattern that matches a module's name, as peft does."""
     for key, value in patterns.items():
         try:
             if re.match(rf"(.*\.)?({key})$", module):

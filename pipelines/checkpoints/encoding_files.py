@@ -23,10 +23,7 @@ _EMBEDDING = "sentence_embedding"
 
 
 def read_encoding(path: Path) -> Encoding | None:
-    """Return the layers and prompts that sentence-transformers' files in a directory describe.
-
-    Return None if the directory has no modules.json.
-    """
+    """Return the layers and prompts in sentence-transformers' files; None without modules.json."""
     found = json_value(path / MODULES)
     if found is None:
         return None
@@ -60,10 +57,7 @@ def read_encoding(path: Path) -> Encoding | None:
 
 
 def _module(path: Path, entry: Any) -> tuple[str, str]:
-    """Return (class name without its Python package, folder) of a module that modules.json lists.
-
-    entry: the module's entry in modules.json.
-    """
+    """Return (class name without its Python package, folder) of an entry of modules.json."""
     if isinstance(entry, dict) and isinstance(entry.get("type"), str) and isinstance(entry.get("path"), str):
         folder = entry["path"]
         if folder == Path(folder).name != ".." and len(folder) < 100 and folder.isprintable():
@@ -122,7 +116,7 @@ def _tokens(value: Any) -> int | None:
 def base_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors by name, after adding the prefix `model.` if the names lack it.
 
-    They lack it if the model was saved without its output head, for example as a Qwen3Model.
+    Names lack it if the model was saved without its output head, for example as a Qwen3Model.
     """
     if "embed_tokens.weight" not in tensors:
         return dict(tensors)
@@ -158,10 +152,7 @@ HEADS = {
 
 
 def read_classifier(path: Path, config: dict, stored: Mapping[str, Tensor]) -> Encoding | None:
-    """Return the encoding of a reranker (an HF sequence classifier); None for other models.
-
-    stored: the tensors in the directory by name.
-    """
+    """Return the encoding of a reranker (an HF sequence classifier); None for other models."""
     kinds = config.get("architectures")
     kind = kinds[0] if isinstance(kinds, list) and kinds else None
     if not isinstance(kind, str) or not kind.endswith("ForSequenceClassification"):

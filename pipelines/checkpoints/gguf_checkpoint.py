@@ -61,8 +61,8 @@ def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
 def scaled(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a file, with each weight in NVFP4 multiplied by its scale.
 
-    The file has the scale of `x.weight` as `x.scale`, one number or one for each expert. The scale
-    of its activations, `x.input_scale`, is dropped: castiron does not quantise activations to FP4.
+    The file has the scale of `x.weight` as `x.scale`, one number or one for each expert. The tensor
+    `x.input_scale` is dropped, because castiron does not quantise activations to FP4.
     """
     found = dict(tensors)
     for name, tensor in tensors.items():
@@ -188,10 +188,11 @@ def _joined(file: GgufFile, parts: list[Tensor], name: str) -> Tensor:
 
 
 def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
-    """Return for each row or column of an HF tensor its index in the GGUF tensor.
+    """Return, for each row or column of an HF tensor, its index in the GGUF tensor.
 
-    The result is None if both tensors have the same order. leaf: the tensor's GGUF name without the
-    block, such as `attn_qkv` for `blk.0.attn_qkv`.
+    llama.cpp's converter reorders the value heads of linear attention. The result is None if both
+    tensors have the same order. leaf: the tensor's GGUF name without the block, such as `attn_qkv`
+    for `blk.0.attn_qkv`.
     """
     kind = row.tiled.get(leaf.partition(".")[0])
     keys, values = config.get("linear_num_key_heads", 1), config.get("linear_num_value_heads", 1)
@@ -204,9 +205,9 @@ def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
 
 
 def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Tensor:
-    """Return a tensor with its columns rearranged; in f32 if a codec block spans two heads.
+    """Return a tensor with its columns reordered; in f32 if a codec block spans two heads.
 
-    order: for each column its index in the stored tensor. It keeps the columns of a head together.
+    order: for each column its index in the stored tensor; columns of a head stay together.
     """
     block = CODECS[tensor.codec].block
 
@@ -238,7 +239,7 @@ def _stacked(tensor: Tensor, found: str | tuple[str, ...], prefix: str, suffix: 
 
 
 def _unpermuted(path: Path, tensor: Tensor, heads: int) -> Tensor:
-    """Undo llama.cpp's `permute`: rows (head, pair, half) become (head, half, pair)."""
+    """Undo llama.cpp's `permute`: reorder rows from [heads, pairs, 2] to [heads, 2, pairs]."""
     out = tensor.shape[0]
     if out % (2 * heads):
         raise CheckpointError(

@@ -48,10 +48,7 @@ def architecture_of(file: GgufFile) -> Architecture:
 
 
 def encoding_of(file: GgufFile) -> Encoding | None:
-    """Return how an embedding model computes its vectors; None for other models.
-
-    Vectors are normalised to length 1.
-    """
+    """Return how an embedding model computes its vectors; None for other models."""
     metadata = Metadata(file)
     kind = metadata.integer("pooling_type", 0)
     if not kind:
@@ -64,10 +61,7 @@ def encoding_of(file: GgufFile) -> Encoding | None:
 
 
 def hf_config(file: GgufFile) -> dict:
-    """Return the content of the model's config.json, from the metadata of a GGUF file.
-
-    Raises CheckpointError for missing, unknown or invalid metadata.
-    """
+    """Return the content of the model's config.json, from the metadata of a GGUF file."""
     row, metadata = architecture_of(file), Metadata(file)
     config: dict = {"model_type": row.model_type, **row.constants}
     for names, read in ((row.ints, metadata.integer), (row.floats, metadata.real)):
@@ -120,10 +114,7 @@ def sampling_metadata(generation: Mapping) -> dict[str, int | float]:
 
 
 def _check_sizes(config: dict, metadata: Metadata, row: Architecture) -> None:
-    """Raise CheckpointError for missing sizes, or inconsistent attention heads.
-
-    Also sets num_key_value_heads if it is missing.
-    """
+    """Check sizes and attention heads; set num_key_value_heads if it is missing."""
     sizes = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "context_length")
     for key in (*sizes, *(key for key in row.ints if key.startswith(("ssm.", "shortconv.")))):
         if key not in row.by_layer:

@@ -57,10 +57,7 @@ def architecture_for(checkpoint: Checkpoint) -> tuple[str, Architecture]:
 
 
 def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
-    """Return the GGUF metadata whose keys have the architecture's prefix.
-
-    config: a result of `flat_config`.
-    """
+    """Return the GGUF metadata under the architecture's prefix; config: from `flat_config`."""
     name, row = architecture_for(checkpoint)
     size, read = head_dim(config), read_config(checkpoint.config)
     keys: dict[str, Value] = {}
@@ -143,8 +140,8 @@ def _rope_tensors(config: dict) -> Iterator[Tensor]:
 def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, str], read: Read) -> list[Tensor]:
     """Return the tensors with GGUF's names, rearranged as llama.cpp's converter does.
 
-    config: a result of `flat_config`. codecs: codec of each matrix to write, by HF name. read:
-    returns a tensor's data, for its HF name and the codec to convert it to.
+    config: from `flat_config`. codecs: codec of each matrix, by HF name. read: returns a tensor's
+    data by HF name and codec.
     """
     _, row = architecture_for(checkpoint)
     leaves, tops = ({own: leaf for leaf, own in names.items()} for names in (row.tensors, row.top))
@@ -170,9 +167,10 @@ def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, st
 
 
 def _exported(tensor: Tensor, name: str, codecs: Mapping[str, str], read: Read, row: Architecture, heads: int = 0) -> Tensor:
-    """Return a tensor with the GGUF name `name`.
+    """Return an HF tensor as the GGUF tensor `name`, converted to its codec.
 
-    heads: number of heads in which llama.cpp's converter permutes the rows, or 0.
+    codecs, read: as in `export_tensors`. heads: number of heads if llama.cpp's converter permutes
+    the rows of each head, else 0.
     """
     small = _SMALL.fullmatch(name)
     codec = "f32" if small or len(tensor.shape) == 1 else codecs[tensor.name]
@@ -200,9 +198,9 @@ def _stack(name: str, codec: str, parts: dict[int, Tensor], read: Read) -> Tenso
 
 
 def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tensors: list[Tensor]) -> None:
-    """Raise CheckpointError if the exported file would be read with another config.
+    """Raise CheckpointError if the config read from the exported file would differ.
 
-    metadata, tensors: the content of the file. Its config must equal that of `checkpoint`.
+    metadata, tensors: the content of the file. checkpoint: the exported checkpoint.
     """
     file = GgufFile(checkpoint.path, as_read(metadata), {tensor.name: tensor for tensor in tensors})
     ours, theirs = (read_config(config) for config in (checkpoint.config, hf_config(file)))
@@ -228,10 +226,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def export_tokenizer(checkpoint: Checkpoint, vocab: int) -> dict[str, Value]:
-    """Return the GGUF metadata of a checkpoint's tokenizer; vocab: rows of the embedding.
-
-    Raises CheckpointError if GGUF cannot represent the tokenizer.
-    """
+    """Return the GGUF metadata of a tokenizer; vocab: rows of the embedding."""
     if checkpoint.tokenizer is None:
         return {_PREFIX + "model": "no_vocab"}
     tokenizer = tokenizer_of(checkpoint.tokenizer, checkpoint.path)
@@ -262,10 +257,7 @@ def export_tokenizer(checkpoint: Checkpoint, vocab: int) -> dict[str, Value]:
 
 
 def _byte_level(checkpoint: Checkpoint, found: dict, steps: list[dict], vocab: int) -> dict[str, Value]:
-    """Return the metadata of a byte-level BPE tokenizer.
-
-    found: the parsed tokenizer.json. steps: its pre-tokenizers.
-    """
+    """Return the metadata of a byte-level BPE tokenizer; steps: its pre-tokenizers."""
     nfc, ignore_merges = (found["normalizer"] or {}).get("type") == "NFC", found["model"]["ignore_merges"]
     rows = ((name, row) for name, row in PRE_TOKENIZERS.items() if (row.nfc, row.ignore_merges) == (nfc, ignore_merges))
     # Other differences, such as the options of ByteLevel, are found when SAMPLE is tokenized.
@@ -282,8 +274,7 @@ def _byte_level(checkpoint: Checkpoint, found: dict, steps: list[dict], vocab: i
 def _sentencepiece(found: dict, steps: list[dict], vocab: int) -> dict[str, Value]:
     """Return the metadata of a SentencePiece BPE tokenizer, which has scores instead of merges.
 
-    The score of a token is minus the index of the first merge that produces it. found: the parsed
-    tokenizer.json. steps: its pre-tokenizers.
+    The score of a token is minus the index of the first merge that produces it.
     """
     tokens, kinds = _tokens(found, vocab)
     ranks: dict[str, int] = {}
@@ -305,11 +296,7 @@ def _sentencepiece(found: dict, steps: list[dict], vocab: int) -> dict[str, Valu
 
 
 def _steps(step: dict | None, parts: str) -> Iterator[dict]:
-    """Yield the steps of a normalizer or pre-tokenizer of tokenizer.json, also those in a Sequence.
-
-    step: the normalizer or pre-tokenizer, or None for no steps. parts: the key under which a
-    Sequence has its steps.
-    """
+    """Yield the steps of a normalizer or pre-tokenizer; `parts`: the key of a Sequence's steps."""
     if step and step["type"] == "Sequence":
         for part in step[parts]:
             yield from _steps(part, parts)
@@ -318,11 +305,7 @@ def _steps(step: dict | None, parts: str) -> Iterator[dict]:
 
 
 def _tokens(found: dict, vocab: int) -> tuple[list[str], list[int]]:
-    """Return (text of each id, llama.cpp token type of each id).
-
-    An id that has no token gets a text with its number, for example [PAD7]. vocab: the min number
-    of ids.
-    """
+    """Return (texts, llama.cpp's token types) of `vocab` or more ids; an unused id 7 is [PAD7]."""
     by_id = {number: (token, _NORMAL) for token, number in found["model"]["vocab"].items()}
     for token in found["added_tokens"]:
         by_id[token["id"]] = token["content"], _CONTROL if token["special"] else _USER_DEFINED

@@ -50,7 +50,7 @@ Value = int | float | bool | str | Sequence[str] | Sequence[int] | Sequence[floa
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A GGUF file; its tensors are views of the mapped file."""
+    """A GGUF file; its tensors are views of the memory-mapped file."""
 
     path: Path
     metadata: dict  # by key a str, int, float, bool, list[str], or NumPy array of numbers
@@ -59,9 +59,9 @@ class GgufFile:
 
 
 class _Cursor:
-    """A sequential reader of a mapped file, which never reads past its end.
+    """A sequential reader of a memory-mapped file, which never reads past its end.
 
-    `what` in its methods is the name of the value for errors.
+    The parameter `what` of its methods is a name of the value for error messages.
     """
 
     def __init__(self, path: Path, view: memoryview):
@@ -95,9 +95,9 @@ class _Cursor:
             raise self.invalid(f"{what} is not UTF-8") from None
 
     def count(self, smallest: int, what: str, limit: int = 2**64) -> int:
-        """Read and return a count of items, after checking that so many can follow in the file.
+        """Read and return a number of items; raise an error if the rest of the file is too short.
 
-        smallest: min bytes of an item. limit: max count.
+        smallest: min bytes of an item. limit: max number of items.
         """
         count = self.number(_U64, what)
         if count * smallest > len(self.view) - self.at:
@@ -132,10 +132,9 @@ class _Cursor:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Map a GGUF file, or all parts of a split model if `path` is its first part.
+    """Memory-map a GGUF file, or all parts of a split model if `path` is its first part.
 
-    The metadata are those of the first part, without the keys about the split. Raises
-    CheckpointError for an invalid file.
+    The metadata are those of the first part, without the keys about the split.
     """
     file = _read_part(path)
     split = {key: file.metadata.pop(key, None) for key in ("split.count", "split.no", "split.tensors.count")}
@@ -199,10 +198,7 @@ def _metadata(cursor: _Cursor, count: int) -> tuple[dict, int, dict[str, memoryv
 
 
 def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tensor]:
-    """Return the tensors by name.
-
-    Raises CheckpointError if their data is not aligned, is outside the file, or overlaps.
-    """
+    """Return the tensors by name, after checking that their data is aligned and inside the file."""
     found: dict[str, tuple[Tensor, int]] = {}  # with the offset in the data section
     for _ in range(count):
         name = cursor.string("a tensor's name")
@@ -229,7 +225,7 @@ def _reader(data: np.ndarray, tensor: Tensor) -> Callable[[], np.ndarray]:
 
 
 def _tensor(cursor: _Cursor, name: str) -> tuple[Tensor, int]:
-    """Read a tensor's entry in the header, after its name; return (tensor, offset of its data).
+    """Read a tensor's header entry from after its name; return (tensor, offset of its data).
 
     The tensor has no data yet.
     """
@@ -256,10 +252,7 @@ def _tensor(cursor: _Cursor, name: str) -> tuple[Tensor, int]:
 
 
 def write_gguf(out: BinaryIO, entries: Sequence[Buffer], tensors: Sequence[Tensor], progress: Callable[[float], None]) -> None:
-    """Write a GGUF file; entries: results of `metadata_entry`, or entries of another file.
-
-    progress: called with the written fraction, 0 to 1.
-    """
+    """Write a GGUF file; entries: results of `metadata_entry`, or entries of another file."""
     out.write(header(entries, tensors))
     written, total = 0, sum(padded(tensor.nbytes) for tensor in tensors)
     for tensor in tensors:

@@ -50,20 +50,14 @@ class Metadata:
         return value
 
     def integer(self, key: str, default: int | None = None) -> int | None:
-        """Return the non-negative integer under a key.
-
-        The file may have an array instead, if it has the same number for every layer.
-        """
+        """Return the non-negative integer under a key; a file may repeat it in an array."""
         value = self._typed(key, numbers.Integral, "a whole number", default)
         if value is not None and value < 0:
             raise self.invalid(key, "0 or more")
         return value
 
     def real(self, key: str, default: float | None = None) -> float | None:
-        """Return the finite number under a key.
-
-        The file may have an array instead, if it has the same number for every layer.
-        """
+        """Return the finite number under a key; a file may repeat it in an array."""
         value = self._typed(key, numbers.Real, "a number", default)
         if value is not None and not math.isfinite(value):
             raise self.invalid(key, "finite")
@@ -135,7 +129,7 @@ def experts(parent: str, gate: str = "gate_proj", up: str = "up_proj", down: str
     """Return HF's name for each of GGUF's stacks of experts, by GGUF name.
 
     HF has one matrix per expert, so `{}` in its name is the expert's index. parent: HF's name of
-    the module with the experts. gate, up, down: HF's names of the matrices.
+    the module with the experts.
     """
     leaves = {"ffn_gate_exps": gate, "ffn_up_exps": up, "ffn_down_exps": down}
     return {leaf: f"{parent}.experts.{{}}.{own}" for leaf, own in leaves.items()}
@@ -201,7 +195,7 @@ class Architecture:
     model_type: str
     # From leaf to HF's leaf.
     tensors: Names = field(default_factory=lambda: COMMON_TENSORS)
-    # From the leaf of a stack, as of all experts, to HF's leaf of part `{}`, or to several that share its rows.
+    # From the leaf of a stack (all experts) to HF's leaf of item `{}`, or to several leaves that share its rows.
     per_index: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     # From metadata key without prefix to config key.
     ints: Names = field(default_factory=lambda: SIZES_AND_HEAD)

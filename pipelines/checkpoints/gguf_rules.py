@@ -116,10 +116,7 @@ def partial_rotary(config: dict, metadata: Metadata) -> None:
 
 
 def phi3_rope(config: dict, metadata: Metadata) -> None:
-    """Set the config's rope scaling to longrope if the file has the two tensors with its factors.
-
-    A sliding window of 0 in the config becomes None.
-    """
+    """Set the config's rope scaling to longrope if the file has the tensors of its factors."""
     config["sliding_window"] = config.get("sliding_window") or None
     original = metadata.integer("rope.scaling.original_context_length") or config["max_position_embeddings"]
     attention_factor = metadata.real("rope.scaling.attn_factor")
@@ -156,7 +153,7 @@ def gemma4_ropes(config: dict, metadata: Metadata) -> None:
 def olmo3_ropes(config: dict, metadata: Metadata) -> None:
     """Set the config's `rope_parameters` for OLMo 3.
 
-    They apply `rope_scaling` to layers with full attention only.
+    Only layers with full attention use `rope_scaling`.
     """
     theta = {"rope_theta": config.pop("rope_theta")}
     scaling = config.pop("rope_scaling", {"rope_type": "default"})
@@ -209,19 +206,16 @@ def gpt_oss_yarn(config: dict, metadata: Metadata) -> None:
 
 
 def smollm3_layers(config: dict, metadata: Metadata) -> None:
-    """Set the config's `no_rope_layers`, which is 1 for a layer with a rotary embedding.
+    """Set the config's `no_rope_layers`: 1 for each layer with a rotary embedding, else 0.
 
-    It is 0 for every fourth layer, which has none.
+    Every fourth layer has no rotary embedding.
     """
     config["no_rope_layer_interval"] = _PERIOD
     config["no_rope_layers"] = [int((layer + 1) % _PERIOD != 0) for layer in range(config["num_hidden_layers"])]
 
 
 def _kv_heads(config: dict, metadata: Metadata) -> list[int]:
-    """Return the number of key-value heads of each layer, 0 for a layer without attention.
-
-    Also sets num_key_value_heads in the config.
-    """
+    """Return each layer's number of key-value heads (0: no attention), and set it in the config."""
     kv_heads, heads = metadata.by_layer("attention.head_count_kv"), config["num_attention_heads"]
     counts = {count for count in kv_heads if count}
     if len(counts) > 1 or any(heads % count for count in counts):
@@ -287,10 +281,7 @@ def nemotron_layers(config: dict, metadata: Metadata) -> None:
 
 
 def delta_layers(config: dict, metadata: Metadata) -> None:
-    """Set the config's layer types and number of layers for Qwen 3.5.
-
-    Blocks for multi-token prediction are not counted.
-    """
+    """Set Qwen 3.5's layer types and number of layers, without those of multi-token prediction."""
     further = metadata.integer("nextn_predict_layers", 0) or 0
     if further >= config["num_hidden_layers"]:
         raise metadata.invalid("nextn_predict_layers", "less than block_count")
@@ -351,10 +342,7 @@ def _gemma4_widths(config: dict, metadata: Metadata) -> None:
 
 
 def _gemma4_head(metadata: Metadata, ending: str) -> int:
-    """Return the size of an attention head in Gemma 4.
-
-    ending: "" for layers with full attention, "_swa" for layers with a sliding window.
-    """
+    """Return the size of a head in Gemma 4; ending: "_swa" for sliding windows, else ""."""
     length = metadata.required(f"attention.key_length{ending}")
     if metadata.integer(f"attention.value_length{ending}", length) != length:
         raise metadata.invalid(f"attention.value_length{ending}", f"{length}, as attention.key_length{ending}")
@@ -378,9 +366,6 @@ def gemma_scale(config: dict, metadata: Metadata) -> None:
 
 
 def stablelm_residual(config: dict, metadata: Metadata) -> None:
-    """Set the config's `use_parallel_residual` for StableLM.
-
-    It is true if a block has one norm instead of two.
-    """
+    """Set StableLM's `use_parallel_residual`: whether a block has one norm, not two."""
     metadata.get("use_parallel_residual")  # repeats what the tensors show
     config["use_parallel_residual"] = not metadata.has(0, "ffn_norm.weight")

@@ -62,9 +62,9 @@ _DEEPSEEK_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
 
 def _step(kind: str, **fields: Any) -> dict:
-    """Return a pre-tokenizer of type `kind` for tokenizer.json.
+    """Return the object in tokenizer.json for a pre-tokenizer of type `kind`.
 
-    fields: its other fields. For a Split, only `regex` is given, and each match becomes a word.
+    fields: its other fields. For a Split, the only field is `regex`, whose matches become words.
     """
     if kind == "Split":
         fields = {"pattern": {"Regex": fields["regex"]}, "behavior": "Isolated", "invert": False}
@@ -98,10 +98,7 @@ _FALCON = (
 
 
 def _words(regex: str | None = None, digits: bool = False) -> tuple[dict, ...]:
-    """Return the pre-tokenizers that split text into words by a regular expression.
-
-    regex: None for GPT-2's. digits: whether each digit is a word.
-    """
+    """Return pre-tokenizers that split text by a regex (default: GPT-2's), or also at digits."""
     before = [_step("Digits", individual_digits=True)] if digits else []
     before += [_step("Split", regex=regex)] if regex else []
     return (*before, _byte_level_step(use_regex=regex is None))
@@ -172,10 +169,7 @@ class _Metadata(Metadata):
 
 
 def eos_token_ids(file: GgufFile) -> tuple[int, ...]:
-    """Return the ids of tokens that end generation: end of sequence and end of turn.
-
-    For Gemma 4, they include the tokens in `_GEMMA4_ENDS`.
-    """
+    """Return the ids of tokens that end generation; for Gemma 4 also those in `_GEMMA4_ENDS`."""
     metadata = Metadata(file, _PREFIX)
     found = [metadata.get(key) for key in ("eos_token_id", "eot_token_id")]
     if metadata.string("model") == "gemma4":
@@ -269,8 +263,8 @@ def _sentencepiece(metadata: _Metadata, gemma4: bool) -> dict:
 def _merges_of_vocabulary(metadata: _Metadata, tokens: list[str], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
     """Return the BPE merges (left, right) of a SentencePiece vocabulary, by descending priority.
 
-    The merge whose token has the highest score comes first; for Gemma, the one with the lowest id.
-    tokens: text of each token. vocabulary: id of each token by text.
+    A merge that produces a token with a higher score has priority; for Gemma, one that produces a
+    token with a lower id. tokens: text of each token. vocabulary: id of each token by text.
     """
     if sum(len(token) ** 2 for token in tokens) > _MAX_SQUARES:
         raise metadata.error(f"the {len(tokens):,} tokens are too long for a SentencePiece vocabulary; fetch the file again")
@@ -311,10 +305,7 @@ def _tokenizer(metadata: _Metadata, *, adds_bos: bool | None, **parts: Any) -> d
 
 
 def _post_processor(metadata: _Metadata, adds_bos: bool | None) -> dict | None:
-    """Return the post-processor that adds BOS and EOS as the file states; None if it adds neither.
-
-    adds_bos: whether to add BOS if the file does not state it; None to never add BOS.
-    """
+    """Return the post-processor that adds BOS and EOS as the file states; None for neither."""
     adds_bos = adds_bos is not None and metadata.flag("add_bos_token", adds_bos)
     sides = (adds_bos, "bos_token_id"), (metadata.flag("add_eos_token", False), "eos_token_id")
     before, after = ([token] if adds and (token := metadata.token(key)) is not None else [] for adds, key in sides)

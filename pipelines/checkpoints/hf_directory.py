@@ -76,10 +76,7 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
 
 
 def shards_of(path: Path) -> dict[str, list[str] | None]:
-    """Return the tensor names of each safetensors file, by file name.
-
-    If the model is a single file, the value is None, because there is no index with the names.
-    """
+    """Return the tensor names in each safetensors file, by file name; None without an index."""
     if (path / SINGLE).exists():
         return {SINGLE: None}
     index = json_object(path / INDEX)
@@ -121,10 +118,7 @@ def tensors_of(path: Path, is_quantised: bool) -> dict[str, Tensor]:
 
 
 def chat_template(path: Path) -> str | None:
-    """Return the chat template; None if the directory has none.
-
-    It is read from chat_template.jinja, or else from tokenizer_config.json.
-    """
+    """Return the template in chat_template.jinja, or else in tokenizer_config.json, or None."""
     if (template := text_of(path / "chat_template.jinja")) is not None:
         return template
     template = (json_object(path / "tokenizer_config.json") or {}).get("chat_template")
@@ -135,10 +129,9 @@ def chat_template(path: Path) -> str | None:
 
 
 def _token_ids(path: Path, key: str, *sources: dict) -> tuple[int, ...]:
-    """Return the token ids that the first of the `sources` with the key `key` has under it.
+    """Return the token ids under `key` in the first of the `sources` that has this key.
 
-    HF's generate looks for them in the same way. sources: parsed JSON files. path: the directory,
-    for errors.
+    HF's generate uses the same order. sources: parsed JSON files. path: the directory, for errors.
     """
     value = next((source[key] for source in sources if source.get(key) is not None), [])
     tokens = value if isinstance(value, list) else [value]

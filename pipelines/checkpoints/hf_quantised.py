@@ -2,8 +2,8 @@
 
 Tensors such as `q_proj.qweight`, `q_proj.scales` and `q_proj.qzeros` become one tensor
 `q_proj.weight` in a codec of `emitter.scaled_codecs`, with the same codes, scales and zero points.
-Bits and groups come from the shapes of these tensors, and so does which layers are quantised:
-layers that a config excludes have a plain `weight`.
+The shapes of these tensors determine the bits and the group size. A layer is quantised if it has
+such tensors instead of a plain `weight`.
 
 Sources of the layouts: compressed-tensors (compressors/pack_quantized), GPTQModel
 (nn_modules/qlinear/torch.py), AutoAWQ (utils/packing_utils.py), and HF's integrations/finegrained_fp8.py.
@@ -54,10 +54,10 @@ def describe(config: Mapping) -> str:
 
 
 def _unpacked(tensor: Tensor, bits: int, by_rows: bool = False) -> np.ndarray:
-    """Return the numbers u8 [n, m * 32 / bits] in words i32 [n, m]; the lowest bits come first.
+    """Return the numbers, u8 [n, m * 32 / bits], that a tensor i32 [n, m] packs.
 
-    by_rows: whether each word has numbers of consecutive rows; then the result is
-    [m, n * 32 / bits].
+    An i32 packs 32 / bits numbers of one row, the first in its lowest bits. by_rows: whether it
+    packs numbers of one column instead; then the result is transposed, u8 [m, n * 32 / bits].
     """
     words = tensor.data.reshape(*tensor.shape, 4)
     packed = np.ascontiguousarray(words.swapaxes(0, 1) if by_rows else words)
@@ -66,14 +66,14 @@ def _unpacked(tensor: Tensor, bits: int, by_rows: bool = False) -> np.ndarray:
 
 
 def _codes(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """Return the stored codes u8 of unsigned numbers: codes of 8 bits are stored minus 128."""
+    """Convert unsigned numbers to the codes u8 of castiron's codecs: 8-bit numbers minus 128."""
     return numbers ^ np.uint8(128) if bits == 8 else numbers
 
 
 def _packed_by_columns(stored: Stored) -> tuple[Tensor, ...]:
     """Return a weight of GPTQ or AWQ.
 
-    qweight is [in, out / 8] in AWQ and [in * bits / 32, out] in GPTQ, scales are [groups, out], and
+    qweight is [in, out / 8] in AWQ, and [in * bits / 32, out] in GPTQ. scales are [groups, out];
     qzeros are [groups, out * bits / 32].
     """
     is_awq = stored.config["quant_method"] == "awq"
@@ -112,7 +112,7 @@ def _packed_by_columns(stored: Stored) -> tuple[Tensor, ...]:
 def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
     """Return a weight of compressed-tensors' format pack-quantized.
 
-    Zero points are packed by columns.
+    weight_packed packs numbers of one row in an i32, and weight_zero_point numbers of one column.
     """
     if "weight_global_scale" in stored.parts:
         return _nvfp4(stored)
@@ -193,12 +193,12 @@ _LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Stored], tuple[Tensor, ...]
 
 
 def quantised_weights(path: Path, config: Mapping, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Return (`tensors` with one tensor for each quantised weight, number of left-out tensors by kind).
+    """Return (tensors by name, number of left-out tensors by the end of their name).
 
-    Scales of activations and of the KV cache are left out; their kind is the end of their name, as
-    "input_scale". A weight whose columns are reordered also has a tensor `*.column_order`. config:
-    the quantization_config. Raises CheckpointError for a method that castiron does not read, and
-    for parts that do not fit together.
+    Each quantised weight is one tensor. Scales of activations and of the KV cache, such as
+    "input_scale", are left out. A weight whose columns are reordered also has a tensor
+    `*.column_order`. config: the quantization_config. Raises CheckpointError for an unsupported
+    method, and for a weight whose tensors have wrong shapes or types.
     """
     method = config.get("quant_method")
     if method not in METHODS:
@@ -221,7 +221,7 @@ def quantised_weights(path: Path, config: Mapping, tensors: Mapping[str, Tensor]
 
 
 def column_orders(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return (`tensors` without repeated column orders, name of the order's tensor by name of the weight).
+    """Return (`tensors` without duplicate column orders, the order's tensor name by weight name).
 
     A tensor `*.column_order` has the order of the columns of the weight `*.weight`. Weights with
     equal orders share the first of these tensors.

@@ -1,8 +1,8 @@
 """Rename and rearrange the tensors of HF directories for castiron's model code.
 
 The code of a model family (`emitter.models`) reads matrices as [out, in] and one tensor for each
-expert. HF's `conversion_mapping` and modules define which other forms exist. Models with vision or
-audio are reduced to their text part.
+expert. HF's `conversion_mapping` and modules show in which other ways checkpoints store them. Only
+the text part of models with vision or audio is read.
 """
 
 import re
@@ -46,8 +46,8 @@ _OTHERS = (
 def text_config(config: dict, names: Collection[str]) -> dict:
     """Return the config of the text part of a multimodal model, or `config` of a text model.
 
-    names: names of the tensors. The output head is tied to the embedding if either config states
-    so, or if neither has the key and there is no tensor lm_head.weight.
+    The output head is tied to the embedding if either config states so, or if neither has the key
+    and there is no tensor lm_head.weight.
     """
     inner, complete = config.get("text_config"), config["model_type"]
     if complete not in TEXT_PARTS or not isinstance(inner, dict):
@@ -96,10 +96,10 @@ _ODD: Rows = lambda rows: slice(1, rows, 2)
 class Layout:
     """A rule to split stored tensors with names that match `pattern` into tensors of the model.
 
-    parts: for each part, a template of its name, and a function that selects its rows: it gets the
-    number of rows of the stored matrix and returns a slice. A template may refer to groups of
-    `pattern`. If the stored tensor stacks all experts, `{}` stands for the expert's index. A stored
-    tensor without parts is dropped.
+    parts: for each new tensor, a template of its name, and a function that maps the number of rows
+    of the stored matrix to the slice of rows to take. A template may refer to groups of `pattern`.
+    If the stored tensor stacks all experts, `{}` stands for the expert's index. A stored tensor
+    without parts is dropped.
     """
 
     pattern: str
@@ -205,8 +205,7 @@ def _parts(layout: Layout, match: re.Match, tensor: Tensor, scales: Tensor | Non
 def _part(name: str, tensor: Tensor, index: int | None, rows: Rows, transposed: bool) -> Tensor:
     """Return a tensor called `name` that consists of some rows of a stored tensor.
 
-    index: the expert to take if the stored tensor stacks experts, else None. rows: a function that
-    gets the matrix's number of rows and returns the slice to take. transposed: whether the stored
+    index: index of the expert in a stack of experts, else None. transposed: whether the stored
     matrix is [in, out].
     """
     shape = tensor.shape if index is None else tensor.shape[1:]

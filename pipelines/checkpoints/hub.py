@@ -1,6 +1,7 @@
 """Download the files of a model from Hugging Face Hub.
 
 They are stored in huggingface_hub's cache (`models--org--name` with refs, snapshots and blobs).
+`progress`: called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations
@@ -48,11 +49,7 @@ class HubFile(NamedTuple):
 
 
 def fetch(name: HubName, progress: Progress | None = None) -> Path:
-    """Return the path of a model's snapshot or GGUF file, after downloading missing files.
-
-    If the hub cannot be reached, cached files are used. `progress`: called with "fetch" and the
-    finished fraction, 0 to 1.
-    """
+    """Return the path of a model's snapshot or file, after downloading what is missing."""
     try:
         return _fetch(name, progress or (lambda stage, done: None))
     except Unreachable as error:
@@ -81,11 +78,7 @@ def cached(name: HubName) -> Path | None:
 
 
 def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | None:
-    """Return the path of the GGUF file that `name` refers to; None for a model in safetensors.
-
-    sizes: size in bytes of each file in the repository. repository: its name, for errors. Raises
-    CheckpointError if there is no such file or several.
-    """
+    """Return the GGUF file that `name` refers to; None for safetensors. It must be exactly one."""
     files = {file: size for file, size in sizes.items() if file.endswith(".gguf") and not _NOT_A_MODEL.search(file)}
     # A model in parts is its first part, with the size of all.
     parts = {file: parts_of(file) for file in files}
@@ -113,9 +106,9 @@ def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | No
 
 
 def _matches(file: str, wanted: str) -> bool:
-    """Return whether `wanted` is the path, the name, or the last part of the stem of `file`.
+    """Return whether `wanted` is the path or name of `file`, or the end of its name before .gguf.
 
-    The last part of a stem is, for example, Q4_K_M.
+    Such an end is, for example, Q4_K_M.
     """
     if wanted.endswith(".gguf"):
         return wanted in (file, PurePosixPath(file).name)
@@ -227,10 +220,7 @@ def _endpoint() -> str:
 
 @contextmanager
 def _hub_errors(name: HubName) -> Iterator[None]:
-    """Convert errors of huggingface_hub in the `with` body to CheckpointError.
-
-    If the hub does not answer, the error is Unreachable.
-    """
+    """Convert huggingface_hub's errors to CheckpointError; if the hub is silent, Unreachable."""
     try:
         from huggingface_hub import errors
     except ModuleNotFoundError as error:

@@ -1,4 +1,7 @@
-"""Open a checkpoint by path, catalogue name or hub name."""
+"""Open a checkpoint by path, catalogue name or hub name.
+
+`progress`: called with (name of a stage, fraction done).
+"""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -17,11 +20,7 @@ from castiron.vmfb.archive import Part
 def open_checkpoint(
     model: str | Path, progress: Callable[[str, float], None] | None = None, ignore_keys: Sequence[str] = ()
 ) -> Checkpoint:
-    """Return an open GGUF file or HF directory; a model that is given by name is downloaded.
-
-    `progress`: called with "fetch" and the finished fraction, 0 to 1. ignore_keys: keys to ignore
-    in the config or the GGUF metadata.
-    """
+    """Return an open GGUF file or HF directory; a model that is given by name is downloaded."""
     path = find_checkpoint(model, progress)
     return open_hf_directory(path, ignore_keys) if path.is_dir() else open_gguf(path, ignore_keys)
 

@@ -19,7 +19,7 @@ ORDER = "column_order"
 
 @dataclass(frozen=True)
 class Stored:
-    """The tensors of one quantised weight by the ends of their names, as "qweight" and "scales"."""
+    """The tensors of one quantised weight by the end of their names, such as "qweight"."""
 
     path: Path
     name: str  # name of the weight, as model.layers.0.mlp.up_proj.weight
@@ -51,12 +51,12 @@ class Stored:
         turned: bool = False,
         order: np.ndarray | None = None,
     ) -> tuple[Tensor, ...]:
-        """Return the weight [out, in]. If `order` is given, also return it as a tensor, f32 [in].
+        """Return the weight [out, in] and, if `order` is given, `order` as a tensor f32 [in].
 
         kind: kind of codes in `scaled_codecs`. codes: returns stored codes u8 [out, in]. scales: a
-        tensor with a scale for each group or block. zeros: returns zero points i8 of the same
-        shape. turned: whether scales and zeros are [groups, out] instead of [out, groups]. order:
-        column order[i] of the codes becomes column i of the weight.
+        tensor with a scale for each group or block. zeros: returns zero points i8 in the shape of
+        the scales. turned: whether both are [groups, out] instead of [out, groups]. order: column
+        order[i] of the codes becomes column i of the weight.
         """
         found = scales.shape[::-1] if turned else scales.shape
         rows, columns = self._group(found, shape)
@@ -82,10 +82,11 @@ class Stored:
         return weight, Tensor(name, (shape[1],), "f32", scales.source, lambda: order.astype("<f4").view(np.uint8))
 
     def order(self, part: str, inner: int, groups: int) -> np.ndarray | None:
-        """Return the indices of the columns, sorted by the columns' groups.
+        """Return the order of the columns that puts columns of one quantisation group together.
 
-        The result is None if the columns are already sorted, or if the tensor `part` is absent.
-        part: name of the tensor that has the group of each column. inner: number of columns.
+        The result is None if the columns are already in this order, or if the tensor `part` is
+        absent. part: name of the tensor with the group of each column. inner: number of columns.
+        groups: number of groups.
         """
         if (tensor := self.parts.get(part)) is None:
             return None
@@ -116,7 +117,7 @@ def block_of(config: Mapping) -> tuple[int, int]:
 
 
 def weights_of(config: Mapping) -> Mapping:
-    """Return how the first group of a compressed-tensors config quantises weights."""
+    """Return the options for weights in the first group of a compressed-tensors config."""
     groups = config.get("config_groups")
     first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
     weights = first.get("weights") if isinstance(first, dict) else None

@@ -130,8 +130,7 @@ def check(args: argparse.Namespace) -> None:
 def compiled_shape(settings, args: argparse.Namespace, progress: Progress):
     """Return a bundle with random weights and the model shape of --shape, compiled if not cached.
 
-    settings: the `Settings` of the benchmark. Without --context, the bundle's context is at least
-    `settings.context`.
+    Without --context, the bundle's context is at least `settings.context`.
     """
     from castiron.pipelines.compile.open_model import open_or_compile
     from castiron.pipelines.compile.options import Options

@@ -69,7 +69,7 @@ def tokens_of(args: argparse.Namespace, checkpoint) -> list[int]:
 def report(found: dict) -> list[str]:
     """Return the lines to print: the first module that differs, and the modules just before it.
 
-    If no module differs, they are the last modules. found: the result of `compare`.
+    If no module differs, the lines show the last modules. found: the result of `compare`.
     """
     modules, first = found["modules"], found["first"]
     width = max(len(each["module"]) for each in modules)

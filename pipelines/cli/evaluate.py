@@ -1,8 +1,8 @@
 """Measure a bundle's perplexity on a text, and its KL divergence from a base model.
 
-The text (by default four chapters of a novel) is divided into chunks of --context tokens, and the
-second half of each chunk is scored, as by llama.cpp's perplexity tool. The base is another bundle,
-HF transformers in f32, or llama.cpp. The divergence from a more exact base is the cost of
+The default text is four chapters of a novel. The text is divided into chunks of --context tokens.
+As in llama.cpp's perplexity tool, the second half of each chunk is scored. The base is another
+bundle, HF transformers in f32, or llama.cpp. The divergence from a more exact base is the cost of
 quantisation or of --numerics fast.
 """
 
@@ -122,7 +122,7 @@ def plus_minus(value: dict[str, float]) -> str:
 
 
 def percent(value: dict[str, float]) -> str:
-    """Return `value`, {"mean": ..., "error": ...} as fractions of 1, as a text in percent."""
+    """Return the fractions `value`, {"mean": ..., "error": ...}, as text in percent."""
     return f"{100 * value['mean']:6.3f} ± {100 * value['error']:5.3f} %"
 
 
@@ -135,11 +135,7 @@ def arithmetic(numerics: str, cache: str) -> str:
 
 
 def hf_rows(checkpoint: Path, weights: str, threads: int, adapter: Path | None) -> Rows:
-    """Return a function that yields the logits of HF transformers for a text.
-
-    The function's arguments are `tokens` and `first`. It yields logits [vocab] after each of
-    `tokens[first:]`.
-    """
+    """Return a function that yields the logits of HF transformers for a text."""
     model = load_reference(checkpoint, weights, threads, adapter)
 
     def rows(tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
@@ -154,11 +150,7 @@ def hf_rows(checkpoint: Path, weights: str, threads: int, adapter: Path | None) 
 
 
 def llama_cpp_rows(checkpoint: Path, context: int, threads: int) -> Rows:
-    """Return a function that yields the logits of llama.cpp for a text.
-
-    The function's arguments are `tokens` and `first`. It yields logits [vocab] after each of
-    `tokens[first:]`.
-    """
+    """Return a function that yields the logits of llama.cpp for a text."""
     from llama_cpp import Llama
 
     try:

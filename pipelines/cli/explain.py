@@ -56,8 +56,7 @@ def main(args: argparse.Namespace) -> int:
 def explain(bundle: Bundle, function_name: str, position: int, threads: int | None) -> dict[str, Any]:
     """Measure the kernels of one call of a model function, and the limits of the machine.
 
-    Returns the object that --json prints. function_name: the bundle's function to call. position:
-    number of tokens in the KV cache.
+    Returns the object that --json prints. position: number of tokens in the KV cache.
     """
     functions = {function.name: function for function in bundle.manifest.functions}
     if function_name not in functions:
@@ -79,11 +78,7 @@ def explain(bundle: Bundle, function_name: str, position: int, threads: int | No
 
 
 def described(measured: Profile, rows: list[dict], limits: Mapping[str, float]) -> dict[str, Any]:
-    """Return the object that --json prints.
-
-    measured: times of one call and its kernels. rows: entries of the kernels, from `kernel_row`.
-    limits: the machine's limits by name.
-    """
+    """Return the object that --json prints."""
     flops = sum(row["flops"] or 0 for row in rows)
     return {
         "function": measured.function,
@@ -103,9 +98,7 @@ def kernel_row(dispatch: Dispatch, work: Mapping[str, Mapping], position: int, l
 
     Its time, bytes and FLOP are sums over all calls of the kernel.
 
-    dispatch: measured time and number of calls. work: FLOP, bytes and module paths of the
-    function's kernels by kernel name, from the manifest. position: number of tokens in the KV
-    cache. limits: the machine's limits by name.
+    work: FLOP, bytes and module paths of the function's kernels by kernel name, from the manifest.
     """
     kernel = work.get(dispatch.name.removesuffix("_fn"), {})
     nbytes, flops = (amount(kernel, unit, position) * kernel["calls"] if kernel else None for unit in ("bytes", "flops"))

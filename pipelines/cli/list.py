@@ -1,8 +1,8 @@
 """List the models of the catalogue, and bundles.
 
-The bundles are those in ./build and in the given folders: directories with a manifest.json, and
-files that castiron pack wrote. Then follow the bundles in castiron's cache, which run, chat, serve
-and castiron.load compiled, with the time of their last use. castiron rm removes a bundle.
+Bundles are listed from ./build and from the given folders: directories with a manifest.json, and
+files that castiron pack wrote. Bundles in castiron's cache are listed with the time of their last
+use; run, chat, serve and castiron.load compiled them. castiron rm removes a bundle.
 """
 
 import argparse

@@ -34,7 +34,7 @@ GROUPS = {
         "inspect": "describe a checkpoint or a bundle",
         "quantise": "write a checkpoint as a quantised GGUF file",
         "pack": "write a bundle as one file",
-        "cache": "list and clear cached files, or add a prefix state",
+        "cache": "list and clear cached files",
     },
     "measure": {
         "verify": "compare a bundle's greedy tokens with HF transformers",

@@ -117,10 +117,7 @@ def add_options(parser: argparse._ActionsContainer, *options: str, **changes: An
 
 
 def add_checkpoint(parser: argparse.ArgumentParser, **changes: str) -> None:
-    """Add the MODEL argument of commands that read checkpoints.
-
-    changes: override arguments of add_argument.
-    """
+    """Add the MODEL argument of commands that read checkpoints."""
     arguments = {"metavar": "MODEL", "help": "GGUF file, HF directory, catalogue name, or org/name on the hub"}
     parser.add_argument("model", **arguments | changes)
     _add_model_option(parser)

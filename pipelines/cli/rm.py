@@ -1,4 +1,4 @@
-"""Remove a bundle that castiron list shows, and for a catalogue name the checkpoint fetched for it.
+"""Remove a bundle that castiron list shows; for a catalogue name, also the downloaded checkpoint.
 
 NAME is a name in castiron's cache, a bundle's path, or the model that was compiled: its catalogue
 name, org/name or path. castiron rm does not remove checkpoints that were given by path, or files in

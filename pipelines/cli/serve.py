@@ -6,8 +6,9 @@ Endpoints: /v1/models, /v1/chat/completions, /v1/completions, /v1/responses, /v1
 that would change the answer and is not supported gets status 400.
 
 A bundle compiled with --batch 4,8 decodes up to 8 requests at once. The default sampling is the
-model's generation_config. With several bundles, the server opens each when a request first names it
-in "model", and closes it after --keep seconds without a request or when another needs its memory.
+model's generation_config. With several bundles, the server opens a bundle when a request names it
+in "model". It closes the bundle after --keep seconds without a request, or when another bundle
+needs its memory.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
 Candidates are timed in the model's functions, with its weights. castiron compile uses a candidate
 if two measurements found it over 3 % faster than the shipped tiles, and if the model with all such
-candidates generates the same greedy tokens. Results are stored at the end; the next run searches
-only other matmuls, unless castiron cache clear tuned deletes the results. Run no other programs
+candidates generates the same greedy tokens. Results are stored at the end. The next run skips
+matmuls that have a result; castiron cache clear tuned deletes all results. Run no other programs
 during the search.
 """
 

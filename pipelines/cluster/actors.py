@@ -137,10 +137,7 @@ class BatchActor:
             return False
 
     def answers(self, records: list[Record], stored: Stored | None) -> list[tuple[int, Outcome]]:
-        """Return (index, outcome) of each record.
-
-        stored: the bundle in Ray's object store; None if this node has it at the job's path.
-        """
+        """Return (index, outcome) of each record."""
         if self.answer is None:
             found = open_bundle(self.path if stored is None else bundle_at(stored), full_check=self.args.trust == "never")
             # Set the job's path, because requests may name the model by the file name of the bundle.
@@ -152,8 +149,7 @@ class BatchActor:
 class Engines:
     """The actors of a batch job.
 
-    A node with N CPUs runs N / T actors, where T is the value of --threads. Nodes may join the
-    cluster during the job.
+    A node with N CPUs runs N / T actors, where T is the value of --threads.
     """
 
     def __init__(self, args: argparse.Namespace, bundle: Bundle, prepare: Prepare):
@@ -181,10 +177,7 @@ class Engines:
                     self.starting[self.actors[slot].has_bundle.remote()] = slot
 
     def finish_start(self, call: ray.ObjectRef) -> None:
-        """Mark an actor as ready after its call of `has_bundle`. If it died, remove it.
-
-        call: the call of `has_bundle`, which has ended.
-        """
+        """Mark an actor as ready when its call of `has_bundle` has ended; remove it if it died."""
         slot = self.starting.pop(call)
         try:
             has_bundle = ray.get(call)
@@ -196,10 +189,7 @@ class Engines:
         self.ready[slot] = None if has_bundle else self._stored
 
     def wait(self, running: list[ray.ObjectRef], seconds: float) -> list[ray.ObjectRef]:
-        """Wait until one call ends: one of `running`, or the first call of a starting actor.
-
-        Returns a list with the call that ended; it is empty if no call ends within `seconds`.
-        """
+        """Return a list of the first call that ends, in `running` or of a starting actor, or []."""
         if not running and not self.ready and time.monotonic() > self.message_time:
             print_message("no node of the cluster has free CPUs for this job yet; waiting for one")
             self.message_time = math.inf
@@ -228,9 +218,9 @@ class Windows:
         self.ended = False
 
     def next(self, actors: int) -> list[Record]:
-        """Return the next window for one of `actors` actors, or no records if none is available.
+        """Return the records of the next window; an empty list if no records are available.
 
-        actors: number of actors that share the records.
+        actors: number of actors that share the remaining records.
         """
         if self.again:
             return self.again.popleft()
@@ -255,8 +245,8 @@ class Windows:
 def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prepare) -> Answer:
     """Return a function that answers the records of a batch job on the connected Ray cluster.
 
-    args: command-line arguments of `castiron batch`. prepare: called by each actor to set up its
-    engine.
+    args: command-line arguments of `castiron batch`. prepare: called by each actor; returns its
+    converter of records and its engine.
     """
 
     def answer(records: Iterator[Record | None]) -> Iterator[Answered]:
@@ -317,10 +307,7 @@ def _result(call: ray.ObjectRef) -> Any:
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Connect to the Ray cluster at `address`, or start one on this machine if it is "local".
-
-    Does nothing if the process is already connected. Raises PipelineError if the connection fails.
-    """
+    """Connect to the Ray cluster at `address`, if necessary; "local" starts one here."""
     if ray.is_initialized():
         yield
         return

@@ -58,10 +58,7 @@ def store(bundle: Bundle | Path | str) -> Stored:
 
 
 def bundle_at(source: BundleSource) -> Bundle:
-    """Return the opened bundle at `source`, after fetching it to this node if necessary.
-
-    Raises PipelineError if it cannot be fetched, and BundleError if it is invalid.
-    """
+    """Return the opened bundle at `source`, after fetching it to this node if necessary."""
     if isinstance(source, Stored):
         import ray
 
@@ -92,8 +89,8 @@ def bundle_at(source: BundleSource) -> Bundle:
 def _fetched(key: str, source: str, fetch: Callable[[Path], Any]) -> Bundle:
     """Return the opened bundle that this node caches under `key`.
 
-    If it is not cached, `fetch(path)` first writes it to `path`. If it is invalid, it is removed
-    from the cache, and a BundleError is raised. source: where the bundle comes from, for the error
+    If there is none, `fetch(path)` first writes the bundle to `path`. An invalid bundle is removed
+    from the cache, and BundleError is raised. source: where the bundle comes from, for the error
     message.
     """
     path = cache_folder("fetched") / key

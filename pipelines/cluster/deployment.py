@@ -64,7 +64,7 @@ def prefix_hashes(body: bytes) -> tuple[bytes, ...]:
     """Return hashes of a prompt's prefixes: of its first block, its first two blocks, and so on.
 
     A block has `BLOCK` bytes, and an incomplete last block is left out. body: JSON of a generation
-    request, which has the prompt. The result is empty for other bodies.
+    request; the result is empty for other bodies.
     """
     try:
         value = json.loads(body)
@@ -128,10 +128,7 @@ def _prefixes(pending: PendingRequest) -> tuple[bytes, ...]:
 
 
 class Front:
-    """The ingress of the deployment, which forwards each HTTP request to a replica.
-
-    If the replica dies before it answers, the request is sent to another replica.
-    """
+    """The ingress of the deployment, which forwards each HTTP request to a replica."""
 
     def __init__(self, replicas: DeploymentHandle, body_bytes: int):
         """Set the replicas, and the max bytes of a request body."""
@@ -141,10 +138,7 @@ class Front:
         return Starlette(routes=[Route("/metrics", self.metrics), Mount("/", self.forward)])
 
     async def metrics(self, request: Request) -> Response:
-        """Return the Prometheus metrics of all replicas, with a label `replica` on each sample.
-
-        If a replica answers with an error, returns this error response instead.
-        """
+        """Return the Prometheus metrics of all replicas, with a label `replica` on each sample."""
         call = Call(_plain_scope(request.scope), b"", ())
         answers = await self.replicas.broadcast("complete_answer", call).results_async(return_exceptions=True)
         pages = dict(answer for answer in answers if not isinstance(answer, BaseException))
@@ -162,10 +156,7 @@ class Front:
             await while_connected(receive, self._answer(call, scope, receive, send))
 
     async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the call to a replica, and retry if the replica dies.
-
-        Makes at most `ATTEMPTS` attempts.
-        """
+        """Send the call to a replica; if the replica dies, retry, `ATTEMPTS` times in all."""
         started: Message | None = None
         status, reason = 502, f"{ATTEMPTS} replicas ended before they answered this request"
         for attempt in range(ATTEMPTS):
@@ -195,8 +186,7 @@ async def _send_lost(started: Message, path: str, send: Send) -> None:
     """Report to the client that the replica died after it had sent a part of the response.
 
     If the response is an event stream, sends an error event. Otherwise raises ConnectionResetError,
-    because a normal end would make the response look complete. started: first ASGI message of the
-    response.
+    because a normal end would make the response look complete.
     """
     if not any(value.startswith(b"text/event-stream") for name, value in started["headers"] if name == b"content-type"):
         raise ConnectionResetError("the replica ended in the middle of its answer")

@@ -59,11 +59,7 @@ def encoder_sizes(checkpoint: Checkpoint, options: Options) -> EncoderSizes | No
 
 
 def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
-    """Return the graph of a checkpoint's model, in layer operations.
-
-    Raises CheckpointError if the checkpoint lacks tensors or has tensors that the graph does not
-    read.
-    """
+    """Return the graph of a model; CheckpointError if tensors are missing or not read."""
     codecs = codecs_of(checkpoint, options.weights)
     codec, cache, orders = lambda name: codecs.get(name, "f32"), options.cache, checkpoint.column_orders
     if sizes := encoder_sizes(checkpoint, options):
@@ -88,10 +84,7 @@ def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
 def build_module(
     checkpoint: Checkpoint, options: Options, target: Target | None = None, tuned: TileFields = MappingProxyType({})
 ) -> Module:
-    """Return a checkpoint's model, lowered for `target` (by default that of `options`).
-
-    tuned: tiles by matmul name.
-    """
+    """Return a checkpoint's model, lowered for `target`; tuned: tiles by matmul name."""
     isa, threads = (target or resolve(options.target)).isa, options.threads_or_cores
     tiles = lambda matmul: tiles_for(matmul, tuned, ISAS[isa], threads)
     return lower(build_model(checkpoint, options), options.lowering, isa, threads, tiles, options.numerics)

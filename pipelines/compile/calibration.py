@@ -3,7 +3,7 @@
 An error in a column of a weight changes the matmul's result in proportion to the input of that
 column. So the unquantised model reads the text, and each matmul also returns, for each column, the
 sum of its squared inputs over all tokens. For the down projection of an expert, the sum is over the
-tokens that are routed to it.
+tokens that are routed to it. `progress`: called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations
@@ -82,11 +82,7 @@ def calibrate(checkpoint: Checkpoint, options: Options, progress: Progress) -> I
 
 
 def chunks_of(checkpoint: Checkpoint, text: str | Path) -> list[list[int]]:
-    """Return the tokens of a text as up to MAX_CHUNKS sequences of CHUNK tokens.
-
-    A text of fewer than CHUNK tokens gives one shorter sequence. Raises PipelineError for a text of
-    fewer than WIDTH tokens.
-    """
+    """Return a text's tokens as up to MAX_CHUNKS sequences of CHUNK, or one shorter sequence."""
     if checkpoint.tokenizer is None:
         raise PipelineError(f"{checkpoint.path} has no tokenizer to calibrate with; leave --calibrate out")
     try:
@@ -184,11 +180,7 @@ def watched_experts(module: Module, function: Graph, known: Set[str]) -> list[tu
 
 
 def _run(loaded: Loaded, function: Graph, names: Sequence, chunks: Sequence[list[int]], progress: Progress) -> list[np.ndarray]:
-    """Run `function` on sequences of tokens, each from position 0.
-
-    The last len(names) results of the function are sums over the tokens of a call. Returns the
-    total of each over all calls, in f64.
-    """
+    """Run `function` on token sequences; return the sums of its last len(names) results, f64."""
     results = len(function.outputs)
     assert function.entry is not None, "a model's function has a role"
     sums = [np.zeros(value.shape, np.float64) for value in function.outputs[results - len(names) :]]

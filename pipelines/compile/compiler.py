@@ -165,10 +165,7 @@ def compile_model(
 
 @contextmanager
 def _beside(work: Callable[[], Any], cancelled: threading.Event) -> Iterator[Future]:
-    """Run `work` in a thread during the `with` body, and yield its future.
-
-    An error in the thread or the body sets `cancelled`, which both should check.
-    """
+    """Run `work` in a thread and yield its future; an error there or here sets `cancelled`."""
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(work)
         future.add_done_callback(lambda done: cancelled.set() if done.exception() else None)
@@ -226,10 +223,7 @@ def _key(path: Path, options: Options, target: Target) -> str:
 
 
 def _write_sources(folder: Path, model: ModelModule, text: str, flags: tuple[str, ...], bundle: Path) -> None:
-    """Write the files of `castiron compile --keep` to `folder`.
-
-    They are the layer operations, the input of iree-compile, and a script that compiles this input.
-    """
+    """Write layer operations, iree-compile's input and a script that compiles it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / LAYERS).write_text(print_layers(model), encoding="utf-8")
     (folder / TEXT).write_text(text, encoding="utf-8")

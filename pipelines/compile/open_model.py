@@ -39,10 +39,9 @@ def open_or_compile(
 ) -> Bundle:
     """Return an open bundle for `model`: a bundle, or a checkpoint that is compiled if necessary.
 
-    options: options to compile a checkpoint with; PipelineError if `model` is a bundle.
-    progress, evaluate: arguments of `compile_model`; without `progress` a terminal shows a bar.
-    announce: whether to print a line to stderr before compiling. one_sequence: whether to compile
-    only the functions for one prompt at a time, unless the complete bundle is cached.
+    options: options to compile a checkpoint with; PipelineError if `model` is a bundle. announce:
+    whether to print a line before compiling. one_sequence: whether to compile only the functions
+    for one prompt at a time, unless the complete bundle is cached.
     """
     path = model.path if isinstance(model, Bundle) else Path(model).expanduser()
     if is_bundle(model):
@@ -83,8 +82,7 @@ def compile_to(
 ) -> Path:
     """Compile a model into the directory `out`, and return the path of the bundle.
 
-    If another thread is compiling, this function waits for it first. packed: as in `compile_model`.
-    message: line to print if the model is valid and has to be compiled.
+    Waits for compilations of other threads. message: line to print before compiling.
     """
     from castiron.pipelines.compile.compiler import compile_model
 
@@ -95,10 +93,7 @@ def compile_to(
 
 
 def options_of(**options: Any) -> Options:
-    """Return Options from keyword arguments.
-
-    For options that are tuples of sizes, an int means one size and None means no sizes.
-    """
+    """Return Options from keyword arguments; sizes may be an int, or None for no sizes."""
     from castiron.pipelines.compile.options import Options
 
     for name in {"prefill", "batch", "speculate", "embed"} & options.keys():
@@ -108,7 +103,7 @@ def options_of(**options: Any) -> Options:
 
 
 def is_bundle(model: str | Path | Bundle) -> bool:
-    """Return whether `model` is a bundle or the path of a bundle, even of a damaged one."""
+    """Return whether `model` is a bundle, or the path of a bundle, which may be damaged."""
     if isinstance(model, Bundle):
         return True
     path = Path(model).expanduser()

@@ -67,26 +67,25 @@ class Options:
 
     @property
     def threads_or_cores(self) -> int:
-        """Return `threads`, or a default if it is not set.
-
-        The default is the number of this machine's physical cores, or 2 if the target is another
-        machine.
-        """
+        """Return `threads`; by default this machine's physical cores, or 2 for another target."""
         return self.threads or (physical_cores() if self.target == "host" else DEFAULT_THREADS)
 
 
 def context_of(config: dict, options: Options) -> int:
-    """Return the number of positions of a session; by default the model's limit, but at most 8192."""
+    """Return the bundle's context: the max tokens of a sequence, unless it is opened with another.
+
+    The default is the model's limit, but at most 8192.
+    """
     if options.context is not None:
         return options.context
     return min(read_config(config).max_positions, DEFAULT_CONTEXT, options.max_context or DEFAULT_CONTEXT)
 
 
 def max_context_of(config: dict, options: Options) -> int:
-    """Return the number of positions for which the model's states have space.
+    """Return the largest context with which the bundle can be opened, in tokens.
 
-    By default it is the model's limit, but at most 131,072. With the portable lowering, the default
-    is the number of positions of a session.
+    The default is the model's limit, but at most 131,072. With the portable lowering, the default
+    is `context_of`.
     """
     if options.max_context is not None:
         return options.max_context

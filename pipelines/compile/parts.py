@@ -34,10 +34,7 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
 
 def extract_function(module: Module, name: str) -> Module:
-    """Return a module with the function `name` and its parameters.
-
-    Raises PipelineError for an unknown name.
-    """
+    """Return a module with the function `name` and its parameters."""
     if name not in module.functions:
         raise PipelineError(f"the model has no function {name!r}; --function takes {', '.join(module.functions)}")
     return module.part(name)
@@ -46,8 +43,7 @@ def extract_function(module: Module, name: str) -> Module:
 def extract_layer(module: Module, layer: int) -> Module:
     """Return a module whose functions have only the operations of one layer.
 
-    Values that are computed outside the layer become arguments. Values that later layers read
-    become results. Raises PipelineError if the model has no such layer.
+    Values from outside the layer become arguments; values that later layers read become results.
     """
     layers = {layer_of(op) for function in module.functions.values() for op in function.ops} - {None}
     if layer not in layers:
@@ -65,23 +61,25 @@ def layer_of(op: Op) -> int | None:
     return int(found[1]) if found else None
 
 
-def kernel_module(kernel: Kernel) -> Module:
-    """Return a module with a function `call` that runs the kernel once; index operands are 0."""
+def kernel_module(kernel: Kernel, storage: bool = False) -> Module:
+    """Return a module with a function `call` that runs the kernel once; index operands are 0.
+
+    storage: whether `call` also takes a buffer for each result that is not updated in place, so
+    that it allocates none.
+    """
     module = Module("kernel")
-    with module.function("call", **kernel.tensors) as inputs:
-        given = dict(zip(kernel.tensors, inputs, strict=True))
-        results = ops.kernel_call(kernel, **given, **dict.fromkeys(kernel.indices, 0))
-        storage = {i: given[kernel.in_place[name]] for i, name in enumerate(results) if name in kernel.in_place}
-        current_function().returns(storage, **results)
+    in_place = {**{name: f"{name}_storage" for name in kernel.results if storage}, **kernel.in_place}
+    buffers = {operand: kernel.results[name] for name, operand in in_place.items() if operand not in kernel.tensors}
+    with module.function("call", **kernel.tensors, **buffers) as inputs:
+        given = dict(zip([*kernel.tensors, *buffers], inputs, strict=True))
+        results = ops.kernel_call(kernel, **{n: given[n] for n in kernel.tensors}, **dict.fromkeys(kernel.indices, 0))
+        current_function().returns({i: given[in_place[name]] for i, name in enumerate(results) if name in in_place}, **results)
     check(module, LOWERED)
     return module
 
 
 def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None:
-    """Add a function to `into` that has only the operations of `function` in one layer.
-
-    Parameters and constants that these operations read are copied too.
-    """
+    """Add to `into` the operations of `function` in one layer, with the parameters they read."""
     block = [op for op in function.ops if layer_of(op) == layer]
     read = {v for op in block for v in op.operands}
     # Operations without operands are copied if the layer reads them: rotary tables, for example, are in the first layer.
@@ -106,8 +104,8 @@ def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None
 def _names(function: Graph) -> dict[Value, str]:
     """Return names for the inputs of a function, and for values that other layers read.
 
-    An updated state has the name of its input. Another value is named after the module path of the
-    operation that computes it.
+    An updated state has the name of its input. Other values have the module path of their
+    operation.
     """
     readers: dict[Value, set[int | None]] = {value: {None} for value in function.outputs}
     for op in function.ops:
@@ -214,12 +212,11 @@ def _recurrent(name: str, asked: KernelRequest) -> Kernel:
 
 
 def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, KernelRequest], Kernel]:
-    """Return a function of a kernel's name and a request.
+    """Return a function that builds a one-layer model, and returns the model's kernel by name.
 
-    It builds a model with one layer and returns the model's kernel of that name. function: the
-    model's function that has the kernel, without the number of tokens, such as "prefill". For one
-    token, the kernel is always taken from decode_step. keys: keys of the config to which the
-    sizes of --shape are assigned.
+    function: the model's function that has the kernel, without the number of tokens, such as
+    "prefill". For one token, the kernel is always taken from decode_step. keys: keys of the config
+    to which the sizes of --shape are assigned.
     """
 
     def make(name: str, asked: KernelRequest) -> Kernel:
@@ -267,8 +264,7 @@ KINDS: dict[str, Kind] = {
 def named_kernel(name: str, shape: str, *, tokens: int | None = None, **options: Any) -> Kernel:
     """Return the kernel of kind `name` (a key of KINDS) with default tiles.
 
-    shape: sizes joined by "x", such as "1536x576". options: other fields of KernelRequest. Raises
-    PipelineError for invalid arguments.
+    shape: sizes joined by "x", such as "1536x576".
     """
     kind = KINDS.get(name)
     if kind is None:

@@ -1,4 +1,7 @@
-"""Write a checkpoint as a GGUF file with quantised weights, for castiron and llama.cpp."""
+"""Write a checkpoint as a GGUF file with quantised weights, for castiron and llama.cpp.
+
+`progress`: called with (name of a stage, fraction done).
+"""
 
 from __future__ import annotations
 
@@ -47,9 +50,8 @@ class Report:
 def quantise(model: str | Path, out: Path, options: Options, progress: Progress) -> Report:
     """Write a model to the GGUF file `out` atomically, converted as `options.weights` states.
 
-    Uses the options weights, adapter, calibrate and ignore_keys only. The metadata of a GGUF file
-    is copied. With an adapter or from an HF directory, metadata is made from the config and the
-    tokenizer.
+    The metadata of a GGUF file is copied. With an adapter or from an HF directory, metadata is made
+    from the config and the tokenizer.
     """
     start = time.perf_counter()
     checkpoint = open_source(model, options, progress)

@@ -59,18 +59,12 @@ def store_path() -> Path:
 
 
 def key_of(target: Target, threads: int) -> Key:
-    """Return the key for tiles that are measured on this machine.
-
-    target, threads: the target and the number of threads with which they are measured.
-    """
+    """Return the key for tiles measured on this machine with a target and a number of threads."""
     return Key(host_cpu(), target.isa, compiler_version(), sources_hash(*KERNEL_SOURCES)[:16], threads)
 
 
 def read_findings() -> tuple[Finding, ...]:
-    """Return all stored findings; () if there is no file or no permission to read it.
-
-    Raises PipelineError for an invalid file.
-    """
+    """Return all stored findings; () without a readable file, PipelineError for an invalid one."""
     path = store_path()
     try:
         value = json.loads(path.read_bytes())

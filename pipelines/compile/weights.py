@@ -1,8 +1,11 @@
 """Choose the codec of each weight for a value of --weights, and convert and pack the weights.
 
-Mixes such as `q4_k_m` choose the same codecs as llama.cpp (src/llama-quant.cpp), as do replacements
-of codecs whose blocks do not divide a row. So a bundle is as large and as accurate as a GGUF file
-of that type.
+A codec is an element type or a quantisation, such as bf16 or q4_k. For a mix such as `q4_k_m`, the
+codecs are those that llama.cpp chooses (src/llama-quant.cpp), also for rows that are not a multiple
+of a codec's block. So a bundle is as large and as accurate as a GGUF file of that type.
+
+`Importance` has, by the name of a weight, a factor for the quantisation errors of each column, f32
+[in], from `calibration`. Without an entry, all columns of a weight count equally.
 """
 
 from __future__ import annotations
@@ -26,7 +29,6 @@ MIXES = {"q4_k_m": "q4_k", "q5_k_m": "q5_k"}
 QUANTISED = (*ENCODERS, *MIXES)
 WEIGHTS = ("native", *FLOATS, *QUANTISED)
 
-# By name of a tensor: weight of the quantisation error in each column, f32 [in]; if absent, all are equal.
 Importance = Mapping[str, np.ndarray]
 UNIFORM: Importance = MappingProxyType({})
 
@@ -49,10 +51,9 @@ _SMALLER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 def codecs_of(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
     """Return the codec of every tensor by name.
 
-    weights: the value of --weights. Vectors keep the codec that they have in the checkpoint. With a
-    quantised `weights`, some matrices keep it too: routers, other small matrices, experts trained
-    in MXFP4, and matrices whose rows are not a multiple of a block. Raises CheckpointError if
-    `weights` is quantised and the checkpoint has quantised matrices already.
+    Vectors keep the codec that they have in the checkpoint. With a quantised `weights`, some
+    matrices keep it too: routers, other small matrices, experts trained in MXFP4, and matrices
+    whose rows are not a multiple of a block.
     """
     matrices = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1]
     codecs = {tensor.name: tensor.codec for tensor in checkpoint.tensors.values()}
@@ -100,7 +101,7 @@ def _mixed(checkpoint: Checkpoint, matrices: list[Tensor], mix: str) -> dict[str
         """Return whether a tensor gets more bits than others of its kind, because of its layer.
 
         The first and last eighth of the layers get more, and so does every third layer between
-        them. pattern: matches the names of the tensors of this kind.
+        them.
         """
         layer, layers = found[pattern].index(_layer_of(name)), len(found[pattern])
         return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2

@@ -64,8 +64,8 @@ class Admission:
     def next(self, forced: dict[int, Request]) -> tuple[int | None, Request] | None:
         """Return the request whose tokens are read next, as (its slot or None, the request).
 
-        Returns None if no request has tokens to read. `forced`: requests, by slot, for which a
-        grammar forced several tokens that the model has not read yet.
+        Returns None if no request has tokens to read. `forced`: requests with unread tokens that a
+        grammar forced, by slot.
         """
         found: list[Candidate] = [
             (len(request.unread(self.cache.sessions[slot].position)), slot, request)
@@ -89,8 +89,8 @@ class Admission:
     def preempted(self) -> int | None:
         """Return the slot whose request should be preempted, or None.
 
-        A request is preempted only for a waiting request that has a higher priority (a lower
-        number) and could use the slot now.
+        Only a waiting request of higher priority (a lower number) that could use the slot now
+        preempts it.
         """
         if not self.waiting or self.free:
             return None
@@ -136,10 +136,7 @@ class Admission:
         return 0 if any(self._will_cache_more(r, request, cached) for r in older) else len(request.prompt) - cached
 
     def _will_cache_more(self, other: Request, request: Request, cached: int) -> bool:
-        """Return whether the prompt of `other` will add tokens of `request`'s prompt to the cache.
-
-        cached: number of tokens of `request`'s prompt that are in the cache now.
-        """
+        """Return whether reading `other` caches more than `cached` tokens of `request`'s prompt."""
         common, wanted, given = common_prefix(request.prompt, other.prompt), request.prompt_logprobs, other.prompt_logprobs
         if wanted is None:
             return common > cached

@@ -14,7 +14,7 @@ from castiron.pipelines.errors import PipelineError
 
 
 class ConstraintError(PipelineError):
-    """The error that no token of the vocabulary can continue a text as its constraint requires."""
+    """Raised if the constraint of a text allows no token of the vocabulary."""
 
 
 class Constraint(Protocol):
@@ -40,10 +40,7 @@ class Constraint(Protocol):
         ...
 
     def masked(self, logits: np.ndarray) -> np.ndarray:
-        """Return `logits` [vocab] with minus infinity for tokens that are not allowed.
-
-        Raises ConstraintError if no token is allowed.
-        """
+        """Return `logits` with minus infinity for forbidden tokens; ConstraintError if all are."""
         ...
 
     def accept(self, token: int) -> None:

@@ -1,4 +1,4 @@
-"""Counting of the free positions of a context, and moving of a session to a position."""
+"""Count the free positions of a context, and move a session to a position."""
 
 from __future__ import annotations
 
@@ -17,17 +17,13 @@ DEFAULT_MAX_TOKENS = 1024
 
 
 def free_positions(context: int, prompt_tokens: int) -> int:
-    """Return how many tokens a model can generate after a prompt.
-
-    The result is below 1 if the prompt does not fit in the context. context: max tokens of prompt
-    and answer together.
-    """
+    """Return how many tokens can follow a prompt in `context`; below 1 if it does not fit."""
     # The last generated token needs no position, because the model never reads it.
     return context - prompt_tokens + 1
 
 
 def move_to(session: Session, position: int, fed: Sequence[int] = (), source: Session | None = None) -> None:
-    """Move `session` to `position`, in its own states (KV cache) or in a copy of those of `source`.
+    """Move `session` back to `position`, or copy the states (KV cache) of `source` at `position`.
 
     `fed`: the tokens before `position`. Recurrent states cannot return to every position. If they
     cannot return to `position`, the session goes back further and reads the last tokens of `fed`
@@ -44,10 +40,7 @@ def move_to(session: Session, position: int, fed: Sequence[int] = (), source: Se
 
 
 def move_after(session: Session, before: Snapshot, tokens: Sequence[int]) -> None:
-    """Move `session` back to the position after `tokens`.
-
-    before: a snapshot of the session, taken before it read `tokens` and further tokens.
-    """
+    """Move `session` back to the position after `tokens`; before: its snapshot before `tokens`."""
     position = before.position + len(tokens)
     if session.reachable(position) == position:
         session.rewind(position)

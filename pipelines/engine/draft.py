@@ -175,11 +175,10 @@ class Draft:
                 self._rates.learn(kind, right)
 
     def plan(self, text: list[int], seconds: float) -> tuple[int, float] | None:
-        """Return (index in `text` at which the draft model should start to read, seconds it takes).
+        """Return (index in `text` from which the draft model should read, seconds for the unread part).
 
-        Returns None if reading takes more than `seconds`. If the draft model has read only the end
-        of the text so far, the index moves further back as soon as reading from there takes at most
-        a quarter of `seconds`.
+        Returns None if reading takes more than `seconds`. The draft model may read only the last
+        `WINDOW` tokens of a long text. It reads more if that takes at most a quarter of `seconds`.
         """
         affordable, length = int(min(seconds / self._read_seconds, 1e9)), len(text)
         cached = length - self._start
@@ -249,9 +248,9 @@ class Draft:
         return argmax
 
     def _agree(self, text: list[int]) -> int:
-        """Return for how many tokens `text` is still equal to what the session has read.
+        """Return how many tokens, from index `self._start` of `text`, the session has already read.
 
-        The tokens are compared from the first one that was read, up to the first difference. The
+        The count ends at the first token of `text` that differs from what the session has read. The
         last token of `text` does not count, because it must be read again for its logits.
         """
         if text is not self._text:

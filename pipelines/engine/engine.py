@@ -31,10 +31,7 @@ class SingleSlot:
         self.slots = [session]
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, int]:
-        """Run a decode step; return the most probable token by slot, -1 for logits that are NaN.
-
-        tokens: the token to read, by slot.
-        """
+        """Run a decode step; return the most probable token by slot, -1 for logits that are NaN."""
         try:
             return {0: self.slots[0].step(tokens[0])}
         except NanLogitsError:
@@ -142,8 +139,7 @@ class Engine:
     def _turn(self, scheduler: Scheduler) -> None:
         """Run one turn of the scheduler, and pass the events of requests to their streams.
 
-        A turn advances all requests. The caller holds the lock of `_turn_ended`, which is released
-        during the turn.
+        The caller holds the lock of `_turn_ended`, which is released during the turn.
         """
         self._in_turn = True
         self._turn_ended.release()
@@ -194,11 +190,7 @@ class Engine:
             return scheduler.batch.slots[scheduler.cache.latest()].position
 
     def save_state(self, path: Path) -> None:
-        """Write the tokens and states (KV cache) of the last used slot to the file `path`.
-
-        If the slot has no tokens, an existing file is removed. Raises OSError if the file cannot be
-        written.
-        """
+        """Save the last used slot's tokens and states (KV cache); without any, remove the file."""
         with self.exclusive() as scheduler:
             slot = scheduler.cache.latest()
             session = scheduler.batch.slots[slot]
@@ -209,11 +201,7 @@ class Engine:
                 path.unlink(missing_ok=True)
 
     def load_state(self, path: Path) -> None:
-        """Load a file that `save_state` has written into the prefix cache.
-
-        Raises StateError if the file is invalid or belongs to another bundle, and OSError if it
-        cannot be read.
-        """
+        """Load a file of `save_state` into the prefix cache; StateError for another bundle's."""
         state = read_head(path)
         if state.bundle != identity(self.manifest):
             raise StateError(f"{path} is a state of another bundle; load it with that bundle")

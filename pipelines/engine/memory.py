@@ -59,11 +59,7 @@ def warn_of_shortage(*manifests: Manifest) -> None:
 
 
 def print_memory(manifest: Manifest, slots: int, draft: Manifest | None = None) -> None:
-    """Print the memory that a bundle needs for `slots` sequences, and that of its draft model.
-
-    draft: manifest of the draft model, or None. Also prints a warning if the weights exceed the
-    machine's memory.
-    """
+    """Print the memory that a bundle and its draft model need; warn if the machine has less."""
     need, of_draft = needed(manifest, slots), needed(draft) if draft else None
     total = need.total + (of_draft.total if of_draft else 0)
     drafts = f"; draft: {of_draft}" if of_draft else ""

@@ -48,19 +48,18 @@ class PrefixCache:
 
     States stay in a slot after the end of the request that filled them. A prompt that continues the
     text in a slot reuses its states in place. A prompt that shares only a part of the text gets a
-    copy of that part in another slot. A prefix is read from `store`, on disk, if the store has at
-    least one chunk more of it than any slot.
+    copy of that part in another slot. A prefix is read from `store`, on disk, if the store has more
+    of it than any slot, by at least the tokens of one prefill call.
 
     `self.sessions`: one for each slot. `self.tokens`: token ids in each slot, i32 [slots, context],
     valid up to the position of its session. `self.scores`: for each slot the log-probabilities of
     its tokens from index 1 on. Only requests with prompt_logprobs compute them, and such requests
-    reuse only a prefix that has them.
+    reuse only a prefix that has them. `top` in methods: `prompt_logprobs` of the request, or None.
     """
 
     def __init__(self, sessions: Sequence, store: PrefixStore | None = None, score_width: int = 1):
         """Create an empty cache.
 
-        `sessions`: the session of each slot. `store`: store on disk for the states of prefixes.
         `score_width`: number of tokens that the model reads in one call to compute the
         log-probabilities of a prompt.
         """
@@ -95,32 +94,23 @@ class PrefixCache:
         return max(0, cached - 1) // self.score_width * self.score_width
 
     def longest(self, prompt: np.ndarray, top: int | None = None) -> int:
-        """Return how many tokens of `prompt` the method `take` can reuse from slots or the store.
-
-        `top`: `prompt_logprobs` of the request.
-        """
+        """Return how many tokens of `prompt` the method `take` can reuse."""
         return max(*self._cached(prompt, top), self._on_disk(prompt, top))
 
     def fetching(self, prompt: np.ndarray, top: int | None = None) -> bool:
-        """Return whether the state that `take` would load is still being read from disk.
-
-        `top`: `prompt_logprobs` of the request.
-        """
+        """Return whether the state that `take` would load is still being read from disk."""
         longer = self.store and self._on_disk(prompt, top) >= max(self._cached(prompt, top)) + self.store.width
         return bool(longer and self.store.fetching(self.sessions[0], prompt))
 
     def _cached(self, prompt: np.ndarray, top: int | None) -> list[int]:
-        """Return for each slot how many tokens of `prompt` can be reused from it.
-
-        `top`: `prompt_logprobs` of the request.
-        """
+        """Return for each slot how many tokens of `prompt` can be reused from it."""
         return [self.cached_in(prompt, slot, top) for slot in range(len(self.sessions))]
 
     def _on_disk(self, prompt: np.ndarray, top: int | None) -> int:
         """Return how many tokens of `prompt` the store has on disk.
 
-        `top`: `prompt_logprobs` of the request. The result is 0 unless it is None, because the
-        store has no log-probabilities.
+        `top`: `prompt_logprobs` of the request. With it, the result is 0, because the store has no
+        log-probabilities.
         """
         return self.store.lookup(self.sessions[0], prompt) if self.store and top is None else 0
 
@@ -128,7 +118,7 @@ class PrefixCache:
         """Prepare a slot for `prompt`; return (slot, number of the prompt's tokens in its states).
 
         `free`: the slots to choose from. If another slot or the store has more of the prompt's
-        first tokens, the states are copied from there. `top`: `prompt_logprobs` of the request.
+        first tokens, the states are copied from there.
         """
         cached = self._cached(prompt, top)
         best = max(cached)
@@ -175,21 +165,14 @@ class PrefixCache:
         self.tokens[slot, end - len(tokens) : end] = tokens
 
     def resume(self, paused: Paused, tokens: Sequence[int], free: Collection[int]) -> int:
-        """Restore the states of a preempted request to one of the `free` slots; return this slot.
-
-        tokens: the tokens of its prompt and answer.
-        """
+        """Restore a preempted request's states to one of the `free` slots; return this slot."""
         slot = self._unused_longest(free)
         paused.resume(self.sessions[slot])
         self._replace(slot, tokens[: paused.position])
         return slot
 
     def load(self, rows: Sequence[np.ndarray], tokens: np.ndarray) -> None:
-        """Load states into the least recently used slot. No request may be running.
-
-        rows: the data of each state, an array each. tokens: the tokens whose states these are, i32
-        [n].
-        """
+        """Load states into the least recently used slot, while no request runs; tokens: i32 [n]."""
         slot = self._unused_longest(range(len(self.sessions)))
         self.sessions[slot].take(rows, len(tokens))
         self._replace(slot, tokens)

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -54,11 +54,7 @@ class PrefixStore:
     """
 
     def __init__(self, directory: Path | str, manifest: Manifest, max_bytes: int = MAX_BYTES, min_tokens: int = 0):
-        """Open the store, and create `directory` if it does not exist.
-
-        manifest: manifest of the bundle. max_bytes: max size of all states in `directory`. Raises
-        PipelineError if the directory cannot be created. min_tokens: min tokens of a state.
-        """
+        """Open the store in `directory`; PipelineError if the directory cannot be created."""
         self.directory, self.bundle, self.max_bytes = Path(directory), identity(manifest), max_bytes
         self.folder = self.directory / self.bundle
         self.width = max(manifest.widths("prefill"), default=1)
@@ -82,10 +78,7 @@ class PrefixStore:
         return self._longest(session, prompt)[0]
 
     def take(self, session: Session, prompt: np.ndarray) -> int:
-        """Load the state with the longest prefix of `prompt`, i32 [n], into `session`.
-
-        Returns the number of tokens of this prefix, or 0 if no prefix is stored.
-        """
+        """Load the longest stored prefix of `prompt` into `session`; return its length, or 0."""
         while True:
             position, state = self._longest(session, prompt)
             if state is None:
@@ -117,9 +110,9 @@ class PrefixStore:
         return not self._fetched[name].done()
 
     def offer(self, session: Session, prompt: np.ndarray) -> None:
-        """Store the state of `session` if later prompts are likely to need it.
+        """Store the state of `session`, in another thread, if later prompts are likely to need it.
 
-        Another thread writes the file. The caller calls this after each chunk of `prompt`, i32 [n].
+        The caller calls this after each chunk of `prompt`, i32 [n].
         """
         position = session.position
         if not position or position != session.chunked_tokens or not session.settled or not self._writable:
@@ -134,31 +127,10 @@ class PrefixStore:
         """Return whether `offer` will store a state of `prompt` if all chunks from `start` on are full."""
         return self._writable and any(position > start for position in self._positions(session, prompt))
 
-    def prepare(self, session: Session, tokens: np.ndarray, progress: Callable[[int, int], None] | None = None) -> int:
-        """Prefill an empty `session` with the complete chunks of `tokens`, and store its state.
-
-        Returns the number of tokens in these chunks. Raises PipelineError if there is no complete
-        chunk, or if the state cannot be written. `tokens`: i32 [n]. `progress`: called
-        with (tokens read, tokens to read) after each chunk.
-        """
-        position = self._complete(len(tokens))
-        if not position:
-            raise PipelineError(f"the text has {len(tokens)} tokens, fewer than a chunk of {self.width}; give a longer text")
-        known = self.take(session, np.append(tokens[:position], 0))
-        if known < position:
-            session.prefill(tokens[known:position], progress=progress)
-            if not self.save(session, tokens[:position]).result():
-                raise PipelineError(
-                    f"cannot store the state of {position} tokens in {self.directory}; use a writable folder, or increase "
-                    "--prefix-cache-size"
-                )
-        return position
-
     def save(self, session: Session, tokens: np.ndarray) -> Future:
-        """Store the state of `session`, which has read `tokens`; another thread writes the file.
+        """Store the state of `session`, which has read `tokens`, in another thread.
 
-        The result of the returned future is the size of the file in bytes, or 0 if it was not
-        written.
+        The future's result is the size of the file in bytes, or 0 if it was not written.
         """
         rows = [rows.copy() for rows in session.rows(len(tokens))]
         self._writing = self._writer.submit(self._write, np.array(tokens, np.int32), rows)
@@ -180,10 +152,7 @@ class PrefixStore:
         return {position for position in wanted if position >= self.min_tokens and position > found}
 
     def _longest(self, session: Session, prompt: np.ndarray) -> tuple[int, StateFile | None]:
-        """Return the length of the longest stored prefix of `prompt`, and the state that has it.
-
-        Returns (0, None) if no prefix is stored.
-        """
+        """Return (length of the longest stored prefix of `prompt`, its state or None)."""
         found: tuple[int, StateFile | None] = 0, None
         for state in self._states():
             position = self._common(state, prompt)
@@ -192,7 +161,7 @@ class PrefixStore:
         return found
 
     def _common(self, state: StateFile, prompt: np.ndarray) -> int:
-        """Return how many first tokens a state has in common with `prompt`, in complete chunks."""
+        """Return the length of the common prefix of a state and `prompt`, in complete chunks."""
         return self._complete(common_prefix(state.tokens, prompt))
 
     def _complete(self, tokens: int) -> int:

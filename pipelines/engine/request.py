@@ -87,10 +87,7 @@ class Failed(Event):
 
 
 class Output(Protocol):
-    """The interface of an object that converts the tokens of one request to events.
-
-    `stopped`: whether the request must end now, for example because of a stop string.
-    """
+    """The interface of an object that converts the tokens of one request to events."""
 
     @property
     def stopped(self) -> bool: ...
@@ -99,10 +96,7 @@ class Output(Protocol):
         ...
 
     def finish(self, end: Finished, last: Token | None) -> list[Event]:
-        """Return the last events of the request; the very last is `end` or a changed copy of it.
-
-        `last`: the stop token that ended the request, or None if no event should report it.
-        """
+        """Return the last events of the request; the very last is `end` or a changed copy of it."""
         ...
 
 
@@ -165,8 +159,8 @@ class Request:
 
         Args:
             context: max tokens of prompt and answer together.
-            max_tokens: max tokens of the answer. If it is None, or fewer positions are free, only
-                the context limits the answer.
+            max_tokens: max tokens of the answer; None for no limit. The context limits it in any
+                case.
             sampling: sampling options, or a Sampler that continues its sequence of random numbers.
             stop_tokens: tokens that end the answer; None for the end tokens of the model.
             constraint: limits the next token, for example to those that a grammar allows.

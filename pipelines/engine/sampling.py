@@ -105,10 +105,7 @@ class Sampling:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether the choice of a token needs all logits.
-
-        If not, the choice is the token with the largest logit.
-        """
+        """Whether the choice needs all logits, and is not simply the token with the largest one."""
         return self.is_random or self.repeat_penalty != 1 or self.shifts_logits
 
     @property
@@ -219,9 +216,8 @@ class Sampler:
 def _draw(weight: np.ndarray, number: float) -> tuple[int, bool]:
     """Return (an index drawn in proportion to `weight`, whether the index is certain).
 
-    weight: f32 [n]. number: a uniform random number in [0, 1), which selects the index. The index
-    is certain if rounding cannot change it: the number is at least NEAR_DRAWN away from the numbers
-    that select other indices.
+    The index is certain if rounding cannot change it: `number`, a random number in [0, 1), is at
+    least NEAR_DRAWN away from the numbers that select other indices.
     """
     # Running sums over a complete vocabulary are slow, so a block is drawn first, then an index in
     # the block.
@@ -250,11 +246,7 @@ def lead(logits: np.ndarray) -> float:
 
 
 def _drawn(sums: np.ndarray, goal: float) -> int:
-    """Return the first index at which `sums` exceeds `goal`.
-
-    sums: running sums of weights. If no sum exceeds `goal` because of rounding, returns the last
-    index with a positive weight.
-    """
+    """Return the first index whose running sum exceeds `goal`; else the last with a weight > 0."""
     return int(min(sums.searchsorted(goal, side="right"), sums.searchsorted(sums[-1])))
 
 
@@ -285,8 +277,8 @@ def shifted(logits: np.ndarray, sampling: Sampling, counts: Mapping[int, int]) -
 def penalise(logits: np.ndarray, recent: Sequence[int], penalty: float) -> np.ndarray:
     """Return the logits, f64 [vocab], after the repeat penalty.
 
-    The logits of the tokens in `recent` are divided by the penalty, or multiplied by it if they are
-    below zero (CTRL, arXiv 1909.05858, section 4.1, in the form that HF and llama.cpp use).
+    A positive logit of a token in `recent` is divided by `penalty`, and any other is multiplied by
+    it (CTRL, arXiv 1909.05858, section 4.1, as in HF and llama.cpp).
     """
     seen = np.unique(np.asarray(recent, np.int64))
     logits = logits.copy()
@@ -328,20 +320,14 @@ def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.n
 
 
 class Score(NamedTuple):
-    """The log-probability of a token, and those of the most probable tokens at its position.
-
-    `top`: (id, log-probability) of the most probable tokens, the most probable one first.
-    """
+    """The log-probability of a token, and those of the most probable tokens at its position."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
 def log_probabilities(logits: np.ndarray, token: int, count: int) -> Score:
-    """Return the log-probabilities of `token` and of the `count` most probable tokens.
-
-    logits: f32 [vocab]. Equally probable tokens are in the order of their ids.
-    """
+    """Return the log-probabilities of `token` and of the `count` most probable tokens."""
     top = logits.max()
     total = float(top) + float(np.log(np.exp(logits - top).sum(dtype=np.float64)))
     count = min(count, len(logits))
@@ -356,9 +342,7 @@ def log_probabilities(logits: np.ndarray, token: int, count: int) -> Score:
 def score_width(widths: Sequence[int], max_width: int) -> int:
     """Return how many tokens a call should read if the logits after every token are needed.
 
-    widths: numbers of tokens that the bundle's verify functions read. The result is the largest
-    width of at most `max_width`, or else the smallest width. Without verify functions it is 1,
-    which means decode steps.
+    It is the largest of `widths` up to `max_width`, else the smallest; 1 means decode steps.
     """
     return max((width for width in widths if width <= max_width), default=min(widths, default=1))
 
@@ -367,7 +351,7 @@ def logit_rows(session: Session, tokens: Sequence[int], width: int) -> Iterator[
     """Read `tokens` in calls of `width` tokens; yield the logits after each token, f32 [vocab].
 
     The last call may have fewer tokens. Then it is padded, or replaced by decode steps if the
-    session cannot undo the padding. Raises NanLogitsError for logits that are NaN.
+    session cannot undo the padding.
     """
     for start in range(0, len(tokens), width):
         part = tokens[start : start + width]

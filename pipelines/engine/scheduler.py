@@ -21,10 +21,7 @@ from castiron.vmfb.program import NanLogitsError, SessionError
 
 
 class Observer:
-    """A receiver of the scheduler's events; this base class ignores them.
-
-    Its methods are called in the thread that called `Scheduler.turn`.
-    """
+    """A receiver of the scheduler's events, in the thread that called `Scheduler.turn`."""
 
     def started(self, request: Request) -> None:
         """Called when a request gets a slot; `request.cached` is already set."""
@@ -154,8 +151,7 @@ class Scheduler:
     def _read(self, forced: dict[int, Request], events: Events) -> bool:
         """Read the next chunk of a prompt or of forced tokens; return whether there was one.
 
-        forced: requests, by slot, for which a constraint forced several tokens that the model has
-        not read yet. events: list to which the events of the chosen request are added.
+        forced: requests with unread forced tokens, by slot. events: list to which events are added.
         """
         if (chosen := self.requests.next(forced)) is None:
             return False
@@ -191,11 +187,7 @@ class Scheduler:
         return True
 
     def _read_chunk(self, session, request: Request, left, width: int, forced: bool):
-        """Read the first of the unread tokens `left`, at most `width` of them.
-
-        Returns (the tokens that were read, the most probable next token). session: the session of
-        the request's slot. forced: whether a constraint forced these tokens.
-        """
+        """Read up to `width` tokens of `left`; return (tokens read, most probable next token)."""
         if request.prompt_logprobs is None or forced:
             return left[:width], session.prefill(left[:width])
         # Make only complete calls, so that a prefix always has the same logits to the last bit.
@@ -293,10 +285,7 @@ class Scheduler:
             self._advance(slot, request, 0, events)
 
     def _advance(self, slot: int, request: Request, argmax: int, events: Events) -> None:
-        """Choose the next token of a request, and append the tokens that a constraint then forces.
-
-        argmax: the token with the largest logit.
-        """
+        """Choose a request's next token, and append the tokens that a constraint then forces."""
         forced = True
         while forced:
             before = request.timing.last

@@ -97,7 +97,7 @@ class Ngrams:
 
 
 def match_kind(length: int) -> int:
-    """Return the index in `FOLLOWED` of the hit rate of matches of `length` tokens."""
+    """Return the index in `FOLLOWED` of the initial hit rate after a match of `length` tokens."""
     return min(length, MAX_MATCH).bit_length() - 2
 
 

@@ -2,6 +2,7 @@
 
 For castiron, the result also has the fractions of the machine's bandwidth and peak that it reaches.
 They are computed from the FLOP and bytes of each kernel in the bundle's manifest.
+`progress`: called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations
@@ -28,11 +29,7 @@ from castiron.vmfb.manifest import Manifest
 def bench(
     bundle: Bundle, settings: Settings, against: Sequence[str], checkpoint: str | None, progress: Progress
 ) -> dict[str, Any]:
-    """Return measurements of a bundle and of other engines, as --json prints them.
-
-    against: names of the other engines. checkpoint: the model that they load; None for the
-    checkpoint that the bundle was compiled from.
-    """
+    """Return measurements of a bundle and of other engines on its checkpoint, for --json."""
     if settings.context > bundle.manifest.max_context:
         raise PipelineError(
             f"--prompt, --gen and --depth need {settings.context} positions, but the bundle has "
@@ -64,11 +61,7 @@ def bench(
 
 
 def add_peers(engines: dict[str, Engine], against: Sequence[str], source: Path) -> dict[str, str]:
-    """Add the engines named in `against` to `engines`, except those that cannot run.
-
-    source: path of the checkpoint that the engines load. Returns {engine name: reason} for the
-    engines that cannot run.
-    """
+    """Add the engines of `against` that can run `source`; return {engine: reason} of others."""
     from castiron.reference.peers import PEERS
 
     missing = {}
@@ -99,11 +92,7 @@ def summarise(engine: Engine) -> dict[str, Any]:
 
 
 def ratios(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> dict[str, float]:
-    """Return the ratio of castiron's result to another engine's for each measurement.
-
-    ours, peer: results of `summarise`. Ratios of times and of memory are inverted, so that castiron
-    is better if a ratio is above 1.
-    """
+    """Return castiron's results relative to another engine's; above 1 castiron is better."""
     return {
         "decode": round(ours["decode_tok_s"] / peer["decode_tok_s"], 3),
         "prefill": round(ours["prefill_tok_s"] / peer["prefill_tok_s"], 3),
@@ -152,8 +141,6 @@ class Workload:
         bandwidth. prefill_peak_share: FLOP per second, as a fraction of the f32 peak; it may exceed
         1 if activations are int8. Both are None for a bundle of the lowering `portable`, whose
         manifest has no FLOP and bytes.
-
-        measured: has decode_tok_s and prefill_tok_s. limits: read_gb_s and peak_gflop_s.
         """
         if not self._kernels() or not all("weights" in kernel for kernel in self._kernels()):
             return {"decode_roofline": None, "prefill_peak_share": None}
@@ -168,7 +155,7 @@ class Workload:
         """Return the mean bytes of weights and KV cache that a decode step reads.
 
         The weights of a step include one row of the embedding and, of the experts, only those that
-        are used. depth: position of the first decoded token. tokens: number of decoded tokens.
+        are used.
         """
         weights = sum(kernel["calls"] * kernel["weights"] for kernel in self._kernels())
         # Only kernels that read the KV cache have bytes that grow with the position; at position 0 they read one entry.

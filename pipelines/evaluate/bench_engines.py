@@ -1,4 +1,7 @@
-"""Measure engines alternately on one machine, each in its own process."""
+"""Measure engines alternately on one machine, each in its own process.
+
+`progress`: called with (name of a stage, fraction done).
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,7 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a measurement.
-
-    threads: CPU threads of each engine. prompt: number of tokens to prefill. gen: number of tokens
-    to decode. depth: position of the first decoded token. rounds: number of measurements.
-    """
+    """Settings: CPU threads, tokens to prefill and decode, first position to decode, and rounds."""
 
     threads: int
     prompt: int = 512
@@ -56,10 +55,7 @@ class EngineError(PipelineError):
     """The error of an engine whose process failed."""
 
     def __init__(self, engine: str, reason: str, status: int | None):
-        """Describe the failure of `engine`.
-
-        status: exit status of its process, negative for a signal; None if it is still running.
-        """
+        """Describe the failure of `engine`; status: its process's exit status, None if it runs."""
         crash = f"crashed ({signal.Signals(-status).name})" if status and status < 0 else None
         self.engine, self.reason = engine, crash or f"ended: {reason or 'it gave no reason'}"
         super().__init__(f"{engine} {self.reason}")
@@ -145,10 +141,7 @@ def serve_engine(pipe: Connection, name: str, model: str, threads: int, context:
 
 
 def time_to_first_token(engine: str, model: str, settings: Settings, tokens: Sequence[int]) -> float:
-    """Return the seconds from the start of a new process to the first token after a prompt.
-
-    tokens: token ids of the prompt.
-    """
+    """Return the seconds from the start of a new process to the first token after a prompt."""
     start = time.perf_counter()
     worker = Worker(engine, model, settings)
     worker.ask("first", tokens)
@@ -162,11 +155,9 @@ def measure(
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Measure engines alternately, and add the measurements to `engines`.
 
-    The engines run for `settings.rounds` rounds, after one round that is not measured. An engine
-    that fails is removed from `engines`; if castiron fails, EngineError is raised.
+    An engine that fails is removed from `engines`; if castiron fails, EngineError is raised.
 
-    tokens: token ids of the prompt. Returns (limits, reasons). limits: the machine's read_gb_s and
-    peak_gflop_s, one value per round. reasons: {engine name: why this engine failed}.
+    Returns the machine's read_gb_s and peak_gflop_s of each round, and {engine: why it failed}.
     """
     workers: dict[str, Worker] = {}
     limits: dict[str, list[float]] = {"read_gb_s": [], "peak_gflop_s": []}

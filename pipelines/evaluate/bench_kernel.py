@@ -1,4 +1,7 @@
-"""Time one kernel on operands like those of a model, and compare it with the machine's limits."""
+"""Time one kernel on operands like those of a model, and compare it with the machine's limits.
+
+`progress`: called with (name of a stage, fraction done).
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,7 @@ Progress = Callable[[str, float], None]
 def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, position: int) -> dict[str, np.ndarray]:
     """Return random operands for a kernel, as arrays by operand name.
 
-    codec: codec of the weights. sizes: the numbers in the value of --shape. tokens: number of
-    tokens, one for each row of x. position: number of tokens in the KV cache. Ids of experts and
-    tokens are not random, but 0, 1, 2, ...
+    Ids of experts and tokens are not random, but 0, 1, 2, ...
     """
     rng = np.random.default_rng(0)
     full = {"length": tokens, "start": position, "position": position, "counters": 0}
@@ -102,10 +103,7 @@ def kernel_run(
 
 
 def measure(run: KernelRun, rounds: int, machine: Any, progress: Progress) -> dict[str, Any]:
-    """Return the measurements of a kernel, as --json prints them.
-
-    machine: a `Machine`, whose read bandwidth and peak arithmetic are measured after each round.
-    """
+    """Return the measurements of a kernel and of the machine's limits, as --json prints them."""
     kernel, settings, position = run.kernel, run.settings, run.position
     threads, codec = settings["threads"], settings["codec"]
     progress("compiling the kernel", 0.0)

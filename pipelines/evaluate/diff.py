@@ -14,15 +14,14 @@ from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointErro
 from castiron.pipelines.compile.build_model import build_model
 from castiron.pipelines.compile.options import Options
 from castiron.pipelines.compile.weights import pack_parameter
-from castiron.pipelines.evaluate.dequantised import dequantised
+from castiron.pipelines.evaluate.verify import dequantised
 from castiron.reference import hf, interpreter
 
 
 def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, lowering: str = "portable") -> dict[str, Any]:
     """Return the differences between castiron's and HF's activations for the prompt `tokens`.
 
-    castiron's graph runs in the NumPy interpreter. lowering: "portable" or "kernels". Raises
-    OSError or ValueError for a checkpoint that HF cannot load.
+    castiron's graph runs in the NumPy interpreter.
 
     Returns:
         The object that `castiron diff --json` prints. modules: the difference of each module's
@@ -103,10 +102,7 @@ def _distance(ours: np.ndarray, theirs: np.ndarray) -> float | None:
 
 
 def _between(function: Graph, equal: Sequence[str], different: str) -> list[tuple[str, str]]:
-    """Return (kind, module path) of the operations that may cause a difference.
-
-    They are those after the last module of `equal`, up to the end of the module `different`.
-    """
+    """Return (kind, module path) of operations after the last of `equal`, up to `different`."""
 
     def last(name: str) -> int:
         return max(i for i, op in enumerate(function.ops) if op.path == name or op.path.startswith(name + "."))

@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from castiron.emitter import ops
-from castiron.emitter.ir import Module, current_function
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.mlir.bf16_pairs import Pairs
 from castiron.emitter.kernels.mlir.body import Body, Ssa, batches, vector_type
@@ -24,6 +22,7 @@ from castiron.emitter.kernels.mlir.isa import ISAS, Isa
 from castiron.emitter.kernels.mlir.matrix import COLUMNS, DEPTH, Matrix
 from castiron.emitter.printer import print_module
 from castiron.emitter.types import F32, I32, TensorType
+from castiron.pipelines.compile.parts import kernel_module
 
 # 256 MB, several times the size of any CPU cache.
 READ_FLOATS = 64 << 20
@@ -58,19 +57,12 @@ _PEAK_OF = {
 
 
 def chains_of(isa: Isa) -> int:
-    """Return how many independent accumulators a probe kernel uses.
-
-    They are enough to hide the latency of a multiply-add, and fit in the vector registers.
-    """
+    """Return how many accumulators hide a multiply-add's latency and still fit in registers."""
     return 24 if isa.lanes == 4 else 12
 
 
 def probes_of(isa: Isa) -> dict[str, Kernel]:
-    """Return the probe kernels for an instruction set, by the name of the limit they measure.
-
-    The kernel for the read bandwidth sums READ_FLOATS floats. The others do arithmetic on
-    accumulators in registers.
-    """
+    """Return the probe kernels for an instruction set, by the name of the limit they measure."""
     found = {"read_gb_s": _read(isa), "peak_gflop_s": _fma(isa), "peak_bytes_gop_s": _dot(isa)}
     if isa.pairs:
         found["peak_pairs_gflop_s"] = _pairs(isa)
@@ -80,7 +72,7 @@ def probes_of(isa: Isa) -> dict[str, Kernel]:
 
 
 def _read(isa: Isa) -> Kernel:
-    # Each workgroup reads four places in turn, as matmul kernels read several rows: one place alone does not use all
+    # Each workgroup reads four addresses in turn, as matmul kernels read several rows: one address alone does not use all
     # hardware prefetchers, and on Zen 5 gives 35 GB/s on two threads where four give 43.
     part = READ_FLOATS // READ_GROUPS // READ_STREAMS
 
@@ -175,28 +167,11 @@ def _probe(
 ) -> Kernel:
     """Return a probe kernel, with one workgroup per row of its result.
 
-    x: type of the operand. result: shape of the f32 result. flops, nbytes: FLOP and bytes read of
-    one call. write: function that emits the kernel's body; called as write(body, x, y), where y is
-    the result.
+    flops, nbytes: FLOP and bytes read of one call. write: emits the body; called as write(body, x,
+    y).
     """
     y = {"y": TensorType(result, F32)}
     return Kernel(f"probe_{name}", {"x": x}, y, result[0], write, dict, flops=flops, nbytes=nbytes)
-
-
-def module_of(kernel: Kernel) -> Module:
-    """Return a module with a function `call` that runs the kernel once.
-
-    Its arguments are the operands, then a buffer for each result that is not updated in place, so
-    that the measured time includes no allocation.
-    """
-    module = Module("kernel")
-    storage = {f"{name}_storage": type_ for name, type_ in kernel.results.items() if name not in kernel.in_place}
-    with module.function("call", **kernel.tensors, **storage) as inputs:
-        given = dict(zip([*kernel.tensors, *storage], inputs, strict=True))
-        results = ops.kernel_call(kernel, **{n: given[n] for n in kernel.tensors}, **dict.fromkeys(kernel.indices, 0))
-        updated = {i: given[kernel.in_place.get(name, f"{name}_storage")] for i, name in enumerate(results)}
-        current_function().returns(updated, **results)
-    return module
 
 
 class TimedKernel:
@@ -219,7 +194,7 @@ class TimedKernel:
         self.kernel, self.device = kernel, device(threads)
         with TemporaryDirectory(prefix="castiron-") as folder:
             path = Path(folder) / "timed.vmfb"
-            compile_mlir(print_module(module_of(kernel)), resolve("host"), path)
+            compile_mlir(print_module(kernel_module(kernel, storage=True)), resolve("host"), path)
             instance = rt.VmInstance()
             module = rt.VmModule.copy_buffer(instance, path.read_bytes())
         self._context = rt.VmContext(instance, [rt.create_hal_module(instance, self.device), module])
@@ -258,11 +233,7 @@ class TimedKernel:
 
 
 class Machine:
-    """The probe kernels, compiled for this machine, on `threads` threads.
-
-    Raises CompileError without iree-base-compiler, and TargetError on a CPU for which castiron has
-    no kernels.
-    """
+    """The probe kernels, compiled for this machine, on `threads` threads."""
 
     def __init__(self, threads: int):
         from castiron.vmfb.targets import resolve
@@ -281,8 +252,7 @@ class Machine:
     def measure(self, limit: str, seconds: float = LOAD_SECONDS) -> float:
         """Return a limit of the machine, measured for `seconds`; 0 if the CPU cannot run the probe.
 
-        limit: `read_gb_s` for GB/s, or a key of PEAKS for 10^9 operations/s. A multiply-add counts
-        as two operations.
+        limit: `read_gb_s` in GB/s, or a key of PEAKS in 10^9 operations/s, two for a multiply-add.
         """
         if (probe := self.probes.get(limit)) is None:
             return 0.0
@@ -292,8 +262,8 @@ class Machine:
 def peak_of(kernel: str) -> str:
     """Return the limit that bounds a kernel's arithmetic, as a key of PEAKS.
 
-    kernel: the kernel's name. Exact matmuls on matrix units split x into three or more bf16 parts,
-    so they can reach at most a third of the limit.
+    Exact matmuls on matrix units split x into three or more bf16 parts, so they can reach at most a
+    third of the limit.
     """
     return next((peak for part, peak in _PEAK_OF.items() if part in kernel), "peak_gflop_s")
 
@@ -301,9 +271,7 @@ def peak_of(kernel: str) -> str:
 def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: Mapping[str, float]) -> tuple[str, float | None]:
     """Return (what bounds a kernel, fraction of this limit that the kernel reaches).
 
-    nbytes, flops, seconds: bytes read, FLOP and time of one call. limits: the machine's limits by
-    name. The bound is "memory", "compute" or "cache". If the kernel read faster than the memory
-    bandwidth, it is "cache" with the fraction None.
+    The bound is "memory", "compute", or "cache" with the fraction None.
     """
     reading, computing = nbytes / limits["read_gb_s"] / 1e9, flops / limits[peak_of(kernel)] / 1e9
     bound = "compute" if computing >= reading else "memory" if reading <= seconds else "cache"
@@ -311,10 +279,7 @@ def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: M
 
 
 def of_limit(row: Mapping[str, Any]) -> str:
-    """Return a kernel's fraction of its limit as text: "75%", "in cache", or "?" if unknown.
-
-    row: has the results of `bound_of` as `bound` and `limit_share`.
-    """
+    """Return a kernel's fraction of its limit as text: "75%", "in cache", or "?" if unknown."""
     if row["bound"] == "cache":
         return "in cache"
     return "?" if row["limit_share"] is None else f"{row['limit_share']:.0%}"
@@ -330,10 +295,7 @@ def amount(kernel: Mapping, unit: str, position: int) -> int:
 
 
 def describe(limits: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return CPU name, cores, memory in GB, system, and medians of the measured limits.
-
-    limits: measurements by name of the limit, such as `read_gb_s`.
-    """
+    """Return CPU name, cores, memory in GB, system, and medians of the measured limits."""
     import platform
 
     from castiron.vmfb.cpu import host_cpu, physical_cores

@@ -60,20 +60,13 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def compare_row(logits: np.ndarray, base: np.ndarray, token: int) -> tuple[float, float, float, bool]:
-    """Return the values of the fields of `Compared` for one token.
-
-    logits, base: logits [vocab] of the model and of the base model, from which `token` is
-    predicted.
-    """
+    """Return the fields of `Compared` for one `token`, from the logits [vocab] that predict it."""
     q, p = log_softmax(logits), log_softmax(base)
     return -float(q[token]), -float(p[token]), float(np.exp(p) @ (p - q)), bool(q.argmax() == p.argmax())
 
 
 def mean_and_error(values: np.ndarray) -> dict[str, float]:
-    """Return {"mean": ..., "error": ...}: the mean of `values`, and the standard error of the mean.
-
-    The error is 0 for up to ten values, as in llama.cpp.
-    """
+    """Return the mean and its standard error, which is 0 for up to ten values as in llama.cpp."""
     error = np.sqrt(values.var() / (values.size - 1)) if values.size > 10 else 0.0
     return {"mean": float(values.mean()), "error": float(error)}
 
@@ -110,10 +103,7 @@ def statistics(found: Compared) -> dict:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of the text. The model reads `tokens`, and `targets` are scored.
-
-    targets: for each of `tokens[first:]`, the token that follows it in the text.
-    """
+    """A part of the text; targets: the token that follows each of `tokens[first:]` in the text."""
 
     tokens: list[int]
     targets: list[int]
@@ -123,8 +113,7 @@ class Chunk:
 def bundle_rows(session: Session, steps: bool = False) -> Rows:
     """Return a function that yields a bundle's logits, f32 [vocab], after each token of a text.
 
-    The function's arguments are the tokens, and the index of the first token whose logits are
-    needed. It calls the bundle's verify functions or, if `steps` is true, its decode step.
+    It calls the verify functions or, if `steps` is true, decode_step.
     """
 
     def rows(tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
@@ -143,10 +132,7 @@ def bundle_rows(session: Session, steps: bool = False) -> Rows:
 
 
 def text_of(path: str | None = None) -> str:
-    """Return the text of the file `path` without its last line feed.
-
-    Returns castiron's default text if `path` is None.
-    """
+    """Return the text of a file, by default castiron's, without its last line feed."""
     try:
         text = (Path(path) if path else files("castiron.pipelines.evaluate") / DEFAULT_TEXT).read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -193,11 +179,7 @@ def chunks_of(tokens: Sequence[int], context: int, max_chunks: int | None = None
 
 
 def _scored(chunks: Sequence[Chunk], progress: Progress, *models: Rows) -> Iterator[tuple]:
-    """Yield (logits of the first model, ..., logits of the last model, id) for every scored token.
-
-    models: functions that yield logits [vocab]. progress: called with (finished chunks, all
-    chunks).
-    """
+    """Yield (logits of each model, ..., token id) for every scored token."""
     for done, chunk in enumerate(chunks):
         progress(done, len(chunks))
         yield from zip(*(model(chunk.tokens, chunk.first) for model in models), chunk.targets, strict=True)
@@ -216,11 +198,7 @@ def compare(model: Rows, base: Rows, chunks: Sequence[Chunk], progress: Progress
 
 
 def own_accuracy(bundle: Bundle, progress: Progress = lambda done, total: None) -> Accuracy | None:
-    """Return the accuracy of a bundle's prefill and verify functions, compared with decode steps.
-
-    Decode steps are the exact reference. Returns None if the context or the tokenized text is too
-    short.
-    """
+    """Return the accuracy of verify functions against decode steps; None for a short text."""
     context = min(SHORT_CONTEXT, bundle.manifest.context)
     try:
         chunks = chunks_of(tokens_of(bundle), context, SHORT_CHUNKS, bundle.manifest.tokens.bos)

@@ -1,7 +1,7 @@
 """Write checkpoints with random weights and the shapes of known models to the cache.
 
 They are GGUF files, which llama.cpp can read too, or HF directories for architectures that castiron
-cannot export to GGUF.
+cannot export to GGUF. `progress`: called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations
@@ -75,10 +75,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 def random_checkpoint(name: str, codec: str, progress: Progress) -> tuple[Path, str]:
     """Return the path of a random checkpoint, and the --weights to compile it with.
 
-    name: a key of SHAPES. codec: codec of every matrix, except that q4_k mixes codecs as
-    llama.cpp's Q4_K_M does. The first use writes the checkpoint to the cache: a GGUF file with
-    weights in `codec`, or an HF directory with weights in bf16. Raises PipelineError for an unknown
-    name or codec, or if the disk is full.
+    codec: codec of every matrix, except that q4_k mixes codecs as llama.cpp's Q4_K_M does. The
+    first use writes the checkpoint to the cache: a GGUF file with weights in `codec`, or an HF
+    directory with weights in bf16.
     """
     if (config := SHAPES.get(name)) is None:
         raise PipelineError(f"unknown shape: {name}; without --kernel, --shape takes {', '.join(SHAPES)}")
@@ -117,8 +116,7 @@ def checkpoint_of(name: str, config: dict[str, Any]) -> Checkpoint:
 def gguf_parts(checkpoint: Checkpoint, weights: str) -> tuple[bytes, list[Tensor]]:
     """Return the header bytes of a GGUF file, and its random tensors.
 
-    weights: a value of --weights. The metadata has the vocabulary size but no tokens; llama.cpp
-    generates placeholder tokens.
+    The metadata has the vocabulary size but no tokens; llama.cpp generates placeholder tokens.
     """
     (architecture, _), config = gguf_export.architecture_for(checkpoint), gguf_export.flat_config(checkpoint.config)
     vocab = read_config(checkpoint.config).vocab
@@ -142,11 +140,7 @@ def _tensor(name: str, shape: tuple[int, ...], codec: str) -> Tensor:
 
 
 def _write(file: str, header: bytes, tensors: Sequence[Tensor], alignment: int, progress: Progress) -> Path:
-    """Write a header and tensors to the cache file `file`, and return its path.
-
-    An existing file with this header and size is not written again. alignment: each tensor is
-    padded to a multiple of this many bytes.
-    """
+    """Write a header and tensors to the cache file `file`, unless it has them; return its path."""
     path = cache_path(KIND) / file
     padding = [-tensor.nbytes % alignment for tensor in tensors]
     size = len(header) + sum(padding) + sum(tensor.nbytes for tensor in tensors)
@@ -209,11 +203,7 @@ def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndar
 
 @cache
 def random_tile(codec_name: str) -> np.ndarray:
-    """Return about TILE_BYTES of random blocks in a codec, u8 [bytes].
-
-    Matrices are filled with copies of these blocks. The number of blocks is odd, so that the rows
-    of such a matrix differ.
-    """
+    """Return about TILE_BYTES of random blocks; their number is odd, so that rows differ."""
     codec = codec_of(codec_name)
     blocks = TILE_BYTES // codec.block_bytes | 1
     return raw_rows(codec_name, 1, blocks * codec.block, seed=0)[0]

@@ -4,6 +4,7 @@ Matmuls are timed inside the model's own functions, on its own weights. A round 
 with one candidate for every matmul. IREE's profiler times every dispatch alternately with default
 tiles and with the candidate. The fastest candidate of each matmul is measured again. It is used if
 it is faster again and a bundle with all chosen tiles generates the same tokens.
+`progress`: called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations
@@ -49,10 +50,8 @@ Progress = Callable[[str, float], None]
 class MatmulSearch:
     """The search for the best tiles of one matmul.
 
-    function: name of the model function in which it is timed.
-    default_seconds: time of one call with default tiles.
-    tiles, gain: the fastest tiles and their speed-up over the default tiles; None and 1 if the
-    default tiles are the fastest.
+    function: name of the model function in which it is timed. tiles: the fastest tiles; None for
+    the default tiles. gain: speed-up of `tiles` over the default tiles.
     """
 
     matmul: Matmul
@@ -66,11 +65,7 @@ class Bench:
     """A bundle with default tiles, whose matmuls are timed against modules with other tiles."""
 
     def __init__(self, model: str | Path, options: Options, functions: Sequence[str], directory: Path, progress: Progress):
-        """Compile `model` with default tiles in `directory`.
-
-        functions: names of the functions whose matmuls are searched; all if empty. Raises
-        PipelineError for an embedding model or an unknown function.
-        """
+        """Compile `model` with default tiles; functions: those to search, or [] for all."""
         self.model, self.options, self.directory = model, options, directory
         checkpoint = open_source(model, options, progress)
         if checkpoint.encoding:
@@ -96,18 +91,11 @@ class Bench:
         return open_bundle(self.directory / name)
 
     def matmuls(self) -> dict[str, MatmulSearch]:
-        """Return a new search for each matmul, by the matmul's name.
-
-        The matmul is timed in the first function that contains it.
-        """
+        """Return a new search for each matmul, by name, in the first function that contains it."""
         return {name: MatmulSearch(matmul, function) for name, (matmul, function, _) in self.kernels.items()}
 
     def gains(self, tiles: TilesByMatmul, repeats: int) -> dict[str, tuple[float, float]]:
-        """Return (seconds with default tiles, speed-up with `tiles`) for each matmul in `tiles`.
-
-        repeats: how many times the default tiles and `tiles` are measured, alternately; the
-        shortest times count.
-        """
+        """Return (seconds with default tiles, speed-up with `tiles`) of each matmul, by name."""
         module = self._lowered(tiles)
         candidate = self.directory / "candidate.vmfb"
         compile_mlir(print_module(module), self.target, candidate, cache_dir=self.directory)
@@ -129,10 +117,7 @@ class Bench:
         return found
 
     def _times(self, model: Path, function: Function) -> Iterator[tuple[str, float]]:
-        """Yield (name, seconds of one call) of each kernel that `function` runs.
-
-        model: path of the compiled module with the function, which runs for about MEASURE_SECONDS.
-        """
+        """Yield (name, seconds of one call) of the kernels that `function` in a module runs."""
         measure = lambda runs: dispatches(
             model, self.bundle.file(WEIGHTS), self.bundle.manifest, function, POSITION, self.threads, runs
         )
@@ -147,7 +132,7 @@ class Bench:
         return lower(self._layers, isa=self.target.isa, threads=self.threads, tiles=tiled, numerics=self.options.numerics)
 
     def _kernels_of(self, module: Module) -> dict[str, tuple[Matmul, str, str]]:
-        """Return (matmul, name of the first function with it, its kernel's name) by matmul name."""
+        """Return (matmul, name of the first function that has it, kernel name) by matmul name."""
         found: dict[str, tuple[Matmul, str, str]] = {}
         for function in self.functions:
             for op in module.functions[function.name].ops:
@@ -160,9 +145,9 @@ class Bench:
 def search(bench: Bench, searches: dict[str, MatmulSearch], progress: Progress) -> int:
     """Find the best tiles of each matmul, and store them in `searches`.
 
-    searches: a search for each matmul, by the matmul's name. Each round compiles a module with one
-    candidate for the tiles of each matmul, and times its kernels. In the end, the fastest
-    candidates are timed again to confirm them. Returns the number of rounds that did not compile.
+    Each round compiles a module with one candidate for the tiles of each matmul, and times its
+    kernels. In the end, the fastest candidates are timed again to confirm them. Returns the number
+    of rounds that did not compile.
     """
     refused = 0
     candidates = {name: list(neighbours(found.matmul, bench.isa, bench.threads)) for name, found in searches.items()}
@@ -202,10 +187,7 @@ _STEPS: dict[str, Steps] = {"together": _NEXT, "chains": _NEXT, "rows": _NEXT}
 
 
 def neighbours(matmul: Matmul, isa: Isa, threads: int) -> Iterator[Tiles]:
-    """Yield tiles that differ from the default tiles in one field.
-
-    Tiles that give the same kernel code as earlier ones are left out.
-    """
+    """Yield tiles that differ from the default ones in one field and give other kernel code."""
     default = default_tiles(matmul, isa, threads)
     seen = {None, _code(matmul, isa, threads, default)}
     for tile in fields(default):
@@ -235,10 +217,7 @@ def prompts_of(bundle: Bundle) -> list[list[int]]:
 
 
 def answers(bundle: Bundle, threads: int, prompts: list[list[int]]) -> list[list[int]]:
-    """Return lists of tokens that the bundle generates for `prompts`, to compare two bundles.
-
-    The tokens come from decode steps, verify functions and batch functions.
-    """
+    """Return the tokens after `prompts` from decode steps, verify and batch functions."""
     session, found = Session(bundle, threads), []
     for prompt in prompts:
         tokens = greedy(session, prompt, TOKENS)

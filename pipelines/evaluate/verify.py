@@ -5,14 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from castiron.pipelines.checkpoints.hf_directory import CONFIG, SINGLE, quantization_config, tensors_of
+from castiron.pipelines.checkpoints.hf_files import json_object
+from castiron.pipelines.checkpoints.hf_quantised import column_orders, quantised_weights
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.locate import HubName
 from castiron.pipelines.text.tokenizer import load_tokenizer
@@ -90,11 +96,7 @@ def random_prompts(vocab: int) -> list[Prompt]:
 def encoded_prompts(
     bundle: Bundle, path: str | None = None, given: Sequence[Prompt] | None = None
 ) -> list[tuple[Prompt, list[int]]]:
-    """Return prompts with their token ids.
-
-    The prompts are `given`, or those in the file `path`, or castiron's default prompts (random
-    token ids for a bundle without tokenizer).
-    """
+    """Return (prompt, token ids) of `given`, or of the file `path`, or of default prompts."""
     vocab, text = bundle.manifest.vocab, load_tokenizer(bundle) if bundle.tokenizer else None
     prompts = given or (read_prompts(path) if path or text else random_prompts(vocab))
     return [(prompt, encode(prompt, text, vocab)) for prompt in prompts]
@@ -118,10 +120,10 @@ def encode(prompt: Prompt, text, vocab: int) -> list[int]:
 def checkpoint_of(bundle: Bundle, given: str | None = None, *, any_format: bool = False) -> Path:
     """Return the path of the checkpoint that the bundle was compiled from.
 
-    The path is `given`, or else the one in the manifest, or else that of a download. Raises
-    PipelineError if the checkpoint's SHA-256 differs from that in the manifest. With `any_format`,
-    `given` may be the same model in the other format (GGUF file or HF directory), whose hash is not
-    checked.
+    The path is `given`, or else the one in the manifest. If that does not exist, the checkpoint is
+    downloaded again. Raises PipelineError if its SHA-256 differs from that in the manifest. With
+    `any_format`, `given` may be the same model in the other format (GGUF file or HF directory),
+    whose hash is not checked.
     """
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, canonical_name, fetch
     from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256, find_checkpoint
@@ -165,11 +167,9 @@ def adapter_of(bundle: Bundle) -> Path | None:
 
 
 def _unchanged(bundle: Bundle, key: str, what: str, sha256: Callable[[Path], str | None]) -> Path | None:
-    """Return the path of a file or folder that the bundle was compiled with; None without one.
+    """Return the path of a file that the bundle was compiled with; PipelineError if it has changed.
 
-    key: its key in the manifest's `source`, such as the adapter's. what: its name in the error
-    message. sha256: function that computes its hash. Raises PipelineError if the hash differs from
-    that in the manifest.
+    key: its key in the manifest's `source`. what: its name for the error.
     """
     if (recorded := bundle.manifest.source.get(key)) is None:
         return None
@@ -182,8 +182,7 @@ def _unchanged(bundle: Bundle, key: str, what: str, sha256: Callable[[Path], str
 def load_reference(path: Path, weights: str, threads: int | None, adapter: Path | None = None, calibrated: Path | None = None):
     """Return a checkpoint loaded with HF transformers, with the same weights as the bundle.
 
-    weights: the bundle's --weights; matrices are rounded to that codec. adapter: path of a LoRA
-    adapter to merge with peft. calibrated: path of the bundle's calibration text.
+    weights: codec to which matrices are rounded. adapter: a LoRA adapter to merge with peft.
     """
     # Set before transformers is imported, because its progress bar would overwrite castiron's.
     os.environ.setdefault("TQDM_DISABLE", "1")
@@ -191,7 +190,7 @@ def load_reference(path: Path, weights: str, threads: int | None, adapter: Path 
     from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
     from castiron.pipelines.compile.calibration import calibrate
     from castiron.pipelines.compile.options import Options
-    from castiron.pipelines.evaluate.dequantised import dequantised
+    from castiron.pipelines.evaluate.verify import dequantised
     from castiron.reference import hf
 
     try:
@@ -209,11 +208,7 @@ def load_reference(path: Path, weights: str, threads: int | None, adapter: Path 
 
 
 def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[str, np.ndarray]) -> None:
-    """Round the matrices of an HF model in place to the values that a bundle stores.
-
-    weights: the bundle's --weights. importance: [columns] by tensor name: the importance of each
-    column, which weights its rounding errors.
-    """
+    """Round an HF model's matrices in place to what a bundle with `weights` stores."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
@@ -273,10 +268,7 @@ def greedy(session, prompt: Sequence[int], n: int) -> list[int]:
 
 
 def compare(session, model, prompt: Prompt, tokens: list[int], n: int) -> dict[str, Any]:
-    """Return a comparison of `n` greedy tokens of castiron with those of HF, for one prompt.
-
-    tokens: the prompt's ids. The result is the prompt's object in `castiron verify --json`.
-    """
+    """Compare `n` greedy tokens of castiron and HF; return the prompt's object for --json."""
     ours = greedy(session, tokens, n)
     theirs = expect(model, tokens, ours)
     at = first_difference(theirs.tokens, ours)
@@ -291,3 +283,44 @@ def compare(session, model, prompt: Prompt, tokens: list[int], n: int) -> dict[s
         "smallest_hf_margin": min(theirs.margins[: None if at is None else at + 1]),
         "tokens": ours,
     }
+
+
+# Methods for which transformers has no code of its own.
+_WITH_LIBRARIES = ("awq", "bitsandbytes", "compressed-tensors", "gptq")
+_OTHER_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+@contextmanager
+def dequantised(path: Path) -> Iterator[Path]:
+    """Yield an HF directory with the same model that transformers reads without other libraries.
+
+    If the model's quantisation needs a library, as GPTQ does, this is a temporary copy with weights
+    in f32, which is deleted at the end. Otherwise it is `path` itself.
+    """
+    full_config = json_object(path / CONFIG) if path.is_dir() else None
+    config = quantization_config(full_config or {})
+    if full_config is None or config is None or config.get("quant_method") not in _WITH_LIBRARIES:
+        yield path
+        return
+    from safetensors.numpy import save_file
+
+    found, _ = quantised_weights(path, config, tensors_of(path, True))
+    found, orders = column_orders(found)
+    values = {}
+    for name, tensor in found.items():
+        if name in orders.values():
+            continue
+        values[name] = tensor.dequantise()
+        if order := orders.get(name):
+            values[name] = values[name][:, np.argsort(found[order].dequantise())]
+    text = full_config.get("text_config")
+    for own in (full_config, text if isinstance(text, dict) else {}):
+        own.pop("quantization_config", None)
+    with TemporaryDirectory() as directory:
+        copy = Path(directory)
+        save_file({name: np.ascontiguousarray(each) for name, each in values.items()}, copy / SINGLE, {"format": "pt"})
+        (copy / CONFIG).write_text(json.dumps(full_config), encoding="utf-8")
+        for file in _OTHER_FILES:
+            if (path / file).is_file():
+                shutil.copy(path / file, copy)
+        yield copy

@@ -38,7 +38,7 @@ from castiron.pipelines.text.generation import open_draft
 from castiron.pipelines.text.tokenizer import load_tokenizer
 from castiron.vmfb.bundle import Bundle, open_bundle
 
-# Max memory of request bodies in flight, of all clients and of one client: so many bodies of the max size.
+# Max memory of request bodies in flight, as a number of bodies of max size: of all clients, of one client.
 BODIES, BODIES_PER_CLIENT = 16, 4
 # Default max sequences of one client that wait for a slot.
 QUEUE = 64
@@ -59,8 +59,7 @@ class Access:
     def __init__(self, keys: Sequence[str] = (), origins: Sequence[str] = (), local: bool = False):
         """Accept requests with one of the `keys`, or all requests if there are no keys.
 
-        `origins`: sites whose pages may send requests, "*" for all. `local`: whether the server
-        listens on this machine only.
+        `origins`: sites whose pages may send requests, "*" for all.
         """
         self.keys = [key.encode(errors="surrogateescape") for key in keys]
         self.origins, self.local = origins, local

@@ -18,7 +18,7 @@ from castiron.pipelines.api.api_errors import ApiError
 from castiron.pipelines.api.byte_limit import ByteShare
 from castiron.pipelines.api.generation_job import Job
 from castiron.pipelines.api.model_api import run_in_thread
-from castiron.pipelines.api.parse_body import parse_body
+from castiron.pipelines.api.request_body import parse_body
 
 # Status in the log and metrics of a request whose client left before the response, as in nginx.
 CLIENT_LEFT = 499
@@ -35,12 +35,11 @@ SMALL_BODY = 16_000
 class Exchange:
     """One HTTP request and its response.
 
-    client: name of the client whose limits the request uses. seconds: max duration. body: memory
-    reserved for the request body. is_receiving: whether more of the body will arrive. exits:
-    context managers to exit after the response. status: HTTP status of the response. code: error
-    code of the response. job: the job that computes the answer; its `summary` is logged.
-    load_seconds: how long the request waited until its model was open. deadline: time at which
-    `seconds` have passed, by the event loop's clock.
+    client: name of the client whose limits the request uses. body: memory reserved for the request
+    body. is_receiving: whether more of the body will arrive. exits: context managers to exit after
+    the response. job: the job that computes the answer; its `summary` is logged. load_seconds: how
+    long the request waited until its model was open. deadline: time at which `seconds` have passed,
+    by the event loop's clock.
     """
 
     client: str
@@ -115,11 +114,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 async def answer_request(request: Request, work: Awaitable[Any], stream: bool | None) -> Response:
-    """Return the response to a request.
-
-    work: awaitable of the response's JSON object, or of a job that computes this object.
-    stream: whether the response is the stream of the job's events.
-    """
+    """Return the response to a request: the JSON that `work` returns, or a stream of its job."""
     exchange = exchange_of(request.scope)
 
     async def finish(work: Awaitable[Any]) -> Any:
@@ -216,10 +211,7 @@ async def before_deadline(exchange: Exchange, work: Awaitable) -> Any:
 
 
 async def while_connected(receive: Receive, work: Coroutine) -> Any:
-    """Return the result of `work`.
-
-    If the client closes the connection first, cancels `work` and raises ClientDisconnect.
-    """
+    """Return the result of `work`; if the client disconnects, cancel it, raise ClientDisconnect."""
 
     async def wait_for_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":

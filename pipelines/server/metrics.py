@@ -105,10 +105,7 @@ class ModelMetrics(Observer):
         self._success = {reason: page.success.labels(name, reason) for reason in REASONS}
 
     def watch(self, scheduler: Scheduler) -> None:
-        """Connect this model's gauges to the slots and the queue of `scheduler`.
-
-        The gauges show their state until `Metrics.forget` is called.
-        """
+        """Connect this model's gauges to `scheduler`, until `Metrics.forget` is called."""
         positions = scheduler.slots * scheduler.context
 
         def usage() -> float:
@@ -165,11 +162,7 @@ class ModelMetrics(Observer):
 
 
 class _MergedPages(Collector):
-    """A Prometheus collector that yields the samples of several metrics pages.
-
-    pages: text of each page, by name. label: name of a label that is added to each sample; its
-    value is the name of the page.
-    """
+    """A Prometheus collector of several pages; each sample gets its page's name as a label."""
 
     def __init__(self, label: str, pages: Mapping[str, str]):
         self.label, self.pages = label, pages
@@ -184,9 +177,5 @@ class _MergedPages(Collector):
 
 
 def labelled(label: str, pages: Mapping[str, str]) -> str:
-    """Merge the metrics pages of several servers into one page.
-
-    pages: text of each page, by the name of its server. label: name of a label that is added to
-    each sample; its value is the name of the server.
-    """
+    """Merge metrics pages, {server: text}, into one; each sample gets a label with its server."""
     return generate_latest(_MergedPages(label, pages)).decode()

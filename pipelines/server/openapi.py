@@ -1,7 +1,4 @@
-"""The OpenAPI document of the server.
-
-This module describes responses, errors and API keys. FastAPI describes the request bodies.
-"""
+"""The OpenAPI document: responses, errors and API keys; FastAPI describes the request bodies."""
 
 from __future__ import annotations
 
@@ -95,11 +92,7 @@ Health = _answer("Health", status=Literal["ok", "stopping"])
 
 
 def errors(path: str, statuses: Iterable[int] = (), *, key: bool = True) -> dict[int | str, dict[str, Any]]:
-    """Return FastAPI's `responses` for the errors of a route, by HTTP status.
-
-    `statuses`: error statuses besides those of every route. `key`: whether the route requires an
-    API key.
-    """
+    """Return FastAPI's `responses` for a route's errors; key: whether it requires an API key."""
     model = AnthropicError if is_anthropic(path) else OllamaError if is_ollama(path) else OpenAIError
     found: dict[int | str, dict[str, Any]] = {}
     for status in sorted({*ANY, *statuses} - (set() if key else {401})):
@@ -111,10 +104,7 @@ def errors(path: str, statuses: Iterable[int] = (), *, key: bool = True) -> dict
 
 
 def content(*media: str) -> dict[str, Any]:
-    """Return the value of FastAPI's `responses` for a response with one of these content types.
-
-    media: content types, such as "text/plain".
-    """
+    """Return FastAPI's `responses` entry for text of these content types, such as "text/plain"."""
     return {"content": {each: {"schema": {"type": "string"}} for each in media}}
 
 

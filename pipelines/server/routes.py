@@ -68,10 +68,8 @@ def _add_posts(app: FastAPI) -> None:
     def post(*paths: str, answer: Any, stream: bool = False, media_type: str = "text/event-stream") -> Callable:
         """Return a decorator that serves a handler at `paths`.
 
-        The handler gets the endpoints of the request's model, the request's body and its exchange.
-        It returns an awaitable of the response's JSON object, or of a job that computes this
-        object. `answer`: schema of the response, for the OpenAPI document. `stream`: whether the
-        endpoint can stream its response. `media_type`: content type of the stream.
+        The handler gets the model's endpoints, the body and the exchange, and returns an awaitable
+        of a JSON object or a job.
         """
         # No schema: readers of the document differ in whether it describes an event or the text of all events.
         streams: dict[int | str, dict[str, Any]] = {200: {"content": {media_type: {}}}} if stream else {}

@@ -27,10 +27,9 @@ from castiron.vmfb.manifest import Manifest
 class ServedModel:
     """A model of a server.
 
-    name: its name in answers. names: all names that requests may use. template: chat template.
-    open: function that opens the model and returns its endpoints. api: its endpoints, None while it
-    is closed. lock: locked while the model is being opened or closed. users: number of requests
-    that use it now. last_used: end of the last request, in `time.monotonic` seconds.
+    name: its name in answers. names: all names that requests may use. api: its endpoints, None
+    while it is closed. lock: locked while the model is being opened or closed. users: number of
+    requests that use it now. last_used: end of the last request, in `time.monotonic` seconds.
     """
 
     name: str
@@ -110,8 +109,7 @@ class ModelPool:
     async def use(self, name: str | None) -> AsyncIterator[ModelApi]:
         """Yield the endpoints of the model `name`, or of the first model if `name` is None.
 
-        Opens the model if it is closed. The model stays open during the `async with` block. Raises
-        ApiError if no model has the name, or if the model cannot be opened.
+        The model is opened if it is closed, and stays open during the `async with` block.
         """
         model = self.find(name)
         model.users += 1
@@ -138,7 +136,7 @@ class ModelPool:
         return found[0]
 
     def describe(self, name: str | None = None) -> list[dict[str, Any]]:
-        """Return the records of /v1/models for all models, or for the model with this name."""
+        """Return the entries of /v1/models for all models, or for the model with this name."""
         return [self._record(model, name or model.name) for model in (self.models if name is None else [self.find(name)])]
 
     @property
@@ -168,10 +166,7 @@ class ModelPool:
 
     @property
     def home(self) -> str | None:
-        """The text to return at the path /, or None if that path returns the chat page.
-
-        A server with a single embedding model has no chat page.
-        """
+        """The text at the path /, for a single embedding model; None for the chat page."""
         api = self.models[0].api
         if api is None or api.has_chat or len(self.models) > 1:
             return None

@@ -46,8 +46,8 @@ def render(
     """Return the text of a conversation, rendered by the Jinja `template`.
 
     `messages`: {"role", "content"} each. `special_tokens`: text of special tokens by name, such as
-    bos_token. `variables`: other variables of the template. Raises PipelineError if the template
-    is not valid Jinja, rejects the messages or exceeds a limit.
+    bos_token. Raises PipelineError for a template that is invalid, rejects the messages or exceeds
+    a limit.
     """
     known = {"add_generation_prompt": True, "tools": None, "documents": None, **(special_tokens or {}), **variables}
     pieces, characters, deadline = [], 0, time.thread_time() + SECONDS
@@ -69,10 +69,7 @@ def render(
 
 
 def _with_reasoning(message: Mapping) -> Mapping:
-    """Return `message` with its reasoning under both keys that templates use.
-
-    gpt-oss's template uses the key `thinking`, most others use `reasoning_content`.
-    """
+    """Return `message` with its reasoning under both keys that templates use."""
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
@@ -98,10 +95,10 @@ def describe_tools(
 ) -> list[dict[str, Any]]:
     """Return `messages` with a description of `tools` in the system message.
 
-    form: format in which the model writes calls. If it is HERMES, calls and results of calls in
-    `messages` are converted to text too. has_system: whether the template accepts a system message.
-    If not, the text of the system message is put before that of the first user message. Raises
-    PipelineError if the calls of a message are not in OpenAI's format.
+    form: format in which the model writes calls. With the default format `HERMES`, calls in
+    `messages` and their results become text too. has_system: whether the template accepts a system
+    message. If not, its text is put before that of the first user message. Raises PipelineError if
+    the calls of a message are not in OpenAI's format.
     """
     shown = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     texts, found = [DESCRIPTION.format(tools=shown, call=form.write([CALL]))], []
@@ -160,10 +157,7 @@ def check_variables(template: str | None, given: Mapping[str, object]) -> None:
 
 @lru_cache(maxsize=8)
 def _names(template: str) -> tuple[set[str], set[str]]:
-    """Return (names of the variables that a template reads, names of Jinja's globals).
-
-    Both are empty if the template is not valid Jinja.
-    """
+    """Return (variables that a template reads, Jinja's globals); both empty if it is not valid."""
     from jinja2 import TemplateError, meta
 
     environment = _environment()
@@ -196,10 +190,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """A Jinja extension that renders the content of {% generation %} blocks unchanged.
-
-        Templates mark the tokens to train on with these blocks.
-        """
+        """A Jinja extension that renders {% generation %} blocks, which mark training tokens."""
 
         tags = {"generation"}
 

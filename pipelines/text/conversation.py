@@ -117,9 +117,9 @@ class Chat:
     def _fit(self, messages: list[dict]) -> tuple[list[dict], list[int], int]:
         """Return (messages that fit, their token ids, number of dropped messages).
 
-        If the context has too little space for the answer, the oldest turns are dropped, until the
-        answer fits and the prompt has become shorter by at least 1 / SHARE of the context. Raises
-        PipelineError if the last message alone does not fit.
+        If the answer does not fit in the context, the oldest turns are dropped until it fits. At
+        least 1 / SHARE of the context is freed, so that the next turns fit without dropping more.
+        Raises PipelineError if the last message alone does not fit.
         """
         context = self.engine.context
         needed = max(1, min(self.max_tokens or context, context // SHARE))
@@ -143,10 +143,7 @@ class Chat:
         return messages, prompt, dropped
 
     def save(self, path: str | Path) -> None:
-        """Write the messages to a JSON file, and their states (KV cache) to a file beside it.
-
-        The JSON is {"messages": [{"role", "content"}, ...]}. Raises PipelineError if that fails.
-        """
+        """Write the messages to a JSON file, and their states (KV cache) to a file beside it."""
         text = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=2) + "\n"
         file = Path(path).resolve()
         try:

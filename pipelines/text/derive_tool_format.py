@@ -42,8 +42,7 @@ def tool_format_of(template: str | None, special_tokens: Mapping[str, str] = {})
 
     The template renders test calls, and the format is derived from their text. If that fails, a
     format in KNOWN is used whose identifying text is in the template. Parsing the rendered calls
-    must give the same calls, unless the template renders none. special_tokens: text of special
-    tokens by name.
+    must give the same calls, unless the template renders none.
     """
     if not template:
         return None
@@ -68,10 +67,7 @@ class _Probe:
         self.writes_calls = False
 
     def render(self, message: Mapping[str, Any] | None, **variables: Any) -> str | None:
-        """Return the text of a conversation that ends in `message`, or None.
-
-        None means that the template rejects the conversation.
-        """
+        """Return the text of a conversation that ends in `message`; None if it is rejected."""
         properties = {key: {"type": kind, "description": "d"} for key, kind in (("k_one", "string"), ("k_two", "integer"))}
         schema = {"type": "object", "properties": properties, "required": []}
         tools = [{"type": "function", "function": {"name": n, "description": "d", "parameters": schema}} for n in NAMES]
@@ -83,10 +79,7 @@ class _Probe:
             return None
 
     def calls(self, arguments: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return the text that the template writes for calls, without the rest of the turn.
-
-        arguments: the arguments of each call. Returns None if the template writes no calls.
-        """
+        """Return the rendered text of calls, without the rest of the turn; None without calls."""
         given = [
             {"id": id_, "type": "function", "function": {"name": name, "arguments": json.dumps(each) if self.as_text else each}}
             for id_, name, each in zip(IDS, NAMES, arguments)
@@ -121,9 +114,9 @@ class _Probe:
     def _form(self, style: str, before: str, head: str, body: str, after: str, rest: str) -> ToolFormat:
         """Return the tool format that follows from the texts of one call and of two calls.
 
-        style: style of the arguments. before: text of one call before the function's name. head:
-        text between name and arguments. body: the arguments. after: text after the arguments. rest:
-        text of two calls after the first call's name; "" if the template allows only one call.
+        style: `ToolFormat.style`. before: text of one call before the function's name. head: text
+        between name and arguments. body: the arguments. after: text after the arguments. rest: text
+        of two calls after the first call's name; "" if the template allows only one call.
         """
         fields: dict[str, Any] = {}
         if style == "tags":
@@ -144,11 +137,11 @@ class _Probe:
         return ToolFormat(style, begin, head, end, separator, section_begin, section_end, **fields)
 
     def _tags(self, head: str, body: str, after: str) -> tuple[str, str, dict[str, Any]]:
-        """Return the parts of a call in the style "tags", and the fields of `ToolFormat` for tags.
+        """Return (new head, new after, fields of `ToolFormat` for tags) for a call in style "tags".
 
-        The result is (text between name and arguments, text after the arguments, fields). head,
-        body, after: the text between name and arguments, the arguments, and the text after them, as
-        `_split` found them.
+        head, body, after: text between the function's name and the arguments, the arguments, and
+        text after them, as `_split` found them: `head` still ends with the tag before the first
+        key, and `after` starts with the tag after the last value.
         """
         first, _, rest = (head + body + after).partition("k_one")
         key_end, _, rest = rest.partition("v_one")
@@ -190,7 +183,7 @@ class _Probe:
 
 
 def _split(text: str) -> tuple[str, str, str, str, str] | None:
-    """Return the style of a call and the parts of its text, or None if the style is unknown.
+    """Return the style of a call (`ToolFormat.style`) and the parts of its text; None if unknown.
 
     The result is (style, text before the function's name, text between name and arguments,
     arguments, text after the arguments).
@@ -208,11 +201,7 @@ def _split(text: str) -> tuple[str, str, str, str, str] | None:
 
 
 def _after_arguments(text: str, fields: Mapping[str, Any]) -> str:
-    """Return the text after the arguments of a call.
-
-    text: the text that follows the function's name, up to the next name or the end. fields: the
-    fields of `ToolFormat` that are already known.
-    """
+    """Return what follows a call's arguments in `text`, which starts after the function's name."""
     for pattern in STYLES.values():
         if found := pattern.search(text):
             return _with_ids(text[found.end() :])

@@ -50,10 +50,7 @@ class Embedder:
         self._running = threading.Lock()
 
     def prompt(self, name: str | None = None) -> str:
-        """Return the text of the prompt `name`, or of the default prompt for None.
-
-        Raises PipelineError for an unknown name.
-        """
+        """Return the prompt `name` (None: the default one); PipelineError for an unknown name."""
         name = self.facts.default_prompt if name is None else name
         if name is not None and name not in self.facts.prompts:
             known = ", ".join(self.facts.prompts) or "none"
@@ -61,10 +58,7 @@ class Embedder:
         return "" if name is None else self.facts.prompts[name]
 
     def tokens(self, text: Given, prompt: str = "") -> Tokens:
-        """Return the tokens of `prompt` + `text`, or the ids in `text` unchanged if it is a list.
-
-        Raises PipelineError if there are no tokens, or more ids than the model's max tokens.
-        """
+        """Return the tokens of `prompt` + `text`, or the given ids; PipelineError for too many."""
         if isinstance(text, str):
             # Remove white space at the ends, as sentence-transformers does.
             text = (prompt + text).strip()
@@ -85,10 +79,10 @@ class Embedder:
         return Tokens(found.ids, bool(found.overflowing)), found.type_ids
 
     def relevance_inputs(self, query: str, documents: Sequence[str]) -> list[Tokens]:
-        """Return the token lists for which `relevance` needs a vector each.
+        """Return the tokens of all inputs that must be embedded to compute `relevance`.
 
-        For a reranking model, each list is a pair of the query and a document. For an embedding
-        model, the first list is the query, and each of the others is a document.
+        For a reranking model, each input is a pair of the query and a document. For an embedding
+        model, the first input is the query, and each of the others is a document.
         """
         if self.facts.relevance:
             return [self._pair(query, document) for document in documents]
@@ -96,21 +90,14 @@ class Embedder:
         return [self.tokens(query, before[0]), *(self.tokens(document, before[1]) for document in documents)]
 
     def _pair(self, query: str, document: str) -> Tokens:
-        """Return the tokens of a query and a document, as one input of a reranking model.
-
-        If there are too many tokens, the longer of the two texts is truncated.
-        """
+        """Return the tokens of a query with a document; the longer of the two may be truncated."""
         # The vocabulary size is added to the ids of the second text, if the model has token types.
         found, types = self._encode(query.strip(), document.strip())
         shift = self.bundle.manifest.vocab if self.facts.types else 0
         return Tokens([token + shift * (kind > 0) for token, kind in zip(found.ids, types)], found.cut)
 
     def relevance(self, vectors: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the relevance of each document, f64 [documents].
-
-        It is the score that a reranking model gives, or the cosine similarity of query and
-        document. vectors: one for each item of `relevance_inputs`.
-        """
+        """Return each document's relevance, f64 [documents]: a reranker's score, or a cosine."""
         found = np.array(vectors, np.float64)
         if self.facts.relevance:
             numbers = found[:, 0]
@@ -119,10 +106,7 @@ class Embedder:
         return found[1:] @ found[0]
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[tuple[int, float]]:
-        """Return (index, relevance) of the documents, the most relevant first.
-
-        Prints how many texts were truncated.
-        """
+        """Return (index, relevance) of the documents, best first; print how many were truncated."""
         tokens = self.relevance_inputs(query, documents)
         print_cut(tokens, self.facts.max_tokens)
         return ranked(self.relevance([self.vector(found) for found in tokens])) if documents else []
@@ -137,10 +121,7 @@ class Embedder:
             raise PipelineError(f"dimensions is {dimensions}; {self.name} supports 1 to {self.hidden}")
 
     def vector(self, tokens: Tokens, dimensions: int | None = None) -> np.ndarray:
-        """Return the vector of a text, f32 [dimensions].
-
-        dimensions: how many numbers to return; None for all numbers of the model's vector.
-        """
+        """Return the vector of a text, f32 [dimensions]; `dimensions` None for all numbers."""
         self.check_dimensions(dimensions)
         with self._running:
             found = self.encoder.encode(tokens.ids)
@@ -152,8 +133,7 @@ class Embedder:
     ) -> np.ndarray:  # fmt: skip
         """Return the vectors of texts, f32 [texts, dimensions]; print how many were truncated.
 
-        prompt_name: name of the model's prompt to put before each text. prompt: text to put there
-        instead of a prompt of the model.
+        prompt: text before each text, instead of the model's prompt `prompt_name`.
         """
         self.check_vectors()
         before = self.prompt(prompt_name) if prompt is None else prompt
@@ -169,10 +149,7 @@ def ranked(scores: np.ndarray) -> list[tuple[int, float]]:
 
 
 def cut_to(vector: np.ndarray, dimensions: int | None, normalised: bool) -> np.ndarray:
-    """Return the first `dimensions` numbers of a vector, scaled to length 1 if `normalised`.
-
-    Matryoshka embeddings (arXiv:2205.13147) can be shortened in this way.
-    """
+    """Shorten a Matryoshka vector (arXiv:2205.13147); if `normalised`, scale it to length 1."""
     if dimensions is None or dimensions == vector.size:
         return vector
     found = vector[:dimensions]

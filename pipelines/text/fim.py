@@ -117,10 +117,7 @@ class Fim:
         return self._plain(text)[0]
 
     def _plain(self, text: str) -> tuple[list[int], str]:
-        """Return (token ids of a text, the first token as the vocabulary spells it).
-
-        Spellings of special tokens are encoded as plain text.
-        """
+        """Return (ids, first token) of a text, with spellings of special tokens as plain text."""
         given, mark = self.special.broken({"text": check_utf8(text, "the text")})
         found = encode_text(*self.special.sanitised(given["text"], mark), add_special_tokens=False)
         return found.ids, found.tokens[0] if found.tokens else ""

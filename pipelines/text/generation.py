@@ -88,10 +88,7 @@ class Stream(Iterator[str]):
         return self._pieces.popleft()
 
     def read(self) -> list[Event]:
-        """Return the next events, or an empty list after the end.
-
-        Raises the error of a request that failed.
-        """
+        """Return the next events, [] after the end; raise the error of a request that failed."""
         start = time.monotonic()
         if not self._start:
             self._start = start
@@ -160,8 +157,8 @@ class Stream(Iterator[str]):
 class Result:
     """The text that was generated for a prompt, or the error if the prompt could not run.
 
-    index: index of the prompt. tokens: generated ids. text: generated text; None without a
-    tokenizer. finish_reason: "stop", "length" or "context", or "error" if there is an `error`.
+    tokens: generated ids. text: generated text; None without a tokenizer. finish_reason: "stop",
+    "length" or "context", or "error" if there is an `error`.
     """
 
     index: int
@@ -228,10 +225,7 @@ def generate_many(engine: Engine, prompts: Iterable[Prompt], make_request: Calla
 
 
 def score_many(engine: Engine, prompts: Iterable[Prompt], make_request: Callable[[Prompt], Request]) -> list[Scored]:
-    """Return the scores of each prompt; raise PipelineError if one cannot be scored.
-
-    `make_request` must set `prompt_logprobs`, and `max_tokens` to 0.
-    """
+    """Return the scores of each prompt; requests must have prompt_logprobs, and max_tokens 0."""
     requests: list[Request] = []
 
     def remember(prompt: Prompt) -> Request:
@@ -258,11 +252,7 @@ def open_draft(bundle: Bundle | Path | str, target: Bundle, threads: int | None 
 
 
 def check_draft(draft: Bundle, target: Bundle) -> None:
-    """Raise PipelineError if `draft` cannot be the draft model of `target`.
-
-    The draft must generate text and have the target's vocabulary. The target must have verify
-    functions.
-    """
+    """Raise PipelineError if `draft` has another vocabulary, or `target` no verify functions."""
     if draft.manifest.encoder:
         raise PipelineError(f"{draft.path} is an embedding model and cannot be a draft; take one that generates text")
     if not target.manifest.widths("verify"):

@@ -130,7 +130,7 @@ class GrammarConstraint:
 
 
 class GrammarError(PipelineError):
-    """The error for an unsupported schema, regular expression or grammar.
+    """Raised for an unsupported schema, regular expression or grammar.
 
     `kind`: name of the argument of `Grammars.compile`, such as "json_schema".
     """
@@ -141,36 +141,21 @@ class GrammarError(PipelineError):
 
 
 class Grammar:
-    """A compiled grammar.
-
-    `calls`: whether the texts that match it are tool calls. `nbytes`: estimated bytes of memory
-    that are needed to constrain one text.
-    """
+    """A compiled grammar; calls: whether it is for tool calls; nbytes: memory to check one text."""
 
     def __init__(self, grammars: Grammars, matcher, nbytes: int, calls: bool):
         self._grammars, self._matcher, self.nbytes, self.calls = grammars, matcher, nbytes, calls
 
     def constraint(self, marks: Marks = (), prompt: str = "") -> GrammarConstraint:
-        """Return a constraint for the text after `prompt`.
-
-        The grammar does not apply to reasoning between `marks`.
-        """
+        """Return a constraint for the text after `prompt`, except for reasoning between `marks`."""
         return GrammarConstraint(self._matcher.deep_copy(), self._grammars, marks, prompt)
 
 
 class Grammars:
-    """A compiler of grammars for one vocabulary.
-
-    It compiles a grammar in a child process with limits of time and memory first. Only if that
-    succeeds, it compiles the grammar in this process.
-    """
+    """A compiler of grammars for one vocabulary; it first tries each in a child process."""
 
     def __init__(self, backend, vocabulary: Sequence[bytes], eos: Sequence[int]):
-        """Prepare the vocabulary; raise PipelineError if llguidance is not installed.
-
-        `backend`: a tokenizer of the tokenizers library. `vocabulary`: the bytes of every token.
-        `eos`: the tokens that end a text.
-        """
+        """Prepare the vocabulary (bytes of every token); PipelineError without llguidance."""
         try:
             from castiron.pipelines.text import grammar_compiler
         except ModuleNotFoundError:
@@ -236,7 +221,7 @@ class Grammars:
     async def compile_async(self, **given: Any) -> Grammar:
         """Run `compile` in another thread.
 
-        The work of `compile` is done in a child process. Cancelling the coroutine kills it.
+        Most of the work is done in a child process. Cancelling the coroutine kills this process.
         """
         queued = self._thread.submit(self.compile, **given)
         work = asyncio.wrap_future(queued)

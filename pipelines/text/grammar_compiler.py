@@ -120,29 +120,18 @@ _compiler: Compiler
 
 
 def start(tokens: Sequence[str], *more: Any) -> None:
-    """Create the compiler that `compile_definition` uses in this child process.
-
-    tokens: bytes of each token, decoded as Latin-1. more: the other arguments of `Compiler`.
-    """
+    """Create this child process's compiler; tokens: bytes of each token, decoded as Latin-1."""
     global _compiler
     _compiler = Compiler([token.encode("latin-1") for token in tokens], *more)
 
 
 def compile_definition(kind: str, value: str, compact: bool) -> str:
-    """Return a grammar in llguidance's form, made by the compiler that `start` created.
-
-    kind: "json_schema", "regex", "grammar" or "tools". value: the definition of the grammar as JSON
-    text. compact: whether JSON has no white space.
-    """
+    """Return a grammar in llguidance's form; value: its definition as JSON text."""
     return _compiler.compile(kind, json.loads(value), compact)
 
 
 def make_index(tokens: Sequence[bytes], special: Sequence[int], eos: Sequence[int], encode: Callable[[str], list[int]]) -> Any:
-    """Return llguidance's index of a vocabulary.
-
-    tokens: bytes of each token. special: ids of special tokens. eos: ids of end tokens. encode:
-    returns the token ids of a text.
-    """
+    """Return llguidance's index of a vocabulary; encode: returns the token ids of a text."""
 
     class Source:
         eos_token_id, bos_token_id = eos[0], None

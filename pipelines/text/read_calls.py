@@ -26,19 +26,13 @@ ReadCall = tuple[str, dict]
 
 
 class CallReader:
-    """A parser of tool calls in one format.
-
-    schemas: JSON schemas of the functions' parameters, by function name.
-    """
+    """A parser of tool calls in one format; schemas: JSON schemas of arguments, by function."""
 
     def __init__(self, form: ToolFormat, schemas: Mapping[str, Any]):
         self.form, self.schemas = form, schemas
 
     def read(self, payload: str) -> list[ReadCall]:
-        """Return the calls in `payload` as (name, arguments) pairs; ValueError if there are none.
-
-        payload: the text of calls from their start mark to their end mark, both included.
-        """
+        """Return (name, arguments) of calls in `payload`, marks included; ValueError for none."""
         styles = {"json": self._json, "python": self._python, "gemma": self._gemma, "tags": self._tags}
         try:
             calls = list(styles[self.form.style](payload))
@@ -59,8 +53,8 @@ class CallReader:
     def argument(self) -> re.Pattern:
         """The pattern of one argument of a call in the style "tags".
 
-        Its groups are `key`, `value`, and one for each value type. Between key and value stands a
-        text that depends on the type, and the group of the type matches it.
+        Its groups are `key`, `value`, and one for each value type, which matches the text between
+        a key and a value of this type.
         """
         form = self.form
         # White space next to a value may belong to the value, so it is matched exactly.
@@ -72,11 +66,10 @@ class CallReader:
         return re.compile(f"(?s){begin}(?P<key>[^\\s<>]+?)(?:{ends})(?P<value>.*?){value_end}{follows}")
 
     def fitted(self, name: str, arguments: Any) -> dict | None:
-        """Return the arguments of a call, or None if they don't match the schema of `name`.
+        """Return the arguments of a call; None if they don't match the schema of `name`.
 
-        Arguments that are null are left out if the parameter is optional and cannot be null. name:
-        the function's name. Copies of keywords of the schema, such as `"required": ["city"]`, are
-        left out too; small models write them next to the arguments.
+        An argument that is null is left out if the parameter is optional and cannot be null. So are
+        keywords of the schema, such as `"required": ["city"]`, which small models copy.
         """
         schema = self.schemas.get(name)
         if schema is None or not isinstance(arguments, dict):
@@ -135,10 +128,7 @@ class CallReader:
         yield head[1], _object(json.loads("".join(parts)))
 
     def _tags(self, payload: str) -> Iterator[ReadCall]:
-        """Parse calls with keys and values between marks.
-
-        The type of a value comes from the marks or from the function's schema.
-        """
+        """Parse calls with keys and values between marks, with types from marks or schema."""
         form, heads = self.form, [*self.head.finditer(payload)]
         if not heads:
             yield from read_bare(self._inside(payload))
@@ -182,8 +172,7 @@ def read_bare(text: str) -> Iterator[ReadCall]:
 def _value(text: str, may_be_string: bool) -> Any:
     """Return the value of a JSON text or a Python literal, or the text itself if it is neither.
 
-    may_be_string: whether the schema allows a string. If so, only null and quoted strings are
-    parsed, and any other text is the value.
+    may_be_string: whether the schema allows a string; then only null and quoted strings are parsed.
     """
     value: Any = text
     try:
@@ -210,10 +199,9 @@ def _object(value: Any) -> dict:
 
 
 def _by_text(key_end: Mapping[str, str]) -> dict[str, str]:
-    """Return `key_end` of a `ToolFormat`, {value type: text}, with each text only once.
+    """Return `ToolFormat.key_end`, {value type: text}, without types that have the same text.
 
-    If several types have the same text, the result has only one of the types: "string", or else the
-    first.
+    Of types with the same text, "string" or else the first stays.
     """
     found = dict.fromkeys(key_end[kind] for kind in sorted(key_end, key=lambda kind: kind != "string"))
     return {next(kind for kind, each in key_end.items() if each == text): text for text in found}

@@ -17,10 +17,7 @@ class Reasoning(str):
 
 
 def marks_of(template: str, tokens: Iterable[str]) -> Marks:
-    """Return the (start mark, end mark) pairs of reasoning in a chat template and in `tokens`.
-
-    Those in the template come first. tokens: texts of the tokenizer's added tokens.
-    """
+    """Return (start, end) marks of reasoning in a chat template, then those among added tokens."""
     ends = dict.fromkeys([*_END.findall(template), *(token for token in tokens if _END.fullmatch(token))])
     return tuple((_start_of(end), end) for end in ends)
 
@@ -38,11 +35,7 @@ class ReasoningSplitter:
     """
 
     def __init__(self, marks: Marks, prompt: str = ""):
-        """Start a new text.
-
-        marks: (start mark, end mark) pairs. prompt: the text before the new text. If `prompt` ends
-        in a start mark, the new text starts with reasoning.
-        """
+        """Start a new text after `prompt`, which may end in a start mark of reasoning."""
         self.marks = marks
         # End marks of the reasoning in progress. A start mark is recognised only before the first word.
         self._ends = tuple(end for start, end in marks if prompt.rstrip().endswith(start))
@@ -102,7 +95,7 @@ def split_at_mark(text: str, marks: Collection[str], final: bool = False) -> tup
     """Return (text before the first mark, the mark, text after it).
 
     Without a mark, return (text that is certain not to be part of a mark, "", rest of the text).
-    `final`: whether no more text follows. Then the rest is empty.
+    `final`: whether no more text follows; then the rest is empty.
     """
     found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
     start, mark = min(found, key=lambda one: one[0], default=(len(text), ""))
@@ -114,9 +107,9 @@ def split_at_mark(text: str, marks: Collection[str], final: bool = False) -> tup
 
 
 def _prefix_start(text: str, mark: str) -> int:
-    """Return the index in `text` at which its longest suffix that is a prefix of `mark` starts.
+    """Return the start index of the longest suffix of `text` that is a prefix of `mark`.
 
-    Returns len(text) if no suffix of `text` is a prefix of `mark`.
+    Returns len(text) if there is no such suffix.
     """
     starts = range(max(0, len(text) - len(mark) + 1), len(text))
     return next((start for start in starts if mark.startswith(text[start:])), len(text))

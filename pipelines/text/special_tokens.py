@@ -1,9 +1,9 @@
-"""Safe encoding of messages: text in a message that spells a special token stays text.
+"""Encode messages safely: the text of a special token in a message stays plain text.
 
-So a message cannot start or end a turn with a spelling such as `<|im_end|>`. Before the template
-renders a message, a break is inserted in each spelling in it: a character that no message contains.
-In the rendered text, only a spelling without a break is a special token. This also holds if the
-template cuts, joins or quotes messages.
+So a message cannot start or end a turn with a text such as `<|im_end|>`. Before the template
+renders a message, a break (a character that no message contains) is inserted into each such text,
+called a spelling. In the rendered text, only a spelling without a break is a special token. This
+also holds if the template cuts, joins or quotes messages.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ class SpecialTokens:
     def __init__(self, tokenizer: Any, template: str, answers: Collection[str] = ()):
         """Collect the tokens whose spellings in messages must be encoded as plain text.
 
-        `tokenizer`: one of the tokenizers library. `template`: the chat template. `answers`: marks
-        such as <think>, which assistants' messages may contain because templates look for them
-        there.
+        `answers`: marks such as <think>, which assistants' messages may contain because templates
+        look for them there.
         """
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder().values()
@@ -126,13 +125,16 @@ class SpecialTokens:
 
     @cached_property
     def _names(self) -> dict[str, str]:
-        """The random names that special tokens have in `_plain`; no message can spell them."""
+        """A random text for each special token, which replaces the token's text in `_plain`.
+
+        A message cannot contain such a text.
+        """
         secret = os.urandom(8).hex()
         return {word: f"\U000f0000{secret}{n}\U000f0001" for n, word in enumerate(sorted(self.spelled))}
 
     @cached_property
     def _plain(self) -> Any:
-        """A copy of the tokenizer in which special tokens have random names (`_names`).
+        """A copy of the tokenizer in which special tokens have the random texts of `_names`.
 
         It encodes the original spellings as plain text.
         """
@@ -188,7 +190,7 @@ class Spellings:
 
 
 def _is_mark(word: str, min_length: int = 2) -> bool:
-    """Return whether `word` has at least `min_length` characters, not only letters and digits."""
+    """Return whether `word` has `min_length` characters, not all of them letters and digits."""
     return len(word) >= min_length and not word.isspace() and not word.isalnum()
 
 
@@ -200,7 +202,7 @@ def _any_of(words: Collection[str], depth: int = 0) -> str:
     """Return a regular expression that matches the longest of `words` at a position of a text.
 
     Common prefixes of words are written only once in the expression, so a match reads each
-    character only once. depth: depth of the recursion.
+    character only once.
     """
     if len(words) == 1 or depth == DEEPEST:
         return f"(?:{'|'.join(map(re.escape, sorted(words, key=len, reverse=True)))})"

@@ -66,10 +66,7 @@ class StopStrings:
         return self.met is not None
 
     def add(self, more: str, final: bool = False) -> str:
-        """Append `more`; return the new text that cannot be part of a stop string.
-
-        `final`: whether this is the end of the text, so that nothing is held back.
-        """
+        """Append `more`; return text that is in no stop string; final: whether the text ends."""
         if self.stopped:
             return ""
         text, met, self._pending = split_at_mark(self._pending + more, self.strings, final)
@@ -80,9 +77,8 @@ class StopStrings:
 class TextOutput:
     """An `Output` that converts tokens to `Delta`s as soon as their text is final.
 
-    `prompt`: token ids before the text. `reasoning`: whether to separate reasoning from the answer.
-    `tools`: functions whose calls are separated from the answer, or None. `self.reasoning_tokens`:
-    number of tokens of reasoning. Raises PipelineError for an empty stop string.
+    `reasoning`: whether to separate reasoning from the answer. `tools`: functions whose calls are
+    separated from the answer, or None. `self.reasoning_tokens`: number of tokens of reasoning.
     """
 
     def __init__(
@@ -107,7 +103,7 @@ class TextOutput:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found, or the only call that is allowed is complete."""
+        """Whether a stop string was found, or the call is complete if only one is allowed."""
         return self._stops.stopped or bool(self._calls and self._calls.full)
 
     def add(self, token: Token) -> list[Event]:
@@ -125,10 +121,7 @@ class TextOutput:
         self._pending.append(TextToken(token.id, token.logprob, token.top, self._decoded))
 
     def _release(self, text: str, rest: bool = False) -> list[Event]:
-        """Append new text; return the events of the text that is now final.
-
-        rest: whether this is the end of the text. Then text that was held back is final too.
-        """
+        """Append text; return the events of text that is now final; rest: whether the text ends."""
         self._decoded += len(text)
         final = self._stops.add(text, rest)
         self._reported += len(final)
@@ -142,10 +135,7 @@ class TextOutput:
         return [delta] if delta.text or delta.reasoning or delta.calls or tokens else []
 
     def _separated(self, text: str, tokens: tuple[TextToken, ...], rest: bool) -> Delta:
-        """Return `text` as a delta in which reasoning and tool calls are separated from the answer.
-
-        tokens: the tokens of `text`. rest: whether this is the end of the generated text.
-        """
+        """Return `text` as a delta with separate reasoning and calls; rest: whether it ends."""
         reasoning, calls, thinking = "", (), False
         if self._reasoning:
             thinking = self._reasoning.reasoning

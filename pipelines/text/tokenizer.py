@@ -13,7 +13,6 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.chat_template import check_variables, describe_tools, reads_tools, render, takes_system
 from castiron.pipelines.text.reasoning import Marks, marks_of
 from castiron.pipelines.text.special_tokens import SpecialTokens
-from castiron.pipelines.text.token_bytes import TokenBytes
 from castiron.pipelines.text.tool_formats import HERMES, ToolFormat
 from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.record import short
@@ -35,10 +34,7 @@ PROMPT_END = 16
 
 
 def check_utf8(text: str, name: str = "the prompt") -> str:
-    """Return `text`, or raise PipelineError if it has lone surrogates, which UTF-8 cannot encode.
-
-    name: what the text is, for the error.
-    """
+    """Return `text`; PipelineError if it has lone surrogates, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -106,10 +102,7 @@ class Tokenizer:
         self._silent = frozenset(n for n, token in added.items() if token.special and str(token.content) not in shown)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a plain text, without chat template.
-
-        add_special_tokens: whether to add the special tokens that the tokenizer adds, such as BOS.
-        """
+        """Return the token ids of a plain text, by default with special tokens such as BOS."""
         return encode_text(self.backend, check_utf8(text), add_special_tokens=add_special_tokens).ids
 
     def offsets(self, prompt: str | Sequence[int]) -> list[int]:
@@ -132,17 +125,11 @@ class Tokenizer:
         return found
 
     def encode_chat(self, messages: Sequence[Mapping], **variables) -> list[int]:
-        """Return the ids of `messages`, {"role", "content"} each, rendered by the chat template.
-
-        variables: variables of the template, such as tools.
-        """
+        """Return the ids of `messages`, rendered by the chat template with `variables`."""
         return self._encode_rendered(*self._render_broken(messages, variables))
 
     def encode_unfinished_chat(self, messages: Sequence[Mapping], **variables) -> list[int]:
-        """Return the ids of `messages` without the end of the last one, which the model continues.
-
-        Raises PipelineError if the template leaves out the last message.
-        """
+        """Return the ids of `messages` without the end of the last, which the model continues."""
         *before, last = messages
         unfinished = [*before, {**last, "content": last["content"] + CUT}]
         rendered, mark = self._render_broken(unfinished, {**variables, "add_generation_prompt": False})
@@ -154,10 +141,7 @@ class Tokenizer:
         return self._encode_rendered(text, mark)
 
     def _render_broken(self, messages: Sequence[Mapping], variables: Mapping) -> tuple[str, str]:
-        """Return the rendered text of `messages`, and the break character in it.
-
-        The character was inserted in spellings of special tokens (see `SpecialTokens.broken`).
-        """
+        """Return the rendered text and its break character (see `SpecialTokens.broken`)."""
         given, mark = {"messages": list(messages), **self.template_args, **variables}, ""
         if self.chat_template is not None and not self.parse_special:
             given, mark = self.special_tokens.broken(given)
@@ -203,10 +187,7 @@ class Tokenizer:
 
     @property
     def answer_marks(self) -> Marks:
-        """The (start mark, end mark) pairs of text that an answer's grammar does not constrain.
-
-        This text is the model's reasoning. In Harmony, it is all text before the final channel.
-        """
+        """The (start, end) marks of text that an answer's grammar ignores, such as reasoning."""
         return (("", "<|channel|>final<|message|>"),) if self.tool_format.style == "harmony" else self.marks
 
     def grammar(self, **given: Any) -> Grammar:
@@ -236,10 +217,7 @@ class Tokenizer:
         return Grammars(self.backend, self.vocabulary, self.eos)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of `tokens`.
-
-        Special tokens are left out, except the marks of reasoning and tool calls.
-        """
+        """Return the text of `tokens`, without special tokens except reasoning and tool marks."""
         with tokenizer_errors():
             return self.backend.decode([token for token in tokens if token not in self._silent], skip_special_tokens=False)
 
@@ -294,3 +272,39 @@ class Detokeniser:
 
     def _decode(self, end: int | None) -> str:
         return self.tokenizer.decode(self.tokens[self.start : end])
+
+
+class TokenBytes:
+    """A function from a token id to the token's bytes, which may be only a part of a character.
+
+    In a tokenizer file, a byte-level tokenizer, such as GPT-2's, writes a byte as a character of its
+    own alphabet. SentencePiece writes a space as U+2581, and a byte without a character as <0xE4>.
+    """
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
+        self.byte_level = b"ByteLevel" in (tokenizer.decoder.__getstate__() if tokenizer.decoder else b"")
+        self.alphabet = byte_alphabet()
+
+    def __call__(self, token: int) -> bytes:
+        """Return the bytes of a token; empty for an unused id, such as padding."""
+        if token in self.added:
+            return self.added[token].encode()
+        name = self.tokenizer.id_to_token(token) or ""
+        if self.byte_level and all(letter in self.alphabet for letter in name):
+            return bytes(self.alphabet[letter] for letter in name)
+        if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+            return bytes.fromhex(name[3:5])
+        return name.replace("\u2581", " ").encode()
+
+    def text(self, token: int) -> str:
+        """Return the text of a token, with U+FFFD where it ends inside a character."""
+        return self(token).decode("utf-8", "replace")
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Return the byte of each character of GPT-2's byte-level alphabet (`bytes_to_unicode`)."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + n): byte for n, byte in enumerate(hidden)}

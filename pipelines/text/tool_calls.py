@@ -154,10 +154,7 @@ class Calls:
         return None
 
     def _step_bare(self, pieces: list[Piece]) -> bool:
-        """Move JSON at the start of the pending text to `pieces`, as a call or as text.
-
-        Returns False while the JSON is incomplete.
-        """
+        """Move JSON at the start of the pending text to `pieces`; return whether it is complete."""
         text = self._pending.lstrip()
         if not (start := BARE_CALL.match(text)):
             return False
@@ -199,8 +196,7 @@ class Calls:
     def _step_payload(self, pieces: list[Piece]) -> bool:
         """Move pending text to the payload, up to the end mark; return whether the mark was found.
 
-        The payload is the text of calls from their start mark on. Calls in it that are final are
-        added to `pieces`.
+        The payload is the text of calls. Its final calls are added to `pieces`.
         """
         certain, end, self._pending = split_at_mark(self._pending, [self.close] if self.close else [])
         self._payload += certain + end
@@ -210,10 +206,7 @@ class Calls:
         return bool(end)
 
     def _emit_arguments(self, pieces: list[Piece]) -> None:
-        """Add new JSON arguments in `_payload`, the text of calls, to `pieces`.
-
-        Arguments are new if they were not added by an earlier call of this method.
-        """
+        """Add new JSON arguments in `_payload`, the text of calls, to `pieces`."""
         while self.form.style == "json" and (self.count == 0 or not self.tools.single or self._value):
             if self._value is None:
                 if not (found := self.calls.head.search(self._payload, self._done)):
@@ -243,16 +236,13 @@ class Calls:
 
 
 class _Json:
-    """A streaming scanner that finds the end of a JSON object or list.
-
-    It also accepts strings in single quotes, for Python literals.
-    """
+    """A streaming scanner for the end of a JSON object or list, also with single-quoted strings."""
 
     def __init__(self) -> None:
         self.depth, self.quote, self.escaped, self.complete = 0, "", False, False
 
     def take(self, text: str) -> str:
-        """Return the part of `text` that belongs to the JSON value, which may end inside `text`."""
+        """Return the start of `text` that is part of the JSON value, up to the value's end."""
         for at, letter in enumerate(text if not self.complete else ""):
             if self.quote:
                 if letter == self.quote and not self.escaped:

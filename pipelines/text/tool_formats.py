@@ -64,7 +64,7 @@ class ToolFormat:
 
     @property
     def triggers(self) -> tuple[str, ...]:
-        """The marks that start calls; empty if a call is JSON without a mark before it."""
+        """The texts that start calls; empty if a call is JSON without any text before it."""
         found = (_trigger(text) for text in (self.section_begin + self.begin, self.begin))
         return tuple(dict.fromkeys(text for text in found if text))
 

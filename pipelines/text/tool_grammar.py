@@ -18,10 +18,7 @@ OPTIONS = "x-guidance"
 
 
 class ToolGrammar:
-    """A builder of a Lark grammar for the tool calls of one request.
-
-    `special`: ids of special tokens by text. `options`: llguidance's options for JSON.
-    """
+    """A builder of a Lark grammar for tool calls; special: ids of special tokens by text."""
 
     def __init__(self, form: ToolFormat, special: Mapping[str, int], options: Mapping[str, Any]):
         self.form, self.special, self.options = form, special, options
@@ -113,11 +110,7 @@ class ToolGrammar:
         return name
 
     def _value(self, schema: Any, root: Mapping[str, Any]) -> str:
-        """Return the name of a rule for JSON values of `schema`.
-
-        `root`: the complete schema. It contains `schema`, and the definitions that `schema` refers
-        to.
-        """
+        """Return the rule for JSON values of `schema`, which may refer to definitions in `root`."""
         shared = {key: value for key, value in root.items() if key in ("$defs", "definitions")}
         schema = schema if isinstance(schema, dict) else {}
         return self._rule(f"%json {json.dumps({**shared, **schema, OPTIONS: self.options})}")
@@ -168,10 +161,7 @@ class ToolGrammar:
         raise self._refusal(name)
 
     def _string(self, name: str, schema: Mapping[str, Any], end: str) -> str:
-        """Return the Lark expression for an unquoted string up to and including the first `end`.
-
-        name: name of the function, for errors.
-        """
+        """Return the Lark expression for an unquoted string up to and including the first `end`."""
         known = schema.keys() - ANNOTATIONS - {"type"}
         if not known:
             return self._until(end)
@@ -182,9 +172,8 @@ class ToolGrammar:
     def _members(self, name: str, schema: Any, write: Callable[[str, Any], str], between: str) -> str:
         """Return the name of a rule for an object's properties, in the order of the schema.
 
-        Optional properties may be left out. name: name of the function, for errors. write: takes
-        (key, schema of the value), and returns the Lark expression for a property. between: text
-        between properties.
+        Optional properties may be left out. write: takes (key, schema of the value), and returns
+        the Lark expression for a property. between: text between properties.
         """
         if schema.keys() - ANNOTATIONS - {"type", "properties", "required", "additionalProperties"}:
             raise self._refusal(name)
@@ -210,10 +199,7 @@ def quoted(text: str) -> str:
 
 
 def type_of(schema: Any) -> str | None:
-    """Return the JSON type of the values of a schema; None if they may have several types.
-
-    The type of an enum of strings is "string".
-    """
+    """Return the JSON type of a schema's values; None if they may have several types."""
     if not isinstance(schema, dict):
         return None
     if "type" not in schema and are_strings(schema.get("enum")):

@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from castiron.pipelines.api.api_errors import ApiError
 from castiron.pipelines.api.model_api import Limits
-from castiron.pipelines.api.parse_body import parse_body
+from castiron.pipelines.api.request_body import parse_body
 from castiron.pipelines.api.schemas import ChatRequest, TokenizeRequest
 from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.errors import PipelineError

@@ -57,6 +57,13 @@ def stored(compiled: Bundle, folder: Path, **options) -> PrefixStore:
     return PrefixStore(folder / "states", compiled.manifest, **options)
 
 
+def save(store: PrefixStore, session: Session, prompt: np.ndarray) -> None:
+    """Store the state after the shortest prefix of a prompt that may be stored."""
+    prefix = prompt[: store.width * MIN_CHUNKS]
+    session.prefill(prefix)
+    assert store.save(session, prefix).result()
+
+
 def read(session: Session, store: PrefixStore | None, prompt: np.ndarray) -> int:
     """Read a prompt as castiron run does; return how many of its tokens the store had."""
     known = store.take(session, prompt) if store else 0
@@ -124,7 +131,7 @@ def test_states_of_other_processes_are_found_and_removed_ones_forgotten(llama, t
     store, session = stored(llama, tmp_path), Session(llama, 1)
     assert store.lookup(session, OTHERS) == 0
     other = stored(llama, tmp_path)
-    other.prepare(Session(llama, 1), OTHERS[: store.width * MIN_CHUNKS])
+    save(other, Session(llama, 1), OTHERS)
     assert store.lookup(session, OTHERS) == store.width * MIN_CHUNKS
     for path in store.folder.iterdir():
         path.unlink()
@@ -134,7 +141,7 @@ def test_states_of_other_processes_are_found_and_removed_ones_forgotten(llama, t
 def test_a_running_answer_does_not_wait_for_the_disk(llama, tmp_path, monkeypatch):
     """A thread reads the state while other requests decode."""
     store = stored(llama, tmp_path)
-    store.prepare(Session(llama, 1), TOKENS[: store.width * MIN_CHUNKS])
+    save(store, Session(llama, 1), TOKENS)
     threads, let = [], threading.Event()
 
     def slowly(*arguments):
@@ -311,29 +318,16 @@ def test_a_saved_chat_continues_with_its_state(llama, tmp_path, capsys):
     assert not state.exists(), "a conversation without a state removes an older one"
 
 
-def test_the_state_of_a_system_message_is_made_ahead_of_time(llama, tmp_path, capsys):
-    file, states = tmp_path / "system.txt", str(tmp_path / "states")
-    file.write_text(LETTERS + "\n")
-    add = ["cache", "add", str(llama.path), str(file), "--prefix-cache", states, "--threads", "1", "--json"]
-    ask = ["run", str(llama.path), "Why?", "--system", LETTERS, "-n", "5", "--threads", "1", "--json"]
-
-    def facts(*argv: str) -> dict:
-        assert cli.main(list(argv)) == 0
+def test_a_run_continues_from_the_system_message_of_an_earlier_run(llama, tmp_path, capsys):
+    def run(question: str, *more: str) -> dict:
+        ask = ["run", str(llama.path), question, "--system", LETTERS, "-n", "5", "--threads", "1", "--json"]
+        assert cli.main([*ask, *more]) == 0
         return json.loads(capsys.readouterr().out)
 
-    made = facts(*add)
-    # TEMPLATE puts "s:" before it and ";u:" after.
-    assert made["tokens"] == len(LETTERS) + 5 and 64 <= made["stored"] <= made["tokens"]
-    assert facts(*add) == made
-    plain, quick = facts(*ask), facts(*ask, "--prefix-cache", states)
-    assert plain["cached_tokens"] == 0 and quick["cached_tokens"] == made["stored"]
+    cache = ("--prefix-cache", str(tmp_path / "states"))
+    assert run("Hello", *cache)["cached_tokens"] == 0
+    plain, quick = run("Why?"), run("Why?", *cache)
+    assert plain["cached_tokens"] == 0 and 64 <= quick["cached_tokens"] <= len(LETTERS) + 5
     assert all(plain[name] == quick[name] for name in ("tokens", "text", "prompt_tokens", "finish_reason"))
-    raw = tmp_path / "raw"
-    assert facts(*add[:-1], "--raw", "--prefix-cache", str(raw), "--json")["tokens"] == len(LETTERS)
-    file.write_text("short")
-    assert cli.main(add[:-1]) == 1 and "tokens, fewer than a chunk of" in capsys.readouterr().err
-    assert cli.main([*add[:-1], "--prefix-cache-size", "0"]) == 1 and "--prefix-cache-size is 0" in capsys.readouterr().err
-    for wrong in (add[:4], [*add[:3], "--prefix-cache", states]):
-        with pytest.raises(SystemExit):
-            cli.main(wrong)
-        assert "add needs a bundle, a file and --prefix-cache DIR" in capsys.readouterr().err
+    assert cli.main(["run", str(llama.path), "Why?", *cache, "--prefix-cache-size", "0"]) == 1
+    assert "--prefix-cache-size is 0" in capsys.readouterr().err

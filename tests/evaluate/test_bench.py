@@ -13,6 +13,7 @@ from castiron.emitter.kernels.mlir.isa import ISAS
 from castiron.emitter.kernels.mlir.matrix import DEPTH
 from castiron.emitter.printer import print_module
 from castiron.pipelines.cli import main as cli
+from castiron.pipelines.compile.parts import kernel_module
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.evaluate import bench_engines as bench
 from castiron.pipelines.evaluate.bench import Workload, ratios, summarise
@@ -27,7 +28,6 @@ from castiron.pipelines.evaluate.machine import (
     WIDE,
     Machine,
     chains_of,
-    module_of,
     probes_of,
 )
 from castiron.vmfb.compiler import compile_modules
@@ -271,5 +271,5 @@ def test_the_probes_do_the_arithmetic_that_is_counted():
 @pytest.mark.parametrize("isa", ISAS)
 def test_the_probes_compile_for_every_kind_of_cpu(isa, tmp_path):
     target = next(target for target in TARGETS.values() if target.isa == isa and target.name != "host")
-    probes = {f"{name}.vmfb": print_module(module_of(probe)) for name, probe in probes_of(ISAS[isa]).items()}
+    probes = {f"{name}.vmfb": print_module(kernel_module(probe, storage=True)) for name, probe in probes_of(ISAS[isa]).items()}
     compile_modules(probes, target, tmp_path)

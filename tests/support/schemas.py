@@ -9,8 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from castiron.pipelines.engine.sampling import Sampler, Sampling
 from castiron.pipelines.text.text_output import text_request
-from castiron.pipelines.text.token_bytes import byte_alphabet
-from castiron.pipelines.text.tokenizer import Tokenizer
+from castiron.pipelines.text.tokenizer import Tokenizer, byte_alphabet
 
 NAMES = st.sampled_from(["name", "id", "a b", 'qu"ote', "é", "$", "list", "sub"])
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=6)

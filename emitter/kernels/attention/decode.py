@@ -5,19 +5,19 @@ that all threads read equal parts of the cache in memory order; the last workgro
 combines the partial results. No workgroup reads the cache row that is written in this dispatch: the
 token's own key and value come from qkv.
 
-    workgroup (group of `per` kv heads, slot):
-      short context: one kv head, its slot; positions low .. pos - 1          slots past the heads are idle
-      long context:  all `per` kv heads; the slot's part of these positions
-      q [per * group of query heads, head_dim] = scale * rope(norm(q))                                 stack
-      values [heads, head_dim], sums [heads] = 0, references [heads] = -1e30         the online softmax, stack
-      the head's own workgroup, or slot 0:
-        k[layer, pos], v[layer, pos] = rope(norm(k)), v                                              memory
-        values, sums, references = v, 1, q . k                                the softmax after the token itself; then a sink
+    each workgroup: a group of `per` kv heads, and a slot; the token has position pos and attends from position low on
+      short context: kv head number `slot` of the group; positions low .. pos - 1        no kv head if slot >= per
+      long context:  all kv heads of the group; part number `slot` of positions low .. pos - 1
+      q [heads, head_dim] = scale * rope(norm(q))                           the query heads of these kv heads; stack
+      values [heads, head_dim], sums [heads] = 0, references [heads] = -1e30              the online softmax; stack
+      short context, or slot 0 of a long context:
+        k[layer, pos], v[layer, pos] = rope(norm(k)), v                                                      memory
+        values, sums, references = v, 1, q . k                             position pos; then add the sinks, if any
       for tile of positions: update values, sums and references as in `attention.workgroup`
-      short context: out [heads, head_dim] = values / sums                                           memory
+      short context: out [heads, head_dim] = values / sums                                                   memory
       long context:
-        parts[heads, slot] = values, references, sums                                                memory
-        the workgroup that adds the last one to the counter:
+        parts[heads, slot] = values, references, sums                                                        memory
+        the workgroup that finishes last, according to the counter:
           for head: w [splits] = exp(references - max); out = sum(w * values) / sum(w * sums)
 
 A batch of sequences with one token each takes one dispatch. The results have the same bits as one
@@ -104,7 +104,7 @@ class DecodeTokens:
             yield from ((i, i, np.array([at])) for i, at in enumerate(given["position"].tolist()) if at >= 0)
 
     def item(self, b: Body, units: int) -> tuple[Index, Index]:
-        """Return (row of qkv that this workgroup computes, its index among the row's workgroups).
+        """Return (row of qkv, index of this workgroup among the workgroups of that row).
 
         units: number of workgroups that share a row.
         """
@@ -139,14 +139,15 @@ def attention_decode(
 
     Operands: qkv f32 [T, layout.row]; cos, sin, q_norm, k_norm as in `HeadLayout.operands`; sinks
         f32 [heads] if `scores.sinks`; position i32 (a batch: [T]; a chunk: start i32 and length i32
-        instead); k_cache, v_cache; counters i32, one for each row and group of kv heads; layer, an
-        index. T is `tokens.count`.
+        instead); k_cache, v_cache; counters i32 [T * groups of kv heads]; layer, an index. T is
+        `tokens.count`.
     Results: out f32 [T, heads * head_dim]; k_cache, v_cache and counters, in place; parts, scratch
         memory for partial results.
 
     A context of more than `split_from` positions (None: a default) is divided among at most
-    `splits` workgroups; `splits` must be a power of two. All layers share the counters. They must
-    be zero before the first call; each call sets them to zero again.
+    `splits` workgroups; `splits` must be a power of two. A counter counts the workgroups that have
+    finished. All layers share the counters. They must be zero before the first call; each call sets
+    them to zero again.
     """
     heads, kv_heads, hd, window = layout.heads, layout.kv_heads, layout.head_dim, scores.window
     context, cache = caches.context, caches.format
@@ -251,7 +252,7 @@ def attention_decode(
 
 
 def head_parts(layout: HeadLayout, isa: Isa, cache: Cache) -> int:
-    """Return the number of kernels among which the query heads of each kv head are divided.
+    """Return how many kernels should share the query heads of each kv head.
 
     It is the smallest number for which the queries and partial results of each kernel fit on its
     stack.
@@ -282,10 +283,9 @@ def _shape(layout: HeadLayout, isa: Isa, cache: Cache) -> Shape:
 class _Parts:
     """The partial attention results of the workgroups that share one long context.
 
-    The memref `scratch` has three parts: the sums of values weighted by softmax weights, [rows,
-    heads, splits, head_dim]; the reference scores of these weights, [rows, heads, splits]; the sums
-    of the weights, [rows, heads, splits]. rows: (number of rows of qkv, index of the row whose
-    context is shared).
+    The memref `scratch` has three arrays for the T rows of qkv: the sums of values weighted by
+    softmax weights, [T, heads, splits, head_dim]; the reference scores of these weights, [T, heads,
+    splits]; the sums of the weights, [T, heads, splits]. rows: (T, index of the token's row).
     """
 
     def __init__(self, b: Body, scratch: Ssa, rows: tuple[int, Index], heads: int, splits: int, hd: int):

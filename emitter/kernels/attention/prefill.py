@@ -4,9 +4,13 @@ This is the online softmax of flash attention (Dao et al. 2022). Each column of 
 query head) pair of one kv head. Scores are transposed, [key, column], with one column in each lane:
 the softmax needs no sums across lanes, and elements of a key are broadcast from the cache. Weighted
 values [column, head_dim] are accumulated in the rows of the result. An f32 cache is neither
-transposed nor copied.
+transposed nor copied. Keys of other caches are first converted to f32 on the stack, `depth`
+elements of each key at a time.
 
-    workgroup: a few items (tile of columns, kv head), the last tokens first; early and late tiles alternate
+An item is one tile of one kv head. Tiles of later tokens attend to more keys, so they take longer
+and are computed first. Each workgroup gets long and short items.
+
+    workgroup: a few items
       qt [head_dim, columns] = scale * log2(e) * q^T                                                   stack
       maxima, sums, rescale [columns]                                                                  stack
       out[columns] = 0                                                                               memory
@@ -14,7 +18,6 @@ transposed nor copied.
         for `rows` keys:
           acc [rows, columns] = 0                                                                  registers
           for d in head_dim: acc += k_cache[layer, key, kv head, d] * qt[d]      the key's element broadcast
-            keys [rows, depth], unless the cache is f32: `depth` elements of each key as f32             stack
           scores[rows, columns] = masked, capped acc                                                   stack
         rescale = 2^(maxima - new maxima); scores = 2^(scores - new maxima)
         sums = sums * rescale + sum over keys of scores
@@ -175,9 +178,9 @@ class _Shape:
 class _Tile:
     """A writer of the code for one tile: `shape.columns` (token, query head) pairs of one kv head.
 
-    A column is such a pair. The stack has, for each column, the state of the online softmax, the
-    last position that the token attends to (`limits`), and the row and offset of its result
-    (`tokens`, `offsets`).
+    A column is such a pair. For each column, the stack has the state of the online softmax and the
+    last position that the token attends to (`limits`). It also has the row and offset of the
+    column's result (`tokens`, `offsets`).
     """
 
     def __init__(self, b: Body, shape: _Shape, group: int, how: Scores, layer: Ssa, keys: Rows, values: Rows):
@@ -340,10 +343,9 @@ class _Tile:
     def add_values(self, column: Index, d: Index, first: Index, count: Index, out: Ssa) -> None:
         """Emit code for out = rescale * out + weights @ values, for one register tile of `out`.
 
-        A column is a (token, query head) pair. rescale: 2^(old maximum - new maximum) of each
-        column, computed by `softmax`. weights: softmax weights of `count` keys. values: cached
-        values of positions first .. first + count - 1. column, d: first column and first element of
-        head_dim of the register tile.
+        rescale: 2^(old maximum - new maximum) of each column, computed by `softmax`. weights:
+        softmax weights of `count` keys. values: the cached values of `count` positions from `first`
+        on. column, d: first column and first element of head_dim of the register tile.
         """
         b, shape = self.b, self.shape
         width = shape.out_width

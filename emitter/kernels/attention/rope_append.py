@@ -27,7 +27,8 @@ ROWS = 4  # tokens of a workgroup
 def rope_append(caches: Caches, T: int, layout: HeadLayout, *, isa: Isa) -> Kernel:
     """Return the kernel that prepares q, k and v of T tokens for attention.
 
-    The kernel normalises and rotates q and k as `layout` says, and appends k and v to the caches.
+    The kernel normalises and rotates q and k according to `layout`, and appends k and v to the
+    caches.
 
     Operands: qkv f32 [T, layout.row]; cos, sin, q_norm, k_norm as in `HeadLayout.operands`; start
     i32, the position of the first token; length i32, the number of tokens that are not padding and

@@ -56,8 +56,8 @@ class Caches:
 class Rows:
     """A writer of code that accesses the rows of a KV cache.
 
-    A row is the key or value of one layer, position and kv head. buffer: memref of the cache.
-    width: number of elements of a vector.
+    A row is the key or value of one layer, position and kv head; methods take these three as `at`.
+    buffer: memref of the cache. width: number of elements of a vector.
     """
 
     b: Body
@@ -74,10 +74,7 @@ class Rows:
         return position if self.caches.ring is None else self.b.rem(position, self.caches.ring)
 
     def indices(self, at: Sequence[Index]) -> list[Index]:
-        """Return the indices in `buffer` that select a row of the cache.
-
-        at: (layer, position, kv head) of the row.
-        """
+        """Return the indices in `buffer` that select the row `at`."""
         layer, position, head = at
         return [layer, self.row(position), head]
 
@@ -86,8 +83,8 @@ class Rows:
     ) -> None:
         """Emit code that stores a key or value of one head, rounded to the format of the cache.
 
-        at: (layer, position, kv head). read(d): returns the f32 vector at element d of the head.
-        on_store(d, x): called with each f32 vector x as the cache represents it, after rounding.
+        read(d): returns the f32 vector at element d of the head. on_store(d, x): called with each
+        f32 vector x as the cache represents it, after rounding.
         """
         b, group, at = self.b, self.cache.group(self.head_dim), self.indices(at)
         if not self.cache.grouped:
@@ -109,10 +106,7 @@ class Rows:
                     on_store(b.add(first, k), b.mulf(numbers_of(b, x), factor))
 
     def prefetch(self, at: Sequence[Index], near: bool = True) -> None:
-        """Emit prefetches of one row of the cache, into the L1 cache if `near`, else into L2.
-
-        at: (layer, position, kv head) of the row.
-        """
+        """Emit prefetches of one row of the cache, into the L1 cache if `near`, else into L2."""
         per_line, at = LINE_BITS // self.cache.dtype.bits, self.indices(at)
         offsets: list[tuple[int, ...]] = [(d,) for d in range(0, self.head_dim, per_line)]
         if self.cache.grouped:
@@ -124,8 +118,8 @@ class Rows:
         """Return a function that emits a load of one vector from a part of a row.
 
         The function maps an offset in the part to the f32 vector at element `first` + offset of the
-        row. at: (layer, position, kv head) of the row. size: number of elements of the part. It
-        must divide `first`, and the format must allow parts of this size (see `Cache.cuts`).
+        row. size: number of elements of the part. It must divide `first`, and the format must allow
+        parts of this size (see `Cache.cuts`).
         """
         b, group, scales, at = self.b, self.cache.group(self.head_dim), dict[int, Ssa](), self.indices(at)
         if not self.cache.grouped:

@@ -1,9 +1,9 @@
 """Emit a workgroup of `attention_decode`: attention of one token to a range of cached positions.
 
 This is the online softmax of flash attention (Dao et al. 2022) over tiles of positions, with one
-change. The weight of a score is exp(score - reference), and a head's reference is not always the
-maximum: it rises only when a score is far above it. A common factor of all weights costs no
-precision, and so almost no tile has to rescale the sums.
+change. The weight of a score is exp(score - reference). The reference of a head is not always the
+maximum score: it rises only when a score exceeds it by more than SLACK. So almost no tile has to
+rescale the sums. The result is the same, because the factor exp(-reference) cancels.
 
     for tile of `tile` positions:
       for `rows` positions: for kv head: for `heads` of its query heads:
@@ -41,7 +41,7 @@ SLACK = 30.0  # max difference of a score and its head's reference; e^30 is far 
 
 
 class Shape:
-    """The tile sizes and stack bytes of a workgroup that computes at most `per` kv heads."""
+    """The tile sizes and stack bytes of a workgroup, if it computes up to `per` kv heads."""
 
     def __init__(self, layout: HeadLayout, isa: Isa, per: int, cache: Cache):
         hd = layout.head_dim
@@ -82,6 +82,10 @@ class Workgroup:
 
     The stack has the state of an online softmax for each query head that uses one of these kv
     heads. how: scale and mask of the scores.
+
+    Arguments of the methods:
+    g: index of a query head among those of this workgroup.
+    head: a kv head. heads: indices of query heads among those that use this kv head.
     """
 
     def __init__(self, b: Body, layout: HeadLayout, isa: Isa, shape: Shape, how: Scores, caches: Caches):
@@ -166,8 +170,8 @@ class Workgroup:
     def sink(self, g: Index, head: Index, score: Ssa, one: Ssa) -> None:
         """Emit code that adds a query head's sink (a score without a value) to its online softmax.
 
-        g: index of the head among the query heads of this workgroup. head: index of the head among
-        all query heads. score: score of the token's own key, a scalar. one: vector 1, 0, 0, ...
+        head: index of the query head among all query heads. score: score of the token's own key, a
+        scalar. one: the vector 1, 0, 0, ..., which limits an addition to lane 0.
         """
         b, lanes = self.b, self.lanes
         score, sink = (b.broadcast(x, lanes) for x in (score, b.load(self.token.given["sinks"], head)))
@@ -206,20 +210,15 @@ class Workgroup:
                     self.add_values(head.index, heads, d.index, first, count)
 
     def own_heads(self, head: Ssa, heads: range) -> list[Index]:
-        """Return the indices of some query heads among the query heads of this workgroup.
-
-        head: the kv head that the query heads use. heads: their indices among the query heads of
-        this kv head.
-        """
+        """Return the index `g` of each query head in `heads` of kv head `head`."""
         low = self.b.mul(self.b.sub(head, self.first), self.group)
         return [self.b.add(low, g) for g in heads]
 
     def touch(self, base: Ssa, row: Index, at: Index, lines: range) -> None:
-        """Emit code that loads one word of each cache line in `lines` of a KV cache, as a prefetch.
+        """Emit loads of one word of each cache line in `lines` of a KV cache, as prefetches.
 
-        The code reads only the bytes of this workgroup's kv heads. These bytes are counted from row
-        `row` of the layer on, and those of other heads are skipped. Line n contains the byte that
-        has number at + n * LINE_BYTES. base: address of the cache.
+        Line n begins at byte offset at + n * LINE_BYTES. Offsets begin at row `row` of the layer,
+        and count only the bytes of this workgroup's kv heads. base: address of the cache.
         """
         b, row_bytes = self.b, self.row_bytes
         segment, size = self.shape.per * row_bytes, self.layout.kv_heads * row_bytes
@@ -233,7 +232,7 @@ class Workgroup:
     def score_rows(self, head: Ssa, row: Index, j: Ssa, rows: int, ahead: bool) -> None:
         """Emit code that computes and stores the scores of positions row .. row + rows - 1.
 
-        The scores are those of kv head `head` with all its query heads. They are stored in
+        The scores are those of kv head `head` with all its query heads, and are stored in
         `self.scores` from index `j` on. ahead: whether the code also prefetches the values of these
         positions and the keys of the next `rows` positions.
         """
@@ -277,11 +276,10 @@ class Workgroup:
     def softmax(self, head: Ssa, heads: range, blocks: Index) -> None:
         """Emit code that replaces the scores of a tile by softmax weights, exp(score - reference).
 
-        A tile is up to TILE consecutive positions. Each query head has a reference score. If the
-        maximum score in the tile exceeds the reference by more than SLACK, the maximum first
-        becomes the reference. The code also adds the weights to the head's sum of weights. heads:
-        indices of query heads among those of kv head `head`. blocks: number of vectors of scores in
-        the tile.
+        A tile is up to TILE consecutive positions. If a score exceeds the reference of its query
+        head by more than SLACK, the code first raises the reference to the maximum score. It also
+        adds the weights to the head's sum of weights. blocks: number of vectors of scores in the
+        tile.
         """
         b, lanes = self.b, self.lanes
         own_heads = self.own_heads(head, heads)
@@ -307,8 +305,7 @@ class Workgroup:
     def scale_down(self, g: Index, factor: Ssa) -> None:
         """Emit code that multiplies the softmax sums of one query head by `factor`.
 
-        These sums are the sum of the weights and the sums of the weighted values. g: index of the
-        head among the query heads of this workgroup.
+        These are the sum of the weights and the sums of the weighted values.
         """
         b = self.b
         total = b.vload(self.sums, self.lanes, g, 0)
@@ -320,9 +317,8 @@ class Workgroup:
     def add_values(self, head: Ssa, heads: range, d: Index, first: Ssa, count: Index) -> None:
         """Emit code that adds softmax weights times cached values to the sums of weighted values.
 
-        head: kv head. heads: indices of query heads among those of this kv head. d: first of the
-        `self.columns * self.width` elements of head_dim that the code updates. The cached values
-        are those of positions first .. first + count - 1.
+        The cached values are those of `count` positions from `first` on. d: first of the
+        `self.columns * self.width` elements of head_dim that the code updates.
         """
         b, width = self.b, self.width
         own_heads = self.own_heads(head, heads)
@@ -343,10 +339,7 @@ class Workgroup:
                 b.vstore(total, self.values, g, c)
 
     def total(self, g: Index) -> Ssa:
-        """Return the scalar sum of the softmax weights of one query head.
-
-        g: index of the head among the query heads of this workgroup.
-        """
+        """Return the scalar sum of the softmax weights of query head `g`."""
         return self.b.extract(lane_sums(self.b, [self.b.vload(self.sums, self.lanes, g, 0)]), 0)
 
     def finish(self, out: Ssa) -> None:

@@ -1,23 +1,25 @@
 """Compute y = W_e x for (token, expert) pairs, where W_e is the weight of expert e.
 
+Each row of x has `per_row` consecutive pairs, one for each expert that multiplies the row.
+
 With few pairs for each expert, each pair is a GEMV (`gemv`) with the expert's part of the stacked
 weight:
 
-    each workgroup: one pair and one share of its sets of 16-row blocks; a pair has `tiles.workgroups` shares
+    each workgroup: one pair, and one of `tiles.workgroups` shares of the rows of W_e
       row = pair / per_row                                          of x [pairs / per_row, in]
-      if row < length:                                              or without `length`
-        base = chosen[pair] * blocks                                start of the expert's records
+      if row < length, or if there is no operand `length`:
+        base = chosen[pair] * blocks                                first of the expert's `blocks` 16-row blocks
         y[pair, share] = gemv(weight[base : base + blocks], x[row])
       else:
-        y[pair] = 0                                                 by the first share
+        y[pair] = 0                                                 in the workgroup with the first share
 
 With more pairs, the weights of an expert are decoded once for all of its pairs. The kernel is like
 `gemm`, with a block of (token, expert) pairs in place of a block of tokens:
 
-    each workgroup:
-      counts [experts] = number of pairs of each, of the first per_row * `length`                        stack
-      for expert, for block of `tokens` of its pairs:
-        low, high = this workgroup's part of the sets of 16 * `row_blocks` columns
+    each workgroup; a set is 16 * `row_blocks` columns of y
+      counts [experts] = number of each expert's pairs, without padding (pairs from per_row * `length` on)  stack
+      for expert, for block of up to `tokens` pairs of the expert:
+        low, high = range of the sets that this workgroup computes for the block
         if low < high:
           pairs [tokens] = pairs of the block, in order                                                    stack
           for set in low .. high:
@@ -25,7 +27,8 @@ With more pairs, the weights of an expert are decoded once for all of its pairs.
             y[pairs, set] = epilogue(sums)                                                                 memory
       y[a share of the pairs that are padding] = 0
 
-A tile has `rows` pairs, or `rest` pairs at the end of a block; results have the same bits in both.
+A block is multiplied in tiles of `rows` pairs. If fewer pairs are left at the end of a block, they
+are multiplied in tiles of `rest` pairs, which give the same bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -152,7 +155,10 @@ def _pairs_of_block(matmul: Matmul, rows: int, limit: int) -> int:
 
 
 class Grouped(Gemm):
-    """A writer of the body of a GEMM over (token, expert) pairs, grouped by expert."""
+    """A writer of the body of a GEMM over (token, expert) pairs, grouped by expert.
+
+    The kernel computes one block of pairs after another. All pairs of a block have the same expert.
+    """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: Any, buffers: Buffers):
         super().__init__(b, matmul, isa, tiles, buffers)
@@ -193,10 +199,7 @@ class Grouped(Gemm):
         return self.b.to_index(self.b.load(buffer, i))
 
     def _pair(self, i: Index) -> Ssa:
-        """Return the index of a pair of the current block among all (token, expert) pairs.
-
-        i: index of the pair in the block.
-        """
+        """Return the index of pair `i` of the current block among all (token, expert) pairs."""
         return self._at(self.pairs, i)
 
     def _count(self, real: Index) -> None:
@@ -211,8 +214,8 @@ class Grouped(Gemm):
     def _gather(self, expert: Index, first: Index, real: Index) -> None:
         """Emit code that stores the indices of a block's (token, expert) pairs in `self.pairs`.
 
-        The block has consecutive pairs of one expert. first: number of pairs of this expert before
-        the block. real: number of all pairs that are not padding.
+        first: how many pairs of `expert` are in earlier blocks. real: number of pairs of all
+        experts that are not padding.
         """
         b = self.b
         with b.loop(0, real, carry=[b.index(0)]) as pair:
@@ -226,10 +229,10 @@ class Grouped(Gemm):
     def _set(self, first_block: Index, block: Index, count: Index) -> None:
         """Emit code that computes and stores some columns of y for the pairs of the current block.
 
-        The columns are those of `tiles.row_blocks` consecutive 16-row blocks of the expert's
-        weight. first_block: index of the first of these row blocks in the expert's weight. block:
-        index of the same row block in the concatenated weight of all experts. count: number of
-        (token, expert) pairs in the current block.
+        The columns belong to `tiles.row_blocks` consecutive 16-row blocks of the expert's weight.
+        first_block: the first of these row blocks, counted in the expert's weight. block: the same
+        row block, counted in the stacked weight of all experts. count: number of pairs in the
+        current block.
         """
         b = self.b
         few = b.less(count, self.tiles.direct + 1)
@@ -242,8 +245,8 @@ class Grouped(Gemm):
     def _direct(self, block: Index, count: Index) -> None:
         """Emit code that computes the dot products of the first `count` pairs of the current block.
 
-        The weights are decoded in registers, without a panel. block: index of the first 16-row
-        block to multiply by, in the concatenated weight of all experts.
+        The weights are decoded in registers, without a panel. block: first 16-row block to multiply
+        by, counted in the stacked weight of all experts.
         """
         b, few, lanes, vectors = self.b, self.tiles.few, self.lanes, LANES * self.tiles.wide // self.lanes
         per_block, full = LANES // lanes, b.mul(b.div(count, few), few)
@@ -259,12 +262,11 @@ class Grouped(Gemm):
                     self._direct_tile(sides, full, size)
 
     def _direct_tile(self, sides: Sequence[tuple[Index, int, Index]], token: Index, rows: int) -> None:
-        """Emit code that computes the dot products of some (token, expert) pairs and weight rows.
+        """Emit code that multiplies x of `rows` (token, expert) pairs by some rows of the weight.
 
-        The code stores them in rows token .. token + rows - 1 of `self.sums`. token: number of the
-        first pair in the current block. rows: number of pairs. sides: the weight rows, as vectors.
-        Each vector is given as (16-row block of the weight, number of the vector in the row block,
-        first column in the sums).
+        The dot products are stored in rows token .. token + rows - 1 of `self.sums`. token: index
+        of the first pair in the current block. sides: the vectors of weight rows, each as (16-row
+        block, index of the vector in the block, column of `self.sums` for its first row).
         """
         b, lanes, unit = self.b, self.lanes, units(self.matmul.codec)
         x_row = self._x_rows(token, rows)
@@ -291,9 +293,8 @@ class Grouped(Gemm):
     def _prefetch(self, blocks: Sequence[Index], unit: Index, units: int) -> None:
         """Emit prefetches of the codes of 16-row blocks that will be multiplied later.
 
-        For each block in `blocks`, the codes of block + `tiles.row_blocks` are fetched. unit,
-        units: first unit and number of units to fetch in each row. A unit is a codec group, or for
-        a float codec the elements in one record (see `weights.panel.units`).
+        For each block in `blocks`, the code prefetches from the block that is `tiles.row_blocks`
+        later. It prefetches `units` units (see `weights.panel.units`), from index `unit` on.
         """
         b, records, groups = self.b, self.panel.records, self.panel.records.layout.groups
         record = b.div(unit, groups)

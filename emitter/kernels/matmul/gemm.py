@@ -3,34 +3,36 @@
 This is the GEMM of Goto and van de Geijn 2008, with decoding in place of packing B. A workgroup
 computes a few row blocks of the weight for a block of tokens, one panel after another along k.
 
-    each workgroup: a share of the items, (block of `tokens` tokens) x (16 * `blocks` columns), columns first
+    each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
       for item in share:
-        sums [tokens, 16 * blocks] = 0                                                                 stack
+        sums [tokens, 16 * row_blocks] = 0                                                             stack
         for k in steps of `depth`:
-          panel [depth, 16 * blocks] = decoded W[columns, k : k + depth]^T                             stack
+          panel [depth, 16 * row_blocks] = decoded W[columns, k : k + depth]^T                         stack
           for tile of `rows` tokens:
             for 16 * `wide` columns:
               acc [rows, 16 * wide] = sums[tile]                                                   registers
               for j in depth:                                       `unroll` at a time
                 acc += x[token, k + j] * panel[j]                   x broadcast from memory
               sums[tile] = acc
-        y [tokens, 16 * blocks] = epilogue(sums)                                                     memory
+        y [tokens, 16 * row_blocks] = epilogue(sums)                                                 memory
 
 Rows of x from `length` on are computed only as padding of the last tile; their results are zeros.
 
 `GemmCanonical`, for quantised weights, adds in the same order as `gemv`, so that a token's results
-have the same bits for any number of tokens. Its panel has codes. Each group of a tile is summed in
-registers, multiplied by its scale and added to the sums:
+have the same bits for any number of tokens. The panel has codes. `x_sums` has the sum of x over
+each codec group, times a factor (`prepared_x.group_sum`), which is -offset for codes with an
+offset. The sum of x * code over a group is computed in registers, multiplied by the group's scale
+and added to the sums:
 
           for tile of `rows` tokens:
             for 16 * `wide` columns:
               for group in depth:
-                acc [rows, 16 * wide] = 0, or x_sums[token, group] for codes with an offset           registers
+                acc [rows, 16 * wide] = 0, or x_sums[token, group] if the codes have an offset        registers
                 for j in group: acc += x[token, k + j] * codes[j]   x broadcast from memory
                 sums[tile] += d * scale * acc + m * minimum * x_sums[token, group]                       stack
 
-`gemv` multiplies (code * 2^n) by (x / 2^n), and `GemmCanonical` code by x. Both give the same bits
-unless |x| is below 1e-30.
+`gemv` multiplies codes, and divides x, by powers of two (`code_factors`). `GemmCanonical` does not.
+Both give the same bits unless |x| is below 1e-30.
 """
 
 from collections.abc import Callable, Sequence
@@ -142,7 +144,7 @@ class Gemm:
     def _multiply(self, first: Index, count: Index, k: Index, depth: int) -> None:
         """Emit code that adds x[first : first + count, k : k + depth] @ panel to `self.sums`.
 
-        Row 0 of the sums is token `first`.
+        Row 0 of `self.sums` belongs to token `first`.
         """
         b, rows = self.b, self.tiles.rows
         rest = self.T % rows  # blocks of tokens are multiples of `rows`, so only the last one has a smaller tile
@@ -155,10 +157,7 @@ class Gemm:
                 self._tile(b.sub(start, first), start, rest, k, depth)
 
     def _x_rows(self, token: Index, rows: int) -> Callable[[int], Index]:
-        """Return a function that maps i to the row of x for token number `token` + i.
-
-        rows: number of tokens; i must be smaller.
-        """
+        """Return a function that maps i < rows to the index in x of the row of token `token` + i."""
         return lambda r: self.b.add(token, r)
 
     def _tile(self, row: Index, token: Index, rows: int, k: Index, depth: int) -> None:
@@ -183,7 +182,7 @@ class Gemm:
 
 @dataclass(frozen=True)
 class GemmCanonicalTiles(GemmTiles):
-    """The tile sizes of `GemmCanonical`, whose panel also has scales and minima."""
+    """The tile sizes of `GemmCanonical`, whose panel has stored codes, scales and minima."""
 
     def stack_bytes(self, matmul: Matmul) -> int:
         return super().stack_bytes(matmul) + 4 * LANES * self.row_blocks * 2 * (self.depth // matmul.format.group)

@@ -1,19 +1,19 @@
-"""Compute Y = X W^T for bf16 weights and x rounded to bf16, by pairs of k (`mlir.bf16_pairs`).
+"""Compute Y = X W^T for bf16 weights and x rounded to bf16, with dot products of bf16 pairs.
 
-The kernel is for 2 or more tokens. Its loops are those of `gemm`, but weights are not decoded: in
-packed weights and in x (`split_x`), an i32 has a pair of k. The weights of a step along k stay in
-the L1 cache for all tiles:
+The kernel is for 2 or more tokens. Its loops are those of `gemm`, but weights are not decoded. Each
+i32 of the packed weight and of x (`split_x`) has a pair: two bf16 that are neighbours along k. The
+weights of a step along k stay in the L1 cache for all tiles:
 
-    each workgroup: a share of the items, (block of `tokens` tokens) x (16 * `blocks` columns), columns first
+    each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
       for item in share:
-        sums [tokens, 16 * blocks] = 0                                                                 stack
+        sums [tokens, 16 * row_blocks] = 0                                                             stack
         for k in steps of `depth`:
           for tile of up to 16 tokens, `rows` of them at a time, for 16 * `wide` columns:
             acc [rows, 16 * wide] = sums[tile]                                                         registers
             for pair of k in depth:                                   16 at a time
               acc += pairs of x[tile, k] * W[columns, k]              x broadcast from memory
             sums[tile] = acc
-        y [tokens, 16 * blocks] = epilogue(sums)                                                       memory
+        y [tokens, 16 * row_blocks] = epilogue(sums)                                                   memory
 """
 
 from dataclasses import dataclass
@@ -56,16 +56,13 @@ class GemmBf16Tiles(PanelTiles):
 
 
 class _Weights(BasePanel):
-    """The packed bf16 weights, with the methods of a panel.
-
-    The weights are read from the packed weight and not copied to the stack.
-    """
+    """A panel of bf16 weights that is read from the packed weight, without a copy on the stack."""
 
     def fill(self, first_block: Index, k: Index, depth: int) -> None:
-        """Select the part of the weight that `pair` reads, in place: the weight is packed as bf16.
+        """Set the part of the weight that the method `pair` reads; emit no code.
 
-        The part has the 16-row blocks from block `first_block` on and, of each row, the `depth`
-        elements of in_features from element `k` on.
+        The part has elements k .. k + depth - 1 of in_features of the 16-row blocks from
+        `first_block` on.
         """
         self.block, self.first = first_block, self.b.div(k, 2)
 
@@ -90,11 +87,11 @@ class GemmBf16(Gemm):
                 self._rows(b.add(b.mul(i.index, tile), row), b.add(b.div(first, tile), i.index), row, rows, k, depth)
 
     def _rows(self, sum_row: Index, tile: Index, row: int, rows: int, k: Index, depth: int) -> None:
-        """Emit code that adds the products of some rows of x with the panel to `self.sums`.
+        """Emit code that multiplies `rows` rows of x by the panel, and adds to `self.sums`.
 
-        The rows are row .. row + rows - 1 of tile number `tile` of x, in the layout of `split_x`.
-        Only elements k .. k + depth - 1 of in_features are multiplied. sum_row: the row of the sums
-        that belongs to the first row of x.
+        The rows of x start with row `row` of tile `tile` (a block of rows in the layout of
+        `split_x`). Only elements k .. k + depth - 1 of in_features are multiplied. sum_row: row of
+        `self.sums` that belongs to the first row of x.
         """
         b, lanes, pairs = self.b, self.lanes, Pairs(self.b, self.isa)
         first_step, count = b.div(k, DEPTH), -(-depth // 2)

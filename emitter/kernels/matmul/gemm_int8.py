@@ -2,35 +2,36 @@
 
 `GemmInt8`, for a chunk of tokens, is like `gemm`, but its panel has codes as bytes:
 
-    each workgroup: a share of the items, (block of `tokens` tokens) x (16 * `blocks` columns), columns first
+    each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
       for item in share:
-        sums [tokens, 16 * blocks] = 0                                                                 stack
+        sums [tokens, 16 * row_blocks] = 0                                                             stack
         for k in steps of `depth`:
-          codes [depth / 4, 16 * blocks] of four, scale, base [depth / group, 16 * blocks]             stack
+          codes [depth / 4, 16 * row_blocks] = codes of W[columns, k : k + depth], four in each i32          stack
+          scale, base [depth / group, 16 * row_blocks] = those of each codec group                           stack
           for tile of `rows` tokens, for 16 * `wide` columns:
             acc [rows, 16 * wide] = sums[tile]                                                         registers
-            for 32 k in depth:
+            for every 32 k in depth:
               dot [rows, 16 * wide] = 0                                                                registers, s32
               for four k of the 32:                                       unrolled
                 dot += codes * x[token]                                   x broadcast from memory
               acc += scale * (x_scale * dot) + base * x_sum
             sums[tile] = acc
-        y [tokens, 16 * blocks] = epilogue(sums)                                                       memory
+        y [tokens, 16 * row_blocks] = epilogue(sums)                                                   memory
 
 A weight is scale * code + base, where code is the stored code. `SmallBatchInt8`, for a few tokens,
 has no panel: codes stay in registers while all tokens of a tile are multiplied:
 
-    each workgroup: a share of the sets of 16-row blocks
+    each workgroup: a share of the sets; a set is `row_blocks` 16-row blocks of the weight: 2 with a GLU, otherwise 1
       for set in share, for vector of outputs in set, for tile of `rows` tokens:
         acc [rows] = 0                                                                                 registers
-        for 32 k of all records:
-          prefetch the records of the next block
+        for every 32 k:
+          prefetch the same part of the next block
           dot [rows] = 0                                                                               registers, s32
           for four k of the 32:                                          unrolled
             dot += (word & mask) * x[token]                               x broadcast from memory
           acc += scale * (x_scale * dot) + base * x_sum
         sums[tile, vector] = acc                                                                       stack
-      y [T, 16 * blocks] = epilogue(sums)                                                              memory
+      y [T, 16 * row_blocks] = epilogue(sums)                                                          memory
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -86,9 +87,10 @@ class GemmInt8Tiles(PanelTiles):
 
 
 def row_bytes(depth: int, group: int) -> int:
-    """Return the bytes of a panel for one row of W: int8 codes, f32 scales and f32 bases.
+    """Return the bytes of a panel for one row of W: int8 codes, and two f32 for each codec group.
 
-    depth: elements of in_features in the panel. group: elements of a codec group.
+    depth: elements of in_features in the panel. group: elements of a codec group. The two f32 are
+    the scale and the base of `Step`.
     """
     return depth + depth // group * 8
 
@@ -131,12 +133,20 @@ class GemmInt8(Gemm):
 
 
 class Step:
-    """A writer of code that multiplies int8 x by weights and adds the products to f32 sums.
+    """A writer of code that multiplies int8 x by weights and adds the results to f32 sums.
 
-    It adds one step at a time: GROUP (32) elements of in_features. Let c be a stored code plus
-    `Dot.bias`, n an int8 of x, and offset the codec's offset. If the codec has minima, a step adds
-    scale * x_scale * sum(c * n) + base * sum(x). Otherwise it adds scale * x_scale * (sum(c * n) -
-    (offset + bias) * sum(n)).
+    A step covers GROUP (32) elements of in_features. Each x is x_scale * n, with an int8 n; the
+    elements of a step share x_scale. A weight is scale * code + base, where code is the stored
+    code. The instruction multiplies n by c = code + bias, where `Dot.bias` makes codes unsigned.
+    For each codec group, a step adds
+
+        scale * x_scale * sum(c * n) + base * sum(x)                          if the codec has minima
+        scale * x_scale * (sum(c * n) - (offset + bias) * sum(n))             otherwise
+
+    Arguments of the methods:
+    rows: indices of the rows of x. unit: index of the step. part: index of the group in the step.
+    quads(q): returns codes 4 q, 4 q + 1, ... of the step, as `Dot.code` takes them, for each vector
+        of outputs. A vector of outputs has one row of the weight in each lane.
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, buffers: Buffers):
@@ -146,16 +156,10 @@ class Step:
         self.bias = 0 if self.codec.minimum else self.codec.offset + self.dot.bias
 
     def add(self, sums: Sequence[Ssa], rows: Sequence[Index], unit: Index, quads: Quads, sides: Sides) -> list[Ssa]:
-        """Return the f32 vectors `sums` plus the dot products of step number `unit`.
+        """Return the f32 vectors `sums` plus the dot products of one step.
 
-        A step is 32 elements of in_features. An output is a row of the weight. A vector of outputs
-        has one output in each lane.
-        sums: flat list of [rows of x][vectors of outputs].
-        rows: indices of the rows of x.
-        quads(q): returns a list for each vector of outputs. It has the codes of the step from
-            number 4 q on, in the form that `Dot.code` takes.
-        sides: (scale, base) as [codec groups of the step][vectors of outputs]. A weight is
-            scale * code + base.
+        sums: flat list of [rows of x][vectors of outputs]. sides: (scale, base) by [codec group of
+        the step][vector of outputs].
         """
         b, vectors = self.b, len(sides[0])
         groups = [self._dots(rows, unit, part, quads, vectors) for part in range(self.parts)]
@@ -184,11 +188,9 @@ class Step:
     ) -> list[Ssa]:
         """Return `sums` plus the dot products of one step, with codes read from the packed weight.
 
-        x is multiplied by the rows in vector `v` of 16-row block `block` of the weight. sums: one
-        f32 vector for each row of x. rows: indices of the rows of x. unit: number of the step.
-        groups: the codec groups of the step. Each is given as (index of the record in the row
-        block, index of the group in the record); a record is the packed bytes of one codec block of
-        each of 16 rows.
+        sums: one f32 vector for each row of x; its lanes are the weight rows in vector `v` of
+        16-row block `block`. groups: the step's codec groups, each as (record in the row block,
+        group in the record).
         """
         codes = [Int8Codes(self.records, block, *group) for group in groups]
         sides = [[self.records.scale_and_base(block, *group, v)] for group in groups]
@@ -198,10 +200,8 @@ class Step:
     def _dots(self, rows: Sequence[Index], unit: Index, part: int, quads: Quads, vectors: int) -> list[Ssa]:
         """Return the unscaled dot products of one codec group, as f32 vectors [rows * vectors].
 
-        They are sum(c * n) if the codec has minima, otherwise sum(c * n) - (offset + bias) * sum(n)
-        (see `Step`). rows: indices of the rows of x. unit: number of the step. part: number of the
-        group in the step. vectors: number of vectors of outputs. quads(q): returns the codes of the
-        step from number 4 q on, for each vector of outputs.
+        They are sum(c * n) if the codec has minima, otherwise sum(c * n) - (offset + bias) *
+        sum(n). vectors: number of vectors of outputs.
         """
         b, dot, quads_a_group = self.b, self.dot, self.codec.group // 4
         together = batches(rows, dot.rows)
@@ -216,11 +216,7 @@ class Step:
         return [b.convert("sitofp", words, "f32") for row in by_row[: len(rows)] for words in row]
 
     def _start(self, row: Index, unit: Index, part: int) -> Ssa:
-        """Return the initial s32 value of the sum of a group: -(offset + bias) * sum(n), or 0.
-
-        It is 0 if the codec has minima (see `Step`). row: row of x. unit: number of the step. part:
-        number of the group in the step.
-        """
+        """Return the initial s32 sum of a codec group, -(offset + bias) * sum(n); 0 with minima."""
         if not self.bias:
             return self.b.constant("0", I32)
         return self.b.binary("muli", self._sum(row, unit, part), self.b.constant(str(-self.bias), I32))
@@ -280,7 +276,7 @@ class SmallBatchInt8:
         """Emit code that multiplies `rows` tokens, from `token` on, by one vector of weight rows.
 
         The dot products are stored in self.sums[token : token + rows], from column `column` on.
-        block, v: 16-row block of the weight, and number of the vector of rows in this block.
+        block: 16-row block of the weight. v: index of the vector of rows in this block.
         """
         b, groups, parts = self.b, self.records.layout.groups, self.step.parts
         with b.loop(0, self.count * groups // parts, carry=[b.splat(0.0, self.isa.lanes)] * rows) as loop:

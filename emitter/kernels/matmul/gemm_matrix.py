@@ -6,18 +6,18 @@ of a quantised weight is one piece, a bf16 weight one, f16 two, f32 three. `--nu
 x and weights to one piece, the nearest bf16. The loops are those of `gemm`, with pairs of bf16 in
 the panel and in x (`split_x`):
 
-    each workgroup: a share of the items, (block of `tokens` tokens) x (16 * `blocks` columns), columns first
+    each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
       for item in share:
-        sums [tokens, 16 * blocks] = 0                                                                 stack
+        sums [tokens, 16 * row_blocks] = 0                                                             stack
         for k in steps of `depth`:
-          panel [pieces, depth / 32, blocks, 16 pairs, 16] = W[columns, k : k + depth]^T               stack
+          panel [pieces, depth / 32, row_blocks, 16 pairs, 16] = W[columns, k : k + depth]^T           stack
           for `high` tiles of `rows` tokens, for 16 * `wide` columns:
-            for group in depth, of codes; once for others:
+            for group in depth if W has codes, otherwise once:
               part [high * wide] = 0                                                       the unit's registers
-              for 32 k of the group, for j in pieces of w, for i in pieces of x, i + j < 3:
+              for every 32 k, for j in pieces of w, for i in pieces of x, i + j < 3:
                 part += x[i, tile, k] * panel[j, k]
-              sums[tile] += scale * part + minimum * x_sum
-        y [tokens, 16 * blocks] = epilogue(sums)                                                       memory
+              sums[tile] += scale * part + minimum * x_sum if W has codes, otherwise part
+        y [tokens, 16 * row_blocks] = epilogue(sums)                                                   memory
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,8 @@ MAX_DEPTH = 512
 class GemmMatrixTiles(PanelTiles):
     """The tile sizes of `GemmMatrix`.
 
-    The kernel has high * wide accumulators, each for a block of [rows, 16] results.
+    high: number of tiles of `rows` tokens that are multiplied together. The kernel has high * wide
+    accumulators, each for a block of [rows, 16] results.
     """
 
     high: int
@@ -91,7 +92,13 @@ def _step_bytes(matmul: Matmul, row_blocks: int) -> int:
 
 
 class GemmMatrix(Gemm):
-    """A writer of the body of a matmul kernel for a matrix unit, with x and weights as bf16."""
+    """A writer of the body of a matmul kernel for a matrix unit, with x and weights as bf16.
+
+    A tile is a block of rows of x, in the layout of `split_x`. Methods multiply `high` tiles of x
+    by `wide` 16-row blocks of the panel, with accumulators `parts`, [high * wide]. tile: index of
+    the first tile in x. at: index of the same tile in `self.sums`. block: index of the first
+    16-row block in the panel.
+    """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: GemmMatrixTiles, buffers: Buffers):
         self.panel_type = _panel_type(matmul)
@@ -110,10 +117,9 @@ class GemmMatrix(Gemm):
                 self._tiles(tile.index, b.add(before, tile.index), step, k, depth)
 
     def _tiles(self, at: Index, tile: Index, high: int, k: Index, depth: int) -> None:
-        """Emit code that adds x[:, k : k + depth] @ `self.panel` to the sums of `high` tiles of x.
+        """Emit code that multiplies `high` tiles by the panel, and adds to `self.sums`.
 
-        A tile is a block of rows in the layout of `split_x`. at, tile: number of the first of these
-        tiles, in the sums and in x.
+        Elements k .. k + depth - 1 of in_features are multiplied.
         """
         b, group = self.b, self.matmul.format.group
         first_step = b.div(k, DEPTH)
@@ -133,10 +139,9 @@ class GemmMatrix(Gemm):
         return [self.matrix.zero(i) for i in range(high * self.tiles.wide)]
 
     def _step(self, parts: list[Block], tile: Index, x_step: Index, step: Index, block: Index, high: int) -> list[Block]:
-        """Return the accumulators `parts`, [high * wide], plus the products of one step.
+        """Return the accumulators `parts` plus the products of one step.
 
-        A step is 32 elements of in_features. x_step, step: number of the step in x and in the
-        panel. tile: first of `high` tiles of x. block: first of `wide` 16-row blocks of the panel.
+        A step is 32 elements of in_features. x_step, step: its index in x and in the panel.
         """
         b, wide, matrix = self.b, self.tiles.wide, self.matrix
         (pieces, x_tiles, x_steps, *_), (_, steps, row_blocks, *_) = self.x_shape, self.panel.words.type.shape
@@ -155,14 +160,11 @@ class GemmMatrix(Gemm):
     def _add(
         self, parts: list[Block], at: Index, tile: Index, block: Index, high: int, of: tuple[Index, Index] | None = None
     ) -> None:
-        """Emit code that adds the accumulators `parts`, [high * wide], to `self.sums`.
+        """Emit code that adds the accumulators `parts` to `self.sums`.
 
-        at, tile: number of the first of `high` tiles of x (blocks of rows in the layout of
-            `split_x`), in the sums and in x.
-        block: first of `wide` 16-row blocks of the panel.
-        of: None for float weights. For a quantised weight, the number of the accumulated codec
-            group in the panel and in x. The code then multiplies the accumulators by the scale of
-            this group, and adds the minimum of the group times the sum of x over the group.
+        of: the accumulated codec group of a quantised weight, as (index in the panel, index in x);
+        None for float weights. With a group, the code multiplies the accumulators by its scale, and
+        adds its minimum times the sum of x over the group.
         """
         b, lanes, rows, wide = self.b, self.lanes, self.tiles.rows, self.tiles.wide
         for i, part in enumerate(parts):

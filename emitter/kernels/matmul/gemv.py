@@ -1,31 +1,35 @@
 """Compute y = W x for one token; packed weights are decoded in registers, and sums are f32.
 
-Each lane of a vector has one of 16 rows of W, so there are no sums across lanes. x is prepared once
-per workgroup (`prepared_x`), so that a code costs only a mask, a conversion and an fma.
+Each lane of a vector has one of 16 rows of W, so there are no sums across lanes. A record packs one
+codec block of each of 16 rows. x is prepared once per workgroup (`prepared_x`), so that a code
+costs only a mask, a conversion and an fma. A set is one or more 16-row blocks of W whose results
+are computed together; with a GLU it has blocks of both gate and up.
 
-    each workgroup: a share of the sets of 16-row blocks; a set is `together` blocks; for a GLU at least gate and up
+    each workgroup: a share of the sets
       prefetch the first records of the first set
-      xs [in] = norm(x) * factors of the codes, sums [in / group] = sums of norm(x)                    stack
+      xs [in] = norm(x) * code_factors, sums [in / group] = sums of norm(x)                            stack
       for set in share:
-        for `together` blocks of the set at once:
+        for blocks of the set, `together` at a time:
           totals [together, 16] = 0                                                                registers
-          for record in records:                                    a codec block of 16 rows, read once
-            for group in record:                                    one, or many for K-quants
+          for record in records of the blocks:                      each is read once
+            for group in record:                                    one, or several for K-quants
               products [chains, together, 16] = 0                                                  registers
-              for k in group:                                       unrolled; prefetches of a record `ahead` in between
-                products[k % chains] += f32(word[k / fields] & mask[k % fields]) * xs[k]
-            totals += d * sum(products) + m * sums[group]           many groups: times their scales and minima
+              for k in group:                                       unrolled, between prefetches of a later record
+                code = f32(word & mask)                             not shifted: times 2^n; xs has the factor 2^-n
+                products[k % chains] += code * xs[k]
+              totals += d * scale * sum(products) + m * minimum * sums[group]
         y [set] = epilogue(totals)                                                                   memory
 
-For codes with an offset, a chain starts with sums[group], which includes the factor -offset. If xs
-does not fit on the stack, it is prepared in parts, and the totals of 32 sets stay on the stack for
-the next part. A record of a float codec has one k (bf16: two), and its elements are not decoded.
+For codes with an offset, products[0] starts with sums[group], which then includes the factor
+-offset. If xs does not fit on the stack, x is prepared in parts; between parts, the totals of 32
+sets stay on the stack. A record of a float codec has one element of each row (bf16: two), which is
+not decoded.
 
-Codes of one or two bits are not multiplied: a lane looks up the sum of x times several codes in a
-table (`sum_tables`), except on NEON, in canonical form, and for two bits on AVX2:
+Codes of one or two bits are not multiplied where tables are faster (`is_summed_by_tables`). A lane
+then looks up the sum of x times several codes in a table (`sum_tables`):
 
               for slice of the bits of the group's words:               unrolled
-                sums[slice % chains] += table[group, slice][word >> shift]
+                products[slice % chains] += table[group, slice][word >> shift]
 
 In canonical form there is one chain, and groups are added to the totals in the same order as in the
 kernels for several tokens.
@@ -54,8 +58,14 @@ X_BYTES = STACK_BYTES - (4 << 10)
 class Gemv:
     """A writer of the code that multiplies a packed weight by one row of x.
 
-    x_row: index of the row of x. y_row: index of the row of y for the result. base: first 16-row
-    block to use in the weight. With experts it is the first block of the expert.
+    x_row: row of x. y_row: row of y for the result. base: first 16-row block of the weight to use;
+    for MoE, the first block of the expert.
+
+    Arguments and results of the methods:
+    row_blocks: indices of the 16-row blocks to multiply. record: index of a record in each of them.
+    slot: index of the record, or of a codec group, in the prepared part of x.
+    totals, results: a vector for each (i, v) in `self.sides`. Its lanes are the rows in vector `v`
+        of row block row_blocks[i].
     """
 
     def __init__(
@@ -85,10 +95,7 @@ class Gemv:
         self.write_share(self.b.workgroup())
 
     def write_share(self, share: Index) -> None:
-        """Emit the code for one of `tiles.workgroups` equal shares of the weight's rows.
-
-        share: index of the share.
-        """
+        """Emit the code for one of `tiles.workgroups` equal shares of the weight's rows."""
         b, elements = self.b, self.layout.elements
         x_bytes = elements * bytes_per_element(self.codec)
         if self.by_tables:
@@ -119,13 +126,12 @@ class Gemv:
                 self._sets(batch.index, end, first, min(first + chunk, self.count), parts)
 
     def _sets(self, low: Index, high: Index, first: int, last: int, parts: Ssa | None) -> None:
-        """Emit code that multiplies some 16-row blocks of the weight by a part of x.
+        """Emit code that multiplies sets low .. high - 1 of the weight by a part of x.
 
-        A set is a group of `self.set` consecutive 16-row blocks. The code computes sets low .. high
-        - 1. A record is the packed bytes of one codec block of each of 16 rows. Only records first
-        .. last - 1 of each 16-row block are multiplied, by the elements of x that belong to them.
-        If they include the last record of the 16-row block, the code also stores y. parts: stack
-        buffer that keeps the sums between calls, or None if one call multiplies all records.
+        A set is `self.set` consecutive 16-row blocks. Only records first .. last - 1 of each row
+        block are multiplied, by the x that belongs to them. If they include the last record, the
+        code also stores y. parts: stack buffer that stores the sums between parts of x, or None if
+        x has one part.
         """
         b, self.range = self.b, (first, last)
         self.x.fill(first * self.layout.elements, last * self.layout.elements)
@@ -153,22 +159,16 @@ class Gemv:
                         self._store(block, result)
 
     def _blocks_of(self, row: Index) -> list[Index]:
-        """Return the indices of the 16-row blocks in one group of `self.set` consecutive blocks.
+        """Return the indices of the 16-row blocks in set `row`: `self.set` consecutive blocks.
 
-        row: index of the group. If the last group is incomplete, its last block is repeated.
+        If the last set is incomplete, its last block is repeated.
         """
         b = self.b
         row_blocks = [b.add(b.mul(row, self.set), i) for i in range(self.set)]
         return [b.min(block, self.row_blocks - 1) for block in row_blocks] if self.row_blocks % self.set else row_blocks
 
     def _dots(self, row_blocks: list[Index], first: int, last: int, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus the dot products of x and some rows of the weight.
-
-        Only records first .. last - 1 of the rows are multiplied; a record is the packed bytes of
-        one codec block of each of 16 rows. row_blocks: indices of the 16-row blocks of the weight.
-        totals: one vector for each (i, v) in `self.sides`; its lanes are the rows in vector `v` of
-        row block row_blocks[i].
-        """
+        """Return `totals` plus the dot products of x with records first .. last - 1."""
         if not self.codec.quantised:
             return self._float_dots(row_blocks, first, last, totals)
         with self.b.loop(first, last, carry=totals) as record:
@@ -180,9 +180,8 @@ class Gemv:
     def _prefetches(self, row_blocks: list[Index], record: Index, offset: Index, nbytes: int) -> list[Callable[[], None]]:
         """Return functions, each of which emits a prefetch of one cache line of the packed weight.
 
-        For each 16-row block in `row_blocks`, the lines are bytes offset .. offset + nbytes - 1 of
-        the record that is `tiles.ahead` records after `record`. A record is the packed bytes of one
-        codec block of each of 16 rows.
+        The lines are bytes offset .. offset + nbytes - 1 of a record of each 16-row block. The
+        record is the one that is multiplied `tiles.ahead` records after `record`.
         """
         b, (first, last) = self.b, self.range
         then = b.add(b.sub(record, first) if first else record, self.tiles.ahead)  # may be in the next set of row blocks
@@ -196,12 +195,8 @@ class Gemv:
     def _group_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
         """Return `totals` plus the dot products of x and a record that has only one codec group.
 
-        A record is the packed bytes of one codec block of each of 16 rows. Each dot product is d *
-        sum(x * code) + m * sum(x), where d and m are the scale and minimum of the group.
-
-        row_blocks: indices of the 16-row blocks. record: index of the record in each of them. slot:
-        number of the record in the part of x that is prepared in `self.x`. totals: one vector for
-        each (i, v) in `self.sides`, for the rows in vector `v` of row block row_blocks[i].
+        A dot product is d * sum(x * code) + m * sum(x), where d and m are the scale and minimum of
+        the group.
         """
         b, records = self.b, self.records
         dots = self._group(row_blocks, record, 0, slot, self._prefetches(row_blocks, record, 0, self.size))
@@ -217,13 +212,9 @@ class Gemv:
     def _super_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
         """Return `totals` plus the dot products of x and one record with several codec groups.
 
-        A record is the packed bytes of one codec block of each of 16 rows. Each dot product is d *
-        sum(scale * sum(x * code)) + m * sum(minimum * sum(x)). The outer sums are over the groups
-        of the block. Each block has its own d and m, each group its own scale and minimum.
-
-        row_blocks: indices of the 16-row blocks. record: index of the record in each of them. slot:
-        number of the record in the part of x that is prepared in `self.x`. totals: one vector for
-        each (i, v) in `self.sides`, for the rows in vector `v` of row block row_blocks[i].
+        A dot product is d * sum(scale * sum(x * code)) + m * sum(minimum * sum(x)). The outer sums
+        are over the groups of a codec block. Each codec block has its own d and m, each group its
+        own scale and minimum.
         """
         b, records, groups = self.b, self.records, self.layout.groups
         minima = self.codec.minimum != 0
@@ -254,13 +245,8 @@ class Gemv:
     def _canonical_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
         """Return `totals` plus the dot products of x and one record, added in canonical order.
 
-        A record is the packed bytes of one codec block of each of 16 rows. Canonical order means
-        that one codec group is added after another. Each group adds d * scale * sum(x * code) + m *
-        minimum * sum(x).
-
-        row_blocks: indices of the 16-row blocks. record: index of the record in each of them. slot:
-        number of the record in the part of x that is prepared in `self.x`. totals: one vector for
-        each (i, v) in `self.sides`, for the rows in vector `v` of row block row_blocks[i].
+        In this order, one codec group is added after another. A group adds d * scale * sum(x *
+        code) + m * minimum * sum(x).
         """
         b, records, groups = self.b, self.records, self.layout.groups
         with b.loop(0, groups, carry=totals) as g:
@@ -277,13 +263,10 @@ class Gemv:
     def _group(
         self, row_blocks: list[Index], record: Index, group: Index, slot: Index, soon: list[Callable[[], None]]
     ) -> list[Ssa]:
-        """Return sum(x * code) over one codec group, for each row of some 16-row blocks.
+        """Return sum(x * code) over one codec group, for each row of the row blocks.
 
-        row_blocks: indices of the 16-row blocks. There is one vector for each (i, v) in
-        `self.sides`; its lanes are the rows in vector `v` of row block row_blocks[i]. record: index
-        of the record in each 16-row block. group: index of the group in the record. slot: number of
-        the group in the part of x that is prepared. soon: functions that emit prefetches. They are
-        called at intervals between the multiplications, because many prefetches in sequence stall.
+        group: index of the group in the record. soon: functions that emit prefetches. They are
+        called at intervals, because many prefetches in sequence stall.
         """
         b, chains = self.b, self.chains
         codes = [self.records.group_codes(block, record, group) for block in row_blocks]
@@ -303,7 +286,11 @@ class Gemv:
         return [tree(b.addf, [part for part in parts if part is not None]) for parts in sums]
 
     def _looked_up(self, codes: list[GroupCodes], group: Index, soon: list[Callable[[], None]]) -> list[Ssa]:
-        """Return what `_group` does, by tables of sums; codes: codes of the group of each row block."""
+        """Return the result of `_group`, computed by table look-ups, not multiplications.
+
+        codes: codes of the group in each row block. group: index of the group in the prepared part
+        of x.
+        """
         b, x, chains = self.b, self.tables, self.chains
         sums: list[list[Ssa | None]] = [[None] * chains for _ in self.sides]
         number, count = 0, x.words * len(x.slices)

@@ -18,7 +18,7 @@ MIN_BYTES, ENOUGH_BYTES = 16 << 10, 1 << 20
 
 @dataclass(frozen=True)
 class GemvTiles(Tiles):
-    """The tile sizes of `Gemv`. A record is the packed bytes of one codec block of each of 16 rows.
+    """The tile sizes of `Gemv`. A record packs one codec block of each of 16 rows.
 
     together: number of 16-row blocks that are multiplied together and share loads of x; at most 2
         with a GLU.
@@ -38,7 +38,11 @@ class GemvTiles(Tiles):
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        """Return the default tiles; with experts, at most about two workgroups per thread."""
+        """Return the default tiles for `threads` threads.
+
+        With experts, each (token, expert) pair has its own workgroups. All pairs together have
+        about two workgroups for each thread, or one for each pair if there are more pairs.
+        """
         blocks, records, size = matmul.weight_shape
         nbytes, codec = blocks * records * size, matmul.format
         workgroups = threads * max(1, min(PARTS, nbytes // (threads * ENOUGH_BYTES)))

@@ -1,11 +1,11 @@
-"""Prepare x on the stack for matmuls: apply the RMS norm, and multiply it by `code_factors`.
+"""Prepare x on the stack for matmuls: apply the RMS norm, and multiply by `code_factors`.
 
-The stack also has sums of x over codec groups, which the minima and offsets of codes are multiplied
-by. For canonical GEMMs, the kernel `group_sums` computes these sums once for all matmuls of x, in
-the same order:
+The stack also has the sum of x over each codec group, because minima and offsets of codes are
+multiplied by these sums. The sums include a factor of the codec (see `group_sum`). For canonical
+GEMMs, the kernel `group_sums` computes them once for all matmuls of x, in the same order:
 
 each workgroup: up to 16 rows of x [T, in]
-  for row, for group: sums = sum(x of the group) * the sign of the codec's minimum, or minus its offset       memory
+  for row, for group: sums[row, group] = factor * sum of x over the group                            memory
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,8 +34,8 @@ def bytes_per_element(codec: Codec) -> float:
 def group_sum(b: Body, codec: Codec, parts: Sequence[Ssa]) -> Ssa:
     """Return the scalar sum of x over a codec group, multiplied by a factor of the codec.
 
-    The factor is the sign of the codec's minimum, or -offset for a codec without minima. parts: the
-    f32 vectors of x in the group.
+    The factor is +1 if the codec adds minima, -1 if it subtracts them, and -offset if it has none.
+    parts: the f32 vectors of x in the group.
     """
     total = b.extract(lane_sums(b, [tree(b.addf, parts)]), 0)
     return b.mulf(total, b.f32(codec.minimum or -codec.offset))
@@ -72,11 +72,14 @@ def group_sums(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel
 class PreparedX:
     """A stack buffer with T rows of x, normalised and scaled for the codes of a packed weight.
 
-    Code that reads packed codes does not shift their bits down, so each code is multiplied by a
-    power of two. The elements of x in the buffer are divided by the same power (see
-    `code_factors`). The buffer also has the `group_sum` of each codec group. capacity: max number
-    of elements of a row in the buffer. row: index in x of the first row. kept:
-    elements of a row in `values`; None for `capacity`.
+    Kernels mask codes without shifting their bits down, so a code is multiplied by a power of two.
+    The x in the buffer is divided by the same power (see `code_factors`). The buffer also has the
+    `group_sum` of each codec group. Methods count elements and groups from the first element that
+    the last `fill` prepared. token: index of a row in the buffer.
+
+    capacity: max number of elements of a row that are prepared at once.
+    row: index in x of the first of the T rows.
+    kept: number of elements of a row that `values` stores; default: `capacity`.
     """
 
     def __init__(
@@ -100,19 +103,11 @@ class PreparedX:
             self.inverse = inverse_rms(b, partial(self._read, 0), self.in_features, matmul.rms_eps, lanes)
 
     def at(self, k: Index, token: Index = 0) -> Ssa:
-        """Return a vector that has one element of the prepared x in every lane.
-
-        k: index of the element in the range that the last `fill` has prepared. token: row of the
-        buffer.
-        """
+        """Return a vector that has element `k` of the prepared x in every lane."""
         return self.b.broadcast(self.b.load(self.values, token, k), self.lanes)
 
     def sum_of(self, group: Index, token: Index = 0) -> Ssa:
-        """Return a vector that has the `group_sum` of one codec group in every lane.
-
-        group: index of the group in the range that the last `fill` has prepared. token: row of the
-        buffer.
-        """
+        """Return a vector that has the `group_sum` of codec group `group` in every lane."""
         assert self.sums is not None, "only codecs with an offset or a minimum have sums"
         return self.b.broadcast(self.b.load(self.sums, token, group), self.lanes)
 
@@ -167,7 +162,11 @@ class PreparedX:
                 b.store(group_sum(b, self.codec, parts), self.sums, token, g.index)
 
     def _store(self, token: Index, start: Index, k: int, x: Ssa) -> None:
-        """Store a vector x, times `code_factors`; start, k: its group's first element, and its own from there."""
+        """Emit code that stores a vector `x` of a codec group, times its `code_factors`.
+
+        start: first element of the group in the buffer. k: first element of the vector in the
+        group.
+        """
         b, lanes, factors = self.b, self.lanes, code_factors(self.codec)
         if (factors[k : k + lanes] != 1).any():
             listed = ", ".join(f"{factor:.9e}" for factor in factors[k : k + lanes])
@@ -175,4 +174,4 @@ class PreparedX:
         b.vstore(x, self.values, token, b.add(start, k))
 
     def _finish(self, group: Index) -> None:
-        """Prepare what else is needed of a codec group whose vectors are stored."""
+        """Emit code that follows the storing of a codec group's x; subclasses override this."""

@@ -44,8 +44,9 @@ def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool) -> str:
     """Return the fastest of `matmul_spec.NUMERICS` for a matmul.
 
     is_fast: whether x may be rounded to int8 or bf16. Rounding is not faster for one token, which
-    is limited by memory bandwidth, nor for few (token, expert) pairs. In canonical form, kernels
-    for few tokens or float weights are "exact", because they already add in canonical order.
+    is limited by memory bandwidth, nor for few (token, expert) pairs. In canonical form, the result
+    is "canonical" or "exact". Kernels for few tokens and for float weights are "exact", because
+    they always add in canonical order.
     """
     if isa.canonical:
         is_batched = matmul.experts or (matmul.format.quantised and matmul.tokens > small_batch.MAX_TOKENS)

@@ -1,25 +1,25 @@
 """Compute Y = X W^T for a few tokens; weights are decoded in registers, as in `gemv`.
 
-For so few tokens, decoding weights to memory as in `gemm` would take as long as the fma. A tile of
-several tokens and several vectors of outputs shares loads of x and decoded codes, and has enough
+For so few tokens, decoding weights to memory as in `gemm` would take as long as the matmul. A tile
+of several tokens and several vectors of outputs shares loads of x and decoded codes, and has enough
 accumulators to hide the latency of fma.
 
-    each workgroup: a share of the sets of 16-row blocks
-      xs [T, in] = x * factors of the codes, sums [T, in / group]                                      stack
+    each workgroup: a share of the sets; a set is `row_blocks` 16-row blocks of the weight
+      xs [T, in] = x * code_factors, sums [T, in / group] = sums of x over codec groups                stack
       for set in share:
-        acc [T, 16 * blocks] = 0                                                                       stack
+        acc [T, 16 * row_blocks] = 0                                                                   stack
         for tile of `rows` tokens x `vectors` vectors of outputs:
           for group in groups of all records:
-            prefetch the group of the next blocks
+            prefetch the same group of the next blocks
             products [rows, vectors] = 0                                                           registers
             for k in group:                                         unrolled
               code [vectors] = f32(word & mask)                                                    registers
               products[t] += code * xs[t, k]                        for each token t of the tile
             acc[t] += d * scale * products[t] + m * minimum * sums[t, group]
-        y [T, 16 * blocks] = epilogue(acc)                                                           memory
+        y [T, 16 * row_blocks] = epilogue(acc)                                                       memory
 
-If xs does not fit on the stack, it is prepared in parts, and the acc of several sets stay on the
-stack for the next part. For float codecs, x is read from memory, and the sums of a tile stay in
+If xs does not fit on the stack, x is prepared in parts; between parts, the `acc` of several sets
+stays on the stack. For float codecs, x is read from memory, and the sums of a tile stay in
 registers over all k.
 """
 
@@ -75,7 +75,11 @@ class SmallBatchTiles(Tiles):
 
 
 class SmallBatch:
-    """A writer of the body of a matmul kernel for a few tokens."""
+    """A writer of the body of a matmul kernel for a few tokens.
+
+    Methods take the weight rows of a tile as `sides`: vectors of rows, each given as (16-row block,
+    index of the vector in the block, column of `self.sums` for its first row).
+    """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: SmallBatchTiles, buffers: Buffers):
         self.b, self.codec, self.tiles, self.buffers = b, matmul.format, tiles, buffers
@@ -118,9 +122,9 @@ class SmallBatch:
     def _add_chunks(self, first: Index, last: Index, end: Index) -> None:
         """Emit code that computes the dot products of all tokens with rows of a quantised weight.
 
-        The rows are 16-row blocks first .. last - 1 of the weight. If x does not fit on the stack,
-        the code prepares and multiplies one part of it after another. end: number of tokens that
-        are not padding.
+        The rows are those of 16-row blocks first .. last - 1. If x does not fit on the stack, the
+        code prepares x in parts and multiplies each part. end: number of tokens that are not
+        padding.
         """
         b = self.b
         zero = b.splat(0.0, self.lanes)
@@ -144,13 +148,11 @@ class SmallBatch:
             add_chunk(part.index, stop)
 
     def _tiles(self, first: Index, last: Index, end: Index, add: Callable[[list, Index, int], None]) -> None:
-        """Emit loops over tiles, with code for the tiles emitted by `add`.
+        """Emit loops over tiles, and the code of each tile with `add`.
 
-        The tiles cover 16-row blocks first .. last - 1 of the weight and tokens 0 .. end - 1.
-        add(sides, token, rows): emits the code of one tile, which has tokens token .. token + rows
-        - 1 and the vectors of weight rows `sides`. Each vector is given as (16-row block, number of
-        the vector in the block, first column in the sums). If the last tile needs row blocks after
-        the end of the weight, it computes the last block again instead.
+        The tiles cover 16-row blocks first .. last - 1 of the weight and tokens 0 .. end - 1. A
+        tile that reaches past the end of the weight repeats the last row block. add(sides, token,
+        rows): emits the code of a tile of `rows` tokens from `token` on.
         """
         b, rows, vectors, per_block, unit = self.b, self.tiles.rows, self.tiles.vectors, self.records.vectors, self.unit
         full = self.T // rows * rows
@@ -172,12 +174,10 @@ class SmallBatch:
     def _add_group(self, sides: list, token: Index, rows: int, record: Index, group: Index, slot: Index) -> None:
         """Emit code that adds the dot products of one codec group to the sums of a tile.
 
-        Each dot product is d * scale * sum(x * code) + m * minimum * sum(x). The tile has tokens
-        token .. token + rows - 1 and the vectors of weight rows `sides`. Each vector is given as
-        (16-row block, number of the vector in the block, first column in the sums). record: index
-        of the record in a row block; a record is the packed bytes of one codec block of each of 16
-        rows. group: index of the group in the record. slot: number of the record in the part of x
-        that is prepared.
+        A dot product is d * scale * sum(x * code) + m * minimum * sum(x). The tile has `rows`
+        tokens from `token` on. record: index of the record in each row block; a record packs one
+        codec block of each of 16 rows. group: index of the group in the record. slot: index of the
+        record in the prepared part of x.
         """
         b, records, codec = self.b, self.records, self.codec
         number = b.add(b.mul(slot, self.layout.groups), group)
@@ -207,11 +207,9 @@ class SmallBatch:
                 b.vstore(total, self.sums, t, column)
 
     def _float_tile(self, sides: list, token: Index, rows: int) -> None:
-        """Emit code that computes the dot products of one tile and stores them, for a float codec.
+        """Emit code that computes the dot products of a tile of a float codec, and stores them.
 
-        The tile has `rows` tokens, from number `token` on. sides: the vectors of weight rows in the
-        tile. Each is given as (index of a 16-row block, index of the vector in this block, column
-        of the vector's first row in `self.sums`). `self.sums` has a row for each token.
+        The tile has `rows` tokens from `token` on.
         """
         b, elements, unroll = self.b, self.layout.elements, self.tiles.unroll
         full, rest = divmod(self.in_features, elements)

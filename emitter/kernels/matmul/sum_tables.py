@@ -1,13 +1,15 @@
-"""Prepare x for a GEMV of codes of one or two bits: tables of sums of x, by the bits of the codes.
+"""Prepare x for a GEMV of codes of one or two bits: tables of sums of x, indexed by bits of codes.
 
-A stored code is a sum of its bits, so the product of a word of codes with x is a sum over the
-word's bits. A word is cut into slices of as many bits as a vector permutation reads from each lane:
-four bits for vectors of 16 lanes, three for 8. A table has the sum for each value n of a slice:
+A code is a base plus the values of its bits, such as -2 + 1 * bit 0 + 2 * bit 1. So the dot product
+of x and a word of codes is a sum over the bits of the word. A word is cut into slices of four bits
+for vectors of 16 lanes, or of three bits for vectors of 8 lanes. For each slice, a table has the
+sum for every value n of the slice:
 
-    table[n] = sum of x * (bit j of n) * (weight of bit j in its code), plus base * x for each code that starts in the slice
+    table[n] = sum over j of (bit j of n) * (value of this bit in its code) * (x of this code),
+               plus base * x of each code that starts in the slice
 
-A code is base + sum of its bits * weights. So a shift, a permutation of the table and an addition
-add the products of up to four codes to a sum, in each lane.
+A kernel shifts the word, looks up the slice in its table (a permutation of a vector) and adds the
+entry. In each lane, this replaces up to four multiplications.
 """
 
 from collections.abc import Mapping
@@ -26,12 +28,12 @@ MAX_BITS = {4: 0, 8: 1, 16: 2}
 
 
 def is_summed_by_tables(codec: Codec, isa: Isa) -> bool:
-    """Return whether the GEMV of a codec looks up sums of x in tables, and multiplies no codes."""
+    """Return whether the GEMV of a codec looks up sums of x in tables and multiplies no codes."""
     return 0 < codec.bits <= MAX_BITS[isa.lanes] and not isa.canonical
 
 
 def additions(matmul: Matmul, isa: Isa) -> int:
-    """Return the FLOPs of GEMVs by tables: an addition for each slice of each row's codes."""
+    """Return the FLOPs of a GEMV with tables: an addition for each slice of each word of codes."""
     bits_of_row = matmul.in_features * matmul.format.bits
     return matmul.tokens * matmul.weight_rows * bits_of_row // WORD * len(slices(isa))
 
@@ -45,15 +47,15 @@ def slices(isa: Isa) -> list[tuple[int, int]]:
 def table_bytes(codec: Codec, isa: Isa) -> int:
     """Return the size in bytes of the tables for one codec group of one row of x.
 
-    There is a table for each slice of each word of codes; it has an f32 for each lane.
+    There is a table for each slice of each word of codes, with an f32 for each lane.
     """
     return layout(codec).words * len(slices(isa)) * 4 * isa.lanes
 
 
 class SumTables(PreparedX):
-    """A writer of code that computes the tables of sums for one row of x.
+    """A writer of code that prepares one row of x as tables of sums (see the module).
 
-    The buffer `values` has the x of one codec group, the one whose tables are being computed.
+    The inherited buffer `values` stores the x of the codec group whose tables are being computed.
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, buffers: Mapping[str, Ssa], capacity: int, row: Index = 0):
@@ -69,8 +71,8 @@ class SumTables(PreparedX):
     def table(self, group: Index, word: int, number: int) -> Ssa:
         """Return the table of one slice of a word of codes, f32 [lanes].
 
-        group: number of the codec group, counted from the start of the x that was filled last.
-        word: number of the word in the group. number: number of the slice in the word.
+        group: index of the codec group in the x that the last `fill` prepared. word: index of the
+        word in the group. number: index of the slice in the word.
         """
         return self.b.vload(self.tables, self.lanes, self._row(group, word, number), 0)
 
@@ -80,7 +82,7 @@ class SumTables(PreparedX):
 
     @cached_property
     def _bit_values(self) -> tuple[float, tuple[float, ...]]:
-        """Return (base, weights): a code is base + sum of bit i * weights[i]."""
+        """Return (base, values), where a code is base + sum over i of (its bit i) * values[i]."""
         table = self.codec.table
         if table:
             return float(table[0]), (float(table[1] - table[0]),)
@@ -103,7 +105,11 @@ class SumTables(PreparedX):
                 b.vstore(total, self.tables, self._row(group, word, n), 0)
 
     def _factors(self, j: int, bit: int) -> Ssa:
-        """Return the factor of x in each entry n of a table; j: bit of n. bit: bit of the code."""
+        """Return the factors of x for one bit of a code: table[n] += factors[n] * x, f32 [lanes].
+
+        x: the element of x that the code multiplies. j: index of the bit in its slice. bit: index
+        of the same bit in the code.
+        """
         base, weights = self._bit_values
         listed = [(base if bit == 0 else 0.0) + (weights[bit] if n >> j & 1 else 0.0) for n in range(self.lanes)]
         return self.b.constant(f"dense<{listed}>", vector_type(self.lanes))

@@ -42,10 +42,7 @@ class Tiles(ABC):
     @classmethod
     @abstractmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        """Return the default tiles of a matmul's kernel, if `threads` threads run it.
-
-        The defaults were chosen by measurements.
-        """
+        """Return the default tiles for `threads` threads, chosen by measurements."""
 
     @abstractmethod
     def fit(self, matmul: Matmul) -> bool:
@@ -56,9 +53,8 @@ class Tiles(ABC):
 class PanelTiles(Tiles):
     """The tile sizes of kernels that decode weights into a panel, a buffer on the stack.
 
-    rows, wide: the registers have sums for `rows` tokens and 16 * `wide` columns. A column is a row
-        of the weight.
-    row_blocks: number of columns of a panel, in blocks of 16.
+    rows, wide: the registers have sums for `rows` tokens and 16 * `wide` rows of the weight.
+    row_blocks: number of 16-row blocks of the weight in a panel.
     depth: number of elements of in_features in a panel.
     tokens: number of tokens that are multiplied by one panel.
     """
@@ -76,7 +72,7 @@ class PanelTiles(Tiles):
     def stack_bytes(self, matmul: Matmul) -> int:
         """Return the bytes of stack that the kernel needs for sums and panel.
 
-        This implementation counts only the f32 sums.
+        This method counts the f32 sums; subclasses add the panel.
         """
         return 4 * LANES * self.row_blocks * self.tokens
 
@@ -146,7 +142,11 @@ class Finish:
     """A writer of the code that turns the dot products of a matmul into y and stores it.
 
     The code applies the GLU, and adds the bias and the residual. sums: stack buffer f32 [tokens,
-    columns] of the dot products. row_of: returns the row of y of a token.
+    columns] of the dot products. row_of(token): returns the token's row of y.
+
+    Arguments of the methods: results are stored for tokens first .. end - 1. With an operand
+    `length`, tokens end .. last - 1 are padding and get zeros. column: first of 16 columns of y. If
+    `ragged` is not 0, only `ragged` of them are stored.
     """
 
     def __init__(
@@ -155,11 +155,10 @@ class Finish:
         self.b, self.matmul, self.lanes, self.buffers, self.sums, self.row_of = b, matmul, lanes, buffers, sums, row_of
 
     def store(self, first_block: Index, row_blocks: Index, first: Index, end: Index, last: Index) -> None:
-        """Emit code that stores y for tokens first .. end - 1.
+        """Emit code that stores y for some tokens and 16-row blocks of the weight.
 
-        With an operand `length`, the code also stores zeros for tokens end .. last - 1, which are
-        padding. The dot products are read from `self.sums`: its row 0 belongs to token `first`, and
-        its columns to 16-row blocks first_block .. first_block + row_blocks - 1 of the weight.
+        In `self.sums`, row 0 belongs to token `first`, and the columns belong to row blocks
+        first_block .. first_block + row_blocks - 1.
         """
         b, shared = self.b, self.matmul.blocks_per_result
         with b.loop(0, b.div(row_blocks, shared)) as i:
@@ -168,13 +167,7 @@ class Finish:
             each_block(b, self.matmul.out_features, block, partial(self._block, i.index, column, first, end, last))
 
     def _block(self, slot: Index, column: Index, first: Index, end: Index, last: Index, ragged: int) -> None:
-        """Emit code that stores 16 columns of y, or only the first `ragged` of them.
-
-        ragged: number of columns, or 0 for all 16. slot: number of the block of 16 results in
-        `self.sums`. column: first of the columns in y. first, end: the code stores results for
-        tokens first .. end - 1. last: with an operand `length`, it stores zeros for tokens end ..
-        last - 1.
-        """
+        """Emit code that stores 16 columns of y: block number `slot` of results in `self.sums`."""
         b, lanes, shared = self.b, self.lanes, self.matmul.blocks_per_result
         with b.loop(first, end) as token:
             dots = []
@@ -188,10 +181,9 @@ class Finish:
                 self._put(token.index, column, [b.splat(0.0, lanes)] * (LANES // lanes), ragged, add=False)
 
     def _put(self, token: Index, column: Index, results: list[Ssa], ragged: int, add: bool) -> None:
-        """Emit code that stores 16 results of a token, or only the first `ragged` of them, in y.
+        """Emit code that stores 16 results of a token in y.
 
-        ragged: 0 for all 16. column: column of y for the first result. add: whether the code first
-        adds the bias and the residual.
+        add: whether the code first adds the bias and the residual.
         """
         b, lanes, row = self.b, self.lanes, self.row_of(token)
         for lane in range(0, ragged or LANES, 1 if ragged else lanes):

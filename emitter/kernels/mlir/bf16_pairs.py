@@ -1,7 +1,7 @@
-"""Emit dot products of pairs of bf16, lane by lane; an i32 has a pair, its first in the low half.
+"""Emit dot products of bf16 pairs, lane by lane. An i32 has a pair, its first bf16 in the low half.
 
-dpbf16  vdpbf16ps of AVX-512: adds both products to an f32, each rounded to nearest, denormals as zero
-bfdot   NEON's instruction for the same sum, which rounds differently
+dpbf16  vdpbf16ps of AVX-512: adds both products to an f32; rounds each addition to nearest; denormals are zero
+bfdot   NEON's instruction for the same sum, with other rounding
 plain   shifts and two fma in f32, for any CPU
 """
 

@@ -64,7 +64,7 @@ def f32_literal(x: float) -> str:
 
 
 def number(x: float) -> str:
-    """Return a float with nine digits as text that is valid in an MLIR symbol: 1e-5 is "1em05"."""
+    """Return `x`, rounded to nine digits, as text for an MLIR symbol: 1e-5 becomes "1em05"."""
     return f"{x:.9g}".replace("-", "m").replace(".", "p").replace("+", "")
 
 
@@ -84,8 +84,8 @@ def batches(values: Sequence[Value], size: int) -> list[Sequence[Value]]:
 class Loop:
     """An `scf.for` that `Body.loop` emits.
 
-    Inside the `with` block: `index` and the loop-carried `values`. After it: `results`, their final
-    values.
+    index, values: its index and its loop-carried values inside the `with` block. results: the final
+    values, which exist after the block.
     """
 
     def __init__(self, index: Ssa, values: list[Ssa]):
@@ -213,9 +213,9 @@ class Body:
         return self.let("stream.dispatch.workgroup.id[0] : index", INDEX)
 
     def share(self, count: Index, workgroup: Index, workgroups: int) -> tuple[Index, Index]:
-        """Return the range (first, end) of the items that a workgroup computes.
+        """Return the range (first, end) of items that workgroup `workgroup` computes.
 
-        count: number of all items, which are divided equally among `workgroups` workgroups.
+        All `count` items are divided equally among `workgroups` workgroups.
         """
         if isinstance(count, Ssa):
             low = self.div(self.mul(workgroup, count), workgroups)
@@ -226,7 +226,7 @@ class Body:
         return first(workgroup), first(self.add(workgroup, 1))
 
     def real(self, length: Ssa | None, low: Index, high: Index) -> Index:
-        """Return the index after the last row that is not padding: `length` clamped to low .. high.
+        """Return the end of the rows that are not padding: `length` clamped to low .. high.
 
         length: memref of an i32, or None without padding; then the result is `high`.
         """
@@ -333,7 +333,7 @@ class Body:
         return self.let(f"llvm.inttoptr {self.moved(address, offset)} : i64 to !llvm.ptr", POINTER)
 
     def touch(self, address: Ssa, offset: Index) -> None:
-        """Append a volatile load of the i32 at `address` + `offset` bytes, which compilers keep."""
+        """Append a volatile load of the i32 at `address` + `offset`; compilers do not remove it."""
         self.let(f"llvm.load volatile {self.pointer(address, offset)} : !llvm.ptr -> i32", I32)
 
     def prefetch(self, buffer: Ssa, *indices: Index, near: bool = True) -> None:

@@ -1,13 +1,13 @@
 """Emit int8 dot products of weight codes and x, with the CPU's instruction for them.
 
-A quad is four int8 in an i32, the first in the lowest byte: four codes of one output, or four
-elements of one row of x. Each row and output has an exact s32 sum, so all instructions give the
-same results:
+A quad is four int8 in an i32, the first in the lowest byte: four codes of one output (a row of the
+weight), or four elements of one row of x. Each row and output has an exact s32 sum, so all
+instructions give the same results:
 
     vnni   vpdpbusd: u8 x s8, adds four products of each lane to s32
     sdot   NEON's sdot: s8 x s8, adds four products of each lane to s32
-    madd   vpmaddubsw: u8 x s8, adds two products to s16. s16 saturates, so only as many products as fit are added in
-           s16; then vpmaddwd with ones widens them to s32. Codes of 8 bits are widened to s16 and multiplied by vpmaddwd
+    madd   vpmaddubsw: u8 x s8, adds two products to s16. Before the s16 sums can saturate, vpmaddwd with ones adds
+           them to s32. Codes of 8 bits are widened to s16 and multiplied by vpmaddwd
     smmla  NEON's smmla: s8 x s8, two rows of eight bytes times two outputs, adds eight products to each of four s32
     plain  multiplications of i32, for any CPU; `plain blocks` is the plain form of smmla
 """
@@ -46,8 +46,12 @@ class Total:
 class Dot:
     """A writer of code for int8 dot products of weight codes and x.
 
-    Lane l of a vector belongs to output l. bits: bits of a code. Each call of `add` takes
-    `self.rows` rows of x and `self.quads` quads. A quad is four elements along in_features.
+    A lane of a vector belongs to one output (a row of the weight). A quad is four int8 in an i32.
+    Each call of `add` multiplies `self.quads` quads of codes by as many quads of each of
+    `self.rows` rows of x.
+
+    A caller passes quads of codes through `arranged`, then `code`, and x through `x`; both results
+    go to `add`. bits: bits of a code.
     """
 
     rows: ClassVar[int] = 1
@@ -59,17 +63,15 @@ class Dot:
         self.bias = 128 if bits == 8 and isa.dot not in ("sdot", *_BLOCKS) else 0
 
     def arranged(self, quads: Sequence[Ssa]) -> list[Ssa]:
-        """Return codes in the order that the method `code` takes.
+        """Return `self.quads` vectors of codes, reordered for the method `code`.
 
-        quads: vectors with four codes in each i32.
+        quads: vectors i32 with four codes of an output in each lane. The result can be stored in a
+        panel.
         """
         return list(quads)
 
     def code(self, arranged: Sequence[Ssa]) -> tuple[Ssa, ...]:
-        """Return codes in the form that the method `add` takes.
-
-        arranged: result of the method `arranged`.
-        """
+        """Return the results of `arranged`, converted to the operand type of the instruction."""
         (quad,) = arranged
         if self.dot == "plain":
             return tuple(self._byte(quad, j, "shrui") for j in range(4))
@@ -80,7 +82,7 @@ class Dot:
         return (self.b.bitcast(quad, 4 * self.lanes, "i8"),)
 
     def x(self, x: Ssa, rows: Sequence[Index], quad: Index) -> tuple[Ssa, ...]:
-        """Return elements of some rows of x in the form that the method `add` takes.
+        """Return elements of some rows of x, converted to the operand type of the instruction.
 
         They are 4 * `self.quads` consecutive elements of each row. x: memref i32 [rows, in / 4],
         with four int8 in each i32. rows: indices of the rows. quad: index in a row of the first
@@ -98,10 +100,7 @@ class Dot:
         return (self.b.bitcast(every, 4 * self.lanes, "i8"),)
 
     def start(self, words: Sequence[Ssa]) -> Total:
-        """Return new accumulators.
-
-        words: initial i32 sums of up to `self.rows` rows of x.
-        """
+        """Return new accumulators; words: initial s32 sums of up to `self.rows` rows of x."""
         (word,) = words
         return Total((self.b.broadcast(word, self.lanes),))
 

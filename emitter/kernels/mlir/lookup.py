@@ -1,8 +1,9 @@
 """Emit code that looks up each lane of a vector in a table of 2, 4, 8 or 16 entries.
 
-AVX-512, AVX2  vpermps, once for 16 lanes or up to 8 entries, otherwise twice; vpshufb for bytes
-NEON           tbl for bytes
-plain          a tree of selects by the bits of the index, for any CPU
+AVX-512  vpermps; vpshufb for bytes
+AVX2     vpermps, twice for 16 entries; vpshufb for bytes
+NEON     tbl for bytes
+plain    a tree of selects by the bits of the index, for any CPU
 """
 
 from collections.abc import Callable, Sequence
@@ -41,8 +42,8 @@ def entries(b: Body, isa: Isa, table: Sequence[float], indices: Ssa) -> Ssa:
 def permuted(b: Body, isa: Isa, table: Ssa, indices: Ssa) -> Ssa:
     """Return the entries of a vector `table`, f32 [lanes], at `indices`, i32 [lanes].
 
-    Only the low bits of an index are read. `isa` must have vpermps, or be a plain one; for a plain
-    one the result is a tree of selects.
+    Only the low bits of an index are read. The code is vpermps; for a plain `isa` it is a tree of
+    selects. NEON is not supported.
     """
     if not _plain(isa):
         return b.intrinsic(_PERMUTE[isa.lanes], table.type, table, indices)

@@ -1,8 +1,8 @@
 """Emit matmuls of bf16 blocks with f32 accumulators: x [rows, 32 k] times weights [32 k, 16].
 
-Both blocks are contiguous in memory. Each i32 has two bf16, a pair along k: x is i32 [rows, 16],
-and weights are i32 [16, 16 columns]. Accumulators [rows, 16] stay in the matrix unit's eight
-registers until they are stored.
+Both blocks are contiguous in memory. An i32 has a pair: two bf16 that are neighbours along k. So a
+block of x is i32 [rows, 16 pairs], and a block of weights is i32 [16 pairs, 16 columns].
+Accumulators [rows, 16] stay in the matrix unit's eight registers until they are stored.
 
     amx    tdpbf16ps on Intel's AMX tiles: sums rounded to nearest, denormals as zero. The process must first request
            the use of tiles from Linux (`vmfb.cpu.can_use_tiles`).
@@ -41,17 +41,17 @@ class Matrix:
         return address
 
     def x(self, base: Ssa, offset: Index) -> Block:
-        """Return a block of x, i32 [rows, 16], loaded from address `base` + `offset` bytes.
+        """Return a block of x, i32 [rows, 16 pairs], loaded from address `base` + `offset` bytes.
 
-        Each i32 has two consecutive elements of in_features as bf16.
+        A pair is two consecutive elements of in_features as bf16.
         """
         return self._load(self.rows, base, offset)
 
     def weights(self, base: Ssa, offset: Index) -> Block:
-        """Return a block of weights, i32 [16, 16 columns], loaded from memory.
+        """Return a block of weights, i32 [16 pairs, 16 columns], loaded from memory.
 
-        Each i32 has two consecutive elements of in_features as bf16; a column is a row of the
-        weight. The block begins at address `base` + `offset` bytes.
+        A pair is two consecutive elements of in_features as bf16. A column is a row of the weight.
+        The block begins at address `base` + `offset` bytes.
         """
         return self._load(DEPTH // 2, base, offset)
 

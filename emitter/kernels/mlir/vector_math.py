@@ -56,9 +56,9 @@ def exp2(b: Body, x: Ssa) -> Ssa:
 
 
 def _power(b: Body, shifted: Ssa) -> Ssa:
-    """Return the f32 vector 2^n, for integers n from -127 to 127.
+    """Return the f32 vector 2^n, for integers n from -127 to 127; 2^-127 becomes 0.
 
-    2^-127 becomes 0. shifted: the f32 vector n + ROUND.
+    shifted: the f32 vector n + ROUND, whose low bits are n.
     """
     width = shifted.width
     bits = b.binary("shli", b.bitcast(shifted, width, "i32"), b.isplat(23, width))
@@ -113,7 +113,10 @@ def row_sum(b: Body, count: int, lanes: int, read: Callable[[Index, int], Ssa]) 
 
 
 def square_sum(b: Body, count: int, lanes: int, read: Callable[[Index, int], Ssa]) -> Ssa:
-    """Return the scalar sum of the squares of `count` elements; read, lanes: as in `row_sum`."""
+    """Return the scalar sum of the squares of `count` elements.
+
+    read(i, width): returns `width` elements from i on. lanes: max number of elements of a vector.
+    """
     return row_sum(b, count, lanes, lambda d, width: b.mulf(x := read(d, width), x))
 
 
@@ -161,7 +164,10 @@ def lane_max(b: Body, vector: Ssa) -> Ssa:
 
 
 def inverse_rms(b: Body, read: Callable[[Index, int], Ssa], count: int, eps: float, lanes: int) -> Ssa:
-    """Return the scalar 1 / sqrt(mean(x^2) + eps) of `count` elements; read: as in `row_sum`."""
+    """Return the scalar 1 / sqrt(mean(x^2) + eps) of `count` elements x.
+
+    read(i, width): returns `width` elements from i on. lanes: max number of elements of a vector.
+    """
     mean = b.divf(square_sum(b, count, lanes, read), b.f32(count))
     return b.divf(b.f32(1.0), b.math("sqrt", b.addf(mean, b.f32(eps))))
 

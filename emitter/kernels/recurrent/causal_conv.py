@@ -1,5 +1,7 @@
 """Compute a depthwise causal convolution over time, and an activation.
 
+A filter w has n positions, so the state has the last n - 1 rows of x.
+
 each workgroup: up to `BLOCK` features of one sequence
   for some vectors of features:
     window [n - 1] = state[layer]                                                              registers
@@ -30,14 +32,13 @@ def causal_conv(
 ) -> Kernel:
     """Return the kernel of a depthwise causal convolution with a state, and an activation.
 
-    y_t = act(bias + sum over i of w_i x_(t - n + 1 + i)), where n is `positions`, the filter's
-    length.
+    y_t = act(bias + sum over i of w_i x_(t - n + 1 + i)), for a filter w of n positions.
 
-    Operands: x f32 [T, x.width]; weight f32 [n, features]; bias f32 [features] if `bias`; positions
-        and length as in `Tokens.operands`; state f32 [layers, n - 1, features]; layer, an index.
+    Operands: x f32 [T, x.width]; weight f32 [n, features]; bias f32 [features] if `bias`; the
+        operands in `tokens.operands`; state f32 [layers, n - 1, features]; layer, an index.
     Results: y f32 [T, features], zero for padding; state, in place.
 
-    x: the columns of the operand that are convolved.
+    positions: the number n. x: the columns of the operand x that are convolved.
     """
     T, n = tokens.count, positions
     row = TensorType((features,), F32)

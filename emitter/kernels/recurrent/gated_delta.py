@@ -4,16 +4,16 @@ Columns of the state are independent, so the kernel updates a few of them for al
 are in the L1 cache. Each element takes four operations, fewer than the matmuls of the chunked form.
 
     each workgroup: one head of one sequence, S [k_dim, v_dim] = state[layer, head]
-      for token: decay, beta, 1 / |k|, 1 / (|q| sqrt(k_dim))                                        stack
-      for some vectors of columns:
-        several tokens: a copy of these columns of S                                                stack
-        for t < length:
-          recalled = sum over rows of k[row] * S[row]                                               registers
-          new = beta * (v - decay * recalled / |k|) / |k|                                           registers
-          S[row] = decay * S[row] + k[row] * new                                                    stack or memory
-          out[t] = sum over rows of q[row] * S[row] / (|q| sqrt(k_dim))                             memory
-      with a norm: out[t] = out[t] / rms(out[t]) * weight * silu(z[t])                              memory
-      for t >= length: out[t] = 0
+      for t < length: k_scale[t] = 1 / |k|, q_scale[t] = 1 / (|q| sqrt(k_dim)), decay[t], beta[t]        stack
+      for a few columns of S at a time:
+        C [k_dim, columns] = these columns of S                copied to the stack if there are several tokens
+        for t < length, with k, q, v and the scales of token t:
+          recalled [columns] = sum over rows of k[row] * C[row]                                      registers
+          new [columns] = beta * k_scale * (v - decay * k_scale * recalled)                          registers
+          C[row] = decay * C[row] + k[row] * new, for each row                                 stack or memory
+          out[t, columns] = q_scale * sum over rows of q[row] * C[row]                                  memory
+      for t < length, if there is a norm: out[t] = out[t] / rms(out[t]) * weight * silu(z[t])           memory
+      for t >= length: out[t] = 0                                                                       memory
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,8 +44,8 @@ def gated_delta(
     norm_eps: epsilon of an RMS norm of each head, whose result is multiplied by silu(z). None: the
         kernel computes no norm.
     Operands: q, k, v, alpha, beta and (with a norm) z, f32 [T, width]; rate, bias f32 [heads]; norm
-        f32 [v_dim]; positions and length as in `Tokens.operands`; state f32 [layers, heads, k_dim,
-        v_dim]; layer, an index. alpha and beta are a and b of `recurrences.gated_delta`.
+        f32 [v_dim]; the operands in `tokens.operands`; state f32 [layers, heads, k_dim, v_dim];
+        layer, an index. alpha and beta are a and b of `recurrences.gated_delta`.
     Results: out f32 [T, heads * v_dim], zero for padding; state, in place.
     """
     k_heads, heads, k_dim, v_dim = shape
@@ -119,11 +119,11 @@ def _unit(x: np.ndarray) -> np.ndarray:
 
 
 def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tuple[int, bool]:
-    """Return (number of vectors of columns that are updated together, whether they are copied).
+    """Return (number of vectors of state columns updated together, whether in a copy).
 
-    The columns are those of the state [k_dim, v_dim]. A workgroup that computes several tokens
-    updates them in a copy on the stack, if the copy fits. vectors: number of vectors in v_dim.
-    width: number of elements of a vector.
+    The state is [k_dim, v_dim]. A workgroup that computes several tokens updates the columns in a
+    copy on the stack, if the copy fits. vectors: number of vectors in v_dim. width: number of
+    elements of a vector.
     """
     limit = isa.registers // 4
     if tokens.in_turn > 1:
@@ -137,9 +137,9 @@ def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tu
 class _Head:
     """A writer of the code of a workgroup, which computes one head of one sequence.
 
-    sizes: (k_dim, v_dim, elements of a vector, vectors of columns computed together). given:
+    sizes: (k_dim, v_dim, elements of a vector, vectors of state columns updated together). given:
     memrefs of the kernel by name. at: the head's first column in each operand. known: stack buffer
-    [4, tokens] for scalars of each token; its rows are DECAY, BETA, OF_K and OF_Q.
+    [4, tokens] with decay, beta, and the scales of k and q, of each token.
     """
 
     b: Body
@@ -156,14 +156,11 @@ class _Head:
         return self.b.mul(self.share.unit, self.sizes[1])
 
     def _read(self, name: str, t: Index, d: Index, width: int) -> Ssa:
-        """Return `width` elements of the head from element d on, in row t of the operand `name`."""
+        """Return `width` elements of the head from element `d` on, from row `t` of `name`."""
         return self.b.vload(self.given[name], width, t, self.b.add(self.at[name], d))
 
     def _times(self, name: str, t: Index, d: Index) -> Ssa:
-        """Return a vector that has element `d` of the head in every lane.
-
-        It is read from row `t` of the operand `name`.
-        """
+        """Return a vector with element `d` of the head in every lane, from row `t` of `name`."""
         b = self.b
         return b.broadcast(b.load(self.given[name], t, b.add(self.at[name], d)), self.sizes[2])
 

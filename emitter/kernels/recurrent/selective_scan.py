@@ -4,11 +4,11 @@ Rows of the state are independent, so the kernel updates a few of them for all t
 in the L1 cache. Each element takes three operations, fewer than the matmuls of the chunked form.
 
     each workgroup: one head of one sequence, S [head_dim, n] = state[layer, head]
-      for token: step = softplus(dt + bias), decay = exp(rate * step)                               stack
-      for some rows p of S:
+      for t < length: step[t] = softplus(dt[t] + bias), decay[t] = exp(rate * step[t])              stack
+      for a few rows p of S at a time:
         for t < length:
-          S[p] = decay * S[p] + (step * x[p]) * B                                                   memory, in place
-          y[t, p] = sum(S[p] * C) + D * x[p]                                                        memory
+          S[p] = decay[t] * S[p] + (step[t] * x[t, p]) * B[t]                  B [T, n]; memory, in place
+          y[t, p] = sum(S[p] * C[t]) + skip * x[t, p]                                    C [T, n]; memory
       for t >= length: y[t] = 0
 """
 
@@ -32,8 +32,8 @@ def selective_scan(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, C
 
     shape: (groups, heads, head_dim, n).
     columns: for each of the operands x, dt, B and C, the columns that the kernel reads.
-    Operands: x, dt, B, C f32 [T, width]; rate, bias and skip f32 [heads]; positions and length as
-        in `Tokens.operands`; state f32 [layers, heads, head_dim, n]; layer, an index.
+    Operands: x, dt, B, C f32 [T, width]; rate, bias and skip f32 [heads]; the operands in
+        `tokens.operands`; state f32 [layers, heads, head_dim, n]; layer, an index.
     Results: y f32 [T, heads * head_dim], zero for padding; state, in place.
     """
     groups, heads, head_dim, n = shape

@@ -72,7 +72,7 @@ class Tokens:
 
     @property
     def in_turn(self) -> int:
-        """Return the number of tokens that a workgroup computes one after another."""
+        """Return the number of tokens that a workgroup computes, one after another."""
         return 1 if self.batch else self.count
 
     @property
@@ -89,7 +89,7 @@ class Tokens:
         return f"{self.layers}_{'b' * self.batch}{self.count}" + "_length" * self.length
 
     def share(self, b: Body, units: int, layer: Ssa, given: Mapping[str, Ssa]) -> Share:
-        """Return the part of the kernel that this workgroup computes.
+        """Return the sequence, tokens and unit that this workgroup computes.
 
         units: number of workgroups for each sequence. layer: layer of the model. given: memrefs of
         the kernel's operands, by name.
@@ -128,7 +128,7 @@ def zero_padding(b: Body, share: Share, y: Ssa, low: Index, high: Index, width: 
 def single_lane(b: Body, x: Ssa) -> Ssa:
     """Return a vector of QUAD lanes that has the scalar `x` in every lane.
 
-    With it, a function of vectors can compute a scalar; the caller uses one lane of the result.
+    A caller passes it to a vector function, such as `exp`, and reads one lane of the result.
     """
     return b.broadcast(x, QUAD)
 

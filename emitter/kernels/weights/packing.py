@@ -20,7 +20,7 @@ these blocks in a GGUF file, but the six-bit scales of K-quants are stored as by
 `word & mask` is a code times a power of two. Kernels multiply x by the inverse power beforehand, so
 that codes need no shift. For 3, 5 and 6 bits, the fields leave the highest bits of the words free;
 these bits contain the remaining codes of the group (`TOP_CODES`). A record of a float codec has one
-k of 16 rows; for bf16 it has two k, the even k in the low half of an i32.
+element of each of 16 rows. For bf16 it has two, in an i32 with the even element in the low half.
 """
 
 import os
@@ -51,19 +51,21 @@ TOP_CODES: dict[int, tuple[tuple[tuple[int, int, int], ...], ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a record: the packed bytes of one codec block of each of 16 rows.
+    """The layout of a record, which packs one codec block of each of 16 rows.
 
-    size: bytes of a record. d, m, scales, minima, codes: byte offset of each part of the record, or
-    None if the record has no such part.
-    d_type: NumPy type of d.
+    size: bytes of a record. elements, groups: elements and codec groups of each row in a record.
+    words: number of words of a group; 0 for 8-bit codes and floats. word_bits: bits of a word.
+    fields: number of bit fields of a word, with one code each.
+    d, m, scales, minima, codes: byte offset of each part of the record, or None if the record has
+        no such part. d_type: NumPy type of d.
     """
 
     size: int
-    elements: int  # elements of each row in a record
-    groups: int = 1  # codec groups of each row in a record
-    words: int = 0  # words of a group; 0 for 8-bit codes and floats
+    elements: int
+    groups: int = 1
+    words: int = 0
     word_bits: int = 32
-    fields: int = 0  # codes in the fields of a word
+    fields: int = 0
     d: int = 0
     d_type: str = ""
     m: int | None = None
@@ -80,14 +82,18 @@ class Layout:
 
     @property
     def in_fields(self) -> int:
-        """Return the number of codes of a group that are in bit fields, which `field` locates.
+        """Return the number of codes of a group that `field` locates.
 
         The other codes are in the top bits of the words (see `TOP_CODES`).
         """
         return self.words * self.fields
 
     def top_codes(self, codec: Codec) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-        """Return the entries of `TOP_CODES` for the codes of a group that are not in fields."""
+        """Return the locations of those codes of a group that `field` does not locate.
+
+        The location of a code is a list of bit fields (word, right shift, mask), whose OR is the
+        code.
+        """
         return TOP_CODES[codec.bits][: codec.group - self.in_fields]
 
     @property
@@ -143,7 +149,8 @@ def _words(codec: Codec, record: Layout, codes: np.ndarray) -> np.ndarray:
 def _stored(codec: Codec, codes: np.ndarray) -> np.ndarray:
     """Return codes i8 in the form in which they are packed, u8.
 
-    It is code + offset, or for a codec with a table of integers the index of the code in the table.
+    The stored form is code + offset. For a codec with a table of integers, it is the index of the
+    code in the table.
     """
     if not codec.table or not codec.has_integers:
         return codes.view(np.uint8) + np.uint8(codec.offset)
@@ -183,7 +190,7 @@ def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.n
     parts = codec.split(raw.reshape(-1, codec.block_bytes))
 
     def put(offset: int, part: np.ndarray) -> None:
-        """Write one part of the records (such as scales) at byte `offset` within each record.
+        """Write one part of all records, such as their scales, at byte `offset` of each record.
 
         part: [16 * row_blocks * count, ...], where count is the number of records of a row block.
         """
@@ -209,9 +216,9 @@ def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.n
 
 
 def _filled(raw: np.ndarray, axis: int, multiple: int) -> np.ndarray:
-    """Return raw [rows, bytes] as a contiguous array, padded with zeros along `axis`.
+    """Return `raw` [rows, bytes] as a contiguous array, with zeros added along `axis`.
 
-    multiple: the size along `axis` becomes a multiple of it.
+    The size along `axis` becomes a multiple of `multiple`.
     """
     if rest := -raw.shape[axis] % multiple:
         raw = np.pad(raw, [(0, rest if axis == at else 0) for at in (0, 1)])
@@ -253,9 +260,9 @@ def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: 
         return dequantise(codec_name, lanes.reshape(row_blocks * LANES, -1))[:out_features, :in_features]
 
     def take(offset: int, dtype: str, *shape: int) -> np.ndarray:
-        """Return one part (such as the scales) of every record, read at byte `offset` of a record.
+        """Read one part of all records, such as their scales, at byte `offset` of each record.
 
-        Its shape is [16 * row_blocks * count, *shape], where count is the number of records of a
+        The result is [16 * row_blocks * count, *shape], where count is the number of records of a
         row block.
         """
         size = int(np.prod(shape, dtype=np.int64)) * LANES * np.dtype(dtype).itemsize

@@ -1,9 +1,9 @@
 """Panels for GEMMs: parts of a packed weight that are decoded to a buffer on the stack.
 
-A panel has a few 16-row blocks of the weight, and `depth` elements of k (in_features). Output rows
-of the weight are columns of the panel. `fill(first_block, k, depth)` decodes elements k to
-k + depth - 1 of the row blocks from `first_block` on. A panel of codes also has a scale and a
-minimum for each codec group. A bf16 panel has the block layout of `mlir.matrix`.
+A panel has a few 16-row blocks of the weight, and `depth` elements of k (in_features). Rows of the
+weight are columns of the panel. `fill(first_block, k, depth)` decodes elements k .. k + depth - 1
+of the row blocks from `first_block` on. A panel of codes also has a scale and a minimum for each
+codec group. A bf16 panel has the block layout of `mlir.matrix`.
 """
 
 from castiron.emitter.codec import Codec
@@ -22,17 +22,17 @@ EXACT_COUNTS = {"bf16": 1, "f16": 2, "f32": 3}
 
 
 def units(codec_name: str) -> int:
-    """Return how many consecutive elements of in_features are decoded together (a unit).
+    """Return the size of a unit: how many consecutive elements of in_features are decoded together.
 
-    It is a codec group of a quantised codec, and a record of a float codec. The depth of a panel is
-    a multiple of it.
+    A unit is a codec group of a quantised codec, and a record of a float codec. The depth of a
+    panel is a multiple of it.
     """
     codec = codec_of(codec_name)
     return codec.group if codec.quantised else layout(codec).elements
 
 
 class Decoded:
-    """The f32 weights of one unit (see `units`) of a 16-row block, each decoded on its first use.
+    """The f32 weights of one unit (see `units`) of a 16-row block, each decoded on first use.
 
     block: index of the 16-row block in the weight. unit: index of the unit in the rows.
     """
@@ -49,10 +49,7 @@ class Decoded:
             self.at = unit, 0
 
     def weight(self, k: int, v: int) -> Ssa:
-        """Return the weights in element `k` of the unit, f32 [lanes], with one row in each lane.
-
-        The 16 rows of the block are several vectors of rows; `v` is the index of one.
-        """
+        """Return element `k` of the unit for each row in vector `v` of the 16 rows, f32 [lanes]."""
         b, records = self.records.b, self.records
         if not records.codec.quantised:
             if v not in self._elements:
@@ -70,10 +67,10 @@ class Decoded:
 
 
 def decoded(records: Records, block: Index, unit: Index) -> list[list[Ssa]]:
-    """Return the f32 weights of one unit (see `units`) of a 16-row block, as [vectors of rows][k].
+    """Return the f32 weights of one unit (see `units`) of a 16-row block.
 
-    block: index of the 16-row block in the weight. unit: index of the unit in the rows. k is an
-    element of the unit.
+    The result is [vectors of rows][elements of the unit]; each vector has one row in each lane.
+    block: index of the 16-row block in the weight. unit: index of the unit in the rows.
     """
     weights = Decoded(records, block, unit)
     return [[weights.weight(k, v) for k in range(units(records.codec.name))] for v in range(records.vectors)]
@@ -83,7 +80,8 @@ class BasePanel:
     """A panel: a part of a packed weight that is decoded to stack buffers.
 
     A panel has `depth` rows and 16 * `row_blocks` columns. A row is an element of in_features, a
-    column is a row of the weight. The method `fill` of a subclass emits the code that decodes.
+    column is a row of the weight. The method `fill` of a subclass emits the code that decodes. It
+    gets the first 16-row block and the first element of in_features of the panel.
     """
 
     def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int):
@@ -105,11 +103,11 @@ class BasePanel:
             self.b.vstore(minimum, self.minima, group, column)
 
     def _group(self, first_block: Index, k: Index, i: Index, g: Index) -> tuple[Index, Index, Index]:
-        """Return (16-row block, record, group in the record) of a codec group in the weight.
+        """Return (16-row block, record, group in the record) of a codec group of the panel.
 
-        A record is the packed bytes of one codec block of each of 16 rows. The panel begins at
-        16-row block `first_block` and element `k` of in_features. i, g: number of the 16-row block
-        and of the group, counted from the beginning of the panel.
+        A record packs one codec block of each of 16 rows. The panel begins at 16-row block
+        `first_block` and element `k` of in_features. i, g: index of the row block and of the group
+        in the panel.
         """
         b, groups = self.b, self.records.layout.groups
         block, number = b.add(first_block, i), b.add(b.div(k, self.codec.group), g)
@@ -136,7 +134,8 @@ class Panel(BasePanel):
 class CodePanel(BasePanel):
     """A panel of stored codes as f32: `codes` [depth, columns].
 
-    `scales` and `minima`, f32 [groups, columns], are d * scale and m * minimum of each codec group.
+    `scales` and `minima`, f32 [groups, columns], are the products d * scale and m * minimum of
+    `codec.Parts`.
     """
 
     def allocate(self, depth: int, columns: int) -> None:
@@ -158,7 +157,7 @@ class CodePanel(BasePanel):
 
 
 class Int8Panel(BasePanel):
-    """A panel of int8 codes, four in each i32: `codes` [depth / 4, columns].
+    """A panel of stored codes as int8, four in each i32: `codes` [depth / 4, columns].
 
     `scales` and `bases` are f32 [groups, columns]; a weight is scale * code + base.
     """
@@ -182,15 +181,16 @@ class Int8Panel(BasePanel):
                     b.vstore(arranged, self.codes, b.add(b.mul(g.index, group // 4), each), column)
 
     def quads(self, q: Index, column: Index, count: int) -> list[Ssa]:
-        """Return `count` vectors of `codes` at rows q, q + 1, ..., as `Dot.code` takes them."""
+        """Return `count` vectors of `codes`, from rows q, q + 1, ..., as `Dot.code` takes them."""
         return [self.b.vload(self.codes, self.lanes, self.b.add(q, i), column) for i in range(count)]
 
 
 class Bf16Panel(BasePanel):
     """A panel of weights rounded to bf16.
 
-    `words`: i32 [count, depth / 32, row blocks, 16, 16 columns]. An i32 has two consecutive
-    elements of in_features as bf16. `count` is the number of bf16 for each weight, here 1.
+    `words`: i32 [count, depth / 32, row blocks, 16, 16]. Dimension 3 has pairs of elements of
+    in_features, dimension 4 has columns. An i32 has both bf16 of a pair. `count` is the number of
+    bf16 for each weight, here 1.
     """
 
     count = 1
@@ -201,8 +201,7 @@ class Bf16Panel(BasePanel):
     def fill(self, first_block: Index, k: Index, depth: int) -> None:
         """Emit code that decodes elements k .. k + depth - 1 of in_features into the panel.
 
-        The panel is padded with zeros to a multiple of 32 elements. first_block: first 16-row block
-        of the weight.
+        The panel is padded with zeros to a multiple of 32 elements.
         """
         with self.b.loop(0, self.row_blocks) as i:
             fill = self._fill_codes if self.codec.quantised else self._fill_floats
@@ -227,10 +226,11 @@ class Bf16Panel(BasePanel):
                 self._store(i, pair.index, v, [b.isplat(0, self.lanes)] * self.count)
 
     def _put_pair(self, i: Index, pair: Index, v: int, block: Index, k: Index, last: bool = False) -> None:
-        """Emit code that stores elements k and k + 1 of a float codec as pair number `pair`.
+        """Emit code that stores elements k and k + 1 of a float codec as pair `pair` of the panel.
 
-        i, block: the 16-row block in the panel and in the weight. v: vector of its rows. last:
-        whether k is the last element of in_features, so that the pair's second weight is zero.
+        i, block: index of the 16-row block in the panel and in the weight. v: vector of its rows.
+        last: whether k is the last element of in_features; then the second element of the pair is
+        zero.
         """
         b, records = self.b, self.records
         if self.codec.name == "bf16":
@@ -257,10 +257,10 @@ class Bf16SplitPanel(Bf16Panel):
 
 
 class Bf16CodePanel(BasePanel):
-    """A panel of codes, which bf16 represents exactly, with their scales and minima.
+    """A panel of codes as bf16, which is exact, with the scales and minima of their groups.
 
-    The scales and minima are f32 [groups, columns]. Each codec group takes 32 rows of the panel;
-    half of these rows are zero if the groups have 16 elements.
+    `scales` and `minima` are f32 [groups, columns]. Each codec group takes 32 rows of the panel;
+    groups of 16 elements leave half of these rows zero.
     """
 
     count = 1
@@ -288,9 +288,9 @@ class Bf16CodePanel(BasePanel):
                     b.vstore(words, self.words, 0, g.index, i.index, b.add(first, j // 2), v * self.lanes)
 
     def _signed(self, code: Ssa, factor: float) -> Ssa:
-        """Return the signed f32 integers that stored codes stand for: code * factor - codec.offset.
+        """Return codes as signed integers in f32: code * factor - codec.offset.
 
-        code: vector of stored codes, each divided by `factor` (see `code_factors`).
+        code: vector that `GroupCodes.code` returns. factor: its factor in `code_factors`.
         """
         b = self.b
         if not self.codec.offset:

@@ -1,7 +1,11 @@
 """Emit MLIR that reads packed weights (`weights.packing`): codes as f32 or int8, scales, minima.
 
-Arguments of methods: block, record, group: index of a 16-row block, of a record in it, of a codec
-group in that. v: a vector of the 16 rows. k: an element of a group along in_features.
+A 16-row block of the weight has records. A record packs one codec block of each row, and has one or
+more codec groups. Methods have these arguments in common:
+
+block, record, group: index of the 16-row block, of the record in the block, and of the group in the
+    record.
+v: index of a vector in the 16 rows of the block. k: index of an element in a group.
 """
 
 from __future__ import annotations
@@ -27,10 +31,10 @@ _FLOATS = {"<f4": ("f32", 32), "<f2": ("f16", 16), "<u2": ("bf16", 16)}
 
 
 def code_factors(codec: Codec) -> np.ndarray:
-    """Return the factors by which `GroupCodes.code` must be multiplied, f32 [group].
+    """Return the factors by which the results of `GroupCodes.code` must be multiplied, f32 [group].
 
-    `GroupCodes.code` does not shift the bits of a code down, so its result is a stored code times a
-    power of two. A factor is the inverse of this power.
+    `GroupCodes.code` masks bits without shifting them down, so its result is a stored code times a
+    power of two. The factor is the inverse of this power.
     """
     record = layout(codec)
     if codec.e4m3:
@@ -46,8 +50,8 @@ def code_factors(codec: Codec) -> np.ndarray:
 class Records:
     """A writer of code that reads a packed weight, i8 [row blocks, records, bytes].
 
-    base: number that is added to the index of each 16-row block. A block has `self.vectors`
-    vectors; vector v has rows v * self.lanes .. (v + 1) * self.lanes - 1 of the block.
+    base: number that is added to the index of each 16-row block. A row block has `self.vectors`
+    vectors; vector v has rows v * self.lanes .. (v + 1) * self.lanes - 1.
     """
 
     def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, base: Index = 0):
@@ -57,11 +61,10 @@ class Records:
         self.vectors = LANES // isa.lanes
 
     def rows(self, at: tuple[Index, Index, Index], v: Index, element: str, bits: int) -> Ssa:
-        """Return a vector with one element of a record for each of several rows of a row block.
+        """Return one element of a record for each row in vector `v`.
 
-        A record is the packed bytes of one codec block of each of 16 rows. at: (16-row block,
-        record, byte offset of the elements of all 16 rows). v: number of the vector of rows.
-        element, bits: MLIR type of an element and its size.
+        at: (block, record, byte offset in the record of the elements of all 16 rows). element,
+        bits: MLIR type of an element, and its size.
         """
         width = self.lanes * bits // 8
         block, record, offset = at
@@ -69,10 +72,9 @@ class Records:
         return data if element == "i8" else self.b.bitcast(data, self.lanes, element)
 
     def widened_rows(self, at: tuple[Index, Index, Index], v: Index) -> Ssa:
-        """Return a vector i32 [lanes] with one u16 of a record for each row, extended by zeros.
+        """Return one u16 of a record for each row in vector `v`, as i32 [lanes].
 
-        at: (16-row block, record, byte offset of the u16 of all 16 rows). v: number of the vector
-        of rows.
+        at: (block, record, byte offset in the record of the u16 of all 16 rows).
         """
         b, width = self.b, 2 * self.lanes
         data = self.rows(at, v, "i8", 16)
@@ -84,18 +86,17 @@ class Records:
         return self.b.widened(self.rows(at, v, "f16", 16))
 
     def prefetch(self, block: Index, record: Index, offset: Index) -> None:
-        """Emit a prefetch of one cache line of a record.
+        """Emit a prefetch of the cache line at byte `offset` of a record.
 
-        block: 16-row block. record: index of the record in it. offset: byte in the record. The
-        address may be past the end of the weight.
+        The address may be past the end of the weight.
         """
         self.b.prefetch(self.weight, self.b.add(block, self.base), record, offset)
 
     def prefetch_later(self, blocks: Iterable[Index], step: int, record: Index, first: Index, nbytes: int) -> None:
-        """Emit prefetches of a part of a record for 16-row blocks that are used later.
+        """Emit prefetches of a part of a record, for 16-row blocks that are used later.
 
-        For each block in `blocks`, the code fetches from block + `step`. The part is `nbytes` bytes
-        from byte `first` of record `record` on.
+        For each block in `blocks`, the code prefetches from block + `step`. The part is `nbytes`
+        bytes from byte `first` of record `record` on.
         """
         for block in dict.fromkeys(blocks):
             for line in range(0, nbytes, CACHE_LINE):
@@ -104,8 +105,8 @@ class Records:
     def extent(self, group: Index, count: int = 1) -> tuple[Index, int]:
         """Return (byte offset in a record, number of bytes) of the codes of some codec groups.
 
-        A record is the packed bytes of one codec block of each of 16 rows. The groups are group ..
-        group + count - 1. If a record has only one group, the result is (0, bytes of the record).
+        The groups are group .. group + count - 1 of the record. If a record has only one group, the
+        result is (0, bytes of the record).
         """
         if self.layout.groups == 1:
             return 0, self.layout.size
@@ -137,7 +138,7 @@ class Records:
         return self.b.convert("sitofp", wide, "f32")
 
     def group_scale(self, block: Index, record: Index, group: Index, v: Index) -> Ssa | None:
-        """Return a group's scale (a factor of d) as f32, or None without such scales."""
+        """Return `scale` (see `codec.Parts`) of a group, f32 [lanes], or None without scales."""
         if self.codec.small_floats:
             b, at = self.b, (block, record, self.b.add(self.b.mul(group, LANES), self.layout.scales or 0))
             bits = b.convert("extui", self.rows(at, v, "i8", 8), "i16")
@@ -146,13 +147,13 @@ class Records:
         return self._factor(self.layout.scales, self.codec.minimum == 0, block, record, group, v)
 
     def group_minimum(self, block: Index, record: Index, group: Index, v: Index) -> Ssa | None:
-        """Return a group's integer minimum (a factor of m) as f32, or None without such minima."""
+        """Return `minimum` (see `codec.Parts`) of a group, f32 [lanes], or None without minima."""
         return self._factor(self.layout.minima, False, block, record, group, v)
 
     def scale_and_minimum(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
-        """Return the factors of a group in a dot product: (d * scale, m * minimum or None).
+        """Return (d * scale, m * minimum) of a group, f32 [lanes]; None for missing minima.
 
-        The first is the factor of sum(x * code), the second is that of sum(x).
+        In a dot product, the first is the factor of sum(x * code), the second that of sum(x).
         """
         scale = self._times(self.d(block, record, v), self.group_scale(block, record, group, v))
         minimum = self.m(block, record, v)
@@ -162,7 +163,7 @@ class Records:
         return x if factor is None else self.b.mulf(x, factor)
 
     def scale_and_base(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
-        """Return a group's (scale, base or None), for weight = scale * stored code + base."""
+        """Return (scale, base) of a group: weight = scale * stored code + base; None means 0."""
         b, codec = self.b, self.codec
         scale, base = self.d(block, record, v), self.m(block, record, v)
         scale = self._times(scale, self.group_scale(block, record, group, v))
@@ -181,11 +182,7 @@ class Records:
         return GroupCodes(self, block, record, self.codes_at(group))
 
     def elements(self, block: Index, record: Index, v: Index) -> list[Ssa]:
-        """Return the elements of a float codec's record as f32 vectors.
-
-        There is one vector for each element of in_features in the record. v: number of the vector
-        of rows.
-        """
+        """Return the elements of a float codec's record, each as f32 [lanes] for the rows of `v`."""
         at = (block, record, 0)
         if self.codec.name == "f32":
             return [self.rows(at, v, "f32", 32)]
@@ -208,9 +205,9 @@ class GroupCodes:
         self._words: dict[tuple[int, Index], Ssa] = {}
 
     def word(self, word: int, v: Index) -> Ssa:
-        """Return a word of the group's codes for each row, i32 [lanes]; words of 16 bits are zero-extended.
+        """Return a word of the group's codes for each row in vector `v`, i32 [lanes].
 
-        word: number of the word in the group. v: number of the vector of rows.
+        word: index of the word in the group. A word of 16 bits is zero-extended.
         """
         if (word, v) not in self._words:
             r, nbytes = self.records, self.records.layout.word_bits // 8
@@ -225,10 +222,10 @@ class GroupCodes:
         return self.records.b.binary("shrui", value, self.records.b.isplat(shift, value.width))
 
     def _stored(self, k: int, v: Index) -> Ssa:
-        """Return stored code k of the group as i32, for vector v of rows.
+        """Return stored code k of the group, i32 [lanes].
 
-        Its bits are not shifted down: it is the code divided by `code_factors(codec)[k]`.
-        If the codec has a table, higher bits may be set, which `entries` ignores.
+        Its bits are not shifted down (see `code_factors`). For a codec with a table, higher bits
+        may be set too; `lookup.entries` ignores them.
         """
         r, bits = self.records, self.records.codec.bits
         if bits == 8:
@@ -243,7 +240,7 @@ class GroupCodes:
         return self._masked(self.word(word, v), mask << shift)
 
     def _pieces(self, k: int) -> tuple[tuple[int, int, int], ...]:
-        """Return (word, right shift, mask) of the bit fields whose OR is stored code k."""
+        """Return the bit fields (word, right shift, mask) whose bitwise OR is stored code k."""
         r, bits = self.records, self.records.codec.bits
         if k >= r.layout.in_fields:
             return TOP_CODES[bits][k - r.layout.in_fields]
@@ -251,10 +248,10 @@ class GroupCodes:
         return ((word, bits * field, (1 << bits) - 1),)
 
     def code(self, k: int, v: Index) -> Ssa:
-        """Return code k of the group as f32 [lanes], for vector v of rows.
+        """Return code k of the group, f32 [lanes].
 
-        It is the stored code divided by `code_factors(codec)[k]`, or the table entry for a codec
-        with a table.
+        The result is the stored code divided by `code_factors(codec)[k]`. For a codec with a table,
+        it is the entry of the table.
         """
         r = self.records
         if r.codec.e4m3:
@@ -264,9 +261,9 @@ class GroupCodes:
         return r.b.convert("sitofp", self._stored(k, v), "f32")
 
     def _e4m3(self, k: int, v: Index) -> Ssa:
-        """Return code k as f32, divided by E4M3_FACTOR.
+        """Return E4M3 code k of the group, divided by E4M3_FACTOR, as f32 [lanes].
 
-        The bits of E4M3's numbers, subnormal ones included, are shifted to those of f16.
+        The code shifts the bits of E4M3 to those of f16, which is right for subnormal numbers too.
         """
         r = self.records
         wide = r.b.convert("extsi", r.rows((self.block, self.record, r.b.add(self.offset, LANES * k)), v, "i8", 8), "i16")
@@ -276,9 +273,10 @@ class GroupCodes:
 
 
 class Int8Codes(GroupCodes):
-    """A writer of code that reads the codes of one codec group as int8, for `mlir.dot`.
+    """A writer of code that reads the codes of one codec group as int8, four in each i32.
 
-    An i32 has four codes. Eight consecutive codes have the order `EVEN_ODD`, as quantised x has.
+    Every eight codes are in the order 0, 2, 4, 6, 1, 3, 5, 7 (`EVEN_ODD`), as x is in the result of
+    the kernel `round_x`.
     """
 
     def __init__(self, records: Records, block: Index, record: Index, group: Index):
@@ -286,16 +284,13 @@ class Int8Codes(GroupCodes):
         super().__init__(records, block, record, records.codes_at(group))
 
     def quads(self, q: int, v: Index) -> list[Ssa]:
-        """Return the codes from number 4 q on, in the form that `Dot.code` takes.
-
-        `self.dot.bias` is added to each code. v: number of the vector of rows.
-        """
+        """Return codes 4 q, 4 q + 1, ... plus `self.dot.bias`, as `Dot.code` takes them."""
         return self.dot.arranged([self._quad(q + i, v) for i in range(self.dot.quads)])
 
     def _quad(self, q: int, v: Index) -> Ssa:
-        """Return four codes of each row in one i32, the first code in the lowest byte.
+        """Return four codes of each row as i32 [lanes], the first code in the lowest byte.
 
-        They are codes 4 q to 4 q + 3 when each eight codes are in the order `EVEN_ODD`.
+        They are codes 4 q .. 4 q + 3 in the order `EVEN_ODD`.
         """
         r = self.records
         ks = [q // 2 * 8 + EVEN_ODD[q % 2 * 4 + j] for j in range(4)]
