@@ -161,7 +161,7 @@ class GenerationApi(ModelApi):
         return ids
 
     def _truncated(self, body: CompletionFields, prompt: list[int]) -> list[int]:
-        """Return as many tokens of `prompt` as truncate_prompt_tokens sets: the last, or the first ones."""
+        """Return the last or first tokens of `prompt`, as many as truncate_prompt_tokens sets."""
         count = body.truncate_prompt_tokens
         if count == -1:
             count = self.context + 1 - max(1, body.limit or 1)
