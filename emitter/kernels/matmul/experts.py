@@ -8,7 +8,7 @@ weight:
     each workgroup: one pair, and one of `tiles.workgroups` shares of the rows of W_e
       row = pair / per_row                                          of x [pairs / per_row, in]
       if row < length, or if there is no operand `length`:
-        base = chosen[pair] * blocks                                first of the expert's `blocks` 16-row blocks
+        base = chosen[pair] * blocks                                an expert has `blocks` 16-row blocks
         y[pair, share] = gemv(weight[base : base + blocks], x[row])
       else:
         y[pair] = 0                                                 in the workgroup with the first share

@@ -174,4 +174,4 @@ class PreparedX:
         b.vstore(x, self.values, token, b.add(start, k))
 
     def _finish(self, group: Index) -> None:
-        """Emit code that follows the storing of a codec group's x; subclasses override this."""
+        """Emit code that runs after the x of a codec group is stored; subclasses override this."""

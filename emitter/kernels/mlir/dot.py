@@ -50,8 +50,8 @@ class Dot:
     Each call of `add` multiplies `self.quads` quads of codes by as many quads of each of
     `self.rows` rows of x.
 
-    A caller passes quads of codes through `arranged`, then `code`, and x through `x`; both results
-    go to `add`. bits: bits of a code.
+    A caller passes quads of codes through `arranged` and then `code`, and elements of x through
+    `x`. The results of `code` and `x` are arguments of `add`. bits: bits of a code.
     """
 
     rows: ClassVar[int] = 1

@@ -284,7 +284,10 @@ class Int8Codes(GroupCodes):
         super().__init__(records, block, record, records.codes_at(group))
 
     def quads(self, q: int, v: Index) -> list[Ssa]:
-        """Return codes 4 q, 4 q + 1, ... plus `self.dot.bias`, as `Dot.code` takes them."""
+        """Return `self.dot.quads` quads of codes from quad `q` on, for the method `Dot.code`.
+
+        A quad is four codes of each row in vector `v`, to which `self.dot.bias` is added.
+        """
         return self.dot.arranged([self._quad(q + i, v) for i in range(self.dot.quads)])
 
     def _quad(self, q: int, v: Index) -> Ssa:
