@@ -270,9 +270,9 @@ class _Writer:
     def _block(self, base, high, at, q, ranges, own_d, subset, state: Sequence[Ssa]) -> list[Ssa]:
         """Emit code that adds KEYS positions from `base` on to the online softmax.
 
-        Return the new state. base, high: positions from `high` on are ignored. at: (layer, kv
-        head). q: shared memrefs of the queries. ranges: (first positions, end positions) that each
-        query attends to. state: maxima, sums of weights and sums of weighted values.
+        Return the new state. high: positions from `high` on are ignored. at: (layer, kv head). q:
+        shared memrefs of the queries. ranges: (firsts, ends); query i attends to positions
+        firsts[i] .. ends[i] - 1. state: maxima, sums of weights and sums of weighted values.
         """
         b, thread, n = self.b, self.thread, self.queries
         layer, kv_head = at

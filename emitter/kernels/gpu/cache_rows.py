@@ -20,9 +20,9 @@ from castiron.emitter.types import EmitError
 class CacheRows:
     """A writer of code that accesses the rows of one KV cache.
 
-    words: memref of the words of the cache. A row is the key or value of one layer, position and kv
-    head; methods take the index of its first word as `row`. only: an i1; if it is false, nothing is
-    stored.
+    A row is the key or value of one layer, position and kv head. words: memref of the words of the
+    cache. Arguments of the methods: row: index of the first word of a row. only: an i1, or None; if
+    it is false, the emitted code stores nothing in the cache.
     """
 
     b: GpuBody

@@ -1,8 +1,8 @@
 """Emit int8 dot products of weight codes and x, with the CPU's instruction for them.
 
 A quad is four int8 in an i32, the first in the lowest byte: four codes of one output (a row of the
-weight), or four elements of one row of x. Each row and output has an exact s32 sum, so all
-instructions give the same results:
+weight), or four elements of one row of x. The s32 sums of all instructions are exact, so their
+results are the same:
 
     vnni   vpdpbusd: u8 x s8, adds four products of each lane to s32
     sdot   NEON's sdot: s8 x s8, adds four products of each lane to s32
@@ -134,7 +134,7 @@ class Dot:
 
     @property
     def _wide(self) -> bool:
-        """Return whether codes are widened to s16, because sums of u8 products would saturate."""
+        """Return whether codes must be widened to s16: sums of u8 products would saturate."""
         return self.dot == "madd" and self.bits == 8
 
     def _multiply(self, code: Ssa, x: Ssa) -> Ssa:

@@ -16,11 +16,11 @@ CANONICAL_LANES = 16
 class Isa:
     """The vector instructions of a CPU.
 
-    lanes: f32 elements of a vector register. registers: number of vector registers. dot:
-    instruction for int8 dot products (see `mlir.dot`). pairs: instruction for products of bf16
-    pairs (see `mlir.bf16_pairs`), or "". matrix: instruction for matmuls of bf16 blocks (see
-    `mlir.matrix`), or "". canonical: whether kernels add in the same order on all CPUs (canonical
-    form).
+    lanes: number of f32 in a vector. registers: number of vectors that fit in the CPU's vector
+    registers. dot: instruction for int8 dot products (see `mlir.dot`). pairs: instruction for
+    products of bf16 pairs (see `mlir.bf16_pairs`), or "". matrix: instruction for matmuls of bf16
+    blocks (see `mlir.matrix`), or "". canonical: whether kernels add in the same order on all CPUs
+    (canonical form).
     """
 
     name: str
