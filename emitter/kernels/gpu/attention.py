@@ -11,8 +11,8 @@
         each thread, for a few d: values [queries, d] += weights . v_cache[positions, d]   registers
       out[token, head] = values / sums of weights                                             memory
 
-The run time depends on the position and not on the size of the cache. No workgroup reads the cache
-row that is written in the same dispatch.
+`prepared`: norm and rotation (`gpu.heads`). The run time depends on the position and not on the
+size of the cache. No workgroup reads the cache row that is written in the same dispatch.
 """
 
 from __future__ import annotations

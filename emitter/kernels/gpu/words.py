@@ -43,7 +43,7 @@ NATIVE = {
 
 
 def widened(codec_name: str) -> str | None:
-    """Return in words how weights of a codec are stored, or None if the codec is in `NATIVE`.
+    """Return a description of how weights of a codec are stored, or None for codecs in `NATIVE`.
 
     The weights of other codecs have the same values in this layout, but take more memory.
     """
@@ -135,7 +135,7 @@ class Layout:
         out[:, low + high : low + high + scales] = self._packed_scales(codec, parts, rows)
 
     def _packed_scales(self, codec: Codec, parts: Parts, rows: int) -> np.ndarray:
-        """Return the words of scales of some rows, u32 [rows, words]."""
+        """Return the words with the scales and minima of some rows, u32 [rows, words]."""
         half = lambda x: np.ascontiguousarray(x).view(np.uint16).astype(np.uint32).reshape(rows, -1)
         if self.scales == "half":
             return _joined(half(parts.d), 16)

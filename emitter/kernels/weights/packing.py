@@ -164,7 +164,7 @@ def _stored(codec: Codec, codes: np.ndarray) -> np.ndarray:
 
 
 def _codes(codec: Codec, record: Layout, words: np.ndarray) -> np.ndarray:
-    """Return the codes i8 [..., group] in words u32 [..., words]: the inverse of `_words`."""
+    """Return the codes i8 [..., group] of u32 words [..., words]; the inverse of `_words`."""
     mask = np.uint32((1 << codec.bits) - 1)
     of_words, of_fields = np.array([record.field(k) for k in range(record.in_fields)], np.uint32).T
     fields = words[..., of_words] >> of_fields * np.uint32(codec.bits) & mask
