@@ -1,4 +1,4 @@
-"""Look up and dequantise rows of an embedding table (`words`); a thread decodes 8 elements."""
+"""Look up and dequantise rows of an embedding table; each thread decodes 8 elements of a row."""
 
 from functools import cache
 

@@ -140,7 +140,7 @@ class GpuBody(Body):
         return self.subf(self.as_type(self.bits("ori", code, MAGIC_BITS), F32), self.f32(MAGIC + offset))
 
     def half(self, bits: Ssa) -> Ssa:
-        """Return the f16 in the lower half of an i32, converted to f32; it must be finite."""
+        """Return the f16 in the lower half of an i32, converted to f32; the f16 must be finite."""
         sign = self.bits("shli", self.bits("andi", bits, 0x8000), 16)
         wide = self.bits("shli", self.bits("andi", bits, 0x7FFF), 13)
         normal = self.as_type(self.bits("addi", wide, 112 << 23), F32)

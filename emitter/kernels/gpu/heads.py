@@ -13,7 +13,7 @@ from castiron.emitter.types import F32, TensorType
 
 @dataclass(frozen=True)
 class Rows:
-    """The operands with the rows of q, k and v: one fused value, or several values in this order.
+    """The operands that have q, k and v: one fused operand, or several, in the order q, k, v.
 
     widths: the number of columns of each operand. The operands are called rows0, rows1 and so on.
     """

@@ -35,8 +35,8 @@ ROWS = 4
 def operands(matmul: Matmul, layout: Layout) -> dict[str, TensorType]:
     """Return the types of the operands of a GPU matmul by name, in order.
 
-    With a GLU, the weight has the rows of gate, then those of up; with experts, the rows of all
-    experts, one after another.
+    With a GLU, the weight has the rows of gate, then those of up. With experts, the weight has all
+    rows of expert 0, then all rows of expert 1, and so on.
     """
     rows = matmul.out_features * matmul.blocks_per_result * max(1, matmul.experts)
     every = {
