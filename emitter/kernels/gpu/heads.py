@@ -24,7 +24,7 @@ class Rows:
         return {f"rows{i}": TensorType((tokens, width), F32) for i, width in enumerate(self.widths)}
 
     def find(self, layout: HeadLayout, kind: str) -> tuple[str, int]:
-        """Return (operand with the q, k or v heads, column of the first head)."""
+        """Return (operand, column) at which the heads of `kind` begin; kind: "q", "k" or "v"."""
         column = {"q": 0, "k": layout.keys, "v": layout.keys + layout.kv_heads * layout.head_dim}[kind]
         for i, width in enumerate(self.widths):
             if column < width:
