@@ -42,9 +42,9 @@ from castiron.emitter.types import F32, I32, TensorType
 class Context:
     """The state that all lowering rules share.
 
-    project: emits matmuls. recurrent: makes the kernel of a recurrent operation, by its kind; None
-    for those of CPUs. counters: the counters that the last attention kernel returned, by their
-    type. The next attention kernel takes them as its operand `counters`.
+    project: emits matmuls. recurrent: functions that return the kernel of a recurrent operation, by
+    the operation's kind; None for CPU kernels. counters: the counters that the last attention
+    kernel returned, by their type. The next attention kernel takes them as its operand `counters`.
     """
 
     isa: Isa

@@ -249,8 +249,8 @@ def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Valu
 def gated(gate: Value, up: Value, function: str | ClampedSwiGLU) -> Value:
     """Return the input of a down projection, computed from the gate and up projections.
 
-    It is function(gate) * up for the name of an activation. A ClampedSwiGLU clamps gate and up, and
-    computes gate * sigmoid(alpha * gate) * (up + 1).
+    If `function` is the name of an activation, the result is function(gate) * up. A ClampedSwiGLU
+    clamps gate and up, and computes gate * sigmoid(alpha * gate) * (up + 1).
     """
     if isinstance(function, str):
         return ops.multiply(activated(gate, function), up)

@@ -151,7 +151,7 @@ class ConfigReader:
         return choices[value]
 
     def unused(self, *keys: str) -> None:
-        """Mark `keys` as read although castiron ignores them, as HF's model does."""
+        """Mark `keys` as read; castiron ignores them, and HF's model ignores them too."""
         self._taken.update(keys)
 
     def windows(self, layers: int, window: int | None, slides: Callable[[int], bool]) -> list[int | None]:
