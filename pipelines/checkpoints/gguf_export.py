@@ -60,7 +60,7 @@ def architecture_for(checkpoint: Checkpoint) -> tuple[str, Architecture]:
 
 
 def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
-    """Return the GGUF metadata under the architecture's prefix; config: from `flat_config`."""
+    """Return the GGUF metadata under the architecture's prefix; config: a flat config."""
     name, row = architecture_for(checkpoint)
     size, read = head_dim(config), read_config(checkpoint.config)
     keys: dict[str, Value] = {}
@@ -90,7 +90,8 @@ def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
 def flat_config(config: dict) -> dict:
     """Return a config in the form that transformers 4 uses, with rope parameters at the top level.
 
-    Sizes that the family has under other names are also set under HF's usual names.
+    If the model family's config has a size under another name, such as n_embd, the result also has
+    the size under HF's usual name.
     """
     entry = config.get("rope_parameters") or {}
     local = entry.get("sliding_attention", {})
@@ -149,7 +150,8 @@ def _rope_tensors(config: dict) -> Iterator[Tensor]:
 def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, str], read: Read) -> list[Tensor]:
     """Return the tensors with GGUF's names, rearranged as llama.cpp's converter does.
 
-    config: from `flat_config`. codecs: codec of each matrix, by HF name.
+    config: result of `flat_config`. codecs: codec of each matrix, by HF name. read: returns a
+    tensor's data by HF name and codec.
     """
     _, row = architecture_for(checkpoint)
     leaves, tops, vectors = ({own: leaf for leaf, own in names.items()} for names in (row.tensors, row.top, row.vectors))
@@ -233,9 +235,10 @@ def _stack(name: str, codec: str, parts: dict[int, Tensor], read: Read) -> Tenso
 
 
 def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tensors: list[Tensor]) -> None:
-    """Raise CheckpointError if the config read from the exported file would differ.
+    """Raise CheckpointError if GGUF cannot represent the model's config.
 
-    metadata, tensors: the content of the file. checkpoint: the exported checkpoint.
+    The config that castiron reads from the GGUF file must equal that of the HF checkpoint.
+    metadata, tensors: the content of the GGUF file. checkpoint: the HF checkpoint, its source.
     """
     file = GgufFile(checkpoint.path, as_read(metadata), {tensor.name: tensor for tensor in tensors})
     ours, theirs = (read_config(config) for config in (checkpoint.config, hf_config(file)))
@@ -340,7 +343,10 @@ def _steps(step: dict | None, parts: str) -> Iterator[dict]:
 
 
 def _tokens(found: dict, vocab: int) -> tuple[list[str], list[int]]:
-    """Return (texts, llama.cpp's token types) of `vocab` or more ids; an unused id 7 is [PAD7]."""
+    """Return (text of each token, llama.cpp's type of each token), by id.
+
+    There are at least `vocab` tokens; an id without a token, such as 7, gets the text [PAD7].
+    """
     by_id = {number: (token, _NORMAL) for token, number in found["model"]["vocab"].items()}
     for token in found["added_tokens"]:
         by_id[token["id"]] = token["content"], _CONTROL if token["special"] else _USER_DEFINED

@@ -64,7 +64,8 @@ _DEEPSEEK_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 def _step(kind: str, **fields: Any) -> dict:
     """Return the object in tokenizer.json for a pre-tokenizer of type `kind`.
 
-    fields: its other fields. For a Split, the only field is `regex`, whose matches become words.
+    fields: the other fields of the object. For the type Split, pass only `regex`; each match of
+    this regular expression becomes a word.
     """
     if kind == "Split":
         fields = {"pattern": {"Regex": fields["regex"]}, "behavior": "Isolated", "invert": False}
@@ -107,7 +108,10 @@ _FALCON = (
 
 
 def _words(regex: str | None = None, digits: bool = False) -> tuple[dict, ...]:
-    """Return pre-tokenizers that split text by a regex (default: GPT-2's), or also at digits."""
+    """Return pre-tokenizers that split text into the matches of a regex (default: GPT-2's).
+
+    digits: whether every digit is a word of its own.
+    """
     before = [_step("Digits", individual_digits=True)] if digits else []
     before += [_step("Split", regex=regex)] if regex else []
     return (*before, _byte_level_step(use_regex=regex is None))
@@ -317,7 +321,7 @@ def _tokenizer(metadata: _Metadata, *, adds_bos: bool | None, **parts: Any) -> d
 
 
 def _post_processor(metadata: _Metadata, adds_bos: bool | None) -> dict | None:
-    """Return the post-processor that adds BOS and EOS as the file states; None for neither."""
+    """Return the post-processor that adds BOS or EOS if the file asks for it; None if not."""
     adds_bos = adds_bos is not None and metadata.flag("add_bos_token", adds_bos)
     sides = (adds_bos, "bos_token_id"), (metadata.flag("add_eos_token", False), "eos_token_id")
     before, after = ([token] if adds and (token := metadata.token(key)) is not None else [] for adds, key in sides)

@@ -93,7 +93,7 @@ def compile_to(
 
 
 def options_of(**options: Any) -> Options:
-    """Return Options from keyword arguments; sizes may be an int, or None for no sizes."""
+    """Return Options from keyword arguments; for a tuple of sizes, an int or None is accepted."""
     from castiron.pipelines.compile.options import Options
 
     for name in {"prefill", "batch", "speculate", "embed"} & options.keys():

@@ -80,9 +80,9 @@ class Options:
 
 
 def context_of(config: dict, options: Options) -> int:
-    """Return the bundle's context: the max tokens of a sequence, unless it is opened with another.
+    """Return the bundle's default context, the max tokens of a sequence.
 
-    The default is the model's limit, but at most 8192.
+    Without `options.context`, it is the model's limit, but at most 8192.
     """
     if options.context is not None:
         return options.context
@@ -92,8 +92,8 @@ def context_of(config: dict, options: Options) -> int:
 def max_context_of(config: dict, options: Options) -> int:
     """Return the largest context with which the bundle can be opened, in tokens.
 
-    The default is the model's limit, but at most 131,072. With the portable lowering, and for a
-    GPU, the default is `context_of`.
+    Without `options.max_context`, it is the model's limit, but at most 131,072. With the portable
+    lowering, or for a GPU, it is `context_of` instead.
     """
     if options.max_context is not None:
         return options.max_context

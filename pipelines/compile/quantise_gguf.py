@@ -95,7 +95,10 @@ def _copied(checkpoint: Checkpoint, options: Options, importance: Importance) ->
 
 
 def _converted(file: GgufFile, tensor: Tensor, codec: str, names: list[str], importance: Importance) -> Tensor:
-    """Return a tensor of a GGUF file in another codec; names: HF names of the matrices in it."""
+    """Return a tensor of a GGUF file, converted to `codec`.
+
+    names: the HF name of each matrix in `tensor`, which may stack the matrices of all experts.
+    """
 
     def read() -> np.ndarray:
         if codec == tensor.codec:

@@ -1,8 +1,8 @@
 """Choose the codec of each weight for a value of --weights, and convert and pack the weights.
 
 A codec is an element type or a quantisation, such as bf16 or q4_k. For a mix such as `q4_k_m`, the
-codecs are those that llama.cpp chooses (src/llama-quant.cpp), also for rows that are not a multiple
-of a codec's block. So a bundle is as large and as accurate as a GGUF file of that type.
+codecs are those that llama.cpp chooses (src/llama-quant.cpp), also for rows whose length is not a
+multiple of a codec's block. So a bundle is as large and as accurate as a GGUF file of that type.
 
 `Importance` has, by the name of a weight, a factor for the quantisation errors of each column, f32
 [in], from `calibration`. Without an entry, all columns of a weight count equally.

@@ -152,7 +152,7 @@ def _write(file: str, header: bytes, tensors: Sequence[Tensor], progress: Progre
 
 
 def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndarray:
-    """Return random weights in a codec, u8 [rows, row_bytes], with scales like trained weights."""
+    """Return random weights in a codec, u8 [rows, row_bytes], with scales like trained ones."""
     codec, rng = codec_of(codec_name), np.random.default_rng(seed)
     if not codec.quantised:
         values = (rng.standard_normal((rows, in_features)) * 0.05).astype(np.float32)
@@ -194,7 +194,7 @@ def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndar
 
 @cache
 def random_tile(codec_name: str) -> np.ndarray:
-    """Return about TILE_BYTES of random blocks; their number is odd, so that rows differ."""
+    """Return about TILE_BYTES of random blocks; an odd number of blocks makes rows differ."""
     codec = codec_of(codec_name)
     blocks = TILE_BYTES // codec.block_bytes | 1
     return raw_rows(codec_name, 1, blocks * codec.block, seed=0)[0]

@@ -120,10 +120,10 @@ def encode(prompt: Prompt, text, vocab: int) -> list[int]:
 def checkpoint_of(bundle: Bundle, given: str | None = None, *, any_format: bool = False) -> Path:
     """Return the path of the checkpoint that the bundle was compiled from.
 
-    The path is `given`, or else the one in the manifest. If that does not exist, the checkpoint is
-    downloaded again. Raises PipelineError if its SHA-256 differs from that in the manifest. With
-    `any_format`, `given` may be the same model in the other format (GGUF file or HF directory),
-    whose hash is not checked.
+    The path is `given`, or else the path in the manifest. If the path in the manifest does not
+    exist, the checkpoint is downloaded again. Raises PipelineError if the checkpoint's SHA-256
+    differs from that in the manifest. With `any_format`, `given` may be the same model in the other
+    format (GGUF file or HF directory), whose hash is not checked.
     """
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, canonical_name, fetch
     from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256, find_checkpoint
