@@ -8,6 +8,9 @@ import math
 
 import numpy as np
 
+from castiron.pipelines.checkpoints.gguf_deepseek2 import latent_attention as latent_attention
+from castiron.pipelines.checkpoints.gguf_deepseek2 import latent_experts as latent_experts
+from castiron.pipelines.checkpoints.gguf_deepseek2 import latent_yarn as latent_yarn
 from castiron.pipelines.checkpoints.gguf_metadata import PERIOD, Metadata
 
 _PERIOD = 4  # llama.cpp's default: every fourth layer has full attention, or no rotary embedding

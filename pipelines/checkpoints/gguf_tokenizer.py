@@ -76,9 +76,18 @@ def _byte_level_step(use_regex: bool) -> dict:
     return _step("ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=use_regex)
 
 
-def _deepseek(*splits: str) -> tuple[dict, ...]:
-    digits = _step("Digits", individual_digits=True)
-    return (*(_step("Split", regex=split) for split in splits), digits, _byte_level_step(False))
+_DEEPSEEK_V3 = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _splits(*regexes: str) -> tuple[dict, ...]:
+    return tuple(_step("Split", regex=regex) for regex in regexes)
+
+
+def _deepseek(*regexes: str) -> tuple[dict, ...]:
+    return (*_splits(*regexes), _step("Digits", individual_digits=True), _byte_level_step(False))
 
 
 _DEEPSEEK_LLM = _deepseek(
@@ -128,13 +137,16 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
         ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "lfm2", "pixtral"),
         PreTokenizer(_words(_LLAMA3), ignore_merges=True, adds_bos=True),
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer(_words(_LLAMA3))),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), PreTokenizer(_words(_LLAMA3))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), PreTokenizer(_words(_QWEN2), nfc=True)),
     "qwen35": PreTokenizer(_words(_QWEN35), nfc=True),
     "tekken": PreTokenizer(_words(_TEKKEN), ignore_merges=True, adds_bos=True),
     **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizer(_words(_GPT4O))),
     "deepseek-llm": PreTokenizer(_DEEPSEEK_LLM),
     "deepseek-coder": PreTokenizer(_DEEPSEEK_CODER),
+    "deepseek-v3": PreTokenizer(
+        (*_splits(r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK_V3), _byte_level_step(False))
+    ),
     "falcon": PreTokenizer(_FALCON),
 }
 

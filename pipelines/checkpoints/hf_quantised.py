@@ -168,7 +168,7 @@ def _scaled(stored: Stored) -> tuple[Tensor, ...]:
     """Return a weight stored as F8_E4M3 or I8 with scales, by fp8 or compressed-tensors."""
     weight = stored["weight"]
     if stored.config["quant_method"] == "bitsandbytes":
-        return bitsandbytes_weights.read_int8(stored) if weight.codec == "I8" else bitsandbytes_weights.read_nf4(stored)
+        return bitsandbytes_weights.read_int8(stored) if weight.codec == "I8" else bitsandbytes_weights.read_4_bits(stored)
     scales = stored.scales("weight_scale_inv" if "weight_scale_inv" in stored.parts else "weight_scale")
     zero_points = stored.parts.get("weight_zero_point")
     if len(weight.shape) != 2 or weight.codec == "U8":

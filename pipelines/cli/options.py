@@ -290,7 +290,7 @@ def open_engine(args: argparse.Namespace) -> "tuple[Bundle, Engine]":
     """
     from castiron.pipelines.compile.open_model import require_generation
     from castiron.pipelines.engine.engine import Engine
-    from castiron.pipelines.engine.memory import warn_of_shortage
+    from castiron.pipelines.engine.memory import needed, warn_of_shortage
 
     one_sequence = args.draft is args.speculate is args.prefix_cache is None
     bundle, draft = require_generation(open_model(args.bundle, args, one_sequence)), None
@@ -299,7 +299,8 @@ def open_engine(args: argparse.Namespace) -> "tuple[Bundle, Engine]":
         from castiron.pipelines.text.generation import open_draft
 
         draft = open_draft(open_model(args.draft, args), bundle, args.threads)
-    warn_of_shortage(bundle.manifest, *([draft.session.manifest] if draft else []))
+    manifests = [bundle.manifest, *([draft.session.manifest] if draft else [])]
+    warn_of_shortage(sum(needed(manifest).weights for manifest in manifests))
     return bundle, Engine(bundle, args.threads, single=True, store=store, draft=draft, ngrams=args.speculate == "ngram")
 
 

@@ -115,7 +115,13 @@ def _converted(file: GgufFile, tensor: Tensor, codec: str, names: list[str], imp
 def _exported(checkpoint: Checkpoint, options: Options, importance: Importance) -> tuple[list[Buffer], list[Tensor]]:
     """Return GGUF metadata and tensors for a checkpoint of any format."""
     config, codecs = gguf_export.flat_config(checkpoint.config), codecs_of(checkpoint, options.weights)
-    read = lambda name, codec: convert_tensor(checkpoint, name, codec, importance)
+
+    def read(name: str, codec: str, columns: np.ndarray | None) -> np.ndarray:
+        if columns is None:
+            return convert_tensor(checkpoint, name, codec, importance)
+        rows, own = np.ascontiguousarray(checkpoint.tensors[name].dequantise()[:, columns]), importance.get(name)
+        return convert("f32", rows.view(np.uint8), codec, None if own is None else own[columns])
+
     tensors = gguf_export.export_tensors(checkpoint, config, codecs, read)
     (name, _), vocab = gguf_export.architecture_for(checkpoint), read_config(checkpoint.config).vocab
     metadata = {"general.architecture": name, "general.name": model_name(checkpoint.path), f"{name}.vocab_size": vocab}
