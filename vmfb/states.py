@@ -47,7 +47,7 @@ class Positional:
         self.array[:, :position] = rows[:, :position]
 
     def save(self, now: int, ahead: int) -> Saved | None:
-        """Return a copy of what `restore` needs, or None if it needs nothing.
+        """Return a copy of the data that `restore` needs, or None if `restore` needs no data.
 
         `restore` will return to the present position `now` after `ahead` more tokens.
         """

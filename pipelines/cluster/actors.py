@@ -149,7 +149,7 @@ class BatchActor:
 class Engines:
     """The actors of a batch job.
 
-    A node with N CPUs runs N / T actors, where T is the value of --threads.
+    A node runs one actor for every T of its CPUs, where T is the value of --threads.
     """
 
     def __init__(self, args: argparse.Namespace, bundle: Bundle, prepare: Prepare):

@@ -219,7 +219,7 @@ class PrefixStore:
             return 0
 
     def _evict(self) -> None:
-        """Remove the least recently used states, and temporary files of killed processes."""
+        """Remove least recently used states until the rest fits, and files of killed processes."""
         found = []
         for folder in self.directory.glob("*/"):
             remove_abandoned(folder)

@@ -246,7 +246,7 @@ def lead(logits: np.ndarray) -> float:
 
 
 def _drawn(sums: np.ndarray, goal: float) -> int:
-    """Return the first index whose running sum exceeds `goal`; else the last with a weight > 0."""
+    """Return the first i with sums[i] > `goal`; if there is none, the last i with a weight > 0."""
     return int(min(sums.searchsorted(goal, side="right"), sums.searchsorted(sums[-1])))
 
 

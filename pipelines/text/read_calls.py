@@ -68,8 +68,9 @@ class CallReader:
     def fitted(self, name: str, arguments: Any) -> dict | None:
         """Return the arguments of a call; None if they don't match the schema of `name`.
 
-        An argument that is null is left out if the parameter is optional and cannot be null. Keywords
-        of the schema that small models copy, such as `"required": ["city"]`, are left out too.
+        An argument that is null is left out if the parameter is optional and cannot be null.
+        Keywords of the schema that small models copy, such as `"required": ["city"]`, are left out
+        too.
         """
         schema = self.schemas.get(name)
         if schema is None or not isinstance(arguments, dict):

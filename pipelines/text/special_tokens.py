@@ -157,7 +157,7 @@ class SpecialTokens:
 
 
 class Spellings:
-    """A search in texts for spellings of special tokens, which ignores upper and lower case.
+    """A case-insensitive search for spellings of special tokens in a text.
 
     It also finds an incomplete spelling at the start or the end of a text.
     """
