@@ -64,7 +64,7 @@ def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
     Raises CheckpointError if the checkpoint lacks tensors or has tensors that the graph does not
     read.
     """
-    codecs = codecs_of(checkpoint, options.weights)
+    codecs = codecs_of(checkpoint, options.weights, options.requantise)
     codec, cache, orders = lambda name: codecs.get(name, "f32"), options.cache, checkpoint.column_orders
     if sizes := encoder_sizes(checkpoint, options):
         pooling = checkpoint.encoding.pooling if checkpoint.encoding else None
