@@ -54,7 +54,9 @@ def main() -> None:
                 for mode, (ngrams, uses_draft) in MODES.items():
                     draft = Draft(sessions[1], target.manifest.vocab) if uses_draft else None
                     engine = Engine(sessions[0], draft=draft, ngrams=ngrams)
-                    stream = Stream(engine, text_request(prompt, engine.context, text, max_tokens=TOKENS, stop_tokens=eos)).run()
+                    stream = Stream(
+                        engine, text_request(prompt, engine.context, text, max_tokens=TOKENS, stop_tokens=eos)
+                    ).run()
                     expected = expected or stream.tokens
                     assert stream.tokens == expected, f"{mode} changes the tokens of {words!r}"
                     speeds[mode] = stream.steps / stream.decode_seconds
