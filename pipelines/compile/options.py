@@ -69,7 +69,7 @@ class Options:
     @classmethod
     def for_draft(cls) -> Options:
         """Return the options of a draft model, for speed: its errors change no token of the target."""
-        return cls(weights="q4_0", requantise=True, numerics="fast", batch=(), speculate=())
+        return cls(weights="q4_0", requantise=True, numerics="fast", prefill=(8, 32), batch=(), speculate=())
 
     @property
     def threads_or_cores(self) -> int:
