@@ -23,9 +23,8 @@ from castiron.vmfb.states import Snapshot
 
 # Initial hit rates of the token proposed after a match of 2-3, 4-7, 8-15, 16-31 and 32 tokens.
 FOLLOWED = (0.25, 0.5, 0.75, 0.9, 0.95)
-# Max fraction of the time that wrong proposals may cost: proposals from the text, and proposals of
-# both sources. Including the first try, they cost less than 5 % of the time of a text of 300 tokens.
-MAX_LOSS, MAX_LOSS_OF_ALL = 0.02, 0.04
+# Max fraction of the time that wrong proposals may cost.
+MAX_LOSS = 0.02
 # Decode steps that the draft may cost in addition, so that it starts at the first token. Most
 # drafts regain them within a few tokens. A draft that lost time in earlier texts starts later.
 ADVANCE = 2
@@ -290,7 +289,7 @@ class Speculator:
         gains = max(0.0, self._saved) + max(0.0, -ngrams)
         lost = self.stats["draft"].lost + max(0.0, ngrams)
         advance = ADVANCE * self.costs.of(1) if self._saved >= 0 else 0.0
-        return advance + MAX_LOSS_OF_ALL * (self.spent + self.prompt_seconds) + SPENT_GAINS * gains - lost
+        return advance + MAX_LOSS * (self.spent + self.prompt_seconds) + SPENT_GAINS * gains - lost
 
     def _cost(self, count: int) -> float:
         """Return the expected seconds of a pass with `count` proposals, draft model included."""
