@@ -55,7 +55,7 @@ def manifest_of(
         numerics=options.numerics,
         lowering=options.lowering,
         weights=options.weights,
-        codecs=dict(sorted(Counter(codecs_of(checkpoint, options.weights).values()).items())),
+        codecs=dict(sorted(Counter(codecs_of(checkpoint, options.weights, options.requantise).values()).items())),
         target=target,
         versions=Versions(castiron.__version__, compiler_version()),
         tokens=Tokens(checkpoint.bos_token_id, tuple(checkpoint.eos_token_ids), dict(checkpoint.fim_token_ids)),

@@ -23,7 +23,7 @@ from castiron.vmfb.session import Session
 from castiron.vmfb.states import Snapshot
 
 # The draft model first reads only this many last tokens of a longer text.
-WINDOW = 64
+WINDOW = 32
 # Max tokens that the draft reads after the end of the text and can undo.
 AHEAD = 64
 # Number of timing runs when a draft is opened, and tokens of each.

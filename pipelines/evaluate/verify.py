@@ -216,7 +216,7 @@ def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[s
     from castiron.emitter.quantise import convert
     from castiron.pipelines.compile.weights import FLOATS, QUANTISED, codecs_of
 
-    codecs = codecs_of(checkpoint, weights)
+    codecs = codecs_of(checkpoint, weights, requantise=True)
     transposed = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
@@ -229,6 +229,8 @@ def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[s
                 f"cannot quantise {name} of the HF model like the bundle: castiron has no tensor of that name; use castiron "
                 "evaluate --against hf to compare with the unquantised model"
             )
+        if name in checkpoint.tensors and codec == checkpoint.tensors[name].codec:
+            continue
         with torch.no_grad():
             values = parameter.numpy().T if name in transposed else parameter.numpy()
             raw = np.ascontiguousarray(values).view(np.uint8)

@@ -180,7 +180,7 @@ def test_errors_are_one_line_and_leave_no_file(tmp_path, monkeypatch):
         assert not (tmp_path / "bundle").exists()
     q8 = gguf.GGMLQuantizationType.Q8_0
     small = write_llama(tmp_path / "q8.gguf", tensors={"blk.0.attn_q.weight": (np.ones((64, 64), np.float32), q8)})
-    refused(small, out, "is already quantised to q8_0")
+    refused(small, out, "is already quantised to q8_0.*--requantise")
     spoilt = write_llama(tmp_path / "nan.gguf", tensors={"blk.0.ffn_up.weight": np.full((96, 64), np.nan, np.float32)})
     refused(spoilt, out, "up_proj.weight has infinities")
     directory = tiny.tiny_model("llama", tmp_path / "short")
@@ -196,5 +196,11 @@ def test_quantise_prints_the_file_and_its_codecs(tmp_path, capsys):
     assert facts["file"] == str(out) and facts["bytes"] == out.stat().st_size
     assert facts["codecs"] == {"f32": 5, "q5_0": 12, "q8_0": 3}
     assert cli.main(["quantise", str(source), "-o", str(out), "--weights", "q4_0"]) == 0
+    assert "15 q4_0" in capsys.readouterr().out
+    smaller = tmp_path / "smaller.gguf"
+    assert cli.main(["quantise", str(out), "-o", str(smaller), "--weights", "q8_0", "--requantise"]) == 0
+    assert "15 q4_0" in capsys.readouterr().out
+    assert cli.main(["quantise", str(source), "-o", str(out), "--weights", "q8_0"]) == 0
+    assert cli.main(["quantise", str(out), "-o", str(smaller), "--weights", "q4_0", "--requantise"]) == 0
     assert "15 q4_0" in capsys.readouterr().out
     assert cli.main(["quantise", str(tmp_path / "none"), "-o", str(out)]) == 1
