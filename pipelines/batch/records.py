@@ -205,7 +205,7 @@ class Format(Protocol):
     """A record format: it converts records to `Work`, and errors to an `Outcome`."""
 
     def samples(self, record: Record) -> bool:
-        """Return whether the answer is sampled and the record leaves the seed to the job."""
+        """Return whether the answer is sampled with the job's seed: the record sets no seed."""
         ...
 
     def work(self, record: Record, seed: int) -> Work:

@@ -127,7 +127,7 @@ class SpecialTokens:
     def _names(self) -> dict[str, str]:
         """A random text for each special token, which replaces the token's text in `_plain`.
 
-        A message cannot contain such a text.
+        The texts are random so that no message contains them.
         """
         secret = os.urandom(8).hex()
         return {word: f"\U000f0000{secret}{n}\U000f0001" for n, word in enumerate(sorted(self.spelled))}
