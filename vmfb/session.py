@@ -260,7 +260,7 @@ class Session:
     def copy_from(self, other: Session, position: int) -> None:
         """Set this session's states to those that the session `other` had at `position`.
 
-        Raise SessionError if `other` is of another program or `position` is not `reachable` in it.
+        Raise SessionError if `other` runs another program or cannot be rewound to `position`.
         """
         if other.program is not self.program:
             raise SessionError("cannot copy the states of a session of another program; use two sessions of one program")
@@ -281,7 +281,7 @@ class Session:
         return [state.rows(position) for state in self._states]
 
     def begins(self, tokens: int, position: int) -> bool:
-        """Return whether `rows(tokens)` suffices to start another session at `position`.
+        """Return whether `rows(tokens)` has all rows that another session needs at `position`.
 
         tokens: this session's position when `rows` is called, at least `position`.
         """
@@ -289,7 +289,11 @@ class Session:
 
     @property
     def settled(self) -> bool:
-        """Return whether no ring buffer contains rows of tokens that a rewind has removed."""
+        """Return whether the states have only valid rows.
+
+        A rewind removes tokens, whose rows stay in a ring buffer until new tokens overwrite them.
+        These rows are invalid.
+        """
         return all(state.settled(self.position) for state in self._states)
 
     @exclusive
@@ -297,7 +301,8 @@ class Session:
         """Set the states to `rows`, and the position to `position`.
 
         rows: the result of `rows(p)` in a session of this bundle, where p is `position`, or a later
-        position for which `begins(p, position)` is true. chunked_tokens: that session's value.
+        position for which `begins(p, position)` is true. chunked_tokens: the attribute
+        `chunked_tokens` of that session.
         """
         self._move_to(0)
         for state, array in zip(self._states, rows, strict=True):

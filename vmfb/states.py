@@ -54,7 +54,7 @@ class Positional:
         return None if self.can_return(now + ahead, now) else (self.rows(now).copy(), self.furthest)
 
     def restore(self, now: int, position: int, saved: Saved | None) -> None:
-        """Go back from `now` to the `position` at which `saved` was made."""
+        """Go back from position `now` to `position`; `saved`: the result of `save` at `position`."""
         if saved is None:
             self.go_back(now, position)
         else:
@@ -74,23 +74,24 @@ class Positional:
         return self.array[:, :position]
 
     def settled(self, position: int) -> bool:
-        """Return whether all rows of removed tokens have been overwritten, or are never read.
+        """Return whether the state has only valid rows; `position`: the position of the sequence.
 
-        position: the position of the sequence.
+        A rewind removes tokens, whose rows stay in a ring buffer until new tokens overwrite them.
+        These rows are invalid.
         """
         return True
 
     def begins(self, written: int, position: int) -> bool:
-        """Return whether `rows(written)` suffices to start another sequence at `position`.
+        """Return whether `rows(written)` has all rows that another sequence needs at `position`.
 
         written: this sequence's position when `rows` is called, at least `position`.
         """
         return True
 
     def take(self, rows: np.ndarray, position: int) -> None:
-        """Set the state to `rows`, the result of `rows(written)`, to continue at `position`.
+        """Set the state to `rows`, to continue a sequence at `position`.
 
-        `begins(written, position)` must be true.
+        rows: the result of `rows(written)`, for which `begins(written, position)` must be true.
         """
         self.load(rows, position, position)
 

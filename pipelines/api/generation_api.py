@@ -139,9 +139,10 @@ class GenerationApi(ModelApi):
             raise unsupported(param, str(error)) from None
 
     async def _prompt_ids(self, prompt: str | list[int], body: CompletionRequest, fim: Fim | None) -> list[int]:
-        """Return the token ids of a prompt; with `fim`, of the FIM prompt with `prompt` as prefix.
+        """Return the token ids of `prompt`; with `fim`, of a FIM prompt whose prefix is `prompt`.
 
-        Raises ApiError 400 if the prompt and the max tokens of the answer do not fit in the context.
+        Raises ApiError 400 if the prompt and the max tokens of the answer do not fit in the
+        context.
         """
         ids: Any = prompt
         if isinstance(prompt, str):

@@ -95,7 +95,7 @@ class ChoicesReply(Reply):
 
     @abstractmethod
     def opening(self, index: int) -> dict | None:
-        """Return the chunk before the text of choice number `index`, or None if it needs none."""
+        """Return the chunk to send before the text of choice number `index`, or None for no chunk."""
 
     @abstractmethod
     def delta(self, index: int, delta: Delta, end: Finished | None = None) -> dict:

@@ -56,7 +56,7 @@ _child = ChildProcess(seconds=10, max_bytes=2 << 30)
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A tensor of a checkpoint, with its HF name, or of a GGUF file, with its GGUF name."""
+    """A tensor, whose name is HF's in a Checkpoint and GGUF's in a GgufFile."""
 
     name: str
     shape: tuple[int, ...]  # (out, in) for a linear layer
@@ -124,7 +124,7 @@ def map_file(path: Path) -> memoryview:
 
 
 def without(keys: Mapping, ignored: Sequence[str], where: Path) -> dict:
-    """Return the mapping `keys` without the keys `ignored`; CheckpointError if it lacks one."""
+    """Return `keys` without those in `ignored`; raise CheckpointError if one of these is absent."""
     if absent := [key for key in ignored if key not in keys]:
         raise CheckpointError(f"{where} has no key {shorten(absent[0])}; remove it from --ignore-key")
     return {key: value for key, value in keys.items() if key not in ignored}

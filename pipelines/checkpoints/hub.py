@@ -106,9 +106,9 @@ def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | No
 
 
 def _matches(file: str, wanted: str) -> bool:
-    """Return whether `wanted` is the path or name of `file`, or the end of its name before .gguf.
+    """Return whether `wanted` is the path or the name of `file`, or the end of the name.
 
-    Such an end is, for example, Q4_K_M.
+    For example, Q4_K_M is the end of the name model-Q4_K_M.gguf.
     """
     if wanted.endswith(".gguf"):
         return wanted in (file, PurePosixPath(file).name)

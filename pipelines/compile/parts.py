@@ -65,7 +65,7 @@ def kernel_module(kernel: Kernel, storage: bool = False) -> Module:
     """Return a module with a function `call` that runs the kernel once; index operands are 0.
 
     storage: whether `call` also takes a buffer for each result that is not updated in place, so
-    that it allocates none.
+    that `call` allocates no memory for results.
     """
     module = Module("kernel")
     in_place = {**{name: f"{name}_storage" for name in kernel.results if storage}, **kernel.in_place}

@@ -12,7 +12,7 @@ OCCURRENCES = 8
 
 
 class Ngrams:
-    """A source of proposals from the text so far (prompt lookup, Saxena 2023).
+    """A predictor of the next tokens from the text so far (prompt lookup, Saxena 2023).
 
     It proposes the tokens that followed an earlier occurrence of the text's last tokens.
 

@@ -116,8 +116,8 @@ class TokenOutput:
 class Timing:
     """The times at which a request reached its steps, in `time.monotonic` seconds.
 
-    A time is 0 before its step. `arrived`: when the request was created. `started`: when it got a
-    slot. `first`, `last`: when its first and its latest token were generated.
+    A time is 0 until its step is reached. `arrived`: when the request was created. `started`: when
+    it got a slot. `first`, `last`: when its first and its latest token were generated.
     """
 
     arrived: float = field(default_factory=time.monotonic)

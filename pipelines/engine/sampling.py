@@ -277,8 +277,8 @@ def shifted(logits: np.ndarray, sampling: Sampling, counts: Mapping[int, int]) -
 def penalise(logits: np.ndarray, recent: Sequence[int], penalty: float) -> np.ndarray:
     """Return the logits, f64 [vocab], after the repeat penalty.
 
-    A positive logit of a token in `recent` is divided by `penalty`, and any other is multiplied by
-    it (CTRL, arXiv 1909.05858, section 4.1, as in HF and llama.cpp).
+    For tokens in `recent`, positive logits are divided by `penalty`, and other logits are
+    multiplied by it (CTRL, arXiv 1909.05858, section 4.1, as in HF and llama.cpp).
     """
     seen = np.unique(np.asarray(recent, np.int64))
     logits = logits.copy()

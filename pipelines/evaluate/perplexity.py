@@ -132,7 +132,7 @@ def bundle_rows(session: Session, steps: bool = False) -> Rows:
 
 
 def text_of(path: str | None = None) -> str:
-    """Return the text of a file, by default castiron's own text, without the last line feed."""
+    """Return the text of the file `path`, by default of DEFAULT_TEXT, without the last line feed."""
     try:
         text = (Path(path) if path else files("castiron.pipelines.evaluate") / DEFAULT_TEXT).read_text(encoding="utf-8")
     except UnicodeDecodeError:
