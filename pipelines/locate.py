@@ -30,8 +30,8 @@ _NAME = re.compile(
 class HubName(NamedTuple):
     """A model name on Hugging Face's hub: `[hf.co/]ORG/NAME[@REVISION][:WANTED]`.
 
-    revision: a branch, tag or commit. wanted: a GGUF file, by its path or, as in llama.cpp, by the
-    end of its name before .gguf, such as Q4_K_M.
+    revision: a branch, tag or commit. wanted: a GGUF file: its path or, as in llama.cpp, the end of
+    its name without .gguf, such as Q4_K_M.
     """
 
     repository: str
@@ -134,7 +134,7 @@ def checkpoint_path(path: Path) -> Path:
 
 
 def model_name(path: Path) -> str:
-    """Return a model's name: of its hub repository, or the last part of its path without .gguf."""
+    """Return the name of a model's hub repository, or else its file or folder name without .gguf."""
     path = Path(os.path.abspath(path))
     source = source_of(path)
     if source and "file" not in source:

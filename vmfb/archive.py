@@ -41,8 +41,8 @@ _MAX_DIRECTORY = 1_000_000
 class Part:
     """A range of bytes of an open file.
 
-    It stays readable if another file replaces the one at `path`. offset, size: the range in bytes.
-    lock: guards the position of `file`, which the parts of one archive share.
+    The part stays readable if another file replaces the file at `path`. offset, size: the range in
+    bytes. lock: guards the position of `file`, which the parts of one archive share.
     """
 
     path: Path

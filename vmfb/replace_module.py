@@ -19,7 +19,7 @@ MODULE_KEYS = ("key", "flags", "text_sha256", "seconds", "iree_compile_seconds",
 
 
 def replace_module(bundle: Bundle, module: Path, out: Path) -> Bundle:
-    """Write a copy of `bundle` with the compiled module `module` instead of its own modules.
+    """Write a copy of `bundle` in which the compiled module `module` replaces all other modules.
 
     out: directory of the copy, which may be the directory of `bundle`. The bundle's other files are
     linked or copied. The manifest's `compile.custom_module` records the new module's path, sha256

@@ -29,7 +29,8 @@ class Session:
     Attributes:
         position: the number of tokens in the states, which is the position of the next token.
         chunked_tokens: number of tokens, from position 0 on, that full prefill calls of width
-            `widest` appended. Sessions that append equal tokens in such calls get equal bits.
+            `widest` appended. Sessions that append equal tokens in such calls have the same
+            bits in their states.
     """
 
     def __init__(

@@ -2,10 +2,11 @@
 
 - positional `[layers, context, ...]`: row p belongs to position p. Rows past the position are never
   read, so that going back costs nothing, and the state of any earlier position can be copied.
-- window `[layers, rows, ...]`: a ring buffer; position p is in row p mod rows. The next token
-  attends to the last `window - 1` rows. After the ring has wrapped, a sequence can go back by at
-  most `rows - window + 1` tokens without a snapshot.
-- recurrent `[layers, ...]`: every token overwrites it; it can go back to 0, or with a snapshot.
+- window `[layers, n, ...]`: a ring buffer of n rows; position p is in row p mod n. The next token
+  attends to itself and to the last `window - 1` positions. After the ring has wrapped, a sequence
+  can go back by at most `n - window + 1` tokens without a snapshot.
+- recurrent `[layers, ...]`: every token overwrites the state; without a snapshot, a sequence can
+  go back to position 0 only.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class Positional:
         """Remove the tokens from `position` to `now` - 1; `can_return(now, position)` must be true."""
 
     def load(self, rows: np.ndarray, position: int, furthest: int) -> None:
-        """Set the state to that of another sequence, which is at `position` and has these `rows`.
+        """Set the state to `rows`, which are those of another sequence at `position`.
 
-        furthest: the attribute `furthest` of that sequence's state, which this state gets too.
+        furthest: the new value of `self.furthest`, from the state of that sequence.
         """
         self.array[:, :position] = rows[:, :position]
 
@@ -54,7 +55,7 @@ class Positional:
         return None if self.can_return(now + ahead, now) else (self.rows(now).copy(), self.furthest)
 
     def restore(self, now: int, position: int, saved: Saved | None) -> None:
-        """Go back from position `now` to `position`; `saved`: the result of `save` at `position`."""
+        """Go back from position `now` to `position`; `saved`: the result of `save` there."""
         if saved is None:
             self.go_back(now, position)
         else:

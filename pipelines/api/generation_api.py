@@ -239,7 +239,7 @@ class GenerationApi(ModelApi):
             default: max tokens if `limit` is None; None for as many as fit in the context.
             prompt_logprobs: top_logprobs of prompt tokens, None without log-probabilities.
             stop_tokens: end tokens besides the model's, unless the request has ignore_eos.
-            options: other options of `text_request`, which replace those of `body`.
+            options: other options of `text_request`; they override options that `body` sets.
         """
         if isinstance(reply, ChoicesReply):
             stream_options = body.stream_options or StreamOptions()

@@ -81,7 +81,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Encoding:
-    """The parts of an embedding model or reranker after the transformer, and its prompts."""
+    """The layers after the transformer of an embedding model or reranker, and the prompts."""
 
     pooling: Pooling
     prompts: Mapping[str, str] = field(default_factory=dict)  # text to put before an input, by the prompt's name
@@ -109,7 +109,7 @@ class Checkpoint:
     generation_config: dict = field(default_factory=dict)
     left_out: Mapping[str, int] = field(default_factory=dict)  # number of dropped tensors by prefix, as model.visual
     encoding: Encoding | None = None
-    quantization_config: dict | None = None  # that of config.json, if the weights are quantised
+    quantization_config: dict | None = None  # the one in config.json, if the weights are quantised
     column_orders: Mapping[str, str] = field(default_factory=dict)  # by weight: the tensor with the order of its columns
 
 

@@ -235,7 +235,7 @@ def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Iter
     """Yield a tensor with its columns reordered.
 
     If a codec block spans two heads, yield the tensor as it is, and the order of its columns.
-    order: for each column its index in the stored tensor; columns of a head stay together.
+    order: for each column its index in the stored tensor; the columns of a head stay adjacent.
     """
     block = CODECS[tensor.codec].block
     if head_dim % block:

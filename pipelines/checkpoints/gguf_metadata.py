@@ -195,7 +195,7 @@ class Architecture:
     """The rules to convert a GGUF file's keys and tensors to HF's for one `general.architecture`.
 
     A leaf is the name of a tensor in its block, without ".weight": `attn_q` in
-    `blk.0.attn_q.weight`. Default values are those of most architectures.
+    `blk.0.attn_q.weight`. The default values fit most architectures.
     """
 
     model_type: str

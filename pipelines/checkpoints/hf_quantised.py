@@ -115,7 +115,8 @@ def _packed_by_columns(stored: Stored) -> tuple[Tensor, ...]:
 def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
     """Return a weight of compressed-tensors' format pack-quantized.
 
-    weight_packed packs numbers of one row in an i32, and weight_zero_point numbers of one column.
+    An i32 of weight_packed has numbers of one row, and an i32 of weight_zero_point has numbers of
+    one column.
     """
     if "weight_global_scale" in stored.parts:
         return _nvfp4(stored)

@@ -46,8 +46,9 @@ _OTHERS = (
 def text_config(config: dict, names: Collection[str]) -> dict:
     """Return the config of the text part of a multimodal model, or `config` of a text model.
 
-    The output head is tied to the embedding if the model's config or that of the text part states
-    so, or if neither states anything and there is no tensor lm_head.weight.
+    The output head is tied to the embedding if tie_word_embeddings is true in the config of the
+    model or of the text part. If both lack this key, the head is tied if there is no tensor
+    lm_head.weight.
     """
     inner, complete = config.get("text_config"), config["model_type"]
     if complete not in TEXT_PARTS or not isinstance(inner, dict):

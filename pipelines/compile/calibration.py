@@ -127,7 +127,8 @@ def measure(checkpoint: Checkpoint, chunks: Sequence[list[int]], progress: Progr
 def watched(model: ModelModule, function: Graph) -> list[tuple[str, ...]]:
     """Add a result to `function` for each input x of its matmuls: the sum of x² over tokens.
 
-    Each result is f32 [in]. Returns, for each result, the names of the weights that read this x.
+    Each result is f32 [in]. Returns, for each result, the names of the weights by which this x is
+    multiplied.
     """
     weights = {op.results[0]: op.attrs["weight"] for op in function.ops if op.kind == "weight"}
     # Gate and up projections of experts read the operation's x. The input of the down projection

@@ -232,7 +232,7 @@ def _key(path: Path, options: Options, target: Target) -> str:
 
 
 def _write_sources(folder: Path, model: ModelModule, text: str, flags: tuple[str, ...], bundle: Path) -> None:
-    """Write three files: layer operations, iree-compile's input, a script that compiles it."""
+    """Write the layer operations, iree-compile's input, and a script that compiles this input."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / LAYERS).write_text(print_layers(model), encoding="utf-8")
     (folder / TEXT).write_text(text, encoding="utf-8")

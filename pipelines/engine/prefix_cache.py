@@ -74,8 +74,8 @@ class PrefixCache:
         """Return how many of the first tokens of `prompt`, i32 [n], can be reused from a slot.
 
         `top`: `prompt_logprobs` of the request; None if it needs no log-probabilities. If it needs
-        them, a token is reused only if its log-probability and those of `top` most probable tokens
-        are cached. The number of reused tokens is then a multiple of `score_width`.
+        them, a token is reused only if its log-probability and those of the `top` most probable
+        tokens are cached. The number of reused tokens is then a multiple of `score_width`.
         """
         session, scores = self.sessions[slot], self.scores[slot]
         found = common_prefix(self.tokens[slot, : session.position], prompt)

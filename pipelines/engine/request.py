@@ -165,8 +165,8 @@ class Request:
             stop_tokens: tokens that end the answer; None for the end tokens of the model.
             constraint: limits the next token, for example to those that a grammar allows.
             repetition_stop: whether a repetition loop ends the request.
-            top_logprobs: number of most probable tokens to report for each token of the answer,
-                with their log-probabilities and that of the token; None for no log-probabilities.
+            top_logprobs: number of most probable tokens to report for each token of the answer;
+                None to report no log-probabilities, not even those of the answer's tokens.
             prompt_logprobs: like top_logprobs, but for the tokens of the prompt; `self.scores`
                 stores them. With prompt_logprobs, max_tokens may be 0, and the events also
                 report the stop token.

@@ -145,9 +145,9 @@ class Bench:
 def search(bench: Bench, searches: dict[str, MatmulSearch], progress: Progress) -> int:
     """Find the best tiles of each matmul, and store them in `searches`.
 
-    Each round compiles a module with one candidate for the tiles of each matmul, and times its
-    kernels. In the end, the fastest candidates are timed again to confirm them. Returns the number
-    of rounds that did not compile.
+    Each round compiles a module with one candidate for the tiles of each matmul, and times the
+    module's kernels. In the end, the fastest candidates are timed again to confirm them. Returns
+    the number of rounds that did not compile.
     """
     refused = 0
     candidates = {name: list(neighbours(found.matmul, bench.isa, bench.threads)) for name, found in searches.items()}

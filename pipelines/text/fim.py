@@ -117,7 +117,7 @@ class Fim:
         return self._plain(text)[0]
 
     def _plain(self, text: str) -> tuple[list[int], str]:
-        """Return (ids, text of the first token) of a text; special tokens in it are plain text."""
+        """Return (ids, text of the first token) of a text; special tokens become plain text."""
         given, mark = self.special.broken({"text": check_utf8(text, "the text")})
         found = encode_text(*self.special.sanitised(given["text"], mark), add_special_tokens=False)
         return found.ids, found.tokens[0] if found.tokens else ""
