@@ -134,7 +134,7 @@ def checkpoint_path(path: Path) -> Path:
 
 
 def model_name(path: Path) -> str:
-    """Return the name of a model's hub repository, or else its file or folder name without .gguf."""
+    """Return the name of a model's hub repository, or else of its file or folder, without .gguf."""
     path = Path(os.path.abspath(path))
     source = source_of(path)
     if source and "file" not in source:

@@ -130,7 +130,7 @@ class Loaded:
 class Program(Loaded):
     """A bundle loaded on a device.
 
-    Methods that call its functions must have the decorator `exclusive`.
+    Methods that call functions of the bundle must have the decorator `exclusive`.
     """
 
     def __init__(self, source: Bundle | Path | str, threads: int | None = None):

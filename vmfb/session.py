@@ -200,7 +200,7 @@ class Session:
         return self._last
 
     def reachable(self, position: int) -> int:
-        """Return the largest position that `rewind` can return to and that is at most `position`."""
+        """Return the largest position up to `position` that `rewind` can return to."""
         if not 0 <= position <= self.position:
             raise SessionError(
                 f"a session at position {self.position} cannot be rewound to {position}; use 0 to {self.position}"

@@ -34,11 +34,11 @@ class Positional:
         self.array, self.window = array, window
 
     def can_return(self, now: int, position: int) -> bool:
-        """Return whether a sequence at position `now` can go back to `position` without a snapshot."""
+        """Return whether a sequence can go back from `now` to `position` without a snapshot."""
         return True
 
     def go_back(self, now: int, position: int) -> None:
-        """Remove the tokens from `position` to `now` - 1; `can_return(now, position)` must be true."""
+        """Remove the tokens from `position` to `now` - 1; requires `can_return(now, position)`."""
 
     def load(self, rows: np.ndarray, position: int, furthest: int) -> None:
         """Set the state to `rows`, which are those of another sequence at `position`.

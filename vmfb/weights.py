@@ -103,7 +103,7 @@ def read_irpa(data: memoryview) -> dict[str, memoryview]:
 def _head(names: list[bytes], sizes: list[int]) -> tuple[bytes, list[int], int]:
     """Return (bytes of the file before the data, offset of each tensor, offset of the data).
 
-    The tensors' offsets count from the start of the data, in bytes.
+    The offset of a tensor counts from the start of the data, in bytes.
     """
     table = _HEADER.size + -_HEADER.size % 16
     text = table + len(names) * _ENTRY_SIZE

@@ -42,7 +42,7 @@ class Unreachable(CheckpointError):
 
 
 class HubFile(NamedTuple):
-    """A file of a repository."""
+    """A file of a repository on the hub."""
 
     size: int
     sha256: str | None  # in hex; small files have none
@@ -78,7 +78,10 @@ def cached(name: HubName) -> Path | None:
 
 
 def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | None:
-    """Return the one GGUF file that matches `name`, None for safetensors; else raise an error."""
+    """Return the only GGUF file that `name` matches, or None if safetensors files are to be used.
+
+    Raises CheckpointError if no file or several files match.
+    """
     files = {file: size for file, size in sizes.items() if file.endswith(".gguf") and not _NOT_A_MODEL.search(file)}
     # A model in parts is its first part, with the size of all.
     parts = {file: parts_of(file) for file in files}

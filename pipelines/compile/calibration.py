@@ -82,7 +82,10 @@ def calibrate(checkpoint: Checkpoint, options: Options, progress: Progress) -> I
 
 
 def chunks_of(checkpoint: Checkpoint, text: str | Path) -> list[list[int]]:
-    """Return a text's tokens as up to MAX_CHUNKS sequences of CHUNK, or one shorter sequence."""
+    """Return a text's tokens as up to MAX_CHUNKS sequences of CHUNK tokens.
+
+    A text of fewer than CHUNK tokens gives one shorter sequence.
+    """
     if checkpoint.tokenizer is None:
         raise PipelineError(f"{checkpoint.path} has no tokenizer to calibrate with; leave --calibrate out")
     try:

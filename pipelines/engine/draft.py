@@ -38,8 +38,8 @@ class HitRates:
     """The acceptance rates of proposals: for each kind of proposal, the fraction that was right.
 
     The rates are weighted means, in which later proposals count more. `prior`: initial rate of each
-    kind, which weighs as much as `CASES` proposals. `decay`: factor below 1; each new proposal
-    multiplies the weights of all earlier ones by it.
+    kind, which weighs as much as `CASES` proposals. `decay`: factor below 1, by which each new
+    proposal multiplies the weights of all earlier ones.
     """
 
     CASES = 4.0

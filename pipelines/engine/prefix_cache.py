@@ -49,7 +49,8 @@ class PrefixCache:
     States stay in a slot after the end of the request that filled them. A prompt that continues the
     text in a slot reuses its states in place. A prompt that shares only a part of the text gets a
     copy of that part in another slot. A prefix is read from `store`, on disk, if the store has more
-    of it than any slot, by at least the tokens of one prefill call.
+    tokens of the prefix than every slot. The difference must be at least the tokens of one prefill
+    call.
 
     `self.sessions`: one for each slot. `self.tokens`: token ids in each slot, i32 [slots, context],
     valid up to the position of its session. `self.scores`: for each slot the log-probabilities of

@@ -271,7 +271,7 @@ def peak_of(kernel: str) -> str:
 def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: Mapping[str, float]) -> tuple[str, float | None]:
     """Return (what bounds a kernel, fraction of this limit that the kernel reaches).
 
-    The bound is "memory", "compute", or "cache" with the fraction None.
+    The bound is "memory", "compute" or "cache"; for "cache" the fraction is None.
     """
     reading, computing = nbytes / limits["read_gb_s"] / 1e9, flops / limits[peak_of(kernel)] / 1e9
     bound = "compute" if computing >= reading else "memory" if reading <= seconds else "cache"

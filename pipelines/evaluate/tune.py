@@ -65,7 +65,10 @@ class Bench:
     """A bundle with default tiles, whose matmuls are timed against modules with other tiles."""
 
     def __init__(self, model: str | Path, options: Options, functions: Sequence[str], directory: Path, progress: Progress):
-        """Compile `model` with default tiles; functions: those to search, or [] for all."""
+        """Compile `model` with default tiles.
+
+        functions: names of the model functions in which matmuls are searched; [] for all.
+        """
         self.model, self.options, self.directory = model, options, directory
         checkpoint = open_source(model, options, progress)
         if checkpoint.encoding:

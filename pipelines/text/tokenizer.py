@@ -129,7 +129,10 @@ class Tokenizer:
         return self._encode_rendered(*self._render_broken(messages, variables))
 
     def encode_unfinished_chat(self, messages: Sequence[Mapping], **variables) -> list[int]:
-        """Return the ids of `messages` without the end of the last, which the model continues."""
+        """Return the ids of `messages`, whose last message the model continues.
+
+        The result does not include the end of the last message.
+        """
         *before, last = messages
         unfinished = [*before, {**last, "content": last["content"] + CUT}]
         rendered, mark = self._render_broken(unfinished, {**variables, "add_generation_prompt": False})

@@ -236,7 +236,7 @@ class Calls:
 
 
 class _Json:
-    """A streaming scanner for the end of a JSON object or list, also with single-quoted strings."""
+    """A streaming scanner for the end of a JSON object or list; strings may be single-quoted."""
 
     def __init__(self) -> None:
         self.depth, self.quote, self.escaped, self.complete = 0, "", False, False
