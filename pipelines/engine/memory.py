@@ -50,7 +50,9 @@ def slots_of(manifest: Manifest) -> int:
 
 def warn_of_shortage(*manifests: Manifest) -> None:
     """Print a warning if the weights of all these bundles together exceed the machine's memory."""
-    weights, available = sum(manifest.files[WEIGHTS].size for manifest in manifests), total_bytes()
+    # A GPU has memory of its own, which is checked before the upload.
+    on_cpu = [manifest for manifest in manifests if not manifest.target.driver]
+    weights, available = sum(manifest.files[WEIGHTS].size for manifest in on_cpu), total_bytes()
     if weights > available:
         print_message(
             f"the weights take {megabytes(weights)}, but the machine has {megabytes(available)} of memory: every token will "
@@ -63,7 +65,8 @@ def print_memory(manifest: Manifest, slots: int, draft: Manifest | None = None) 
     need, of_draft = needed(manifest, slots), needed(draft) if draft else None
     total = need.total + (of_draft.total if of_draft else 0)
     drafts = f"; draft: {of_draft}" if of_draft else ""
-    print_message(f"memory: {need}{drafts}; {megabytes(total)} at most, of {megabytes(total_bytes())}")
+    available = "" if manifest.target.driver else f", of {megabytes(total_bytes())}"
+    print_message(f"memory: {need}{drafts}; {megabytes(total)} at most{available}")
     warn_of_shortage(manifest, *([draft] if draft else []))
 
 
