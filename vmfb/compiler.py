@@ -129,7 +129,7 @@ def compile_modules(
 
 
 def compile_flags(target: Target, extra_flags: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return all flags that `compile_mlir` gives iree-compile; later flags take precedence."""
+    """Return all flags that `compile_mlir` passes to iree-compile; later flags take precedence."""
     return (*target.flags, *QUIET_FLAGS, *extra_flags)
 
 
@@ -234,7 +234,7 @@ def _failure(status: int, output: str, log: str, source: Path, folder: Path) -> 
 
 
 def _prune(store: Path) -> None:
-    """Remove old failures, and the least recently used results above `MAX_CACHE_BYTES`.
+    """Remove old failures, and least recently used results if all exceed `MAX_CACHE_BYTES`.
 
     A failure is a folder with the log and the MLIR text of a failed compilation.
     """

@@ -53,7 +53,7 @@ class Upload:
     def _load(
         self, device, affinity, wait, signal, scope, target_affinity, memory_type, usage, key_table, keys, spans
     ) -> rt.VmRef:  # fmt: skip
-        """Return a list with the device buffer of each parameter; the runtime calls it."""
+        """Return a list with the device buffer of each parameter; the runtime calls this method."""
         try:
             table, text, extents = (bytes(memoryview(ref.deref(rt.VmBuffer))) for ref in (key_table, keys, spans))
             found = rt.VmVariantList(len(table) // _KEY.size)

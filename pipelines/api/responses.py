@@ -167,7 +167,8 @@ class ResponsesReply(BlocksReply):
     ):  # fmt: skip
         """Build the response to `body`, and call `put` with its JSON object when it is complete.
 
-        sampling: sampling options that the response states. is_stored: whether `put` stores it.
+        sampling: sampling options that the response states. is_stored: whether `put` stores the
+        response.
         """
         super().__init__(model, token_bytes, body.logprobs)
         self.put, self.names = put, names_in_namespaces(body.tools or ())
@@ -259,7 +260,7 @@ class ResponsesReply(BlocksReply):
         return self._event(kind, item_id=self._id(block), output_index=len(self.blocks) - 1, **index, **fields)
 
     def _kind(self, block: Block) -> str:
-        """Return the kind of a block, which for a call to a custom tool is "custom"."""
+        """Return the kind of a block, or "custom" for a call to a custom tool."""
         return "custom" if block.kind == "call" and block.name in self._custom else block.kind
 
     def _id(self, block: Block) -> str:

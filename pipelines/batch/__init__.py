@@ -1,1 +1,1 @@
-"""Batch jobs: answer each record of an input file, and store results in a journal and an output."""
+"""Batch jobs: answer each record of an input file, and write the results to an output file."""

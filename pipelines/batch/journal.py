@@ -53,7 +53,7 @@ class Journal:
     """The journal of a batch job: a file of its finished records, locked by this process."""
 
     def __init__(self, output: Path):
-        """Open or create the journal of `output`; PipelineError if another process has it open."""
+        """Open or create the journal of `output`; PipelineError if another process uses it."""
         self.path = output.with_name(output.name + ENDING)
         with naming(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -205,7 +205,7 @@ class Format(Protocol):
     """A record format: it converts records to `Work`, and errors to an `Outcome`."""
 
     def samples(self, record: Record) -> bool:
-        """Return whether the answer is sampled at random, with a seed that the job sets."""
+        """Return whether the answer is sampled with the job's seed: the record sets no seed."""
         ...
 
     def work(self, record: Record, seed: int) -> Work:
@@ -228,7 +228,8 @@ class Conversion:
         """Return a hash of the record, the model and the options, as 32 hex digits.
 
         If the answer is sampled, the hash includes the record's index, so that equal records get
-        different answers. So does the hash of an invalid record, whose error has its line number.
+        different answers. The hash of an invalid record includes the index too, because the error
+        names the line.
         """
         numbered = record.error is not None or self._format(record).samples(record)
         return hashlib.sha256(self.identity + (b"%d " % record.index if numbered else b"") + record.source).hexdigest()[:32]

@@ -156,8 +156,10 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
         Layout(r"backbone\.(.*\.experts)\.(up|down)_proj", {r"model.\1.{}.\2_proj.weight": _ALL}),
         Layout(r"backbone\.(.*)", {r"model.\1": _ALL}),
     ),
-    # Layer 47, after the last one, is for multi-token prediction; HF drops it by its number, too.
-    "glm4_moe_lite": (Layout(r"model\.layers\.47\..*", {}),),
+    "deepseek_v2": _STACKED,
+    # Layers after the last one are for multi-token prediction; HF drops them by their numbers, too.
+    "deepseek_v3": (*_STACKED, Layout(r"model\.layers\.61\..*", {})),
+    "glm4_moe_lite": (*_STACKED, Layout(r"model\.layers\.47\..*", {})),
     # Old checkpoints have causal masks, and names without "transformer.".
     "gpt2": (
         Layout(r".*\bh\.\d+\.attn\.(bias|masked_bias)", {}),
@@ -192,7 +194,7 @@ def family_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _parts(layout: Layout, match: re.Match, tensor: Tensor, scales: Tensor | None) -> Iterator[Tensor]:
-    """Yield the parts of a stored tensor; match: match of its name with the layout's pattern."""
+    """Yield the parts of a stored tensor; match: of the tensor's name with `layout.pattern`."""
     for template, rows in layout.parts.items():
         name = match.expand(template)
         for index in range(tensor.shape[0]) if "{}" in name else (None,):

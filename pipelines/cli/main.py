@@ -220,7 +220,7 @@ def _open_closed_streams() -> None:
 
 
 def _print_failure(message: str, kind: str, as_json: bool) -> None:
-    """Print an error as a line on stderr and, with --json, as an object (type: kind) on stdout."""
+    """Print an error as a line on stderr; with --json, also as an object with `kind` on stdout."""
     # Stdout may be closed, or its disk full.
     with contextlib.suppress(OSError):
         print(f"castiron: {sanitised(message)}", file=sys.stderr)

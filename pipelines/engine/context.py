@@ -40,7 +40,7 @@ def move_to(session: Session, position: int, fed: Sequence[int] = (), source: Se
 
 
 def move_after(session: Session, before: Snapshot, tokens: Sequence[int]) -> None:
-    """Move `session` back to the position after `tokens`; before: its snapshot before `tokens`."""
+    """Move `session` back to the position after `tokens`; before: a snapshot before `tokens`."""
     position = before.position + len(tokens)
     if session.reachable(position) == position:
         session.rewind(position)

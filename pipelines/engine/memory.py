@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from castiron.emitter.abi import State
 from castiron.pipelines.terminal import megabytes, print_message
 from castiron.vmfb.manifest import WEIGHTS, Manifest
 
@@ -38,9 +40,14 @@ class Needed:
 
 def needed(manifest: Manifest, slots: int = 1) -> Needed:
     """Return the memory that a bundle needs for `slots` sequences that fill the context."""
-    used = {"positional": manifest.context / manifest.max_context}
-    state = sum(int(state.nbytes * used.get(state.kind, 1)) for state in manifest.states)
+    state = state_bytes(manifest.states, manifest.context, manifest.max_context)
     return Needed(manifest.files[WEIGHTS].size, state, slots)
+
+
+def state_bytes(states: Iterable[State], context: int, max_context: int) -> int:
+    """Return the bytes of states with space for `max_context` positions, if `context` are used."""
+    used = {"positional": context / max_context}
+    return sum(int(state.nbytes * used.get(state.kind, 1)) for state in states)
 
 
 def slots_of(manifest: Manifest) -> int:
@@ -48,11 +55,14 @@ def slots_of(manifest: Manifest) -> int:
     return max(manifest.widths("batch"), default=1)
 
 
-def warn_of_shortage(*manifests: Manifest) -> None:
-    """Print a warning if the weights of all these bundles together exceed the machine's memory."""
-    # A GPU has memory of its own, which is checked before the upload.
-    on_cpu = [manifest for manifest in manifests if not manifest.target.driver]
-    weights, available = sum(manifest.files[WEIGHTS].size for manifest in on_cpu), total_bytes()
+def mapped_weights(*manifests: Manifest) -> int:
+    """Return the bytes of weights in the machine's memory; those of a GPU bundle are not there."""
+    return sum(manifest.files[WEIGHTS].size for manifest in manifests if not manifest.target.driver)
+
+
+def warn_of_shortage(weights: int) -> None:
+    """Print a warning if `weights`, in bytes, exceed the machine's memory."""
+    available = total_bytes()
     if weights > available:
         print_message(
             f"the weights take {megabytes(weights)}, but the machine has {megabytes(available)} of memory: every token will "
@@ -67,7 +77,7 @@ def print_memory(manifest: Manifest, slots: int, draft: Manifest | None = None) 
     drafts = f"; draft: {of_draft}" if of_draft else ""
     available = "" if manifest.target.driver else f", of {megabytes(total_bytes())}"
     print_message(f"memory: {need}{drafts}; {megabytes(total)} at most{available}")
-    warn_of_shortage(manifest, *([draft] if draft else []))
+    warn_of_shortage(mapped_weights(manifest, *([draft] if draft else [])))
 
 
 def total_bytes() -> int:

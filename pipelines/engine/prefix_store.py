@@ -161,7 +161,7 @@ class PrefixStore:
         return found
 
     def _common(self, state: StateFile, prompt: np.ndarray) -> int:
-        """Return the length of the common prefix of a state and `prompt`, in complete chunks."""
+        """Return how many tokens a state and `prompt` have in common, rounded down to complete chunks."""
         return self._complete(common_prefix(state.tokens, prompt))
 
     def _complete(self, tokens: int) -> int:
@@ -219,7 +219,7 @@ class PrefixStore:
             return 0
 
     def _evict(self) -> None:
-        """Remove the least recently used states, and temporary files of killed processes."""
+        """Remove least recently used states until the rest fits, and files of killed processes."""
         found = []
         for folder in self.directory.glob("*/"):
             remove_abandoned(folder)

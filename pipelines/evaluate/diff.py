@@ -27,8 +27,8 @@ def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, low
         The object that `castiron diff --json` prints. modules: the difference of each module's
         activations, in execution order. It is the max absolute difference, divided by the root mean
         square of HF's values. first: the first module whose difference exceeds `tolerance`, or
-        None. operations: (kind, module path) of the layer operations that may cause it: those after
-        the last equal module, up to the end of `first`.
+        None. operations: (kind, module path) of the layer operations that may cause the difference:
+        those after the last equal module, up to the end of `first`.
     """
     if checkpoint.encoding:
         raise CheckpointError(f"{checkpoint.path} is an embedding model; castiron diff compares models that generate text")
@@ -87,8 +87,8 @@ def _activations(checkpoint: Checkpoint, module, function: str, tokens: Sequence
 def _distance(ours: np.ndarray, theirs: np.ndarray) -> float | None:
     """Return the max absolute difference, divided by the root mean square of `theirs`.
 
-    Both arrays are [tokens, ...]. `ours` may have the last token only, which is then compared with
-    the last one of `theirs`. Returns None if the arrays have different sizes otherwise.
+    Both arrays are [tokens, ...]. If `ours` has one token, it is compared with the last token of
+    `theirs`. Returns None if the arrays cannot be compared, because their sizes differ.
     """
     rows = theirs.reshape(len(theirs), -1) if theirs.ndim > 1 else theirs[None]
     mine = ours.reshape(len(ours), -1)

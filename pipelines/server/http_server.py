@@ -98,8 +98,8 @@ class Connection(HttpToolsProtocol):
     """A uvicorn connection that can end before the client has sent its complete request.
 
     If the server closed a socket with unread data, the client would lose the response. Therefore
-    the server closes only its sending half. It discards received data until the client closes the
-    connection, LINGER_SECONDS have passed, or more than LINGER_BYTES have arrived.
+    the server closes only the sending half of the socket. It discards received data until the
+    client closes the connection, LINGER_SECONDS have passed, or over LINGER_BYTES have arrived.
     """
 
     # Bytes discarded so far, None while the connection does not linger.

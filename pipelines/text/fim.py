@@ -155,8 +155,8 @@ class LineStops(StopStrings):
     """Stop strings with two more rules, which end a text at a line break.
 
     Args:
-        indent: the text ends before a line that starts with fewer spaces and tabs. The first line
-            and blank lines don't count.
+        indent: the text ends before a line that starts with fewer than `indent` spaces and tabs.
+            The first line and blank lines don't count.
         seconds: the text ends at the first line break after this time; None for no limit.
     """
 

@@ -19,7 +19,7 @@ HARMONY_CLOSE = "<|end|><|start|>assistant<|channel|>final<|message|>"
 class ReasoningBudget:
     """A constraint that forces the end mark of reasoning after a number of reasoning tokens.
 
-    Before the budget is used and after the end mark, only `inner` constrains the text, if given.
+    Before the budget is used up, and after the end mark, only `inner` (if given) limits the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Collection[int], budget: int, inner: Constraint | None = None):

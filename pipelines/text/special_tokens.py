@@ -127,7 +127,7 @@ class SpecialTokens:
     def _names(self) -> dict[str, str]:
         """A random text for each special token, which replaces the token's text in `_plain`.
 
-        A message cannot contain such a text.
+        The texts are random so that no message contains them.
         """
         secret = os.urandom(8).hex()
         return {word: f"\U000f0000{secret}{n}\U000f0001" for n, word in enumerate(sorted(self.spelled))}
@@ -157,7 +157,7 @@ class SpecialTokens:
 
 
 class Spellings:
-    """A search in texts for spellings of special tokens, which ignores upper and lower case.
+    """A case-insensitive search for spellings of special tokens in a text.
 
     It also finds an incomplete spelling at the start or the end of a text.
     """
