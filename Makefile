@@ -5,6 +5,7 @@
 # make test-models   check real checkpoints against transformers: 3 GB to fetch once (0.5, 1.1 and 1.2 GB of
 #                    models, 160 MB of others), 4 GB in the cache, 10 GB of memory, about 20 minutes
 # make coverage      run all tests, and print how much of each package they run
+# make test-vulkan   run bundles for GPUs on Mesa's llvmpipe, which it fetches unless installed: 60 MB
 # make test-aarch64  run bundles for aarch64 on aarch64 CPUs that qemu emulates: 15 minutes, 200 MB
 # make lint          ruff, mypy, import-linter and .ci/language.py, as CI runs them
 # make mutants       put small faults into castiron, one at a time: a test has to notice each
@@ -52,7 +53,7 @@ export MODEL CONTEXT WEIGHTS PROMPT TOKENS FAMILY MUTANTS
 # build/NAME, where castiron compile puts the bundle: the model's last path component without .gguf.
 OUT = name="$${MODEL%/}"; name="$${name\#\#*/}"; out="build/$${name%.gguf}"
 
-.PHONY: compile-llm test test-all test-family test-models test-aarch64 coverage lint mutants bench docs clean distclean
+.PHONY: compile-llm test test-all test-family test-models test-vulkan test-aarch64 coverage lint mutants bench docs clean distclean
 .DEFAULT_GOAL := compile-llm
 
 compile-llm: $(INSTALLED)
@@ -66,9 +67,15 @@ PYTEST = -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_AR
 test: $(TEST_INSTALLED)
 	@$(BIN)/python $(PYTEST) --tier quick
 
+# The variables with which the Vulkan loader finds llvmpipe; empty if this system cannot get it.
+LLVMPIPE = $$($(BIN)/python -m tests.mesa build/mesa)
+
 # CI, which has run the quick tests, adds PYTEST_ARGS='--tier full'.
 test-all: $(ALL_INSTALLED)
-	@$(BIN)/python $(PYTEST)
+	@env $(LLVMPIPE) $(BIN)/python $(PYTEST)
+
+test-vulkan: $(TEST_INSTALLED)
+	@env $(LLVMPIPE) CASTIRON_VULKAN=all $(BIN)/python $(PYTEST) tests/vulkan tests/compile/test_gpu_targets.py tests/compile/test_gpu_dispatches.py
 
 # Of both tiers, because most shapes of a family's tiny models are in the full one.
 test-family: $(TEST_INSTALLED)

@@ -66,7 +66,7 @@ class Codec:
 
     @property
     def code_bits(self) -> int:
-        """Return the bits that a decoded code needs: 8 with a `table`, otherwise `bits`."""
+        """Return the number of bits of a decoded code: 8 with a `table`, otherwise `bits`."""
         return 8 if self.table else self.bits
 
     @property

@@ -1,8 +1,8 @@
 """Split blocks of ggml's IQ1, IQ2 and IQ3 types, whose codes are entries of a grid.
 
 A grid is a list of vectors of four or eight values. A block stores one index of a vector for each
-four or eight elements. `iq_grids.json` has ggml's grids (ggml-common.h), in base64. The file has
-the index in `_LEVELS` of each value of a grid, in `_BITS` bits. The lowest bits of a byte come
+four or eight elements. `iq_grids.json` has ggml's grids (ggml-common.h), in base64: each value of a
+grid is stored as its index in `_LEVELS`, which has `_BITS` bits. The lowest bits of a byte come
 first.
 """
 
@@ -116,7 +116,7 @@ def _shifted(indices: np.ndarray, minus: np.ndarray) -> np.ndarray:
     """Return the codes of an IQ1 type, i8 [n, 256]: 8 times an entry of the grid, plus or minus 1.
 
     indices: [n, 32], one vector of the grid for every eight codes. minus: [n, k], one number for
-    every 256 / k codes: 0 adds 1, another number subtracts 1.
+    every 256 / k codes: 0 means plus 1, any other number means minus 1.
     """
     return 8 * _entries("iq1_s", indices) + np.where(np.repeat(minus, 256 // minus.shape[1], axis=1), -1, 1).astype(np.int8)
 

@@ -49,7 +49,7 @@ class Op:
 class Source:
     """The recipe for a parameter's bytes: checkpoint tensors and a function that packs them.
 
-    tensors: the name of each checkpoint tensor, and the codec in which `pack` gets its bytes. pack:
+    tensors: the name of each checkpoint tensor, and the codec of the bytes that `pack` gets. pack:
     gets one uint8 array `[*shape[:-1], row_bytes]` for each tensor, and returns the array that the
     weights file stores.
     """
@@ -114,7 +114,7 @@ class Module:
 
     @contextmanager
     def defining(self, function: Graph) -> Iterator[None]:
-        """Append the operations of the `with` block to `function`; then add it to this module."""
+        """Add `function`, with the operations of the `with` block, to this module."""
         if function.name in self.functions:
             raise EmitError(f"module {self.name}: function {function.name!r} is defined twice; give one of them another name")
         with building(self, function):

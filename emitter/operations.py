@@ -337,11 +337,11 @@ def _parameter_text(op: Op, _args: list[str]) -> str:
 
 def _kernel_text(op: Op, args: list[str]) -> str:
     kernel = op.attrs["kernel"]
-    given = dict(zip(kernel.tensors, args)) | {name: f"%index_{i}" for name, i in op.attrs["indices"].items()}
+    given = dict(zip(kernel.tensors, args)) | {name: f"%{kernel.index_type}_{i}" for name, i in op.attrs["indices"].items()}
     operands = ", ".join(given[name] for name in kernel.operands)
     results = [given[kernel.in_place[name]] if name in kernel.in_place else str(t) for name, t in kernel.results.items()]
     result = results[0] if len(results) == 1 else f"({', '.join(results)})"
-    types = ", ".join(map(str, kernel.operands.values()))
+    types = ", ".join(kernel.index_type if name in kernel.indices else str(t) for name, t in kernel.operands.items())
     return f"flow.dispatch @{kernel.name}::@{kernel.name}_fn({operands}) : ({types}) -> {result}"
 
 

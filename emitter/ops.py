@@ -1,4 +1,4 @@
-"""StableHLO operations: each function appends one to the function being built; returns its result.
+"""Functions that append StableHLO operations to the graph, and return the results as values.
 
 The types of results are inferred. An invalid operation raises EmitError.
 """

@@ -68,8 +68,9 @@ def _function(module: Module, function: Graph, weights: str, table: Table = LOWE
         tied = [i for i, v in function.storage.items() if v is value and weights == "parameters"]
         attr = f" {{iree.abi.output = {tied[0]} : index}}" if tied else ""
         arguments.append(f"%{value.name}: {value.type}{attr}")
-    indices = sorted({i for op in function.ops if op.kind == "kernel" for i in op.attrs["indices"].values()})
-    body = [f"    %index_{i} = arith.constant {i} : index" for i in indices]
+    calls = [op for op in function.ops if op.kind == "kernel"]
+    indices = sorted({(op.attrs["kernel"].index_type, i) for op in calls for i in op.attrs["indices"].values()})
+    body = [f"    %{type_}_{i} = arith.constant {i} : {type_}" for type_, i in indices]
     for op in function.ops:
         if op.kind == "parameter" and weights == "arguments":
             name = argument_name(op.attrs["name"], taken)
@@ -93,8 +94,8 @@ def _function(module: Module, function: Graph, weights: str, table: Table = LOWE
 def argument_name(param: str, taken: Collection[str] = ()) -> str:
     """Return a valid SSA name for the parameter called `param` that is not in `taken`."""
     name = re.sub(r"[^\w.$-]", "_", param, flags=re.ASCII)
-    # Other names begin with a digit (results), an underscore (values in regions) or index_ (operands of kernels).
-    if not name[:1].isalpha() or name.startswith("index_"):
+    # Other names begin with a digit (results), an underscore (values in regions), index_ or i32_ (operands of kernels).
+    if not name[:1].isalpha() or name.startswith(("index_", "i32_")):
         name = f"weight.{name}"
     unlike, count = name, 1
     while unlike in taken:

@@ -8,7 +8,7 @@ The elements x of a group share a scale. The search minimises their weighted squ
    again.
 4. Codes are rounded again, with the scales and minima as they are stored.
 
-The search is ggml's `make_qx_quants` and `make_qkx2_quants` (ggml-quants.c) with another error.
+The search is that of ggml's `make_qx_quants` and `make_qkx2_quants`, with a different error.
 Without an importance matrix, ggml gives larger elements a larger weight. Here all elements have the
 same weight, which minimises the mean square error.
 

@@ -38,6 +38,7 @@ USER_ERRORS = (
     ("castiron.vmfb.manifest", "BundleError"),
     ("castiron.vmfb.weights", "WeightsError"),
     ("castiron.vmfb.program", "SessionError"),
+    ("castiron.vmfb.drivers", "DeviceError"),
     ("castiron.vmfb.state_file", "StateError"),
 )
 # Extra of pyproject.toml -> the modules that it provides.

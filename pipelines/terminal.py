@@ -60,6 +60,10 @@ class Progress:
         return self
 
     def __exit__(self, *_):
+        self.close()
+
+    def close(self) -> None:
+        """Erase the bar and stop drawing."""
         if self._thread:
             self._over.set()
             self._thread.join()

@@ -33,7 +33,7 @@ MODEL, EMBEDDING_MODEL, CODE_MODEL = "smollm2-135m-instruct", "embeddinggemma-30
 # Pages that other files test, or without commands.
 ELSEWHERE = set(
     "agents architecture caches commands guarantees coming-from emitter cluster chat models kernels deploy python porting "
-    "scores states".split()
+    "scores states devices".split()
 )
 
 

@@ -70,6 +70,9 @@ tests/emitter/test_models_spoilt.py
 # Measuring, tuning and calibrating; more families of a kind; slow compilations of `portable`.
 SLOW = """
 tests/emitter/test_kernels_guide.py::test_the_c
+tests/vulkan/test_*.py
+tests/compile/test_gpu_targets.py
+tests/compile/test_gpu_dispatches.py
 tests/evaluate/test_accuracy.py
 tests/pipelines/test_python_api.py::test_a_type_checker
 tests/evaluate/test_bench.py

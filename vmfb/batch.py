@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from castiron.vmfb.bundle import Bundle
+from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.manifest import Manifest
-from castiron.vmfb.program import Buffer, Call, NanLogitsError, Program, SessionError, exclusive
+from castiron.vmfb.open_program import open_program
+from castiron.vmfb.program import Buffer, Call, NanLogitsError, SessionError, exclusive
 from castiron.vmfb.session import Row, Session
 
 # FLOP that a CPU core computes in the time that it takes to read one byte: 100 GFLOP/s at 10 GB/s.
@@ -19,7 +20,7 @@ Span = tuple[int, int]
 
 
 class Cover:
-    """A planner that finds the cheapest calls that decode one token in each of some slots.
+    """A planner of decode calls: it finds the cheapest calls for one token in each given slot.
 
     A slot holds one sequence. A call of width w decodes w adjacent slots, the first of which is a
     multiple of w. If several plans have the lowest cost, the one with the fewest calls is used,
@@ -56,9 +57,9 @@ class Cover:
 def costs_of(manifest: Manifest) -> dict[int, float]:
     """Return the estimated time of a decode call by its width, the number of sequences.
 
-    The unit is the time of one floating-point operation. The time of a kernel is its compute time
-    or its read time at position 0, whichever is longer. All times are 0 if the manifest does not
-    list the kernels' work.
+    The unit is the time of one floating-point operation. A kernel's time is the longer of its
+    compute time and its memory read time, both at position 0. All times are 0 if the manifest does
+    not list the kernels' work.
     """
     functions = [manifest.function("decode"), *(manifest.function("batch", width) for width in manifest.widths("batch"))]
     work = manifest.compile.get("work", {})
@@ -75,16 +76,16 @@ class Batch:
     the functions `decode_batch_B`, which decode a token in B adjacent slots. For each state of the
     model there is one buffer, in which the slots follow each other along dimension 0.
 
-    `decode_batch_B` skips slots with a negative position, but a skipped slot takes the same time as
-    another. So several narrow calls may be faster than a wide one if the used slots are far apart.
+    `decode_batch_B` skips slots with a negative position, but a skipped slot takes as long as a
+    used one. So several narrow calls may be faster than a wide one if the used slots are far apart.
     """
 
     def __init__(self, bundle: Bundle | Path | str, threads: int | None = None):
-        """Load a bundle; one without batch functions gets one slot."""
-        self.program = program = Program(bundle, threads)
-        states, sizes = program.manifest.states, program.manifest.widths("batch")
-        self.size = max(sizes, default=1)
-        buffers = [program.zeros((self.size * s.shape[0], *s.shape[1:]), s.dtype) for s in states]
+        """Load a bundle; a bundle without batch functions gets one slot."""
+        bundle = open_bundle(bundle)
+        states, self.size = bundle.manifest.states, max(bundle.manifest.widths("batch"), default=1)
+        self.program = program = open_program(bundle, threads, self.size)
+        buffers = [program.state((self.size * s.shape[0], *s.shape[1:]), s.dtype) for s in states]
 
         def slots(first: int, last: int) -> list[Buffer]:
             """Return the states of the slots from `first` to `last` - 1."""
@@ -97,7 +98,7 @@ class Batch:
             if width > 1:
                 tokens, positions = (program.zeros((width,), "i32") for _ in range(2))
                 operands = tokens, positions, *slots(first, first + width)
-                call = Call(program, program.manifest.function("batch", width), operands)
+                call = program.call(program.manifest.function("batch", width), operands)
                 self._calls[first, width] = call, tokens.words, positions.words
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, int]:
@@ -141,9 +142,9 @@ class Batch:
         return {slot: found[slot - first] for slot in taken}
 
     def _save_logits(self, call: Call, stepped: Collection[int]) -> None:
-        """Copy the logits of slots without a new token, because `call` will overwrite its results.
+        """Copy the logits that slots still have in the results of `call`, before it runs again.
 
-        stepped: the slots that get a new token.
+        stepped: slots that get a new token, whose old logits are not needed.
         """
         for slot, session in enumerate(self.slots):
             if slot not in stepped and isinstance(session._last, Row) and session._last.call is call:

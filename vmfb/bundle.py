@@ -28,7 +28,7 @@ from castiron.vmfb.manifest import (
 )  # fmt: skip
 from castiron.vmfb.record import RecordError
 from castiron.vmfb.staging import locked, remove_abandoned, replace_folder, staging_folder
-from castiron.vmfb.targets import TILES, missing_features
+from castiron.vmfb.targets import TILES, Target, missing_features
 
 # Limit in bytes; the manifest of a model with a hundred layers has 200 KB.
 _MAX_MANIFEST = 16_000_000
@@ -40,12 +40,16 @@ class Bundle:
 
     path: its directory, or its archive if it is `packed`. parts: open files of the bundle by name,
     which stay readable if another bundle replaces this one; if None, `part` opens the files.
+    device: the GPU that runs the bundle, such as "vulkan:1"; None for the first GPU. progress:
+    called with (bytes, total) while weights are uploaded to a GPU.
     """
 
     path: Path
     manifest: Manifest
     parts: Mapping[str, Part] | None = field(default=None, compare=False, repr=False)
     packed: bool = False
+    device: str | None = None
+    progress: Callable[[int, int], None] | None = field(default=None, compare=False, repr=False)
 
     def part(self, name: str) -> Part:
         """Return the file `name`; raise KeyError if this bundle has no such file."""
@@ -66,6 +70,20 @@ class Bundle:
             limit = self.manifest.max_context
             raise BundleError(f"--context is {context}; {self.manifest.name} supports 1 to {limit} positions")
         return replace(self, manifest=replace(self.manifest, context=context))
+
+    def on_device(self, device: str | None, progress: Callable[[int, int], None] | None = None) -> Bundle:
+        """Return this bundle, opened for a device such as "vulkan:1"; None for the default device.
+
+        progress: called with (bytes uploaded, total). Raise BundleError if the bundle is compiled
+        for another kind of device.
+        """
+        needed = self.manifest.target.driver or "cpu"
+        if device is not None and device.partition(":")[0] != needed:
+            raise BundleError(
+                f"bundle is compiled for {needed} and cannot run on {device}: {self.path}; "
+                "compile it with another --target, or choose another --device"
+            )
+        return replace(self, device=device, progress=progress)
 
     @property
     def tokenizer(self) -> Part | None:
@@ -174,7 +192,23 @@ def _is_file(name: str) -> bool:
 
 
 def _check_machine(path: Path, manifest: Manifest) -> None:
-    target = manifest.target
+    # A GPU is checked when it is opened.
+    if not manifest.target.driver:
+        _check_cpu(path, manifest.target)
+    try:
+        from iree.runtime.version import VERSION as runtime
+    except ModuleNotFoundError:
+        raise BundleError(f"cannot run {path}: the IREE runtime is not installed; pip install iree-base-runtime") from None
+    # IREE promises no bytecode compatibility between its minor versions.
+    wanted = manifest.versions.iree.split(".")[:2]
+    if runtime.split(".")[:2] != wanted:
+        raise BundleError(
+            f"bundle is compiled by IREE {manifest.versions.iree} and the runtime is {runtime}: {path}; "
+            f"pip install 'iree-base-runtime=={'.'.join(wanted)}.*' or compile it again"
+        )
+
+
+def _check_cpu(path: Path, target: Target) -> None:
     if target.arch != host_arch():
         raise BundleError(
             f"bundle is compiled for {target.arch} and this machine is {host_arch()}: {path}; "
@@ -190,17 +224,6 @@ def _check_machine(path: Path, manifest: Manifest) -> None:
         raise BundleError(
             f"bundle is compiled for {target.name}, which uses AMX tiles, and this system does not permit them: {path}; "
             "compile it again with --target x86-64-v4-bf16"
-        )
-    try:
-        from iree.runtime.version import VERSION as runtime
-    except ModuleNotFoundError:
-        raise BundleError(f"cannot run {path}: the IREE runtime is not installed; pip install iree-base-runtime") from None
-    # IREE promises no bytecode compatibility between its minor versions.
-    wanted = manifest.versions.iree.split(".")[:2]
-    if runtime.split(".")[:2] != wanted:
-        raise BundleError(
-            f"bundle is compiled by IREE {manifest.versions.iree} and the runtime is {runtime}: {path}; "
-            f"pip install 'iree-base-runtime=={'.'.join(wanted)}.*' or compile it again"
         )
 
 

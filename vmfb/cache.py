@@ -28,6 +28,7 @@ KINDS = {
     "fetched": "bundles fetched by nodes of a cluster",
     "compile": "modules that iree-compile compiled",
     "verified": "which bundles passed the hash check",
+    "devices": "which GPUs gave the known answer of a bundle",
     "calibrated": "activation statistics, for compile --calibrate",
     "tuned": "tiles that castiron tune found",
     "prefixes": "states of long prompts that servers read",

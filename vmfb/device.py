@@ -7,7 +7,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import iree.runtime as rt
@@ -21,7 +21,8 @@ START_SECONDS = 1.0
 
 _lock = threading.Lock()
 _this_thread = threading.local()
-_devices: dict[int, rt.HalDevice] = {}
+# By number of CPU threads; a GPU by its id, such as "vulkan:0".
+_devices: dict[int | str, rt.HalDevice] = {}
 
 
 def lower_priority() -> None:
@@ -50,15 +51,20 @@ def _change_policy(old: str, new: str) -> bool:
 
 def device(threads: int) -> rt.HalDevice:
     """Return this process's IREE device with `threads` threads; the first call creates it."""
+    return shared_device(threads, lambda: _create(threads))
+
+
+def shared_device(key: int | str, create: Callable[[], rt.HalDevice]) -> rt.HalDevice:
+    """Return this process's device `key`; the first call creates it."""
     with _lock:
-        if threads not in _devices:
+        if key not in _devices:
             changed = _change_policy("SCHED_BATCH", "SCHED_OTHER")
             try:
-                _devices[threads] = _create(threads)
+                _devices[key] = create()
             finally:
                 if changed:
                     _change_policy("SCHED_OTHER", "SCHED_BATCH")
-        return _devices[threads]
+        return _devices[key]
 
 
 def release_devices() -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from castiron.vmfb.bundle import Bundle
-from castiron.vmfb.program import Call, Program, SessionError, exclusive
+from castiron.vmfb.open_program import open_program
+from castiron.vmfb.program import Program, SessionError, exclusive
 from castiron.vmfb.states import KINDS
 
 
@@ -17,12 +18,12 @@ class Encoder:
 
     def __init__(self, source: Bundle | Path | str | Program, threads: int | None = None):
         """Load an embedding model; raise SessionError for a model that generates text."""
-        self.program = program = source if isinstance(source, Program) else Program(source, threads)
+        self.program = program = source if isinstance(source, Program) else open_program(source, threads)
         self.manifest = manifest = program.manifest
         if manifest.encoder is None:
             raise SessionError(f"{manifest.name} generates text and is not an embedding model; use `castiron run`")
         self.facts, self.threads = manifest.encoder, program.threads
-        states = [program.zeros(state.shape, state.dtype) for state in manifest.states]
+        states = [program.state(state.shape, state.dtype) for state in manifest.states]
         self._states = [
             KINDS[state.kind](buffer.array, state.window) for state, buffer in zip(manifest.states, states, strict=True)
         ]
@@ -31,7 +32,7 @@ class Encoder:
         self._calls = {}
         for width in manifest.widths("encode"):
             tokens = program.zeros((width,), "i32")
-            self._calls[width] = Call(program, manifest.function("encode", width), (tokens, start, length, *states)), tokens
+            self._calls[width] = program.call(manifest.function("encode", width), (tokens, start, length, *states)), tokens
 
     @exclusive
     def encode(self, tokens: Sequence[int]) -> np.ndarray:

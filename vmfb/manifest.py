@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from castiron.emitter.abi import ROLES, Function, Signature, State, functions, ring_rows
+from castiron.vmfb.known_answer import KnownAnswer
 from castiron.vmfb.record import Json, RecordError, from_json, short, to_json
 from castiron.vmfb.targets import Target
 
 SCHEMA = 8
-MODEL, WEIGHTS, TOKENIZER, TEMPLATE, LOG, TEXT = (
-    "model.vmfb", "weights.irpa", "tokenizer.json", "chat_template.jinja", "compile.log", "model.mlir",
+MODEL, WEIGHTS, TOKENIZER, TEMPLATE, LOG, TEXT, DEVICE = (
+    "model.vmfb", "weights.irpa", "tokenizer.json", "chat_template.jinja", "compile.log", "model.mlir", "device.vmfb",
 )  # fmt: skip
 # The files that a bundle may have besides the manifest and more modules, and whether they are required.
-FILES = dict.fromkeys((MODEL, WEIGHTS), True) | dict.fromkeys((TOKENIZER, TEMPLATE, LOG, TEXT), False)
+FILES = dict.fromkeys((MODEL, WEIGHTS), True) | dict.fromkeys((TOKENIZER, TEMPLATE, LOG, TEXT, DEVICE), False)
 # The module with all functions of one width, which share kernels: `tokens_32.vmfb` for 32 tokens.
 _MODULE = re.compile(r"tokens_[0-9]+\.vmfb")
 # Maximum size in bytes of files that are read into memory.
@@ -74,10 +75,10 @@ class Accuracy:
 
     It is measured only for numerics "fast", which rounds activations.
 
-    against: the reference. text, tokens: the text on which both were run, and its length. context:
-    tokens of a chunk of the text. kld_...: mean, standard error of the mean, 99th percentile and
-    maximum of the Kullback-Leibler divergence. same_top_p: fraction of positions with the same
-    argmax. same_top_p_error: its standard error.
+    against: the reference. text: name of the text on which both were run. tokens: number of tokens
+    that were compared. context: number of tokens in a chunk of the text. kld_...: mean, standard
+    error of the mean, 99th percentile and maximum of the Kullback-Leibler divergence. same_top_p:
+    fraction of positions with the same argmax. same_top_p_error: its standard error.
     """
 
     against: str
@@ -149,6 +150,7 @@ class Manifest:
         functions: each has a role, such as prefill, and a width, its number of tokens or sequences.
         files: size and hash of each file by name; BundleWriter sets it.
         hidden: length of the vectors that functions return, 0 if none does.
+        known_answer: what a GPU must compute before it runs the bundle; None for a CPU.
         tool_format: how the model writes tool calls, the fields of `text.tool_formats.ToolFormat`.
     """
 
@@ -175,6 +177,7 @@ class Manifest:
     hidden: int = 0
     encoder: EncoderConfig | None = None
     tool_format: dict | None = None
+    known_answer: KnownAnswer | None = None
     schema: int = SCHEMA
 
     @property
@@ -207,7 +210,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class KernelWork:
-    """The work of one kernel in a call of a function, which runs the kernel `calls` times.
+    """The work of one kernel in one call of a function; the call runs the kernel `calls` times.
 
     flops, bytes: floating-point operations and memory traffic of one run, each as (value at
     position 0, increase per position, maximum). weights: bytes of weights that one run reads.

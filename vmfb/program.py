@@ -34,7 +34,7 @@ from castiron.vmfb.weights import WeightsError, read_irpa
 # The scope of every weight: `#flow.parameter.named<"model"::"NAME">`.
 SCOPE = "model"
 
-_ELEMENTS: dict[str, tuple[np.dtype, rt.HalElementType]] = {
+ELEMENTS: dict[str, tuple[np.dtype, rt.HalElementType]] = {
     "i8": (np.dtype(np.int8), rt.HalElementType.SINT_8),
     "i32": (np.dtype(np.int32), rt.HalElementType.SINT_32),
     "f32": (np.dtype(np.float32), rt.HalElementType.FLOAT_32),
@@ -81,28 +81,31 @@ class Loaded:
         compiled modules by file name. check: called with each file name and module before any code
         of the module runs. Raise one of `RUNTIME_ERRORS` if the runtime rejects a file.
         """
-        self.threads, self.device = threads, device(threads)
+        instance = rt.VmInstance()
+        self.threads, self.device = threads, self._open(instance, threads)
         # The runtime has no reference to the memory, so this attribute keeps it alive.
         self._mapped = weights
-        instance, parameters = rt.VmInstance(), rt.ParameterIndex()
-        parameters.load_from_file_handle(rt.FileHandle.wrap_memory(weights), "irpa")
         # Copied, because the runtime reads a module again when it releases it.
         self.modules = {name: rt.VmModule.copy_buffer(instance, data) for name, data in modules.items()}
         for name, module in self.modules.items():
             check(name, module)
+        parameters = self._parameters(instance, weights)
         # This loads every weight, and fails if one is missing or too short.
         self.contexts = {
-            name: rt.VmContext(
-                instance,
-                [
-                    rt.create_hal_module(instance, self.device),
-                    rt.create_io_parameters_module(instance, parameters.create_provider(scope=SCOPE)),
-                    module,
-                ],
-            )
+            name: rt.VmContext(instance, [rt.create_hal_module(instance, self.device), parameters(), module])
             for name, module in self.modules.items()
         }
         _programs.add(self)
+
+    def _open(self, instance: rt.VmInstance, threads: int) -> rt.HalDevice:
+        """Return the IREE device that runs the modules."""
+        return device(threads)
+
+    def _parameters(self, instance: rt.VmInstance, weights: Any) -> Callable[[], rt.VmModule]:
+        """Return a function that returns an IREE module with the weights, for one VmContext."""
+        parameters = rt.ParameterIndex()
+        parameters.load_from_file_handle(rt.FileHandle.wrap_memory(weights), "irpa")
+        return lambda: rt.create_io_parameters_module(instance, parameters.create_provider(scope=SCOPE))
 
     def function(self, name: str) -> tuple[rt.VmFunction, Callable]:
         """Return the function `name`, and `VmContext.invoke` to call it; KeyError if absent."""
@@ -112,8 +115,16 @@ class Loaded:
         raise KeyError(name)
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Buffer:
-        """Allocate a buffer of zeros; the system provides its pages when they are written."""
+        """Allocate zeros in a buffer that Python writes; pages use memory once they are written."""
         return Buffer(self, tuple(shape), dtype)
+
+    def state(self, shape: Sequence[int], dtype: str) -> Buffer:
+        """Allocate zeros for a state, in the memory of the device."""
+        return self.zeros(shape, dtype)
+
+    def call(self, entry: Function, operands: Sequence[Buffer]) -> Call:
+        """Return a `Call` of a function of the manifest with these operands."""
+        return Call(self, entry, operands)
 
 
 class Program(Loaded):
@@ -123,7 +134,7 @@ class Program(Loaded):
     """
 
     def __init__(self, source: Bundle | Path | str, threads: int | None = None):
-        """Load a bundle, or the bundle at a path; default threads: the number of physical cores.
+        """Load a CPU bundle, or the bundle at a path; default threads: one per physical core.
 
         Raise BundleError if the runtime rejects the bundle, SessionError for less than one thread.
         """
@@ -152,7 +163,7 @@ class Program(Loaded):
 def check_functions(path: Path, module: rt.VmModule, manifest: Manifest, functions: Iterable[Function], remedy: str) -> None:
     """Raise BundleError unless a module has `functions` with the types that the manifest lists.
 
-    path: the module's file. remedy: what the user can do, for the error.
+    path: the module's file. remedy: what the user can do, for the error message.
     """
     exported = set(module.function_names)
     for function in functions:
@@ -215,19 +226,22 @@ def exclusive(method: Method) -> Method:
 class Buffer:
     """Memory that Python and the runtime share, of elements i8, i32, f32, f16 or bf16.
 
-    array: the memory in Python. view: the same memory in the runtime.
+    array: the memory in Python, a NumPy array. view: the same memory in the runtime.
     """
+
+    array: Any
 
     def __init__(self, program: Loaded, shape: tuple[int, ...], dtype: str, memory: np.ndarray | None = None):
         """Allocate zeros, or use `memory`, which is a flat slice of another buffer."""
-        _, element = _ELEMENTS[dtype]
+        _, element = ELEMENTS[dtype]
         # Stored in an attribute, because the view does not own the memory.
         self._flat = _fresh(prod(shape), dtype) if memory is None else memory
         self.array = self._flat.reshape(shape)
-        self.view = rt.HalBufferView(
-            program.device.allocator.import_host_allocation(self._flat, _MEMORY, _USAGE), shape, element
-        )
         self._program, self._dtype = program, dtype
+        self._register(program.device.allocator.import_host_allocation(self._flat, _MEMORY, _USAGE), shape, element)
+
+    def _register(self, buffer: rt.HalBuffer, shape: tuple[int, ...], element: rt.HalElementType) -> None:
+        self.view = rt.HalBufferView(buffer, shape, element)
         _buffers.add(self)
 
     def part(self, start: int, stop: int) -> Buffer:
@@ -244,7 +258,7 @@ class Buffer:
 
 def _fresh(count: int, dtype: str) -> np.ndarray:
     """Return `count` zeros in new pages, which use memory only once they are written."""
-    numpy_dtype, _ = _ELEMENTS[dtype]
+    numpy_dtype, _ = ELEMENTS[dtype]
     # Private: shared memory would be accounted as a file.
     flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE} if hasattr(mmap, "MAP_PRIVATE") else {}
     memory = mmap.mmap(-1, max(1, count * numpy_dtype.itemsize), **flags)
@@ -303,13 +317,13 @@ class Call:
     def logits(self, row: int | None = None) -> np.ndarray:
         """Return a copy of the logits (result 1), f32 `[vocab]`.
 
-        row: the row to return if the function returns logits of several rows.
+        row: index of the row to return, for a function that returns several rows of logits.
         """
         found = self._result(1, _F32, (self._vocab,)) if row is None else self._result(1, _F32)[row]
         return found.copy()
 
     def floats(self, index: int) -> np.ndarray:
-        """Return a copy of the f32 result `index`, in the shape of the function's signature."""
+        """Return a copy of the f32 result `index`, with the shape in the function's signature."""
         return self._result(index, _F32).copy()
 
 

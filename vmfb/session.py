@@ -11,6 +11,7 @@ import numpy as np
 
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.chunks import chunks
+from castiron.vmfb.open_program import open_program
 from castiron.vmfb.program import Buffer, Call, Program, SessionError, exclusive
 from castiron.vmfb.states import KINDS, Snapshot
 
@@ -39,25 +40,25 @@ class Session:
         threads: the default is the number of physical cores. states: zeroed buffers for the states,
         in the manifest's order; by default the session allocates them.
         """
-        self.program = program = source if isinstance(source, Program) else Program(source, threads)
+        self.program = program = source if isinstance(source, Program) else open_program(source, threads)
         self.manifest = manifest = program.manifest
         if manifest.encoder:
             raise SessionError(f"{manifest.name} is an embedding model and cannot generate text; use `castiron embed`")
         self.context, self.vocab, self.threads = manifest.context, manifest.vocab, program.threads
         self.position = self.chunked_tokens = 0
         self.widest = max(manifest.widths("prefill"), default=1)
-        states = tuple(states or (program.zeros(state.shape, state.dtype) for state in manifest.states))
+        states = tuple(states or (program.state(state.shape, state.dtype) for state in manifest.states))
         self._states = [KINDS[s.kind](buffer.array, s.window) for s, buffer in zip(manifest.states, states, strict=True)]
         self._retained: deque[Snapshot] = deque(maxlen=MAX_SNAPSHOTS)
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         token, position, length = (program.zeros((), "i32") for _ in range(3))
         # Memory views, because assigning a NumPy scalar takes twice as long.
         self._token_word, self._position_word, self._length_word = token.words, position.words, length.words
-        self._decode = Call(program, manifest.function("decode"), (token, position, *states))
+        self._decode = program.call(manifest.function("decode"), (token, position, *states))
 
         def calls(role: str, *numbers: Buffer) -> dict[int, tuple[Call, Buffer]]:
             tokens = {width: program.zeros((width,), "i32") for width in manifest.widths(role)}
-            return {w: (Call(program, manifest.function(role, w), (t, *numbers, *states)), t) for w, t in tokens.items()}
+            return {w: (program.call(manifest.function(role, w), (t, *numbers, *states)), t) for w, t in tokens.items()}
 
         self._prefill, self._verify = calls("prefill", position, length), calls("verify", position)
         self._embed = calls("embed", position, length)
@@ -67,7 +68,7 @@ class Session:
 
     @exclusive
     def step(self, token: int) -> int:
-        """Append one token; return the id of the largest logit after it, the lowest on a tie."""
+        """Append one token; return the argmax of the logits after it (the lowest id on a tie)."""
         position = self.position
         if position >= self.context or not 0 <= token < self.vocab:
             self._checked((token,))
@@ -125,7 +126,7 @@ class Session:
         """
         if len(tokens) not in self._verify:
             if not self._verify:
-                raise SessionError("this bundle has no verify functions; compile it with --speculate 4,8")
+                raise SessionError("this bundle has no verify functions; compile it with --speculate 2,4,8")
             widths = ", ".join(map(str, self._verify))
             raise SessionError(f"verify got {len(tokens)} tokens; the verify functions of this bundle take {widths}")
         call = self._append(self._verify[len(tokens)], self._checked(tokens))
@@ -134,11 +135,11 @@ class Session:
 
     @exclusive
     def verify_fewer(self, tokens: Sequence[int], width: int) -> bool:
-        """Append `tokens` by `verify` with padding to `width` tokens; then remove the padding.
+        """Append `tokens`, padded to `width`, with one verify call; then remove the padding.
 
-        width: number of tokens that a verify function takes, more than `tokens`. Return False,
-        without any work, if the call would end past the context, or if the states could not go back
-        to the position before the padding.
+        width: number of tokens that a verify function takes, larger than the number of `tokens`.
+        Return False, without any work, if the padding would end past the context, or if the states
+        could not remove it.
         """
         ids, call_end = self._checked(tokens), self.position + width
         end = self.position + int(ids.size)
@@ -280,15 +281,15 @@ class Session:
         return [state.rows(position) for state in self._states]
 
     def begins(self, tokens: int, position: int) -> bool:
-        """Return whether a session can continue at `position` with the result of `rows(tokens)`.
+        """Return whether `rows(tokens)` suffices to start another session at `position`.
 
-        tokens: the position of the session when `rows` is called, at least `position`.
+        tokens: this session's position when `rows` is called, at least `position`.
         """
         return all(state.begins(tokens, position) for state in self._states)
 
     @property
     def settled(self) -> bool:
-        """Return whether the ring buffers have no rows of tokens that a rewind has removed."""
+        """Return whether no ring buffer contains rows of tokens that a rewind has removed."""
         return all(state.settled(self.position) for state in self._states)
 
     @exclusive
@@ -353,7 +354,7 @@ class Session:
 
 
 class Row:
-    """The logits in row `row` of the results of `call`, valid until its next `invoke`."""
+    """One row of the logits that `call` returned; it is valid until the next `call.invoke()`."""
 
     def __init__(self, call: Call, row: int):
         self.call, self.row = call, row

@@ -1,7 +1,8 @@
-"""The CPUs that castiron compiles for: compiler flags, and the features they need."""
+"""The CPUs and GPUs that castiron compiles for: compiler flags, and the features they need."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -27,13 +28,22 @@ class TargetError(Exception):
     """An error for a target that castiron cannot compile for."""
 
 
+# Storage of 8 and 16 bits, and arithmetic on it. IREE's default target lacks them, and then reads f16 wrongly without an error.
+_SPIRV_FEATURES = (
+    "spirv:v1.3", "cap:Shader", "cap:Int8", "cap:Int16", "cap:Float16", "cap:StorageBuffer16BitAccess", "cap:StorageUniform16",
+    "cap:StorageBuffer8BitAccess", "cap:UniformAndStorageBuffer8BitAccess", "ext:SPV_KHR_16bit_storage",
+    "ext:SPV_KHR_8bit_storage", "ext:SPV_KHR_storage_buffer_storage_class",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Target:
-    """A CPU, or a level of CPU features, for which castiron compiles with `flags`.
+    """A CPU, a level of CPU features, or a GPU, for which castiron compiles with `flags`.
 
     isa: the instruction set of its kernels, such as "avx2"; empty if castiron has none for it. cpu:
-    LLVM's name; for `host`, the name that the CPU reports. features: LLVM's names of the features
-    that the compiled code needs.
+    LLVM's name; for `host`, the name that the CPU reports; for a GPU, its architecture. features:
+    LLVM's names of the features that the compiled code needs; for Vulkan, SPIR-V's. driver: the
+    driver of the IREE runtime that runs the code on a GPU; empty for a CPU.
     """
 
     name: str
@@ -42,6 +52,7 @@ class Target:
     cpu: str
     features: tuple[str, ...]
     flags: tuple[str, ...]
+    driver: str = ""
 
 
 def isa_of(arch: str, features: Collection[str]) -> str:
@@ -109,10 +120,23 @@ TARGETS: dict[str, Target] = {
 }
 
 
+# By name of a target: driver of the runtime, flag that selects the architecture, its default and its pattern.
+_GPUS = {
+    "vulkan": ("vulkan", "--iree-vulkan-target", "", r"[a-z0-9_]+"),
+    # PTX of sm_80 runs on newer GPUs too.
+    "cuda": ("cuda", "--iree-cuda-target", "sm_80", r"sm_\d{2,3}a?"),
+    "rocm": ("hip", "--iree-rocm-target", "gfx942", r"gfx[0-9a-f]{3,5}"),
+    "metal": ("metal", "", "", "(?!)"),
+}
+GPUS = tuple(_GPUS)
+
+
 def resolve(name: str) -> Target:
     """Return the target called `name`; raise TargetError if castiron cannot compile for it."""
+    if name.partition(":")[0] in _GPUS:
+        return _gpu(name)
     if name not in TARGETS:
-        raise TargetError(f"unknown target: {name!r}; choose one of {', '.join(TARGETS)}")
+        raise TargetError(f"unknown target: {name!r}; choose one of {', '.join((*TARGETS, *GPUS))}")
     target = TARGETS[name]
     if not target.isa:
         raise TargetError(
@@ -122,8 +146,32 @@ def resolve(name: str) -> Target:
     return target
 
 
+def is_gpu(name: str) -> bool:
+    """Return whether the target called `name` is a GPU."""
+    return name.partition(":")[0] in _GPUS
+
+
+def _gpu(name: str) -> Target:
+    """Return the target for a GPU: a key of `_GPUS`, with or without an architecture."""
+    kind, colon, architecture = name.partition(":")
+    driver, flag, default, pattern = _GPUS[kind]
+    if colon and not re.fullmatch(pattern, architecture):
+        raise TargetError(f"unknown architecture of {kind}: {architecture!r}; use {':'.join(filter(None, (kind, default)))}")
+    architecture = architecture or default
+    flags = ["--iree-input-type=stablehlo", f"--iree-hal-target-device={driver}", "--iree-opt-level=O3"]
+    features = _SPIRV_FEATURES if kind == "vulkan" else ()
+    if features:
+        flags.append(f"--iree-vulkan-target-features={','.join(features)}")
+    if architecture:
+        flags.append(f"{flag}={architecture}")
+    return Target(name, kind, "", architecture, features, tuple(flags), driver)
+
+
 def missing_features(target: Target) -> tuple[str, ...]:
-    """Return what `target` needs and this machine lacks: LLVM's names of features, or its arch."""
-    if target.arch != host_arch():
-        return (target.arch,)
+    """Return what `target` needs and this machine lacks: LLVM's names of features, or its arch.
+
+    For a GPU, return the name of its driver, because this function loads no driver.
+    """
+    if target.driver or target.arch != host_arch():
+        return (target.driver or target.arch,)
     return tuple(sorted(set(target.features) - host_features()))

@@ -40,9 +40,10 @@ def write_irpa(
     """Write `entries` (name, data, (shape, dtype)) in order; return the file's sha256 in hex.
 
     data: an array, or a function that returns the array and is called when it is written. The array
-    must have the given shape and item size. Its type may differ, such as uint16 for bf16, because
-    the file has no types. progress: called with (bytes written, total bytes) after every tensor.
-    Raise WeightsError, and leave no file, for a duplicate name or an array of another shape.
+    must have the given shape and item size. Its dtype may be another one, such as uint16 for
+    bf16, because the file stores no dtypes. progress: called with (bytes written, total bytes)
+    after every tensor. Raise WeightsError, and leave no file, for a duplicate name or an array of
+    another shape.
     """
     plan = [(name, data, tuple(shape), np.dtype(dtype)) for name, data, (shape, dtype) in entries]
     sizes = [prod(shape) * dtype.itemsize for _, _, shape, dtype in plan]
@@ -80,8 +81,8 @@ def write_irpa(
         raise
 
 
-def read_irpa(data: memoryview) -> dict[str, int]:
-    """Return the size in bytes of each tensor by name; raise WeightsError if `data` is invalid."""
+def read_irpa(data: memoryview) -> dict[str, memoryview]:
+    """Return the bytes of each tensor by name; raise WeightsError if `data` is invalid."""
     try:
         fields = _HEADER.unpack_from(data)
         count, table, text = fields[6], fields[7], fields[9]
@@ -93,7 +94,7 @@ def read_irpa(data: memoryview) -> dict[str, int]:
         head, offsets, start = _head(names, sizes)
         end = start + (offsets[-1] + sizes[-1] if sizes else 0)
         if count == len(rows) and len(set(names)) == count and end == len(data) and data[:start] == head:
-            return {name.decode(): size for name, size in zip(names, sizes)}
+            return {name.decode(): data[start + at : start + at + size] for name, at, size in zip(names, offsets, sizes)}
     except (struct.error, OverflowError, MemoryError, UnicodeDecodeError):
         pass
     raise WeightsError("its table of tensors is damaged")

@@ -1,5 +1,5 @@
 """Kernels as MLIR text, each with the shapes of its operands and a NumPy reference.
 
 A module's docstring has the kernel as pseudo-code, with the shapes of values in brackets. The right
-column says where a value is stored: in registers, on the stack or in memory.
+column has remarks, such as where a value is stored: in registers, on the stack or in memory.
 """

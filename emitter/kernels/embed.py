@@ -30,7 +30,7 @@ def embed(codec_name: str, vocab: int, hidden: int, T: int, *, isa: Isa) -> Kern
 
     Operands: ids i32 [T], weight i8 (shape: `packed_shape`). Result: y f32 [T, hidden]. Ids outside
     the vocabulary are clamped to it. For each id, the kernel decodes the block of 16 rows that
-    contains the row.
+    contains the row with this index.
     """
     codec = codec_of(codec_name)
     shape = packed_shape(codec_name, vocab, hidden)

@@ -54,6 +54,11 @@ class Kernel:
         """Return the names of the scalar index operands, in order."""
         return [name for name, t in self.operands.items() if t == INDEX]
 
+    @property
+    def index_type(self) -> str:
+        """Return the type of the scalar index operands in a dispatch."""
+        return INDEX
+
     def work(self, position: int) -> tuple[int, int]:
         """Return (FLOPs, bytes of memory traffic) of a call whose first token is at `position`."""
         flops, nbytes = (w(position) if callable(w) else w for w in (self.flops, self.nbytes))

@@ -3,8 +3,8 @@
 each workgroup: a tile of up to 16 rows of x [T, in]
   for row, for each step of 32 elements x of the row:
     sums = sum(x) over each codec group in the step, if the codec has minima
-    for i in number of bf16 for each element:
-      y[i] = the high 16 bits of x, or the nearest bf16 if there is one bf16 for each element
+    for i in 0 .. count - 1:                                 count is 3, or 1 to round x
+      y[i] = the high 16 bits of x, or the bf16 nearest to x if count is 1
       x -= y[i]
 
 An i32 has the bf16 of two elements, the even element in the lower half. The last tile is padded

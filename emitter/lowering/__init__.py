@@ -1,4 +1,4 @@
-"""Lower layer operations: to StableHLO only (`portable`) or to castiron's kernels (`kernels`)."""
+"""Lower layer operations: to StableHLO (`portable`), CPU (`kernels`) or GPU kernels (`gpu`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from castiron.emitter.kernels.matmul.tiles import Tiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import ISAS
 from castiron.emitter.layer_operations import LAYERS
-from castiron.emitter.lowering import kernels, portable
+from castiron.emitter.lowering import gpu, kernels, portable
 from castiron.emitter.lowering.canonical import canonical
 from castiron.emitter.lowering.fusion import fuse
 from castiron.emitter.lowering.projection import NORM_LIMIT, Projector
@@ -21,7 +21,7 @@ from castiron.emitter.step import ModelModule
 from castiron.emitter.types import EmitError
 from castiron.emitter.verifier import check
 
-LOWERINGS = ("kernels", "portable")
+LOWERINGS = ("kernels", "portable", "gpu")
 
 
 def lower(
@@ -34,7 +34,7 @@ def lower(
 ) -> Module:
     """Return a verified module with layer operations replaced by kernel calls or StableHLO.
 
-    lowering: "kernels", or "portable" for StableHLO only.
+    lowering: "kernels" for CPUs, "gpu" for GPUs, or "portable" for StableHLO only.
     isa: name of the CPU's vector instructions (`mlir.isa.ISAS`).
     threads: number of threads for which tiles are chosen.
     tiles(matmul): returns the tile sizes of a matmul kernel, or None for the default.
@@ -61,6 +61,8 @@ def lower(
     for function in module.functions.values():
         if lowering == "portable":
             rewrite(function, portable.RULES, lowered)
+        elif lowering == "gpu":
+            rewrite(fuse(function, NORM_LIMIT, residuals=True), gpu.rules(), lowered)
         else:
             rewrite(fuse(function, NORM_LIMIT), kernels.Context(unit, threads, project).rules(), lowered)
     if numerics == "canonical":

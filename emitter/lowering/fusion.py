@@ -9,10 +9,11 @@ Patterns, for T tokens:
 - GLU: act(linear(x)) * linear(x).
 - residual: y + linear(x).
 - norm: an RMS norm whose result only linear layers use, if T is 1.
+- residual of a norm or of experts (for GPUs): y + norm(x), or y + experts(x).
 - convolution: act(causal_conv(x)).
 - gated norm: rms_norm(gated_delta(...)) * silu(z), the norm over a head.
 
-The result may have two new kinds of operations, and two kinds get more operands or attributes:
+The result may have two new kinds of operations, and some kinds may get more operands or attributes:
 
     matmul(x, (norm weight), weights ..., biases ..., (residual)) -> [T, out]
       attributes: weights, biases: numbers of these operands; eps: epsilon of the RMS norm of x, or None; residual:
@@ -22,6 +23,8 @@ The result may have two new kinds of operations, and two kinds get more operands
       of the operands in `HeadLayout.operands`; and those of attention
     causal_conv(...)
       another attribute: activation: name of the activation of the result, if there is one
+    rms_norm, layer_norm and experts(..., residual)
+      another attribute: residual: True, if there is one
     gated_delta(..., (norm weight, z), state, ...)
       another attribute: norm_eps: epsilon of the gated norm, if there is one
 """
@@ -86,10 +89,11 @@ class _Uses:
         return op if op is not None and op.kind == kind and self.uses[value] == 1 else None
 
 
-def fuse(function: Graph, norm_limit: int) -> Graph:
+def fuse(function: Graph, norm_limit: int, residuals: bool = False) -> Graph:
     """Return a copy of a function in which all patterns of this module are fused.
 
-    norm_limit: max number of features of an RMS norm that is fused.
+    norm_limit: max number of features of an RMS norm that is fused. residuals: whether norms
+    and experts whose result is only added to a residual become one operation with the addition.
     """
     graph = _Uses(function)
     for op in function.ops:
@@ -102,6 +106,8 @@ def fuse(function: Graph, norm_limit: int) -> Graph:
             _activated_conv(graph, op)
         elif op.kind == "add":
             _residual(graph, op)
+            if residuals:
+                _residual_of_other(graph, op)
         elif op.kind == "rms_norm":
             _norm(graph, op, norm_limit)
     _siblings(graph, function)
@@ -275,6 +281,17 @@ def _residual(graph: _Uses, op: Op) -> None:
         if linear and linear not in graph.absorbed and value.type == other.type and value is not other:
             graph.replaced[op] = [_matmul(graph, [linear], op.results[0], op.path, residual=other)]
             graph.absorbed.add(linear)
+            return
+
+
+def _residual_of_other(graph: _Uses, op: Op) -> None:
+    for value, other in (op.operands[::-1], op.operands):
+        before = next(filter(None, (graph.only(value, kind) for kind in ("rms_norm", "layer_norm", "experts"))), None)
+        ready = before and op not in graph.replaced and before not in graph.absorbed
+        if before and ready and value.type.rank == 2 and value is not other:
+            attrs = {**before.attrs, "residual": True}
+            graph.replaced[op] = [Op(before.kind, (*before.operands, other), op.results, attrs, op.path)]
+            graph.absorbed.add(before)
             return
 
 

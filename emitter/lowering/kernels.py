@@ -31,7 +31,8 @@ from castiron.emitter.kernels.recurrent.tokens import Columns, Tokens
 from castiron.emitter.kv_cache import CACHES
 from castiron.emitter.lowering import portable
 from castiron.emitter.lowering.portable import Stored
-from castiron.emitter.lowering.projection import Projector, packed_param
+from castiron.emitter.lowering.portable_routing import rows_of_pairs
+from castiron.emitter.lowering.projection import packed_param
 from castiron.emitter.lowering.rewrite import Rule
 from castiron.emitter.step import Weight, source
 from castiron.emitter.types import F32, I32, TensorType
@@ -41,14 +42,19 @@ from castiron.emitter.types import F32, I32, TensorType
 class Context:
     """The state that all lowering rules share.
 
-    project: emits matmuls. counters: the counters that the last attention kernel returned, by their
-    type. The next attention kernel takes them as its operand `counters`.
+    project: emits matmuls. recurrent: functions that return the kernel of a recurrent operation, by
+    the operation's kind; None for CPU kernels. counters: the counters that the last attention
+    kernel returned, by their type. The next attention kernel takes them as its operand `counters`.
     """
 
     isa: Isa
     threads: int
-    project: Projector
+    project: Callable[..., Value]
+    recurrent: Mapping[str, Callable[..., Kernel]] | None = None
     counters: dict[TensorType, Value] = field(default_factory=dict)
+
+    def recurrent_kernel(self, kind: str) -> Callable[..., Kernel]:
+        return self.recurrent[kind] if self.recurrent else partial(RECURRENT[kind], isa=self.isa)
 
     def rules(self) -> dict[str, Rule]:
         """Return the lowering rules by kind of operation.
@@ -99,6 +105,10 @@ def experts(c: Context, op: Op, x: Value, chosen: Value, weights: Value, *stacke
     count, function = op.attrs["experts"], op.attrs["function"]
     (tokens, hidden), per_token = x.shape, chosen.shape[1]
     chosen, length = ops.reshape(chosen, (tokens * per_token,)), _length(tokens)
+    stacked, orders = portable.split_orders(op, stacked)
+    of_pairs = None if length is None else ops.multiply(length, ops.constant(per_token, I32, ()))
+    if orders[0]:
+        x, length = portable.ordered(rows_of_pairs(x, per_token), orders[0], chosen), of_pairs
     count_in = 2 if op.attrs["gated"] else 1
     into, down, biases = stacked[:count_in], stacked[count_in], stacked[count_in + 1 :]
 
@@ -113,9 +123,8 @@ def experts(c: Context, op: Op, x: Value, chosen: Value, weights: Value, *stacke
         inner = through(x, *into, glu=function)
     else:
         inner = portable.into_down([biased(through(x, part), i) for i, part in enumerate(into)], function)
-    if length is not None:
-        length = ops.multiply(length, ops.constant(per_token, I32, ()))
-    y = biased(through(inner, down, length=length), count_in)
+    inner = portable.ordered(inner, orders[1], chosen)
+    y = biased(through(inner, down, length=of_pairs), count_in)
     y = ops.reshape(y, (tokens, per_token, hidden))
     return ops.reduce("add", ops.multiply(y, ops.broadcast_in_dim(weights, y.shape, (0, 1))), (1,))
 
@@ -250,7 +259,8 @@ def causal_conv(c: Context, op: Op, x: Value, weight: Stored, *rest: Any) -> tup
 
     def make(tokens: Tokens, columns: Mapping[str, Columns]) -> Kernel:
         function = op.attrs.get("activation")
-        return conv_kernel(tokens, features, positions, columns["x"], isa=c.isa, bias=bool(bias), activation=function)
+        kernel = c.recurrent_kernel("causal_conv")
+        return kernel(tokens, features, positions, columns["x"], bias=bool(bias), activation=function)
 
     return _recurrent(make, op, state, rest[-numbers:], {"x": x}, **given)
 
@@ -274,7 +284,7 @@ def gated_delta(c: Context, op: Op, q: Value, k: Value, v: Value, a: Value, b: V
     rows = {"q": q, "k": k, "v": v, "alpha": a, "beta": b, **({"z": norm[1]} if norm else {})}
     given = {"rate": rate.value(), "bias": bias.value(), **({"norm": norm[0].value()} if norm else {})}
     shape = (q.shape[1], *v.shape[1:2], q.shape[2], v.shape[2])
-    make = lambda tokens, columns: delta_kernel(tokens, shape, columns, isa=c.isa, norm_eps=eps)
+    make = lambda tokens, columns: c.recurrent_kernel("gated_delta")(tokens, shape, columns, norm_eps=eps)
     return _recurrent(make, op, state, rest[-numbers:], rows, **given)
 
 
@@ -282,7 +292,7 @@ def selective_scan(c: Context, op: Op, x: Value, dt: Value, b: Value, c_: Value,
     rate, bias, skip, state, *numbers = rest
     given = {"rate": rate.value(), "bias": bias.value(), "skip": skip.value()}
     shape = (b.shape[1], x.shape[1], x.shape[2], b.shape[2])
-    make = lambda tokens, columns: scan_kernel(tokens, shape, columns, isa=c.isa)
+    make = lambda tokens, columns: c.recurrent_kernel("selective_scan")(tokens, shape, columns)
     return _recurrent(make, op, state, numbers, {"x": x, "dt": dt, "B": b, "C": c_}, **given)
 
 
@@ -291,6 +301,11 @@ def argmax_rows(c: Context, op: Op, logits: Value) -> Value:
     return ops.kernel_call(argmax_kernel(vocab, isa=c.isa, rows=rows[0] if rows else None), logits=logits)["index"]
 
 
+RECURRENT: dict[str, Callable[..., Kernel]] = {
+    "causal_conv": conv_kernel,
+    "gated_delta": delta_kernel,
+    "selective_scan": scan_kernel,
+}
 RULES: dict[str, Rule] = {
     "embedding": embedding,
     **dict.fromkeys(("rms_norm", "layer_norm"), norm),

@@ -110,7 +110,8 @@ def _widened(rows: Value, stored: Cache) -> Value:
 def _stored_or_new(new: Value, cache: Value, layer: int, start: Value, length: Value) -> Value:
     """Return the row to store at position `start` of a layer of the cache, [1, kv_heads, *row].
 
-    If `length` is 0, it is the row that the cache already has there, otherwise `new`.
+    If `length` is 0, the result is the row that the cache already has at `start`. Otherwise it is
+    `new`.
     """
     zero = ops.constant(0, I32, ())
     at = (ops.constant(layer, I32, ()), start, *[zero] * (cache.type.rank - 2))

@@ -67,7 +67,7 @@ class Projector:
             "norm": norm[0] if norm else None,
             "weight": parameter(packed_param(weights, glu is not None, experts or 1)),
             "chosen": chosen,
-            "bias": _bias(biases) if biases else None,
+            "bias": parameter(bias_param(biases)) if biases else None,
             "residual": residual,
             "length": length,
         }
@@ -132,10 +132,10 @@ def packed_param(weights: Sequence[Weight], interleaved: bool = False, experts: 
         return np.concatenate([pack(codec, stack(*parts)) for parts in each])
 
     type_ = TensorType((experts * blocks, *record), I8)
-    return Param(_joined([w.name for w in weights]), type_, source(weights, packed))
+    return Param(joined_name([w.name for w in weights]), type_, source(weights, packed))
 
 
-def _joined(names: list[str]) -> str:
+def joined_name(names: list[str]) -> str:
     """Return one name for weights, such as `layers.0.self_attn.q_proj+k_proj+v_proj.weight`."""
     if len(names) == 1:
         return names[0]
@@ -147,8 +147,8 @@ def _joined(names: list[str]) -> str:
     return ".".join(joined)
 
 
-def _bias(biases: Sequence[Weight]) -> Value:
-    """Return the biases of stacked projections, concatenated in order: f32 [sum of out]."""
+def bias_param(biases: Sequence[Weight]) -> Param:
+    """Return one parameter with the biases of stacked projections in order: f32 [sum of out]."""
     type_ = TensorType((sum(w.shape[0] for w in biases),), F32)
     joined = source(biases, lambda *raws: np.concatenate([r.view(np.float32) for r in raws]))
-    return parameter(Param(_joined([w.name for w in biases]), type_, joined))
+    return Param(joined_name([w.name for w in biases]), type_, joined)

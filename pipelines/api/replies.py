@@ -77,7 +77,7 @@ class Reply(ABC):
 
 
 class ChoicesReply(Reply):
-    """An answer with one or more choices, for chat and text completions."""
+    """A builder of an answer with one or more choices, for chat and text completions."""
 
     # Values of `object` in a complete answer and in the events of a stream.
     kind = chunk_kind = ""
@@ -150,7 +150,7 @@ class ChoicesReply(Reply):
 
 
 class ChatReply(ChoicesReply):
-    """The answer to a chat completion request."""
+    """A builder of the answer to a chat completion request."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
     # Whether the answer has the model's reasoning.
@@ -233,7 +233,7 @@ class ChatReply(ChoicesReply):
         return {"id": _call_id(), "type": "function", "function": call}
 
     def _calls_to_send(self, index: int, parts: list[CallPart], is_end: bool) -> list[CallPart]:
-        """Return the parts of calls to stream; arguments of custom tools become their input."""
+        """Return the parts of calls to stream; a custom tool's input replaces its arguments."""
         found = []
         for part in parts:
             if part.name in self.custom:
@@ -279,7 +279,7 @@ class Echo(NamedTuple):
 
 
 class CompletionReply(ChoicesReply):
-    """The answer to a text completion request."""
+    """A builder of the answer to a text completion request."""
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 

@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.module:
         return replace_module(args)
+    from castiron.emitter.kernels.gpu.words import widened
     from castiron.pipelines.checkpoints.hf_tensors import in_words
     from castiron.pipelines.compile.compiler import compile_model
     from castiron.pipelines.evaluate.perplexity import own_accuracy
@@ -74,6 +75,9 @@ def main(args: argparse.Namespace) -> int:
         print(f"{out}: {size} ({stages})")
     if args.keep:
         print(f"{args.keep}: MLIR and compiler commands")
+    for codec in manifest.codecs if manifest.lowering == "gpu" else ():
+        if stored := widened(codec):
+            print(f"{codec} weights are stored as {stored}")
     if left_out:
         print(f"left out: {in_words(left_out)}")
     if not tokenizer:

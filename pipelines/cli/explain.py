@@ -61,6 +61,8 @@ def explain(bundle: Bundle, function_name: str, position: int, threads: int | No
     functions = {function.name: function for function in bundle.manifest.functions}
     if function_name not in functions:
         raise PipelineError(f"unknown function: {function_name}; this bundle has {', '.join(functions)}")
+    if bundle.manifest.target.driver:
+        raise PipelineError(f"explain measures kernels on the CPU, and {bundle.path} is compiled for a GPU; use another bundle")
     function = functions[function_name]
     last = bundle.manifest.context - (1 if function.role == "batch" else function.width)
     if not 0 <= position <= last:

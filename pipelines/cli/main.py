@@ -35,6 +35,7 @@ GROUPS = {
         "quantise": "write a checkpoint as a quantised GGUF file",
         "pack": "write a bundle as one file",
         "cache": "list and clear cached files",
+        "devices": "list the CPU and the GPUs that can run bundles",
     },
     "measure": {
         "verify": "compare a bundle's greedy tokens with HF transformers",
@@ -52,7 +53,6 @@ COMMANDS = {name: summary for group in GROUPS.values() for name, summary in grou
 # This text and the shell's next prompt fit a terminal of 24 lines and 80 columns.
 HELP = """\
 usage: castiron COMMAND [OPTIONS]      (castiron help COMMAND shows its options)
-
 {groups}
 MODEL      GGUF file, HF directory, org/name on the hub, or name that list shows
 options    --version, --print-completion bash (or zsh, fish, tcsh, powershell)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from castiron.emitter.abi import NUMERICS, STORAGE
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.locate import HubName, model_name
-from castiron.pipelines.terminal import print_message
+from castiron.pipelines.terminal import Progress, print_message
 from castiron.vmfb.cache import cache_path
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ TARGETS = (
     "host", "x86-64-v3", "x86-64-v3-vnni", "x86-64-v4", "x86-64-v4-vnni", "x86-64-v4-bf16", "sapphirerapids", "aarch64",
     "aarch64-i8mm",
 )  # fmt: skip
+# Drivers of the IREE runtime for GPUs, and the targets of their default bundles.
+GPUS = {"vulkan": "vulkan", "cuda": "cuda", "hip": "rocm", "metal": "metal"}
 # Options that have no effect in greedy decoding.
 DRAWING = ("top_k", "top_p", "min_p", "seed")
 
@@ -63,6 +65,13 @@ def sizes(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"invalid sizes: {text!r}; give numbers such as 4,8, or the word none") from None
 
 
+def target_name(text: str) -> str:
+    """Return `text` if it names a CPU of TARGETS, or a GPU, which may have an architecture."""
+    if text not in TARGETS and text.partition(":")[0] not in GPUS.values():
+        raise argparse.ArgumentTypeError(f"unknown target: {text!r}; choose from {', '.join((*TARGETS, *GPUS.values()))}")
+    return text
+
+
 # Flags -> arguments of add_argument. Choices are repeated here because parsing must not import the emitter's kernels or
 # NumPy: castiron.pipelines.compile.options.Options checks them again.
 SHARED: dict[str, dict[str, Any]] = {
@@ -91,6 +100,7 @@ SHARED: dict[str, dict[str, Any]] = {
                      "help": "ignore an unsupported config or GGUF key; may be repeated"},
     "--weights": {"choices": WEIGHTS, "default": "native", "metavar": "TYPE",
                   "help": "type of the weight matrices (default: native, the checkpoint's own)"},
+    "--requantise": {"action": "store_true", "help": "convert weights that are already quantised, if that makes them smaller"},
     "-c --context": {"type": int, "metavar": "N", "help": "positions for prompt and answer (default: the bundle's)"},
     "--context": {"type": int, "metavar": "N", "help": "default context (default: the model's, at most 8192)"},
     "--max-context": {"type": int, "metavar": "N", "help": "largest context of run -c (default: the model's limit)"},
@@ -99,14 +109,15 @@ SHARED: dict[str, dict[str, Any]] = {
                    "help": "exact (default): HF's tokens; canonical: same bits everywhere; fast: rounded"},
     "--batch": {"type": sizes, "default": (4, 8), "metavar": "B[,B]",
                 "help": "batch sizes for serve and batch, or none (default: 4,8)"},
-    "--speculate": {"type": sizes, "default": (4, 8), "metavar": "T[,T]",
-                    "help": "numbers of proposed tokens checked at once, or none (default: 4,8)"},
+    "--speculate": {"type": sizes, "default": (2, 4, 8), "metavar": "T[,T]",
+                    "help": "numbers of tokens that speculation checks at once, or none (default: 2,4,8)"},
     "--embed": {"type": sizes, "default": (), "metavar": "T[,T]",
                 "help": "add functions that return hidden states of T tokens (default: none)"},
-    "--target": {"choices": TARGETS, "default": "host", "metavar": "CPU",
-                 "help": "x86-64-v3, x86-64-v4, aarch64, sapphirerapids, ... (default: host)"},
-    "--lowering": {"choices": ("kernels", "portable"), "default": "kernels", "metavar": "NAME",
-                   "help": "kernels (default): castiron's own; portable: StableHLO only"},
+    "--target": {"type": target_name, "default": "host", "metavar": "NAME",
+                 "help": "x86-64-v3, aarch64, vulkan, cuda:sm_80, rocm:gfx942, metal, ... (default: host)"},
+    "--device": {"metavar": "NAME", "help": "GPU that runs the bundle, as castiron devices lists it (default: the first)"},
+    "--lowering": {"choices": ("kernels", "gpu", "portable"), "default": "", "metavar": "NAME",
+                   "help": "kernels: castiron's own for CPUs; gpu: those for GPUs; portable: StableHLO only"},
 }  # fmt: skip
 
 
@@ -148,7 +159,7 @@ def model_first(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[st
 def note_ignored(args: argparse.Namespace) -> None:
     """Print that -ngl has no effect, if it is given and not 0."""
     if getattr(args, "n_gpu_layers", "0") != "0":
-        print_message(f"no effect: -ngl {args.n_gpu_layers}; castiron computes on the CPU")
+        print_message(f"no effect: -ngl {args.n_gpu_layers}; castiron compile --target vulkan compiles for a GPU")
 
 
 def check_models_exist(args: argparse.Namespace) -> None:
@@ -192,7 +203,7 @@ def check_threads(args: argparse.Namespace) -> None:
 
 def add_compile_options(parser: argparse.ArgumentParser) -> None:
     """Add the compiler's command-line options."""
-    add_options(parser, "--weights", "--context", "--cache", "--numerics")
+    add_options(parser, "--weights", "--requantise", "--context", "--cache", "--numerics")
     group = parser.add_argument_group("what is compiled")
     add_options(group, "--max-context", "--adapter", "--calibrate", "--batch", "--speculate", "--embed", "--ignore-key")
     group = parser.add_argument_group("how it is compiled")
@@ -205,7 +216,10 @@ def compile_options(args: argparse.Namespace) -> "Options":
     """Return the compiler's `Options` from the parsed arguments."""
     from castiron.pipelines.compile.options import Options
 
-    names = "context max_context weights adapter calibrate numerics cache lowering target batch speculate embed threads".split()
+    names = (
+        "context", "max_context", "weights", "requantise", "adapter", "calibrate", "numerics", "cache", "lowering", "target",
+        "batch", "speculate", "embed", "threads",
+    )  # fmt: skip
     return Options(
         **{name: getattr(args, name) for name in names},
         tuned=not getattr(args, "no_tuned", False),
@@ -234,23 +248,44 @@ def _add_model_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
-    """Add the options --threads, --trust and -ngl, in a group with the title "loading"."""
+    """Add --threads, --device, --trust and -ngl, in a group with the title "loading"."""
     group = parser.add_argument_group("loading")
-    add_options(group, "--threads", "--trust")
-    group.add_argument("-ngl", "--n-gpu-layers", default="0", metavar="N", help="ignored: castiron computes on the CPU")
+    add_options(group, "--threads", "--device", "--trust")
+    group.add_argument(
+        "-ngl", "--n-gpu-layers", default="0", metavar="N", help="ignored: --target of castiron compile selects a GPU"
+    )
 
 
-def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False) -> "Bundle":
+def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False, draft: bool = False) -> "Bundle":
     """Return the opened bundle `model`; if `model` is a checkpoint, compile it first.
 
-    args: sets the context (--context) and when hashes are checked (--trust). one_sequence: whether
-    to compile only the functions that a single sequence needs.
+    args: sets the context (--context) and when hashes are checked (--trust). one_sequence, draft:
+    what to compile, as in `open_or_compile`.
     """
-    from castiron.pipelines.compile.open_model import open_or_compile
+    from castiron.pipelines.compile.open_model import is_bundle, open_or_compile, options_of
 
-    bundle = open_or_compile(model, announce=True, full_check=args.trust == "never", one_sequence=one_sequence)
+    device = getattr(args, "device", None)
+    kind = (device or "").partition(":")[0]
+    options = options_of(target=GPUS[kind]) if kind in GPUS and not is_bundle(model) else None
+    full_check = args.trust == "never"
+    bundle = open_or_compile(model, options, announce=True, full_check=full_check, one_sequence=one_sequence, draft=draft)
     context = getattr(args, "context", None)
-    return bundle if context is None else bundle.with_context(context)
+    return with_device(bundle if context is None else bundle.with_context(context), device)
+
+
+def with_device(bundle: "Bundle", device: str | None) -> "Bundle":
+    """Return the bundle, opened for the device of --device, with a progress bar for its upload."""
+    bar: Progress | None = None
+
+    def report(done: int, total: int) -> None:
+        nonlocal bar
+        bar = bar or Progress()
+        bar("uploading the weights", done / total)
+        if done == total:
+            bar.close()
+            bar = None
+
+    return bundle.on_device(device, report)
 
 
 def open_engine(args: argparse.Namespace) -> "tuple[Bundle, Engine]":
@@ -260,7 +295,7 @@ def open_engine(args: argparse.Namespace) -> "tuple[Bundle, Engine]":
     """
     from castiron.pipelines.compile.open_model import require_generation
     from castiron.pipelines.engine.engine import Engine
-    from castiron.pipelines.engine.memory import warn_of_shortage
+    from castiron.pipelines.engine.memory import needed, warn_of_shortage
 
     one_sequence = args.draft is args.speculate is args.prefix_cache is None
     bundle, draft = require_generation(open_model(args.bundle, args, one_sequence)), None
@@ -268,8 +303,9 @@ def open_engine(args: argparse.Namespace) -> "tuple[Bundle, Engine]":
     if args.draft is not None:
         from castiron.pipelines.text.generation import open_draft
 
-        draft = open_draft(open_model(args.draft, args), bundle, args.threads)
-    warn_of_shortage(bundle.manifest, *([draft.session.manifest] if draft else []))
+        draft = open_draft(open_model(args.draft, args, draft=True), bundle, args.threads)
+    manifests = [bundle.manifest, *([draft.session.manifest] if draft else [])]
+    warn_of_shortage(sum(needed(manifest).weights for manifest in manifests))
     return bundle, Engine(bundle, args.threads, single=True, store=store, draft=draft, ngrams=args.speculate == "ngram")
 
 

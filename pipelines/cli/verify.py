@@ -8,7 +8,7 @@ skipped, with a message.
 import argparse
 import json
 
-from castiron.pipelines.cli.options import add_options, token_ids
+from castiron.pipelines.cli.options import add_options, token_ids, with_device
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.terminal import Progress, print_message
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument("--prompts", metavar="FILE", help="the prompts (default: 32 that come with castiron)")
     prompts.add_argument("--tokens", type=token_ids, metavar="IDS", help="one prompt of token ids: 1,2,3")
     parser.add_argument("-n", "--max-tokens", type=int, default=64, metavar="N", help="tokens for each prompt (default: 64)")
-    add_options(parser, "--checkpoint", "--threads", "--json")
+    add_options(parser, "--checkpoint", "--threads", "--device", "--json")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -52,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
 
     if args.max_tokens < 1:
         raise PipelineError(f"-n is {args.max_tokens}; it must be at least 1")
-    bundle = require_generation(open_bundle(args.bundle))
+    bundle = with_device(require_generation(open_bundle(args.bundle)), args.device)
     bundle = bundle.with_context(bundle.manifest.max_context)
     given = [Prompt("--tokens", tokens=tuple(args.tokens))] if args.tokens else None
     gathered, context = encoded_prompts(bundle, args.prompts, given), bundle.manifest.context

@@ -59,8 +59,8 @@ def encoder_sizes(checkpoint: Checkpoint, options: Options) -> EncoderSizes | No
 
 
 def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
-    """Return the graph of a model; CheckpointError if tensors are missing or not read."""
-    codecs = codecs_of(checkpoint, options.weights)
+    """Return the graph of a model; CheckpointError if tensors are missing or unused."""
+    codecs = codecs_of(checkpoint, options.weights, options.requantise)
     codec, cache, orders = lambda name: codecs.get(name, "f32"), options.cache, checkpoint.column_orders
     if sizes := encoder_sizes(checkpoint, options):
         pooling = checkpoint.encoding.pooling if checkpoint.encoding else None
@@ -85,6 +85,7 @@ def build_module(
     checkpoint: Checkpoint, options: Options, target: Target | None = None, tuned: TileFields = MappingProxyType({})
 ) -> Module:
     """Return a checkpoint's model, lowered for `target`; tuned: tiles by matmul name."""
-    isa, threads = (target or resolve(options.target)).isa, options.threads_or_cores
+    # A GPU has no instruction set of castiron's kernels, and its lowering reads none.
+    isa, threads = (target or resolve(options.target)).isa or "avx2", options.threads_or_cores
     tiles = lambda matmul: tiles_for(matmul, tuned, ISAS[isa], threads)
     return lower(build_model(checkpoint, options), options.lowering, isa, threads, tiles, options.numerics)

@@ -27,6 +27,7 @@ from castiron.pipelines.checkpoints.open_checkpoint import find_checkpoint
 from castiron.pipelines.compile.build_model import build_model, build_module, open_source
 from castiron.pipelines.compile.bundle_manifest import manifest_of
 from castiron.pipelines.compile.calibration import calibrate, text_sha256
+from castiron.pipelines.compile.known_answer import decode_on_cpu, make_probes
 from castiron.pipelines.compile.options import Options, Progress
 from castiron.pipelines.compile.tile_store import TileFields, tuned_tiles
 from castiron.pipelines.compile.weights import UNIFORM, write_parameters
@@ -35,7 +36,8 @@ from castiron.pipelines.locate import parts_of
 from castiron.vmfb.bundle import Bundle, BundleWriter, open_bundle
 from castiron.vmfb.compiler import compile_flags, compile_modules, compiler_version
 from castiron.vmfb.disk import naming
-from castiron.vmfb.manifest import MODEL, TOKENIZER, WEIGHTS, Accuracy, BundleError, Manifest, module_name
+from castiron.vmfb.known_answer import KnownAnswer
+from castiron.vmfb.manifest import DEVICE, MODEL, TOKENIZER, WEIGHTS, Accuracy, BundleError, Manifest, module_name
 from castiron.vmfb.targets import Target, missing_features, resolve
 
 # A function of (bundle, progress) that measures the bundle's accuracy, such as `own_accuracy`; progress takes (done, total).
@@ -75,7 +77,7 @@ def compile_model(
         progress: called with the name of a stage and its finished fraction, 0 to 1.
         tiles: tiles of matmuls to use instead of those that `castiron tune` stored.
         keep: folder to which the MLIR and a script that compiles it are written.
-        evaluate: called to measure accuracy, if numerics are fast and this machine can run them.
+        evaluate: called to measure accuracy, for fast numerics that this machine can run.
         packed: another bundle, whose weights file is linked if the new file would be identical.
         announce: called after reading the checkpoint, unless an up-to-date bundle exists.
     """
@@ -113,6 +115,7 @@ def compile_model(
     if keep is not None:
         with naming(keep):
             _write_sources(keep, build_model(checkpoint, options), text, compile_flags(target, options.iree_flags), out)
+    probes = make_probes(checkpoint, options.weights, options.lowering) if target.driver else None
     cancelled, compiling = threading.Event(), threading.Event()
 
     def report_pack(name: str, done: float) -> None:
@@ -134,10 +137,11 @@ def compile_model(
             return same.manifest.files[WEIGHTS].sha256
         importance = calibrate(checkpoint, options, report_pack) if options.calibrate else UNIFORM
         progress = lambda done: report_pack("pack", done)
-        return write_parameters(writer.path(WEIGHTS), checkpoint, module, importance, progress)
+        more = probes.parameters if probes else {}
+        return write_parameters(writer.path(WEIGHTS), checkpoint, module, importance, progress, more)
 
     with BundleWriter(out) as writer:
-        texts = module_texts(module)
+        texts = module_texts(module) | ({DEVICE: probes.text} if probes else {})
         with _beside(lambda: pack(writer), cancelled) as packing:
             compiling.set()
             with stage("compile"):
@@ -155,6 +159,11 @@ def compile_model(
         }
         manifest = manifest_of(model, checkpoint, options, target, module, tiles, compile_info)
         hashes = {WEIGHTS: weights}
+        if probes:
+            with stage("known answer"):
+                importance = calibrate(checkpoint, options, report_pack) if options.calibrate else UNIFORM
+                answer = KnownAnswer(probes.expected, decode_on_cpu(checkpoint, options, importance))
+            manifest = replace(manifest, known_answer=answer)
         if evaluate and options.numerics == "fast" and not manifest.encoder and not missing_features(target):
             with stage("evaluate"):
                 accuracy = evaluate(writer.staged(manifest, hashes), lambda done, total: report("evaluate", done / total))
@@ -165,7 +174,7 @@ def compile_model(
 
 @contextmanager
 def _beside(work: Callable[[], Any], cancelled: threading.Event) -> Iterator[Future]:
-    """Run `work` in a thread and yield its future; an error there or here sets `cancelled`."""
+    """Run `work` in a thread, yield its future; an error in `work` or `with` sets `cancelled`."""
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(work)
         future.add_done_callback(lambda done: cancelled.set() if done.exception() else None)
@@ -223,7 +232,7 @@ def _key(path: Path, options: Options, target: Target) -> str:
 
 
 def _write_sources(folder: Path, model: ModelModule, text: str, flags: tuple[str, ...], bundle: Path) -> None:
-    """Write layer operations, iree-compile's input and a script that compiles it."""
+    """Write three files: layer operations, iree-compile's input, a script that compiles it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / LAYERS).write_text(print_layers(model), encoding="utf-8")
     (folder / TEXT).write_text(text, encoding="utf-8")

@@ -11,11 +11,15 @@ from castiron.emitter.models import read_config
 from castiron.emitter.types import EmitError
 from castiron.pipelines.compile.weights import QUANTISED, WEIGHTS
 from castiron.vmfb.cpu import physical_cores
+from castiron.vmfb.targets import is_gpu
 
 # Max values, in positions, of the defaults of `Options.context` and `Options.max_context`.
 DEFAULT_CONTEXT, MAX_CONTEXT = 8192, 131072
 # Default of `Options.threads` for another machine.
 DEFAULT_THREADS = 2
+
+# The lowering for GPUs.
+GPU_LOWERING = "gpu"
 
 # Called with the name of a stage and its finished fraction, 0 to 1.
 Progress = Callable[[str, float], None]
@@ -28,15 +32,16 @@ class Options:
     context: int | None = None  # positions of a session by default; None: the model's limit, at most 8192
     max_context: int | None = None  # positions that states have; None: the model's limit, at most 131,072
     weights: str = "native"  # a value of WEIGHTS: the checkpoint's codecs, a float type, or a quantised one
+    requantise: bool = False  # whether quantised matrices are quantised again, to a smaller type
     adapter: str | None = None  # PEFT directory, merged before the weights are converted
     calibrate: str | None = None  # text on which the importance of columns is measured
     numerics: str = "exact"
     cache: str = "f32"  # element type of KV caches; other states are f32
-    lowering: str = "kernels"
-    target: str = "host"  # a name of `vmfb.targets.TARGETS`
+    lowering: str = ""  # a value of LOWERINGS; empty: kernels for a CPU, else that of a GPU
+    target: str = "host"  # a name that `vmfb.targets.resolve` knows
     prefill: tuple[int, ...] = (8, 32, 128)  # tokens per call of the prefill functions, up to the context
     batch: tuple[int, ...] = (4, 8)  # sequences per call of the decode_batch functions
-    speculate: tuple[int, ...] = (4, 8)  # tokens per call of the verify functions
+    speculate: tuple[int, ...] = (2, 4, 8)  # tokens per call of the verify functions
     embed: tuple[int, ...] = ()  # tokens per call of the functions that return hidden states
     threads: int | None = None  # threads among which kernels divide their work; None: one per core
     tuned: bool = True  # whether to use tiles that `castiron tune` found, for the target "host"
@@ -44,6 +49,10 @@ class Options:
     iree_flags: tuple[str, ...] = ()  # flags for iree-compile after castiron's own
 
     def __post_init__(self) -> None:
+        if not self.lowering:
+            object.__setattr__(self, "lowering", GPU_LOWERING if is_gpu(self.target) else "kernels")
+        if self.lowering == ("kernels" if is_gpu(self.target) else GPU_LOWERING):
+            raise EmitError(f"lowering {self.lowering!r} does not support the target {self.target}; leave out --lowering")
         known = {"weights": WEIGHTS, "numerics": NUMERICS, "cache": STORAGE, "lowering": LOWERINGS}
         for name, allowed in known.items():
             if getattr(self, name) not in allowed:
@@ -65,6 +74,11 @@ class Options:
         """Return these options with only the functions that one prompt at a time needs."""
         return replace(self, prefill=self.prefill[1:2] or self.prefill, batch=(), speculate=())
 
+    @classmethod
+    def for_draft(cls) -> Options:
+        """Return the options of a draft model, for speed: its errors change no token of the target."""
+        return cls(weights="q4_0", requantise=True, numerics="fast", prefill=(8, 32), batch=(), speculate=())
+
     @property
     def threads_or_cores(self) -> int:
         """Return `threads`; by default this machine's physical cores, or 2 for another target."""
@@ -72,9 +86,9 @@ class Options:
 
 
 def context_of(config: dict, options: Options) -> int:
-    """Return the bundle's context: the max tokens of a sequence, unless it is opened with another.
+    """Return the bundle's default context, the max tokens of a sequence.
 
-    The default is the model's limit, but at most 8192.
+    Without `options.context`, it is the model's limit, but at most 8192.
     """
     if options.context is not None:
         return options.context
@@ -84,12 +98,14 @@ def context_of(config: dict, options: Options) -> int:
 def max_context_of(config: dict, options: Options) -> int:
     """Return the largest context with which the bundle can be opened, in tokens.
 
-    The default is the model's limit, but at most 131,072. With the portable lowering, the default
-    is `context_of`.
+    Without `options.max_context`, it is the model's limit, but at most 131,072. With the portable
+    lowering, or for a GPU, it is `context_of` instead.
     """
     if options.max_context is not None:
         return options.max_context
     context = context_of(config, options)
-    # A large state costs kernels no time, because they read only its used positions. The portable
-    # lowering reads all positions.
-    return context if options.lowering == "portable" else max(context, min(read_config(config).max_positions, MAX_CONTEXT))
+    # A large state costs kernels no time or memory, because they use only its used positions. The portable lowering reads
+    # all positions, and a GPU has memory for all.
+    if options.lowering == "portable" or is_gpu(options.target):
+        return context
+    return max(context, min(read_config(config).max_positions, MAX_CONTEXT))

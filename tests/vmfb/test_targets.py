@@ -61,6 +61,19 @@ def test_rejects_bad_targets(monkeypatch):
         resolve("host")
 
 
+def test_a_gpu_may_have_an_architecture():
+    assert resolve("cuda").flags == resolve("cuda:sm_80").flags
+    assert "--iree-cuda-target=sm_89" in resolve("cuda:sm_89").flags
+    assert "--iree-rocm-target=gfx1100" in resolve("rocm:gfx1100").flags and resolve("rocm").driver == "hip"
+    assert "--iree-vulkan-target=ampere" in resolve("vulkan:ampere").flags
+    # Without these features IREE reads f16 wrongly.
+    assert any("StorageBuffer16BitAccess" in flag for flag in resolve("vulkan").flags)
+    assert missing_features(resolve("metal")) == ("metal",)
+    for name in ("cuda:gfx942", "rocm:sm_80", "metal:m3", "cuda:"):
+        with pytest.raises(TargetError, match="unknown architecture of"):
+            resolve(name)
+
+
 @pytest.mark.parametrize(("name", "machine"), [("x86-64-v3", 62), ("x86-64-v4", 62), ("aarch64", 183)])
 def test_every_target_compiles_to_code_for_its_cpu(tmp_path, compile_cache, name, machine):
     out = tmp_path / "model.vmfb"

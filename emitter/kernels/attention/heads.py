@@ -6,7 +6,7 @@ come before the rotation, as in HF.
 
     prepared(x [head_dim]), vector by vector in registers:
       x = x / sqrt(mean(x^2) + eps) * weight                        with a norm; a first pass computes the mean
-      for d in rotary_dim / 2: first, second = x[d], x[d + rotary_dim / 2]
+      for d in 0 .. rotary_dim / 2 - 1: first, second = x[d], x[d + rotary_dim / 2]
         y[d], y[d + rotary_dim / 2] = first * cos[d] - second * sin[d], second * cos[d] + first * sin[d]
       y[rotary_dim :] = x[rotary_dim :]
 """
@@ -113,7 +113,7 @@ def prepare_head(
     """Emit code that reads a head at `source`, normalises, rotates and scales it, and stores it.
 
     target: where the head is stored. kind: "q" or "k". head: index of the head among the heads of
-    this kind. given: memrefs of the kernel's operands by name, with those of `HeadLayout.operands`.
+    this kind. given: memrefs by name of the kernel's operands, including `HeadLayout.operands`.
     position: position of the token, which selects the rows of cos and sin. scale: factor by which
     the head is multiplied.
     """

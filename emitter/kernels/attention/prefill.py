@@ -15,7 +15,7 @@ and are computed first. Each workgroup gets long and short items.
       maxima, sums, rescale [columns]                                                                  stack
       out[columns] = 0                                                                               memory
       for block of `keys` keys, from the first to the last that the tile attends to:
-        for `rows` keys:
+        for `rows` keys of the block at a time:
           acc [rows, columns] = 0                                                                  registers
           for d in head_dim: acc += k_cache[layer, key, kv head, d] * qt[d]      the key's element broadcast
           scores[rows, columns] = masked, capped acc                                                   stack
@@ -179,7 +179,7 @@ class _Tile:
     """A writer of the code for one tile: `shape.columns` (token, query head) pairs of one kv head.
 
     A column is such a pair. For each column, the stack has the state of the online softmax and the
-    last position that the token attends to (`limits`). It also has the row and offset of the
+    last position that the token attends to (`limits`). The stack also has the row and offset of the
     column's result (`tokens`, `offsets`).
     """
 
@@ -199,9 +199,9 @@ class _Tile:
     def begin(self, column: Index, head: Index, q: Ssa, out: Ssa, start: Index, real: Index, sinks: Ssa | None) -> None:
         """Emit code that stores the scaled, transposed queries on the stack and starts the softmax.
 
-        The code also sets the result `out` of the tile to zero. column, head: first column and kv
-        head of the tile. q, out, sinks: memrefs of the kernel. start: position of the chunk's first
-        token. real: number of the chunk's tokens that are not padding.
+        The code also sets the result `out` of the tile to zero. column: first column of the tile.
+        head: kv head of the tile. q, out, sinks: memrefs of the kernel. start: position of the
+        chunk's first token. real: number of the chunk's tokens that are not padding.
         """
         b, shape = self.b, self.shape
         self.column, self.head, self.token = column, head, b.div(column, self.group)

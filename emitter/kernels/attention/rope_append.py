@@ -31,9 +31,9 @@ def rope_append(caches: Caches, T: int, layout: HeadLayout, *, isa: Isa) -> Kern
     caches.
 
     Operands: qkv f32 [T, layout.row]; cos, sin, q_norm, k_norm as in `HeadLayout.operands`; start
-    i32, the position of the first token; length i32, the number of tokens that are not padding and
-    are appended; k_cache, v_cache; layer, an index. Results: q f32 [T, heads * head_dim]; k_cache
-    and v_cache, in place.
+    i32, the position of the first token; length i32, the number of tokens that are not padding;
+    k_cache, v_cache; layer, an index. Results: q f32 [T, heads * head_dim]; k_cache and v_cache, in
+    place. Padding is not appended.
     """
     hd = layout.head_dim
     scalar = TensorType((), I32)

@@ -27,8 +27,9 @@ class Caches:
     layers: number of layers in a cache. The cache of a batch has the layers of all its sequences.
     context: max number of positions of a sequence.
     format: how a cache stores the key or value of a head.
-    ring: number of positions that a layer stores if the caches are ring buffers, or None. It must
-        exceed the attention window, and for a chunk of T tokens it must be at least window + T.
+    ring: number of positions that a layer stores if the caches are ring buffers, or None. The
+        number must exceed the attention window. For a chunk of T tokens it must be at least
+        window + T.
     """
 
     layers: int
@@ -83,8 +84,8 @@ class Rows:
     ) -> None:
         """Emit code that stores a key or value of one head, rounded to the format of the cache.
 
-        read(d): returns the f32 vector at element d of the head. on_store(d, x): called with each
-        f32 vector x as the cache represents it, after rounding.
+        read(d): returns the f32 vector at element d of the head. on_store(d, x): called for each
+        vector of the head, with x as f32 after it is rounded to the format of the cache.
         """
         b, group, at = self.b, self.cache.group(self.head_dim), self.indices(at)
         if not self.cache.grouped:
@@ -118,8 +119,8 @@ class Rows:
         """Return a function that emits a load of one vector from a part of a row.
 
         The function maps an offset in the part to the f32 vector at element `first` + offset of the
-        row. size: number of elements of the part. It must divide `first`, and the format must allow
-        parts of this size (see `Cache.cuts`).
+        row. size: number of elements of the part. `size` must divide `first`, and the format must
+        allow parts of this size (see `Cache.cuts`).
         """
         b, group, scales, at = self.b, self.cache.group(self.head_dim), dict[int, Ssa](), self.indices(at)
         if not self.cache.grouped:

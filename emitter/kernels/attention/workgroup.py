@@ -6,12 +6,12 @@ maximum score: it rises only when a score exceeds it by more than SLACK. So almo
 rescale the sums. The result is the same, because the factor exp(-reference) cancels.
 
     for tile of `tile` positions:
-      for `rows` positions: for kv head: for `heads` of its query heads:
+      for `rows` positions at a time: for kv head: for `heads` of its query heads at a time:
         acc [rows, heads] = 0                                                                      registers
         for d in head_dim:                                          `unroll` vectors at a time
-          acc += k_cache[layer, position, kv head, d] * q[head, d]  rows of the cache in place
-        scores[heads, rows] = lane sums of acc                      soft-capped; stack [per * group, tile]
-      for kv head: for `heads` of its query heads:
+          acc += k_cache[layer, position, kv head, d] * q[head, d]  keys are not copied
+        scores[heads, rows] = lane sums of acc                      soft-capped; stack
+      for kv head: for `heads` of its query heads at a time:
         if max(scores) > reference + SLACK: reference = max(scores); scale values and sums down
         scores = exp(scores - reference); sums += scores                                               stack
         for `columns` vectors of head_dim:
@@ -41,7 +41,7 @@ SLACK = 30.0  # max difference of a score and its head's reference; e^30 is far 
 
 
 class Shape:
-    """The tile sizes and stack bytes of a workgroup, if it computes up to `per` kv heads."""
+    """The tile sizes of a workgroup that computes up to `per` kv heads, and its stack size."""
 
     def __init__(self, layout: HeadLayout, isa: Isa, per: int, cache: Cache):
         hd = layout.head_dim
@@ -168,7 +168,7 @@ class Workgroup:
                     self.sink(g.index, b.add(b.mul(self.first, self.group), g.index), b.extract(score, 0), one)
 
     def sink(self, g: Index, head: Index, score: Ssa, one: Ssa) -> None:
-        """Emit code that adds a query head's sink (a score without a value) to its online softmax.
+        """Emit code that adds the sink of a query head (a score without a value) to the softmax.
 
         head: index of the query head among all query heads. score: score of the token's own key, a
         scalar. one: the vector 1, 0, 0, ..., which limits an addition to lane 0.
@@ -217,8 +217,9 @@ class Workgroup:
     def touch(self, base: Ssa, row: Index, at: Index, lines: range) -> None:
         """Emit loads of one word of each cache line in `lines` of a KV cache, as prefetches.
 
-        Line n begins at byte offset at + n * LINE_BYTES. Offsets begin at row `row` of the layer,
-        and count only the bytes of this workgroup's kv heads. base: address of the cache.
+        The code reads only rows of this workgroup's kv heads, at index `row` of the layer and
+        later. Line n begins at byte at + n * LINE_BYTES of these rows, as if there were no rows of
+        other kv heads between them. base: address of the cache.
         """
         b, row_bytes = self.b, self.row_bytes
         segment, size = self.shape.per * row_bytes, self.layout.kv_heads * row_bytes
@@ -232,7 +233,7 @@ class Workgroup:
     def score_rows(self, head: Ssa, row: Index, j: Ssa, rows: int, ahead: bool) -> None:
         """Emit code that computes and stores the scores of positions row .. row + rows - 1.
 
-        The scores are those of kv head `head` with all its query heads, and are stored in
+        They are the scores of all query heads that use kv head `head`. The code stores them in
         `self.scores` from index `j` on. ahead: whether the code also prefetches the values of these
         positions and the keys of the next `rows` positions.
         """
@@ -277,9 +278,9 @@ class Workgroup:
         """Emit code that replaces the scores of a tile by softmax weights, exp(score - reference).
 
         A tile is up to TILE consecutive positions. If a score exceeds the reference of its query
-        head by more than SLACK, the code first raises the reference to the maximum score. It also
-        adds the weights to the head's sum of weights. blocks: number of vectors of scores in the
-        tile.
+        head by more than SLACK, the code first raises the reference to the maximum score. The code
+        also adds the weights to the head's sum of weights. blocks: number of vectors of scores in
+        the tile.
         """
         b, lanes = self.b, self.lanes
         own_heads = self.own_heads(head, heads)
@@ -303,9 +304,9 @@ class Workgroup:
             b.vstore(total, self.sums, g, 0)
 
     def scale_down(self, g: Index, factor: Ssa) -> None:
-        """Emit code that multiplies the softmax sums of one query head by `factor`.
+        """Emit code that multiplies the softmax sums of query head `g` by `factor`.
 
-        These are the sum of the weights and the sums of the weighted values.
+        The sums are the head's sum of weights and its sums of weighted values.
         """
         b = self.b
         total = b.vload(self.sums, self.lanes, g, 0)

@@ -8,7 +8,7 @@ weight:
     each workgroup: one pair, and one of `tiles.workgroups` shares of the rows of W_e
       row = pair / per_row                                          of x [pairs / per_row, in]
       if row < length, or if there is no operand `length`:
-        base = chosen[pair] * blocks                                first of the expert's `blocks` 16-row blocks
+        base = chosen[pair] * blocks                                an expert has `blocks` 16-row blocks
         y[pair, share] = gemv(weight[base : base + blocks], x[row])
       else:
         y[pair] = 0                                                 in the workgroup with the first share
@@ -16,8 +16,8 @@ weight:
 With more pairs, the weights of an expert are decoded once for all of its pairs. The kernel is like
 `gemm`, with a block of (token, expert) pairs in place of a block of tokens:
 
-    each workgroup; a set is 16 * `row_blocks` columns of y
-      counts [experts] = number of each expert's pairs, without padding (pairs from per_row * `length` on)  stack
+    each workgroup (a set is 16 * `row_blocks` columns of y):
+      counts [experts] = number of each expert's pairs, of pairs 0 .. per_row * `length` - 1               stack
       for expert, for block of up to `tokens` pairs of the expert:
         low, high = range of the sets that this workgroup computes for the block
         if low < high:
@@ -25,7 +25,7 @@ With more pairs, the weights of an expert are decoded once for all of its pairs.
           for set in low .. high:
             sums [tokens, set] = x[pairs / per_row] @ W_expert[set]^T                                      as in `gemm`
             y[pairs, set] = epilogue(sums)                                                                 memory
-      y[a share of the pairs that are padding] = 0
+      y[a share of the padding: pairs from per_row * `length` on] = 0
 
 A block is multiplied in tiles of `rows` pairs. If fewer pairs are left at the end of a block, they
 are multiplied in tiles of `rest` pairs, which give the same bits.
@@ -199,7 +199,7 @@ class Grouped(Gemm):
         return self.b.to_index(self.b.load(buffer, i))
 
     def _pair(self, i: Index) -> Ssa:
-        """Return the index of pair `i` of the current block among all (token, expert) pairs."""
+        """Return the index, among all (token, expert) pairs, of pair `i` of the current block."""
         return self._at(self.pairs, i)
 
     def _count(self, real: Index) -> None:
@@ -214,8 +214,8 @@ class Grouped(Gemm):
     def _gather(self, expert: Index, first: Index, real: Index) -> None:
         """Emit code that stores the indices of a block's (token, expert) pairs in `self.pairs`.
 
-        first: how many pairs of `expert` are in earlier blocks. real: number of pairs of all
-        experts that are not padding.
+        first: how many pairs of `expert` are in earlier blocks. real: number of pairs that are not
+        padding, for all experts together.
         """
         b = self.b
         with b.loop(0, real, carry=[b.index(0)]) as pair:
@@ -293,8 +293,8 @@ class Grouped(Gemm):
     def _prefetch(self, blocks: Sequence[Index], unit: Index, units: int) -> None:
         """Emit prefetches of the codes of 16-row blocks that will be multiplied later.
 
-        For each block in `blocks`, the code prefetches from the block that is `tiles.row_blocks`
-        later. It prefetches `units` units (see `weights.panel.units`), from index `unit` on.
+        For each block in `blocks`, the code prefetches a part of block + `tiles.row_blocks`. The
+        part is `units` units (see `weights.panel.units`), from index `unit` on.
         """
         b, records, groups = self.b, self.panel.records, self.panel.records.layout.groups
         record = b.div(unit, groups)

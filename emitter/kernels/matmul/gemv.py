@@ -129,9 +129,9 @@ class Gemv:
         """Emit code that multiplies sets low .. high - 1 of the weight by a part of x.
 
         A set is `self.set` consecutive 16-row blocks. Only records first .. last - 1 of each row
-        block are multiplied, by the x that belongs to them. If they include the last record, the
-        code also stores y. parts: stack buffer that stores the sums between parts of x, or None if
-        x has one part.
+        block are multiplied, by the x that belongs to them. After the last record of a row block,
+        the code also stores y. parts: stack buffer for the totals of records before `last`, or None
+        if all of x is prepared at once.
         """
         b, self.range = self.b, (first, last)
         self.x.fill(first * self.layout.elements, last * self.layout.elements)
@@ -161,7 +161,7 @@ class Gemv:
     def _blocks_of(self, row: Index) -> list[Index]:
         """Return the indices of the 16-row blocks in set `row`: `self.set` consecutive blocks.
 
-        If the last set is incomplete, its last block is repeated.
+        If the last set is incomplete, the last block of the weight is repeated.
         """
         b = self.b
         row_blocks = [b.add(b.mul(row, self.set), i) for i in range(self.set)]

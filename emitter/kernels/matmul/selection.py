@@ -1,4 +1,4 @@
-"""Choose the kernel of a matmul, from the first row of a table whose predicate is true."""
+"""Choose the kernel of a matmul: the first kernel in a table whose predicate is true."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, fields
@@ -43,10 +43,10 @@ def _choice(matmul: Matmul) -> tuple[str, type[Tiles], type[Any]]:
 def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool) -> str:
     """Return the fastest of `matmul_spec.NUMERICS` for a matmul.
 
-    is_fast: whether x may be rounded to int8 or bf16. Rounding is not faster for one token, which
-    is limited by memory bandwidth, nor for few (token, expert) pairs. In canonical form, the result
-    is "canonical" or "exact". Kernels for few tokens and for float weights are "exact", because
-    they always add in canonical order.
+    is_fast: whether x may be rounded to int8 or bf16. Rounding is not faster for one token or for
+    few (token, expert) pairs, because memory bandwidth limits these matmuls. In canonical form, the
+    result is "canonical" or "exact". Kernels for few tokens and for float weights are "exact",
+    because they always add in canonical order.
     """
     if isa.canonical:
         is_batched = matmul.experts or (matmul.format.quantised and matmul.tokens > small_batch.MAX_TOKENS)

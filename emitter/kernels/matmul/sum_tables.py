@@ -82,7 +82,7 @@ class SumTables(PreparedX):
 
     @cached_property
     def _bit_values(self) -> tuple[float, tuple[float, ...]]:
-        """Return (base, values), where a code is base + sum over i of (its bit i) * values[i]."""
+        """Return (base, values), where a code is base + sum over i of (bit i) * values[i]."""
         table = self.codec.table
         if table:
             return float(table[0]), (float(table[1] - table[0]),)

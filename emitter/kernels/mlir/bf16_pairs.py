@@ -1,7 +1,9 @@
-"""Emit dot products of bf16 pairs, lane by lane. An i32 has a pair, its first bf16 in the low half.
+"""Emit dot products of bf16 pairs, lane by lane.
+
+An i32 stores a pair, with the first bf16 in its low half. There are three instructions:
 
 dpbf16  vdpbf16ps of AVX-512: adds both products to an f32; rounds each addition to nearest; denormals are zero
-bfdot   NEON's instruction for the same sum, with other rounding
+bfdot   NEON's instruction for the same sum, with different rounding
 plain   shifts and two fma in f32, for any CPU
 """
 
@@ -59,9 +61,10 @@ def nearest(b: Body, low: Ssa, high: Ssa) -> Ssa:
 
 
 def pieces(b: Body, low: Ssa, high: Ssa, count: int) -> list[Ssa]:
-    """Return `count` vectors of bf16 pairs (see `cut`) whose sum approximates `low` and `high`.
+    """Split two f32 vectors into sums of `count` bf16 vectors; return these as vectors of pairs.
 
-    With count 3 the sum is exact. With count 1 the vector has the nearest bf16.
+    The low halves of the pairs sum to `low`, and the high halves sum to `high`: exactly with count
+    3, approximately with count 2. With count 1 each half is the nearest bf16.
     """
     if count == 1:
         return [nearest(b, low, high)]

@@ -68,8 +68,8 @@ def _power(b: Body, shifted: Ssa) -> Ssa:
 def lane_sums(b: Body, vectors: Sequence[Ssa]) -> Ssa:
     """Return a vector whose lane i is the sum of the lanes of vector i.
 
-    The number of vectors is a power of two, at most their number of lanes. Lanes are added in the
-    same order (half by half) for any number of vectors.
+    The number of vectors is a power of two, and at most the number of lanes of a vector. The lanes
+    of a vector are added in the same order (half by half) for any number of vectors.
     """
     vectors = list(vectors)
     width = vectors[0].width
@@ -137,7 +137,10 @@ def outer(b: Body, rows: Iterable[Ssa], columns: Sequence[Ssa], sums: Sequence[S
 
 
 def transpose(b: Body, rows: Sequence[Ssa]) -> list[Ssa]:
-    """Return the columns of a square matrix as vectors; rows: its rows, a power of two of them."""
+    """Return the columns of a square matrix as vectors.
+
+    rows: the rows of the matrix. Their number is a power of two.
+    """
     rows = list(rows)
     width = len(rows)
     fold = width // 2
@@ -179,7 +182,7 @@ def rms_normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 
 def as_bytes(b: Body, parts: Sequence[Ssa]) -> tuple[list[Ssa], Ssa]:
-    """Return the f32 vectors `parts` quantised to int8, and their scalar scale, which they share.
+    """Return the f32 vectors `parts` quantised to int8, and one scalar scale for all of them.
 
     The quantised vectors still have the type f32: integers plus the constant ROUND. `numbers_of`
     and `low_bytes` extract the integers.

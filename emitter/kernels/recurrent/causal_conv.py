@@ -3,7 +3,7 @@
 A filter w has n positions, so the state has the last n - 1 rows of x.
 
 each workgroup: up to `BLOCK` features of one sequence
-  for some vectors of features:
+  for a few vectors of features at a time:
     window [n - 1] = state[layer]                                                              registers
     for t < length:
       y[t] = act(bias + sum over i of w[i] * window[i] + w[n - 1] * x[t])                      memory

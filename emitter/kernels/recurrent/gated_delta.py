@@ -1,7 +1,8 @@
 """Compute the gated delta rule (arXiv:2412.06464) token by token, and the gated norm after it.
 
 Columns of the state are independent, so the kernel updates a few of them for all tokens while they
-are in the L1 cache. Each element takes four operations, fewer than the matmuls of the chunked form.
+are in the L1 cache. For each token, an element of the state takes four operations, fewer than the
+matmuls of the chunked form.
 
     each workgroup: one head of one sequence, S [k_dim, v_dim] = state[layer, head]
       for t < length: k_scale[t] = 1 / |k|, q_scale[t] = 1 / (|q| sqrt(k_dim)), decay[t], beta[t]        stack
@@ -119,11 +120,11 @@ def _unit(x: np.ndarray) -> np.ndarray:
 
 
 def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tuple[int, bool]:
-    """Return (number of vectors of state columns updated together, whether in a copy).
+    """Return how a workgroup updates a state [k_dim, v_dim]: (vectors, whether in a copy).
 
-    The state is [k_dim, v_dim]. A workgroup that computes several tokens updates the columns in a
-    copy on the stack, if the copy fits. vectors: number of vectors in v_dim. width: number of
-    elements of a vector.
+    The first is the number of vectors of state columns that are updated together. A workgroup that
+    computes several tokens updates them in a copy on the stack, if the copy fits. vectors: number
+    of vectors in v_dim. width: number of elements of a vector.
     """
     limit = isa.registers // 4
     if tokens.in_turn > 1:

@@ -1,7 +1,8 @@
 """Compute the scan of Mamba 2 (arXiv:2405.21060) token by token.
 
 Rows of the state are independent, so the kernel updates a few of them for all tokens while they are
-in the L1 cache. Each element takes three operations, fewer than the matmuls of the chunked form.
+in the L1 cache. For each token, an element of the state takes three operations, fewer than the
+matmuls of the chunked form.
 
     each workgroup: one head of one sequence, S [head_dim, n] = state[layer, head]
       for t < length: step[t] = softplus(dt[t] + bias), decay[t] = exp(rate * step[t])              stack

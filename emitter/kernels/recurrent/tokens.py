@@ -89,7 +89,7 @@ class Tokens:
         return f"{self.layers}_{'b' * self.batch}{self.count}" + "_length" * self.length
 
     def share(self, b: Body, units: int, layer: Ssa, given: Mapping[str, Ssa]) -> Share:
-        """Return the sequence, tokens and unit that this workgroup computes.
+        """Return the part of the kernel that this workgroup computes.
 
         units: number of workgroups for each sequence. layer: layer of the model. given: memrefs of
         the kernel's operands, by name.
@@ -105,7 +105,7 @@ class Tokens:
     def real(self, layer: int, given: dict[str, np.ndarray]) -> Iterator[tuple[int, range]]:
         """Yield (index in dimension 0 of the states, range of rows of x) of each active sequence.
 
-        The rows are those without padding. The function is for NumPy references. layer: layer of
+        The rows are those without padding. For reference implementations in NumPy. layer: layer of
         the model. given: the kernel's operands, by name.
         """
         if not self.batch:

@@ -24,8 +24,8 @@ EXACT_COUNTS = {"bf16": 1, "f16": 2, "f32": 3}
 def units(codec_name: str) -> int:
     """Return the size of a unit: how many consecutive elements of in_features are decoded together.
 
-    A unit is a codec group of a quantised codec, and a record of a float codec. The depth of a
-    panel is a multiple of it.
+    A unit is a codec group of a quantised codec, or a record of a float codec. The depth of a panel
+    is a multiple of this size.
     """
     codec = codec_of(codec_name)
     return codec.group if codec.quantised else layout(codec).elements
@@ -79,9 +79,10 @@ def decoded(records: Records, block: Index, unit: Index) -> list[list[Ssa]]:
 class BasePanel:
     """A panel: a part of a packed weight that is decoded to stack buffers.
 
-    A panel has `depth` rows and 16 * `row_blocks` columns. A row is an element of in_features, a
-    column is a row of the weight. The method `fill` of a subclass emits the code that decodes. It
-    gets the first 16-row block and the first element of in_features of the panel.
+    A panel is a transposed part of the weight: its `depth` rows are elements of in_features, and
+    its 16 * `row_blocks` columns are rows of the weight. The method `fill` of a subclass emits the
+    code that decodes. Its arguments are the first 16-row block and the first element of in_features
+    of the panel, and the number of elements.
     """
 
     def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int):
@@ -181,7 +182,7 @@ class Int8Panel(BasePanel):
                     b.vstore(arranged, self.codes, b.add(b.mul(g.index, group // 4), each), column)
 
     def quads(self, q: Index, column: Index, count: int) -> list[Ssa]:
-        """Return `count` vectors of `codes`, from rows q, q + 1, ..., as `Dot.code` takes them."""
+        """Return vectors from rows q .. q + count - 1 of `codes`, for the method `Dot.code`."""
         return [self.b.vload(self.codes, self.lanes, self.b.add(q, i), column) for i in range(count)]
 
 
@@ -228,9 +229,9 @@ class Bf16Panel(BasePanel):
     def _put_pair(self, i: Index, pair: Index, v: int, block: Index, k: Index, last: bool = False) -> None:
         """Emit code that stores elements k and k + 1 of a float codec as pair `pair` of the panel.
 
-        i, block: index of the 16-row block in the panel and in the weight. v: vector of its rows.
-        last: whether k is the last element of in_features; then the second element of the pair is
-        zero.
+        i, block: index of the 16-row block in the panel and in the weight. v: index of a vector in
+        the 16 rows. last: whether k is the last element of in_features; then the second element of
+        the pair is zero.
         """
         b, records = self.b, self.records
         if self.codec.name == "bf16":
@@ -290,7 +291,7 @@ class Bf16CodePanel(BasePanel):
     def _signed(self, code: Ssa, factor: float) -> Ssa:
         """Return codes as signed integers in f32: code * factor - codec.offset.
 
-        code: vector that `GroupCodes.code` returns. factor: its factor in `code_factors`.
+        code: vector that `GroupCodes.code` returns. factor: the code's factor in `code_factors`.
         """
         b = self.b
         if not self.codec.offset:

@@ -1,0 +1,1 @@
+"""Kernels for GPUs: SPIR-V, CUDA, ROCm and Metal compile the same text."""

@@ -1,0 +1,105 @@
+"""Find the index of the largest logit on a GPU: first in each part of a row, then among the parts.
+
+each workgroup: one part of a row; in the second dispatch: the results of all parts of a row
+  each thread: find the largest of every `THREADS`th logit, and its index             registers
+  until one logit is left: two threads compare their logits, and the larger is left   shared
+  out = its index, or 0 if no logit is above -inf; in the first dispatch also the logit  memory
+"""
+
+from functools import cache
+
+import numpy as np
+
+from castiron.emitter.kernels.gpu.gpu_body import GpuBody
+from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
+from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.kernels.mlir.body import Index, Ssa
+from castiron.emitter.types import F32, I32, TensorType
+
+THREADS, PART = 128, 2048
+
+
+def parts_of(vocab: int) -> int:
+    return -(-vocab // PART)
+
+
+@cache
+def best_of_parts(rows: int, vocab: int) -> Kernel:
+    """Return the kernel that finds the largest logit of each part of a row (`PART` logits).
+
+    Operand: logits f32 [rows, vocab]. Results: best f32 [rows, parts], the logit; index i32 [rows,
+    parts]. Among equal logits the kernel chooses the lowest index.
+    """
+    parts = parts_of(vocab)
+
+    def write(b: GpuBody, logits: Ssa, best: Ssa, index: Ssa) -> None:
+        unit = b.workgroup()
+        row, low = b.div(unit, parts), b.mul(b.rem(unit, parts), PART)
+        last = b.min(b.add(low, PART), vocab)
+        logit, at = _search(b, lambda i: (b.load(logits, row, b.add(low, i)), b.add(low, i)), b.sub(last, low))
+        with b.when(b.equal(b.thread(), 0)):
+            b.store(logit, best, row, b.rem(unit, parts))
+            b.store(at, index, row, b.rem(unit, parts))
+
+    def reference(logits: np.ndarray) -> dict[str, np.ndarray]:
+        padded = np.pad(logits, ((0, 0), (0, -vocab % PART)), constant_values=-np.inf).reshape(rows, parts, PART)
+        at = padded.argmax(-1)
+        best = np.take_along_axis(padded, at[..., None], -1)[..., 0]
+        return {"best": best, "index": np.where(best > -np.inf, at + np.arange(parts) * PART, 0).astype(np.int32)}
+
+    types = TensorType((rows, vocab), F32), TensorType((rows, parts), F32), TensorType((rows, parts), I32)
+    results = {"best": types[1], "index": types[2]}
+    name = f"gpu_best_{rows}x{vocab}"
+    return GpuKernel(name, {"logits": types[0]}, results, rows * parts, write, reference=reference, threads=THREADS)
+
+
+@cache
+def best_of_rows(rows: int, parts: int) -> Kernel:
+    """Return the kernel that finds the largest logit of each row in the results of `best_of_parts`.
+
+    Operands: best f32 [rows, parts], index i32 [rows, parts]. Result: argmax i32 [rows].
+    """
+
+    def write(b: GpuBody, best: Ssa, index: Ssa, argmax: Ssa) -> None:
+        row = b.workgroup()
+        _, at = _search(b, lambda i: (b.load(best, row, i), b.to_index(b.load(index, row, i))), parts)
+        with b.when(b.equal(b.thread(), 0)):
+            b.store(at, argmax, row)
+
+    def reference(best: np.ndarray, index: np.ndarray) -> dict[str, np.ndarray]:
+        return {"argmax": np.take_along_axis(index, best.argmax(-1)[:, None], -1)[:, 0]}
+
+    operands = {"best": TensorType((rows, parts), F32), "index": TensorType((rows, parts), I32)}
+    results, name = {"argmax": TensorType((rows,), I32)}, f"gpu_argmax_{rows}x{parts}"
+    return GpuKernel(name, operands, results, rows, write, reference=reference, threads=THREADS)
+
+
+def _search(b: GpuBody, read, count: Index) -> tuple[Ssa, Ssa]:
+    """Return the largest of `count` numbers and its i32 index, which all threads get.
+
+    The index is 0 if no number is above -inf. read(i): returns number i and its index.
+    """
+    thread = b.thread()
+    lowest, nowhere = b.f32(float("-inf")), b.i32(0x7FFFFFFF)
+
+    def better(a: tuple[Ssa, Ssa], c: tuple[Ssa, Ssa]) -> tuple[Ssa, Ssa]:
+        first = b.both(b.compare("oeq", c[0], a[0]), b.compare("ult", c[1], a[1]))
+        chosen = b.either(b.compare("ogt", c[0], a[0]), first)
+        return b.select(chosen, c[0], a[0]), b.select(chosen, c[1], a[1])
+
+    with b.strided(thread, count, [lowest, nowhere]) as loop:
+        number, at = read(loop.index)
+        # NaN is never better than a number.
+        chosen = b.compare("ogt", number, loop.values[0])
+        loop.give(b.select(chosen, number, loop.values[0]), b.select(chosen, b.to_i32(at), loop.values[1]))
+    numbers, indices = b.shared(THREADS), b.shared(THREADS, "i32")
+    own, size = (loop.results[0], loop.results[1]), THREADS
+    while size > 1:
+        b.store(own[0], numbers, thread)
+        b.store(own[1], indices, thread)
+        b.barrier()
+        size //= 2
+        other = b.rem(b.add(thread, size), THREADS)
+        own = better(own, (b.load(numbers, other), b.load(indices, other)))
+        b.barrier()
+    return own[0], b.select(b.compare("ogt", own[0], lowest), own[1], b.i32(0))

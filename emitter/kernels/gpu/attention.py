@@ -1,0 +1,369 @@
+"""Compute attention on a GPU over a KV cache in place: decoding and chunks of tokens.
+
+    each workgroup: one query head of up to `queries` consecutive tokens of a sequence
+      q [queries, head_dim] = scale * prepared q                                              shared
+      decoding: k, v [head_dim] = prepared k, v of the token; one workgroup of each kv head
+        appends them to the caches; the online softmax starts with them
+      for block of `KEYS` positions, from the first to the last that a query attends to:
+        scores [queries, KEYS] = q . k_cache[position], four threads for each position        shared
+        maxima [queries] = max(maxima, scores); scale values and sums of weights down      registers
+        weights [queries, KEYS] = exp(scores - maxima)                                        shared
+        each thread, for a few d: values [queries, d] += weights . v_cache[positions, d]   registers
+      out[token, head] = values / sums of weights                                             memory
+
+`prepared`: norm and rotation (`gpu.heads`). The run time depends on the position and not on the
+size of the cache. No workgroup reads the cache row that is written in the same dispatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from castiron.emitter.kernels.attention.decode import DecodeTokens
+from castiron.emitter.kernels.attention.heads import HeadLayout, prepared_heads
+from castiron.emitter.kernels.attention.rows import Caches
+from castiron.emitter.kernels.attention.scores import NEVER, Scores, attend, by_position
+from castiron.emitter.kernels.gpu.activations import tanh
+from castiron.emitter.kernels.gpu.cache_rows import CacheRows
+from castiron.emitter.kernels.gpu.gpu_body import GpuBody
+from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
+from castiron.emitter.kernels.gpu.heads import Head, Rows, prepare
+from castiron.emitter.kernels.kernel import INDEX, Kernel
+from castiron.emitter.kernels.mlir.body import Index, Ssa
+from castiron.emitter.types import F32, TensorType
+
+THREADS, LANES = 128, 4
+KEYS = THREADS // LANES
+QUERIES = THREADS // KEYS  # max tokens of a chunk that share the reads of keys and values
+
+
+def _reference(
+    caches: Caches, layout: HeadLayout, scores: Scores, tokens: DecodeTokens, layer: int, given: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Return the results of `attention` in NumPy."""
+    qkv = np.concatenate([x for name, x in given.items() if name.startswith("rows")], 1)
+    out = np.zeros((tokens.count, layout.keys), np.float32)
+    k_cache, v_cache = given["k_cache"].copy(), given["v_cache"].copy()
+    for sequence, first, positions in tokens.runs(given):
+        at, rows = sequence * (caches.layers // tokens.count) + layer if tokens.kind == "batch" else layer, len(positions)
+        q, k, v = prepared_heads(layout, qkv[first : first + rows], positions, given)
+        if not tokens.in_cache:
+            for buffer, new in (k_cache, k), (v_cache, v):
+                buffer[at, positions % buffer.shape[1]] = caches.format.stored(new)
+        seen_k, seen_v = (caches.format.values(by_position(x[at], positions[-1] + 1)) for x in (k_cache, v_cache))
+        out[first : first + rows] = attend(q, seen_k, seen_v, positions, scores, given.get("sinks")).reshape(rows, -1)
+    return {"out": out} if tokens.in_cache else {"out": out, "k_cache": k_cache, "v_cache": v_cache}
+
+
+@cache
+def attention(caches: Caches, layout: HeadLayout, scores: Scores, tokens: DecodeTokens, rows: Rows) -> Kernel:
+    """Return the kernel of attention for one token of each sequence, or for a chunk of tokens.
+
+    Unless `tokens` is a chunk, the kernel also appends k and v to the caches.
+
+    Operands: rows0, ... as in `Rows.operands`; cos, sin, q_norm, k_norm as in
+    `HeadLayout.operands`; sinks f32 [heads] if `scores.sinks`; the positions as in
+    `DecodeTokens.operands`; k_cache, v_cache; layer, an index. Results: out f32 [T, heads *
+    head_dim], zero for padding and idle sequences; k_cache and v_cache, in place, unless `tokens`
+    is a chunk.
+    """
+    cached = caches.types(layout.kv_heads, layout.head_dim)
+    updated = {} if tokens.in_cache else cached
+    queries = min(QUERIES, tokens.count) if tokens.in_cache else 1
+    operands: dict[str, TensorType | str] = {
+        **rows.operands(tokens.count),
+        **layout.operands(caches.context),
+        **scores.operands(layout.heads),
+        **tokens.operands,
+        **cached,
+        "layer": INDEX,
+    }
+
+    def write(b: GpuBody, layer: Ssa, **given: Ssa) -> None:
+        _Writer(b, b.thread(), caches, layout, scores, tokens, rows, queries, given).write(layer)
+
+    sizes = "x".join(map(str, rows.widths))
+    return GpuKernel(
+        f"gpu_attention_{caches.layers}x{caches.context}_{layout.suffix}_{scores.suffix}{tokens.suffix}{caches.suffix}_{sizes}",
+        operands,
+        {"out": TensorType((tokens.count, layout.keys), F32), **updated},
+        layout.heads * -(-tokens.count // queries),
+        write,
+        reference=lambda layer, **given: _reference(caches, layout, scores, tokens, layer, given),
+        in_place={name: name for name in updated},
+        threads=THREADS,
+    )
+
+
+@cache
+def append(caches: Caches, layout: HeadLayout, T: int, rows: Rows) -> Kernel:
+    """Return the kernel that appends the prepared keys and values of a chunk of T tokens.
+
+    Operands: those of `attention` for a chunk without the sinks. Results: k_cache and v_cache, in
+    place; rows of padding are not stored.
+    """
+    hd, tokens, cached = layout.head_dim, DecodeTokens("chunk", T), caches.types(layout.kv_heads, layout.head_dim)
+    operands: dict[str, TensorType | str] = {
+        **rows.operands(T),
+        **layout.operands(caches.context),
+        **tokens.operands,
+        **cached,
+        "layer": INDEX,
+    }
+
+    def write(b: GpuBody, layer: Ssa, **given: Ssa) -> None:
+        thread, unit = b.thread(), b.workgroup()
+        token, head = b.div(unit, layout.kv_heads), b.rem(unit, layout.kv_heads)
+        position, padding = tokens.position(b, given, token)
+        assert padding is not None, "a chunk has padding"
+        with b.when(b.negate(padding)):
+            _append(b, thread, caches, layout, rows, (layer, position, head), token, given)
+
+    def reference(layer: int, **given: np.ndarray) -> dict[str, np.ndarray]:
+        qkv = np.concatenate([x for name, x in given.items() if name.startswith("rows")], 1)
+        k_cache, v_cache = given["k_cache"].copy(), given["v_cache"].copy()
+        for _, _, positions in tokens.runs(given):
+            _, k, v = prepared_heads(layout, qkv[: len(positions)], positions, given)
+            for buffer, new in (k_cache, k), (v_cache, v):
+                buffer[layer, positions % buffer.shape[1]] = caches.format.stored(new)
+        return {"k_cache": k_cache, "v_cache": v_cache}
+
+    return GpuKernel(
+        f"gpu_append_{caches.layers}x{caches.context}_{T}_{layout.suffix}{caches.suffix}_{'x'.join(map(str, rows.widths))}",
+        operands,
+        cached,
+        T * layout.kv_heads,
+        write,
+        reference=reference,
+        in_place={name: name for name in cached},
+        threads=1 << (min(hd, THREADS) - 1).bit_length(),
+    )
+
+
+def _append(
+    b: GpuBody, thread: Ssa, caches: Caches, layout: HeadLayout, rows: Rows, at: Sequence[Index], token: Index,
+    given: Mapping[str, Ssa], only: Ssa | None = None,
+) -> tuple[Ssa, Ssa]:  # fmt: skip
+    """Emit code that appends a token's key and value of one kv head to the caches.
+
+    Return (key, value) as shared memrefs f32 [head_dim]. at: (layer, position, kv head). only: an
+    i1; if it is false, the code computes key and value but does not change the caches.
+    """
+    _, position, head = at
+    new = b.shared(layout.head_dim), b.shared(layout.head_dim)
+    heads = [(Head(kind, token, head, position), target) for kind, target in zip("kv", new)]
+    prepare(b, thread, layout, rows, heads, given)
+    for name, target in zip(("k_cache", "v_cache"), new):
+        cache = CacheRows(b, b.words(given[name]), caches, layout.kv_heads, layout.head_dim)
+        cache.append(thread, cache.row(*at), target, only)
+    return new
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """A writer of the code of one workgroup: one query head of `queries` consecutive tokens.
+
+    A key or value is read once for all of these tokens. Arguments of the methods:
+    own_d: indices of the elements of head_dim that this thread computes in the result.
+    subset: index of the subset of keys that this thread adds; 0 if all threads add all keys.
+        There are several subsets if head_dim is smaller than the number of threads.
+    """
+
+    b: GpuBody
+    thread: Ssa
+    caches: Caches
+    layout: HeadLayout
+    scores: Scores
+    tokens: DecodeTokens
+    rows: Rows
+    queries: int
+    given: Mapping[str, Ssa]
+
+    def write(self, layer: Ssa) -> None:
+        b, heads, tokens = self.b, self.layout.heads, self.tokens
+        unit = b.workgroup()
+        head, first = b.rem(unit, heads), b.mul(b.div(unit, heads), self.queries)
+        position, idle = tokens.position(b, self.given, first)
+        layer = b.at(tokens.layer(b, layer, first, self.caches.layers))
+        if tokens.kind != "batch":
+            self._sequence(layer, head, first, position)
+            return
+        assert idle is not None, "sequences of a batch may be idle"
+        with b.when(b.negate(idle)):
+            self._sequence(layer, head, first, position)
+        with b.when(idle), b.strided(self.thread, self.layout.head_dim) as d:
+            b.store(b.f32(0.0), self.given["out"], first, b.add(b.mul(head, self.layout.head_dim), d.index))
+
+    def _sequence(self, layer: Ssa, head: Index, first: Index, position: Ssa) -> None:
+        b, layout, thread, hd = self.b, self.layout, self.thread, self.layout.head_dim
+        end = self.tokens.count - 1
+        kv_head = b.div(head, layout.group)
+        q = [b.shared(hd) for _ in range(self.queries)]
+        rows = [b.min(b.add(first, i), end) for i in range(self.queries)]
+        last = self.caches.context - 1
+        queries = [Head("q", row, head, b.min(b.add(position, i), last)) for i, row in enumerate(rows)]
+        prepare(b, thread, layout, self.rows, list(zip(queries, q)), self.given)
+        lows, highs = zip(*(self._range(b.add(position, i), b.add(first, i)) for i in range(self.queries)))
+        dims, subsets = -(-hd // THREADS), max(1, THREADS // hd)
+        zero, never = b.f32(0.0), b.f32(NEVER)
+        maxima, sums, values = [never] * self.queries, [zero] * self.queries, [zero] * (self.queries * dims)
+        own_d = [b.min(b.add(b.rem(thread, hd) if subsets > 1 else thread, i * THREADS), hd - 1) for i in range(dims)]
+        subset = b.div(thread, hd) if subsets > 1 else 0
+        if not self.tokens.in_cache:
+            writes = b.equal(b.rem(head, layout.group), 0)
+            at = layer, position, kv_head
+            k, v = _append(b, thread, self.caches, layout, self.rows, at, first, self.given, writes)
+            maxima = [self._score(self._dot_shared(q[0], k))]
+            # Only the first subset of threads counts the token itself.
+            counts = b.equal(subset, 0) if subsets > 1 else None
+            sums = [b.f32(1.0) if counts is None else b.select(counts, b.f32(1.0), zero)]
+            own = [b.load(v, d) for d in own_d]
+            values = own if counts is None else [b.select(counts, x, zero) for x in own]
+        low = lows[0]
+        # Bidirectional queries near the end may attend to fewer positions than earlier ones.
+        high = highs[0]
+        for other in highs[1:]:
+            high = b.max(high, other)
+        state = [*maxima, *sums, *values]
+        with b.loop(low, high, KEYS, carry=state) as block:
+            block.give(*self._block(block.index, high, (layer, kv_head), q, (lows, highs), own_d, subset, block.values))
+        n = self.queries
+        self._store(head, first, block.results[:n], block.results[n : 2 * n], block.results[2 * n :], own_d, subset)
+
+    def _range(self, position: Index, row: Index) -> tuple[Index, Index]:
+        """Return the range (first, end) of cached positions that a token attends to.
+
+        position: position of the token. row: index of the token in the call.
+        """
+        b, window = self.b, self.scores.window
+        low = 0 if window is None else b.max(b.sub(b.add(position, 1), window), 0)
+        if not self.tokens.in_cache:
+            return low, position
+        length = b.to_index(b.load(self.given["length"]))
+        end = b.add(b.to_index(b.load(self.given["start"])), length)
+        high = b.add(position, 1)
+        if self.scores.bidirectional:
+            high = end if window is None else b.min(end, b.add(position, window))
+        # A token of padding attends to nothing; its position may be outside the cache.
+        return low, b.select(b.less(row, length), b.at(high), 0)
+
+    def _score(self, dot: Ssa) -> Ssa:
+        """Return the score q . k after scale and soft cap."""
+        b, score = self.b, self.b.mulf(dot, self.b.f32(self.scores.scale))
+        if self.scores.softcap is None:
+            return score
+        cap = b.f32(self.scores.softcap)
+        return b.mulf(tanh(b, b.divf(score, cap)), cap)
+
+    def _dot_shared(self, q: Ssa, k: Ssa) -> Ssa:
+        """Return the dot product of two vectors in shared memory; all threads get it."""
+        b = self.b
+        with b.strided(self.thread, self.layout.head_dim, [b.f32(0.0)]) as d:
+            d.give(b.fma(b.load(q, d.index), b.load(k, d.index), d.values[0]))
+        found, at = b.sums(self.thread, d.results, THREADS)
+        return b.load(found, at)
+
+    def _block(self, base, high, at, q, ranges, own_d, subset, state: Sequence[Ssa]) -> list[Ssa]:
+        """Emit code that adds KEYS positions from `base` on to the online softmax.
+
+        Return the new state. high: positions from `high` on are ignored. at: (layer, kv head). q:
+        shared memrefs of the queries. ranges: (firsts, ends); query i attends to positions
+        firsts[i] .. ends[i] - 1. state: maxima, sums of weights and sums of weighted values.
+        """
+        b, thread, n = self.b, self.thread, self.queries
+        layer, kv_head = at
+        hd, kv_heads = self.layout.head_dim, self.layout.kv_heads
+        maxima, sums, values = state[:n], state[n : 2 * n], state[2 * n :]
+        keys, cached = (CacheRows(b, b.words(self.given[name]), self.caches, kv_heads, hd) for name in ("k_cache", "v_cache"))
+        partial, scores, weights = (b.shared(n * size) for size in (THREADS, KEYS, KEYS))
+        lane, slot = b.rem(thread, LANES), b.div(thread, LANES)
+        row = keys.row(layer, b.min(b.add(base, slot), b.sub(high, 1)), kv_head)
+        with b.loop(lane, hd // keys.step, LANES, carry=[b.f32(0.0)] * n) as part:
+            k, totals = keys.load(row, part.index), list(part.values)
+            for i in range(n):
+                for j, x in enumerate(k):
+                    totals[i] = b.fma(x, b.load(q[i], b.add(b.mul(part.index, keys.step), j)), totals[i])
+            part.give(*totals)
+        for i, total in enumerate(part.results):
+            b.store(total, partial, b.add(thread, i * THREADS))
+        b.barrier()
+        with b.strided(thread, n * KEYS) as item:
+            query, key = b.div(item.index, KEYS), b.rem(item.index, KEYS)
+            total = b.load(partial, b.mul(item.index, LANES))
+            for j in range(1, LANES):
+                total = b.addf(total, b.load(partial, b.add(b.mul(item.index, LANES), j)))
+            position, (lows, highs) = b.add(base, key), ranges
+            low, end = self._of_query(query, lows), self._of_query(query, highs)
+            inside = b.both(b.negate(b.less(position, low)), b.less(position, end))
+            b.store(b.select(inside, self._score(total), b.f32(NEVER)), scores, item.index)
+        b.barrier()
+        tops, rescale = [], []
+        for i in range(n):
+            with b.loop(0, KEYS, 1, carry=[maxima[i]]) as scan:
+                scan.give(b.maxf(b.load(scores, b.add(scan.index, i * KEYS)), scan.values[0]))
+            tops.append(scan.results[0])
+            rescale.append(b.math("exp", b.subf(maxima[i], tops[i])))
+        with b.strided(thread, n * KEYS) as item:
+            score, top = b.load(scores, item.index), self._of_query(b.div(item.index, KEYS), tops)
+            # Where every score is masked, the maximum is too, and the difference would be 0.
+            weight = b.select(b.compare("ogt", score, b.f32(NEVER)), b.math("exp", b.subf(score, top)), b.f32(0.0))
+            b.store(weight, weights, item.index)
+        b.barrier()
+        sums = [b.mulf(x, factor) for x, factor in zip(sums, rescale)]
+        values = [b.mulf(x, rescale[i // len(own_d)]) for i, x in enumerate(values)]
+        count = b.min(b.sub(high, base), KEYS)
+        with b.loop(subset, count, max(1, THREADS // hd), carry=[*sums, *values]) as turn:
+            row = cached.row(layer, b.add(base, turn.index), kv_head)
+            factors = [b.load(weights, b.add(turn.index, i * KEYS)) for i in range(n)]
+            xs = [cached.element(row, d) for d in own_d]
+            totals = [b.addf(x, factor) for x, factor in zip(turn.values[:n], factors)]
+            turn.give(*totals, *(b.fma(factors[i // len(xs)], xs[i % len(xs)], x) for i, x in enumerate(turn.values[n:])))
+        return [*tops, *turn.results]
+
+    def _of_query(self, i: Index, values: Sequence[Index]) -> Ssa:
+        """Return values[i] for a run-time index i."""
+        b, found = self.b, values[0]
+        for j, other in enumerate(values[1:], 1):
+            found = b.select(b.equal(i, j), other, found)
+        return b.at(found) if isinstance(found, int) else found
+
+    def _store(self, head, first, maxima, sums, values, own_d, subset) -> None:
+        """Emit code that adds the sinks, divides by the sums of weights, and stores the results."""
+        b, thread, n, hd = self.b, self.thread, self.queries, self.layout.head_dim
+        subsets = max(1, THREADS // hd)
+        sums, values = list(sums), list(values)
+        if self.scores.sinks:
+            sink = b.load(self.given["sinks"], head)
+            for i in range(n):
+                top = b.maxf(sink, maxima[i])
+                rescale, more = (b.math("exp", b.subf(x, top)) for x in (maxima[i], sink))
+                more = more if subsets == 1 else b.select(b.equal(subset, 0), more, b.f32(0.0))
+                sums[i] = b.addf(b.mulf(sums[i], rescale), more)
+                values[i * len(own_d) : (i + 1) * len(own_d)] = [
+                    b.mulf(x, rescale) for x in values[i * len(own_d) : (i + 1) * len(own_d)]
+                ]
+        if subsets > 1:
+            buffer = b.shared(2 * n * THREADS)
+            for i, x in enumerate([*sums, *values]):
+                b.store(x, buffer, b.add(thread, i * THREADS))
+            b.barrier()
+            found = []
+            for i in range(2 * n):
+                total = b.load(buffer, b.add(own_d[0], i * THREADS))
+                for other in range(1, subsets):
+                    total = b.addf(total, b.load(buffer, b.add(own_d[0], other * hd + i * THREADS)))
+                found.append(total)
+            sums, values = found[:n], found[n:]
+        for i in range(n):
+            token = b.add(first, i)
+            # Padding attends to nothing, so its sum is 0.
+            inverse = b.divf(b.f32(1.0), b.maxf(sums[i], b.f32(1e-30)))
+            for j, d in enumerate(own_d):
+                inside = b.both(b.less(token, self.tokens.count), b.less(b.add(thread, j * THREADS), hd))
+                with b.when(inside):
+                    x = b.mulf(values[i * len(own_d) + j], inverse)
+                    b.store(x, self.given["out"], token, b.add(b.mul(head, hd), d))

@@ -1,0 +1,154 @@
+"""Read and write rows of KV caches (`emitter.kv_cache`) as 32-bit words.
+
+A group of q8_0 is rounded as in the CPU kernels: d = max |x| / 127, and a code is x * (127 / max
+|x|) rounded to an integer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from castiron.emitter.int8 import MAX_BYTE, MIN_SCALED
+from castiron.emitter.kernels.attention.rows import Caches
+from castiron.emitter.kernels.gpu.gpu_body import GpuBody
+from castiron.emitter.kernels.mlir.body import F32, I32, Index, Ssa
+from castiron.emitter.kv_cache import SCALE_BYTES
+from castiron.emitter.types import EmitError
+
+
+@dataclass(frozen=True)
+class CacheRows:
+    """A writer of code that accesses the rows of one KV cache.
+
+    A row is the key or value of one layer, position and kv head. words: memref of the words of the
+    cache. Arguments of the methods: row: index of the first word of a row. only: an i1, or None; if
+    it is false, the emitted code stores nothing in the cache.
+    """
+
+    b: GpuBody
+    words: Ssa
+    caches: Caches
+    kv_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        if self.caches.format.name == "f16" and self.head_dim % 2:
+            raise EmitError(f"cache type f16 does not support an odd head_dim on GPUs: {self.head_dim}; use --cache f32")
+
+    @property
+    def row_words(self) -> int:
+        return self.caches.format.row_bytes(self.head_dim) // 4
+
+    @property
+    def group_words(self) -> int:
+        """Return the number of words of a group of q8_0, which has a scale and codes."""
+        return (SCALE_BYTES + self.caches.format.group(self.head_dim)) // 4
+
+    @property
+    def step(self) -> int:
+        """Return the number of elements that `load` returns.
+
+        It is the largest of 4, 2 and 1 that divides head_dim.
+        """
+        return next(n for n in (4, 2, 1) if self.head_dim % n == 0)
+
+    def row(self, layer: Index, position: Index, head: Index) -> Index:
+        """Return the index of the first word of a row."""
+        b, caches = self.b, self.caches
+        position = position if caches.ring is None else b.rem(position, caches.ring)
+        at = b.add(b.mul(b.add(b.mul(layer, caches.positions), position), self.kv_heads), head)
+        return b.mul(at, self.row_words)
+
+    def load(self, row: Index, part: Index) -> list[Ssa]:
+        """Emit code that loads elements part * step .. (part + 1) * step - 1 of a row as f32."""
+        b, step, format = self.b, self.step, self.caches.format
+        if format.grouped:
+            word, group = self._code_word(b.mul(part, 4))
+            scale, codes = self._load(row, group), self._load(row, word)
+            factor = b.as_type(scale, F32)
+            return [b.mulf(self._code(codes, b.i32(8 * j)), factor) for j in range(4)]
+        if format.name == "f16":
+            words = [self._load(row, b.add(b.mul(part, step // 2), i)) for i in range(step // 2)]
+            return [x for word in words for x in b.halves(word)]
+        return [b.as_type(self._load(row, b.add(b.mul(part, step), i)), F32) for i in range(step)]
+
+    def element(self, row: Index, d: Index) -> Ssa:
+        """Emit code that loads element `d` of a row as f32."""
+        b, format = self.b, self.caches.format
+        if format.grouped:
+            word, group = self._code_word(d)
+            shift = b.to_i32(b.mul(b.rem(d, 4), 8))
+            return b.mulf(self._code(self._load(row, word), shift), b.as_type(self._load(row, group), F32))
+        if format.name == "f16":
+            word = self._load(row, b.div(d, 2))
+            return b.half(b.bits("andi", b.binary("shrui", word, b.to_i32(b.mul(b.rem(d, 2), 16))), 0xFFFF))
+        return b.as_type(self._load(row, d), F32)
+
+    def append(self, thread: Ssa, row: Index, new: Ssa, only: Ssa | None = None) -> None:
+        """Emit code that rounds `new` to the cache's format and stores it in a row.
+
+        new: shared memref f32 [head_dim] that all threads see. The code replaces its elements by
+        the rounded values. All threads must execute the code.
+        """
+        b, format = self.b, self.caches.format
+        if format.grouped:
+            group = format.group(self.head_dim)
+            with b.strided(thread, self.head_dim // group) as g:
+                word = b.add(row, b.mul(g.index, self.group_words))
+                self._append_group(word, new, b.mul(g.index, group), group, only)
+            b.barrier()
+        elif format.name == "f16":
+            with b.strided(thread, self.head_dim // 2) as pair:
+                first = b.mul(pair.index, 2)
+                low, high = (b.to_half(b.load(new, b.add(first, i))) for i in range(2))
+                self._store(b.either(low, b.bits("shli", high, 16)), b.add(row, pair.index), only)
+                for i, half in enumerate((low, high)):
+                    b.store(b.half(half), new, b.add(first, i))
+            b.barrier()
+        else:
+            with b.strided(thread, self.head_dim) as d:
+                self._store(b.as_type(b.load(new, d.index), I32), b.add(row, d.index), only)
+
+    def _append_group(self, word: Index, new: Ssa, first: Index, size: int, only: Ssa | None) -> None:
+        """Emit code that stores `size` elements of `new` from `first` on as a group of q8_0.
+
+        word: index of the group's first word.
+        """
+        b, peak = self.b, self.b.f32(0.0)
+        xs = [b.load(new, b.add(first, j)) for j in range(size)]
+        for x in xs:
+            peak = b.maxf(b.math("absf", x), peak)
+        tiny = b.compare("olt", peak, b.f32(float(MIN_SCALED)))
+        inverse = b.select(tiny, b.f32(0.0), b.divf(b.f32(MAX_BYTE), peak))
+        scale = b.divf(peak, b.f32(MAX_BYTE))
+        self._store(b.as_type(scale, I32), word, only)
+        for i in range(0, size, 4):
+            codes = b.i32(0)
+            for j in range(4):
+                number, byte = b.rounded(b.mulf(xs[i + j], inverse))
+                codes = b.either(codes, b.bits("shli", byte, 8 * j))
+                b.store(b.mulf(number, scale), new, b.add(first, i + j))
+            self._store(codes, b.add(word, 1 + i // 4), only)
+
+    def _code_word(self, d: Index) -> tuple[Index, Index]:
+        """Return (index of the word with the code of element d, index of the word of its scale).
+
+        Both are indices in a row of q8_0.
+        """
+        b, group = self.b, self.caches.format.group(self.head_dim)
+        first = b.mul(b.div(d, group), self.group_words)
+        return b.add(first, b.add(b.div(b.rem(d, group), 4), 1)), first
+
+    def _code(self, codes: Ssa, shift: Ssa) -> Ssa:
+        b = self.b
+        return b.number(b.bits("xori", b.bits("andi", b.binary("shrui", codes, shift), 0xFF), 0x80), 128)
+
+    def _load(self, row: Index, word: Index) -> Ssa:
+        return self.b.load(self.words, self.b.add(row, word))
+
+    def _store(self, value: Ssa, word: Index, only: Ssa | None) -> None:
+        if only is None:
+            self.b.store(value, self.words, word)
+            return
+        with self.b.when(only):
+            self.b.store(value, self.words, word)

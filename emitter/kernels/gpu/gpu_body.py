@@ -1,0 +1,189 @@
+"""A builder of the MLIR text of GPU kernels: threads, shared memory, sums across a workgroup.
+
+Kernels read and write memory as 32-bit words only, because devices without 8-bit or 16-bit storage
+read such elements wrongly. They use no subgroup operations, because the size of a subgroup differs
+between devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+
+from castiron.emitter.kernels.mlir.body import F32, I32, INDEX, Body, Index, Loop, Ssa, Type, memref_type
+
+MAX_GRID = 65535  # workgroups in a dimension that every device supports
+SHARED_BYTES = 16 << 10  # shared memory that every Vulkan device has
+RADIX = 4  # numbers that a thread adds in a step of a sum across threads
+MAGIC = 1 << 23  # the bits of the f32 2^23 + n are those of 2^23 plus n, for n < 2^23
+MAGIC_BITS = 0x4B000000
+
+
+def grid(workgroups: int) -> tuple[int, int]:
+    """Return the extents of a two-dimensional grid of at least `workgroups` workgroups."""
+    rows = -(-workgroups // MAX_GRID)
+    return -(-workgroups // rows), rows
+
+
+@dataclass(frozen=True)
+class SharedType(Type):
+    """The type of a memref in the shared memory of a workgroup."""
+
+    def __str__(self) -> str:
+        return f"memref<{'x'.join((*map(str, self.shape), self.element))}, #gpu.address_space<workgroup>>"
+
+
+class GpuBody(Body):
+    """The body of a GPU kernel under construction; its code runs in each thread of a workgroup.
+
+    threads: number of threads of a workgroup. workgroups: number of workgroups of a dispatch. The
+    grid may have a few more workgroups, which a kernel must ignore: their indices are `workgroups`
+    or larger. layout: the text of the `#hal.pipeline.layout`.
+    """
+
+    def __init__(self, threads: int, workgroups: int, layout: str) -> None:
+        super().__init__()
+        self.threads, self._layout = threads, layout
+        self._grid = grid(workgroups)
+        self._bindings: dict[Ssa, int] = {}
+
+    def bind(self, binding: int, type: Type) -> Ssa:
+        """Return the memory of binding number `binding` as a memref."""
+        memref = Ssa(self.name(), type)
+        text = f"hal.interface.binding.subspan layout({self._layout}) binding({binding}) alignment(64) : {type}"
+        self._head.append(f"{memref} = {text}")
+        self._bindings[memref] = binding
+        return memref
+
+    def view(self, buffer: Ssa, shape: Sequence[int], element: str = "i32") -> Ssa:
+        """Return the memory of operand `buffer` as a memref of another shape and element type."""
+        return self.bind(self._bindings[buffer], memref_type(shape, element))
+
+    def words(self, buffer: Ssa) -> Ssa:
+        """Return the memory of operand `buffer` as a memref i32 [words]."""
+        bits = {"f32": 32, "i32": 32, "f16": 16, "i8": 8}[buffer.type.element]
+        return self.view(buffer, (prod(buffer.type.shape) * bits // 32,))
+
+    def workgroup(self) -> Ssa:
+        x = self.let("hal.interface.workgroup.id[0] : index", INDEX)
+        if self._grid[1] == 1:
+            return x
+        y = self.let("hal.interface.workgroup.id[1] : index", INDEX)
+        return self.at(self.add(self.mul(y, self._grid[0]), x))
+
+    def at(self, i: Index) -> Ssa:
+        """Return an index as an SSA value."""
+        return Ssa(self.index(i), INDEX)
+
+    def thread(self) -> Ssa:
+        return self.let("gpu.thread_id x", INDEX)
+
+    def barrier(self) -> None:
+        self.do("gpu.barrier")
+
+    def shared(self, size: int, element: str = "f32") -> Ssa:
+        """Return a new memref of `size` elements in shared memory."""
+        buffer = Ssa(self.name(), SharedType(element, (size,), "memref"))
+        self._head.append(f"{buffer} = memref.alloc() : {buffer.type}")
+        return buffer
+
+    @contextmanager
+    def strided(self, thread: Ssa, count: Index, carry: Sequence[Ssa] = ()) -> Iterator[Loop]:
+        """Append a loop over 0 .. count - 1, with every `threads`th iteration in this thread."""
+        with self.loop(thread, count, self.threads, carry) as loop:
+            yield loop
+
+    def sums(self, thread: Ssa, values: Sequence[Ssa], lanes: int, op: str = "addf") -> tuple[Ssa, int]:
+        """Return the sum of each value over each group of `lanes` threads: (shared memref, first).
+
+        A group is `lanes` consecutive threads; `lanes` is a power of two. Element first + i *
+        (threads / lanes) + g of the memref is the sum of values[i] over group g. op: "addf", or
+        "maxf" for maxima instead of sums.
+        """
+        count = len(values) * self.threads
+        sizes, width = [count], lanes
+        while width > 1:
+            step = min(RADIX, width)
+            width //= step
+            sizes.append(sizes[-1] // step)
+        buffer, low = self.shared(sum(sizes)), 0
+        for i, value in enumerate(values):
+            self.store(value, buffer, self.add(thread, i * self.threads))
+        self.barrier()
+        for before, after in zip(sizes, sizes[1:]):
+            with self.strided(thread, after) as item:
+                at = self.add(self.mul(item.index, before // after), low)
+                total = self.load(buffer, at)
+                for j in range(1, before // after):
+                    total = getattr(self, op)(total, self.load(buffer, self.add(at, j)))
+                self.store(total, buffer, self.add(item.index, low + before))
+            self.barrier()
+            low += before
+        return buffer, low
+
+    def i32(self, n: int) -> Ssa:
+        return self.constant(str(n - (1 << 32) if n >> 31 else n), I32)
+
+    def bits(self, op: str, a: Ssa, n: int) -> Ssa:
+        """Return `arith.{op}` of an i32 and the constant n; for a shift by 0 return `a` itself."""
+        return a if n == 0 and op in ("shli", "shrui", "ori") else self.binary(op, a, self.i32(n))
+
+    def as_type(self, x: Ssa, type: Type) -> Ssa:
+        """Return the 32 bits of x as a value of another type."""
+        return x if x.type == type else self.let(f"arith.bitcast {x} : {x.type} to {type}", type)
+
+    def number(self, code: Ssa, offset: int = 0) -> Ssa:
+        """Return code - offset as f32; `code` is an i32 from 0 to 2^23 - 1."""
+        # Faster than a conversion, which takes several cycles on most GPUs.
+        return self.subf(self.as_type(self.bits("ori", code, MAGIC_BITS), F32), self.f32(MAGIC + offset))
+
+    def half(self, bits: Ssa) -> Ssa:
+        """Return the f16 in the lower half of an i32, converted to f32; the f16 must be finite."""
+        sign = self.bits("shli", self.bits("andi", bits, 0x8000), 16)
+        wide = self.bits("shli", self.bits("andi", bits, 0x7FFF), 13)
+        normal = self.as_type(self.bits("addi", wide, 112 << 23), F32)
+        small = self.subf(self.as_type(self.bits("addi", wide, 113 << 23), F32), self.f32(2.0**-14))
+        is_small = self.compare("ult", wide, self.i32(0x400 << 13))
+        return self.as_type(self.either(self.as_type(self.select(is_small, small, normal), I32), sign), F32)
+
+    def halves(self, word: Ssa) -> tuple[Ssa, Ssa]:
+        """Return the two f16 in an i32, the lower one first, as f32."""
+        return self.half(word), self.half(self.bits("shrui", word, 16))
+
+    def bf16s(self, word: Ssa) -> tuple[Ssa, Ssa]:
+        """Return the two bf16 in an i32, the lower one first, as f32."""
+        return self.as_type(self.bits("shli", word, 16), F32), self.as_type(self.bits("andi", word, 0xFFFF0000), F32)
+
+    def to_half(self, x: Ssa) -> Ssa:
+        """Return the bits of an f32 rounded to f16, ties to even, in the lower half of an i32."""
+        bits = self.as_type(x, I32)
+        sign = self.bits("shrui", self.bits("andi", bits, 0x80000000), 16)
+        size = self.bits("andi", bits, 0x7FFFFFFF)
+        odd = self.bits("andi", self.bits("shrui", size, 13), 1)
+        normal = self.bits("shrui", self.binary("addi", self.bits("addi", size, 0xFFF - (112 << 23) & 0xFFFFFFFF), odd), 13)
+        # The sum with 1/2 is rounded to a multiple of 2^-24, the unit of small f16.
+        small = self.as_type(self.addf(self.as_type(size, F32), self.f32(0.5)), I32)
+        small = self.binary("subi", small, self.i32(0x3F000000))
+        half = self.select(self.compare("ult", size, self.i32(113 << 23)), small, normal)
+        half = self.select(self.compare("uge", size, self.i32(0x477FF000)), self.i32(0x7C00), half)
+        half = self.select(self.compare("ugt", size, self.i32(0x7F800000)), self.i32(0x7E00), half)
+        return self.either(half, sign)
+
+    def rounded(self, x: Ssa) -> tuple[Ssa, Ssa]:
+        """Return the integer nearest to x, as (f32, i32 with the integer's lowest byte).
+
+        |x| must be below 128. Ties are rounded to even.
+        """
+        byte = self.bits("andi", self.as_type(self.addf(x, self.f32(12582912.0)), I32), 0xFF)
+        # Not the sum minus 12582912: some drivers simplify that to x.
+        return self.number(self.bits("xori", byte, 0x80), 0x80), byte
+
+    def four(self, buffer: Ssa, *indices: Index) -> list[Ssa]:
+        """Return the four numbers of an element of a memref of vector<4xT>."""
+        type = Type(buffer.type.element.removeprefix("vector<4x").removesuffix(">"))
+        name = self.name()
+        self.do(f"{name} = memref.load {self._at(buffer, indices)} : {buffer.type}")
+        vector = f"vector<4x{type}>"
+        return [self.let(f"vector.extract {name}[{i}] : {type} from {vector}", type) for i in range(4)]

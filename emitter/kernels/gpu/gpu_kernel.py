@@ -1,0 +1,62 @@
+"""The class `GpuKernel`: a kernel as an IREE `hal.executable.source`, for every kind of GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from castiron.emitter.kernels.gpu.gpu_body import GpuBody, grid
+from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.kernels.mlir.body import I32, Ssa, memref_type
+
+
+@dataclass(frozen=True, eq=False)
+class GpuKernel(Kernel):
+    """A kernel whose code runs in each of `threads` threads of a workgroup.
+
+    The kernel is a `hal.executable.source`, in which each binding begins at an operand. In a
+    `stream.executable`, an operand may have an offset in its binding; IREE's SPIR-V backend does
+    not compile such an offset.
+    """
+
+    threads: int = 64
+
+    @property
+    def index_type(self) -> str:
+        return str(I32)
+
+    @cached_property
+    def text(self) -> str:
+        """Return the MLIR of the executable, which exports the function `@{name}_fn`."""
+        tensors = self.tensors | {name: t for name, t in self.results.items() if name not in self.in_place}
+        written = {*self.results, *self.in_place.values()}
+        access = ("" if name in written else ", ReadOnly" for name in tensors)
+        bindings = ", ".join(f"#hal.pipeline.binding<storage_buffer{flag}>" for flag in access)
+        constants = f"constants = {len(self.indices)}, " if self.indices else ""
+        layout = f"#hal.pipeline.layout<{constants}bindings = [{bindings}]>"
+        body, arguments = GpuBody(self.threads, self.workgroups, layout), dict[str, Ssa]()
+        for i, (name, t) in enumerate(tensors.items()):
+            arguments[name] = body.bind(i, memref_type(t.shape, t.dtype.name))
+        for i, name in enumerate(self.indices):
+            loaded = body.let(f"hal.interface.constant.load layout({layout}) ordinal({i}) : i32", I32)
+            arguments[name] = body.to_index(loaded)
+        self.write(body, **arguments)
+        x, y = grid(self.workgroups)
+        pipeline = f"#iree_codegen.no_pipeline workgroup_size = [{self.threads}, 1, 1]"
+        return f"""hal.executable.source private @{self.name} {{
+  hal.executable.export public @{self.name}_fn ordinal(0)
+      layout({layout})
+      count(%device: !hal.device) -> (index, index, index) {{
+    %x = arith.constant {x} : index
+    %y = arith.constant {y} : index
+    %z = arith.constant 1 : index
+    hal.return %x, %y, %z : index, index, index
+  }}
+  builtin.module {{
+    func.func @{self.name}_fn() attributes {{translation_info = #iree_codegen.translation_info<pipeline = {pipeline}>}} {{
+{body.text()}
+      return
+    }}
+  }}
+}}
+"""

@@ -1,0 +1,108 @@
+"""Prepare query and key heads on a GPU: RMS norm and rotary embedding (`attention.heads`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from castiron.emitter.kernels.attention.heads import HeadLayout
+from castiron.emitter.kernels.gpu.gpu_body import GpuBody
+from castiron.emitter.kernels.mlir.body import Index, Ssa
+from castiron.emitter.types import F32, TensorType
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The operands that have q, k and v: one fused operand, or several, in the order q, k, v.
+
+    widths: the number of columns of each operand. The operands are called rows0, rows1 and so on.
+    """
+
+    widths: tuple[int, ...]
+
+    def operands(self, tokens: int) -> dict[str, TensorType]:
+        return {f"rows{i}": TensorType((tokens, width), F32) for i, width in enumerate(self.widths)}
+
+    def find(self, layout: HeadLayout, kind: str) -> tuple[str, int]:
+        """Return (operand, column) at which the heads of `kind` begin; kind: "q", "k" or "v"."""
+        column = {"q": 0, "k": layout.keys, "v": layout.keys + layout.kv_heads * layout.head_dim}[kind]
+        for i, width in enumerate(self.widths):
+            if column < width:
+                return f"rows{i}", column
+            column -= width
+        raise ValueError(f"no operand has the {kind} heads; widths are {self.widths}")
+
+
+@dataclass(frozen=True)
+class Head:
+    """One head of one token.
+
+    kind: "q", "k" or "v". token: row of the token. index: index among the heads of this kind.
+    """
+
+    kind: str
+    token: Index
+    index: Index
+    position: Index
+
+
+def prepare(
+    b: GpuBody, thread: Ssa, layout: HeadLayout, rows: Rows, heads: Sequence[tuple[Head, Ssa]], given: Mapping[str, Ssa]
+) -> None:
+    """Emit code that reads heads, normalises and rotates those of q and k, and stores them.
+
+    heads: each as (head, shared memref f32 [head_dim] for the result). given: memrefs of the
+    kernel's operands by name. After the code, all threads see the results.
+    """
+    hd, inverses = layout.head_dim, {}
+    if layout.qk_norm is not None:
+        normed = [head for head, _ in heads if head.kind != "v"]
+        totals = []
+        for head in normed:
+            name, first = rows.find(layout, head.kind)
+            count = (layout.heads if head.kind == "q" else layout.kv_heads) * hd if layout.qk_norm_row else hd
+            start = first if layout.qk_norm_row else b.add(b.mul(head.index, hd), first)
+            with b.strided(thread, count, [b.f32(0.0)]) as d:
+                x = b.load(given[name], head.token, b.add(start, d.index))
+                d.give(b.fma(x, x, d.values[0]))
+            totals.append((d.results[0], count))
+        sums, low = b.sums(thread, [total for total, _ in totals], b.threads)
+        for i, (head, (_, count)) in enumerate(zip(normed, totals)):
+            mean = b.divf(b.load(sums, low + i), b.f32(count))
+            inverses[head] = b.divf(b.f32(1.0), b.math("sqrt", b.addf(mean, b.f32(layout.qk_norm))))
+    with b.strided(thread, hd) as d:
+        for head, target in heads:
+            b.store(_element(b, layout, rows, head, d.index, inverses.get(head), given), target, d.index)
+    b.barrier()
+
+
+def _element(
+    b: GpuBody, layout: HeadLayout, rows: Rows, head: Head, d: Ssa, inverse: Ssa | None, given: Mapping[str, Ssa]
+) -> Ssa:
+    """Return element `d` of a head after norm and rotation.
+
+    inverse: 1 / rms of the head, or None without a norm.
+    """
+    name, first = rows.find(layout, head.kind)
+    start = b.mul(head.index, layout.head_dim)
+
+    def read(d: Index) -> Ssa:
+        x = b.load(given[name], head.token, b.add(b.add(start, d), first))
+        if inverse is None:
+            return x
+        weight = b.load(given[f"{head.kind}_norm"], b.add(start, d) if layout.qk_norm_row else d)
+        return b.mulf(b.mulf(x, inverse), weight)
+
+    x = read(d)
+    if head.kind == "v" or not layout.rotary_dim:
+        return x
+    half = layout.rotary_dim // 2
+    in_first = b.less(d, half)
+    # Elements from rotary_dim on are not rotated; for them, any valid index will do.
+    turned = b.less(d, layout.rotary_dim)
+    pair = b.select(turned, b.select(in_first, b.at(b.add(d, half)), b.at(b.sub(d, half))), d)
+    angle = b.select(turned, b.select(in_first, d, b.at(b.sub(d, half))), 0)
+    cos, sin = (b.load(given[table], head.position, angle) for table in ("cos", "sin"))
+    other = b.mulf(read(pair), sin)
+    rotated = b.addf(b.mulf(x, cos), b.select(in_first, b.subf(b.f32(0.0), other), other))
+    return b.select(turned, rotated, x)

@@ -1,0 +1,237 @@
+"""Multiply a few rows of activations by a quantised weight: decoding, and experts.
+
+    each workgroup: `slots` slots; a slot is `lanes` threads that compute `rows` rows of the weight
+      each thread of a slot, for every `lanes`th unit of 8 elements of in_features:
+        x [tokens, 8] = the unit of x; with a norm: squares += x^2, x = x * norm weight    registers
+        for row: totals[row, token] += scale * (codes [8] . x) + minimum * sum(x)          registers
+      add totals and squares over the threads of a slot                                       shared
+      y[token, row] = epilogue(total), with a norm: epilogue(total / rms)                     memory
+
+The weight is dequantised in registers. An RMS norm needs no pass of its own, because 1 / rms(x) is
+a factor of the result.
+"""
+
+from functools import cache
+
+import numpy as np
+
+from castiron.emitter.kernels.epilogue import ACTIVATIONS as REFERENCES
+from castiron.emitter.kernels.gpu.activations import ACTIVATIONS
+from castiron.emitter.kernels.gpu.gpu_body import GpuBody
+from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
+from castiron.emitter.kernels.gpu.words import UNIT, Layout, Units, layout_of, weight_values
+from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.kernels.matmul_spec import Matmul
+from castiron.emitter.kernels.mlir.body import Index, Ssa
+from castiron.emitter.kernels.mlir.vector_math import rms_normed
+from castiron.emitter.types import F32, I32, TensorType
+
+THREADS = 64
+MAX_TOKENS = 8  # more tokens are multiplied in tiles (`gemm`)
+TOTALS = 32  # max sums of a thread
+ROWS = 4
+
+
+def operands(matmul: Matmul, layout: Layout) -> dict[str, TensorType]:
+    """Return the types of the operands of a GPU matmul by name, in order.
+
+    With a GLU, the weight has the rows of gate, then those of up. With experts, the weight has all
+    rows of expert 0, then all rows of expert 1, and so on.
+    """
+    rows = matmul.out_features * matmul.blocks_per_result * max(1, matmul.experts)
+    every = {
+        "x": (True, TensorType((matmul.tokens // matmul.per_row, matmul.in_features), F32)),
+        "norm": (matmul.rms_eps is not None, TensorType((matmul.in_features,), F32)),
+        "weight": (True, TensorType((rows, layout.row_words(matmul.in_features)), I32)),
+        "chosen": (matmul.experts > 0, TensorType((matmul.tokens,), I32)),
+        "bias": (matmul.bias, TensorType((matmul.out_features,), F32)),
+        "residual": (matmul.residual, matmul.results()["y"]),
+    }
+    return {name: type_ for name, (there, type_) in every.items() if there}
+
+
+def define(matmul: Matmul, summed: int, x: np.ndarray, weight: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the reference result {"y": f32 [tokens, out]}, computed in NumPy in f64.
+
+    summed: as in `matvec`.
+    """
+    x = np.repeat(x.astype(np.float64), matmul.per_row, 0)
+    if matmul.rms_eps is not None:
+        x = rms_normed(x, given["norm"], matmul.rms_eps)
+    values = weight_values(layout_of(matmul.codec), weight, matmul.in_features).astype(np.float64)
+    if matmul.experts:
+        own = values.reshape(matmul.experts, -1, matmul.in_features)[given["chosen"]]
+        dots = np.einsum("ti,toi->to", x, own)
+    else:
+        dots = x @ values.T
+    if matmul.glu is not None:
+        gate, up = np.split(dots, 2, 1)
+        dots = REFERENCES[matmul.glu][1](gate) * up
+    if summed:
+        dots = (dots * given["weights"][:, None]).reshape(-1, summed, dots.shape[1]).sum(1)
+    return {"y": (dots + given.get("bias", 0) + given.get("residual", 0)).astype(np.float32)}
+
+
+def load_x(b: GpuBody, x: Ssa, row: Index, unit: Index) -> list[Ssa]:
+    """Return the 8 elements of a unit of a row of x.
+
+    Past the end of the row, the last element is repeated.
+    """
+    inner = x.type.shape[-1]
+    lead = [row] if len(x.type.shape) > 1 else []
+    if inner % UNIT == 0:
+        fours = b.view(x, (*x.type.shape[:-1], inner // 4), "vector<4xf32>")
+        return [e for i in range(2) for e in b.four(fours, *lead, b.add(b.mul(unit, 2), i))]
+    first = b.mul(unit, UNIT)
+    return [b.load(x, *lead, b.min(b.add(first, j), inner - 1)) for j in range(UNIT)]
+
+
+def finished(b: GpuBody, matmul: Matmul, dots: list[Ssa], given: dict[str, Ssa], token: Index, row: Index) -> Ssa:
+    """Return a result of a matmul from its dot product, with the activation, bias and residual.
+
+    dots: the dot product, or with a GLU those of gate and up. given: memrefs of the operands by
+    name.
+    """
+    y = dots[0] if matmul.glu is None else b.mulf(ACTIVATIONS[matmul.glu](b, dots[0]), dots[1])
+    if "bias" in given:
+        y = b.addf(y, b.load(given["bias"], row))
+    return b.addf(y, b.load(given["residual"], token, row)) if "residual" in given else y
+
+
+def _lanes(units: int) -> int:
+    """Return how many threads share a row, so that the fewest threads are idle.
+
+    units: number of units of 8 elements in a row.
+    """
+    idle = {lanes: -(-units // lanes) * lanes for lanes in (64, 32, 16, 8)}
+    return min(idle, key=lambda lanes: (idle[lanes], -lanes))
+
+
+@cache
+def matvec(matmul: Matmul, summed: int = 0) -> Kernel:
+    """Return the kernel of a matmul of up to `MAX_TOKENS` tokens, or of (token, expert) pairs.
+
+    Operands: see `operands`. Result: y f32 [tokens, out].
+
+    summed: 0, or with experts the number of consecutive pairs whose results are added to one row of
+    y. The operand weights f32 [tokens] then has a factor for each pair, and y and the residual are
+    [tokens / summed, out].
+    """
+    layout, inner, out = layout_of(matmul.codec), matmul.in_features, matmul.out_features
+    tokens = 1 if matmul.experts else matmul.tokens
+    units, halves = -(-inner // UNIT), matmul.blocks_per_result
+    lanes = _lanes(units)
+    slots = THREADS // lanes
+    rows = max(1, min(ROWS, TOTALS // (halves * tokens)))
+    blocks = -(-out // (slots * rows))
+    results = matmul.tokens // (summed or 1) if matmul.experts else 1
+    count, normed = rows * halves * tokens, matmul.rms_eps is not None
+
+    def write(b: GpuBody, x: Ssa, weight: Ssa, y: Ssa, **given: Ssa) -> None:
+        thread, unit = b.thread(), b.workgroup()
+        result, block = (b.min(b.div(unit, blocks), results - 1), b.rem(unit, blocks)) if matmul.experts else (0, unit)
+        lane = b.rem(thread, lanes)
+        first = b.mul(b.add(b.mul(block, slots), b.div(thread, lanes)), rows)
+        own = [b.min(b.add(first, i), out - 1) for i in range(rows)]
+        decoder, zeros = Units(b, layout, weight, inner), [b.f32(0.0)] * (count + tokens * normed)
+
+        def dots(above: Index, x_rows: list[Index]) -> list[Ssa]:
+            """Return this thread's part of the dot products, and (with a norm) of the sums of x^2.
+
+            above: number of rows of the weight before those of the expert.
+            """
+            weight_rows = [b.add(above, b.add(row, half * out)) for half in range(halves) for row in own]
+            with b.loop(lane, units, lanes, carry=zeros) as loop:
+                xs, squares = [load_x(b, x, row, loop.index) for row in x_rows], []
+                if normed:
+                    factors = load_x(b, given["norm"], 0, loop.index)
+                    squares = [_squares(b, own_x, total, loop.index, inner) for own_x, total in zip(xs, loop.values[count:])]
+                    xs = [[b.mulf(a, c) for a, c in zip(own_x, factors)] for own_x in xs]
+                totals = [_unit(b, decoder, row, loop.index, xs, loop.values[i * tokens : (i + 1) * tokens])
+                          for i, row in enumerate(weight_rows)]  # fmt: skip
+                loop.give(*(total for part in totals for total in part), *squares)
+            return loop.results
+
+        def of_expert(pair: Index) -> list[Ssa]:
+            return dots(b.mul(b.to_index(b.load(given["chosen"], pair)), out * halves), [b.div(pair, matmul.per_row)])
+
+        if summed:
+            with b.loop(0, summed, carry=zeros) as part:
+                pair = b.add(b.mul(result, summed), part.index)
+                factor = b.load(given["weights"], pair)
+                part.give(*(b.fma(factor, dot, total) for dot, total in zip(of_expert(pair), part.values)))
+            totals = part.results
+        else:
+            totals = of_expert(result) if matmul.experts else dots(0, list(range(tokens)))
+        found, low = b.sums(thread, totals, lanes)
+        with b.strided(thread, rows * tokens * slots) as item:
+            slot, at = b.rem(item.index, slots), b.div(item.index, slots)
+            token = b.rem(at, tokens)
+            row = b.add(b.mul(b.add(b.mul(block, slots), slot), rows), b.div(at, tokens))
+            with b.when(b.less(row, out)):
+                sums = [b.load(found, b.add(item.index, low + half * rows * tokens * slots)) for half in range(halves)]
+                if normed:
+                    square = b.load(found, b.add(b.add(b.mul(token, slots), slot), low + count * slots))
+                    mean = b.addf(b.divf(square, b.f32(inner)), b.f32(matmul.rms_eps or 0.0))
+                    inverse = b.divf(b.f32(1.0), b.math("sqrt", mean))
+                    sums = [b.mulf(dot, inverse) for dot in sums]
+                at = result if matmul.experts else token
+                b.store(finished(b, matmul, sums, given, at, row), y, at, row)
+
+    types, y_type = operands(matmul, layout), matmul.results()["y"]
+    if summed:
+        y_type = TensorType((results, out), F32)
+        types |= {"weights": TensorType((matmul.tokens,), F32)} | ({"residual": y_type} if matmul.residual else {})
+    return GpuKernel(
+        f"gpu_matvec_{matmul.name}" + f"_sum{summed}" * (summed > 0),
+        {**types},
+        {"y": y_type},
+        blocks * results,
+        write,
+        reference=lambda **given: define(matmul, summed, **given),
+        flops=2 * matmul.tokens * halves * out * inner,
+        nbytes=4 * layout.row_words(inner) * out * halves,
+        threads=THREADS,
+    )
+
+
+def _unit(b: GpuBody, decoder: Units, row: Index, unit: Index, xs: list[list[Ssa]], totals: list[Ssa]) -> list[Ssa]:
+    """Return `totals`, one for each x in `xs`, plus the dot products of x and a unit of the weight.
+
+    xs: the same unit of each row of x. row: row of the weight.
+    """
+    codes, (scale, minimum) = decoder.codes(row, unit), decoder.scale(row, unit)
+    if scale is None:
+        return [_dot(b, codes, x, total) for x, total in zip(xs, totals)]
+    totals = [b.fma(_dot(b, codes, x), scale, total) for x, total in zip(xs, totals)]
+    if minimum is None:
+        return totals
+    return [b.fma(_sum(b, x), minimum, total) for x, total in zip(xs, totals)]
+
+
+def _dot(b: GpuBody, a: list[Ssa], c: list[Ssa], total: Ssa | None = None) -> Ssa:
+    for x, y in zip(a, c, strict=True):
+        total = b.mulf(x, y) if total is None else b.fma(x, y, total)
+    assert total is not None, "a unit has elements"
+    return total
+
+
+def _sum(b: GpuBody, x: list[Ssa]) -> Ssa:
+    total = x[0]
+    for other in x[1:]:
+        total = b.addf(total, other)
+    return total
+
+
+def _squares(b: GpuBody, x: list[Ssa], total: Ssa, unit: Index, inner: int) -> Ssa:
+    """Return `total` plus the squares of the 8 elements of a unit of x.
+
+    Elements past the end of the row (`inner` elements) are not added.
+    """
+    for j, element in enumerate(x):
+        square = b.mulf(element, element)
+        if inner % UNIT:
+            inside = b.less(b.add(b.mul(unit, UNIT), j), inner)
+            square = b.select(inside, square, b.f32(0.0))
+        total = b.addf(total, square)
+    return total

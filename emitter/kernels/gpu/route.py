@@ -1,0 +1,97 @@
+"""Choose the experts of each token on a GPU, as `lowering.portable.route` does for one group.
+
+each workgroup: one token
+  likely [experts] = softmax or sigmoid of the logits; rated = likely + correction            shared
+  for expert: rank = number of experts that are rated higher, or as high with a lower index
+    if rank < top_k: chosen[rank], weights[rank] = expert, likely[expert]                     shared
+  weights = weights / sum(weights), if they are normalised                                    memory
+"""
+
+from functools import cache
+
+import numpy as np
+
+from castiron.emitter.kernels.gpu.activations import sigmoid
+from castiron.emitter.kernels.gpu.gpu_body import GpuBody
+from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
+from castiron.emitter.kernels.mlir.body import Ssa
+from castiron.emitter.types import F32, I32, TensorType
+
+THREADS = 128
+
+
+@cache
+def route(T: int, experts: int, top_k: int, scores: str, normalised: bool, correction: bool) -> GpuKernel:
+    """Return the kernel that chooses `top_k` experts of each of T tokens.
+
+    Operands: logits f32 [T, experts], correction f32 [experts] if `correction`. Results: chosen i32
+    [T, top_k], best first, and weights f32 [T, top_k]. scores: "softmax" or "sigmoid".
+    """
+    operands = {"logits": TensorType((T, experts), F32)}
+    if correction:
+        operands["correction"] = TensorType((experts,), F32)
+
+    def write(b: GpuBody, logits: Ssa, chosen: Ssa, weights: Ssa, **given: Ssa) -> None:
+        thread, t = b.thread(), b.workgroup()
+        likely, rated = b.shared(experts), b.shared(experts)
+        slots, own = b.shared(top_k, "i32"), b.shared(top_k)
+        with b.strided(thread, top_k) as k:
+            b.store(b.i32(0), slots, k.index)
+            b.store(b.f32(0.0), own, k.index)
+        if scores == "sigmoid":
+            with b.strided(thread, experts) as e:
+                b.store(sigmoid(b, b.load(logits, t, e.index)), likely, e.index)
+        else:
+            _softmax(b, thread, lambda e: b.load(logits, t, e), likely, experts)
+        with b.strided(thread, experts) as e:
+            score = b.load(likely, e.index)
+            b.store(b.addf(score, b.load(given["correction"], e.index)) if correction else score, rated, e.index)
+        b.barrier()
+        with b.strided(thread, experts) as e:
+            score = b.load(rated, e.index)
+            with b.loop(0, experts, carry=[b.i32(0)]) as other:
+                x = b.load(rated, other.index)
+                first = b.both(b.compare("oeq", x, score), b.less(other.index, e.index))
+                before = b.either(b.compare("ogt", x, score), first)
+                other.give(b.binary("addi", other.values[0], b.select(before, b.i32(1), b.i32(0))))
+            rank = b.to_index(other.results[0])
+            with b.when(b.less(rank, top_k)):
+                b.store(b.to_i32(e.index), slots, rank)
+                b.store(b.load(likely, e.index), own, rank)
+        b.barrier()
+        total = b.f32(0.0)
+        for i in range(top_k if normalised else 0):
+            total = b.addf(total, b.load(own, i))
+        with b.strided(thread, top_k) as k:
+            weight = b.load(own, k.index)
+            b.store(b.load(slots, k.index), chosen, t, k.index)
+            b.store(b.divf(weight, total) if normalised else weight, weights, t, k.index)
+
+    def reference(logits: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
+        wide = logits.astype(np.float64)
+        likely = 1 / (1 + np.exp(-wide)) if scores == "sigmoid" else np.exp(wide - wide.max(1, keepdims=True))
+        likely = likely if scores == "sigmoid" else likely / likely.sum(1, keepdims=True)
+        found = np.argsort(-(likely + given.get("correction", 0)), 1, kind="stable")[:, :top_k]
+        weights = np.take_along_axis(likely, found, 1)
+        weights = weights / weights.sum(1, keepdims=True) if normalised else weights
+        return {"chosen": found.astype(np.int32), "weights": weights.astype(np.float32)}
+
+    results = {"chosen": TensorType((T, top_k), I32), "weights": TensorType((T, top_k), F32)}
+    name = f"gpu_route_{T}x{experts}_{top_k}_{scores}" + "_normalised" * normalised + "_correction" * correction
+    return GpuKernel(name, operands, results, T, write, reference=reference, threads=THREADS)
+
+
+def _softmax(b: GpuBody, thread: Ssa, read, target: Ssa, count: int) -> None:
+    """Emit code that stores the softmax of read(0) .. read(count - 1) in the shared `target`."""
+    with b.strided(thread, count, [b.f32(float("-inf"))]) as e:
+        e.give(b.maxf(read(e.index), e.values[0]))
+    found, at = b.sums(thread, e.results, b.threads, "maxf")
+    top = b.load(found, at)
+    with b.strided(thread, count, [b.f32(0.0)]) as e:
+        weight = b.math("exp", b.subf(read(e.index), top))
+        b.store(weight, target, e.index)
+        e.give(b.addf(e.values[0], weight))
+    found, at = b.sums(thread, e.results, b.threads)
+    total = b.load(found, at)
+    with b.strided(thread, count) as e:
+        b.store(b.divf(b.load(target, e.index), total), target, e.index)

@@ -1,0 +1,213 @@
+"""Rules that replace layer operations, and operations of `lowering.fusion`, by GPU kernel calls.
+
+Matmuls and recurrent operations have the rules of `lowering.kernels`, with kernels for GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from castiron.emitter import ops
+from castiron.emitter.ir import Op, Param, Value, parameter
+from castiron.emitter.kernels.attention.decode import DecodeTokens
+from castiron.emitter.kernels.attention.rows import Caches
+from castiron.emitter.kernels.attention.scores import Scores
+from castiron.emitter.kernels.gpu import recurrent
+from castiron.emitter.kernels.gpu.activations import ACTIVATIONS
+from castiron.emitter.kernels.gpu.argmax import best_of_parts, best_of_rows, parts_of
+from castiron.emitter.kernels.gpu.attention import append
+from castiron.emitter.kernels.gpu.attention import attention as attention_kernel
+from castiron.emitter.kernels.gpu.embed import embed
+from castiron.emitter.kernels.gpu.gemm import gemm
+from castiron.emitter.kernels.gpu.heads import Rows
+from castiron.emitter.kernels.gpu.matvec import MAX_TOKENS, matvec
+from castiron.emitter.kernels.gpu.norm import norm as norm_kernel
+from castiron.emitter.kernels.gpu.route import route as route_kernel
+from castiron.emitter.kernels.gpu.words import layout_of
+from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.kernels.matmul_spec import Matmul
+from castiron.emitter.kernels.mlir.isa import ISAS
+from castiron.emitter.kv_cache import CACHES
+from castiron.emitter.lowering import kernels, portable
+from castiron.emitter.lowering.portable import Stored
+from castiron.emitter.lowering.projection import bias_param, joined_name
+from castiron.emitter.lowering.rewrite import Rule
+from castiron.emitter.step import Weight, source
+from castiron.emitter.types import I32, TensorType
+
+
+def words_param(weights: Sequence[Weight], experts: int = 1) -> Param:
+    """Return one parameter with the rows of all `weights` as words (`gpu.words`).
+
+    experts: number of experts, or 1. Each weight has the rows of expert 0, then those of expert 1,
+    and so on. The parameter has the rows of expert 0 from all weights, then those of expert 1.
+    """
+    codec, inner = weights[0].codec, weights[0].shape[1]
+    layout, rows = layout_of(codec), sum(w.shape[0] for w in weights)
+
+    def packed(*raws: np.ndarray) -> np.ndarray:
+        by_expert = zip(*(np.split(raw.reshape(-1, raw.shape[-1]), experts) for raw in raws))
+        return np.concatenate([layout.pack(raw, inner) for parts in by_expert for raw in parts])
+
+    type_ = TensorType((rows, layout.row_words(inner)), I32)
+    return Param(joined_name([w.name for w in weights]), type_, source(weights, packed))
+
+
+def projected(
+    x: Value,
+    weights: Sequence[Weight],
+    biases: Sequence[Weight] = (),
+    *,
+    norm: tuple[Value, float] | None = None,
+    residual: Value | None = None,
+    glu: str | None = None,
+    length: Value | None = None,
+    chosen: Value | None = None,
+    experts: int = 0,
+    factors: Value | None = None,
+) -> Value:
+    """Return x [T, in] times stacked weights, like `Projector.__call__`, but for GPUs.
+
+    Rows of padding are computed too. factors: f32 [T, n], or None. With factors, x has a row for
+    each pair of a token and one of its n experts, and a row of the result [T, out] is the weighted
+    sum over the n experts of a token.
+    """
+    rows = [w.shape[0] // (experts or 1) for w in weights]
+    tokens = x.shape[0] if chosen is None else chosen.shape[0]
+    given: dict[str, Any] = {
+        "norm": norm[0] if norm else None,
+        "weight": parameter(words_param(weights, experts or 1)),
+        "chosen": chosen,
+        "bias": parameter(bias_param(biases)) if biases else None,
+        "residual": residual,
+        "weights": None if factors is None else ops.reshape(factors, (tokens,)),
+    }
+    matmul = Matmul(
+        weights[0].codec,
+        tokens,
+        rows[0] if glu else sum(rows),
+        x.shape[1],
+        rms_eps=norm[1] if norm else None,
+        bias=bool(biases),
+        residual=residual is not None,
+        glu=glu,
+        experts=experts,
+        per_row=tokens // x.shape[0],
+    )
+    if experts:
+        kernel = matvec(matmul, factors.shape[1] if factors is not None else 0)
+    else:
+        kernel = matvec(matmul) if tokens <= MAX_TOKENS else gemm(matmul)
+    found = {name: given[name] for name in kernel.tensors if name != "x"}
+    return ops.kernel_call(kernel, x=x, **found)["y"]
+
+
+def experts(op: Op, x: Value, chosen: Value, weights: Value, *stacked: Any) -> Value:
+    residual = stacked[-1] if op.attrs.get("residual") else None
+    stacked, count = stacked[: len(stacked) - (residual is not None)], 2 if op.attrs["gated"] else 1
+    if len(stacked) > count + 1:  # with biases
+        y = kernels.experts(_CONTEXT, op, x, chosen, weights, *stacked)
+        return y if residual is None else ops.add(y, residual)
+    pairs, function = ops.reshape(chosen, (chosen.type.elements,)), op.attrs["function"]
+    into, down = [part.weight for part in stacked[:count]], stacked[count].weight
+    through = partial(projected, chosen=pairs, experts=op.attrs["experts"])
+    if count == 2 and into[0].codec == into[1].codec and function in ACTIVATIONS:
+        inner = through(x, into, glu=function)
+    else:
+        inner = portable.into_down([through(x, [weight]) for weight in into], function)
+    return through(inner, [down], factors=weights, residual=residual)
+
+
+def embedding(op: Op, tokens: Value, weight: Stored) -> Value:
+    (vocab, hidden), codec = weight.weight.shape, weight.weight.codec
+    kernel = embed(codec, vocab, hidden, tokens.shape[0])
+    return ops.kernel_call(kernel, ids=tokens, weight=parameter(words_param([weight.weight])))["y"]
+
+
+def norm(op: Op, x: Value, *operands: Any) -> Value:
+    residual = operands[-1] if op.attrs.get("residual") else None
+    stored = operands[:-1] if residual is not None else operands
+    if x.type.rank != 2:
+        return portable.RULES[op.kind](op, x, *stored)
+    given = {name: part.value() for name, part in zip(("weight", "bias"), stored)}
+    if residual is not None:
+        given["residual"] = residual
+    kernel = norm_kernel(op.kind, *x.shape, op.attrs["eps"], "bias" in given, "residual" in given)
+    return ops.kernel_call(kernel, x=x, **given)["y"]
+
+
+def fused_attention(op: Op, *operands: Any) -> tuple[Value, Value, Value]:
+    count, names, layout, attrs = op.attrs["rows"], op.attrs["prepared"], op.attrs["layout"], op.attrs
+    values = [ops.reshape(x, (x.shape[0], prod(x.shape[1:]))) for x in operands[:count]]
+    k_cache, v_cache, start, *rest = operands[count + len(names) :]
+    scores = Scores(attrs["scale"], attrs["window"], attrs["softcap"], attrs["sinks"], attrs["bidirectional"])
+    given = {name: stored.value() for name, stored in zip(names, operands[count : count + len(names)], strict=True)}
+    sinks = {"sinks": rest.pop().value()} if scores.sinks else {}
+    (layers, cache_rows), tokens = k_cache.shape[:2], values[0].shape[0]
+    ring = cache_rows if attrs["cache"] == "window" else None
+    # A ring buffer has fewer rows than there are positions, so the rotary tables give the context.
+    context = given["cos"].shape[0] if ring and "cos" in given else cache_rows
+    caches, rows = Caches(layers, context, CACHES[attrs["storage"]], ring), Rows(tuple(x.shape[1] for x in values))
+    given |= {f"rows{i}": x for i, x in enumerate(values)}
+    cached: dict[str, Any] = {"k_cache": k_cache, "v_cache": v_cache, "layer": attrs["layer"]}
+    if attrs["mode"] in ("decode", "batch"):
+        kind = DecodeTokens("batch", tokens) if attrs["mode"] == "batch" else DecodeTokens()
+        kernel = attention_kernel(caches, layout, scores, kind, rows)
+        found = ops.kernel_call(kernel, **_ordered(kernel, {**given, **sinks, "position": start, **cached}))
+        return found["out"], found["k_cache"], found["v_cache"]
+    given |= {"start": start, "length": rest[0] if rest else ops.constant(tokens, I32, ())}
+    kernel = append(caches, layout, tokens, rows)
+    appended = ops.kernel_call(kernel, **_ordered(kernel, {**given, **cached}))
+    kernel = attention_kernel(caches, layout, scores, DecodeTokens("chunk", tokens), rows)
+    found = ops.kernel_call(kernel, **_ordered(kernel, {**given, **sinks, **cached, **appended}))
+    return found["out"], appended["k_cache"], appended["v_cache"]
+
+
+def _ordered(kernel: Kernel, given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in kernel.operands}
+
+
+def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Value, Value]:
+    attrs = op.attrs
+    if attrs["groups"][0] > 1:
+        return portable.route(op, logits, correction)
+    given = {} if correction is None else {"correction": correction.value()}
+    kernel = route_kernel(*logits.shape, attrs["top_k"], attrs["scores"], attrs["normalised"], bool(given))
+    found = ops.kernel_call(kernel, logits=logits, **given)
+    return found["chosen"], found["weights"]
+
+
+def argmax_rows(op: Op, logits: Value) -> Value:
+    *rows, vocab = logits.shape
+    count = rows[0] if rows else 1
+    parts = ops.kernel_call(best_of_parts(count, vocab), logits=ops.reshape(logits, (count, vocab)))
+    found = ops.kernel_call(best_of_rows(count, parts_of(vocab)), best=parts["best"], index=parts["index"])["argmax"]
+    return ops.reshape(found, tuple(rows))
+
+
+def rules() -> dict[str, Rule]:
+    """Return the lowering rules by kind of operation."""
+    shared = {kind: partial(kernels.RULES[kind], _CONTEXT) for kind in ("matmul", *RECURRENT)}
+    return {**portable.RULES, **shared, **RULES}
+
+
+RECURRENT: dict[str, Callable[..., Kernel]] = {
+    "causal_conv": recurrent.causal_conv,
+    "gated_delta": recurrent.gated_delta,
+    "selective_scan": recurrent.selective_scan,
+}
+# The rules of `lowering.kernels` that are shared do not use the instruction set.
+_CONTEXT = kernels.Context(ISAS["avx2"], 1, projected, RECURRENT)
+RULES: dict[str, Rule] = {
+    "embedding": embedding,
+    **dict.fromkeys(("rms_norm", "layer_norm"), norm),
+    "experts": experts,
+    "fused_attention": fused_attention,
+    "route": route,
+    "argmax_rows": argmax_rows,
+}

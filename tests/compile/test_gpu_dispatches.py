@@ -1,0 +1,71 @@
+"""A layer takes few dispatches on a GPU, and no dispatch writes a dequantised weight."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from castiron.emitter.lowering import lower
+from castiron.emitter.models import build
+from castiron.emitter.printer import print_module
+from castiron.vmfb.compiler import compile_mlir
+from castiron.vmfb.targets import resolve
+
+HIDDEN, INNER, VOCAB, WIDTH = 512, 1280, 3000, 16
+LLAMA = {
+    "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INNER, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 64, "vocab_size": VOCAB, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu", "rope_theta": 1e4, "tie_word_embeddings": False,
+}  # fmt: skip
+GEMMA = {
+    **LLAMA, "model_type": "gemma2", "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 64, "sliding_window": 64, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+# Dispatches of a layer in decoding.
+MODELS = {"llama": (LLAMA, 5), "gemma2": (GEMMA, 7), "mixtral": (MIXTRAL, 8)}
+
+
+@cache
+def flow(family: str, layers: int, target: str, folder: Path) -> str:
+    """Return the module of a model after IREE has formed its dispatches."""
+    config = {**MODELS[family][0], "num_hidden_layers": layers}
+    module = build(config, lambda name: "f32" if "norm" in name else "q4_k", 256, (WIDTH,))
+    out = folder / f"{family}-{layers}-{target}.mlir"
+    compile_mlir(print_module(lower(module, "gpu")), resolve(target), out, extra_flags=("--compile-to=flow",))
+    return out.read_text()
+
+
+def dispatches(text: str, function: str) -> list[str]:
+    """Return the lines of a function's dispatches."""
+    body = re.split(rf"util\.func (?:public|private) @{function}(?:\$async)?\(", text)[1].split("util.func")[0]
+    return re.findall(r"flow\.dispatch @.*", body)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("flow")
+
+
+@pytest.mark.parametrize("target", ["vulkan", "cuda"])
+@pytest.mark.parametrize("family", MODELS)
+def test_a_layer_takes_few_dispatches(family, target, folder):
+    counts = [len(dispatches(flow(family, layers, target, folder), "decode_step")) for layers in (2, 4)]
+    assert counts[1] - counts[0] == 2 * MODELS[family][1]
+    # The embedding, the last norm with the logits, and the largest logit in two dispatches.
+    assert counts[0] - 2 * MODELS[family][1] <= 6
+
+
+@pytest.mark.parametrize("function", ["decode_step", f"prefill_{WIDTH}"])
+@pytest.mark.parametrize("family", MODELS)
+def test_no_dispatch_writes_a_dequantised_weight(family, function, folder):
+    smallest = HIDDEN * HIDDEN // 2
+    for line in dispatches(flow(family, 2, "vulkan", folder), function):
+        # A state that is updated in place is a name here, not a type.
+        for shape in re.findall(r"tensor<([\dx]+)x[a-z]\w+>", line.rsplit(" -> ", 1)[1]):
+            assert prod(map(int, shape.split("x"))) < smallest, line

@@ -1,0 +1,186 @@
+"""A bundle loaded on a GPU: states stay in device memory; tokens and logits are copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import iree.runtime as rt
+import numpy as np
+
+from castiron.emitter.abi import Function
+from castiron.vmfb.bundle import Bundle
+from castiron.vmfb.drivers import DeviceError, find_device, open_device
+from castiron.vmfb.manifest import DEVICE, WEIGHTS
+from castiron.vmfb.program import ELEMENTS, Buffer, Call, NanLogitsError, Program, release_at_exit
+from castiron.vmfb.transfer import HostMemory, Transfer
+from castiron.vmfb.upload import Upload
+from castiron.vmfb.weights import read_irpa
+
+_LOCAL = int(rt.MemoryType.DEVICE_LOCAL)
+_USAGE = int(rt.BufferUsage.DEFAULT)
+
+
+class DeviceProgram(Program):
+    """A bundle loaded on the GPU `bundle.device`, by default the first GPU of the driver."""
+
+    def __init__(self, bundle: Bundle, slots: int = 1):
+        """Open the device, and upload the weights.
+
+        slots: the number of sequences whose states will be allocated. Raise DeviceError if there is
+        no such device, or if it has too little memory.
+        """
+        self._bundle, manifest = bundle, bundle.manifest
+        self.info = find_device(manifest.target.driver, bundle.device)
+        needed = manifest.files[WEIGHTS].size + slots * sum(state.nbytes for state in manifest.states)
+        if self.info.memory is not None and needed > self.info.memory:
+            raise DeviceError(
+                f"too little memory on {self.info.id} ({self.info.name}): {_gigabytes(self.info.memory)}, and the model needs "
+                f"{_gigabytes(needed)}; use a smaller model or --weights, --context or --batch with smaller values"
+            )
+        super().__init__(bundle, 1)
+        self._upload.finish()
+        # The weights are in device memory.
+        self._mapped = None
+
+    def _open(self, instance: rt.VmInstance, threads: int) -> rt.HalDevice:
+        return open_device(self.info)
+
+    def _parameters(self, instance: rt.VmInstance, weights: Any) -> Callable[[], rt.VmModule]:
+        self._upload = Upload(self.device, read_irpa(weights), self._bundle.progress)
+        module = rt.VmModule.copy_buffer(instance, self._bundle.part(DEVICE).read_bytes())
+        self.transfer = Transfer(instance, self.device, self._upload.module, module)
+        release_at_exit(self, "transfer", "_upload")
+        return lambda: self._upload.module
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> Buffer:
+        return HostBuffer(self, tuple(shape), dtype)
+
+    def state(self, shape: Sequence[int], dtype: str) -> Buffer:
+        return DeviceBuffer(self, tuple(shape), dtype)
+
+    def call(self, entry: Function, operands: Sequence[Buffer]) -> Call:
+        return DeviceCall(self, entry, operands)
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.2f} GB"
+
+
+class HostBuffer(Buffer):
+    """Host memory for token ids and positions, which the GPU reads."""
+
+    def __init__(self, program: DeviceProgram, shape: tuple[int, ...], dtype: str):
+        numpy_dtype, element = ELEMENTS[dtype]
+        self._memory = HostMemory(program.device, prod(shape) * numpy_dtype.itemsize)
+        self._flat = self._memory.array[: prod(shape) * numpy_dtype.itemsize].view(numpy_dtype)
+        self.array = self._flat.reshape(shape)
+        self._register(self._memory.view.get_buffer(), shape, element)
+
+
+class DeviceBuffer(Buffer):
+    """Device memory for a state; `array` is a `DeviceArray`."""
+
+    def __init__(self, program: DeviceProgram, shape: tuple[int, ...], dtype: str, array: DeviceArray | None = None):
+        """Allocate zeros, or use the memory of `array`, which is a part of another buffer."""
+        numpy_dtype, element = ELEMENTS[dtype]
+        self._owner, self._dtype, nbytes = program, dtype, prod(shape) * numpy_dtype.itemsize
+        if array is None:
+            memory = DeviceMemory(program, nbytes)
+            array = DeviceArray(memory, 0, nbytes // shape[0], shape, numpy_dtype)
+            memory.transfer.fill(memory.view, 0, nbytes)
+        self.array = array
+        self._register(array.memory.transfer.part(array.memory.view, array.offset, nbytes), shape, element)
+
+    def part(self, start: int, stop: int) -> Buffer:
+        return DeviceBuffer(self._owner, (stop - start, *self.array.shape[1:]), self._dtype, self.array[start:stop])
+
+
+class DeviceMemory:
+    """Memory of a GPU, which several arrays share. view: the bytes in the runtime."""
+
+    def __init__(self, program: DeviceProgram, nbytes: int):
+        buffer = program.device.allocator.allocate_buffer(_LOCAL, _USAGE, nbytes)
+        self.view = rt.HalBufferView(buffer, (nbytes,), rt.HalElementType.UINT_8)
+        self.transfer = program.transfer
+        release_at_exit(self, "view")
+
+
+class DeviceArray:
+    """An array in device memory, with the operations of NumPy arrays that states need.
+
+    An index is a slice of dimension 0, or slices of dimensions 0 and 1. The slice of dimension 1
+    must start at 0. The result shares the memory. `copy` and `numpy.asarray` download the data.
+    Assigning a NumPy array uploads it; assigning a `DeviceArray` copies on the device.
+    """
+
+    def __init__(self, memory: DeviceMemory, offset: int, stride: int, shape: tuple[int, ...], dtype: np.dtype):
+        """Create an array in existing memory.
+
+        offset: of the first element, in bytes. stride: bytes between elements of dimension 0.
+        """
+        self.memory, self.offset, self._stride, self.shape, self.dtype = memory, offset, stride, shape, dtype
+        self.size = prod(shape)
+        self.nbytes = self.size * dtype.itemsize
+        # Bytes of an element of dimension 0, which are adjacent.
+        self._block = prod(shape[1:]) * dtype.itemsize
+
+    def __getitem__(self, index: slice | tuple[slice, slice]) -> DeviceArray:
+        first, second = index if isinstance(index, tuple) else (index, slice(None))
+        start, stop, _ = first.indices(self.shape[0])
+        shape = (stop - start, *self.shape[1:])
+        if second != slice(None):
+            begin, end, _ = second.indices(self.shape[1])
+            assert begin == 0, "a part of a state begins at its first position"
+            shape = (shape[0], end, *shape[2:])
+        return DeviceArray(self.memory, self.offset + start * self._stride, self._stride, shape, self.dtype)
+
+    def __setitem__(self, index: slice | tuple[slice, slice], value: DeviceArray | np.ndarray | int) -> None:
+        own = self[index]
+        view, transfer = own.memory.view, own.memory.transfer
+        if isinstance(value, DeviceArray):
+            assert value.shape == own.shape, f"shape {value.shape} differs from {own.shape}"
+            source = value.memory.view, value.offset, value._stride
+            transfer.copy(*source, view, own.offset, own._stride, own._block, own.shape[0])
+            return
+        rows = np.ascontiguousarray(np.broadcast_to(np.asarray(value, own.dtype), own.shape))
+        transfer.upload(rows.reshape(-1).view(np.uint8).reshape(own.shape[0], own._block), view, own.offset, own._stride)
+
+    def copy(self) -> np.ndarray:
+        memory = self.memory
+        data = memory.transfer.download(memory.view, self.offset, self._stride, self._block, self.shape[0])
+        return data.reshape(-1).view(self.dtype).reshape(self.shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self.copy() if dtype is None else self.copy().astype(dtype)
+
+
+class DeviceCall(Call):
+    """A function on a GPU with bound operands; reading a result downloads it from the GPU."""
+
+    def __init__(self, program: DeviceProgram, entry: Function, operands: Sequence[Buffer]):
+        super().__init__(program, entry, operands)
+        self._transfer = program.transfer
+        # A forked child cannot use the device.
+        self._workers = True
+
+    def _result(self, index: int, dtype: np.dtype, shape: tuple[int, ...] | None = None) -> np.ndarray:
+        view = self._results.get_as_object(index, rt.HalBufferView)
+        shape = tuple(view.shape)
+        nbytes = prod(shape) * dtype.itemsize
+        return self._transfer.download(view, 0, nbytes, nbytes, 1).reshape(-1).view(dtype).reshape(shape)
+
+    def argmax(self) -> int:
+        (best,) = self.argmaxes(1)
+        if best < 0:
+            raise NanLogitsError
+        return best
+
+    def argmaxes(self, count: int) -> list[int]:
+        argmax, logits = (self._results.get_as_object(index, rt.HalBufferView) for index in (0, 1))
+        return self._transfer.best(argmax, logits, count, self._vocab)
+
+    def logits(self, row: int | None = None) -> np.ndarray:
+        view, nbytes = self._results.get_as_object(1, rt.HalBufferView), 4 * self._vocab
+        return self._transfer.download(view, (row or 0) * nbytes, nbytes, nbytes, 1)[0].view(np.float32)

@@ -1,0 +1,135 @@
+"""The GPUs that the IREE runtime can use on this machine: list, describe and open them."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import iree.runtime as rt
+from iree.runtime._binding import create_hal_driver
+
+from castiron.vmfb.device import shared_device
+
+# Drivers of the runtime for GPUs, and what is missing if the driver cannot be loaded.
+DRIVERS = {
+    "vulkan": "the Vulkan loader libvulkan.so.1 and a driver (ICD) of the GPU",
+    "cuda": "NVIDIA's driver with libcuda.so",
+    "hip": "AMD's ROCm with libamdhip64.so",
+    "metal": "macOS on an Apple GPU, and a runtime with Metal",
+}
+# Kernel modules whose version is part of a GPU driver's version.
+_VERSIONS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
+
+
+class DeviceError(Exception):
+    """An error for a device that does not exist, lacks memory, or computes wrong results."""
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """A GPU as its driver describes it.
+
+    id: the driver and the device's number, such as "vulkan:0". memory: bytes of device memory, None
+    if the driver does not report it. version: versions of the driver. features: what the driver
+    reports about data types and units, or the architecture.
+    """
+
+    id: str
+    driver: str
+    name: str
+    memory: int | None
+    version: str
+    features: tuple[str, ...]
+
+
+def list_devices() -> tuple[DeviceInfo, ...]:
+    """Return the GPUs of all drivers that can be loaded."""
+    found: list[DeviceInfo] = []
+    for driver in DRIVERS:
+        with suppress(DeviceError):
+            found.extend(devices_of(driver))
+    return tuple(found)
+
+
+def devices_of(driver: str) -> tuple[DeviceInfo, ...]:
+    """Return the GPUs of one driver; raise DeviceError if the driver cannot be loaded."""
+    loaded = _load(driver)
+    return tuple(
+        _describe(driver, number, device["name"], loaded.dump_device_info(device["device_id"]))
+        for number, device in enumerate(loaded.query_available_devices())
+    )
+
+
+def find_device(driver: str, chosen: str | None = None) -> DeviceInfo:
+    """Return the GPU `chosen`, such as "cuda" or "cuda:1", or by default the driver's first GPU.
+
+    driver: the driver that a bundle needs. Raise DeviceError if there is no such GPU.
+    """
+    number = (chosen or driver).partition(":")[2]
+    found = {device.id: device for device in devices_of(driver)}
+    if not found:
+        raise DeviceError(f"no {driver} device on this machine; castiron devices lists what there is")
+    if (wanted := f"{driver}:{number or 0}") not in found:
+        raise DeviceError(f"unknown device: {chosen}; choose one of {', '.join(found)}")
+    return found[wanted]
+
+
+def open_device(info: DeviceInfo) -> rt.HalDevice:
+    """Return this process's device for a GPU; raise DeviceError if the driver cannot open it."""
+
+    def create() -> rt.HalDevice:
+        driver = _load(info.driver)
+        return driver.create_device(driver.query_available_devices()[int(info.id.partition(":")[2])])
+
+    return shared_device(info.id, lambda: _checked(info.id, "the driver reports an error", create))
+
+
+def _load(driver: str) -> rt.HalDriver:
+    return _checked(driver, f"it needs {DRIVERS[driver]}", lambda: create_hal_driver(driver))
+
+
+def _checked(what: str, problem: str, work: Callable):
+    """Return the result of `work`; turn an exception of the runtime into a DeviceError."""
+    try:
+        return work()
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split("; ", 1)[-1].split())[:160]
+        raise DeviceError(f"cannot use {what} ({reason}); {problem}") from None
+
+
+def _describe(driver: str, number: int, name: str, text: str) -> DeviceInfo:
+    """Return the facts in `text`, a driver's description of a device with lines of `key: value`."""
+    fields = dict(re.findall(r"^[- ]*([\w-]+): (.+)$", text, re.MULTILINE))
+    # Flag 1 of a heap of Vulkan: the heap is the device's own memory.
+    heaps = [int(size) for size in re.findall(r"\] size=(\d+) flags=0x\d*[13579bdf]$", text, re.MULTILINE)]
+    versions = [fields[key] for key in ("api", "driver", "driver_info") if key in fields]
+    architecture = [fields[key] for key in ("gpu-arch-name", "gpu-compute-capability") if key in fields]
+    features = re.findall(r"(\w+)=yes", fields.get("features", "")) + architecture
+    memory, version = _cuda_facts(number) if driver == "cuda" else (max(heaps, default=None), "")
+    for path in _VERSIONS:
+        with suppress(OSError):
+            versions.append(path.read_text().splitlines()[0].strip())
+    return DeviceInfo(
+        f"{driver}:{number}", driver, name, memory, ", ".join(filter(None, [*versions, version])), tuple(features)
+    )
+
+
+def _cuda_facts(number: int) -> tuple[int | None, str]:
+    """Return (bytes of memory, version) of an NVIDIA GPU, which IREE's driver does not report."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        version, device, size = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
+        calls = (
+            lambda: cuda.cuInit(0),
+            lambda: cuda.cuDriverGetVersion(ctypes.byref(version)),
+            lambda: cuda.cuDeviceGet(ctypes.byref(device), number),
+            lambda: cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device),
+        )
+        failed = any(call() for call in calls)
+    except (OSError, AttributeError):
+        failed = True
+    return (None, "") if failed else (size.value, f"CUDA {version.value // 1000}.{version.value % 1000 // 10}")

@@ -1,0 +1,27 @@
+"""Open a bundle on the device that it is compiled for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from castiron.vmfb.bundle import Bundle, open_bundle
+from castiron.vmfb.program import Program
+
+
+def open_program(source: Bundle | Path | str, threads: int | None = None, slots: int = 1) -> Program:
+    """Load a bundle, or the bundle at a path, on this machine's CPU or GPU.
+
+    threads: for a CPU; the default is the number of physical cores. slots: the number of sequences
+    whose states will be allocated, for a GPU's memory. Raise DeviceError if there is no such GPU,
+    if it has too little memory, or if it computes wrong results.
+    """
+    bundle = open_bundle(source)
+    if bundle.manifest.target.driver:
+        # Imported late: a CPU needs no drivers.
+        from castiron.vmfb.check_device import check_device
+        from castiron.vmfb.device_program import DeviceProgram
+
+        program = DeviceProgram(bundle, slots)
+        check_device(program)
+        return program
+    return Program(bundle, threads)
