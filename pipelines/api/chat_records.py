@@ -169,7 +169,7 @@ class FreeformTool(Body):
 
 
 def _input(arguments: str) -> Any:
-    """Return the value of `input` so far in the arguments of a function, None if there is none."""
+    """Return the value of `input` in incomplete JSON arguments of a function; None without one."""
     try:
         return from_json(arguments, allow_partial="trailing-strings")["input"]
     except (ValueError, LookupError, TypeError):

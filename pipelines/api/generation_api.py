@@ -161,7 +161,7 @@ class GenerationApi(ModelApi):
         return ids
 
     def _truncated(self, body: CompletionFields, prompt: list[int]) -> list[int]:
-        """Return as many tokens of `prompt` as truncate_prompt_tokens sets: the last, or the first ones."""
+        """Return the tokens of `prompt` that truncate_prompt_tokens and truncation_side retain."""
         count = body.truncate_prompt_tokens
         if count == -1:
             count = self.context + 1 - max(1, body.limit or 1)
@@ -298,7 +298,7 @@ class GenerationApi(ModelApi):
         return job
 
     def _token_biases(self, biases: Mapping[int | str, float]) -> dict[int, float]:
-        """Return the biases by token id; that of a text applies to each of its tokens."""
+        """Return the biases by token id; the bias of a text applies to each of its tokens."""
         found: dict[int, float] = {}
         for key, bias in biases.items():
             ids = [key] if isinstance(key, int) else self.tokenizer.encode(key, add_special_tokens=False)

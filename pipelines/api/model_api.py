@@ -45,9 +45,9 @@ class Limits:
 
     seconds: max duration, including the wait in the queue. body_bytes: max size of a request body.
     temperature, repeat_penalty: defaults of sampling, None for the model's own. priorities: whether
-    requests may set `priority`. retained_bytes: max memory of the log-probabilities and grammars of all requests,
-    None for a fraction of the machine's memory. strict_requests: whether fields that have no effect
-    are an error.
+    requests may set `priority`. retained_bytes: max memory of the log-probabilities and grammars of
+    all requests, None for a fraction of the machine's memory. strict_requests: whether fields that
+    have no effect are an error.
     """
 
     seconds: float = 600.0

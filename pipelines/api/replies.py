@@ -233,7 +233,7 @@ class ChatReply(ChoicesReply):
         return {"id": _call_id(), "type": "function", "function": call}
 
     def _calls_to_send(self, index: int, parts: list[CallPart], is_end: bool) -> list[CallPart]:
-        """Return the parts of calls to stream, in which arguments of custom tools are their input."""
+        """Return the parts of calls to stream; a custom tool's input replaces its arguments."""
         found = []
         for part in parts:
             if part.name in self.custom:

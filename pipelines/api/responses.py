@@ -259,7 +259,7 @@ class ResponsesReply(BlocksReply):
         return self._event(kind, item_id=self._id(block), output_index=len(self.blocks) - 1, **index, **fields)
 
     def _kind(self, block: Block) -> str:
-        """Return the kind of a block, which for a call to a custom tool is "custom"."""
+        """Return the kind of a block, or "custom" for a call to a custom tool."""
         return "custom" if block.kind == "call" and block.name in self._custom else block.kind
 
     def _id(self, block: Block) -> str:

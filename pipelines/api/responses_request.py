@@ -315,7 +315,7 @@ def names_in_namespaces(tools: Iterable[AnyTool]) -> dict[str, dict[str, str]]:
 
 
 def _chat_tool(tool: FunctionTool | CustomTool, space: Namespace | None = None) -> dict[str, Any]:
-    """Return a tool as that of a chat request, named `space.tool` if it has a namespace."""
+    """Return a tool for a chat request, named `space.tool` if it has a namespace."""
     if isinstance(tool, CustomTool):
         return {"type": "custom", "custom": tool.model_dump(include={"name", "description"})}
     # The description of a namespace is put before that of its first function.

@@ -161,7 +161,7 @@ class PrefixStore:
         return found
 
     def _common(self, state: StateFile, prompt: np.ndarray) -> int:
-        """Return the length of the common prefix of a state and `prompt`, in complete chunks."""
+        """Return how many tokens a state and `prompt` have in common, rounded down to complete chunks."""
         return self._complete(common_prefix(state.tokens, prompt))
 
     def _complete(self, tokens: int) -> int:

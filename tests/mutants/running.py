@@ -113,7 +113,7 @@ def run(copy: Copy, tests: Sequence[str], seconds: float) -> tuple[int | None, s
 
 def failure_of(output: str) -> tuple[str, str]:
     """Return the test that failed and its error message, or the end of the output."""
-    found = re.search(r"^(?:FAILED|ERROR) (\S+?)(?: - (.*))?$", output, re.MULTILINE)
+    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - (.*))?$", output, re.MULTILINE)
     return (found[1], found[2] or "") if found else ("", output.strip()[-300:])
 
 

@@ -162,9 +162,10 @@ class GemmMatrix(Gemm):
     ) -> None:
         """Emit code that adds the accumulators `parts` to `self.sums`.
 
-        of: the accumulated codec group of a quantised weight, as (index in the panel, index in x);
-        None for float weights. With a group, the code multiplies the accumulators by the group's
-        scale, and adds the group's minimum times the sum of x over the group.
+        of: None for float weights. For quantised weights, `parts` are the sums over one codec group
+        (elements with one scale), and `of` is (index of this group in the panel, its index among
+        the groups of a row of x). The code multiplies `parts` by the group's scale, and adds the
+        group's minimum times the sum of x over the group.
         """
         b, lanes, rows, wide = self.b, self.lanes, self.tiles.rows, self.tiles.wide
         for i, part in enumerate(parts):

@@ -59,9 +59,10 @@ def nearest(b: Body, low: Ssa, high: Ssa) -> Ssa:
 
 
 def pieces(b: Body, low: Ssa, high: Ssa, count: int) -> list[Ssa]:
-    """Return `count` vectors of bf16 pairs (see `cut`) whose sum approximates `low` and `high`.
+    """Split two f32 vectors into sums of `count` bf16 vectors; return these as vectors of pairs.
 
-    With count 3 the sum is exact. With count 1 the vector has the nearest bf16.
+    The low halves of the pairs sum to `low`, and the high halves sum to `high`: exactly with count
+    3, approximately with count 2. With count 1 each half is the nearest bf16.
     """
     if count == 1:
         return [nearest(b, low, high)]

@@ -105,7 +105,7 @@ class Tokens:
     def real(self, layer: int, given: dict[str, np.ndarray]) -> Iterator[tuple[int, range]]:
         """Yield (index in dimension 0 of the states, range of rows of x) of each active sequence.
 
-        The rows are those without padding. The function is for NumPy references. layer: layer of
+        The rows are those without padding. For reference implementations in NumPy. layer: layer of
         the model. given: the kernel's operands, by name.
         """
         if not self.batch:
