@@ -112,7 +112,7 @@ class Role:
 
     name: such as "prefill_{}", where {} stands for the number of tokens. operands, results: shapes
     by name, without the states, which every function takes and returns. A shape has "T" for the
-    number of tokens of a call, "V" for the vocabulary size and "H" for the features of a vector.
+    number of tokens of a call, "V" for the vocabulary size and "H" for the size of hidden states.
     every_token: whether results need every token of the call, not only the last one.
     """
 

@@ -1,9 +1,9 @@
 """Split blocks of ggml's IQ1, IQ2 and IQ3 types, whose codes are entries of a grid.
 
 A grid is a list of vectors of four or eight values. A block stores one index of a vector for each
-four or eight elements. `iq_grids.json` has ggml's grids (ggml-common.h), in base64. In this file, a
-value of a grid is stored as its index in `_LEVELS`. An index has `_BITS` bits, and the lowest bits
-of a byte come first.
+four or eight elements. `iq_grids.json` has ggml's grids (ggml-common.h), in base64: each value of a
+grid is stored as its index in `_LEVELS`, which has `_BITS` bits. The lowest bits of a byte come
+first.
 """
 
 import json

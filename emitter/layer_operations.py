@@ -113,7 +113,8 @@ def _route(op: Op) -> str | None:
     ok = [v.type for v in op.results] == [TensorType(shape, I32), TensorType(shape, F32)]
     ok = ok and [v.shape for v in op.operands[1:]] in ([], [(experts,)]) and op.attrs["scores"] in ("softmax", "sigmoid")
     groups, top_groups = op.attrs["groups"]
-    ok = ok and experts % groups == 0 and 1 <= top_groups <= groups and (groups == 1 or experts // groups > 1)
+    rated = op.attrs["rated"]
+    ok = ok and experts % groups == 0 and 1 <= top_groups <= groups and (groups == 1 or 1 <= rated <= experts // groups)
     return (
         None
         if ok and 1 <= shape[1] <= experts // groups * top_groups
@@ -123,9 +124,11 @@ def _route(op: Op) -> str | None:
 
 def _experts(op: Op) -> str | None:
     x, chosen, weights, *stacked, y = shapes_of(op)
+    orders = [stacked.pop() for _ in range(sum(op.attrs["ordered"]))][::-1]
     into, function = 2 if op.attrs["gated"] else 1, op.attrs["function"]
     count, inner = op.attrs["experts"], stacked[0][0] // op.attrs["experts"]
     ok = x == y and chosen == weights and chosen[0] == x[0]
+    ok = ok and orders == [(count, size) for size, ordered in zip((x[1], inner), op.attrs["ordered"]) if ordered]
     ok = ok and (function in ACTIVATIONS or (op.attrs["gated"] and not isinstance(function, str)))
     ok = ok and stacked[: into + 1] == [(count * inner, x[1])] * into + [(count * x[1], inner)]
     ok = ok and stacked[into + 1 :] in ([], [(count, inner)] * into + [(count, x[1])])

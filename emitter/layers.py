@@ -246,19 +246,20 @@ def route(
     scores: str = "softmax",
     correction: Value | None = None,
     groups: tuple[int, int] = (1, 1),
+    rated: int = 2,
 ) -> tuple[Value, Value]:
     """Choose each token's experts: indices i32 [T, top_k] and weights f32 [T, top_k].
 
     logits: [T, experts]. scores: "softmax" over all experts, or "sigmoid" of each logit.
     normalised: whether to divide the chosen weights by their sum. correction: [experts], added to
-    the scores for choosing only (arXiv:2408.15664). groups: (n, m). The experts form n equal
-    groups, and a token uses only the m groups with the largest sums of their two best scores
-    (arXiv:2412.19437). On a tie the lower index comes first.
+    the scores for choosing only (arXiv:2408.15664). groups (n, m): the experts are n equal groups,
+    and only the m groups whose `rated` best scores have the largest sum are used (1 in
+    arXiv:2405.04434, 2 in arXiv:2412.19437). On a tie the lower index comes first.
     """
     tokens, experts = logits.shape
     operands = (logits,) if correction is None else (logits, correction)
     types = TensorType((tokens, top_k), I32), TensorType((tokens, top_k), F32)
-    attrs = {"top_k": top_k, "normalised": normalised, "scores": scores, "groups": groups}
+    attrs = {"top_k": top_k, "normalised": normalised, "scores": scores, "groups": groups, "rated": rated}
     chosen, weights = build(LAYERS, "route", operands, types, attrs)
     return chosen, weights
 
@@ -289,8 +290,27 @@ def experts(
         for name, shape in zip(names, shapes)
     ]
     chosen, weights = routing
-    attrs = {"experts": count, "function": function, "gated": len(names) == 3}
-    return build(LAYERS, "experts", (x, chosen, weights, *stacked), (x.type,), attrs)[0]
+    orders = [_orders_of_experts(step, names[:-1], count, hidden), _orders_of_experts(step, names[-1:], count, intermediate)]
+    ordered = tuple(order is not None for order in orders)
+    attrs = {"experts": count, "function": function, "gated": len(names) == 3, "ordered": ordered}
+    operands = (x, chosen, weights, *stacked, *(order for order in orders if order is not None))
+    return build(LAYERS, "experts", operands, (x.type,), attrs)[0]
+
+
+def _orders_of_experts(step: Step, names: tuple[str, ...], count: int, features: int) -> Value | None:
+    """Return the order of the columns of all experts' weights, [count, features], or None.
+
+    It has the feature of x for each stored column. names: the projections that read x. None: the
+    columns are in the order of x, or not all experts have one order, which `build` reports.
+    """
+    path, module = current_path(), step.module
+    weights = [[f"{path}.{e}.{name}.weight" for name in names] for e in range(count)]
+    orders = [{module.orders.get(weight) for weight in expert} for expert in weights]
+    if any(len(expert) > 1 or None in expert for expert in orders):
+        return None
+    module.reordered.update(weight for expert in weights for weight in expert)
+    parts = tuple((str(*expert), (features,)) for expert in orders)
+    return module.weight(Weight(f"{path}.{names[0]}.column_order", (count, features), parts=parts))
 
 
 def activation(x: Value, kind: str) -> Value:

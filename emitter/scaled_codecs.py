@@ -20,6 +20,10 @@ NF4 = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
+# The floats that bitsandbytes' FP4 has as codes (functional.py: get_4bit_type); the largest is 12.
+FP4 = tuple(
+    number / 12 for number in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0, 0.0, -0.0625, -8.0, -12.0, -4.0, -6.0, -2.0, -3.0)
+)
 # By kind of code: fields of the codec. Codes of uint8 and their zero points are stored minus 128.
 _KINDS: dict[str, dict] = {
     "int4": {"bits": 4, "offset": 8},
@@ -28,6 +32,7 @@ _KINDS: dict[str, dict] = {
     "uint8": {"bits": 8, "zeros": True},
     "e4m3": {"bits": 8, "e4m3": True},
     "nf4": {"bits": 4, "table": NF4},
+    "fp4": {"bits": 4, "table": FP4},
 }
 # Codecs that have the block layout of a GGUF codec.
 _SAME = {"int4_32_f16": "q4_0", "int8_32_f16": "q8_0"}

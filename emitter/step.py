@@ -25,8 +25,8 @@ class Weight:
     transform: a function applied to the f32 values before they are stored; then the codec is f32.
     values: a function that computes a table that is not in the checkpoint.
     parts: the checkpoint tensors (name, shape) whose rows are stacked; default: the tensor `name`.
-    groups, rows: the stacked rows form `groups` equal groups. The weight has rows rows[0] ..
-        rows[1] - 1 of each group, such as q in a fused projection.
+    groups, rows: the stacked rows form `groups` equal groups. The weight has the rows from rows[0]
+        to rows[1] - 1 of each group, such as those of q in a fused projection.
     apart: (heads, n). In the checkpoint, the first n rows of each head are interleaved pairs. They
         are stored as two halves, as `rope` expects.
     """
@@ -182,8 +182,8 @@ class Step:
     def weight(self, name: str, shape: Sequence[int], codec: str | None = None, transform=None) -> Value:
         """Return the checkpoint tensor `<module path>.<name>`, of type f32 in the graph.
 
-        codec: how the bundle stores it (default: `module.codecs` decides). transform: a function
-        applied to its f32 values before they are stored.
+        codec: how the bundle stores the tensor (default: `module.codecs` decides). transform: a
+        function applied to the tensor's f32 values before they are stored.
         """
         full = ".".join(filter(None, (current_path(), name)))
         return self.module.weight(Weight(full, tuple(shape), codec or self.module.codecs(full), transform))

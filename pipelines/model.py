@@ -374,7 +374,7 @@ def load(
     bundle = open_or_compile(model, chosen, progress, evaluate=own_accuracy)
     if context is not None:
         bundle = bundle.with_context(context)
-    draft_bundle = None if draft is None else open_or_compile(draft, None, progress)
+    draft_bundle = None if draft is None else open_or_compile(draft, None, progress, draft=True)
     return Model(bundle, threads, prefix_cache, draft_bundle, parse_special)
 
 

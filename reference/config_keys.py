@@ -55,7 +55,10 @@ def _defined(model_type: str) -> set[str]:
 
 
 def _reads(module: ModuleType) -> Iterator[str]:
-    """Yield the keys that a module reads by attribute, getattr, hasattr, or kwargs.pop and .get."""
+    """Yield the keys of a config that a module reads.
+
+    A module reads them as attributes, or with getattr, hasattr, kwargs.pop or kwargs.get.
+    """
     for node in ast.walk(ast.parse(inspect.getsource(module))):
         match node:
             case ast.Attribute(value=value, attr=name) if _is_config(value):

@@ -1,8 +1,9 @@
 """The engines that `castiron bench` compares with; only the model's work is timed.
 
-Each has three methods. `prefill(tokens)` returns the seconds from an empty context to the last
-token's logits. `fill(tokens)` puts tokens in an empty cache. `decode(depth, tokens)` feeds tokens
-one by one from position `depth` on, and returns the seconds.
+Each class has the same methods. `prefill(tokens)` returns the seconds from an empty context to the
+last token's logits. `fill(tokens)` puts tokens in an empty cache. `decode(depth, tokens)` feeds
+tokens one by one from position `depth` on, and returns the seconds. `first(tokens)` returns the
+greedy token after `tokens`.
 """
 
 from __future__ import annotations

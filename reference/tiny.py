@@ -42,6 +42,17 @@ _DELTA = {
     "linear_value_head_dim": 12,
     "rope_parameters": {**_DEFAULT_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2], "mrope_interleaved": True},
 }
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
 # Keys of each family whose details must matter: windows shorter than a test's prompt, factors other than 1.
 FAMILIES: dict[str, dict] = {
     "llama": {},
@@ -119,17 +130,9 @@ FAMILIES: dict[str, dict] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
         },
     },
-    "glm4_moe_lite": {
-        "num_key_value_heads": 4,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 12,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 20,
-        "n_routed_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-    },
+    "deepseek_v2": {**_LATENT, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
+    "deepseek_v3": {**_LATENT, "first_k_dense_replace": 1, "n_group": 3, "topk_group": 2},
+    "glm4_moe_lite": _LATENT,
     "gpt2": {"n_inner": 96},
     "granitemoe": {**_GRANITE, **_LOCAL_EXPERTS},
     "gpt_oss": {**_LOCAL_EXPERTS, "head_dim": 24, "sliding_window": 24, "swiglu_limit": 1.0, "rope_parameters": _DEFAULT_ROPE},

@@ -67,7 +67,7 @@ class Part:
         return os.fstat(self.file.fileno())
 
     def read(self, start: int, size: int) -> bytes:
-        """Return `size` bytes from offset `start` of the part, or fewer at its end."""
+        """Return `size` bytes of the part from offset `start`, or fewer at the end of the part."""
         with self.lock, naming(self.path):
             self.file.seek(self.offset + start)
             return self.file.read(max(0, min(size, self.size - start)))

@@ -20,7 +20,7 @@ Span = tuple[int, int]
 
 
 class Cover:
-    """A planner that finds the cheapest calls that decode one token in each of some slots.
+    """A planner of decode calls: it finds the cheapest calls for one token in each given slot.
 
     A slot holds one sequence. A call of width w decodes w adjacent slots, the first of which is a
     multiple of w. If several plans have the lowest cost, the one with the fewest calls is used,
@@ -57,9 +57,9 @@ class Cover:
 def costs_of(manifest: Manifest) -> dict[int, float]:
     """Return the estimated time of a decode call by its width, the number of sequences.
 
-    The unit is the time of one floating-point operation. The time of a kernel is its compute time
-    or its read time at position 0, whichever is longer. All times are 0 if the manifest does not
-    list the kernels' work.
+    The unit is the time of one floating-point operation. A kernel's time is the longer of its
+    compute time and its memory read time, both at position 0. All times are 0 if the manifest does
+    not list the kernels' work.
     """
     functions = [manifest.function("decode"), *(manifest.function("batch", width) for width in manifest.widths("batch"))]
     work = manifest.compile.get("work", {})
@@ -76,12 +76,12 @@ class Batch:
     the functions `decode_batch_B`, which decode a token in B adjacent slots. For each state of the
     model there is one buffer, in which the slots follow each other along dimension 0.
 
-    `decode_batch_B` skips slots with a negative position, but a skipped slot takes the same time as
-    another. So several narrow calls may be faster than a wide one if the used slots are far apart.
+    `decode_batch_B` skips slots with a negative position, but a skipped slot takes as long as a
+    used one. So several narrow calls may be faster than a wide one if the used slots are far apart.
     """
 
     def __init__(self, bundle: Bundle | Path | str, threads: int | None = None):
-        """Load a bundle; one without batch functions gets one slot."""
+        """Load a bundle; a bundle without batch functions gets one slot."""
         bundle = open_bundle(bundle)
         states, self.size = bundle.manifest.states, max(bundle.manifest.widths("batch"), default=1)
         self.program = program = open_program(bundle, threads, self.size)
@@ -142,9 +142,9 @@ class Batch:
         return {slot: found[slot - first] for slot in taken}
 
     def _save_logits(self, call: Call, stepped: Collection[int]) -> None:
-        """Copy the logits of slots without a new token, because `call` will overwrite its results.
+        """Copy the logits that slots still have in the results of `call`, before it runs again.
 
-        stepped: the slots that get a new token.
+        stepped: slots that get a new token, whose old logits are not needed.
         """
         for slot, session in enumerate(self.slots):
             if slot not in stepped and isinstance(session._last, Row) and session._last.call is call:

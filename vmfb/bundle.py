@@ -40,7 +40,7 @@ class Bundle:
 
     path: its directory, or its archive if it is `packed`. parts: open files of the bundle by name,
     which stay readable if another bundle replaces this one; if None, `part` opens the files.
-    device: the GPU that runs the bundle, such as "vulkan:1"; None for the driver's first. progress:
+    device: the GPU that runs the bundle, such as "vulkan:1"; None for the first GPU. progress:
     called with (bytes, total) while weights are uploaded to a GPU.
     """
 

@@ -18,8 +18,8 @@ def own_group() -> Iterator[int | None]:
 
     Start children in it with `Popen(process_group=...)`. The id is None on systems without /bin/sh.
 
-    A guard process kills the group when its pipe to this process is closed. PR_SET_PDEATHSIG would have to run Python
-    code in the forked child, which is not safe while other threads run.
+    A guard process kills the group when its pipe to this process is closed. PR_SET_PDEATHSIG would
+    have to run Python code in the forked child, which is not safe while other threads run.
     """
     try:
         guard = subprocess.Popen(

@@ -129,7 +129,7 @@ def compile_modules(
 
 
 def compile_flags(target: Target, extra_flags: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return all flags that `compile_mlir` gives iree-compile; later flags take precedence."""
+    """Return all flags that `compile_mlir` passes to iree-compile; later flags take precedence."""
     return (*target.flags, *QUIET_FLAGS, *extra_flags)
 
 

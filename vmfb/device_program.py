@@ -23,7 +23,7 @@ _USAGE = int(rt.BufferUsage.DEFAULT)
 
 
 class DeviceProgram(Program):
-    """A bundle loaded on the GPU `bundle.device`, by default the first one of its driver."""
+    """A bundle loaded on the GPU `bundle.device`, by default the first GPU of the driver."""
 
     def __init__(self, bundle: Bundle, slots: int = 1):
         """Open the device, and upload the weights.
@@ -80,7 +80,7 @@ class HostBuffer(Buffer):
 
 
 class DeviceBuffer(Buffer):
-    """Device memory for a state. array: a `DeviceArray`."""
+    """Device memory for a state; `array` is a `DeviceArray`."""
 
     def __init__(self, program: DeviceProgram, shape: tuple[int, ...], dtype: str, array: DeviceArray | None = None):
         """Allocate zeros, or use the memory of `array`, which is a part of another buffer."""
@@ -108,14 +108,18 @@ class DeviceMemory:
 
 
 class DeviceArray:
-    """An array in device memory, which is read and written like a NumPy array of the states.
+    """An array in device memory, with the operations of NumPy arrays that states need.
 
-    A slice takes elements of dimension 0, and of dimension 1 the first ones. `copy` and
-    `numpy.asarray` download. Assigning to a slice uploads, or copies on the device.
+    An index is a slice of dimension 0, or slices of dimensions 0 and 1. The slice of dimension 1
+    must start at 0. The result shares the memory. `copy` and `numpy.asarray` download the data.
+    Assigning a NumPy array uploads it; assigning a `DeviceArray` copies on the device.
     """
 
     def __init__(self, memory: DeviceMemory, offset: int, stride: int, shape: tuple[int, ...], dtype: np.dtype):
-        """offset, stride: in bytes; the stride of dimension 0."""
+        """Create an array in existing memory.
+
+        offset: of the first element, in bytes. stride: bytes between elements of dimension 0.
+        """
         self.memory, self.offset, self._stride, self.shape, self.dtype = memory, offset, stride, shape, dtype
         self.size = prod(shape)
         self.nbytes = self.size * dtype.itemsize
@@ -153,7 +157,7 @@ class DeviceArray:
 
 
 class DeviceCall(Call):
-    """A function on a GPU with bound operands; its results stay there until they are asked for."""
+    """A function on a GPU with bound operands; reading a result downloads it from the GPU."""
 
     def __init__(self, program: DeviceProgram, entry: Function, operands: Sequence[Buffer]):
         super().__init__(program, entry, operands)

@@ -23,9 +23,10 @@ class Decode:
 
 @dataclass(frozen=True)
 class KnownAnswer:
-    """Expected results. matmuls: by codec, the results of `matmul_CODEC` of device.vmfb.
+    """The results that a device must compute.
 
-    tolerance: the largest difference, as a share of the largest expected value.
+    matmuls: by codec, the results of `matmul_CODEC` of device.vmfb. tolerance: the max allowed
+    difference, as a fraction of the largest expected value.
     """
 
     matmuls: dict[str, tuple[float, ...]] = field(default_factory=dict)

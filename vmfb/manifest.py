@@ -75,10 +75,10 @@ class Accuracy:
 
     It is measured only for numerics "fast", which rounds activations.
 
-    against: the reference. text, tokens: the text on which both were run, and its length. context:
-    tokens of a chunk of the text. kld_...: mean, standard error of the mean, 99th percentile and
-    maximum of the Kullback-Leibler divergence. same_top_p: fraction of positions with the same
-    argmax. same_top_p_error: its standard error.
+    against: the reference. text: name of the text on which both were run. tokens: number of tokens
+    that were compared. context: number of tokens in a chunk of the text. kld_...: mean, standard
+    error of the mean, 99th percentile and maximum of the Kullback-Leibler divergence. same_top_p:
+    fraction of positions with the same argmax. same_top_p_error: its standard error.
     """
 
     against: str
@@ -210,7 +210,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class KernelWork:
-    """The work of one kernel in a call of a function, which runs the kernel `calls` times.
+    """The work of one kernel in one call of a function; the call runs the kernel `calls` times.
 
     flops, bytes: floating-point operations and memory traffic of one run, each as (value at
     position 0, increase per position, maximum). weights: bytes of weights that one run reads.

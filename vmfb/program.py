@@ -98,11 +98,11 @@ class Loaded:
         _programs.add(self)
 
     def _open(self, instance: rt.VmInstance, threads: int) -> rt.HalDevice:
-        """Return the device."""
+        """Return the IREE device that runs the modules."""
         return device(threads)
 
     def _parameters(self, instance: rt.VmInstance, weights: Any) -> Callable[[], rt.VmModule]:
-        """Return a function that makes the module with the weights for a context."""
+        """Return a function that returns an IREE module with the weights, for one VmContext."""
         parameters = rt.ParameterIndex()
         parameters.load_from_file_handle(rt.FileHandle.wrap_memory(weights), "irpa")
         return lambda: rt.create_io_parameters_module(instance, parameters.create_provider(scope=SCOPE))
@@ -115,7 +115,7 @@ class Loaded:
         raise KeyError(name)
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Buffer:
-        """Allocate zeros that Python writes; pages are provided when they are written."""
+        """Allocate zeros in a buffer that Python writes; pages use memory once they are written."""
         return Buffer(self, tuple(shape), dtype)
 
     def state(self, shape: Sequence[int], dtype: str) -> Buffer:
@@ -123,7 +123,7 @@ class Loaded:
         return self.zeros(shape, dtype)
 
     def call(self, entry: Function, operands: Sequence[Buffer]) -> Call:
-        """Return a call of a function of the manifest."""
+        """Return a `Call` of a function of the manifest with these operands."""
         return Call(self, entry, operands)
 
 
@@ -134,7 +134,7 @@ class Program(Loaded):
     """
 
     def __init__(self, source: Bundle | Path | str, threads: int | None = None):
-        """Load a bundle for a CPU, or the one at a path; default threads: one per physical core.
+        """Load a CPU bundle, or the bundle at a path; default threads: one per physical core.
 
         Raise BundleError if the runtime rejects the bundle, SessionError for less than one thread.
         """
@@ -163,7 +163,7 @@ class Program(Loaded):
 def check_functions(path: Path, module: rt.VmModule, manifest: Manifest, functions: Iterable[Function], remedy: str) -> None:
     """Raise BundleError unless a module has `functions` with the types that the manifest lists.
 
-    path: the module's file. remedy: what the user can do, for the error.
+    path: the module's file. remedy: what the user can do, for the error message.
     """
     exported = set(module.function_names)
     for function in functions:
@@ -317,13 +317,13 @@ class Call:
     def logits(self, row: int | None = None) -> np.ndarray:
         """Return a copy of the logits (result 1), f32 `[vocab]`.
 
-        row: the row to return if the function returns logits of several rows.
+        row: index of the row to return, for a function that returns several rows of logits.
         """
         found = self._result(1, _F32, (self._vocab,)) if row is None else self._result(1, _F32)[row]
         return found.copy()
 
     def floats(self, index: int) -> np.ndarray:
-        """Return a copy of the f32 result `index`, in the shape of the function's signature."""
+        """Return a copy of the f32 result `index`, with the shape in the function's signature."""
         return self._result(index, _F32).copy()
 
 

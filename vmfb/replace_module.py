@@ -24,8 +24,9 @@ def replace_module(bundle: Bundle, module: Path, out: Path) -> Bundle:
     out: directory of the copy, which may be the bundle's own. The bundle's other files are linked
     or copied. The manifest's `compile.custom_module` records the new module's path, sha256 and
     runtime; measurements of the old module are dropped. Raise BundleError if this runtime cannot
-    read the new module, or if the module lacks a function of the manifest or its types differ. If
-    this machine can run the bundle, also raise it for parameters that the weights file lacks.
+    read the new module, or if the module lacks a function of the manifest or has it with other
+    types. If this machine can run the bundle, also raise BundleError if the module reads a
+    parameter that the weights file lacks.
     """
     _check_module(module, bundle.manifest)
     old = bundle.manifest

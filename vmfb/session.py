@@ -68,7 +68,7 @@ class Session:
 
     @exclusive
     def step(self, token: int) -> int:
-        """Append one token; return the id of the largest logit after it, the lowest on a tie."""
+        """Append one token; return the argmax of the logits after it (the lowest id on a tie)."""
         position = self.position
         if position >= self.context or not 0 <= token < self.vocab:
             self._checked((token,))
@@ -126,7 +126,7 @@ class Session:
         """
         if len(tokens) not in self._verify:
             if not self._verify:
-                raise SessionError("this bundle has no verify functions; compile it with --speculate 4,8")
+                raise SessionError("this bundle has no verify functions; compile it with --speculate 2,4,8")
             widths = ", ".join(map(str, self._verify))
             raise SessionError(f"verify got {len(tokens)} tokens; the verify functions of this bundle take {widths}")
         call = self._append(self._verify[len(tokens)], self._checked(tokens))
@@ -135,11 +135,11 @@ class Session:
 
     @exclusive
     def verify_fewer(self, tokens: Sequence[int], width: int) -> bool:
-        """Append `tokens` by `verify` with padding to `width` tokens; then remove the padding.
+        """Append `tokens`, padded to `width`, with one verify call; then remove the padding.
 
-        width: number of tokens that a verify function takes, more than `tokens`. Return False,
-        without any work, if the call would end past the context, or if the states could not go back
-        to the position before the padding.
+        width: number of tokens that a verify function takes, larger than the number of `tokens`.
+        Return False, without any work, if the padding would end past the context, or if the states
+        could not remove it.
         """
         ids, call_end = self._checked(tokens), self.position + width
         end = self.position + int(ids.size)
@@ -281,15 +281,15 @@ class Session:
         return [state.rows(position) for state in self._states]
 
     def begins(self, tokens: int, position: int) -> bool:
-        """Return whether a session can continue at `position` with the result of `rows(tokens)`.
+        """Return whether `rows(tokens)` suffices to start another session at `position`.
 
-        tokens: the position of the session when `rows` is called, at least `position`.
+        tokens: this session's position when `rows` is called, at least `position`.
         """
         return all(state.begins(tokens, position) for state in self._states)
 
     @property
     def settled(self) -> bool:
-        """Return whether the ring buffers have no rows of tokens that a rewind has removed."""
+        """Return whether no ring buffer contains rows of tokens that a rewind has removed."""
         return all(state.settled(self.position) for state in self._states)
 
     @exclusive
@@ -354,7 +354,7 @@ class Session:
 
 
 class Row:
-    """The logits in row `row` of the results of `call`, valid until its next `invoke`."""
+    """One row of the logits that `call` returned; it is valid until the next `call.invoke()`."""
 
     def __init__(self, call: Call, row: int):
         self.call, self.row = call, row

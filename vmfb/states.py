@@ -23,7 +23,8 @@ class Positional:
     """A state with one row for each position of a sequence.
 
     In all methods, `now` is the position of the sequence, that is, its number of tokens. furthest:
-    for a ring buffer, the largest position that the sequence had before a rewind; 0 without one.
+    the largest position that the sequence had before a rewind, 0 if there was no rewind; it is 0
+    for states other than ring buffers.
     """
 
     furthest = 0
@@ -80,9 +81,9 @@ class Positional:
         return True
 
     def begins(self, written: int, position: int) -> bool:
-        """Return whether a sequence can continue at `position` with the result of `rows(written)`.
+        """Return whether `rows(written)` suffices to start another sequence at `position`.
 
-        written: the position of the sequence when `rows` is called, at least `position`.
+        written: this sequence's position when `rows` is called, at least `position`.
         """
         return True
 

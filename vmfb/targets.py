@@ -170,7 +170,7 @@ def _gpu(name: str) -> Target:
 def missing_features(target: Target) -> tuple[str, ...]:
     """Return what `target` needs and this machine lacks: LLVM's names of features, or its arch.
 
-    For a GPU it is the driver, because no driver is loaded here.
+    For a GPU, return the name of its driver, because this function loads no driver.
     """
     if target.driver or target.arch != host_arch():
         return (target.driver or target.arch,)

@@ -118,7 +118,7 @@ STAGING_BYTES = 2**24
 class HostMemory:
     """Memory of the host that the GPU can access.
 
-    array: its bytes in Python. view: the same memory in the runtime.
+    array: the bytes in Python. view: the same memory in the runtime.
     """
 
     def __init__(self, device: rt.HalDevice, nbytes: int):
@@ -147,7 +147,7 @@ class Transfer:
     """Copies parts of device buffers; offsets, strides and lengths are in bytes."""
 
     def __init__(self, instance: rt.VmInstance, device: rt.HalDevice, parameters: rt.VmModule, module: rt.VmModule):
-        """Load `module`, a bundle's device.vmfb; `parameters` is the module with the weights."""
+        """Load `module`, a bundle's device.vmfb; parameters: the IREE module with the weights."""
         self.device, self._module = device, module
         self._context = rt.VmContext(instance, [rt.create_hal_module(instance, device), parameters, module])
         self._functions = {
@@ -157,32 +157,36 @@ class Transfer:
         release_at_exit(self, "_staging", "_functions", "_context", "_module", "device")
 
     def part(self, view: rt.HalBufferView, offset: int, length: int) -> rt.HalBuffer:
-        """Return a part of a buffer, in the same memory."""
+        """Return `length` bytes of a buffer from `offset` on, in the same memory."""
         return self._call("part", view, offset, length).get_as_object(0, rt.HalBuffer)
 
     def fill(self, view: rt.HalBufferView, offset: int, length: int) -> None:
-        """Write zeros."""
+        """Fill a part of a buffer with zeros."""
         self._call("fill", view, offset, length)
 
     def copy(
         self, source: rt.HalBufferView, source_at: int, source_by: int, target: rt.HalBufferView, target_at: int,
         target_by: int, length: int, count: int,
     ) -> None:  # fmt: skip
-        """Copy `count` blocks of `length` bytes, which are `..._by` bytes apart."""
+        """Copy `count` blocks of `length` bytes.
+
+        The first block starts at `source_at` and is copied to `target_at`. Each next block starts
+        `source_by` bytes, or in the target `target_by` bytes, after the start of the last.
+        """
         if source_by == target_by == length:
             length, count = length * count, 1
         if length and count:
             self._call("copy", source, source_at, source_by, target, target_at, target_by, length, count)
 
     def upload(self, data: np.ndarray, target: rt.HalBufferView, at: int, by: int) -> None:
-        """Copy rows of bytes, u8 `[rows, length]`, to blocks that are `by` bytes apart."""
+        """Copy rows, u8 `[rows, length]`, to a buffer: row i to offset `at` + i * `by`."""
         length = data.shape[1]
         for first, rows, staging in self._chunks(*data.shape):
             staging.array[: rows * length] = data[first : first + rows].reshape(-1)
             self.copy(staging.view, 0, length, target, at + first * by, by, length, rows)
 
     def download(self, source: rt.HalBufferView, at: int, by: int, length: int, count: int) -> np.ndarray:
-        """Return blocks that are `by` bytes apart, u8 `[count, length]`."""
+        """Return blocks of a buffer, u8 `[count, length]`; block i is at offset `at` + i * `by`."""
         found = np.empty((count, length), np.uint8)
         for first, rows, staging in self._chunks(count, length):
             self.copy(source, at + first * by, by, staging.view, 0, length, length, rows)
@@ -190,7 +194,7 @@ class Transfer:
         return found
 
     def best(self, argmax: rt.HalBufferView, logits: rt.HalBufferView, rows: int, vocab: int) -> list[int]:
-        """Return the argmax of each row of logits; -1 if that logit is NaN."""
+        """Return the argmax of each row of logits; -1 if the logit at the argmax is NaN."""
         self._call("best", argmax, logits, self._staging.view, rows, vocab)
         words = self._staging.array[: 8 * rows]
         unfit = np.isnan(words[4 * rows :].view(np.float32))

@@ -40,9 +40,10 @@ def write_irpa(
     """Write `entries` (name, data, (shape, dtype)) in order; return the file's sha256 in hex.
 
     data: an array, or a function that returns the array and is called when it is written. The array
-    must have the given shape and item size. Its type may differ, such as uint16 for bf16, because
-    the file has no types. progress: called with (bytes written, total bytes) after every tensor.
-    Raise WeightsError, and leave no file, for a duplicate name or an array of another shape.
+    must have the given shape and item size. Its dtype may be another one, such as uint16 for
+    bf16, because the file stores no dtypes. progress: called with (bytes written, total bytes)
+    after every tensor. Raise WeightsError, and leave no file, for a duplicate name or an array of
+    another shape.
     """
     plan = [(name, data, tuple(shape), np.dtype(dtype)) for name, data, (shape, dtype) in entries]
     sizes = [prod(shape) * dtype.itemsize for _, _, shape, dtype in plan]

@@ -36,7 +36,7 @@ class Matmul:
         results of padding are zero.
     experts: number of experts, whose weights are concatenated, or 0. With experts, `tokens` is the
         number of (token, expert) pairs, and each row of x has `per_row` consecutive pairs.
-    numerics: one of `NUMERICS`, the formats in which a kernel receives x.
+    numerics: one of `NUMERICS`: the format of the operand x, and perhaps the order of additions.
 
     Raises ValueError for an unknown codec, or if its block does not divide `in_features`.
     """

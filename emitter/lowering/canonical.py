@@ -31,8 +31,8 @@ def multiply(op: Op, a: Value, b: Value) -> Value:
 def reduce(op: Op, x: Value, init: Value) -> Value:
     """Return the reduction of x; a sum is computed in an order that no compiler changes.
 
-    The code adds the two halves of a dimension until one element is left. Maxima and exact sums
-    need no order, so they are unchanged.
+    The code adds the two halves of a dimension until one element is left. Maxima, and sums without
+    rounding errors, are the same in every order, so their operations are unchanged.
     """
     if op.attrs["reducer"] != "add" or op.attrs["exact"]:
         return ops.reduce(op.attrs["reducer"], x, op.attrs["dims"], op.attrs["exact"])

@@ -9,7 +9,7 @@ Patterns, for T tokens:
 - GLU: act(linear(x)) * linear(x).
 - residual: y + linear(x).
 - norm: an RMS norm whose result only linear layers use, for few tokens (T = 1 on CPUs).
-- residual of a norm or of experts (for GPUs): y + norm(x).
+- residual of a norm or of experts (for GPUs): y + norm(x), or y + experts(x).
 - convolution: act(causal_conv(x)).
 - gated norm: rms_norm(gated_delta(...)) * silu(z), the norm over a head.
 

@@ -1,6 +1,6 @@
-"""Rules that replace layer operations, and those of `lowering.fusion`, by calls of GPU kernels.
+"""Rules that replace layer operations, and operations of `lowering.fusion`, by GPU kernel calls.
 
-The rules of `lowering.kernels` that only emit matmuls are shared; `projected` emits them for GPUs.
+Matmuls and recurrent operations have the rules of `lowering.kernels`, with kernels for GPUs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ NORM_LIMIT = 1 << 16
 
 
 def words_param(weights: Sequence[Weight], experts: int = 1) -> Param:
-    """Return one parameter with stacked weights [experts * out_i, in] as words (`gpu.words`)."""
+    """Return one parameter with the rows of all `weights` as words (`gpu.words`).
+
+    experts: number of experts, or 1. Each weight has the rows of expert 0, then those of expert 1,
+    and so on. The parameter has the rows of expert 0 from all weights, then those of expert 1.
+    """
     codec, inner = weights[0].codec, weights[0].shape[1]
     layout, rows = layout_of(codec), sum(w.shape[0] for w in weights)
 
@@ -70,10 +74,11 @@ def projected(
     experts: int = 0,
     factors: Value | None = None,
 ) -> Value:
-    """Return x [T, in] times stacked weights; see `Projector.__call__`. Padding is computed too.
+    """Return x [T, in] times stacked weights, like `Projector.__call__`, but for GPUs.
 
-    factors: f32 [T, n]. With experts, x has a row for each pair of a token and one of its n
-    experts; the result [T, out] is the sum of a token's experts with these factors.
+    Rows of padding are computed too. factors: f32 [T, n], or None. With factors, x has a row for
+    each pair of a token and one of its n experts, and a row of the result [T, out] is the weighted
+    sum over the n experts of a token.
     """
     rows = [w.shape[0] // (experts or 1) for w in weights]
     tokens = x.shape[0] if chosen is None else chosen.shape[0]

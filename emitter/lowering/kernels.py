@@ -31,6 +31,7 @@ from castiron.emitter.kernels.recurrent.tokens import Columns, Tokens
 from castiron.emitter.kv_cache import CACHES
 from castiron.emitter.lowering import portable
 from castiron.emitter.lowering.portable import Stored
+from castiron.emitter.lowering.portable_routing import rows_of_pairs
 from castiron.emitter.lowering.projection import packed_param
 from castiron.emitter.lowering.rewrite import Rule
 from castiron.emitter.step import Weight, source
@@ -41,9 +42,9 @@ from castiron.emitter.types import F32, I32, TensorType
 class Context:
     """The state that all lowering rules share.
 
-    project: emits matmuls. recurrent: makes the kernel of a recurrent operation, by its kind; None
-    for those of CPUs. counters: the counters that the last attention kernel returned, by their
-    type. The next attention kernel takes them as its operand `counters`.
+    project: emits matmuls. recurrent: functions that return the kernel of a recurrent operation, by
+    the operation's kind; None for CPU kernels. counters: the counters that the last attention
+    kernel returned, by their type. The next attention kernel takes them as its operand `counters`.
     """
 
     isa: Isa
@@ -104,6 +105,10 @@ def experts(c: Context, op: Op, x: Value, chosen: Value, weights: Value, *stacke
     count, function = op.attrs["experts"], op.attrs["function"]
     (tokens, hidden), per_token = x.shape, chosen.shape[1]
     chosen, length = ops.reshape(chosen, (tokens * per_token,)), _length(tokens)
+    stacked, orders = portable.split_orders(op, stacked)
+    of_pairs = None if length is None else ops.multiply(length, ops.constant(per_token, I32, ()))
+    if orders[0]:
+        x, length = portable.ordered(rows_of_pairs(x, per_token), orders[0], chosen), of_pairs
     count_in = 2 if op.attrs["gated"] else 1
     into, down, biases = stacked[:count_in], stacked[count_in], stacked[count_in + 1 :]
 
@@ -118,9 +123,8 @@ def experts(c: Context, op: Op, x: Value, chosen: Value, weights: Value, *stacke
         inner = through(x, *into, glu=function)
     else:
         inner = portable.into_down([biased(through(x, part), i) for i, part in enumerate(into)], function)
-    if length is not None:
-        length = ops.multiply(length, ops.constant(per_token, I32, ()))
-    y = biased(through(inner, down, length=length), count_in)
+    inner = portable.ordered(inner, orders[1], chosen)
+    y = biased(through(inner, down, length=of_pairs), count_in)
     y = ops.reshape(y, (tokens, per_token, hidden))
     return ops.reduce("add", ops.multiply(y, ops.broadcast_in_dim(weights, y.shape, (0, 1))), (1,))
 

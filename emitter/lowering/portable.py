@@ -16,6 +16,7 @@ from castiron.emitter.ir import Op, Param, Source, Value, parameter
 from castiron.emitter.layers import ClampedSwiGLU
 from castiron.emitter.lowering import portable_recurrent
 from castiron.emitter.lowering.portable_attention import attention
+from castiron.emitter.lowering.portable_routing import of_best_groups, ranks, rows_of_pairs
 from castiron.emitter.lowering.rewrite import Rule
 from castiron.emitter.step import Weight, source
 from castiron.emitter.types import BF16, F16, F32, I8, I32, DType, TensorType
@@ -231,8 +232,9 @@ def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Valu
         likely = ops.divide(likely, ops.broadcast_in_dim(ops.reduce("add", likely, (1,)), likely.shape, (0,)))
     rated = likely if correction is None else ops.add(likely, _along_last(correction.value(), likely))
     if op.attrs["groups"][0] > 1:
-        rated = _of_best_groups(rated, *op.attrs["groups"])
-    rank = _ranks(rated)
+        groups, best = op.attrs["groups"]
+        rated = of_best_groups(rated, groups, best, op.attrs["rated"])
+    rank = ranks(rated)
     slots = (tokens, op.attrs["top_k"], experts)
     here = ops.compare("EQ", ops.broadcast_in_dim(rank, slots, (0, 2)), ops.iota(slots, 1, F32))
     nothing = ops.constant(0.0, F32, slots)
@@ -244,40 +246,11 @@ def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Valu
     return ops.convert(chosen, I32), weights
 
 
-def _ranks(rated: Value) -> Value:
-    """Return the rank of each number in its row, as f32.
-
-    The largest number has rank 0. Equal numbers are ranked by index.
-    """
-    rows, n = rated.shape
-    pairs = (rows, n, n)
-    own, other = (ops.broadcast_in_dim(rated, pairs, dims) for dims in ((0, 1), (0, 2)))
-    lower = ops.compare("LT", ops.iota(pairs, 2), ops.iota(pairs, 1))
-    before = ops.or_(ops.compare("GT", other, own), ops.and_(ops.compare("EQ", other, own), lower))
-    return ops.reduce("add", ops.convert(before, F32), (2,), exact=True)
-
-
-def _of_best_groups(rated: Value, groups: int, chosen_groups: int) -> Value:
-    """Return ratings [T, experts] with -inf for experts outside the `chosen_groups` best groups.
-
-    Experts are divided into `groups` groups. The rating of a group is the sum of its two largest
-    ratings.
-    """
-    (tokens, experts), each = rated.shape, rated.shape[1] // groups
-    apart = ops.reshape(rated, (tokens * groups, each))
-    best = ops.compare("LT", _ranks(apart), ops.constant(2.0, F32, apart.shape))
-    both = ops.reduce("add", ops.select(best, apart, ops.constant(0.0, F32, apart.shape)), (1,))
-    rank = _ranks(ops.reshape(both, (tokens, groups)))
-    rank = ops.reshape(ops.broadcast_in_dim(rank, (tokens, groups, each), (0, 1)), (tokens, experts))
-    taken = ops.compare("LT", rank, ops.constant(float(chosen_groups), F32, rank.shape))
-    return ops.select(taken, rated, ops.constant(-np.inf, F32, rated.shape))
-
-
 def gated(gate: Value, up: Value, function: str | ClampedSwiGLU) -> Value:
     """Return the input of a down projection, computed from the gate and up projections.
 
-    It is function(gate) * up for the name of an activation. A ClampedSwiGLU clamps gate and up, and
-    computes gate * sigmoid(alpha * gate) * (up + 1).
+    If `function` is the name of an activation, the result is function(gate) * up. A ClampedSwiGLU
+    clamps gate and up, and computes gate * sigmoid(alpha * gate) * (up + 1).
     """
     if isinstance(function, str):
         return ops.multiply(activated(gate, function), up)
@@ -306,11 +279,37 @@ def experts(op: Op, x: Value, chosen: Value, weights: Value, *stacked: Stored) -
     chosen: i32 [T, n]. weights: f32 [T, n]. stacked: weights of gate (if gated), up and down, then
     their biases, each with the rows of all experts. Only rows of chosen experts are read.
     """
-    take = _experts_of_token if x.shape[0] == 1 else _experts_of_pairs
+    stacked, orders = split_orders(op, stacked)
     count = 3 if op.attrs["gated"] else 2
     biases = stacked[count:] or (None,) * count
     parts = [(part, part.weight.shape[0] // op.attrs["experts"], bias) for part, bias in zip(stacked, biases)]
-    return take(x, chosen, weights, op.attrs["function"], parts)
+    if x.shape[0] == 1 and not any(orders):
+        return _experts_of_token(x, chosen, weights, op.attrs["function"], parts)
+    return _experts_of_pairs(x, chosen, weights, op.attrs["function"], parts, orders)
+
+
+def split_orders(op: Op, stacked: tuple[Stored, ...]) -> tuple[tuple[Stored, ...], list[Stored | None]]:
+    """Return the weights and biases of `experts`, and the two orders of columns or None.
+
+    The first order is that of gate and up, the second that of down.
+    """
+    count = sum(op.attrs["ordered"])
+    orders = iter(stacked[len(stacked) - count :])
+    return stacked[: len(stacked) - count], [next(orders) if ordered else None for ordered in op.attrs["ordered"]]
+
+
+def ordered(x: Value, order: Stored | None, expert: Value) -> Value:
+    """Return x [pairs, in] with each row in the order of the columns of its expert's weight.
+
+    order: [experts, in], the feature of each column; None for no other order. expert: i32 [pairs].
+    """
+    if order is None:
+        return x
+    pairs, features = x.shape
+    columns = ops.convert(order.value(lambda part: ops.gather_rows(part, expert)), I32)
+    first = ops.multiply(ops.iota(x.shape, 0), ops.constant(features, I32, x.shape))
+    at = ops.reshape(ops.add(first, columns), (pairs * features,))
+    return ops.reshape(ops.gather_rows(ops.reshape(x, (pairs * features, 1)), at), x.shape)
 
 
 def _experts_of_token(x: Value, chosen: Value, weights: Value, function: str | ClampedSwiGLU, parts: list[_Stacked]) -> Value:
@@ -337,7 +336,14 @@ def _experts_of_token(x: Value, chosen: Value, weights: Value, function: str | C
     return total
 
 
-def _experts_of_pairs(x: Value, chosen: Value, weights: Value, function: str | ClampedSwiGLU, parts: list[_Stacked]) -> Value:
+def _experts_of_pairs(
+    x: Value,
+    chosen: Value,
+    weights: Value,
+    function: str | ClampedSwiGLU,
+    parts: list[_Stacked],
+    orders: Sequence[Stored | None],
+) -> Value:
     """Return the result of `experts` for several tokens.
 
     All (token, expert) pairs are computed by the same operations, so that the program does not grow
@@ -356,9 +362,9 @@ def _experts_of_pairs(x: Value, chosen: Value, weights: Value, function: str | C
         y = ops.dot_general(x, own, ((1,), (2,)), ((0,), (0,)))
         return y if bias is None else ops.add(y, bias.value(lambda part: ops.gather_rows(part, expert)))
 
-    x = ops.reshape(ops.broadcast_in_dim(x, (tokens, per_token, hidden), (0, 2)), (pairs, hidden))
+    x = ordered(rows_of_pairs(x, per_token), orders[0], expert)
     *into, down = parts
-    y = project(into_down([project(x, *part) for part in into], function), *down)
+    y = project(ordered(into_down([project(x, *part) for part in into], function), orders[1], expert), *down)
     y = ops.reshape(y, (tokens, per_token, hidden))
     return ops.reduce("add", ops.multiply(y, ops.broadcast_in_dim(weights, y.shape, (0, 1))), (1,))
 

@@ -29,9 +29,9 @@ from castiron.emitter.types import EmitError
 # HF model types; each is the name of its file.
 FAMILIES = tuple(
     """
-    arcee cohere2 ernie4_5 exaone4 falcon_h1 gemma gemma2 gemma3_text gemma4_text glm4_moe_lite gpt2 gpt_oss granite
-    granitemoe granitemoehybrid hunyuan_v1_dense lfm2 lfm2_moe lfm3 llama ministral3 mistral mixtral nemotron_h
-    olmo2 olmo3 phi3 qwen2 qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next smollm3 stablelm starcoder2
+    arcee cohere2 deepseek_v2 deepseek_v3 ernie4_5 exaone4 falcon_h1 gemma gemma2 gemma3_text gemma4_text glm4_moe_lite
+    gpt2 gpt_oss granite granitemoe granitemoehybrid hunyuan_v1_dense lfm2 lfm2_moe lfm3 llama ministral3 mistral mixtral
+    nemotron_h olmo2 olmo3 phi3 qwen2 qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next smollm3 stablelm starcoder2
     """.split()
 )
 # Models that encode texts and never generate: their `forward` returns hidden states.
@@ -120,7 +120,7 @@ def build(
         _drop_unread_weights(module)
     if unread := sorted(orders.keys() - module.reordered):
         reordered = f"the columns of {shorten_list(unread)} are in another order (desc_act)"
-        raise EmitError(f"{reordered}, which only linear layers support; use a checkpoint with desc_act false")
+        raise EmitError(f"{reordered}, which no layer here reads; use a checkpoint with desc_act false")
     return module
 
 

@@ -151,7 +151,7 @@ class ConfigReader:
         return choices[value]
 
     def unused(self, *keys: str) -> None:
-        """Mark `keys` as read although castiron ignores them, as HF's model does."""
+        """Mark `keys` as read; castiron ignores them, and HF's model ignores them too."""
         self._taken.update(keys)
 
     def windows(self, layers: int, window: int | None, slides: Callable[[int], bool]) -> list[int | None]:
@@ -177,12 +177,13 @@ class ConfigReader:
             raise self._error("layer_types", f"is {shorten(types)}; it must have {wanted}")
         return tuple(types)
 
-    def expert_groups(self, experts: int, per_token: int) -> tuple[int, int]:
+    def expert_groups(self, experts: int, per_token: int, groups: int = 1, best: int = 1) -> tuple[int, int]:
         """Return the config's number of expert groups, and how many of them a token may use.
 
-        experts: the number of experts. per_token: the number of experts that a token uses.
+        experts: the number of experts. per_token: the number of experts that a token uses. groups,
+        best: HF's defaults.
         """
-        groups, best = self.take("n_group", 1), self.take("topk_group", 1)
+        groups, best = self.take("n_group", groups), self.take("topk_group", best)
         if groups > 1:
             if experts % groups or experts < 2 * groups:
                 raise self._error("n_group", f"is {groups}; it must divide {experts} experts into groups of 2 or more")

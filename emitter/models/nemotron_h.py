@@ -106,7 +106,7 @@ def read(c: ConfigReader) -> Config:
 
 
 def layer_kinds(c: ConfigReader) -> tuple[str, ...]:
-    """Return the type of each layer, from the config's list or its letters.
+    """Return the type of each layer, from the config's list of types or its string of letters.
 
     The letters are M for Mamba 2, * for attention, - for an MLP and E for experts.
     """

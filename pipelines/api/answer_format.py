@@ -23,7 +23,7 @@ class AnswerFormat:
     """The format that an answer must have.
 
     param: field of the request that sets the format. kind: name of an argument of
-    `Tokenizer.grammar`, such as "json_schema" or "regex". value: its value, such as the schema.
+    `Tokenizer.grammar`, such as "json_schema" or "regex". value: the argument, such as the schema.
     """
 
     param: str
@@ -113,8 +113,8 @@ class CallableTools:
     def answer_format(self, form: AnswerFormat | None) -> AnswerFormat | None:
         """Return the format of an answer, which may call these functions.
 
-        `form`: format of an answer without calls, None for free text. Raises ApiError 400 if it
-        cannot be combined with calls.
+        `form`: format of an answer without calls, None for free text. Raises ApiError 400 if this
+        format cannot be combined with calls.
         """
         tools, forced = self.tools, self.forced
         if forced and form and form.schema is None:
@@ -132,7 +132,8 @@ class CallableTools:
         """Return the JSON schema that calls of each function must match, if calls are optional.
 
         The result is empty if no function is strict, or if the model's tool format has no token
-        that starts a call. In a JSON tool format, a function that is not strict accepts any object.
+        that starts a call. In a JSON tool format, the schema of a function that is not strict
+        allows any object.
         """
         strict, form = {tool.function.name for tool in self.shown if tool.function.strict}, self.tools.form
         if not strict or not form.triggers:
@@ -144,7 +145,7 @@ class CallableTools:
 def callable_tools(body: ChatRequest, form: ToolFormat) -> CallableTools | None:
     """Return the functions that the answer may call, None if it may call none.
 
-    `form`: format in which the model writes calls. Raises ApiError 400 for an invalid choice.
+    `form`: format in which the model writes calls. Raises ApiError 400 for an invalid tool_choice.
     """
     tools = [Tool(type="function", function=tool.function) for tool in body.tools or ()]
     choice, is_single = body.tool_choice, body.parallel_tool_calls is False

@@ -1,4 +1,4 @@
-"""`BlocksReply`, an answer that consists of blocks: reasoning, text and calls."""
+"""`BlocksReply`, a builder of answers that consist of blocks: reasoning, text and calls."""
 
 import json
 import uuid
@@ -42,10 +42,10 @@ class Block:
 
 
 class BlocksReply(Reply):
-    """An answer that consists of blocks; its stream opens, fills and closes each block.
+    """A builder of an answer that consists of blocks; a stream opens, fills and closes each block.
 
-    answer: the answer as JSON, complete after `finish`. blocks: the blocks so far. end: the last
-    event of the engine's request, None before.
+    answer: the answer as JSON, complete after `finish`. blocks: the blocks so far. end: the event
+    with which the engine ended the request; None while the request runs.
     """
 
     def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool = False):

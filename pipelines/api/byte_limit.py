@@ -20,7 +20,7 @@ PART, CLIENT_PART = 8, 2
 
 
 class ByteLimit:
-    """A limit for the memory that requests in flight use: of one client, and of all clients."""
+    """Two memory limits for requests in flight: one per client, and one for all clients."""
 
     def __init__(self, content: str, total: int, per_client: int):
         """Set the limits in bytes for all clients (`total`) and for each client (`per_client`).

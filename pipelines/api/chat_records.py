@@ -169,7 +169,7 @@ class FreeformTool(Body):
 
 
 def _input(arguments: str) -> Any:
-    """Return the value of `input` in incomplete JSON arguments of a function; None without one."""
+    """Return the value of the key `input` in JSON text that may be incomplete; None without it."""
     try:
         return from_json(arguments, allow_partial="trailing-strings")["input"]
     except (ValueError, LookupError, TypeError):
@@ -177,22 +177,26 @@ def _input(arguments: str) -> Any:
 
 
 def input_of(arguments: str) -> str:
-    """Return the input of a call to a custom tool, from the arguments of the function.
+    """Return the text that a call passes to a custom tool.
 
-    If the model ignored the function's schema, this is the text of the arguments.
+    The model calls a custom tool like a function with one argument, `input`. arguments: the
+    arguments of the call as JSON text. If they have no `input`, `arguments` itself is returned.
     """
     found = _input(arguments)
     return arguments if found is None else str(found)
 
 
 class InputStream:
-    """A streaming reader of the input of a call to a custom tool."""
+    """A parser that extracts a custom tool's input while the model generates the call.
+
+    The call's arguments are JSON text, {"input": ...}, which arrives in pieces.
+    """
 
     def __init__(self) -> None:
         self._arguments = self._returned = ""
 
     def add(self, more: str, is_end: bool = False) -> str:
-        """Append `more` to the function's arguments; return the input's new text."""
+        """Append `more` to the JSON text; return the part of the input that is new."""
         self._arguments += more
         text = input_of(self._arguments) if is_end else _input(self._arguments)
         new = text[len(self._returned) :] if isinstance(text, str) and text.startswith(self._returned) else ""

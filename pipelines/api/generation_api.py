@@ -161,7 +161,7 @@ class GenerationApi(ModelApi):
         return ids
 
     def _truncated(self, body: CompletionFields, prompt: list[int]) -> list[int]:
-        """Return the tokens of `prompt` that truncate_prompt_tokens and truncation_side retain."""
+        """Return `prompt`, cut as the fields truncate_prompt_tokens and truncation_side state."""
         count = body.truncate_prompt_tokens
         if count == -1:
             count = self.context + 1 - max(1, body.limit or 1)

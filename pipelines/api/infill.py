@@ -59,7 +59,7 @@ class InfillRequest(CompletionFields):
 
 
 class InfillReply(ChoicesReply):
-    """The answer to an infill request, in the format of llama.cpp's completions."""
+    """A builder of the answer to an infill request, in the format of llama.cpp's completions."""
 
     last = None
 

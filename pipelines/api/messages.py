@@ -207,7 +207,7 @@ def chat_request(body: PromptOfMessage, variables: Collection[str]) -> ChatReque
 
 
 def _messages_of(turn: Turn) -> list[dict[str, Any]]:
-    """Convert a turn to messages: one for each tool result, one for each run of other blocks."""
+    """Convert a turn to messages: one per tool result, one per group of adjacent other blocks."""
     found: list[dict[str, Any]] = []
     for block in turn.content:
         if isinstance(block, ToolResultBlock):

@@ -215,13 +215,12 @@ class ModelApi:
 
 
 def check_fields_are_read(render: Render, messages: Sequence[Mapping[str, Any]], strict: bool) -> None:
-    """Raise ApiError 400 for content of a message that the chat template ignores.
+    """Raise ApiError 400 if the chat template ignores a role, or a field of a message.
 
-    The text of each role and tool calls are checked, and with `strict` also every other field.
-
-    A field is ignored if removing it does not change the rendered text. A role is ignored if
-    changing the content of its messages does not change this text. Each pair of a role and a field
-    is checked in its first message only.
+    A role is ignored if changing the content of its messages does not change the rendered text. A
+    field is ignored if removing it does not change the rendered text. Without `strict`, only the
+    content of messages and tool calls are checked. Each field of each role is checked once, in the
+    first message that has it.
     """
     # Pairs that are not checked. A template may ignore a tool result's name: the call has the function's name too.
     seen: set[tuple[str, str]] = {("user", "content"), ("assistant", "content"), ("tool", "name")}

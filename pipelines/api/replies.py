@@ -77,7 +77,7 @@ class Reply(ABC):
 
 
 class ChoicesReply(Reply):
-    """An answer with one or more choices, for chat and text completions."""
+    """A builder of an answer with one or more choices, for chat and text completions."""
 
     # Values of `object` in a complete answer and in the events of a stream.
     kind = chunk_kind = ""
@@ -150,7 +150,7 @@ class ChoicesReply(Reply):
 
 
 class ChatReply(ChoicesReply):
-    """The answer to a chat completion request."""
+    """A builder of the answer to a chat completion request."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
     # Whether the answer has the model's reasoning.
@@ -279,7 +279,7 @@ class Echo(NamedTuple):
 
 
 class CompletionReply(ChoicesReply):
-    """The answer to a text completion request."""
+    """A builder of the answer to a text completion request."""
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 

@@ -29,7 +29,7 @@ SAMPLERS = (
 
 
 class UnsupportedFields(Body):
-    """Fields of vLLM and llama.cpp; a value that changes nothing is accepted."""
+    """Unsupported fields of vLLM and llama.cpp; only values that change nothing are accepted."""
 
     # vLLM.
     include_stop_str_in_output: Annotated[Any, Unsupported(False)] = None
@@ -63,7 +63,7 @@ class UnsupportedFields(Body):
 
 
 class UnsupportedChatFields(Body):
-    """Fields of chat completions of OpenAI, vLLM and llama.cpp, as in `UnsupportedFields`."""
+    """Unsupported fields of chat completions; only values that change nothing are accepted."""
 
     # OpenAI.
     audio: Annotated[Any, Unsupported()] = None

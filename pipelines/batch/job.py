@@ -156,7 +156,8 @@ def in_windows(works: Iterable[Work | None], max_requests: int = MAX_REQUESTS) -
     """Yield records with their requests, sorted by prompt within each window.
 
     A window is a group of consecutive items of `works` with about `max_requests` requests. It ends
-    early if it is WAIT seconds old and no more items are available. Yields None while it waits.
+    early if it is WAIT seconds old and no more items are available. While no item is available and
+    the window has not ended, None is yielded.
     """
     window, size, tokens, began = list[Work](), 0, 0, 0.0
     for work in works:

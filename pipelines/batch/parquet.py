@@ -81,7 +81,7 @@ def plain(record: pa.Table) -> dict[str, Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a JSON value without the keys of dicts, also nested ones, whose value is None.
+    """Return a JSON value without dict keys whose value is None, also in nested dicts.
 
     In Arrow, all structs of a column have the same fields. A field that a record lacks is null.
     """

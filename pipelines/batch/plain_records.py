@@ -162,7 +162,7 @@ def _content(message: Mapping[str, Any], index: int) -> str:
 
 
 def column_of(fields: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return the one of `names` that has a value in `fields`; PipelineError for 0 or several."""
+    """Return the only name in `names` that has a value in `fields`; else raise PipelineError."""
     found = [name for name in names if fields.get(name) is not None]
     if len(found) != 1:
         columns = " and ".join(found) if found else "no " + " and no ".join(names)

@@ -205,7 +205,7 @@ class Format(Protocol):
     """A record format: it converts records to `Work`, and errors to an `Outcome`."""
 
     def samples(self, record: Record) -> bool:
-        """Return whether the answer is sampled at random, with a seed that the job sets."""
+        """Return whether the answer is sampled and the record leaves the seed to the job."""
         ...
 
     def work(self, record: Record, seed: int) -> Work:

@@ -1,4 +1,4 @@
-"""Read the weights of bitsandbytes, NF4 and int8 (bitsandbytes/functional.py: QuantState)."""
+"""Read the weights of bitsandbytes: NF4, FP4 and int8 (bitsandbytes/functional.py: QuantState)."""
 
 import json
 from dataclasses import replace
@@ -6,41 +6,43 @@ from math import gcd, prod
 
 import numpy as np
 
-from castiron.emitter.scaled_codecs import NF4
+from castiron.emitter.scaled_codecs import FP4, NF4
 from castiron.pipelines.checkpoints.checkpoint import Tensor
 from castiron.pipelines.checkpoints.quantised_parts import Stored
 
-QUANT_STATE = "weight.quant_state.bitsandbytes__nf4"
+_TABLES = {"nf4": NF4, "fp4": FP4}
+# By type: the name of the part that describes a weight.
+_STATES = {kind: f"weight.quant_state.bitsandbytes__{kind}" for kind in _TABLES}
 # Names of the other parts of a weight.
 PARTS = (
     *("SCB", "weight_format", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"),
-    QUANT_STATE,
+    *_STATES.values(),
 )
 _LARGEST_INT8 = np.float32(127)
 
 
-def read_nf4(stored: Stored) -> tuple[Tensor, ...]:
-    """Return a weight of bitsandbytes' type NF4 as a tensor [out, in] of a codec "nf4_*".
+def read_4_bits(stored: Stored) -> tuple[Tensor, ...]:
+    """Return a weight of type NF4 or FP4 as a tensor [out, in] of a codec of that kind.
 
     A scale (absmax) belongs to `blocksize` consecutive elements of the weight in row-major order,
     also across the end of a row. With `nested_blocksize`, scales are quantised too: they are u8
     indices of the table nested_quant_map, and each group of `nested_blocksize` scales has a factor
     (nested_absmax). Raises CheckpointError for tensors with wrong sizes or types.
     """
-    packed, state = stored["weight"], stored[QUANT_STATE]
+    kind = next((kind for kind, name in _STATES.items() if name in stored.parts), "nf4")
+    packed, state = stored["weight"], stored[_STATES[kind]]
     try:
         fields = json.loads(state.data.tobytes())
         (out, inner), size = fields["shape"], fields["blocksize"]
         nested, offset = fields.get("nested_blocksize", 1), np.float32(fields.get("nested_offset", 0))
-        if any(type(n) is not int or n < 1 for n in (out, inner, size, nested)) or fields["quant_type"] != "nf4":
+        if any(type(n) is not int or n < 1 for n in (out, inner, size, nested)) or fields["quant_type"] != kind:
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise stored.error("has an invalid quant_state") from None
-    # bitsandbytes' FP4 and other tables are stored with another quant_map.
     quant_map, absmax = stored["weight.quant_map"], stored["weight.absmax"]
     blocks, codec = -(-out * inner // size), "U8" if "nested_blocksize" in fields else "f32"
-    if quant_map.codec != "f32" or quant_map.data.tobytes() != np.array(NF4, "<f4").tobytes():
-        raise stored.error("has another quant_map than that of NF4")
+    if quant_map.codec != "f32" or quant_map.data.tobytes() != np.array(_TABLES[kind], "<f4").tobytes():
+        raise stored.error(f"has another quant_map than that of {kind}")
     if prod(packed.shape) * 2 != out * inner or inner % 2 or absmax.shape != (blocks,) or absmax.codec != codec:
         raise stored.error(f"is {[out, inner]} with {prod(packed.shape)} bytes and absmax {list(absmax.shape)}")
     if codec == "U8":
@@ -63,7 +65,7 @@ def read_nf4(stored: Stored) -> tuple[Tensor, ...]:
 
     group = gcd(size, inner)
     of_groups = Tensor(absmax.name, (out, inner // group), "f32", absmax.source, scales)
-    return stored.tensor("nf4", (out, inner), of_groups, codes)
+    return stored.tensor(kind, (out, inner), of_groups, codes)
 
 
 def read_int8(stored: Stored) -> tuple[Tensor, ...]:

@@ -124,7 +124,7 @@ def map_file(path: Path) -> memoryview:
 
 
 def without(keys: Mapping, ignored: Sequence[str], where: Path) -> dict:
-    """Return `keys` without those in `ignored`; CheckpointError if `keys` lacks one of these."""
+    """Return the mapping `keys` without the keys `ignored`; CheckpointError if it lacks one."""
     if absent := [key for key in ignored if key not in keys]:
         raise CheckpointError(f"{where} has no key {shorten(absent[0])}; remove it from --ignore-key")
     return {key: value for key, value in keys.items() if key not in ignored}
@@ -221,7 +221,7 @@ def tokenizer_of(content: Mapping[str, Any], path: object) -> Any:
 
 
 def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None = None) -> bytes:
-    """Return the bytes of a tokenizer.json; CheckpointError if invalid, or if ids reach `vocab`."""
+    """Return the bytes of a tokenizer.json; CheckpointError if invalid or with ids >= `vocab`."""
     try:
         text = json.dumps(content, ensure_ascii=False)
         data = text.encode()

@@ -8,11 +8,13 @@ architecture, add a row; if a row cannot express something, add a function to gg
 from dataclasses import replace
 
 from castiron.pipelines.checkpoints import gguf_metadata as names
+from castiron.pipelines.checkpoints.gguf_deepseek2 import V2, V3
 from castiron.pipelines.checkpoints.gguf_metadata import Architecture, experts, mamba, mamba_vectors
 
 # Keys of rows for files that need another row than their architecture's: "llama" files with experts
-# are Mixtral models, "olmo2" files with a sliding window OLMo 3 models.
-MIXTRAL, OLMO3 = "llama with experts", "olmo2 with a window"
+# are Mixtral models, "olmo2" files with a sliding window OLMo 3 models. "deepseek2" files whose
+# experts are chosen by a softmax are DeepSeek V2 models, the others DeepSeek V3 or GLM-4.7-Flash.
+MIXTRAL, OLMO3, DEEPSEEK2 = "llama with experts", "olmo2 with a window", "deepseek2 with softmax"
 
 _LLAMA = Architecture(
     "llama",
@@ -111,6 +113,18 @@ _QWEN35 = Architecture(
     },
     norms_plus_one=True,
     rules=("delta_layers", "partial_rotary", "rope_scaling"),
+)  # fmt: skip
+
+_QWEN35MOE = replace(
+    _QWEN35,
+    model_type="qwen3_5_moe_text",
+    tensors={
+        **_QWEN35.tensors, "ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        **{f"{name}_shexp": own.replace("mlp", "mlp.shared_expert") for name, own in names.MLP.items()},
+    },
+    per_index=experts("mlp"),
+    ints={**_QWEN35.ints, **names.EXPERT_SIZES, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+    by_layer=("feed_forward_length",),
 )  # fmt: skip
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -350,22 +364,24 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _NEMOTRON_H),
     "qwen35": _QWEN35,
-    "qwen35moe": replace(
-        _QWEN35,
-        model_type="qwen3_5_moe_text",
-        tensors={
-            **_QWEN35.tensors, "ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-            **{f"{name}_shexp": own.replace("mlp", "mlp.shared_expert") for name, own in names.MLP.items()},
+    "qwen35moe": _QWEN35MOE,
+    # Qwen3-Next is Qwen 3.5 MoE with fused projections, which the converter splits.
+    "qwen3next": replace(
+        _QWEN35MOE,
+        by_layer=(),
+        tiled={},
+        grouped={
+            "ssm_ba": {"linear_attn.in_proj_b": "h", "linear_attn.in_proj_a": "h"},
+            # In files from before the converter split it.
+            "ssm_in": {"linear_attn.in_proj_qkv": "kkv", "linear_attn.in_proj_z": "v"},
         },
-        per_index=experts("mlp"),
-        ints={
-            **_QWEN35.ints, **names.EXPERT_SIZES, "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-        },
-        by_layer=("feed_forward_length",),
     ),
+    # GLM-4.7-Flash is read as DeepSeek V3, from which only names of config keys differ.
+    "deepseek2": V3,
+    DEEPSEEK2: V2,
 }  # fmt: skip
 
 
 def architecture_names() -> list[str]:
     """Return the supported values of `general.architecture`."""
-    return [name for name in ARCHITECTURES if name not in (MIXTRAL, OLMO3)]
+    return [name for name in ARCHITECTURES if name not in (MIXTRAL, OLMO3, DEEPSEEK2)]

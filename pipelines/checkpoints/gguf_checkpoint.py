@@ -16,10 +16,13 @@ from castiron.emitter.codecs import CODECS, with_scale
 from castiron.emitter.shorten import shorten, shorten_text
 from castiron.pipelines.checkpoints.checkpoint import HEAD, Checkpoint, CheckpointError, Tensor, without, without_shared
 from castiron.pipelines.checkpoints.gguf_config import architecture_of, encoding_of, hf_config, sampling_config
+from castiron.pipelines.checkpoints.gguf_deepseek2 import joined_key_values
 from castiron.pipelines.checkpoints.gguf_file import GgufFile, read_gguf
 from castiron.pipelines.checkpoints.gguf_metadata import Architecture
 from castiron.pipelines.checkpoints.gguf_rules import RULES_OF_ROPE_TENSOR
 from castiron.pipelines.checkpoints.gguf_tokenizer import eos_token_ids, fim_token_ids, tokenizer_json
+from castiron.pipelines.checkpoints.hf_quantised import column_orders
+from castiron.pipelines.checkpoints.quantised_parts import ORDER
 
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.(.+)")
 # Filters of convolutions, [features, n] in GGUF and [features, 1, n] in HF.
@@ -36,7 +39,7 @@ def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
         raise CheckpointError(f"{path} is a GGUF file of type {shorten(kind)}; give a model's file")
     config = hf_config(file)
     eos = eos_token_ids(file)
-    tensors = without_shared(hf_tensors(file, architecture_of(file), config), config)
+    tensors, orders = column_orders(without_shared(hf_tensors(file, architecture_of(file), config), config))
     encoding, left_out = encoding_of(file), {}
     if encoding and tensors.pop(HEAD, None):
         left_out = {"lm_head": 1}
@@ -55,6 +58,7 @@ def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
         generation_config={key: value for key, value in ids.items() if value not in (None, [])} | sampling_config(file),
         left_out=left_out,
         encoding=encoding,
+        column_orders=orders,
     )
 
 
@@ -83,7 +87,7 @@ def _times(path: Path, tensor: Tensor, scale: Tensor) -> Tensor:
 
 
 def hf_tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Tensor]:
-    """Return the tensors by HF name; unknown ones keep their GGUF name, to be reported later."""
+    """Return the tensors by HF name; unknown tensors keep their GGUF name, for a later error."""
     tensors: dict[str, Tensor] = {}
     for stored in file.tensors.values():
         # Skip blocks after the last layer, which are for multi-token prediction: castiron does not run it.
@@ -123,11 +127,21 @@ def _named(file: GgufFile, row: Architecture, config: dict, tensor: Tensor) -> I
         if leaf == leaves[0]:
             parts = [part for name in leaves if (part := file.tensors.get(f"blk.{layer}.{name}.{suffix}"))]
             yield _joined(file, parts, f"{prefix}{row.joined[leaves]}.{suffix}")
+    elif layer and (leaves := next((leaves for leaves in row.absorbed if leaf in leaves), None)):
+        keys, values = (file.tensors.get(f"blk.{layer}.{name}.{suffix}") for name in leaves)
+        if keys is None or values is None:
+            raise CheckpointError(f"{file.path} has {shorten_text(tensor.name)} without the other of {leaves}; fetch it again")
+        if leaf == leaves[0]:
+            yield joined_key_values(file, keys, values, f"{prefix}{row.absorbed[leaves]}.{suffix}")
+    elif layer and leaf in row.grouped:
+        for name, part in key_head_parts(config, row.grouped[leaf]).items():
+            read = lambda part=part: tensor.data[part]
+            yield replace(tensor, name=f"{prefix}{name}.{suffix}", shape=(len(part), *tensor.shape[1:]), read=read)
     elif layer and leaf in _FILTERS and suffix == "weight":
         _check_rank(file, tensor, 2)
         yield _filter(tensor, order)
     elif order is not None and row.tiled[leaf] == "columns":
-        yield _reordered_columns(tensor, order, config["linear_value_head_dim"])
+        yield from _reordered_columns(tensor, order, config["linear_value_head_dim"])
     elif order is not None:
         yield replace(tensor, read=lambda: tensor.data[order])
     else:
@@ -204,20 +218,37 @@ def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
     return np.concatenate([np.arange(before), before + order])
 
 
-def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Tensor:
-    """Return a tensor with its columns reordered; in f32 if a codec block spans two heads.
+def key_head_parts(config: dict, parts: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """Return for each part of a tensor with rows grouped by key head the indices of its rows.
 
+    parts: the letters of each part by HF's leaf; see `Architecture.grouped`.
+    """
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    sizes = {"h": values // keys, "k": config["linear_key_head_dim"], "v": values // keys * config["linear_value_head_dim"]}
+    ends = np.cumsum([sizes[letter] for letters in parts.values() for letter in letters])
+    pieces = iter(np.split(np.arange(keys * ends[-1]).reshape(keys, -1), ends[:-1], axis=1))
+    return {name: np.concatenate([next(pieces).reshape(-1) for _ in letters]) for name, letters in parts.items()}
+
+
+def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Iterator[Tensor]:
+    """Yield a tensor with its columns reordered.
+
+    If a codec block spans two heads, yield the tensor as it is, and the order of its columns.
     order: for each column its index in the stored tensor; columns of a head stay together.
     """
     block = CODECS[tensor.codec].block
+    if head_dim % block:
+        values = np.argsort(order).astype("<f4")
+        name = tensor.name.removesuffix("weight") + ORDER
+        yield tensor
+        yield Tensor(name, values.shape, "f32", tensor.source, lambda: values.view(np.uint8))
+        return
 
     def read() -> np.ndarray:
         rows = tensor.data
-        if head_dim % block:
-            return np.ascontiguousarray(tensor.dequantise()[:, order]).view(np.uint8)
         return rows.reshape(len(rows), order.size // block, -1)[:, order[::block] // block].reshape(len(rows), -1)
 
-    return replace(tensor, codec="f32" if head_dim % block else tensor.codec, read=read)
+    yield replace(tensor, read=read)
 
 
 def _stacked(tensor: Tensor, found: str | tuple[str, ...], prefix: str, suffix: str) -> Iterator[Tensor]:

@@ -9,7 +9,8 @@ from castiron.emitter.pooling import Dense, Pooling
 from castiron.emitter.shorten import shorten_list, shorten_text
 from castiron.pipelines.checkpoints import gguf_rules
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Encoding, reject_impossible_sizes
-from castiron.pipelines.checkpoints.gguf_architectures import ARCHITECTURES, MIXTRAL, OLMO3, architecture_names
+from castiron.pipelines.checkpoints.gguf_architectures import ARCHITECTURES, DEEPSEEK2, MIXTRAL, OLMO3, architecture_names
+from castiron.pipelines.checkpoints.gguf_deepseek2 import chooses_by_sigmoid
 from castiron.pipelines.checkpoints.gguf_file import GgufFile
 from castiron.pipelines.checkpoints.gguf_metadata import Architecture, Metadata, architecture_name
 from castiron.pipelines.checkpoints.gguf_rules import head_dim
@@ -35,10 +36,12 @@ _MAX_OPTION = 2**31
 def architecture_of(file: GgufFile) -> Architecture:
     """Return the entry of ARCHITECTURES for the file's model."""
     name = architecture_name(file)
+    softmax = name == "deepseek2" and not chooses_by_sigmoid(file)
     experts = file.metadata.get("llama.expert_count")
     special = {
         "llama": MIXTRAL if isinstance(experts, int) and experts else None,
         "olmo2": OLMO3 if "olmo2.attention.sliding_window" in file.metadata else None,
+        "deepseek2": DEEPSEEK2 if softmax else None,
     }
     row = ARCHITECTURES.get(special.get(name) or name)
     if row is None:

@@ -17,6 +17,7 @@ import numpy as np
 from castiron.emitter.models import read_config
 from castiron.pipelines.checkpoints.checkpoint import HEAD, SAMPLE, Checkpoint, CheckpointError, Tensor, tokenizer_of
 from castiron.pipelines.checkpoints.gguf_architectures import ARCHITECTURES
+from castiron.pipelines.checkpoints.gguf_checkpoint import tiled
 from castiron.pipelines.checkpoints.gguf_config import hf_config
 from castiron.pipelines.checkpoints.gguf_file import GgufFile, Value, as_read
 from castiron.pipelines.checkpoints.gguf_metadata import Architecture
@@ -25,13 +26,15 @@ from castiron.pipelines.checkpoints.gguf_tokenizer import PRE_TOKENIZERS, SPACE,
 
 # Model types that llama.cpp converts to the architecture of another type.
 _SAME_AS = {"mistral": "llama"}
+# HF's default of mrope_section in Qwen 3.5.
+_QWEN35_SECTIONS = (11, 11, 10)
 # From GPT-2's names of sizes to the common names.
 _SIZES = {
     "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
     "n_positions": "max_position_embeddings",
 }  # fmt: skip
 # Matrices that llama.cpp stores in f32: routers, filters of convolutions, learned positions.
-_SMALL = re.compile(r".*(ffn_gate_inp|shortconv\.conv|position_embd)\.weight")
+_SMALL = re.compile(r".*(ffn_gate_inp|ffn_gate_inp_shexp|shortconv\.conv|ssm_conv1d|position_embd)\.weight")
 _TOP = re.compile(r"(.+)\.(weight|bias)")
 _TOLERANCE = 1e-5  # max relative difference of equal numbers, because GGUF stores f32
 
@@ -40,15 +43,15 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  #
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _CONVERT = "convert it with llama.cpp's convert_hf_to_gguf.py, and quantise the file that this writes"
 
-# A function of a tensor's HF name and a codec that returns the tensor's data in that codec.
-Read = Callable[[str, str], np.ndarray]
+# A function that returns a tensor's data, from its HF name, a codec, and the columns to take in this order (None: all).
+Read = Callable[[str, str, np.ndarray | None], np.ndarray]
 
 
 def architecture_for(checkpoint: Checkpoint) -> tuple[str, Architecture]:
     """Return the model's `general.architecture` and its entry in ARCHITECTURES."""
     model_type = checkpoint.config["model_type"]
-    # Architectures with `vectors`, `joined` or `tiled` are not supported: this module cannot make these changes.
-    known = ((name, row) for name, row in reversed(ARCHITECTURES.items()) if not (row.vectors or row.joined or row.tiled))
+    # Of the architectures with `vectors`, only those of Qwen 3.5 are supported: this module cannot make the other changes.
+    known = ((name, row) for name, row in reversed(ARCHITECTURES.items()) if row.tiled or not row.vectors)
     rows = {row.model_type: (name.partition(" ")[0], row) for name, row in known}
     if (found := rows.get(_SAME_AS.get(model_type, model_type))) is None:
         names = f"supported are {', '.join(sorted(rows.keys() | _SAME_AS))}"
@@ -57,13 +60,13 @@ def architecture_for(checkpoint: Checkpoint) -> tuple[str, Architecture]:
 
 
 def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
-    """Return the GGUF metadata under the architecture's prefix; config: from `flat_config`."""
+    """Return the GGUF metadata under the architecture's prefix; config: a flat config."""
     name, row = architecture_for(checkpoint)
     size, read = head_dim(config), read_config(checkpoint.config)
     keys: dict[str, Value] = {}
     if "rope.freq_base" in row.floats:
         keys["rope.dimension_count"] = int(size * config.get("partial_rotary_factor", 1.0))
-    keys |= {key: int(config[own]) for key, own in row.ints.items() if config.get(own) is not None}
+    keys |= {key: int(config[own]) for key, own in row.ints.items() if config.get(own) is not None and key not in row.by_layer}
     keys |= {key: float(config[own]) for key, own in row.floats.items() if config.get(own) is not None}
     if "llama_head_dim" in row.rules or "attention.key_length" in keys:
         keys |= {"attention.key_length": size, "attention.value_length": size}
@@ -72,6 +75,12 @@ def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
         # Convolution layers have no heads. The config has the intermediate size before rounding, so use the rounded one.
         keys["attention.head_count_kv"] = [read.kv_heads * (kind == "full_attention") for kind in read.layer_types]
         keys["feed_forward_length"] = read.intermediate
+    if "delta_layers" in row.rules:
+        keys["ssm.inner_size"] = read.values
+        # Other orders of layers are an error of `check_read_back`.
+        keys["full_attention_interval"] = (*read.layer_types, "full_attention").index("full_attention") + 1
+        ropes = checkpoint.config.get("rope_parameters") or {}
+        keys["rope.dimension_sections"] = [*ropes.get("mrope_section", _QWEN35_SECTIONS), 0]
     if "use_parallel_residual" in config:
         keys["use_parallel_residual"] = bool(config["use_parallel_residual"])
     keys |= _rope_keys(config)
@@ -81,7 +90,8 @@ def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
 def flat_config(config: dict) -> dict:
     """Return a config in the form that transformers 4 uses, with rope parameters at the top level.
 
-    Sizes that the family has under other names are also set under HF's usual names.
+    If the model family's config has a size under another name, such as n_embd, the result also has
+    the size under HF's usual name.
     """
     entry = config.get("rope_parameters") or {}
     local = entry.get("sliding_attention", {})
@@ -140,11 +150,11 @@ def _rope_tensors(config: dict) -> Iterator[Tensor]:
 def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, str], read: Read) -> list[Tensor]:
     """Return the tensors with GGUF's names, rearranged as llama.cpp's converter does.
 
-    config: from `flat_config`. codecs: codec of each matrix, by HF name. read: returns a tensor's
-    data by HF name and codec.
+    config: result of `flat_config`. codecs: codec of each matrix, by HF name. read: returns a
+    tensor's data by HF name and codec.
     """
     _, row = architecture_for(checkpoint)
-    leaves, tops = ({own: leaf for leaf, own in names.items()} for names in (row.tensors, row.top))
+    leaves, tops, vectors = ({own: leaf for leaf, own in names.items()} for names in (row.tensors, row.top, row.vectors))
     stacks = {re.compile(re.escape(own).replace(r"\{\}", r"(\d+)")): leaf for leaf, own in row.per_index.items()}
     block = re.compile(re.escape(row.block).replace(r"\{\}", r"(\d+)") + r"(.+)\.(weight|bias)")
     found: list[Tensor] = list(_rope_tensors(config))
@@ -153,9 +163,13 @@ def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, st
         # HF names without .weight or .bias get .weight in GGUF.
         name = tensor.name if tensor.name.endswith((".weight", ".bias")) else f"{tensor.name}.weight"
         layer, top = block.fullmatch(name), _TOP.fullmatch(name)
-        if layer and (leaf := leaves.get(layer[2])):
+        own = tensor.name.removeprefix(row.block.format(layer[1])) if layer else ""
+        if layer and own in vectors:
+            found.append(_vector(tensor, f"blk.{layer[1]}.{vectors[own]}", read, tiled(row, config, vectors[own])))
+        elif layer and (leaf := leaves.get(layer[2])):
             heads = config[row.permuted[leaf]] if leaf in row.permuted else 0
-            found.append(_exported(tensor, f"blk.{layer[1]}.{leaf}.{layer[3]}", codecs, read, row, heads))
+            order = tiled(row, config, leaf)
+            found.append(_exported(tensor, f"blk.{layer[1]}.{leaf}.{layer[3]}", codecs, read, row, heads, order))
         elif layer and (match := next(((m, leaf) for form, leaf in stacks.items() if (m := form.fullmatch(layer[2]))), None)):
             stack = f"blk.{layer[1]}.{match[1]}.{layer[3]}", codecs[tensor.name]
             stacked.setdefault(stack, {})[int(match[0][1])] = tensor
@@ -166,19 +180,31 @@ def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, st
     return found + [_stack(name, codec, parts, read) for (name, codec), parts in stacked.items()]
 
 
-def _exported(tensor: Tensor, name: str, codecs: Mapping[str, str], read: Read, row: Architecture, heads: int = 0) -> Tensor:
+def _exported(
+    tensor: Tensor,
+    name: str,
+    codecs: Mapping[str, str],
+    read: Read,
+    row: Architecture,
+    heads: int = 0,
+    order: np.ndarray | None = None,
+) -> Tensor:
     """Return an HF tensor as the GGUF tensor `name`, converted to its codec.
 
     codecs, read: as in `export_tensors`. heads: number of heads if llama.cpp's converter permutes
-    the rows of each head, else 0.
+    the rows of each head, else 0. order: the result of `tiled`.
     """
+    stored = None if order is None else np.argsort(order)
+    columns = stored if row.tiled.get(name.split(".")[-2]) == "columns" else None
     small = _SMALL.fullmatch(name)
     codec = "f32" if small or len(tensor.shape) == 1 else codecs[tensor.name]
     # A filter of a convolution is [features, 1, n] in HF.
     shape = (tensor.shape[0], tensor.shape[2]) if small and len(tensor.shape) == 3 else tensor.shape
 
     def data() -> np.ndarray:
-        rows = read(tensor.name, codec)
+        rows = read(tensor.name, codec, columns)
+        if stored is not None and columns is None:
+            rows = rows[stored]
         if row.norms_plus_one and name.endswith("norm.weight"):
             rows = (rows.view("<f4") + np.float32(1)).view(np.uint8)
         if heads:
@@ -189,18 +215,30 @@ def _exported(tensor: Tensor, name: str, codecs: Mapping[str, str], read: Read, 
     return Tensor(name, shape, codec, tensor.name, data)
 
 
+def _vector(tensor: Tensor, name: str, read: Read, order: np.ndarray | None) -> Tensor:
+    """Return a vector with the GGUF name `name`, for which A_log becomes -exp(A_log)."""
+
+    def data() -> np.ndarray:
+        values = read(tensor.name, "f32", None).view("<f4")
+        values = values if order is None else values[np.argsort(order)]
+        return (-np.exp(values) if tensor.name.endswith("A_log") else values).view(np.uint8)
+
+    return Tensor(name, tensor.shape, "f32", tensor.name, data)
+
+
 def _stack(name: str, codec: str, parts: dict[int, Tensor], read: Read) -> Tensor:
     ordered = [parts[number] for number in sorted(parts)]
     first = ordered[0]
     codec = "f32" if len(first.shape) == 1 else codec
-    data = lambda: np.stack([read(tensor.name, codec) for tensor in ordered])
+    data = lambda: np.stack([read(tensor.name, codec, None) for tensor in ordered])
     return Tensor(name, (len(ordered), *first.shape), codec, first.name, data)
 
 
 def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tensors: list[Tensor]) -> None:
-    """Raise CheckpointError if the config read from the exported file would differ.
+    """Raise CheckpointError if GGUF cannot represent the model's config.
 
-    metadata, tensors: the content of the file. checkpoint: the exported checkpoint.
+    The config that castiron reads from the GGUF file must equal that of the HF checkpoint.
+    metadata, tensors: the content of the GGUF file. checkpoint: the HF checkpoint, its source.
     """
     file = GgufFile(checkpoint.path, as_read(metadata), {tensor.name: tensor for tensor in tensors})
     ours, theirs = (read_config(config) for config in (checkpoint.config, hf_config(file)))
@@ -305,7 +343,10 @@ def _steps(step: dict | None, parts: str) -> Iterator[dict]:
 
 
 def _tokens(found: dict, vocab: int) -> tuple[list[str], list[int]]:
-    """Return (texts, llama.cpp's token types) of `vocab` or more ids; an unused id 7 is [PAD7]."""
+    """Return (text of each token, llama.cpp's type of each token), by id.
+
+    There are at least `vocab` tokens; an id without a token, such as 7, gets the text [PAD7].
+    """
     by_id = {number: (token, _NORMAL) for token, number in found["model"]["vocab"].items()}
     for token in found["added_tokens"]:
         by_id[token["id"]] = token["content"], _CONTROL if token["special"] else _USER_DEFINED

@@ -225,7 +225,7 @@ def _reader(data: np.ndarray, tensor: Tensor) -> Callable[[], np.ndarray]:
 
 
 def _tensor(cursor: _Cursor, name: str) -> tuple[Tensor, int]:
-    """Read a tensor's header entry from after its name; return (tensor, offset of its data).
+    """Read what follows a tensor's name in the file header; return (tensor, offset of its data).
 
     The tensor has no data yet.
     """

@@ -50,14 +50,14 @@ class Metadata:
         return value
 
     def integer(self, key: str, default: int | None = None) -> int | None:
-        """Return the non-negative integer under a key; a file may repeat it in an array."""
+        """Return the non-negative integer under a key, or the number that an array repeats."""
         value = self._typed(key, numbers.Integral, "a whole number", default)
         if value is not None and value < 0:
             raise self.invalid(key, "0 or more")
         return value
 
     def real(self, key: str, default: float | None = None) -> float | None:
-        """Return the finite number under a key; a file may repeat it in an array."""
+        """Return the finite number under a key, or the number that an array repeats."""
         value = self._typed(key, numbers.Real, "a number", default)
         if value is not None and not math.isfinite(value):
             raise self.invalid(key, "finite")
@@ -217,12 +217,18 @@ class Architecture:
     vectors: Names = field(default_factory=dict)
     # From several leaves to HF's leaf that has their rows one after the other.
     joined: Mapping[tuple[str, ...], str] = field(default_factory=dict)
-    # Metadata keys with one number per layer, which a rule reads.
+    # From the leaves of keys and values, stacks of one matrix per head, to HF's leaf that has both.
+    absorbed: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    # Metadata keys with one number per layer, or without the usual meaning, which a rule reads.
     by_layer: tuple[str, ...] = ()
     # From a leaf to what is reordered: "heads", "rows", "last rows" or "columns". HF has all value
     # heads of the first key head, then those of the next. GGUF has the first value head of every
     # key head, then the second of every key head.
     tiled: Names = field(default_factory=dict)
+    # From a leaf whose rows are grouped by key head of a gated delta net to HF's leaves of its parts.
+    # A part is a string with a letter for each of its rows in a group: "h", one per value head;
+    # "k", the features of a key; "v", the features of the values.
+    grouped: Mapping[str, Names] = field(default_factory=dict)
     # Whether GGUF stores the weights of norms plus 1.
     norms_plus_one: bool = False
     # Names of functions in gguf_rules.

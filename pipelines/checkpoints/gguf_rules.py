@@ -8,6 +8,9 @@ import math
 
 import numpy as np
 
+from castiron.pipelines.checkpoints.gguf_deepseek2 import latent_attention as latent_attention
+from castiron.pipelines.checkpoints.gguf_deepseek2 import latent_experts as latent_experts
+from castiron.pipelines.checkpoints.gguf_deepseek2 import latent_yarn as latent_yarn
 from castiron.pipelines.checkpoints.gguf_metadata import PERIOD, Metadata
 
 _PERIOD = 4  # llama.cpp's default: every fourth layer has full attention, or no rotary embedding
@@ -53,8 +56,8 @@ def llama3_factors(rotary_dim: int, theta: float, factor: float, low: float, hig
 def rope_factors(config: dict, metadata: Metadata) -> None:
     """Set the config's `rope_scaling` from the tensor rope_freqs.weight, if the file has it.
 
-    The tensor has a divisor for each frequency. The scaling's type is llama3 if its formula gives
-    the same divisors, else longrope with these divisors.
+    The tensor has a divisor for each frequency. The scaling's type is llama3 if Llama 3's
+    formula gives the same divisors, else longrope with these divisors.
     """
     factors = _factors(metadata, "rope_freqs.weight")
     if factors is None or np.all(factors == 1):
@@ -281,7 +284,7 @@ def nemotron_layers(config: dict, metadata: Metadata) -> None:
 
 
 def delta_layers(config: dict, metadata: Metadata) -> None:
-    """Set Qwen 3.5's layer types and number of layers, without those of multi-token prediction."""
+    """Set Qwen 3.5's layer types and number, without layers for multi-token prediction."""
     further = metadata.integer("nextn_predict_layers", 0) or 0
     if further >= config["num_hidden_layers"]:
         raise metadata.invalid("nextn_predict_layers", "less than block_count")
@@ -342,7 +345,7 @@ def _gemma4_widths(config: dict, metadata: Metadata) -> None:
 
 
 def _gemma4_head(metadata: Metadata, ending: str) -> int:
-    """Return the size of a head in Gemma 4; ending: "_swa" for sliding windows, else ""."""
+    """Return the size of a head in Gemma 4; ending: of the keys, "_swa" for sliding windows."""
     length = metadata.required(f"attention.key_length{ending}")
     if metadata.integer(f"attention.value_length{ending}", length) != length:
         raise metadata.invalid(f"attention.value_length{ending}", f"{length}, as attention.key_length{ending}")

@@ -64,7 +64,8 @@ _DEEPSEEK_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 def _step(kind: str, **fields: Any) -> dict:
     """Return the object in tokenizer.json for a pre-tokenizer of type `kind`.
 
-    fields: its other fields. For a Split, the only field is `regex`, whose matches become words.
+    fields: the other fields of the object. For the type Split, pass only `regex`; each match of
+    this regular expression becomes a word.
     """
     if kind == "Split":
         fields = {"pattern": {"Regex": fields["regex"]}, "behavior": "Isolated", "invert": False}
@@ -75,9 +76,18 @@ def _byte_level_step(use_regex: bool) -> dict:
     return _step("ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=use_regex)
 
 
-def _deepseek(*splits: str) -> tuple[dict, ...]:
-    digits = _step("Digits", individual_digits=True)
-    return (*(_step("Split", regex=split) for split in splits), digits, _byte_level_step(False))
+_DEEPSEEK_V3 = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _splits(*regexes: str) -> tuple[dict, ...]:
+    return tuple(_step("Split", regex=regex) for regex in regexes)
+
+
+def _deepseek(*regexes: str) -> tuple[dict, ...]:
+    return (*_splits(*regexes), _step("Digits", individual_digits=True), _byte_level_step(False))
 
 
 _DEEPSEEK_LLM = _deepseek(
@@ -98,7 +108,10 @@ _FALCON = (
 
 
 def _words(regex: str | None = None, digits: bool = False) -> tuple[dict, ...]:
-    """Return pre-tokenizers that split text by a regex (default: GPT-2's), or also at digits."""
+    """Return pre-tokenizers that split text into the matches of a regex (default: GPT-2's).
+
+    digits: whether every digit is a word of its own.
+    """
     before = [_step("Digits", individual_digits=True)] if digits else []
     before += [_step("Split", regex=regex)] if regex else []
     return (*before, _byte_level_step(use_regex=regex is None))
@@ -124,13 +137,16 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
         ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "lfm2", "pixtral"),
         PreTokenizer(_words(_LLAMA3), ignore_merges=True, adds_bos=True),
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer(_words(_LLAMA3))),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), PreTokenizer(_words(_LLAMA3))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), PreTokenizer(_words(_QWEN2), nfc=True)),
     "qwen35": PreTokenizer(_words(_QWEN35), nfc=True),
     "tekken": PreTokenizer(_words(_TEKKEN), ignore_merges=True, adds_bos=True),
     **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizer(_words(_GPT4O))),
     "deepseek-llm": PreTokenizer(_DEEPSEEK_LLM),
     "deepseek-coder": PreTokenizer(_DEEPSEEK_CODER),
+    "deepseek-v3": PreTokenizer(
+        (*_splits(r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK_V3), _byte_level_step(False))
+    ),
     "falcon": PreTokenizer(_FALCON),
 }
 
@@ -305,7 +321,7 @@ def _tokenizer(metadata: _Metadata, *, adds_bos: bool | None, **parts: Any) -> d
 
 
 def _post_processor(metadata: _Metadata, adds_bos: bool | None) -> dict | None:
-    """Return the post-processor that adds BOS and EOS as the file states; None for neither."""
+    """Return the post-processor that adds BOS or EOS if the file asks for it; None if not."""
     adds_bos = adds_bos is not None and metadata.flag("add_bos_token", adds_bos)
     sides = (adds_bos, "bos_token_id"), (metadata.flag("add_eos_token", False), "eos_token_id")
     before, after = ([token] if adds and (token := metadata.token(key)) is not None else [] for adds, key in sides)

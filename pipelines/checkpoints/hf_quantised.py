@@ -66,7 +66,10 @@ def _unpacked(tensor: Tensor, bits: int, by_rows: bool = False) -> np.ndarray:
 
 
 def _codes(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """Convert unsigned numbers to the codes u8 of castiron's codecs: 8-bit numbers minus 128."""
+    """Convert stored numbers, u8, to castiron's codes, u8.
+
+    Only 8-bit numbers change: castiron stores n - 128 in two's complement.
+    """
     return numbers ^ np.uint8(128) if bits == 8 else numbers
 
 
@@ -162,10 +165,10 @@ def _nvfp4(stored: Stored) -> tuple[Tensor, ...]:
 
 
 def _scaled(stored: Stored) -> tuple[Tensor, ...]:
-    """Return a weight of type F8_E4M3 or I8 with scales, of fp8 or compressed-tensors."""
+    """Return a weight stored as F8_E4M3 or I8 with scales, by fp8 or compressed-tensors."""
     weight = stored["weight"]
     if stored.config["quant_method"] == "bitsandbytes":
-        return bitsandbytes_weights.read_int8(stored) if weight.codec == "I8" else bitsandbytes_weights.read_nf4(stored)
+        return bitsandbytes_weights.read_int8(stored) if weight.codec == "I8" else bitsandbytes_weights.read_4_bits(stored)
     scales = stored.scales("weight_scale_inv" if "weight_scale_inv" in stored.parts else "weight_scale")
     zero_points = stored.parts.get("weight_zero_point")
     if len(weight.shape) != 2 or weight.codec == "U8":

@@ -156,8 +156,10 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
         Layout(r"backbone\.(.*\.experts)\.(up|down)_proj", {r"model.\1.{}.\2_proj.weight": _ALL}),
         Layout(r"backbone\.(.*)", {r"model.\1": _ALL}),
     ),
-    # Layer 47, after the last one, is for multi-token prediction; HF drops it by its number, too.
-    "glm4_moe_lite": (Layout(r"model\.layers\.47\..*", {}),),
+    "deepseek_v2": _STACKED,
+    # Layers after the last one are for multi-token prediction; HF drops them by their numbers, too.
+    "deepseek_v3": (*_STACKED, Layout(r"model\.layers\.61\..*", {})),
+    "glm4_moe_lite": (*_STACKED, Layout(r"model\.layers\.47\..*", {})),
     # Old checkpoints have causal masks, and names without "transformer.".
     "gpt2": (
         Layout(r".*\bh\.\d+\.attn\.(bias|masked_bias)", {}),

@@ -78,7 +78,7 @@ def cached(name: HubName) -> Path | None:
 
 
 def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | None:
-    """Return the GGUF file that `name` refers to; None for safetensors. It must be exactly one."""
+    """Return the one GGUF file that matches `name`, None for safetensors; else raise an error."""
     files = {file: size for file, size in sizes.items() if file.endswith(".gguf") and not _NOT_A_MODEL.search(file)}
     # A model in parts is its first part, with the size of all.
     parts = {file: parts_of(file) for file in files}
@@ -220,7 +220,7 @@ def _endpoint() -> str:
 
 @contextmanager
 def _hub_errors(name: HubName) -> Iterator[None]:
-    """Convert huggingface_hub's errors to CheckpointError; if the hub is silent, Unreachable."""
+    """Convert huggingface_hub's errors to CheckpointError, or Unreachable without an answer."""
     try:
         from huggingface_hub import errors
     except ModuleNotFoundError as error:

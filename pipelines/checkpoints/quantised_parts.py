@@ -55,8 +55,8 @@ class Stored:
 
         kind: kind of codes in `scaled_codecs`. codes: returns stored codes u8 [out, in]. scales: a
         tensor with a scale for each group or block. zeros: returns zero points i8 in the shape of
-        the scales. turned: whether both are [groups, out] instead of [out, groups]. order: column
-        order[i] of the codes becomes column i of the weight.
+        the scales. turned: whether scales and zero points are [groups, out] instead of
+        [out, groups]. order: column order[i] of the codes becomes column i of the weight.
         """
         found = scales.shape[::-1] if turned else scales.shape
         rows, columns = self._group(found, shape)
@@ -110,7 +110,7 @@ class Stored:
 
 
 def block_of(config: Mapping) -> tuple[int, int]:
-    """Return the rows and columns of a block with one FP8 scale."""
+    """Return the numbers of rows and columns of a block that has one FP8 scale."""
     sizes = config.get("weight_block_size") or weights_of(config).get("block_structure") or _BLOCK
     is_valid = isinstance(sizes, list | tuple) and len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
     return tuple(sizes) if is_valid else _BLOCK

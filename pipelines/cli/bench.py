@@ -136,10 +136,8 @@ def compiled_shape(settings, args: argparse.Namespace, progress: Progress):
     from castiron.pipelines.compile.options import Options
     from castiron.pipelines.evaluate.random_checkpoint import DEFAULT_CODEC, random_checkpoint
 
-    checkpoint, weights = random_checkpoint(args.shape, args.codec or DEFAULT_CODEC, progress)
+    checkpoint = random_checkpoint(args.shape, args.codec or DEFAULT_CODEC, progress)
     options = {"numerics": args.numerics or "exact", "cache": args.cache or "f32", "threads": args.threads}
     # Batch and verify functions are not measured.
     context = args.context or max(CONTEXT, settings.context)
-    return open_or_compile(
-        checkpoint, Options(context=context, weights=weights, batch=(), speculate=(), **options), announce=True
-    )
+    return open_or_compile(checkpoint, Options(context=context, batch=(), speculate=(), **options), announce=True)

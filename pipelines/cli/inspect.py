@@ -26,8 +26,9 @@ examples:
 --json prints one object: a bundle's manifest; or a checkpoint's path, format, config, ignored_keys
 (config keys without an effect on the model), left_out (tensors that are not part of the text model,
 by prefix), quantization_config (that of config.json, or null), refused (why it cannot be compiled,
-or null), parameters, tensors, tokenizer, chat_template, bos_token_id, eos_token_ids, encodes
-(whether it is an embedding model).
+or null), needs (absent if refused: bytes of the bundle's weights, of the largest_weight, and of the
+states of one sequence of `context` positions), parameters, tensors, tokenizer, chat_template,
+bos_token_id, eos_token_ids, encodes (whether it is an embedding model).
 """
 # Keys of config.json that are shown.
 SHOWN_CONFIG = (
@@ -57,7 +58,7 @@ def bundle(path: str) -> tuple[dict, list[str]]:
 
     manifest = open_bundle(path, run=False).manifest
     slots = slots_of(manifest)
-    warn_of_shortage(manifest)
+    warn_of_shortage(needed(manifest).weights)
     source, facts = manifest.source, manifest.compile
     hub, adapter, text, module = source.get("hub"), source.get("adapter"), source.get("calibrated"), facts.get("custom_module")
     ignored, left_out = source.get("ignored_keys"), source.get("left_out")
@@ -122,9 +123,12 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
     from castiron.emitter.codecs import row_bytes
     from castiron.emitter.models import ignored_keys
     from castiron.emitter.types import EmitError
+    from castiron.pipelines.checkpoints.checkpoint import CheckpointError
     from castiron.pipelines.checkpoints.hf_quantised import describe
     from castiron.pipelines.checkpoints.hf_tensors import in_words
     from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
+    from castiron.pipelines.compile.requirements import requirements_of
+    from castiron.pipelines.engine.memory import Needed, state_bytes, warn_of_shortage
 
     with Progress() as progress:
         found = open_checkpoint(path, progress)
@@ -134,9 +138,21 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
     }
     ignored: Sequence[str] = ()
     refused: str | None = None
+    needs: list[tuple[str, str]] = []
+    facts: dict = {}
     try:
         ignored = ignored_keys(found.config)
-    except EmitError as error:
+        required = requirements_of(found)
+        memory = Needed(required.weights, state_bytes(required.states, required.context, required.max_context))
+        warn_of_shortage(memory.weights)
+        needs = [
+            ("bundle", f"{megabytes(memory.weights)}, packed in parts of at most {megabytes(required.largest)}"),
+            ("memory", f"{memory}, for a context of {required.context} positions"),
+        ]
+        facts["needs"] = {
+            "weights": memory.weights, "largest_weight": required.largest, "states": memory.state, "context": required.context
+        }  # fmt: skip
+    except (EmitError, CheckpointError) as error:
         refused = str(error)
     elements = sum(prod(tensor.shape) for tensor in found.tensors.values())
     counts = Counter(tensor.codec for tensor in found.tensors.values())
@@ -151,13 +167,14 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
         ("tokenizer", "yes" if found.tokenizer else "none: its bundle takes token ids only"),
         ("chat template", "yes" if found.chat_template else "none"),
         ("ignored keys", ignored and f"{', '.join(ignored)} (without effect on the model)"),
+        *needs,
         ("not compiled", refused),
         ("end of text", ", ".join(map(str, found.eos_token_ids)) or "unknown"),
     ]
     lines = table(rows)
     if tensors:
         lines += [f"  {name}  {list(t.shape)}  {t.codec}  {megabytes(sizes[name])}" for name, t in found.tensors.items()]
-    facts = {
+    facts |= {
         "path": str(found.path),
         "format": found.format,
         "config": found.config,

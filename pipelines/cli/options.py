@@ -100,6 +100,7 @@ SHARED: dict[str, dict[str, Any]] = {
                      "help": "ignore an unsupported config or GGUF key; may be repeated"},
     "--weights": {"choices": WEIGHTS, "default": "native", "metavar": "TYPE",
                   "help": "type of the weight matrices (default: native, the checkpoint's own)"},
+    "--requantise": {"action": "store_true", "help": "convert weights that are already quantised, if that makes them smaller"},
     "-c --context": {"type": int, "metavar": "N", "help": "positions for prompt and answer (default: the bundle's)"},
     "--context": {"type": int, "metavar": "N", "help": "default context (default: the model's, at most 8192)"},
     "--max-context": {"type": int, "metavar": "N", "help": "largest context of run -c (default: the model's limit)"},
@@ -108,8 +109,8 @@ SHARED: dict[str, dict[str, Any]] = {
                    "help": "exact (default): HF's tokens; canonical: same bits everywhere; fast: rounded"},
     "--batch": {"type": sizes, "default": (4, 8), "metavar": "B[,B]",
                 "help": "batch sizes for serve and batch, or none (default: 4,8)"},
-    "--speculate": {"type": sizes, "default": (4, 8), "metavar": "T[,T]",
-                    "help": "numbers of proposed tokens checked at once, or none (default: 4,8)"},
+    "--speculate": {"type": sizes, "default": (2, 4, 8), "metavar": "T[,T]",
+                    "help": "numbers of tokens that speculation checks at once, or none (default: 2,4,8)"},
     "--embed": {"type": sizes, "default": (), "metavar": "T[,T]",
                 "help": "add functions that return hidden states of T tokens (default: none)"},
     "--target": {"type": target_name, "default": "host", "metavar": "NAME",
@@ -202,7 +203,7 @@ def check_threads(args: argparse.Namespace) -> None:
 
 def add_compile_options(parser: argparse.ArgumentParser) -> None:
     """Add the compiler's command-line options."""
-    add_options(parser, "--weights", "--context", "--cache", "--numerics")
+    add_options(parser, "--weights", "--requantise", "--context", "--cache", "--numerics")
     group = parser.add_argument_group("what is compiled")
     add_options(group, "--max-context", "--adapter", "--calibrate", "--batch", "--speculate", "--embed", "--ignore-key")
     group = parser.add_argument_group("how it is compiled")
@@ -215,7 +216,10 @@ def compile_options(args: argparse.Namespace) -> "Options":
     """Return the compiler's `Options` from the parsed arguments."""
     from castiron.pipelines.compile.options import Options
 
-    names = "context max_context weights adapter calibrate numerics cache lowering target batch speculate embed threads".split()
+    names = (
+        "context", "max_context", "weights", "requantise", "adapter", "calibrate", "numerics", "cache", "lowering", "target",
+        "batch", "speculate", "embed", "threads",
+    )  # fmt: skip
     return Options(
         **{name: getattr(args, name) for name in names},
         tuned=not getattr(args, "no_tuned", False),
@@ -252,18 +256,19 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False) -> "Bundle":
+def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False, draft: bool = False) -> "Bundle":
     """Return the opened bundle `model`; if `model` is a checkpoint, compile it first.
 
-    args: sets the context (--context) and when hashes are checked (--trust). one_sequence: whether
-    to compile only the functions that a single sequence needs.
+    args: sets the context (--context) and when hashes are checked (--trust). one_sequence, draft:
+    what to compile, as in `open_or_compile`.
     """
     from castiron.pipelines.compile.open_model import is_bundle, open_or_compile, options_of
 
     device = getattr(args, "device", None)
     kind = (device or "").partition(":")[0]
     options = options_of(target=GPUS[kind]) if kind in GPUS and not is_bundle(model) else None
-    bundle = open_or_compile(model, options, announce=True, full_check=args.trust == "never", one_sequence=one_sequence)
+    full_check = args.trust == "never"
+    bundle = open_or_compile(model, options, announce=True, full_check=full_check, one_sequence=one_sequence, draft=draft)
     context = getattr(args, "context", None)
     return with_device(bundle if context is None else bundle.with_context(context), device)
 
@@ -290,7 +295,7 @@ def open_engine(args: argparse.Namespace) -> "tuple[Bundle, Engine]":
     """
     from castiron.pipelines.compile.open_model import require_generation
     from castiron.pipelines.engine.engine import Engine
-    from castiron.pipelines.engine.memory import warn_of_shortage
+    from castiron.pipelines.engine.memory import needed, warn_of_shortage
 
     one_sequence = args.draft is args.speculate is args.prefix_cache is None
     bundle, draft = require_generation(open_model(args.bundle, args, one_sequence)), None
@@ -298,8 +303,9 @@ def open_engine(args: argparse.Namespace) -> "tuple[Bundle, Engine]":
     if args.draft is not None:
         from castiron.pipelines.text.generation import open_draft
 
-        draft = open_draft(open_model(args.draft, args), bundle, args.threads)
-    warn_of_shortage(bundle.manifest, *([draft.session.manifest] if draft else []))
+        draft = open_draft(open_model(args.draft, args, draft=True), bundle, args.threads)
+    manifests = [bundle.manifest, *([draft.session.manifest] if draft else [])]
+    warn_of_shortage(sum(needed(manifest).weights for manifest in manifests))
     return bundle, Engine(bundle, args.threads, single=True, store=store, draft=draft, ngrams=args.speculate == "ngram")
 
 

@@ -1,7 +1,7 @@
 """Write a checkpoint with quantised weights as a GGUF file, for castiron and llama.cpp.
 
-MODEL is an HF directory, or a GGUF file in f16, bf16 or f32. castiron itself does not need the
-file: castiron compile --weights quantises the same way.
+MODEL is an HF directory or a GGUF file. castiron itself does not need the file: castiron compile
+--weights quantises the same way.
 """
 
 import argparse
@@ -23,18 +23,21 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_checkpoint(parser, help="HF directory, GGUF file in f16, bf16 or f32, or org/name on the hub")
+    add_checkpoint(parser, help="HF directory, GGUF file, or org/name on the hub")
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the GGUF file")
     add_options(parser, "--weights", choices=WEIGHTS[1:], default="q4_k_m",
                 help=f"{', '.join(WEIGHTS[1:6])}, ... {', '.join(WEIGHTS[-2:])} (default: q4_k_m)")  # fmt: skip
-    add_options(parser, "--adapter", "--calibrate", "--ignore-key", "--json")
+    add_options(parser, "--requantise", "--adapter", "--calibrate", "--ignore-key", "--json")
 
 
 def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.compile.options import Options
     from castiron.pipelines.compile.quantise_gguf import quantise
 
-    options = Options(weights=args.weights, adapter=args.adapter, calibrate=args.calibrate, ignore_keys=tuple(args.ignore_keys))
+    options = Options(
+        weights=args.weights, requantise=args.requantise, adapter=args.adapter, calibrate=args.calibrate,
+        ignore_keys=tuple(args.ignore_keys),
+    )  # fmt: skip
     with Progress() as progress:
         report = quantise(args.model, Path(args.output), options, progress)
     if args.json:

@@ -104,7 +104,7 @@ def main(args: argparse.Namespace) -> int:
             pool = ModelPool(bundles, open_one, keep=keep, typed=args.bundle, limits=limits, forget=metrics.forget)
             how = "each opened when a request names it"
         else:
-            (bundle,), draft = bundles, open_model(args.draft, args) if args.draft else None
+            (bundle,), draft = bundles, open_model(args.draft, args, draft=True) if args.draft else None
             print_memory(bundle.manifest, slots_of(bundle.manifest), draft and draft.manifest)
             api = open_one(bundle, [args.name] if args.name else names_of(bundle, args.bundle[0]), draft)
             how = "an embedding model: /v1/embeddings"

@@ -189,7 +189,10 @@ class Engines:
         self.ready[slot] = None if has_bundle else self._stored
 
     def wait(self, running: list[ray.ObjectRef], seconds: float) -> list[ray.ObjectRef]:
-        """Return a list of the first call that ends, in `running` or of a starting actor, or []."""
+        """Wait up to `seconds` for an actor's call to end; return [the call], or [] if none ended.
+
+        running: calls in progress. Calls of starting actors are waited for too.
+        """
         if not running and not self.ready and time.monotonic() > self.message_time:
             print_message("no node of the cluster has free CPUs for this job yet; waiting for one")
             self.message_time = math.inf

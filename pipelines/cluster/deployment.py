@@ -156,7 +156,7 @@ class Front:
             await while_connected(receive, self._answer(call, scope, receive, send))
 
     async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the call to a replica; if the replica dies, retry, `ATTEMPTS` times in all."""
+        """Send the call to a replica; if the replica dies, try another, up to `ATTEMPTS` in all."""
         started: Message | None = None
         status, reason = 502, f"{ATTEMPTS} replicas ended before they answered this request"
         for attempt in range(ATTEMPTS):

@@ -59,8 +59,8 @@ def encoder_sizes(checkpoint: Checkpoint, options: Options) -> EncoderSizes | No
 
 
 def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
-    """Return the graph of a model; CheckpointError if tensors are missing or not read."""
-    codecs = codecs_of(checkpoint, options.weights)
+    """Return the graph of a model; CheckpointError if tensors are missing or unused."""
+    codecs = codecs_of(checkpoint, options.weights, options.requantise)
     codec, cache, orders = lambda name: codecs.get(name, "f32"), options.cache, checkpoint.column_orders
     if sizes := encoder_sizes(checkpoint, options):
         pooling = checkpoint.encoding.pooling if checkpoint.encoding else None

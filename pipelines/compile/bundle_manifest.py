@@ -38,7 +38,7 @@ def manifest_of(
     tiles: TileFields,
     compile_info: dict,
 ) -> Manifest:
-    """Return a bundle's manifest except files and accuracy; `compile_info` goes into `compile`."""
+    """Return a manifest without `files` and `accuracy`; `compile_info` is added to `compile`."""
     first, config, sizes = next(iter(module.functions.values())), checkpoint.config, encoder_sizes(checkpoint, options)
     context = sizes.context if sizes else context_of(config, options)
     max_context = sizes.context if sizes else max_context_of(config, options)
@@ -55,7 +55,7 @@ def manifest_of(
         numerics=options.numerics,
         lowering=options.lowering,
         weights=options.weights,
-        codecs=dict(sorted(Counter(codecs_of(checkpoint, options.weights).values()).items())),
+        codecs=dict(sorted(Counter(codecs_of(checkpoint, options.weights, options.requantise).values()).items())),
         target=target,
         versions=Versions(castiron.__version__, compiler_version()),
         tokens=Tokens(checkpoint.bos_token_id, tuple(checkpoint.eos_token_ids), dict(checkpoint.fim_token_ids)),
@@ -122,10 +122,10 @@ def _module_facts(module: Module, options: Options, target: Target, tiles: TileF
 
 
 def _arithmetic(matmuls: Sequence[Matmul], target: Target) -> dict[str, int]:
-    """Return the number of matmuls for each conversion of their f32 activations x.
+    """Return how many matmuls convert their f32 activations x, by the kind of conversion.
 
-    A key describes the conversion: "x rounded to bf16 by ...". Matmuls that read x as f32 are not
-    counted.
+    A key describes the conversion: "x rounded to bf16 by ...". Matmuls that do not convert x are
+    not counted.
     """
     if not target.isa:
         return {}

@@ -51,7 +51,7 @@ class Probes:
 
 
 def make_probes(checkpoint: Checkpoint, weights: str, lowering: str) -> Probes:
-    """Return a matmul for each codec of the bundle's matrices, with some of their blocks.
+    """Return a small matmul for each codec of the bundle; its weights are a part of a matrix.
 
     weights, lowering: the values of --weights and --lowering.
     """
@@ -84,15 +84,15 @@ def make_probes(checkpoint: Checkpoint, weights: str, lowering: str) -> Probes:
 
 
 def _activations(count: int) -> np.ndarray:
-    """Return f32 `[1, count]` of numbers from -1 to 1 that f32 represents exactly."""
+    """Return test activations, f32 `[1, count]`: multiples of 1/32 from -1 to 1."""
     return ((np.arange(count) * 37 % 64 - 32) / 32).astype(np.float32)[None]
 
 
 def decode_on_cpu(checkpoint: Checkpoint, options: Options, importance: Importance) -> Decode | None:
     """Compile the model for this machine's CPU, and run decode steps.
 
-    Returns None for an embedding model and for weights above `MAX_BYTES`, because they would be
-    packed a second time.
+    Returns None for an embedding model, and for weights above `MAX_BYTES`, because this function
+    packs the weights a second time.
     """
     target = TARGETS["host"]
     own = replace(

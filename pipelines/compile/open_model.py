@@ -36,12 +36,14 @@ def open_or_compile(
     full_check: bool = False,
     announce: bool = False,
     one_sequence: bool = False,
+    draft: bool = False,
 ) -> Bundle:
     """Return an open bundle for `model`: a bundle, or a checkpoint that is compiled if necessary.
 
     options: options to compile a checkpoint with; PipelineError if `model` is a bundle. announce:
     whether to print a line before compiling. one_sequence: whether to compile only the functions
-    for one prompt at a time, unless the complete bundle is cached.
+    for one prompt at a time, unless the complete bundle is cached. draft: whether the default
+    options are `Options.for_draft()`.
     """
     path = model.path if isinstance(model, Bundle) else Path(model).expanduser()
     if is_bundle(model):
@@ -52,7 +54,7 @@ def open_or_compile(
     from castiron.pipelines.compile.compiler import existing
     from castiron.pipelines.compile.options import Options
 
-    options = options or Options()
+    options = options or (Options.for_draft() if draft else Options())
     source = path if path.exists() else canonical_name(model)
     cached, quick = (cached_path(source, chosen) for chosen in (options, options.for_one_sequence()))
     if one_sequence and existing(cached) is None:
@@ -60,7 +62,8 @@ def open_or_compile(
     if existing(cached) is None:
         # Remove the rest of a partly deleted bundle, which the compiler would not replace.
         shutil.rmtree(cached, ignore_errors=True)
-    message = f"compiling {model} once, with default options; castiron compile takes others" if announce else None
+    kind = "as a draft, with q4_0 weights" if draft else "with default options"
+    message = f"compiling {model} once, {kind}; castiron compile takes others" if announce else None
     built = compile_to(source, cached, options, progress, evaluate, existing(quick), message)
     bundle = open_bundle(built, full_check=full_check)
     with contextlib.suppress(OSError):
@@ -93,7 +96,7 @@ def compile_to(
 
 
 def options_of(**options: Any) -> Options:
-    """Return Options from keyword arguments; sizes may be an int, or None for no sizes."""
+    """Return Options from keyword arguments; for a tuple of sizes, an int or None is accepted."""
     from castiron.pipelines.compile.options import Options
 
     for name in {"prefill", "batch", "speculate", "embed"} & options.keys():

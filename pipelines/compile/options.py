@@ -32,6 +32,7 @@ class Options:
     context: int | None = None  # positions of a session by default; None: the model's limit, at most 8192
     max_context: int | None = None  # positions that states have; None: the model's limit, at most 131,072
     weights: str = "native"  # a value of WEIGHTS: the checkpoint's codecs, a float type, or a quantised one
+    requantise: bool = False  # whether quantised matrices are quantised again, to a smaller type
     adapter: str | None = None  # PEFT directory, merged before the weights are converted
     calibrate: str | None = None  # text on which the importance of columns is measured
     numerics: str = "exact"
@@ -40,7 +41,7 @@ class Options:
     target: str = "host"  # a name that `vmfb.targets.resolve` knows
     prefill: tuple[int, ...] = (8, 32, 128)  # tokens per call of the prefill functions, up to the context
     batch: tuple[int, ...] = (4, 8)  # sequences per call of the decode_batch functions
-    speculate: tuple[int, ...] = (4, 8)  # tokens per call of the verify functions
+    speculate: tuple[int, ...] = (2, 4, 8)  # tokens per call of the verify functions
     embed: tuple[int, ...] = ()  # tokens per call of the functions that return hidden states
     threads: int | None = None  # threads among which kernels divide their work; None: one per core
     tuned: bool = True  # whether to use tiles that `castiron tune` found, for the target "host"
@@ -73,6 +74,11 @@ class Options:
         """Return these options with only the functions that one prompt at a time needs."""
         return replace(self, prefill=self.prefill[1:2] or self.prefill, batch=(), speculate=())
 
+    @classmethod
+    def for_draft(cls) -> Options:
+        """Return the options of a draft model, for speed: its errors change no token of the target."""
+        return cls(weights="q4_0", requantise=True, numerics="fast", prefill=(8, 32), batch=(), speculate=())
+
     @property
     def threads_or_cores(self) -> int:
         """Return `threads`; by default this machine's physical cores, or 2 for another target."""
@@ -80,9 +86,9 @@ class Options:
 
 
 def context_of(config: dict, options: Options) -> int:
-    """Return the bundle's context: the max tokens of a sequence, unless it is opened with another.
+    """Return the bundle's default context, the max tokens of a sequence.
 
-    The default is the model's limit, but at most 8192.
+    Without `options.context`, it is the model's limit, but at most 8192.
     """
     if options.context is not None:
         return options.context
@@ -92,8 +98,8 @@ def context_of(config: dict, options: Options) -> int:
 def max_context_of(config: dict, options: Options) -> int:
     """Return the largest context with which the bundle can be opened, in tokens.
 
-    The default is the model's limit, but at most 131,072. With the portable lowering, and for a
-    GPU, the default is `context_of`.
+    Without `options.max_context`, it is the model's limit, but at most 131,072. With the portable
+    lowering, or for a GPU, it is `context_of` instead.
     """
     if options.max_context is not None:
         return options.max_context

@@ -104,8 +104,8 @@ def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None
 def _names(function: Graph) -> dict[Value, str]:
     """Return names for the inputs of a function, and for values that other layers read.
 
-    An updated state has the name of the input that it replaces. Other values have the module path of their
-    operation.
+    An updated state has the name of the input that it replaces. Other values have the module path
+    of their operation.
     """
     readers: dict[Value, set[int | None]] = {value: {None} for value in function.outputs}
     for op in function.ops:

@@ -62,7 +62,7 @@ def quantise(model: str | Path, out: Path, options: Options, progress: Progress)
         compile_ = f"castiron compile --weights {options.weights}"
         raise PipelineError(f"{checkpoint.path} is an embedding model, which cannot be written as GGUF; use {compile_}")
     # Reject an invalid checkpoint before anything is written.
-    build_model(checkpoint, Options(context=1, prefill=(), batch=(), speculate=(), weights=options.weights))
+    build_model(checkpoint, replace(options, context=1, prefill=(), batch=(), speculate=()))
     # Filled in after the checks below, and before the first tensor is read.
     importance: dict[str, np.ndarray] = {}
     entries, tensors = (_copied if copies else _exported)(checkpoint, options, importance)
@@ -81,7 +81,7 @@ def quantise(model: str | Path, out: Path, options: Options, progress: Progress)
 
 def _copied(checkpoint: Checkpoint, options: Options, importance: Importance) -> tuple[list[Buffer], list[Tensor]]:
     """Return the metadata of a GGUF file, and its tensors in the codecs of --weights."""
-    file, codecs = read_gguf(checkpoint.path), codecs_of(checkpoint, options.weights)
+    file, codecs = read_gguf(checkpoint.path), codecs_of(checkpoint, options.weights, options.requantise)
     # A GGUF tensor may be a stack of several HF tensors, such as the experts of a layer, in one codec.
     names: dict[str, list[str]] = {}
     for name, tensor in checkpoint.tensors.items():
@@ -95,7 +95,10 @@ def _copied(checkpoint: Checkpoint, options: Options, importance: Importance) ->
 
 
 def _converted(file: GgufFile, tensor: Tensor, codec: str, names: list[str], importance: Importance) -> Tensor:
-    """Return a tensor of a GGUF file in another codec; names: HF names of the matrices in it."""
+    """Return a tensor of a GGUF file, converted to `codec`.
+
+    names: the HF name of each matrix in `tensor`, which may stack the matrices of all experts.
+    """
 
     def read() -> np.ndarray:
         if codec == tensor.codec:
@@ -111,8 +114,14 @@ def _converted(file: GgufFile, tensor: Tensor, codec: str, names: list[str], imp
 
 def _exported(checkpoint: Checkpoint, options: Options, importance: Importance) -> tuple[list[Buffer], list[Tensor]]:
     """Return GGUF metadata and tensors for a checkpoint of any format."""
-    config, codecs = gguf_export.flat_config(checkpoint.config), codecs_of(checkpoint, options.weights)
-    read = lambda name, codec: convert_tensor(checkpoint, name, codec, importance)
+    config, codecs = gguf_export.flat_config(checkpoint.config), codecs_of(checkpoint, options.weights, options.requantise)
+
+    def read(name: str, codec: str, columns: np.ndarray | None) -> np.ndarray:
+        if columns is None:
+            return convert_tensor(checkpoint, name, codec, importance)
+        rows, own = np.ascontiguousarray(checkpoint.tensors[name].dequantise()[:, columns]), importance.get(name)
+        return convert("f32", rows.view(np.uint8), codec, None if own is None else own[columns])
+
     tensors = gguf_export.export_tensors(checkpoint, config, codecs, read)
     (name, _), vocab = gguf_export.architecture_for(checkpoint), read_config(checkpoint.config).vocab
     metadata = {"general.architecture": name, "general.name": model_name(checkpoint.path), f"{name}.vocab_size": vocab}

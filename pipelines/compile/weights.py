@@ -1,8 +1,8 @@
 """Choose the codec of each weight for a value of --weights, and convert and pack the weights.
 
 A codec is an element type or a quantisation, such as bf16 or q4_k. For a mix such as `q4_k_m`, the
-codecs are those that llama.cpp chooses (src/llama-quant.cpp), also for rows that are not a multiple
-of a codec's block. So a bundle is as large and as accurate as a GGUF file of that type.
+codecs are those that llama.cpp chooses (src/llama-quant.cpp), also for rows whose length is not a
+multiple of a codec's block. So a bundle is as large and as accurate as a GGUF file of that type.
 
 `Importance` has, by the name of a weight, a factor for the quantisation errors of each column, f32
 [in], from `calibration`. Without an entry, all columns of a weight count equally.
@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from castiron.emitter.codecs import codec_of
+from castiron.emitter.codecs import codec_of, row_bytes
 from castiron.emitter.ir import Module, Param
 from castiron.emitter.quantise import ENCODERS, convert
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
@@ -48,12 +48,15 @@ _TRAINED = "mxfp4"
 _SMALLER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 
 
-def codecs_of(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
+def codecs_of(checkpoint: Checkpoint, weights: str, requantise: bool = False) -> dict[str, str]:
     """Return the codec of every tensor by name.
 
     Vectors keep the codec that they have in the checkpoint. With a quantised `weights`, some
     matrices keep it too: routers, other small matrices, experts trained in MXFP4, and matrices
     whose rows are not a multiple of a block.
+
+    requantise: whether quantised matrices are quantised again, if this makes them smaller. Raises
+    CheckpointError if `weights` is quantised, matrices are already, and `requantise` is false.
     """
     matrices = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1]
     codecs = {tensor.name: tensor.codec for tensor in checkpoint.tensors.values()}
@@ -62,15 +65,21 @@ def codecs_of(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
     if weights == "native":
         return codecs
     matrices = [tensor for tensor in matrices if tensor.codec != _TRAINED]
-    if quantised := sorted({tensor.codec for tensor in matrices if codec_of(tensor.codec).quantised}):
+    quantised = sorted({tensor.codec for tensor in matrices if codec_of(tensor.codec).quantised})
+    if quantised and not requantise:
         already = f"{checkpoint.path} is already quantised to {', '.join(quantised)}"
-        raise CheckpointError(f"{already}; give the checkpoint in f32, bf16 or f16, or leave --weights {weights} out")
+        raise CheckpointError(
+            f"{already}; give the checkpoint in f32, bf16 or f16, leave --weights {weights} out, or add --requantise, "
+            "which loses accuracy"
+        )
     wanted = _mixed(checkpoint, matrices, weights) if weights in MIXES else {}
     for tensor in matrices:
         # A convolution's filter has three dimensions, as a stack of all experts has.
         is_matrix = len(tensor.shape) == 2 or (len(tensor.shape) == 3 and ".experts." in tensor.name)
         if is_matrix and not _UNQUANTISED.fullmatch(tensor.name):
-            codecs[tensor.name] = _fitting(tensor, wanted.get(tensor.name, weights))
+            codec, features = _fitting(tensor, wanted.get(tensor.name, weights)), tensor.shape[-1]
+            if row_bytes(codec, features) < row_bytes(tensor.codec, features):
+                codecs[tensor.name] = codec
     return codecs
 
 

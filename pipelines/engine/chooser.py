@@ -65,7 +65,7 @@ class TokenFilter:
             min_tokens: number of tokens before which no stop token is allowed.
             stop_tokens: the stop tokens.
             allowed: the only allowed tokens, None for all.
-            forbidden: sequences of tokens; the last token of each is not allowed after the others.
+            forbidden: sequences of tokens that the text must not contain.
         """
         self.left, self.stop_tokens = min_tokens, frozenset(stop_tokens)
         self.allowed = None if allowed is None else frozenset(allowed)

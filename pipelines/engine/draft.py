@@ -23,7 +23,7 @@ from castiron.vmfb.session import Session
 from castiron.vmfb.states import Snapshot
 
 # The draft model first reads only this many last tokens of a longer text.
-WINDOW = 64
+WINDOW = 32
 # Max tokens that the draft reads after the end of the text and can undo.
 AHEAD = 64
 # Number of timing runs when a draft is opened, and tokens of each.
@@ -175,9 +175,10 @@ class Draft:
                 self._rates.learn(kind, right)
 
     def plan(self, text: list[int], seconds: float) -> tuple[int, float] | None:
-        """Return (index in `text` from which the draft model should read, seconds for the unread part).
+        """Return (index in `text` from which the draft model should read, seconds that this takes).
 
-        Returns None if reading takes more than `seconds`. The draft model may read only the last
+        Tokens that the draft model has already read take no time. Returns None if reading takes
+        more than `seconds`. The draft model may read only the last
         `WINDOW` tokens of a long text. It reads more if that takes at most a quarter of `seconds`.
         """
         affordable, length = int(min(seconds / self._read_seconds, 1e9)), len(text)

@@ -190,7 +190,7 @@ class Engine:
             return scheduler.batch.slots[scheduler.cache.latest()].position
 
     def save_state(self, path: Path) -> None:
-        """Save the last used slot's tokens and states (KV cache); without any, remove the file."""
+        """Save the last used slot's tokens and states; remove the file if the slot is empty."""
         with self.exclusive() as scheduler:
             slot = scheduler.cache.latest()
             session = scheduler.batch.slots[slot]
@@ -201,7 +201,7 @@ class Engine:
                 path.unlink(missing_ok=True)
 
     def load_state(self, path: Path) -> None:
-        """Load a file of `save_state` into the prefix cache; StateError for another bundle's."""
+        """Load a file of `save_state` into the prefix cache; StateError for a different bundle."""
         state = read_head(path)
         if state.bundle != identity(self.manifest):
             raise StateError(f"{path} is a state of another bundle; load it with that bundle")

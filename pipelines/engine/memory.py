@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from castiron.emitter.abi import State
 from castiron.pipelines.terminal import megabytes, print_message
 from castiron.vmfb.manifest import WEIGHTS, Manifest
 
@@ -38,9 +40,14 @@ class Needed:
 
 def needed(manifest: Manifest, slots: int = 1) -> Needed:
     """Return the memory that a bundle needs for `slots` sequences that fill the context."""
-    used = {"positional": manifest.context / manifest.max_context}
-    state = sum(int(state.nbytes * used.get(state.kind, 1)) for state in manifest.states)
+    state = state_bytes(manifest.states, manifest.context, manifest.max_context)
     return Needed(manifest.files[WEIGHTS].size, state, slots)
+
+
+def state_bytes(states: Iterable[State], context: int, max_context: int) -> int:
+    """Return the bytes of states with space for `max_context` positions, if `context` are used."""
+    used = {"positional": context / max_context}
+    return sum(int(state.nbytes * used.get(state.kind, 1)) for state in states)
 
 
 def slots_of(manifest: Manifest) -> int:
@@ -48,9 +55,9 @@ def slots_of(manifest: Manifest) -> int:
     return max(manifest.widths("batch"), default=1)
 
 
-def warn_of_shortage(*manifests: Manifest) -> None:
-    """Print a warning if the weights of all these bundles together exceed the machine's memory."""
-    weights, available = sum(manifest.files[WEIGHTS].size for manifest in manifests), total_bytes()
+def warn_of_shortage(weights: int) -> None:
+    """Print a warning if `weights`, in bytes, exceed the machine's memory."""
+    available = total_bytes()
     if weights > available:
         print_message(
             f"the weights take {megabytes(weights)}, but the machine has {megabytes(available)} of memory: every token will "
@@ -64,7 +71,7 @@ def print_memory(manifest: Manifest, slots: int, draft: Manifest | None = None) 
     total = need.total + (of_draft.total if of_draft else 0)
     drafts = f"; draft: {of_draft}" if of_draft else ""
     print_message(f"memory: {need}{drafts}; {megabytes(total)} at most, of {megabytes(total_bytes())}")
-    warn_of_shortage(manifest, *([draft] if draft else []))
+    warn_of_shortage(need.weights + (of_draft.weights if of_draft else 0))
 
 
 def total_bytes() -> int:

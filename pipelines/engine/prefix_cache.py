@@ -143,9 +143,10 @@ class PrefixCache:
         return slot, best
 
     def _storable(self, source: Session, prompt: np.ndarray, cached: int) -> int:
-        """Return how many of the `cached` tokens in `source` to reuse so that a state can be stored.
+        """Return how many of the `cached` tokens in `source` to reuse.
 
-        The store takes only states after full chunks, so the last tokens may be read again.
+        The store takes only states after full chunks. If reusing fewer tokens lets it store a state
+        of `prompt`, the tokens after the last full chunk are not reused but read again.
         """
         start = min(source.chunked_tokens, cached // self.store.width * self.store.width)
         is_near = cached - start < self.store.width and source.reachable(start) == start

@@ -71,7 +71,7 @@ class Finished(Event):
     `reason`: "stop" after a stop token, a stop string, a repetition loop, or a text that is
     complete under its constraint; "length" after max_tokens; "context" if the context is full.
     `repeated`: whether a repetition loop ended the request. `stop_string`: the stop string that
-    ended it, if any.
+    ended the request, if any.
     """
 
     reason: str

@@ -187,7 +187,7 @@ class Scheduler:
         return True
 
     def _read_chunk(self, session, request: Request, left, width: int, forced: bool):
-        """Read up to `width` tokens of `left`; return (tokens read, most probable next token)."""
+        """Read up to `width` of the unread tokens `left`; return (tokens read, argmax)."""
         if request.prompt_logprobs is None or forced:
             return left[:width], session.prefill(left[:width])
         # Make only complete calls, so that a prefix always has the same logits to the last bit.

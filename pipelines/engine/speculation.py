@@ -8,7 +8,6 @@ the text is the same as without speculation (Leviathan et al., arXiv 2211.17192,
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -16,20 +15,19 @@ import numpy as np
 
 from castiron.pipelines.engine.context import move_after
 from castiron.pipelines.engine.draft import CallCosts, Draft, Guess, HitRates, expected_tokens
+from castiron.pipelines.engine.ngrams import MAX_MATCH, Ngrams
 from castiron.pipelines.engine.request import Event, Request
 from castiron.pipelines.errors import PipelineError
 from castiron.vmfb.program import NanLogitsError
 from castiron.vmfb.states import Snapshot
 
-# Min tokens of a match that is looked up, and max tokens of a match that are counted.
-MIN_MATCH, MAX_MATCH = 2, 32
-# Number of the latest occurrences of a pair of tokens that are compared with the text's end.
-OCCURRENCES = 8
 # Initial hit rates of the token proposed after a match of 2-3, 4-7, 8-15, 16-31 and 32 tokens.
 FOLLOWED = (0.25, 0.5, 0.75, 0.9, 0.95)
-# Max fraction of the time that wrong proposals may cost: proposals from the text, and proposals of
-# both sources. Including the first try, they cost less than 5 % of the time of a text.
-MAX_LOSS, MAX_LOSS_OF_ALL = 0.02, 0.04
+# Max fraction of the time that wrong proposals may cost.
+MAX_LOSS = 0.02
+# Decode steps that the draft may cost in addition, so that it starts at the first token. Most
+# drafts regain them within a few tokens. A draft that lost time in earlier texts starts later.
+ADVANCE = 2
 # Fraction of the saved seconds that the draft may cost in addition. Seconds are saved by proposals
 # in this text, and by the draft in earlier texts.
 SPENT_GAINS = 0.25
@@ -38,62 +36,6 @@ SPENT_GAINS = 0.25
 WAIT, MAX_WAIT = 8, 256
 # The estimated cost of a pass of the draft includes this fraction (1 / PASSES) of the time to read the text.
 PASSES = 8
-
-
-class Ngrams:
-    """A source of proposals from the text so far (prompt lookup, Saxena 2023).
-
-    It proposes the tokens that followed an earlier occurrence of the text's last tokens.
-
-    `self.length`: number of last tokens that match the earlier occurrence, 0 without a match.
-    `self.end`: index in `self.tokens` of the token after that occurrence.
-    """
-
-    def __init__(self, tokens: Sequence[int] = ()):
-        self.tokens: list[int] = []
-        self._occurrences: dict[tuple[int, int], deque[int]] = {}
-        self.length = self.end = 0
-        for token in tokens:
-            self._append(token)
-        self._find()
-
-    def add(self, token: int) -> None:
-        """Append `token` to the text, and look for an earlier occurrence of its new end."""
-        follows = self.length and self.tokens[self.end] == token
-        length, end = (self.length + 1, self.end + 1) if follows else (0, 0)
-        self._append(token)
-        self._find()
-        # Keep a long match, even if the last pair of tokens has occurred more than OCCURRENCES
-        # times since.
-        if length > self.length:
-            self.length, self.end = min(length, MAX_MATCH), end
-
-    def propose(self, count: int) -> list[int]:
-        """Return `count` tokens that followed the earlier occurrence, or no tokens without a match.
-
-        If fewer than `count` tokens follow it in the text, they are repeated.
-        """
-        if not self.length:
-            return []
-        period = len(self.tokens) - self.end
-        return [self.tokens[self.end + i % period] for i in range(count)]
-
-    def _append(self, token: int) -> None:
-        tokens = self.tokens
-        # Index the pair that now has a next token; the last pair is looked up, not indexed.
-        if len(tokens) >= MIN_MATCH:
-            self._occurrences.setdefault((tokens[-2], tokens[-1]), deque(maxlen=OCCURRENCES)).append(len(tokens))
-        tokens.append(token)
-
-    def _find(self) -> None:
-        tokens = self.tokens
-        self.length = self.end = 0
-        for end in reversed(self._occurrences.get(tuple(tokens[-2:]), ())):
-            length = MIN_MATCH
-            while length < min(MAX_MATCH, end) and tokens[end - 1 - length] == tokens[-1 - length]:
-                length += 1
-            if length > self.length:
-                self.length, self.end = length, end
 
 
 def match_kind(length: int) -> int:
@@ -149,7 +91,7 @@ class Speculator:
         self.session, self.request, self.draft, self.clock = session, request, draft, clock
         self.widths = session.manifest.widths("verify")
         if not self.widths:
-            raise PipelineError("the bundle has no verify functions for speculation; compile it with --speculate 4,8")
+            raise PipelineError("the bundle has no verify functions for speculation; compile it with --speculate 2,4,8")
         self.ngrams, self.match_rates = Ngrams([*map(int, request.prompt)]), HitRates(FOLLOWED, 0.98)
         self.costs = draft.costs if draft else CallCosts()
         self.stats = {"ngram": SourceStats()} | ({"draft": SourceStats()} if draft else {})
@@ -346,7 +288,8 @@ class Speculator:
         ngrams = self.stats["ngram"].lost
         gains = max(0.0, self._saved) + max(0.0, -ngrams)
         lost = self.stats["draft"].lost + max(0.0, ngrams)
-        return MAX_LOSS_OF_ALL * (self.spent + self.prompt_seconds) + SPENT_GAINS * gains - lost
+        advance = ADVANCE * self.costs.of(1) if self._saved >= 0 else 0.0
+        return advance + MAX_LOSS * (self.spent + self.prompt_seconds) + SPENT_GAINS * gains - lost
 
     def _cost(self, count: int) -> float:
         """Return the expected seconds of a pass with `count` proposals, draft model included."""

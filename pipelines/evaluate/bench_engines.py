@@ -55,7 +55,7 @@ class EngineError(PipelineError):
     """The error of an engine whose process failed."""
 
     def __init__(self, engine: str, reason: str, status: int | None):
-        """Describe the failure of `engine`; status: its process's exit status, None if it runs."""
+        """Describe the failure of `engine`; status: exit status of its process, None if alive."""
         crash = f"crashed ({signal.Signals(-status).name})" if status and status < 0 else None
         self.engine, self.reason = engine, crash or f"ended: {reason or 'it gave no reason'}"
         super().__init__(f"{engine} {self.reason}")

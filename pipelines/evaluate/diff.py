@@ -87,8 +87,8 @@ def _activations(checkpoint: Checkpoint, module, function: str, tokens: Sequence
 def _distance(ours: np.ndarray, theirs: np.ndarray) -> float | None:
     """Return the max absolute difference, divided by the root mean square of `theirs`.
 
-    Both arrays are [tokens, ...]. `ours` may have the last token only, which is then compared with
-    the last one of `theirs`. Returns None if the arrays have different sizes otherwise.
+    Both arrays are [tokens, ...]. If `ours` has one token, it is compared with the last token of
+    `theirs`. Returns None if the arrays cannot be compared, because their sizes differ.
     """
     rows = theirs.reshape(len(theirs), -1) if theirs.ndim > 1 else theirs[None]
     mine = ours.reshape(len(ours), -1)

@@ -252,7 +252,7 @@ class Machine:
     def measure(self, limit: str, seconds: float = LOAD_SECONDS) -> float:
         """Return a limit of the machine, measured for `seconds`; 0 if the CPU cannot run the probe.
 
-        limit: `read_gb_s` in GB/s, or a key of PEAKS in 10^9 operations/s, two for a multiply-add.
+        limit: `read_gb_s` in GB/s, or a key of PEAKS in 10^9 operations/s; a multiply-add is two.
         """
         if (probe := self.probes.get(limit)) is None:
             return 0.0

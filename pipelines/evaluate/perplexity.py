@@ -132,7 +132,7 @@ def bundle_rows(session: Session, steps: bool = False) -> Rows:
 
 
 def text_of(path: str | None = None) -> str:
-    """Return the text of a file, by default castiron's, without its last line feed."""
+    """Return the text of a file, by default castiron's own text, without the last line feed."""
     try:
         text = (Path(path) if path else files("castiron.pipelines.evaluate") / DEFAULT_TEXT).read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -198,7 +198,7 @@ def compare(model: Rows, base: Rows, chunks: Sequence[Chunk], progress: Progress
 
 
 def own_accuracy(bundle: Bundle, progress: Progress = lambda done, total: None) -> Accuracy | None:
-    """Return the accuracy of verify functions against decode steps; None for a short text."""
+    """Return the accuracy of verify functions against decode steps; None for too short a text."""
     context = min(SHORT_CONTEXT, bundle.manifest.context)
     try:
         chunks = chunks_of(tokens_of(bundle), context, SHORT_CHUNKS, bundle.manifest.tokens.bos)

@@ -1,12 +1,11 @@
 """Write checkpoints with random weights and the shapes of known models to the cache.
 
-They are GGUF files, which llama.cpp can read too, or HF directories for architectures that castiron
-cannot export to GGUF. `progress`: called with (name of a stage, fraction done).
+They are GGUF files, which llama.cpp can read too. `progress`: called with (name of a stage,
+fraction done).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
@@ -15,14 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from castiron.emitter.codecs import CODECS, codec_of, row_bytes
+from castiron.emitter.codecs import codec_of, row_bytes
 from castiron.emitter.models import build, read_config
 from castiron.emitter.scaled_codecs import SCALED, join
 from castiron.emitter.types import DTYPES, from_f32
 from castiron.pipelines.checkpoints import gguf_export, gguf_file
-from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
-from castiron.pipelines.checkpoints.hf_directory import CONFIG
-from castiron.pipelines.compile.weights import WEIGHTS, codecs_of
+from castiron.pipelines.checkpoints.checkpoint import Checkpoint, Tensor
+from castiron.pipelines.compile.weights import codecs_of
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.files import require_free_space
 from castiron.pipelines.terminal import megabytes, print_message
@@ -45,6 +43,11 @@ SCALE_OFFSETS = {"q2_k": 80, "q3_k": 108, "q6_k": 208, "tq1_0": 52, "tq2_0": 64}
 Progress = Callable[[str, float], None]
 
 
+_QWEN35 = {
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+    "rms_norm_eps": 1e-6, "max_position_embeddings": 262144,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
 # The config.json of each model on the hub, without keys that do not affect its shapes.
 SHAPES: dict[str, dict[str, Any]] = {
     # meta-llama/Llama-3.2-1B
@@ -61,49 +64,39 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
         "max_position_embeddings": 40960, "tie_word_embeddings": False,
     },
+    # Qwen/Qwen3-30B-A3B
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "norm_topk_prob": True, "max_position_embeddings": 40960, "tie_word_embeddings": False,
+    },
     # Qwen/Qwen3.5-0.8B
     "qwen3.5-0.8b": {
         "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 1024, "intermediate_size": 3584,
         "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
-        "linear_num_key_heads": 16, "linear_num_value_heads": 16, "tie_word_embeddings": True,
-        "max_position_embeddings": 262144,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+        "linear_num_key_heads": 16, "linear_num_value_heads": 16, "tie_word_embeddings": True, **_QWEN35,
+    },
+    # Qwen/Qwen3.5-27B, also the shape of Bonsai 27B
+    "qwen3.5-27b": {
+        "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 5120, "intermediate_size": 17408,
+        "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 48, "tie_word_embeddings": False, **_QWEN35,
     },
 }  # fmt: skip
 
 
-def random_checkpoint(name: str, codec: str, progress: Progress) -> tuple[Path, str]:
-    """Return the path of a random checkpoint, and the --weights to compile it with.
+def random_checkpoint(name: str, codec: str, progress: Progress) -> Path:
+    """Return the path of a random GGUF file, which the first use writes to the cache.
 
-    codec: codec of every matrix, except that q4_k mixes codecs as llama.cpp's Q4_K_M does. The
-    first use writes the checkpoint to the cache: a GGUF file with weights in `codec`, or an HF
-    directory with weights in bf16.
+    codec: codec of every matrix, except that q4_k mixes codecs as llama.cpp's Q4_K_M does.
     """
     if (config := SHAPES.get(name)) is None:
         raise PipelineError(f"unknown shape: {name}; without --kernel, --shape takes {', '.join(SHAPES)}")
     if codec not in gguf_file.GGML_TYPE:
         raise PipelineError(f"unknown codec: {codec}; --codec takes {', '.join(gguf_file.GGML_TYPE)}")
-    weights = "q4_k_m" if codec == "q4_k" else codec
-    checkpoint = checkpoint_of(name, config)
-    try:
-        gguf_export.architecture_for(checkpoint)
-    except CheckpointError:
-        if weights not in WEIGHTS:
-            known = ", ".join(c for c in CODECS if c in WEIGHTS)
-            raise PipelineError(f"{name} cannot be quantised to {codec}; --codec takes {known}") from None
-        tensors = [_tensor(tensor.name, tensor.shape, "bf16") for tensor in checkpoint.tensors.values()]
-        start, entries = 0, {}
-        for tensor in tensors:
-            entries[tensor.name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [start, start + tensor.nbytes]}
-            start += tensor.nbytes
-        text = json.dumps(entries).encode()
-        text += b" " * (-len(text) % 64)
-        header = len(text).to_bytes(8, "little") + text
-        folder = _write(f"{name}/model.safetensors", header, tensors, 1, progress).parent
-        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        return folder, weights
-    header, tensors = gguf_parts(checkpoint, weights)
-    return _write(f"{name}.{codec}.gguf", header, tensors, gguf_file.ALIGNMENT, progress), "native"
+    header, tensors = gguf_parts(checkpoint_of(name, config), "q4_k_m" if codec == "q4_k" else codec)
+    return _write(f"{name}.{codec}.gguf", header, tensors, progress)
 
 
 def checkpoint_of(name: str, config: dict[str, Any]) -> Checkpoint:
@@ -122,7 +115,7 @@ def gguf_parts(checkpoint: Checkpoint, weights: str) -> tuple[bytes, list[Tensor
     vocab = read_config(checkpoint.config).vocab
     metadata = {"general.architecture": architecture, f"{architecture}.vocab_size": vocab}
     metadata |= gguf_export.export_metadata(checkpoint, config) | gguf_export.export_tokenizer(checkpoint, vocab)
-    read = lambda name, codec: _tensor(name, checkpoint.tensors[name].shape, codec).read()
+    read = lambda name, codec, columns: _tensor(name, checkpoint.tensors[name].shape, codec).read()
     tensors = gguf_export.export_tensors(checkpoint, config, codecs_of(checkpoint, weights), read)
     entries = [gguf_file.metadata_entry(key, value) for key, value in metadata.items()]
     return gguf_file.header(entries, tensors), tensors
@@ -139,29 +132,27 @@ def _tensor(name: str, shape: tuple[int, ...], codec: str) -> Tensor:
     return Tensor(name, shape, codec, name, read)
 
 
-def _write(file: str, header: bytes, tensors: Sequence[Tensor], alignment: int, progress: Progress) -> Path:
+def _write(file: str, header: bytes, tensors: Sequence[Tensor], progress: Progress) -> Path:
     """Write a header and tensors to the cache file `file`, unless it has them; return its path."""
     path = cache_path(KIND) / file
-    padding = [-tensor.nbytes % alignment for tensor in tensors]
-    size = len(header) + sum(padding) + sum(tensor.nbytes for tensor in tensors)
+    size = len(header) + sum(gguf_file.padded(tensor.nbytes) for tensor in tensors)
     if path.is_file() and path.stat().st_size == size and path.open("rb").read(len(header)) == header:
         return path
     path = cache_folder(KIND) / file
-    path.parent.mkdir(exist_ok=True)
     what = f"a random checkpoint of {megabytes(size)} with its bundle"
     require_free_space(path, 2 * size, what)
     print_message(f"writing {what}: {path}")
     with naming(path), replace_file(path) as out:
         out.write(header)
-        for tensor, pad in zip(tensors, padding, strict=True):
+        for tensor in tensors:
             out.write(np.ascontiguousarray(tensor.read()))
-            out.write(bytes(pad))
+            out.write(bytes(gguf_file.padded(tensor.nbytes) - tensor.nbytes))
             progress(f"making {file}", min(1.0, out.tell() / size))
     return path
 
 
 def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndarray:
-    """Return random weights in a codec, u8 [rows, row_bytes], with scales like trained weights."""
+    """Return random weights in a codec, u8 [rows, row_bytes], with scales like trained ones."""
     codec, rng = codec_of(codec_name), np.random.default_rng(seed)
     if not codec.quantised:
         values = (rng.standard_normal((rows, in_features)) * 0.05).astype(np.float32)
@@ -203,7 +194,7 @@ def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndar
 
 @cache
 def random_tile(codec_name: str) -> np.ndarray:
-    """Return about TILE_BYTES of random blocks; their number is odd, so that rows differ."""
+    """Return about TILE_BYTES of random blocks; an odd number of blocks makes rows differ."""
     codec = codec_of(codec_name)
     blocks = TILE_BYTES // codec.block_bytes | 1
     return raw_rows(codec_name, 1, blocks * codec.block, seed=0)[0]

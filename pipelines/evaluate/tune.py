@@ -91,7 +91,7 @@ class Bench:
         return open_bundle(self.directory / name)
 
     def matmuls(self) -> dict[str, MatmulSearch]:
-        """Return a new search for each matmul, by name, in the first function that contains it."""
+        """Return a new search by matmul name; it uses the first function that has the matmul."""
         return {name: MatmulSearch(matmul, function) for name, (matmul, function, _) in self.kernels.items()}
 
     def gains(self, tiles: TilesByMatmul, repeats: int) -> dict[str, tuple[float, float]]:

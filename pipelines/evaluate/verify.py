@@ -120,10 +120,10 @@ def encode(prompt: Prompt, text, vocab: int) -> list[int]:
 def checkpoint_of(bundle: Bundle, given: str | None = None, *, any_format: bool = False) -> Path:
     """Return the path of the checkpoint that the bundle was compiled from.
 
-    The path is `given`, or else the one in the manifest. If that does not exist, the checkpoint is
-    downloaded again. Raises PipelineError if its SHA-256 differs from that in the manifest. With
-    `any_format`, `given` may be the same model in the other format (GGUF file or HF directory),
-    whose hash is not checked.
+    The path is `given`, or else the path in the manifest. If the path in the manifest does not
+    exist, the checkpoint is downloaded again. Raises PipelineError if the checkpoint's SHA-256
+    differs from that in the manifest. With `any_format`, `given` may be the same model in the other
+    format (GGUF file or HF directory), whose hash is not checked.
     """
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, canonical_name, fetch
     from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256, find_checkpoint
@@ -216,7 +216,7 @@ def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[s
     from castiron.emitter.quantise import convert
     from castiron.pipelines.compile.weights import FLOATS, QUANTISED, codecs_of
 
-    codecs = codecs_of(checkpoint, weights)
+    codecs = codecs_of(checkpoint, weights, requantise=True)
     transposed = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
@@ -229,6 +229,8 @@ def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[s
                 f"cannot quantise {name} of the HF model like the bundle: castiron has no tensor of that name; use castiron "
                 "evaluate --against hf to compare with the unquantised model"
             )
+        if name in checkpoint.tensors and codec == checkpoint.tensors[name].codec:
+            continue
         with torch.no_grad():
             values = parameter.numpy().T if name in transposed else parameter.numpy()
             raw = np.ascontiguousarray(values).view(np.uint8)

@@ -295,7 +295,7 @@ def _add_gets(app: FastAPI, metrics: Metrics) -> None:
 
     @get("/", key=False, response_class=HTMLResponse, responses={200: openapi.content("text/plain")})
     async def home(request: Request) -> Response:
-        """Return the chat page, or for an embedding model a text that names its endpoint."""
+        """Return the chat page, or for an embedding model a text that names the endpoint to use."""
         return PlainTextResponse(models.home) if models.home else page()
 
     @get("/page/{file}", None, 404, key=False, response_class=Response,

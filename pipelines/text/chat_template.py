@@ -69,7 +69,7 @@ def render(
 
 
 def _with_reasoning(message: Mapping) -> Mapping:
-    """Return `message` with its reasoning under both keys that templates use."""
+    """Return `message` with its reasoning under the two keys that templates read."""
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
@@ -97,8 +97,8 @@ def describe_tools(
 
     form: format in which the model writes calls. With the default format `HERMES`, calls in
     `messages` and their results become text too. has_system: whether the template accepts a system
-    message. If not, its text is put before that of the first user message. Raises PipelineError if
-    the calls of a message are not in OpenAI's format.
+    message. If not, the system text is put at the start of the first user message. Raises
+    PipelineError if the calls of a message are not in OpenAI's format.
     """
     shown = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     texts, found = [DESCRIPTION.format(tools=shown, call=form.write([CALL]))], []
@@ -157,7 +157,7 @@ def check_variables(template: str | None, given: Mapping[str, object]) -> None:
 
 @lru_cache(maxsize=8)
 def _names(template: str) -> tuple[set[str], set[str]]:
-    """Return (variables that a template reads, Jinja's globals); both empty if it is not valid."""
+    """Return (variables a template reads, Jinja's globals); two empty sets if it is invalid."""
     from jinja2 import TemplateError, meta
 
     environment = _environment()

@@ -40,9 +40,9 @@ _TOKEN = re.compile(rf"<[^<>\s]*>|\[[A-Z_/]+\]|\s+|{ID}|\w+|.", re.DOTALL)
 def tool_format_of(template: str | None, special_tokens: Mapping[str, str] = {}) -> ToolFormat | None:
     """Return the format in which a chat template writes tool calls; None if it is unknown.
 
-    The template renders test calls, and the format is derived from their text. If that fails, a
-    format in KNOWN is used whose identifying text is in the template. Parsing the rendered calls
-    must give the same calls, unless the template renders none.
+    The template renders test calls, and the format is derived from their text. If that fails, the
+    format is looked up in KNOWN by a text that the template contains. In both cases, parsing the
+    rendered calls must give the test calls again; a template that renders no calls is not checked.
     """
     if not template:
         return None
@@ -67,7 +67,7 @@ class _Probe:
         self.writes_calls = False
 
     def render(self, message: Mapping[str, Any] | None, **variables: Any) -> str | None:
-        """Return the text of a conversation that ends in `message`; None if it is rejected."""
+        """Return the text of a conversation that ends in `message`; None if it cannot be rendered."""
         properties = {key: {"type": kind, "description": "d"} for key, kind in (("k_one", "string"), ("k_two", "integer"))}
         schema = {"type": "object", "properties": properties, "required": []}
         tools = [{"type": "function", "function": {"name": n, "description": "d", "parameters": schema}} for n in NAMES]
@@ -79,7 +79,7 @@ class _Probe:
             return None
 
     def calls(self, arguments: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return the rendered text of calls, without the rest of the turn; None without calls."""
+        """Return the text that the template renders for calls only; None if it renders no calls."""
         given = [
             {"id": id_, "type": "function", "function": {"name": name, "arguments": json.dumps(each) if self.as_text else each}}
             for id_, name, each in zip(IDS, NAMES, arguments)
@@ -137,11 +137,12 @@ class _Probe:
         return ToolFormat(style, begin, head, end, separator, section_begin, section_end, **fields)
 
     def _tags(self, head: str, body: str, after: str) -> tuple[str, str, dict[str, Any]]:
-        """Return (new head, new after, fields of `ToolFormat` for tags) for a call in style "tags".
+        """Return (head, after, fields of `ToolFormat`) of a call in style "tags".
 
-        head, body, after: text between the function's name and the arguments, the arguments, and
-        text after them, as `_split` found them: `head` still ends with the tag before the first
-        key, and `after` starts with the tag after the last value.
+        Tags around keys and values are moved from `head` and `after` to the fields. head, body,
+        after: text between the function's name and the arguments, the arguments, and text after
+        them, as `_split` returned them. There, `head` ends with the tag before the first key, and
+        `after` starts with the tag after the last value.
         """
         first, _, rest = (head + body + after).partition("k_one")
         key_end, _, rest = rest.partition("v_one")
@@ -209,7 +210,7 @@ def _after_arguments(text: str, fields: Mapping[str, Any]) -> str:
 
 
 def _with_ids(text: str) -> str:
-    """Return a text in which ids and indices of calls are replaced by the placeholder ID."""
+    """Return a text in which ids and indices of calls are replaced by the placeholder `ID`."""
     return re.sub("|".join(IDS) + r"|(?<!\w)\d+(?!\w)", ID, text)
 
 

@@ -256,7 +256,7 @@ def check_draft(draft: Bundle, target: Bundle) -> None:
     if draft.manifest.encoder:
         raise PipelineError(f"{draft.path} is an embedding model and cannot be a draft; take one that generates text")
     if not target.manifest.widths("verify"):
-        raise PipelineError(f"{target.path} has no verify functions for a draft; compile it with --speculate 4,8")
+        raise PipelineError(f"{target.path} has no verify functions for a draft; compile it with --speculate 2,4,8")
     mine, others = draft.manifest, target.manifest
     # Equal tokenizer files have equal vocabularies; different files may differ in other parts only.
     if mine.vocab == others.vocab and mine.files.get(TOKENIZER) == others.files.get(TOKENIZER):

@@ -152,7 +152,7 @@ class Grammar:
 
 
 class Grammars:
-    """A compiler of grammars for one vocabulary; it first tries each in a child process."""
+    """A compiler of grammars for one vocabulary; a child process tries each grammar first."""
 
     def __init__(self, backend, vocabulary: Sequence[bytes], eos: Sequence[int]):
         """Prepare the vocabulary (bytes of every token); PipelineError without llguidance."""

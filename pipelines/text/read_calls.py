@@ -32,7 +32,7 @@ class CallReader:
         self.form, self.schemas = form, schemas
 
     def read(self, payload: str) -> list[ReadCall]:
-        """Return (name, arguments) of calls in `payload`, marks included; ValueError for none."""
+        """Return (name, arguments) of each call in the text `payload`; ValueError without calls."""
         styles = {"json": self._json, "python": self._python, "gemma": self._gemma, "tags": self._tags}
         try:
             calls = list(styles[self.form.style](payload))
@@ -128,7 +128,7 @@ class CallReader:
         yield head[1], _object(json.loads("".join(parts)))
 
     def _tags(self, payload: str) -> Iterator[ReadCall]:
-        """Parse calls with keys and values between marks, with types from marks or schema."""
+        """Parse calls in the style "tags"; marks or the schema decide the types of values."""
         form, heads = self.form, [*self.head.finditer(payload)]
         if not heads:
             yield from read_bare(self._inside(payload))
@@ -199,9 +199,9 @@ def _object(value: Any) -> dict:
 
 
 def _by_text(key_end: Mapping[str, str]) -> dict[str, str]:
-    """Return `ToolFormat.key_end`, {value type: text}, without types that have the same text.
+    """Return `ToolFormat.key_end`, {value type: text}, with only one type for each text.
 
-    Of types with the same text, "string" or else the first stays.
+    Of several types with the same text, "string" is retained, or else the first.
     """
     found = dict.fromkeys(key_end[kind] for kind in sorted(key_end, key=lambda kind: kind != "string"))
     return {next(kind for kind, each in key_end.items() if each == text): text for text in found}
@@ -211,7 +211,7 @@ def _lenient(text: str) -> str:
     """Return a regular expression for a text of a tool format, which allows different white space.
 
     It matches any white space where the text has some, and next to brackets, commas and colons. It
-    matches any identifier where the text has the placeholder ID.
+    matches any identifier where the text has the placeholder `ID`.
     """
     pattern = ""
     for part in re.split(rf"(\s+|{ID}|[{{}}\[\],:])", text):

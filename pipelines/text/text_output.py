@@ -66,7 +66,7 @@ class StopStrings:
         return self.met is not None
 
     def add(self, more: str, final: bool = False) -> str:
-        """Append `more`; return text that is in no stop string; final: whether the text ends."""
+        """Append `more`; return text that is in no stop string; final: no more text follows."""
         if self.stopped:
             return ""
         text, met, self._pending = split_at_mark(self._pending + more, self.strings, final)

@@ -206,7 +206,7 @@ class Calls:
         return bool(end)
 
     def _emit_arguments(self, pieces: list[Piece]) -> None:
-        """Add new JSON arguments in `_payload`, the text of calls, to `pieces`."""
+        """Add the JSON arguments to `pieces` that have arrived in `_payload`, the text of calls."""
         while self.form.style == "json" and (self.count == 0 or not self.tools.single or self._value):
             if self._value is None:
                 if not (found := self.calls.head.search(self._payload, self._done)):

@@ -24,8 +24,8 @@ class ToolFormat:
     """The format in which a model writes tool calls.
 
     The text of calls is: `section_begin`, the calls separated by `separator`, `section_end`. A call
-    is: `begin`, the function's name, `head`, the arguments, `end`. ID in these texts is a
-    placeholder for an identifier that the model chooses.
+    is: `begin`, the function's name, `head`, the arguments, `end`. The placeholder
+    `ID` in these texts stands for an identifier that the model chooses.
 
     Args:
         style: format of arguments. "json": an object. "tags": keys and values between marks.
@@ -34,7 +34,7 @@ class ToolFormat:
         key_begin: in tags, the text before a key.
         key_end: in tags, the text between a key and its value, by the value's JSON type. A text
             that does not depend on the type has the key "".
-        value_end: in tags, the text after a value; KEY in it is a placeholder for the key.
+        value_end: in tags, the text after a value; the placeholder `KEY` in it stands for the key.
     """
 
     style: str
@@ -100,8 +100,8 @@ class ToolFormat:
 def _trigger(text: str) -> str:
     """Return the marks at the start of a text of the tool format.
 
-    If the text does not start with a mark, return the part before the first placeholder ID or JSON
-    object.
+    If the text does not start with a mark, return the part before the first JSON object or
+    placeholder `ID` (for an identifier).
     """
     marks = _MARKS.match(text)
     return marks[0] if marks else re.split(rf"{ID}|(?<!\w)\[?\{{|\{{", text)[0].rstrip()

@@ -83,14 +83,14 @@ class ToolGrammar:
     def mark(self, text: str) -> str:
         """Return the Lark expression for a text of the tool format, such as a start mark.
 
-        A special token in the text is written as a single token. The placeholder ID is written as a
-        rule that matches any identifier.
+        A special token in the text is written as a single token. The placeholder `ID` is written as
+        a rule that matches any identifier.
         """
         write = lambda part: "ID" if part == ID else f"<[{self.special[part]}]>" if part in self.special else quoted(part)
         return " ".join(map(write, self._parts(text)))
 
     def _parts(self, text: str) -> list[str]:
-        """Return the parts of a text: special tokens, the placeholder ID, and the texts between."""
+        """Split a text into special tokens, placeholders for identifiers, and the texts between."""
         return [part for part in self._names.split(text) if part]
 
     def _until(self, end: str) -> str:

@@ -161,6 +161,16 @@ def test_openai_rows_equal_the_servers_answers(job, path, tmp_path):
     assert without_varying(again) == without_varying(first) and again[0]["id"] == first[0]["id"]
 
 
+def test_a_row_with_the_seed_minus_one_gets_a_seed_of_the_job(job, tmp_path):
+    body = {"prompt": "Hi", "max_tokens": 12, "temperature": 1, "seed": -1, "ignore_eos": True}
+    source = write(tmp_path / "in.jsonl", [{"custom_id": "a", "url": "/v1/completions", "body": body}])
+    texts = []
+    for name in ("one.jsonl", "two.jsonl"):
+        job(source, tmp_path / name)
+        texts += [choice["text"] for row in read(tmp_path / name) for choice in row["response"]["body"]["choices"]]
+    assert len(texts) == 2 and texts[0] == texts[1]
+
+
 def test_memory_limits_count_a_row_at_a_time(job, tmp_path, monkeypatch):
     # The limit allows the 31,200 bytes of log-probabilities of one row, but not twice as many.
     monkeypatch.setattr("castiron.pipelines.api.byte_limit.total_bytes", lambda: 16 * 40_000)

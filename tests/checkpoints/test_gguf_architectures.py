@@ -15,7 +15,8 @@ from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.reference import hf
 from castiron.reference.tiny import tiny_model
 from tests.emitter.test_models import EPSILON_KEYS
-from tests.support.gguf_models import MODELS
+from tests.support.deepseek_as_gguf import LATENT
+from tests.support.gguf_models import IMPLIED, MODELS, READ_AS
 from tests.support.hf_to_gguf import GGUF_NAMES, NORMS_PLUS_ONE, convert, metadata_of, rope_tensors, tensors_of
 from tests.support.tiny_gguf import write_gguf, write_llama
 
@@ -31,11 +32,17 @@ def saved(name: str, path, **changes):
     return AutoConfig.from_pretrained(path)
 
 
+def saved_as(family: str, path):
+    """Write the tiny model of a family to the directory `path`; return its config."""
+    tiny_model(family, path, **NO_IDS | IMPLIED.get(family, {}))
+    return AutoConfig.from_pretrained(path)
+
+
 def test_every_architecture_is_tested():
     """test_encoders.py tests gemma-embedding; nemotron_h is nemotron_h_moe under another name."""
     others = {"gemma-embedding", "nemotron_h"}
     assert {*GGUF_NAMES.values()} | others == set(architecture_names())
-    assert {*GGUF_NAMES} == {row.model_type for row in ARCHITECTURES.values()}
+    assert {*GGUF_NAMES} - {*READ_AS} == {row.model_type for row in ARCHITECTURES.values()}
 
 
 @pytest.fixture(params=MODELS, scope="module")
@@ -94,17 +101,105 @@ def test_config_equals_the_models_config(converted):
             assert ours[key] == value, key
 
 
-@pytest.mark.parametrize(("size", "codec"), [(16, "f32"), (32, "q8_0")])
-def test_columns_become_f32_if_a_block_spans_heads(size, codec, tmp_path):
+@pytest.mark.parametrize("family", READ_AS)
+def test_a_file_of_a_family_read_as_its_twin_has_its_sizes(family, tmp_path):
+    config = saved_as(family, tmp_path)
+    checkpoint = open_checkpoint(convert(tmp_path, config, tmp_path / "x.gguf"))
+    assert checkpoint.config["model_type"] == READ_AS[family]
+    ours = AutoConfig.for_model(**checkpoint.config).to_dict()
+    alike = {key for key, value in config.to_dict().items() if key in ours and ours[key] == value}
+    assert {"num_experts_per_tok", "moe_intermediate_size", "num_hidden_layers", "vocab_size"} <= alike
+
+
+def test_projections_that_early_files_of_qwen3_next_fuse_are_read(tmp_path):
+    config = saved_as("qwen3_next", tmp_path)
+    tensors = tensors_of(tmp_path, config)
+    expected = open_checkpoint(convert(tmp_path, config, tmp_path / "x.gguf")).tensors
+    for name, values in load_file(tmp_path / "model.safetensors").items():
+        if name.endswith("in_proj_qkvz.weight"):
+            block = f"blk.{name.split('.')[2]}"
+            del tensors[f"{block}.attn_qkv.weight"], tensors[f"{block}.attn_gate.weight"]
+            tensors[f"{block}.ssm_in.weight"] = values
+    path = write_gguf(tmp_path / "fused.gguf", "qwen3next", metadata_of(config), tensors)
+    assert any(".ssm_in." in name for name in tensors)
+    found = open_checkpoint(path).tensors
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[name].dequantise(), tensor.dequantise()) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("family", LATENT)
+def test_a_file_without_absorbed_projections_is_read_as_one_with_them(family, tmp_path):
+    """As the converter wrote them before it split `kv_b_proj`; V2 had no key of the function."""
+    config = saved_as(family, tmp_path)
+    expected = open_checkpoint(convert(tmp_path, config, tmp_path / "x.gguf"))
+    metadata, tensors = metadata_of(config), tensors_of(tmp_path, config)
+    if family == "deepseek_v2":
+        del metadata["deepseek2.expert_gating_func"]
+    for side in ("key", "value"):
+        metadata[f"deepseek2.attention.{side}_length"] = metadata.pop(f"deepseek2.attention.{side}_length_mla")
+    metadata["deepseek2.attention.head_count_kv"] = config.num_attention_heads
+    for name, values in load_file(tmp_path / "model.safetensors").items():
+        if name.endswith("kv_b_proj.weight"):
+            block = f"blk.{name.split('.')[2]}"
+            del tensors[f"{block}.attn_k_b.weight"], tensors[f"{block}.attn_v_b.weight"]
+            tensors[f"{block}.attn_kv_b.weight"] = values
+    found = open_checkpoint(write_gguf(tmp_path / "old.gguf", "deepseek2", metadata, tensors))
+    assert found.config == expected.config and found.tensors.keys() == expected.tensors.keys()
+    assert all(np.array_equal(found.tensors[n].dequantise(), tensor.dequantise()) for n, tensor in expected.tensors.items())
+
+
+def test_absorbed_projections_keep_a_float_type_and_are_f32_otherwise(tmp_path):
+    config = saved_as("deepseek_v3", tmp_path)
+    both = load_file(tmp_path / "model.safetensors")["model.layers.0.self_attn.kv_b_proj.weight"]
+    for type_, codec in (("F16", "f16"), ("Q8_0", "f32")):
+        kind, tensors = gguf.GGMLQuantizationType[type_], tensors_of(tmp_path, config)
+        for leaf in ("attn_k_b", "attn_v_b") if type_ == "F16" else ("attn_v_b",):
+            tensors[f"blk.0.{leaf}.weight"] = tensors[f"blk.0.{leaf}.weight"], kind
+        path = write_gguf(tmp_path / "x.gguf", "deepseek2", metadata_of(config), tensors)
+        found = open_checkpoint(path).tensors["model.layers.0.self_attn.kv_b_proj.weight"]
+        assert found.codec == codec and found.shape == both.shape
+        np.testing.assert_allclose(found.dequantise(), both, rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("attention.key_length", 41, "attention.key_length is 41, not 40, for attention.value_length 32"),
+        ("attention.key_length_mla", 8, "its heads have keys of 8 and values of 20 features, 8 rotated"),
+        ("attention.value_length_mla", 0, "its heads have keys of 20 and values of 0 features"),
+        ("expert_gating_func", 3, r"expert_gating_func is 3, not 1 \(softmax\) or 2 \(sigmoid\)"),
+        ("attn_k_b", np.ones((4, 32), np.float32), "are not keys and values of the same heads"),
+        ("attn_k_b", None, "has blk.0.attn_v_b.weight without the other of"),
+    ],
+)
+def test_invalid_latent_attention_is_rejected(key, value, message, tmp_path):
+    config = saved_as("deepseek_v3", tmp_path)
+    metadata, tensors = metadata_of(config), tensors_of(tmp_path, config)
+    if key == "attn_k_b":
+        tensors |= {f"blk.0.{key}.weight": value}
+        tensors = {name: values for name, values in tensors.items() if values is not None}
+    else:
+        metadata[f"deepseek2.{key}"] = value
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(write_gguf(tmp_path / "x.gguf", "deepseek2", metadata, tensors))
+
+
+@pytest.mark.parametrize("size", [16, 32])
+def test_quantised_columns_stay_quantised_also_if_a_block_spans_heads(size, tmp_path):
     config = saved("qwen3_5_text", tmp_path, linear_num_value_heads=6, linear_value_head_dim=size)
     tensors, kind = tensors_of(tmp_path, config), gguf.GGMLQuantizationType.Q8_0
     stored = gguf.quants.dequantize(gguf.quants.quantize(tensors["blk.0.ssm_out.weight"], kind), kind)
     tensors["blk.0.ssm_out.weight"] = tensors["blk.0.ssm_out.weight"], kind
     path = write_gguf(tmp_path / "x.gguf", "qwen35", metadata_of(config), tensors)
-    found = open_checkpoint(path).tensors["model.layers.0.linear_attn.out_proj.weight"]
+    checkpoint, name = open_checkpoint(path), "model.layers.0.linear_attn.out_proj.weight"
+    found, order = checkpoint.tensors[name], checkpoint.column_orders.get(name)
+    values = found.dequantise()
+    assert (order is not None) == (size == 16)
+    if order:
+        values = values[:, np.argsort(checkpoint.tensors[order].dequantise())]
     # 6 heads of values, 3 of each of 2 heads of keys
     expected = stored.reshape(-1, 3, 2, size).swapaxes(1, 2).reshape(stored.shape)
-    assert found.codec == codec and np.array_equal(found.dequantise(), expected)
+    assert found.codec == "q8_0" and np.array_equal(values, expected)
 
 
 def test_blocks_that_predict_further_tokens_are_left_out(tmp_path):

@@ -125,6 +125,11 @@ def _tokenizer(path, metadata: dict) -> Tokenizer:
         ({"pre": "llama-bpe"}, "ab ab12", ["<s>", "ab", "Ġab", "12"]),
         ({"pre": "deepseek-llm"}, "ab ab12", ["ab", "Ġab", "1", "2"]),
         ({"pre": "deepseek-coder"}, "ab ab12", ["ab", "Ġab", "1", "2"]),
+        ({"pre": "deepseek-v3"}, "ab ab12", ["ab", "Ġab", "12"]),
+        # A mark of punctuation is one word with the letters after it.
+        ({"pre": "deepseek-v3", "tokens": ["<s>", "a", ".", ".a"], "merges": [". a"], "token_type": [1] * 4,
+          "bos_token_id": 0, "eos_token_id": 0}, "a.a", ["a", ".a"]),
+        ({"pre": "glm4"}, "ab ab12", ["ab", "Ġab", "12"]),
         ({"pre": "falcon"}, "ab ab12", ["ab", "Ġab", "12"]),
         # Falcon's splits a run of digits after each third.
         ({"pre": "falcon", "tokens": ["<s>", "1", "2", "12", "21"], "merges": ["2 1", "1 2"], "token_type": [1] * 5,

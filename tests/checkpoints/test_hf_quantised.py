@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 from castiron.emitter.types import EmitError
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError, check_finite, missing_and_left_over
+from castiron.pipelines.checkpoints.hf_directory import tensors_of
+from castiron.pipelines.checkpoints.hf_quantised import column_orders, quantised_weights
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.compile.build_model import build_model
@@ -61,6 +65,31 @@ def test_weights_are_those_of_the_definition(scheme, tmp_path):
         np.testing.assert_allclose(found.dequantise(), values, rtol=2e-7 if scheme == "nvfp4" else 0, atol=0)
 
 
+# By bits and version of zero points: sha256 of the f32 [out, in] that GPTQModel 7.7.0's `TorchLinear.dequantize_weight`
+# returns for these parts, with scales converted to f32.
+OF_GPTQMODEL = {
+    (4, 1): "d161691d4d0086ad4ac20f1e28373162b627e5db4fc167a1b1354678cc29f06c",
+    (8, 2): "9dada8cdc298f8c3908552d5272877ed9e89740eb16dd3135beea0623343d455",
+}
+
+
+@pytest.mark.parametrize(("bits", "version"), OF_GPTQMODEL)
+def test_weights_of_gptq_are_those_of_gptqmodel(bits, version, tmp_path):
+    rng = np.random.default_rng(bits)
+    words = lambda *shape: rng.integers(0, 1 << 32, shape, np.uint32)
+    # GPTQModel adds 1 to the zero points of version 1 without a carry to the next one.
+    parts = {"qweight": words(4 * bits, 32).view(np.int32), "qzeros": (words(4, bits) & 0x77777777).view(np.int32)}
+    parts["scales"] = rng.random((4, 32), np.float32).astype(np.float16)
+    parts["g_idx"] = rng.permutation(np.repeat(np.arange(4, dtype=np.int32), 32))
+    save_file({f"x.{part}": values for part, values in parts.items()}, tmp_path / "model.safetensors")
+    form = {"checkpoint_format": "gptq" if version == 1 else "gptq_v2", "group_size": 32}
+    config = {"quant_method": "gptq", "bits": bits, "sym": False, "desc_act": True, **form}
+    tensors, orders = column_orders(quantised_weights(tmp_path, config, tensors_of(tmp_path, True))[0])
+    order = tensors[orders["x.weight"]].dequantise()
+    values = np.ascontiguousarray(tensors["x.weight"].dequantise()[:, np.argsort(order)])
+    assert hashlib.sha256(values.tobytes()).hexdigest() == OF_GPTQMODEL[bits, version]
+
+
 def check_model(scheme: str, family: str, lowering: str, directory) -> None:
     quantised, plain = made(directory, scheme, family)
     oracle, checkpoint = hf.load(plain, threads=1), open_checkpoint(quantised)
@@ -95,12 +124,25 @@ def test_layers_with_one_order_share_it(tmp_path):
     assert sum(name.endswith("column_order") for name in checkpoint.tensors) == 4
 
 
-def test_experts_with_reordered_columns_are_rejected(tmp_path):
+@pytest.mark.parametrize("lowering", ["portable", "kernels"])
+def test_logits_of_experts_with_columns_in_the_order_of_activations(lowering, tmp_path):
+    """The order differs by expert; gate and up of an expert have the same."""
+    quantised, plain = made(tmp_path, "gptq desc_act", "qwen3_moe")
+    checkpoint = open_checkpoint(quantised)
+    used = {order for name, order in checkpoint.column_orders.items() if ".experts." in name}
+    assert len(used) == 2 * 4
+    tokens = prompt(checkpoint.config["vocab_size"], 30)
+    oracle = hf.load(plain, threads=1)
+    check_logits(Pair(oracle, checkpoint).ours(lowering), tokens, hf.logits(oracle, tokens))
+
+
+def test_gate_and_up_of_an_expert_with_different_orders_are_rejected(tmp_path):
     checkpoint = open_checkpoint(made(tmp_path, "gptq desc_act", "qwen3_moe")[0])
-    with pytest.raises(
-        EmitError, match=r"the columns of .*experts.0.down_proj.* are in another order \(desc_act\), which only linear"
-    ):
-        build_model(checkpoint, Options(context=64))
+    name = "model.layers.0.mlp.experts.1.{}_proj.weight"
+    orders = dict(checkpoint.column_orders)
+    orders[name.format("gate")] = orders[name.format("down")]
+    with pytest.raises(EmitError, match=r"the columns of .*experts.0.gate_proj.* are in another order \(desc_act\)"):
+        build_model(replace(checkpoint, column_orders=orders), Options(context=64))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

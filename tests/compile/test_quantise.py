@@ -31,8 +31,7 @@ from tests.support.tiny_gguf import write_llama
 
 # Families whose files castiron reads and does not write.
 UNWRITTEN = {
-    "falcon_h1", "gemma4_text", "granitemoehybrid", "lfm2_moe", "ministral3", "nemotron_h", "olmo3", "qwen3_5_moe_text",
-    "qwen3_5_text",
+    "deepseek_v2", "deepseek_v3", "falcon_h1", "gemma4_text", "granitemoehybrid", "lfm2_moe", "ministral3", "nemotron_h", "olmo3",
 }  # fmt: skip
 WRITTEN = {name: model for name, model in MODELS.items() if model[0] not in UNWRITTEN and name != "hunyuan, alpha"}
 WRITTEN["mistral"] = ("mistral", {"sliding_window": None})
@@ -112,6 +111,19 @@ def test_a_gguf_file_keeps_everything_but_its_weights(tmp_path):
     assert len(gguf.GGUFReader(out).tensors) == len(before.tensors)
 
 
+def test_columns_are_reordered_before_they_are_quantised(tmp_path):
+    """A block of 32 columns spans two value heads, whose order in GGUF is not HF's."""
+    config = {"linear_num_value_heads": 4, "linear_value_head_dim": 16}
+    directory = tiny.tiny_model("qwen3_5_text", tmp_path / "model", **config)
+    out = quantise(directory, tmp_path / "out.gguf", Options(weights="q8_0"), quiet).file
+    (name,) = {name for name in open_checkpoint(directory).tensors if name.endswith("0.linear_attn.out_proj.weight")}
+    rows = open_checkpoint(directory).tensors[name].dequantise()
+    # 4 value heads, 2 of each of 2 key heads
+    rows = np.ascontiguousarray(rows.reshape(-1, 2, 2, 16).swapaxes(1, 2).reshape(rows.shape))
+    stored = read_gguf(out).tensors["blk.0.ssm_out.weight"]
+    assert stored.codec == "q8_0" and np.array_equal(stored.data, convert("f32", rows.view(np.uint8), "q8_0"))
+
+
 def test_a_byte_level_tokenizer_is_written_and_read_back(smollm2, tmp_path):
     """SmolLM2's tokenizer and template are read back: same tokens, same special ids."""
     from tokenizers import Tokenizer
@@ -168,7 +180,7 @@ def test_errors_are_one_line_and_leave_no_file(tmp_path, monkeypatch):
         assert not (tmp_path / "bundle").exists()
     q8 = gguf.GGMLQuantizationType.Q8_0
     small = write_llama(tmp_path / "q8.gguf", tensors={"blk.0.attn_q.weight": (np.ones((64, 64), np.float32), q8)})
-    refused(small, out, "is already quantised to q8_0")
+    refused(small, out, "is already quantised to q8_0.*--requantise")
     spoilt = write_llama(tmp_path / "nan.gguf", tensors={"blk.0.ffn_up.weight": np.full((96, 64), np.nan, np.float32)})
     refused(spoilt, out, "up_proj.weight has infinities")
     directory = tiny.tiny_model("llama", tmp_path / "short")
@@ -184,5 +196,11 @@ def test_quantise_prints_the_file_and_its_codecs(tmp_path, capsys):
     assert facts["file"] == str(out) and facts["bytes"] == out.stat().st_size
     assert facts["codecs"] == {"f32": 5, "q5_0": 12, "q8_0": 3}
     assert cli.main(["quantise", str(source), "-o", str(out), "--weights", "q4_0"]) == 0
+    assert "15 q4_0" in capsys.readouterr().out
+    smaller = tmp_path / "smaller.gguf"
+    assert cli.main(["quantise", str(out), "-o", str(smaller), "--weights", "q8_0", "--requantise"]) == 0
+    assert "15 q4_0" in capsys.readouterr().out
+    assert cli.main(["quantise", str(source), "-o", str(out), "--weights", "q8_0"]) == 0
+    assert cli.main(["quantise", str(out), "-o", str(smaller), "--weights", "q4_0", "--requantise"]) == 0
     assert "15 q4_0" in capsys.readouterr().out
     assert cli.main(["quantise", str(tmp_path / "none"), "-o", str(out)]) == 1

@@ -126,6 +126,14 @@ def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path):
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
 
 
+def test_quantised_matrices_are_requantised_only_if_that_makes_them_smaller():
+    stored = {"0.mlp.up_proj.weight": "q8_0", "0.mlp.gate_proj.weight": "q2_k", "0.mlp.down_proj.weight": "bf16"}
+    made = checkpoint(dict.fromkeys(stored, (64, 256)))
+    tensors = {name: replace(t, codec=codec) for (name, t), codec in zip(made.tensors.items(), stored.values())}
+    codecs = short(codecs_of(replace(made, tensors=tensors), "q4_0", requantise=True))
+    assert list(codecs.values()) == ["q4_0", "q2_k", "q4_0"]
+
+
 def test_infinite_numbers_name_their_tensor(tmp_path):
     path = write_llama(tmp_path / "m.gguf", tensors={"blk.1.ffn_up.weight": np.full((96, 64), np.inf, np.float32)})
     with pytest.raises(CheckpointError, match="model.layers.1.mlp.up_proj.weight: q4_0 cannot store infinity or NaN"):

@@ -51,6 +51,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 _WINDOWED = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
 _GEMMA = {"hidden_activation": "gelu", "tie_word_embeddings": False}
 UNLIKE = {
+    # HF's 8 groups, of which 4 are used, must fit the experts too.
+    "deepseek_v3": {"n_routed_experts": 32, "n_group": 4, "topk_group": 2},
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
     "gemma4_text": _GEMMA,
@@ -193,6 +195,8 @@ def test_ignores_fields_of_hfs_base_config():
             {"rope_parameters": {"full_attention": {"rope_type": "proportional", "beta_fast": 1}, "sliding_attention": {}}},
             "'proportional' has the unknown key beta_fast",
         ),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "is 'noaux_tc'; supported are greedy, group_limited_greedy"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "config is True; only False is supported"),
         ("glm4_moe_lite", {"n_group": 4}, "config is 4; it must divide 6 experts into groups"),
         (
             "falcon_h1",

@@ -56,6 +56,7 @@ DAMAGE = {
         ("top_k", 7, "needs logits [T, experts]"),
         ("scores", "tanh", "needs logits [T, experts]"),
         ("groups", (4, 1), "needs logits [T, experts]"),
+        ("groups", (6, 6), "needs logits [T, experts]"),
         ("result", TensorType((8, 2), F32), "needs logits [T, experts]"),
     ],
     "experts": [

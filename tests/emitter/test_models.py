@@ -23,6 +23,8 @@ BIASED = {"attention_bias": True, "mlp_bias": True}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1 + 0.2 * i for i in range(8)], "long_factor": [3.0] * 8}
+LATENT_ODD = {**ODD_TIED, "num_key_value_heads": 3, "q_lora_rank": None, "n_routed_experts": 9}
+LATENT_YARN = {"rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.7}}
 GROWING = {"llama_4_scaling_beta": 0.2}
 WINDOWED = {"use_sliding_window": True, "sliding_window": 24}
 
@@ -227,23 +229,20 @@ SHAPES: dict[str, list[dict]] = {
             "global_head_dim": 16,
         },
     ],
+    "deepseek_v2": [
+        BIASED,
+        {**LATENT_ODD, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2},
+        {**LATENT_YARN, "first_k_dense_replace": 0, "n_shared_experts": 1, "num_experts_per_tok": 3},
+    ],
+    "deepseek_v3": [
+        {"attention_bias": True},
+        {**LATENT_ODD, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+        {**LATENT_YARN, "rope_interleave": False, "first_k_dense_replace": 2, "n_shared_experts": 2},
+    ],
     "glm4_moe_lite": [
         {"attention_bias": True},
-        {
-            **ODD_TIED,
-            "num_key_value_heads": 3,
-            "q_lora_rank": None,
-            "n_routed_experts": 9,
-            "norm_topk_prob": False,
-            "n_group": 3,
-            "topk_group": 2,
-        },
-        {
-            "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.7},
-            "rope_interleave": False,
-            "mlp_layer_types": ["sparse", "dense", "sparse"],
-            "n_shared_experts": 2,
-        },
+        {**LATENT_ODD, "norm_topk_prob": False, "n_group": 3, "topk_group": 2},
+        {**LATENT_YARN, "rope_interleave": False, "mlp_layer_types": ["sparse", "dense", "sparse"], "n_shared_experts": 2},
     ],
     "gpt2": [
         {},

@@ -26,7 +26,7 @@ Q8_0, Q4_0, Q5_1 = (gguf.GGMLQuantizationType[name] for name in ("Q8_0", "Q4_0",
 # Parameters that HF has as [..., in, out].
 TRANSPOSED = {"gpt2": re.compile(r"c_(attn|proj|fc)\.weight"), "gpt_oss": re.compile(r"experts\.(gate_up|down)_proj$")}
 # Files of Mistral are of llama.cpp's architecture llama, which has no window. Files of the others are not read.
-WITHOUT_GGUF = {"mistral", "glm4_moe_lite", "lfm3", "qwen3_next"}
+WITHOUT_GGUF = {"mistral", "lfm3"}
 
 
 def test_every_family_that_llama_cpp_defines_is_tried():
@@ -49,10 +49,15 @@ def round_to_stored(model: torch.nn.Module) -> None:
             # As [..., out, in], the order in a file.
             turned = TRANSPOSED.get(model.config.model_type)
             rows = weight.mT if turned and turned.search(name) else weight
-            kind = kind_of(name, tuple(rows.shape))
+            kind, columns = kind_of(name, tuple(rows.shape)), np.arange(rows.shape[-1])
+            if model.config.model_type.startswith("qwen3_5") and name.endswith("linear_attn.out_proj.weight"):
+                # The converter reorders value heads before the file is quantised.
+                keys, size = model.config.linear_num_key_heads, model.config.linear_value_head_dim
+                columns = columns.reshape(keys, -1, size).swapaxes(0, 1).reshape(-1)
             if kind is not None:
-                values = gguf.quants.dequantize(gguf.quants.quantize(rows.contiguous().numpy(), kind), kind)
-                rows.copy_(torch.from_numpy(values))
+                stored = np.ascontiguousarray(rows.numpy()[..., columns])
+                values = gguf.quants.dequantize(gguf.quants.quantize(stored, kind), kind)
+                rows.copy_(torch.from_numpy(values[..., np.argsort(columns)]))
 
 
 def quantised_pair(family: str, directory: Path) -> Pair:

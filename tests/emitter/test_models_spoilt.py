@@ -130,6 +130,7 @@ def spoilt_ways(op: Op, constants: set) -> Iterator[tuple[str, Spoil]]:
             yield "correction of experts left out", without(1)
         if attrs["groups"] != (1, 1):
             yield "groups of experts forgotten", with_attrs(groups=(1, 1))
+            yield "groups of experts rated by others", with_attrs(rated=3 - attrs["rated"])
     elif op.kind == "experts":
         if attrs["gated"]:
             yield "gate and up swapped", lambda op: swap(op, 3, 4)

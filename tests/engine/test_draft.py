@@ -11,6 +11,7 @@ import pytest
 import castiron
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.compile.compiler import compile_model
+from castiron.pipelines.compile.open_model import cached_path
 from castiron.pipelines.compile.options import Options
 from castiron.pipelines.engine import draft as drafting
 from castiron.pipelines.engine.draft import Draft, Guess
@@ -156,17 +157,17 @@ def ratio(right: float, costs: dict[int, float], step: float, read: float, promp
     return plain / parrot.now
 
 
-def test_a_draft_loses_up_to_five_per_cent_and_pays_where_it_is_right():
+def test_a_draft_loses_up_to_three_per_cent_and_pays_where_it_is_right():
     cheap, dear = {1: 1.0, 4: 1.3, 8: 1.7}, {1: 1.0, 4: 2.4, 8: 4.5}
     for costs in (cheap, dear):
         for step in (0.05, 0.4, 1.5):
             for right in (0.0, 0.3, 0.6, 1.0):
                 for prompt in (10, 300):
                     for context in (200, 10**6):
-                        assert ratio(right, costs, step, step / 3, prompt, context) > 0.95
-    assert ratio(1.0, cheap, 0.1, 0.03, 40) > 1.7 and ratio(0.8, cheap, 0.1, 0.03, 40) > 1.2
+                        assert ratio(right, costs, step, step / 3, prompt, context) > 0.97
+    assert ratio(1.0, cheap, 0.1, 0.03, 40) > 2.3 and ratio(0.8, cheap, 0.1, 0.03, 40) > 1.4
     # A draft whose context is shorter than the text reads the end of the text.
-    assert ratio(1.0, cheap, 0.1, 0.03, 300, context=200) > 1.4
+    assert ratio(1.0, cheap, 0.1, 0.03, 300, context=200) > 2.2
 
 
 def test_a_short_text_is_drafted_for_after_the_end_of_a_long_one():
@@ -233,6 +234,18 @@ def test_commands_and_the_api_take_a_draft(target, small, tmp_path, capsys):
     assert "--draft supports neither --keep nor several models" in capsys.readouterr().err
 
 
+def test_a_checkpoint_given_as_a_draft_is_compiled_for_speed(target, small, capsys):
+    checkpoint = small.path.parent / "checkpoint"
+    argv = ["run", str(target.path), "-p", PROMPT, "-n", "8", "--threads", "1", "--json"]
+    tokens = []
+    for more in ([], ["--draft", str(checkpoint)]):
+        assert cli.main([*argv, *more]) == 0
+        tokens.append(json.loads(capsys.readouterr().out)["tokens"])
+    assert tokens[0] == tokens[1]
+    manifest = open_bundle(cached_path(checkpoint, Options.for_draft())).manifest
+    assert (manifest.weights, manifest.numerics) == ("q4_0", "fast") and "q4_0" in manifest.codecs
+
+
 def bundle_with(tokens=None, vocab=3, verify=(4,), name="x"):
     """Return a bundle as far as `check_draft` reads it; `tokens`: None without a tokenizer."""
     files = {} if tokens is None else {TOKENIZER: repr(tokens)}
@@ -255,7 +268,7 @@ def test_rejects_a_draft_with_another_vocabulary(monkeypatch):
         (bundle_with([*two, b"d", b"e"], vocab=4), target, "differ at token 2"),
         (bundle_with(), target, "x has no tokenizer"),
         (bundle_with(vocab=4), bundle_with(), "cannot be compared"),
-        (bundle_with(three), bundle_with(three, verify=()), "compile it with --speculate 4,8"),
+        (bundle_with(three), bundle_with(three, verify=()), "compile it with --speculate 2,4,8"),
     ):
         with pytest.raises(PipelineError, match=message):
             check_draft(bad, model)

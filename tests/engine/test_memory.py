@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from castiron.pipelines.cli import main as cli
+from castiron.pipelines.compile.compiler import compile_model
+from castiron.pipelines.compile.options import Options
 from castiron.pipelines.engine import memory
 from castiron.vmfb.bundle import open_bundle
 from castiron.vmfb.manifest import WEIGHTS
 from tests.support import toy_text
+from tests.support.tiny_gguf import write_llama
 from tests.vmfb import toy
 
 bundle = toy_text.bundle
@@ -30,6 +35,23 @@ def test_warns_of_weights_larger_than_the_memory(bundle, command, monkeypatch, c
     monkeypatch.setattr(memory, "total_bytes", lambda: 100)
     assert cli.main(argv) == 0
     assert "every token will read them from disk" in capsys.readouterr().err
+
+
+def test_inspect_reports_what_a_checkpoint_will_need(tmp_path, monkeypatch, capsys):
+    """The sizes are those of the compiled bundle, whose file also has a header and padding."""
+    source = write_llama(tmp_path / "x.gguf")
+    assert cli.main(["inspect", str(source), "--json"]) == 0
+    needs = json.loads(capsys.readouterr().out)["needs"]
+    manifest = compile_model(source, tmp_path / "bundle", Options(prefill=(8,), batch=(), speculate=())).manifest
+    found = memory.needed(manifest)
+    assert (needs["states"], needs["context"]) == (found.state, manifest.context)
+    assert 0 < found.weights - needs["weights"] < 3 * 4096 + 256 * 40
+    assert 0 < needs["largest_weight"] < needs["weights"]
+    monkeypatch.setattr(memory, "total_bytes", lambda: 100)
+    assert cli.main(["inspect", str(source)]) == 0
+    shown = capsys.readouterr()
+    assert f"weights {memory.megabytes(needs['weights'])}, states" in shown.out
+    assert "every token will read them from disk" in shown.err
 
 
 def test_a_container_has_less_memory_than_its_machine(tmp_path, monkeypatch):

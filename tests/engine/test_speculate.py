@@ -13,9 +13,10 @@ from castiron.pipelines.compile.compiler import compile_model
 from castiron.pipelines.compile.options import Options
 from castiron.pipelines.engine import speculation
 from castiron.pipelines.engine.engine import Engine
+from castiron.pipelines.engine.ngrams import MAX_MATCH, MIN_MATCH, Ngrams
 from castiron.pipelines.engine.request import Request
 from castiron.pipelines.engine.sampling import NEAR, lead
-from castiron.pipelines.engine.speculation import MAX_MATCH, MIN_MATCH, Ngrams, Speculator
+from castiron.pipelines.engine.speculation import Speculator
 from castiron.pipelines.text.generation import Stream
 from castiron.reference import tiny
 from castiron.vmfb.bundle import open_bundle

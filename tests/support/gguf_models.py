@@ -51,9 +51,11 @@ IMPLIED: dict[str, dict] = {
     },
     "granitemoehybrid": {"num_local_experts": 6, "num_experts_per_tok": 2, "position_embedding_type": "nope"},
     "nemotron_h": {"moe_intermediate_size": 96, "time_step_min": 0.001, "chunk_size": 128},
-    # Heads that are blocks of out_proj's columns.
+    "deepseek_v2": {"n_group": 1, "topk_group": 1},
+    "qwen3_next": {"moe_intermediate_size": 96, "norm_topk_prob": True},
+    # Heads that are blocks of out_proj's columns, and heads of which a block spans two.
     "qwen3_5_text": {"linear_value_head_dim": 32},
-    "qwen3_5_moe_text": {"linear_value_head_dim": 32, "moe_intermediate_size": 96},
+    "qwen3_5_moe_text": {"linear_value_head_dim": 16, "moe_intermediate_size": 96},
 }
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 LLAMA3 = {
@@ -124,7 +126,24 @@ VARIANTS: dict[str, tuple[str, dict]] = {
         {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     ),
     "granitemoehybrid, dense": ("granitemoehybrid", {"num_local_experts": 0}),
+    "deepseek_v2, groups": (
+        "deepseek_v2",
+        {
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "first_k_dense_replace": 0,
+            "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek_v3, no groups": (
+        "deepseek_v3",
+        {"norm_topk_prob": False, "n_group": 1, "topk_group": 1, "rope_parameters": YARN | {"mscale": 1, "mscale_all_dim": 1}},
+    ),
     "qwen3_5, as many key heads": ("qwen3_5_text", {"linear_num_key_heads": 4}),
 }
-MODELS = {family: (family, IMPLIED.get(family, {})) for family in GGUF_NAMES}
+# Families whose files are read as those of another, with other names of tensors or config keys.
+READ_AS = {"qwen3_next": "qwen3_5_moe_text", "glm4_moe_lite": "deepseek_v3"}
+MODELS = {family: (family, IMPLIED.get(family, {})) for family in GGUF_NAMES if family not in READ_AS}
 MODELS |= {name: (family, IMPLIED.get(family, {}) | config) for name, (family, config) in VARIANTS.items()}

@@ -26,7 +26,7 @@ class Scheme:
     """A scheme: `layer` quantises a weight f32 [out, in]; `config` is the quantization_config."""
 
     config: dict
-    layer: Callable[[torch.Tensor], Layer]
+    layer: Callable[..., Layer]
     codec: str  # codec in which castiron stores the weights
     scales: tuple[str, ...] = field(default=())  # scales of activations
 
@@ -59,12 +59,12 @@ def integers(weight: torch.Tensor, bits: int, group: int, symmetric: bool, dtype
 def gptq(
     bits: int, group: int, symmetric: bool, version: int = 1, dtype: torch.dtype = torch.float16, desc_act: bool = False
 ) -> Scheme:
-    def layer(weight: torch.Tensor) -> Layer:
+    def layer(weight: torch.Tensor, expert: int = 0) -> Layer:
         inner = weight.shape[1]
         order, g_idx = torch.arange(inner), torch.arange(inner, dtype=torch.int32) // (group or inner)
         if desc_act:
-            # Layers with the same number of columns and rows have one order, as q and k with the same x.
-            order = torch.randperm(inner, generator=torch.Generator().manual_seed(sum(weight.shape)))
+            # Layers with the same number of columns and rows have one order, as q and k with the same x, except in experts.
+            order = torch.randperm(inner, generator=torch.Generator().manual_seed(sum(weight.shape) + expert))
         numbers, scales, zeros, values = integers(weight[:, order], bits, group, symmetric, dtype)
         back = order.argsort()
         numbers, values, g_idx = numbers[:, back], values[:, back], g_idx[back]
@@ -183,12 +183,17 @@ NF4 = [
 ]  # fmt: skip
 
 
-def nf4(nested: bool, size: int = 64) -> Scheme:
+# From `get_4bit_type("fp4")` in bitsandbytes 0.50.2.
+FP4 = [0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25]
+TABLES = {"nf4": NF4, "fp4": FP4 + [-value or 0.0 for value in FP4]}
+
+
+def four_bits(kind: str, nested: bool, size: int = 64) -> Scheme:
     def layer(weight: torch.Tensor) -> Layer:
-        table, (out, inner) = torch.tensor(NF4), weight.shape
+        table, (out, inner) = torch.tensor(TABLES[kind]), weight.shape
         flat = weight.reshape(-1, size)
         absmax = flat.abs().amax(1)
-        state = {"quant_type": "nf4", "blocksize": size, "dtype": "bfloat16", "shape": [out, inner]}
+        state = {"quant_type": kind, "blocksize": size, "dtype": "bfloat16", "shape": [out, inner]}
         parts = {"weight.absmax": absmax, "weight.quant_map": table}
         if nested:
             steps, offset = torch.linspace(-1, 1, 256), absmax.mean()
@@ -203,11 +208,11 @@ def nf4(nested: bool, size: int = 64) -> Scheme:
         values = (table[codes] * absmax[:, None]).reshape(out, inner)
         pairs = codes.reshape(-1, 2)
         parts["weight"] = (pairs[:, :1] << 4 | pairs[:, 1:]).to(torch.uint8)
-        parts["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+        parts[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
         return parts, values
 
-    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    return Scheme(config | {"bnb_4bit_use_double_quant": nested}, layer, f"nf4_{size}_f32")
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
+    return Scheme(config | {"bnb_4bit_use_double_quant": nested}, layer, f"{kind}_{size}_f32")
 
 
 def int8() -> Scheme:
@@ -256,9 +261,11 @@ SCHEMES: dict[str, Scheme] = {
     "fp8": float8("block", "fp8", torch.float32),
     "fp8 tensor": float8("tensor", "fp8"),
     "nvfp4": nvfp4(),
-    "nf4": nf4(False),
-    "nf4 nested": nf4(True),
-    "nf4 in blocks of 128": nf4(True, 128),
+    "nf4": four_bits("nf4", False),
+    "nf4 nested": four_bits("nf4", True),
+    "nf4 in blocks of 128": four_bits("nf4", True, 128),
+    "fp4": four_bits("fp4", False),
+    "fp4 nested": four_bits("fp4", True),
     "bitsandbytes int8": int8(),
 }
 
@@ -272,7 +279,9 @@ def quantise(directory: Path, scheme: Scheme) -> tuple[Path, Path]:
         if weight.ndim != 2 or module == name or EXCLUDED.fullmatch(module):
             packed[name] = plain[name] = weight
             continue
-        parts, plain[name] = scheme.layer(weight)
+        expert = re.search(r"experts\.(\d+)", name)
+        own = {"expert": int(expert[1])} if expert and scheme.config.get("desc_act") else {}
+        parts, plain[name] = scheme.layer(weight, **own)
         packed |= {
             f"{module}.{part}": tensor for part, tensor in parts.items() if f"{module}.{part}" not in stored or part == "weight"
         }

@@ -13,7 +13,8 @@ import gguf
 import numpy as np
 from safetensors.numpy import load_file
 
-from tests.support import gemma4_as_gguf
+from tests.support import deepseek_as_gguf, gemma4_as_gguf
+from tests.support.deepseek_as_gguf import LATENT
 from tests.support.tiny_gguf import write_gguf
 
 GGUF_NAMES = {
@@ -24,14 +25,16 @@ GGUF_NAMES = {
     "granitemoe": "granitemoe", "gpt_oss": "gpt-oss", "gpt2": "gpt2", "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe", "olmo3": "olmo2", "falcon_h1": "falcon-h1", "granitemoehybrid": "granitehybrid",
     "ministral3": "mistral3", "nemotron_h": "nemotron_h_moe", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
-    "gemma4_text": "gemma4",
+    "gemma4_text": "gemma4", "qwen3_next": "qwen3next", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
 }  # fmt: skip
 _PERMUTED = {"llama", "mixtral", "smollm3", "granite", "granitemoe", "granitemoehybrid", "arcee", "ministral3"}
-NORMS_PLUS_ONE = {"gemma", "gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text"}
+NORMS_PLUS_ONE = {"gemma", "gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
 _EXPERTS = {
     "mixtral", "qwen3_moe", "granitemoe", "granitemoehybrid", "gpt_oss", "lfm2_moe", "nemotron_h", "qwen3_5_moe_text",
+    "qwen3_next",
 }  # fmt: skip
-_HYBRID = {"falcon_h1", "granitemoehybrid", "nemotron_h", "qwen3_5_text", "qwen3_5_moe_text"}
+_HYBRID = {"falcon_h1", "granitemoehybrid", "nemotron_h", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
 _STACKED = re.compile(r"(.*\.(?:experts|layernorm\.norms|q_layernorm\.norms|k_layernorm\.norms))\.(\d+)(\..*)")
 
 
@@ -56,9 +59,11 @@ def _stacked(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return merged
 
 
-def _split(kind: str, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _split(kind: str, state: dict[str, np.ndarray], config) -> dict[str, np.ndarray]:
     """Split or transpose tensors as the converters of these models do."""
     found: dict[str, np.ndarray] = {}
+    if kind in LATENT:
+        state = deepseek_as_gguf.split_key_values(state, config)
     for name, values in state.items():
         if kind == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
             found[name] = np.ascontiguousarray(values.T)
@@ -90,6 +95,9 @@ def _split(kind: str, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             values = values if ending == "bias" else values.swapaxes(1, 2)
             parts = {"gate_proj": values[:, ::2], "up_proj": values[:, 1::2]} if leaf == "gate_up_proj" else {leaf: values}
             found |= {f"{stem}.{part}.{ending}": np.ascontiguousarray(own) for part, own in parts.items()}
+        elif name.endswith(".in_proj_qkvz.weight"):
+            qkv, z = deepseek_as_gguf.split_qkvz(values, config)
+            found |= {name.replace("qkvz", "qkv"): qkv, name.replace("qkvz", "z"): z}
         elif name.endswith(".sinks"):
             found[f"{name}.weight"] = values
         else:
@@ -159,7 +167,7 @@ def tensors_of(directory: Path, config) -> dict[str, np.ndarray]:
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == GGUF_NAMES[kind])
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     tensors = {}
-    state = _split(kind, _stacked(load_file(directory / "model.safetensors")))
+    state = _split(kind, _stacked(load_file(directory / "model.safetensors")), config)
     for name, values in (gemma4_as_gguf.renamed(state) if kind == "gemma4_text" else state).items():
         if kind in _HYBRID:
             values = _of_recurrences(name, values, config)
@@ -212,6 +220,9 @@ def metadata_of(config) -> dict:
     kind = config.model_type
     if kind == "gemma4_text":
         return {f"gemma4.{key}": value for key, value in gemma4_as_gguf.metadata(config).items()}
+    if kind in LATENT:
+        keys = deepseek_as_gguf.metadata(config) | _rope_scaling(config.rope_parameters, config)
+        return {f"deepseek2.{key}": value for key, value in keys.items()}
     names = _NUMBERS | (_EXPERT_NUMBERS if kind in _EXPERTS else {}) | (_HYBRID_NUMBERS if kind in _HYBRID else {})
     found = {key: [getattr(config, name, None) for name in own.split()] for key, own in names.items()}
     keys = {key: next((value for value in values if value is not None), None) for key, values in found.items()}
@@ -239,6 +250,8 @@ def metadata_of(config) -> dict:
     if kind == "falcon_h1":
         # The converter multiplies the weights by the multipliers.
         del keys["embedding_scale"]
+    if kind == "qwen3_next":
+        keys |= {"full_attention_interval": 2}
     if kind.startswith("qwen3_5"):
         keys |= {"full_attention_interval": 2, "rope.dimension_sections": [2, 2, 2, 0]}
     if kind == "qwen3_5_moe_text":

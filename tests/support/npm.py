@@ -38,7 +38,7 @@ def node_modules(*packages: str) -> Path:
 
 
 def run_script(script: str, modules: Path, *arguments: str) -> str:
-    """Run a script (CommonJS) in Node.js; return what it prints. `modules`: its node_modules folder."""
+    """Run a CommonJS script in Node.js and return its output; `modules`: a node_modules folder."""
     environment = {**os.environ, "NODE_PATH": str(modules)}
     done = subprocess.run(["node", "-e", script, *arguments], capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr

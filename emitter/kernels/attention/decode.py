@@ -6,10 +6,10 @@ combines the partial results. No workgroup reads the cache row that is written i
 token's own key and value come from qkv.
 
     each workgroup: a group of `per` kv heads, and a slot; the token has position pos and attends from position low on
-      short context: kv head number `slot` of the group; positions low .. pos - 1        no kv head if slot >= per
+      short context: kv head number `slot` of the group; positions low .. pos - 1     nothing to do if slot >= per
       long context:  all kv heads of the group; part number `slot` of positions low .. pos - 1
       q [heads, head_dim] = scale * rope(norm(q))                           the query heads of these kv heads; stack
-      values [heads, head_dim], sums [heads] = 0, references [heads] = -1e30              the online softmax; stack
+      values [heads, head_dim], sums [heads] = 0, references [heads] = -1e30       as in `attention.workgroup`; stack
       short context, or slot 0 of a long context:
         k[layer, pos], v[layer, pos] = rope(norm(k)), v                                                      memory
         values, sums, references = v, 1, q . k                             position pos; then add the sinks, if any

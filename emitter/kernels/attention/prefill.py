@@ -199,9 +199,9 @@ class _Tile:
     def begin(self, column: Index, head: Index, q: Ssa, out: Ssa, start: Index, real: Index, sinks: Ssa | None) -> None:
         """Emit code that stores the scaled, transposed queries on the stack and starts the softmax.
 
-        The code also sets the result `out` of the tile to zero. column, head: first column and kv
-        head of the tile. q, out, sinks: memrefs of the kernel. start: position of the chunk's first
-        token. real: number of the chunk's tokens that are not padding.
+        The code also sets the result `out` of the tile to zero. column: first column of the tile.
+        head: kv head of the tile. q, out, sinks: memrefs of the kernel. start: position of the
+        chunk's first token. real: number of the chunk's tokens that are not padding.
         """
         b, shape = self.b, self.shape
         self.column, self.head, self.token = column, head, b.div(column, self.group)

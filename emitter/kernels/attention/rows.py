@@ -84,8 +84,8 @@ class Rows:
     ) -> None:
         """Emit code that stores a key or value of one head, rounded to the format of the cache.
 
-        read(d): returns the f32 vector at element d of the head. on_store(d, x): called with each
-        f32 vector x as the cache represents it, after rounding.
+        read(d): returns the f32 vector at element d of the head. on_store(d, x): called for each
+        vector of the head, with x as f32 after it is rounded to the format of the cache.
         """
         b, group, at = self.b, self.cache.group(self.head_dim), self.indices(at)
         if not self.cache.grouped:

@@ -9,7 +9,7 @@ rescale the sums. The result is the same, because the factor exp(-reference) can
       for `rows` positions at a time: for kv head: for `heads` of its query heads at a time:
         acc [rows, heads] = 0                                                                      registers
         for d in head_dim:                                          `unroll` vectors at a time
-          acc += k_cache[layer, position, kv head, d] * q[head, d]  rows of the cache in place
+          acc += k_cache[layer, position, kv head, d] * q[head, d]  keys are not copied
         scores[heads, rows] = lane sums of acc                      soft-capped; stack
       for kv head: for `heads` of its query heads at a time:
         if max(scores) > reference + SLACK: reference = max(scores); scale values and sums down
@@ -41,7 +41,7 @@ SLACK = 30.0  # max difference of a score and its head's reference; e^30 is far 
 
 
 class Shape:
-    """The tile sizes and stack bytes of a workgroup, if it computes up to `per` kv heads."""
+    """The tile sizes of a workgroup that computes up to `per` kv heads, and its stack size."""
 
     def __init__(self, layout: HeadLayout, isa: Isa, per: int, cache: Cache):
         hd = layout.head_dim
@@ -217,8 +217,9 @@ class Workgroup:
     def touch(self, base: Ssa, row: Index, at: Index, lines: range) -> None:
         """Emit loads of one word of each cache line in `lines` of a KV cache, as prefetches.
 
-        Line n begins at byte offset at + n * LINE_BYTES. Offsets begin at row `row` of the layer,
-        and count only the bytes of this workgroup's kv heads. base: address of the cache.
+        The code reads only rows of this workgroup's kv heads, at index `row` of the layer and
+        later. Line n begins at byte at + n * LINE_BYTES of these rows, as if there were no rows of
+        other kv heads between them. base: address of the cache.
         """
         b, row_bytes = self.b, self.row_bytes
         segment, size = self.shape.per * row_bytes, self.layout.kv_heads * row_bytes
@@ -232,7 +233,7 @@ class Workgroup:
     def score_rows(self, head: Ssa, row: Index, j: Ssa, rows: int, ahead: bool) -> None:
         """Emit code that computes and stores the scores of positions row .. row + rows - 1.
 
-        The scores are those of kv head `head` with all its query heads, and are stored in
+        They are the scores of all query heads that use kv head `head`. The code stores them in
         `self.scores` from index `j` on. ahead: whether the code also prefetches the values of these
         positions and the keys of the next `rows` positions.
         """

@@ -1,8 +1,9 @@
-"""Find the largest logit on a GPU in two dispatches: of each part of a row, then of the parts.
+"""Find the index of the largest logit on a GPU: first in each part of a row, then among the parts.
 
-each workgroup: a part of a row; each thread: the best of its logits, at a stride of `THREADS`
-  the best of two, again and again, until one is left                                        shared
-  out = its index, or 0 if no logit is above -inf; the first dispatch also returns its logit
+each workgroup: one part of a row; in the second dispatch: the results of all parts of a row
+  each thread: find the largest of every `THREADS`th logit, and its index             registers
+  until one logit is left: two threads compare their logits, and the larger is left   shared
+  out = its index, or 0 if no logit is above -inf; in the first dispatch also the logit  memory
 """
 
 from functools import cache
@@ -24,10 +25,10 @@ def parts_of(vocab: int) -> int:
 
 @cache
 def best_of_parts(rows: int, vocab: int) -> Kernel:
-    """Return the kernel that finds the largest logit of each part of a row.
+    """Return the kernel that finds the largest logit of each part of a row (`PART` logits).
 
-    Operand: logits f32 [rows, vocab]. Results: best f32 [rows, parts] and index i32 [rows, parts].
-    Of equal logits the kernel takes the one with the lowest index.
+    Operand: logits f32 [rows, vocab]. Results: best f32 [rows, parts], the logit; index i32 [rows,
+    parts]. Among equal logits the kernel chooses the lowest index.
     """
     parts = parts_of(vocab)
 
@@ -54,7 +55,7 @@ def best_of_parts(rows: int, vocab: int) -> Kernel:
 
 @cache
 def best_of_rows(rows: int, parts: int) -> Kernel:
-    """Return the kernel that finds the best part of each row.
+    """Return the kernel that finds the largest logit of each row in the results of `best_of_parts`.
 
     Operands: best f32 [rows, parts], index i32 [rows, parts]. Result: argmax i32 [rows].
     """
@@ -74,9 +75,9 @@ def best_of_rows(rows: int, parts: int) -> Kernel:
 
 
 def _search(b: GpuBody, read, count: Index) -> tuple[Ssa, Ssa]:
-    """Return the largest number and its i32 index, for all threads; 0 if none is above -inf.
+    """Return the largest of `count` numbers and its i32 index, which all threads get.
 
-    read(i): returns a number and its index, which grows with i.
+    The index is 0 if no number is above -inf. read(i): returns number i and its index.
     """
     thread = b.thread()
     lowest, nowhere = b.f32(float("-inf")), b.i32(0x7FFFFFFF)

@@ -6,12 +6,13 @@
         appends them to the caches; the online softmax starts with them
       for block of `KEYS` positions, from the first to the last that a query attends to:
         scores [queries, KEYS] = q . k_cache[position], four threads for each position        shared
-        maxima, weights [queries, KEYS] = exp(scores - maxima)                                shared
-        each thread: values [queries] += weights . v_cache[positions, d]                   registers
-      out[token, head] = values / sum of weights                                              memory
+        maxima [queries] = max(maxima, scores); scale values and sums of weights down      registers
+        weights [queries, KEYS] = exp(scores - maxima)                                        shared
+        each thread, for a few d: values [queries, d] += weights . v_cache[positions, d]   registers
+      out[token, head] = values / sums of weights                                             memory
 
-The run time depends on the position and not on the size of the cache. No workgroup reads the cache
-row that is written in the same dispatch.
+`prepared`: norm and rotation (`gpu.heads`). The run time depends on the position and not on the
+size of the cache. No workgroup reads the cache row that is written in the same dispatch.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def _reference(
 
 @cache
 def attention(caches: Caches, layout: HeadLayout, scores: Scores, tokens: DecodeTokens, rows: Rows) -> Kernel:
-    """Return the kernel of attention; unless `tokens` is a chunk, it also appends k and v.
+    """Return the kernel of attention for one token of each sequence, or for a chunk of tokens.
+
+    Unless `tokens` is a chunk, the kernel also appends k and v to the caches.
 
     Operands: rows0, ... as in `Rows.operands`; cos, sin, q_norm, k_norm as in
     `HeadLayout.operands`; sinks f32 [heads] if `scores.sinks`; the positions as in
@@ -145,9 +148,10 @@ def _append(
     b: GpuBody, thread: Ssa, caches: Caches, layout: HeadLayout, rows: Rows, at: Sequence[Index], token: Index,
     given: Mapping[str, Ssa], only: Ssa | None = None,
 ) -> tuple[Ssa, Ssa]:  # fmt: skip
-    """Emit code that appends a key and a value; return them as shared memrefs f32 [head_dim].
+    """Emit code that appends a token's key and value of one kv head to the caches.
 
-    at: (layer, position, kv head). only: an i1; where it is false, the row goes to no cache.
+    Return (key, value) as shared memrefs f32 [head_dim]. at: (layer, position, kv head). only: an
+    i1; if it is false, the code computes key and value but does not change the caches.
     """
     _, position, head = at
     new = b.shared(layout.head_dim), b.shared(layout.head_dim)
@@ -161,7 +165,13 @@ def _append(
 
 @dataclass(frozen=True)
 class _Writer:
-    """A writer of the code of one workgroup; `queries` tokens share reads of keys and values."""
+    """A writer of the code of one workgroup: one query head of `queries` consecutive tokens.
+
+    A key or value is read once for all of these tokens. Arguments of the methods:
+    own_d: indices of the elements of head_dim that this thread computes in the result.
+    subset: index of the subset of keys that this thread adds; 0 if all threads add all keys.
+        There are several subsets if head_dim is smaller than the number of threads.
+    """
 
     b: GpuBody
     thread: Ssa
@@ -225,7 +235,10 @@ class _Writer:
         self._store(head, first, block.results[:n], block.results[n : 2 * n], block.results[2 * n :], own_d, subset)
 
     def _range(self, position: Index, row: Index) -> tuple[Index, Index]:
-        """Return the range of cached positions to which the query of a token attends."""
+        """Return the range (first, end) of cached positions that a token attends to.
+
+        position: position of the token. row: index of the token in the call.
+        """
         b, window = self.b, self.scores.window
         low = 0 if window is None else b.max(b.sub(b.add(position, 1), window), 0)
         if not self.tokens.in_cache:
@@ -239,7 +252,7 @@ class _Writer:
         return low, b.select(b.less(row, length), b.at(high), 0)
 
     def _score(self, dot: Ssa) -> Ssa:
-        """Return the score for a dot product of query and key."""
+        """Return the score q . k after scale and soft cap."""
         b, score = self.b, self.b.mulf(dot, self.b.f32(self.scores.scale))
         if self.scores.softcap is None:
             return score
@@ -255,10 +268,11 @@ class _Writer:
         return b.load(found, at)
 
     def _block(self, base, high, at, q, ranges, own_d, subset, state: Sequence[Ssa]) -> list[Ssa]:
-        """Emit code for the positions base .. base + KEYS - 1; return the new state.
+        """Emit code that adds KEYS positions from `base` on to the online softmax.
 
-        at: (layer, kv head). ranges: (first positions, positions after the last) of the queries.
-        state: maxima, sums and values of the online softmax.
+        Return the new state. high: positions from `high` on are ignored. at: (layer, kv head). q:
+        shared memrefs of the queries. ranges: (firsts, ends); query i attends to positions
+        firsts[i] .. ends[i] - 1. state: maxima, sums of weights and sums of weighted values.
         """
         b, thread, n = self.b, self.thread, self.queries
         layer, kv_head = at
@@ -318,7 +332,7 @@ class _Writer:
         return b.at(found) if isinstance(found, int) else found
 
     def _store(self, head, first, maxima, sums, values, own_d, subset) -> None:
-        """Emit code that adds the sinks, divides by the sums of weights and stores the result."""
+        """Emit code that adds the sinks, divides by the sums of weights, and stores the results."""
         b, thread, n, hd = self.b, self.thread, self.queries, self.layout.head_dim
         subsets = max(1, THREADS // hd)
         sums, values = list(sums), list(values)

@@ -1,6 +1,7 @@
 """Read and write rows of KV caches (`emitter.kv_cache`) as 32-bit words.
 
-q8_0 rounds as the CPU kernels do: d = max |x| / 127; codes are x * (127 / max |x|), rounded.
+A group of q8_0 is rounded as in the CPU kernels: d = max |x| / 127, and a code is x * (127 / max
+|x|) rounded to an integer.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from castiron.emitter.types import EmitError
 class CacheRows:
     """A writer of code that accesses the rows of one KV cache.
 
-    words: memref of the words of the cache. A row is the key or value of one layer, position and
-    kv head.
+    A row is the key or value of one layer, position and kv head. words: memref of the words of the
+    cache. Arguments of the methods: row: index of the first word of a row. only: an i1, or None; if
+    it is false, the emitted code stores nothing in the cache.
     """
 
     b: GpuBody
@@ -39,12 +41,15 @@ class CacheRows:
 
     @property
     def group_words(self) -> int:
-        """Return the words of a group of q8_0: its scale and its codes."""
+        """Return the number of words of a group of q8_0, which has a scale and codes."""
         return (SCALE_BYTES + self.caches.format.group(self.head_dim)) // 4
 
     @property
     def step(self) -> int:
-        """Return the number of elements that `load` returns: 4, or fewer for an odd head_dim."""
+        """Return the number of elements that `load` returns.
+
+        It is the largest of 4, 2 and 1 that divides head_dim.
+        """
         return next(n for n in (4, 2, 1) if self.head_dim % n == 0)
 
     def row(self, layer: Index, position: Index, head: Index) -> Index:
@@ -55,7 +60,7 @@ class CacheRows:
         return b.mul(at, self.row_words)
 
     def load(self, row: Index, part: Index) -> list[Ssa]:
-        """Emit code that loads `step` elements of a row from part * step on, as f32."""
+        """Emit code that loads elements part * step .. (part + 1) * step - 1 of a row as f32."""
         b, step, format = self.b, self.step, self.caches.format
         if format.grouped:
             word, group = self._code_word(b.mul(part, 4))
@@ -80,11 +85,10 @@ class CacheRows:
         return b.as_type(self._load(row, d), F32)
 
     def append(self, thread: Ssa, row: Index, new: Ssa, only: Ssa | None = None) -> None:
-        """Emit code with which the workgroup stores a row and rounds `new` to the cache's format.
+        """Emit code that rounds `new` to the cache's format and stores it in a row.
 
-        new: shared memref f32 [head_dim], which all threads see; after the code they see the
-        rounded values. All threads must execute the code. only: an i1; where it is false, the row
-        is rounded but not stored.
+        new: shared memref f32 [head_dim] that all threads see. The code replaces its elements by
+        the rounded values. All threads must execute the code.
         """
         b, format = self.b, self.caches.format
         if format.grouped:
@@ -106,7 +110,10 @@ class CacheRows:
                 self._store(b.as_type(b.load(new, d.index), I32), b.add(row, d.index), only)
 
     def _append_group(self, word: Index, new: Ssa, first: Index, size: int, only: Ssa | None) -> None:
-        """Emit code that stores a group of q8_0 from element `first` of `new` on."""
+        """Emit code that stores `size` elements of `new` from `first` on as a group of q8_0.
+
+        word: index of the group's first word.
+        """
         b, peak = self.b, self.b.f32(0.0)
         xs = [b.load(new, b.add(first, j)) for j in range(size)]
         for x in xs:
@@ -124,7 +131,10 @@ class CacheRows:
             self._store(codes, b.add(word, 1 + i // 4), only)
 
     def _code_word(self, d: Index) -> tuple[Index, Index]:
-        """Return the words, in a row of q8_0, with the code of element d and with its scale."""
+        """Return (index of the word with the code of element d, index of the word of its scale).
+
+        Both are indices in a row of q8_0.
+        """
         b, group = self.b, self.caches.format.group(self.head_dim)
         first = b.mul(b.div(d, group), self.group_words)
         return b.add(first, b.add(b.div(b.rem(d, group), 4), 1)), first

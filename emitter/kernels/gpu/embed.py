@@ -1,4 +1,4 @@
-"""Look up and dequantise embedding rows of a weight in words; each thread decodes 8 elements."""
+"""Look up and dequantise rows of an embedding table; each thread decodes 8 elements of a row."""
 
 from functools import cache
 
@@ -18,8 +18,8 @@ THREADS = 64
 def embed(codec: str, vocab: int, hidden: int, T: int) -> Kernel:
     """Return the kernel that copies rows of an embedding table, dequantised to f32.
 
-    Operands: ids i32 [T], weight i32 [vocab, words]. Result: y f32 [T, hidden]. Ids outside the
-    vocabulary are clamped to it.
+    Operands: ids i32 [T]; weight i32 [vocab, words of a row], in the layout of `gpu.words`. Result:
+    y f32 [T, hidden]. Ids outside the vocabulary are clamped to it.
     """
     layout, units = layout_of(codec), -(-hidden // UNIT)
     blocks = -(-units // THREADS)

@@ -3,7 +3,8 @@
     each workgroup: a tile of 64 rows of the weight and `width` tokens
       for k in steps of 16:
         W [16, 64], X [16, width] = dequantised weight, x                                     shared
-        each thread: totals [8, width / 8] += W[k] outer X[k]                              registers
+        each thread, for 8 rows of the weight and width / 8 tokens:
+          totals [8, width / 8] += sum over k of W[k] * X[k]                               registers
       y[token, row] = epilogue(totals)                                                        memory
 
 With a GLU, a tile has 32 rows of gate and 32 rows of up. The dequantised weight never leaves shared
@@ -47,7 +48,12 @@ def gemm(matmul: Matmul) -> Kernel:
         own_row, own_token = b.rem(thread, SIDE), b.div(thread, SIDE)
 
         def fill(tile: Ssa, pitch: int, count: int, read) -> None:
-            """Emit code that stores `count` columns of the units of this step in a tile."""
+            """Emit code that stores `count` columns of a tile.
+
+            A column has the 16 elements of in_features that this step multiplies. read(column,
+            unit): returns 8 of them, one unit. pitch: number of elements from one row of the tile
+            to the next.
+            """
             with b.strided(thread, count * depth) as item:
                 column, step = b.div(item.index, depth), b.rem(item.index, depth)
                 part = b.add(k.index, step)

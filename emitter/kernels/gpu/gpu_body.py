@@ -38,9 +38,9 @@ class SharedType(Type):
 class GpuBody(Body):
     """The body of a GPU kernel under construction; its code runs in each thread of a workgroup.
 
-    threads: number of threads of a workgroup. workgroups: number of workgroups of a dispatch; the
-    grid may have a few more, whose index is not below this number. layout: the text of the
-    `#hal.pipeline.layout`.
+    threads: number of threads of a workgroup. workgroups: number of workgroups of a dispatch. The
+    grid may have a few more workgroups, which a kernel must ignore: their indices are `workgroups`
+    or larger. layout: the text of the `#hal.pipeline.layout`.
     """
 
     def __init__(self, threads: int, workgroups: int, layout: str) -> None:
@@ -50,7 +50,7 @@ class GpuBody(Body):
         self._bindings: dict[Ssa, int] = {}
 
     def bind(self, binding: int, type: Type) -> Ssa:
-        """Return a memref of the memory of a binding."""
+        """Return the memory of binding number `binding` as a memref."""
         memref = Ssa(self.name(), type)
         text = f"hal.interface.binding.subspan layout({self._layout}) binding({binding}) alignment(64) : {type}"
         self._head.append(f"{memref} = {text}")
@@ -58,11 +58,11 @@ class GpuBody(Body):
         return memref
 
     def view(self, buffer: Ssa, shape: Sequence[int], element: str = "i32") -> Ssa:
-        """Return a memref of the memory of the operand `buffer` with another shape and element."""
+        """Return the memory of operand `buffer` as a memref of another shape and element type."""
         return self.bind(self._bindings[buffer], memref_type(shape, element))
 
     def words(self, buffer: Ssa) -> Ssa:
-        """Return the memory of the operand `buffer` as a vector of 32-bit words."""
+        """Return the memory of operand `buffer` as a memref i32 [words]."""
         bits = {"f32": 32, "i32": 32, "f16": 16, "i8": 8}[buffer.type.element]
         return self.view(buffer, (prod(buffer.type.shape) * bits // 32,))
 
@@ -91,16 +91,16 @@ class GpuBody(Body):
 
     @contextmanager
     def strided(self, thread: Ssa, count: Index, carry: Sequence[Ssa] = ()) -> Iterator[Loop]:
-        """Append a loop over 0 .. count - 1 whose iterations the workgroup's threads share."""
+        """Append a loop over 0 .. count - 1, with every `threads`th iteration in this thread."""
         with self.loop(thread, count, self.threads, carry) as loop:
             yield loop
 
     def sums(self, thread: Ssa, values: Sequence[Ssa], lanes: int, op: str = "addf") -> tuple[Ssa, int]:
-        """Return (shared memref, first) with the sum of each value over groups of `lanes` threads.
+        """Return the sum of each value over each group of `lanes` threads: (shared memref, first).
 
-        op: the method that adds two numbers, "addf", or "maxf" for maxima instead of sums.
-        Groups are consecutive threads, and lanes is a power of two. The sum of values[i] in group g
-        is element first + i * (threads / lanes) + g.
+        A group is `lanes` consecutive threads; `lanes` is a power of two. Element first + i *
+        (threads / lanes) + g of the memref is the sum of values[i] over group g. op: "addf", or
+        "maxf" for maxima instead of sums.
         """
         count = len(values) * self.threads
         sizes, width = [count], lanes
@@ -135,12 +135,12 @@ class GpuBody(Body):
         return x if x.type == type else self.let(f"arith.bitcast {x} : {x.type} to {type}", type)
 
     def number(self, code: Ssa, offset: int = 0) -> Ssa:
-        """Return an i32 in 0 .. 2^23 - 1, minus `offset`, as f32."""
+        """Return code - offset as f32; `code` is an i32 from 0 to 2^23 - 1."""
         # Faster than a conversion, which takes several cycles on most GPUs.
         return self.subf(self.as_type(self.bits("ori", code, MAGIC_BITS), F32), self.f32(MAGIC + offset))
 
     def half(self, bits: Ssa) -> Ssa:
-        """Return an f16, whose bits are the lower half of an i32, as f32; it must be finite."""
+        """Return the f16 in the lower half of an i32, converted to f32; the f16 must be finite."""
         sign = self.bits("shli", self.bits("andi", bits, 0x8000), 16)
         wide = self.bits("shli", self.bits("andi", bits, 0x7FFF), 13)
         normal = self.as_type(self.bits("addi", wide, 112 << 23), F32)
@@ -172,13 +172,16 @@ class GpuBody(Body):
         return self.either(half, sign)
 
     def rounded(self, x: Ssa) -> tuple[Ssa, Ssa]:
-        """Return (integer nearest to x as f32, its low byte as i32); ties to even, |x| < 128."""
+        """Return the integer nearest to x, as (f32, i32 with the integer's lowest byte).
+
+        |x| must be below 128. Ties are rounded to even.
+        """
         byte = self.bits("andi", self.as_type(self.addf(x, self.f32(12582912.0)), I32), 0xFF)
         # Not the sum minus 12582912: some drivers simplify that to x.
         return self.number(self.bits("xori", byte, 0x80), 0x80), byte
 
     def four(self, buffer: Ssa, *indices: Index) -> list[Ssa]:
-        """Load an element vector<4xT> of a memref; return its four numbers."""
+        """Return the four numbers of an element of a memref of vector<4xT>."""
         type = Type(buffer.type.element.removeprefix("vector<4x").removesuffix(">"))
         name = self.name()
         self.do(f"{name} = memref.load {self._at(buffer, indices)} : {buffer.type}")

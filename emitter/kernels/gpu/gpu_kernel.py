@@ -14,8 +14,9 @@ from castiron.emitter.kernels.mlir.body import I32, Ssa, memref_type
 class GpuKernel(Kernel):
     """A kernel whose code runs in each of `threads` threads of a workgroup.
 
-    Its bindings start at the operands, unlike those of a `stream.executable`, where operands may
-    have an offset, and IREE's SPIR-V backend does not compile a memref with an offset.
+    The kernel is a `hal.executable.source`, in which each binding begins at an operand. In a
+    `stream.executable`, an operand may have an offset in its binding; IREE's SPIR-V backend does
+    not compile such an offset.
     """
 
     threads: int = 64

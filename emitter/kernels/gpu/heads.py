@@ -13,9 +13,9 @@ from castiron.emitter.types import F32, TensorType
 
 @dataclass(frozen=True)
 class Rows:
-    """The operands that have the rows of q, k and v: one value, or several in this order.
+    """The operands that have q, k and v: one fused operand, or several, in the order q, k, v.
 
-    widths: the number of columns of each operand. They are called rows0, rows1 and so on.
+    widths: the number of columns of each operand. The operands are called rows0, rows1 and so on.
     """
 
     widths: tuple[int, ...]
@@ -24,7 +24,7 @@ class Rows:
         return {f"rows{i}": TensorType((tokens, width), F32) for i, width in enumerate(self.widths)}
 
     def find(self, layout: HeadLayout, kind: str) -> tuple[str, int]:
-        """Return the operand that has the q, k or v heads, and the column of the first one."""
+        """Return (operand, column) at which the heads of `kind` begin; kind: "q", "k" or "v"."""
         column = {"q": 0, "k": layout.keys, "v": layout.keys + layout.kv_heads * layout.head_dim}[kind]
         for i, width in enumerate(self.widths):
             if column < width:
@@ -35,7 +35,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Head:
-    """One head of one token: kind "q", "k" or "v", its index among the heads of this kind."""
+    """One head of one token.
+
+    kind: "q", "k" or "v". token: row of the token. index: index among the heads of this kind.
+    """
 
     kind: str
     token: Index
@@ -48,7 +51,7 @@ def prepare(
 ) -> None:
     """Emit code that reads heads, normalises and rotates those of q and k, and stores them.
 
-    heads: each with the shared memref f32 [head_dim] in which it is stored. given: memrefs of the
+    heads: each as (head, shared memref f32 [head_dim] for the result). given: memrefs of the
     kernel's operands by name. After the code, all threads see the results.
     """
     hd, inverses = layout.head_dim, {}
@@ -76,7 +79,10 @@ def prepare(
 def _element(
     b: GpuBody, layout: HeadLayout, rows: Rows, head: Head, d: Ssa, inverse: Ssa | None, given: Mapping[str, Ssa]
 ) -> Ssa:
-    """Return element d of a prepared head. inverse: 1 / rms of the head, or None without a norm."""
+    """Return element `d` of a head after norm and rotation.
+
+    inverse: 1 / rms of the head, or None without a norm.
+    """
     name, first = rows.find(layout, head.kind)
     start = b.mul(head.index, layout.head_dim)
 

@@ -1,11 +1,11 @@
 """Multiply a few rows of activations by a quantised weight: decoding, and experts.
 
-    each workgroup: `slots` times `rows` rows of the weight, `lanes` threads for each slot
-      for unit of 8 elements, in steps of `lanes` units:
-        x [tokens, 8], with a norm also x^2 and x * norm weight                            registers
-        for row: totals[row, token] += scale * (codes [8] . x) + minimum * sum(x)         registers
-      sums of totals and of x^2 over the lanes of a slot                                      shared
-      y[token, row] = epilogue(total / rms(x)) for each row and token                         memory
+    each workgroup: `slots` slots; a slot is `lanes` threads that compute `rows` rows of the weight
+      each thread of a slot, for every `lanes`th unit of 8 elements of in_features:
+        x [tokens, 8] = the unit of x; with a norm: squares += x^2, x = x * norm weight    registers
+        for row: totals[row, token] += scale * (codes [8] . x) + minimum * sum(x)          registers
+      add totals and squares over the threads of a slot                                       shared
+      y[token, row] = epilogue(total), with a norm: epilogue(total / rms)                     memory
 
 The weight is dequantised in registers. An RMS norm needs no pass of its own, because 1 / rms(x) is
 a factor of the result.
@@ -35,8 +35,8 @@ ROWS = 4
 def operands(matmul: Matmul, layout: Layout) -> dict[str, TensorType]:
     """Return the types of the operands of a GPU matmul by name, in order.
 
-    With a GLU, the weight has the rows of gate, then those of up; with experts, the rows of all
-    experts, one after another.
+    With a GLU, the weight has the rows of gate, then those of up. With experts, the weight has all
+    rows of expert 0, then all rows of expert 1, and so on.
     """
     rows = matmul.out_features * matmul.blocks_per_result * max(1, matmul.experts)
     every = {
@@ -73,7 +73,10 @@ def define(matmul: Matmul, summed: int, x: np.ndarray, weight: np.ndarray, **giv
 
 
 def load_x(b: GpuBody, x: Ssa, row: Index, unit: Index) -> list[Ssa]:
-    """Return the 8 elements of a unit of a row of x; those beyond its end are the last element."""
+    """Return the 8 elements of a unit of a row of x.
+
+    Past the end of the row, the last element is repeated.
+    """
     inner = x.type.shape[-1]
     lead = [row] if len(x.type.shape) > 1 else []
     if inner % UNIT == 0:
@@ -84,9 +87,10 @@ def load_x(b: GpuBody, x: Ssa, row: Index, unit: Index) -> list[Ssa]:
 
 
 def finished(b: GpuBody, matmul: Matmul, dots: list[Ssa], given: dict[str, Ssa], token: Index, row: Index) -> Ssa:
-    """Return a result of a matmul: activation of a GLU, bias and residual.
+    """Return a result of a matmul from its dot product, with the activation, bias and residual.
 
-    dots: the dot product, or those of gate and up. given: memrefs of the operands by name.
+    dots: the dot product, or with a GLU those of gate and up. given: memrefs of the operands by
+    name.
     """
     y = dots[0] if matmul.glu is None else b.mulf(ACTIVATIONS[matmul.glu](b, dots[0]), dots[1])
     if "bias" in given:
@@ -95,7 +99,10 @@ def finished(b: GpuBody, matmul: Matmul, dots: list[Ssa], given: dict[str, Ssa],
 
 
 def _lanes(units: int) -> int:
-    """Return the number of threads for a row: those that leave the fewest threads idle."""
+    """Return how many threads share a row, so that the fewest threads are idle.
+
+    units: number of units of 8 elements in a row.
+    """
     idle = {lanes: -(-units // lanes) * lanes for lanes in (64, 32, 16, 8)}
     return min(idle, key=lambda lanes: (idle[lanes], -lanes))
 
@@ -106,8 +113,9 @@ def matvec(matmul: Matmul, summed: int = 0) -> Kernel:
 
     Operands: see `operands`. Result: y f32 [tokens, out].
 
-    summed: with experts, the number of consecutive pairs whose results are added, or 0. Then the
-    operand weights f32 [tokens] has their factors, and y and the residual have a row for each sum.
+    summed: 0, or with experts the number of consecutive pairs whose results are added to one row of
+    y. The operand weights f32 [tokens] then has a factor for each pair, and y and the residual are
+    [tokens / summed, out].
     """
     layout, inner, out = layout_of(matmul.codec), matmul.in_features, matmul.out_features
     tokens = 1 if matmul.experts else matmul.tokens
@@ -128,7 +136,7 @@ def matvec(matmul: Matmul, summed: int = 0) -> Kernel:
         decoder, zeros = Units(b, layout, weight, inner), [b.f32(0.0)] * (count + tokens * normed)
 
         def dots(above: Index, x_rows: list[Index]) -> list[Ssa]:
-            """Return this lane's part of the dot products, and with a norm of the sums of squares.
+            """Return this thread's part of the dot products, and (with a norm) of the sums of x^2.
 
             above: number of rows of the weight before those of the expert.
             """
@@ -188,7 +196,10 @@ def matvec(matmul: Matmul, summed: int = 0) -> Kernel:
 
 
 def _unit(b: GpuBody, decoder: Units, row: Index, unit: Index, xs: list[list[Ssa]], totals: list[Ssa]) -> list[Ssa]:
-    """Return totals plus the dot products of a unit of a row of the weight with each x."""
+    """Return `totals`, one for each x in `xs`, plus the dot products of x and a unit of the weight.
+
+    xs: the same unit of each row of x. row: row of the weight.
+    """
     codes, (scale, minimum) = decoder.codes(row, unit), decoder.scale(row, unit)
     if scale is None:
         return [_dot(b, codes, x, total) for x, total in zip(xs, totals)]
@@ -213,7 +224,10 @@ def _sum(b: GpuBody, x: list[Ssa]) -> Ssa:
 
 
 def _squares(b: GpuBody, x: list[Ssa], total: Ssa, unit: Index, inner: int) -> Ssa:
-    """Return total plus the squares of a unit of x, without elements beyond the end of its row."""
+    """Return `total` plus the squares of the 8 elements of a unit of x.
+
+    Elements past the end of the row (`inner` elements) are not added.
+    """
     for j, element in enumerate(x):
         square = b.mulf(element, element)
         if inner % UNIT:

@@ -1,9 +1,9 @@
 """Compute the RMS norm or layer norm of each row of x on a GPU, and add a residual.
 
 each workgroup: one row of x [T, hidden]
-  layer norm: mean = sum of x / hidden                                                       shared
+  layer norm: mean = sum of x / hidden; RMS norm: mean = 0                                   shared
   inverse = 1 / sqrt(sum of (x - mean)^2 / hidden + eps)                                     shared
-  out[row, d] = (x - mean) * inverse * weight[d], + bias[d], + residual[row, d]              memory
+  y[row, d] = (x - mean) * inverse * weight[d] (+ bias[d]) (+ residual[row, d])              memory
 """
 
 from functools import cache

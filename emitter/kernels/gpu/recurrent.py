@@ -1,13 +1,13 @@
 """Recurrent layers on a GPU: causal convolution, selective scan and gated delta rule.
 
-A thread computes one column of a state token by token, so that the state is updated in place:
+A thread updates a part of a state in place, token by token. The parts are independent:
 
-    causal convolution   a thread: one feature; its window of n - 1 inputs is in registers
-    selective scan       a workgroup: one head; a thread: one row of S [head_dim, n], in memory
-    gated delta rule     a workgroup: one head; a thread: one column of S [k_dim, v_dim], in memory
+    causal convolution   a thread: one feature; its last n - 1 inputs are in registers
+    selective scan       a workgroup: one head; a thread: rows of S [head_dim, n], in memory
+    gated delta rule     a workgroup: one head; a thread: columns of S [k_dim, v_dim], in memory
 
-The formulas are in `emitter.recurrences`. Results of padding and of idle sequences are zero, and
-their states do not change.
+The formulas are in `emitter.recurrences`. Padding and idle sequences have zero results, and do not
+change a state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _ISA = ISAS["avx2"]  # for the operands and references of the CPU kernels, which
 
 
 def _like(kernel: Kernel, workgroups: int, threads: int, write) -> Kernel:
-    """Return a GPU kernel with the operands, results and reference of a CPU kernel."""
+    """Return a GPU kernel with the operands, results and reference of a CPU kernel.
+
+    write: writes the body of the GPU kernel.
+    """
     name = "gpu_" + kernel.name.removesuffix(f"_{_ISA.name}")
     return GpuKernel(
         name, kernel.operands, kernel.results, workgroups, write, kernel.reference, kernel.flops, kernel.nbytes,
@@ -40,7 +43,7 @@ def _like(kernel: Kernel, workgroups: int, threads: int, write) -> Kernel:
 
 
 def _zero(b: GpuBody, share: Share, y: Ssa, column: Index) -> None:
-    """Emit code that stores zeros in a column of y, in the rows of padding."""
+    """Emit code that sets one column of y to zero in the rows of padding."""
     with b.loop(share.end, share.high) as t:
         b.store(b.f32(0.0), y, t.index, column)
 
@@ -149,7 +152,7 @@ def gated_delta(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, Colu
 def _gated_norm(b, thread, out, t, head, v_dim, eps, square, weight, read) -> None:
     """Emit code that normalises a head of `out` [T, heads * v_dim] and multiplies it by silu(z).
 
-    square: sum of the squares of the elements that the thread itself has stored.
+    square: sum of the squares of those elements of the head that this thread has stored.
     """
     sums, at = b.sums(thread, [square], b.threads)
     mean = b.divf(b.load(sums, at), b.f32(v_dim))

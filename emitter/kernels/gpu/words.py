@@ -1,13 +1,14 @@
-"""The layout of weights for GPU kernels: rows of 32-bit words, quantised as in the checkpoint.
+"""The layout of weights for GPU kernels: rows of 32-bit words with the codes and their scales.
 
-A row [in] has three parts, in which consecutive threads read consecutive words:
+A unit is 8 consecutive elements of a row. A row [in] has three parts, in this order:
 
-    low codes    1, 2, 4 or 8 words for each unit of 8 elements: codes of 4, 8, 16 or 32 bits
-    high codes   the bits above the lowest four: 8 (q5) or 16 bits (q6) for each unit
-    scales       of each group or block, see `SCALES`
+    low codes    for each unit, 1, 2, 4 or 8 words with codes of 4, 8, 16 or 32 bits;
+                 1 word with the lowest four bits of codes of 5 or 6 bits
+    high codes   for each unit, 8 or 16 bits: the upper bits of codes of 5 or 6 bits
+    scales       scales and minima of groups or blocks, see `SCALES`
 
-Codes of 4, 5, 6 and 8 bits are unsigned: the codec's signed code plus `Layout.offset`. Floats are
-codes of 16 or 32 bits, which have no scales.
+Consecutive threads read consecutive words of a part. Codes of 4, 5, 6 and 8 bits are unsigned: the
+codec's signed code plus `Layout.offset`. Codes of 16 or 32 bits are floats.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ NATIVE = {
 
 
 def widened(codec_name: str) -> str | None:
-    """Return how weights of a codec are stored if not in its own blocks, or None.
+    """Return a description of how weights of a codec are stored, or None for codecs in `NATIVE`.
 
-    Such weights keep their values exactly, but take more memory.
+    The weights of other codecs have the same values in this layout, but take more memory.
     """
     if codec_name in NATIVE:
         return None
@@ -60,8 +61,8 @@ class Layout:
     """How a row of weights is stored as 32-bit words.
 
     bits: size of a code. scales: a key of `SCALES`. group: elements that share a scale. offset:
-    what is added to a signed code to store it. minimum: the sign of minima (`Codec.minimum`).
-    floats: whether codes are f16 or bf16 numbers (16 bits).
+    number that is added to a signed code to store it. minimum: the sign of minima
+    (`Codec.minimum`). Codes of 16 bits or more are floats. A unit is 8 elements.
     """
 
     codec: str
@@ -77,12 +78,12 @@ class Layout:
 
     @property
     def low_words(self) -> int:
-        """Return the words of low codes of a unit."""
+        """Return the number of words with the low codes of a unit."""
         return {4: 1, 5: 1, 6: 1, 8: 2, 16: 4, 32: 8}[self.bits]
 
     @property
     def high_bits(self) -> int:
-        """Return the bits of high codes of a unit."""
+        """Return the number of bits of the high codes of a unit."""
         return {5: 8, 6: 16}.get(self.bits, 0)
 
     @cached_property
@@ -91,7 +92,10 @@ class Layout:
         return words, elements or self.group
 
     def parts(self, inner: int) -> tuple[int, int, int]:
-        """Return the words of low codes, high codes and scales in a row of `inner` elements."""
+        """Return (words of low codes, words of high codes, words of scales) in a row of weights.
+
+        inner: number of elements of the row.
+        """
         units = -(-inner // UNIT)
         words, elements = self._scale_words
         scales = -(-inner // elements) * words if words else 0
@@ -131,7 +135,7 @@ class Layout:
         out[:, low + high : low + high + scales] = self._packed_scales(codec, parts, rows)
 
     def _packed_scales(self, codec: Codec, parts: Parts, rows: int) -> np.ndarray:
-        """Return the words of scales of some rows, u32 [rows, words]."""
+        """Return the words with the scales and minima of some rows, u32 [rows, words]."""
         half = lambda x: np.ascontiguousarray(x).view(np.uint16).astype(np.uint32).reshape(rows, -1)
         if self.scales == "half":
             return _joined(half(parts.d), 16)
@@ -172,7 +176,7 @@ def layout_of(codec_name: str) -> Layout:
 
 
 def _joined(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Return unsigned codes [n, k] of `bits` bits each as u32 words, the first code lowest."""
+    """Return unsigned codes [n, k] as u32 words, the first code in the lowest bits."""
     per_word = 32 // bits
     codes = codes.astype(np.uint32)
     if missing := -codes.shape[1] % per_word:
@@ -185,7 +189,7 @@ def _joined(codes: np.ndarray, bits: int) -> np.ndarray:
 class Units:
     """A writer of code that decodes units of 8 elements of a weight.
 
-    weight: memref i32 [rows, layout.row_words(inner)].
+    weight: memref i32 [rows, layout.row_words(inner)]. inner: elements of a row.
     """
 
     b: GpuBody
@@ -230,9 +234,10 @@ class Units:
         return b.binary("shrui", word, b.to_i32(b.mul(b.rem(unit, per_word), bits)))
 
     def scale(self, row: Index, unit: Index) -> tuple[Ssa | None, Ssa | None]:
-        """Emit code that loads the scale and the minimum of a unit; None where there is none.
+        """Emit code that loads the scale and the minimum of a unit; return them as f32.
 
-        The value of an element is code * scale + minimum.
+        The value of an element is code * scale + minimum. The scale or the minimum is None if the
+        layout has none.
         """
         b, layout = self.b, self.layout
         if not layout.scales:
@@ -280,7 +285,10 @@ def _fours(b: GpuBody, weight: Ssa) -> Ssa:
 
 
 def weight_values(layout: Layout, words: np.ndarray, inner: int) -> np.ndarray:
-    """Return the values f32 [rows, inner] of packed rows, in NumPy; used by references."""
+    """Return the values of packed rows in NumPy, f32 [rows, inner].
+
+    words: i32 [rows, layout.row_words(inner)].
+    """
     low, high, scales = layout.parts(inner)
     rows, words = len(words), np.ascontiguousarray(words).view(np.uint32)
     if layout.bits == 32:

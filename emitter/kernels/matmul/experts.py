@@ -8,7 +8,7 @@ weight:
     each workgroup: one pair, and one of `tiles.workgroups` shares of the rows of W_e
       row = pair / per_row                                          of x [pairs / per_row, in]
       if row < length, or if there is no operand `length`:
-        base = chosen[pair] * blocks                                first of the expert's `blocks` 16-row blocks
+        base = chosen[pair] * blocks                                an expert has `blocks` 16-row blocks
         y[pair, share] = gemv(weight[base : base + blocks], x[row])
       else:
         y[pair] = 0                                                 in the workgroup with the first share
@@ -17,7 +17,7 @@ With more pairs, the weights of an expert are decoded once for all of its pairs.
 `gemm`, with a block of (token, expert) pairs in place of a block of tokens:
 
     each workgroup (a set is 16 * `row_blocks` columns of y):
-      counts [experts] = number of each expert's pairs, without padding (pairs from per_row * `length` on)  stack
+      counts [experts] = number of each expert's pairs, of pairs 0 .. per_row * `length` - 1               stack
       for expert, for block of up to `tokens` pairs of the expert:
         low, high = range of the sets that this workgroup computes for the block
         if low < high:
@@ -25,7 +25,7 @@ With more pairs, the weights of an expert are decoded once for all of its pairs.
           for set in low .. high:
             sums [tokens, set] = x[pairs / per_row] @ W_expert[set]^T                                      as in `gemm`
             y[pairs, set] = epilogue(sums)                                                                 memory
-      y[a share of the pairs that are padding] = 0
+      y[a share of the padding: pairs from per_row * `length` on] = 0
 
 A block is multiplied in tiles of `rows` pairs. If fewer pairs are left at the end of a block, they
 are multiplied in tiles of `rest` pairs, which give the same bits.

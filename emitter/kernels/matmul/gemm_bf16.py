@@ -10,8 +10,8 @@ weights of a step along k stay in the L1 cache for all tiles:
         for k in steps of `depth`:
           for tile of up to 16 tokens, `rows` of them at a time, for 16 * `wide` columns:
             acc [rows, 16 * wide] = sums[tile]                                                         registers
-            for pair of k in depth:                                   16 at a time
-              acc += pairs of x[tile, k] * W[columns, k]              x broadcast from memory
+            for pair k, k + 1 in depth:                               16 pairs at a time
+              acc += x[tile, k] * W[columns, k] + x[tile, k + 1] * W[columns, k + 1]     x broadcast from memory
             sums[tile] = acc
         y [tokens, 16 * row_blocks] = epilogue(sums)                                                   memory
 """

@@ -1,13 +1,14 @@
 """Compute Y = X W^T with x in int8 (`round_x`); the sums of a group are exact in s32.
 
-`GemmInt8`, for a chunk of tokens, is like `gemm`, but its panel has codes as bytes:
+A weight is scale * code + base, where code is the stored code; each codec group has a scale and a
+base. `GemmInt8`, for a chunk of tokens, is like `gemm`, but its panel has codes as bytes:
 
     each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
       for item in share:
         sums [tokens, 16 * row_blocks] = 0                                                             stack
         for k in steps of `depth`:
           codes [depth / 4, 16 * row_blocks] = codes of W[columns, k : k + depth], four in each i32          stack
-          scale, base [depth / group, 16 * row_blocks] = those of each codec group                           stack
+          scale, base [depth / group, 16 * row_blocks] = scale and base of each codec group                  stack
           for tile of `rows` tokens, for 16 * `wide` columns:
             acc [rows, 16 * wide] = sums[tile]                                                         registers
             for every 32 k in depth:
@@ -18,8 +19,8 @@
             sums[tile] = acc
         y [tokens, 16 * row_blocks] = epilogue(sums)                                                   memory
 
-A weight is scale * code + base, where code is the stored code. `SmallBatchInt8`, for a few tokens,
-has no panel: codes stay in registers while all tokens of a tile are multiplied:
+`SmallBatchInt8`, for a few tokens, has no panel: codes stay in registers while all tokens of a tile
+are multiplied:
 
     each workgroup: a share of the sets; a set is `row_blocks` 16-row blocks of the weight: 2 with a GLU, otherwise 1
       for set in share, for vector of outputs in set, for tile of `rows` tokens:
@@ -145,8 +146,8 @@ class Step:
 
     Arguments of the methods:
     rows: indices of the rows of x. unit: index of the step. part: index of the group in the step.
-    quads(q): returns codes 4 q, 4 q + 1, ... of the step, as `Dot.code` takes them, for each vector
-        of outputs. A vector of outputs has one row of the weight in each lane.
+    quads(q): returns `Dot.quads` quads of codes from quad `q` of the step on, for each vector of
+        outputs. A quad is four codes. A vector of outputs has one row of the weight in each lane.
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, buffers: Buffers):

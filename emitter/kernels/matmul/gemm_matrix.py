@@ -1,10 +1,10 @@
-"""Compute Y = X W^T on a matrix unit (`mlir.matrix`), exactly by bf16 splits, or rounded to bf16.
+"""Compute Y = X W^T on a matrix unit (`mlir.matrix`), which multiplies bf16 and adds in f32.
 
-An f32 is the sum of three bf16 ("pieces"), and a product of two bf16 is exact in f32. Piece i of x
-is multiplied by piece j of w if i + j < 3; the other products are too small for an f32 sum. A code
-of a quantised weight is one piece, a bf16 weight one, f16 two, f32 three. `--numerics fast` rounds
-x and weights to one piece, the nearest bf16. The loops are those of `gemm`, with pairs of bf16 in
-the panel and in x (`split_x`):
+Each x and weight is split into bf16 "pieces" whose sum is exactly the number: three for an f32, two
+for an f16, one for a bf16 or a code. Piece i of x is multiplied by piece j of w if i + j < 3; the
+other products are below the precision of f32. `--numerics fast` instead rounds x and weights to one
+piece, the nearest bf16. The loops are those of `gemm`, with pairs of bf16 in the panel and in x
+(`split_x`):
 
     each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
       for item in share:
@@ -12,11 +12,11 @@ the panel and in x (`split_x`):
         for k in steps of `depth`:
           panel [pieces, depth / 32, row_blocks, 16 pairs, 16] = W[columns, k : k + depth]^T           stack
           for `high` tiles of `rows` tokens, for 16 * `wide` columns:
-            for group in depth if W has codes, otherwise once:
+            for codec group in depth:                               float W: one group, all of depth
               part [high * wide] = 0                                                       the unit's registers
-              for every 32 k, for j in pieces of w, for i in pieces of x, where i + j < 3:
+              for every 32 k in group, for pieces i of x and j of w with i + j < 3:
                 part += x[i, tile, k] * panel[j, k]
-              sums[tile] += scale * part + minimum * x_sum if W has codes, otherwise part
+              sums[tile] += scale * part + minimum * x_sum          float W: sums[tile] += part
         y [tokens, 16 * row_blocks] = epilogue(sums)                                                   memory
 """
 

@@ -2,7 +2,8 @@
 
 The stack also has the sum of x over each codec group, because minima and offsets of codes are
 multiplied by these sums. The sums include a factor of the codec (see `group_sum`). For canonical
-GEMMs, the kernel `group_sums` computes them once for all matmuls of x, in the same order:
+GEMMs, the kernel `group_sums` computes them once for all matmuls of x, with the same order of
+additions:
 
 each workgroup: up to 16 rows of x [T, in]
   for row, for group: sums[row, group] = factor * sum of x over the group                            memory
@@ -174,4 +175,4 @@ class PreparedX:
         b.vstore(x, self.values, token, b.add(start, k))
 
     def _finish(self, group: Index) -> None:
-        """Emit code that follows the storing of a codec group's x; subclasses override this."""
+        """Emit code that runs after the x of a codec group is stored; subclasses override this."""

@@ -42,7 +42,7 @@ class Tiles(ABC):
     @classmethod
     @abstractmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        """Return the default tiles for `threads` threads, chosen by measurements."""
+        """Return the default tiles for `threads` threads; they were fast in measurements."""
 
     @abstractmethod
     def fit(self, matmul: Matmul) -> bool:

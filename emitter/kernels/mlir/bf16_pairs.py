@@ -1,4 +1,6 @@
-"""Emit dot products of bf16 pairs, lane by lane. An i32 has a pair, its first bf16 in the low half.
+"""Emit dot products of bf16 pairs, lane by lane.
+
+An i32 stores a pair, with the first bf16 in its low half. There are three instructions:
 
 dpbf16  vdpbf16ps of AVX-512: adds both products to an f32; rounds each addition to nearest; denormals are zero
 bfdot   NEON's instruction for the same sum, with different rounding

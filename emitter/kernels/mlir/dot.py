@@ -1,8 +1,8 @@
 """Emit int8 dot products of weight codes and x, with the CPU's instruction for them.
 
 A quad is four int8 in an i32, the first in the lowest byte: four codes of one output (a row of the
-weight), or four elements of one row of x. Each row and output has an exact s32 sum, so all
-instructions give the same results:
+weight), or four elements of one row of x. The s32 sums of all instructions are exact, so their
+results are the same:
 
     vnni   vpdpbusd: u8 x s8, adds four products of each lane to s32
     sdot   NEON's sdot: s8 x s8, adds four products of each lane to s32
@@ -50,8 +50,8 @@ class Dot:
     Each call of `add` multiplies `self.quads` quads of codes by as many quads of each of
     `self.rows` rows of x.
 
-    A caller passes quads of codes through `arranged`, then `code`, and x through `x`; both results
-    go to `add`. bits: bits of a code.
+    A caller passes quads of codes through `arranged` and then `code`, and elements of x through
+    `x`. The results of `code` and `x` are arguments of `add`. bits: bits of a code.
     """
 
     rows: ClassVar[int] = 1
@@ -134,7 +134,7 @@ class Dot:
 
     @property
     def _wide(self) -> bool:
-        """Return whether codes are widened to s16, because sums of u8 products would saturate."""
+        """Return whether codes must be widened to s16: sums of u8 products would saturate."""
         return self.dot == "madd" and self.bits == 8
 
     def _multiply(self, code: Ssa, x: Ssa) -> Ssa:

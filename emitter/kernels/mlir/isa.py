@@ -1,8 +1,8 @@
 """Instruction sets of CPUs; lanes and registers determine tile sizes and the order of additions.
 
-In canonical form, the order of additions is the same for all instruction sets, so that every CPU
-computes the same bits. Vectors have 16 lanes, each output has one accumulator, and compilers may
-not fuse multiplications and additions into an fma.
+An `Isa` in canonical form is for kernels that compute the same bits on every CPU. These kernels use
+vectors of 16 f32, which take several registers on some CPUs, and one accumulator for each output.
+Compilers must not fuse their multiplications and additions into an fma.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ CANONICAL_LANES = 16
 class Isa:
     """The vector instructions of a CPU.
 
-    lanes: f32 elements of a vector register. registers: number of vector registers. dot:
-    instruction for int8 dot products (see `mlir.dot`). pairs: instruction for products of bf16
-    pairs (see `mlir.bf16_pairs`), or "". matrix: instruction for matmuls of bf16 blocks (see
-    `mlir.matrix`), or "". canonical: whether kernels add in the same order on all CPUs (canonical
-    form).
+    lanes: number of f32 in a vector. registers: number of vectors that fit in the CPU's vector
+    registers. dot: instruction for int8 dot products (see `mlir.dot`). pairs: instruction for
+    products of bf16 pairs (see `mlir.bf16_pairs`), or "". matrix: instruction for matmuls of bf16
+    blocks (see `mlir.matrix`), or "". canonical: whether kernels add in the same order on all CPUs
+    (canonical form).
     """
 
     name: str
@@ -44,9 +44,9 @@ class Isa:
 
     @property
     def in_canonical_form(self) -> Isa:
-        """Return a copy in canonical form, which computes with vectors of 16 lanes on every CPU.
+        """Return a copy in canonical form, which has vectors of 16 lanes on every CPU.
 
-        A vector takes 1, 2 or 4 of the CPU's registers.
+        Such a vector takes 1, 2 or 4 of the CPU's registers.
         """
         registers = self.registers * self.lanes // CANONICAL_LANES
         return Isa(f"{self.name}_canonical", CANONICAL_LANES, registers, "plain", canonical=True)

@@ -1,7 +1,7 @@
-"""Emit matmuls of bf16 blocks with f32 accumulators: x [rows, 32 k] times weights [32 k, 16].
+"""Emit matmuls of bf16 blocks with f32 accumulators: x [rows, 32] times weights [32, 16].
 
-Both blocks are contiguous in memory. An i32 has a pair: two bf16 that are neighbours along k. So a
-block of x is i32 [rows, 16 pairs], and a block of weights is i32 [16 pairs, 16 columns].
+Both blocks are contiguous in memory. Each i32 stores a pair of bf16, which are neighbours along the
+dimension of 32. So a block of x is i32 [rows, 16], and a block of weights is i32 [16, 16 columns].
 Accumulators [rows, 16] stay in the matrix unit's eight registers until they are stored.
 
     amx    tdpbf16ps on Intel's AMX tiles: sums rounded to nearest, denormals as zero. The process must first request

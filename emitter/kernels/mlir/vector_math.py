@@ -68,8 +68,8 @@ def _power(b: Body, shifted: Ssa) -> Ssa:
 def lane_sums(b: Body, vectors: Sequence[Ssa]) -> Ssa:
     """Return a vector whose lane i is the sum of the lanes of vector i.
 
-    The number of vectors is a power of two, at most their number of lanes. Lanes are added in the
-    same order (half by half) for any number of vectors.
+    The number of vectors is a power of two, and at most the number of lanes of a vector. The lanes
+    of a vector are added in the same order (half by half) for any number of vectors.
     """
     vectors = list(vectors)
     width = vectors[0].width

@@ -120,11 +120,11 @@ def _unit(x: np.ndarray) -> np.ndarray:
 
 
 def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tuple[int, bool]:
-    """Return (number of vectors of state columns updated together, whether in a copy).
+    """Return how a workgroup updates a state [k_dim, v_dim]: (vectors, whether in a copy).
 
-    The state is [k_dim, v_dim]. A workgroup that computes several tokens updates the columns in a
-    copy on the stack, if the copy fits. vectors: number of vectors in v_dim. width: number of
-    elements of a vector.
+    The first is the number of vectors of state columns that are updated together. A workgroup that
+    computes several tokens updates them in a copy on the stack, if the copy fits. vectors: number
+    of vectors in v_dim. width: number of elements of a vector.
     """
     limit = isa.registers // 4
     if tokens.in_turn > 1:

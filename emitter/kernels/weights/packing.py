@@ -5,22 +5,25 @@ with zero rows. A packed weight is a u8 array of shape
 
     [ceil(out / 16), records, record_bytes]
 
-A record has one codec block (32 or 256 elements) of each of the 16 rows. It has as many bytes as
-these blocks in a GGUF file, but the six-bit scales of K-quants are stored as bytes (3 % more):
+A record has one codec block (32 or 256 elements) of each of the 16 rows. Its size is that of these
+blocks in a GGUF file, except that it stores the six-bit scales of K-quants as bytes (3 % more):
 
     d      [16] f16                  scale of the codec block; u8 if it is an exponent, f32 or bf16
                                      for some codecs
-    m      [16] f16                  minimum, if the codec has one; i8 if it is a zero point
-    scales [groups, 16] u8 or i8     factors of d, if the codec has them
-    minima [groups, 16] u8           factors of m, if the codec has them
-    codes  [groups, words, 16] i32   fields of 1, 2, 4, 5 or 6 bits, code k of a group at
-                                     `Layout.field`; for 3 bits, the words are i16;
-                                     for 8 bits: [group, 16] i8
+    m      [16] f16                  factor of the minima; i8 if it is a zero point
+    scales [groups, 16] u8 or i8     factors of d, one for each codec group
+    minima [groups, 16] u8           factors of m, one for each codec group
+    codes  [groups, words, 16] i32   words with bit fields; `Layout.field` locates a code
+           [groups, words, 16] i16   the same for codes of 3 bits
+           [elements, 16] i8         codes of 8 bits
 
-`word & mask` is a code times a power of two. Kernels multiply x by the inverse power beforehand, so
-that codes need no shift. For 3, 5 and 6 bits, the fields leave the highest bits of the words free;
-these bits contain the remaining codes of the group (`TOP_CODES`). A record of a float codec has one
-element of each of 16 rows. For bf16 it has two, in an i32 with the even element in the low half.
+Only d and codes are in the records of every quantised codec. A record of a float codec has one
+element of each of the 16 rows; for bf16, two elements in an i32, the even one in the low half.
+
+Kernels do not shift codes: `word & mask` is a code times a power of two, and x is multiplied by the
+inverse of this power beforehand. Codes of 3, 5 or 6 bits do not fill a word: one or two of its
+highest bits are left over. These bits of all words of a group together store the last one or two
+codes of the group (`TOP_CODES`).
 """
 
 import os
@@ -82,16 +85,16 @@ class Layout:
 
     @property
     def in_fields(self) -> int:
-        """Return the number of codes of a group that `field` locates.
+        """Return the number of codes of a group that have a bit field of their own.
 
-        The other codes are in the top bits of the words (see `TOP_CODES`).
+        The other codes are in the highest bits of the words (see `TOP_CODES`).
         """
         return self.words * self.fields
 
     def top_codes(self, codec: Codec) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-        """Return the locations of those codes of a group that `field` does not locate.
+        """Return the locations of the codes of a group that are in the highest bits of the words.
 
-        The location of a code is a list of bit fields (word, right shift, mask), whose OR is the
+        The location of a code is several bit fields (word, right shift, mask). Their OR is the
         code.
         """
         return TOP_CODES[codec.bits][: codec.group - self.in_fields]
@@ -161,7 +164,7 @@ def _stored(codec: Codec, codes: np.ndarray) -> np.ndarray:
 
 
 def _codes(codec: Codec, record: Layout, words: np.ndarray) -> np.ndarray:
-    """Return the codes i8 [..., group] in words u32 [..., words]: the inverse of `_words`."""
+    """Return the codes i8 [..., group] of u32 words [..., words]; the inverse of `_words`."""
     mask = np.uint32((1 << codec.bits) - 1)
     of_words, of_fields = np.array([record.field(k) for k in range(record.in_fields)], np.uint32).T
     fields = words[..., of_words] >> of_fields * np.uint32(codec.bits) & mask

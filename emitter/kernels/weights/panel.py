@@ -182,7 +182,7 @@ class Int8Panel(BasePanel):
                     b.vstore(arranged, self.codes, b.add(b.mul(g.index, group // 4), each), column)
 
     def quads(self, q: Index, column: Index, count: int) -> list[Ssa]:
-        """Return `count` vectors of `codes`, from rows q, q + 1, ..., as `Dot.code` takes them."""
+        """Return vectors from rows q .. q + count - 1 of `codes`, for the method `Dot.code`."""
         return [self.b.vload(self.codes, self.lanes, self.b.add(q, i), column) for i in range(count)]
 
 
@@ -229,9 +229,9 @@ class Bf16Panel(BasePanel):
     def _put_pair(self, i: Index, pair: Index, v: int, block: Index, k: Index, last: bool = False) -> None:
         """Emit code that stores elements k and k + 1 of a float codec as pair `pair` of the panel.
 
-        i, block: index of the 16-row block in the panel and in the weight. v: vector of its rows.
-        last: whether k is the last element of in_features; then the second element of the pair is
-        zero.
+        i, block: index of the 16-row block in the panel and in the weight. v: index of a vector in
+        the 16 rows. last: whether k is the last element of in_features; then the second element of
+        the pair is zero.
         """
         b, records = self.b, self.records
         if self.codec.name == "bf16":

@@ -163,7 +163,10 @@ class Records:
         return x if factor is None else self.b.mulf(x, factor)
 
     def scale_and_base(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
-        """Return (scale, base) of a group: weight = scale * stored code + base; None means 0."""
+        """Return (scale, base) of a group: weight = scale * stored code + base.
+
+        A base of None means 0.
+        """
         b, codec = self.b, self.codec
         scale, base = self.d(block, record, v), self.m(block, record, v)
         scale = self._times(scale, self.group_scale(block, record, group, v))
@@ -284,13 +287,16 @@ class Int8Codes(GroupCodes):
         super().__init__(records, block, record, records.codes_at(group))
 
     def quads(self, q: int, v: Index) -> list[Ssa]:
-        """Return codes 4 q, 4 q + 1, ... plus `self.dot.bias`, as `Dot.code` takes them."""
+        """Return `self.dot.quads` quads of codes from quad `q` on, for the method `Dot.code`.
+
+        A quad is four codes of each row in vector `v`, to which `self.dot.bias` is added.
+        """
         return self.dot.arranged([self._quad(q + i, v) for i in range(self.dot.quads)])
 
     def _quad(self, q: int, v: Index) -> Ssa:
         """Return four codes of each row as i32 [lanes], the first code in the lowest byte.
 
-        They are codes 4 q .. 4 q + 3 in the order `EVEN_ODD`.
+        They are codes 4 q .. 4 q + 3 of the group, counted after the reordering (`EVEN_ODD`).
         """
         r = self.records
         ks = [q // 2 * 8 + EVEN_ODD[q % 2 * 4 + j] for j in range(4)]

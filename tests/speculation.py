@@ -1,0 +1,69 @@
+"""Measure how much faster a draft makes a model, for greedy answers to code, prose and short prompts.
+
+`python -m tests.speculation BUNDLE DRAFT [TURNS]` opens both bundles once. For each prompt, plain
+decoding, n-grams alone, and n-grams with the draft take turns. It prints the decode speed and the
+median ratio of each to plain decoding in the same turn. Every text must have the same tokens. Each
+text gets a new draft, which knows nothing about earlier texts, as in `castiron run`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+
+from castiron.pipelines.engine.draft import Draft
+from castiron.pipelines.engine.engine import Engine
+from castiron.pipelines.text.generation import Stream
+from castiron.pipelines.text.text_output import text_request
+from castiron.pipelines.text.tokenizer import load_tokenizer
+from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.session import Session
+
+TOKENS = 160
+PROMPTS = {
+    "code": (
+        "Write a Python class for a priority queue with push, pop and peek, with tests.",
+        "Write a C function that reverses a singly linked list, and explain it.",
+        "Write a JavaScript function that parses a CSV file with quoted fields.",
+    ),
+    "prose": (
+        "Why did the Roman Empire fall?",
+        "Write a short story about a lighthouse keeper who finds a letter.",
+        "Give advice to somebody who starts a first job in an office.",
+    ),
+    "short": (
+        "What is the capital of Australia? Answer in one sentence.",
+        "Which is larger, 17 * 23 or 400? Answer briefly.",
+        "Name three colours.",
+    ),
+}
+MODES = {"plain": (False, False), "ngram": (True, False), "draft": (True, True)}
+
+
+def main() -> None:
+    target, drafting = open_bundle(sys.argv[1]), open_bundle(sys.argv[2])
+    turns = int(sys.argv[3]) if len(sys.argv) > 3 else 3
+    text, sessions = load_tokenizer(target), (Session(target), Session(drafting))
+    eos = target.manifest.tokens.eos
+    for kind, prompts in PROMPTS.items():
+        for words in prompts:
+            prompt = text.encode_chat([{"role": "user", "content": words}])
+            expected, ratios, notes = None, {mode: [] for mode in MODES}, {}
+            for _ in range(turns):
+                speeds = {}
+                for mode, (ngrams, uses_draft) in MODES.items():
+                    draft = Draft(sessions[1], target.manifest.vocab) if uses_draft else None
+                    engine = Engine(sessions[0], draft=draft, ngrams=ngrams)
+                    stream = Stream(
+                        engine, text_request(prompt, engine.context, text, max_tokens=TOKENS, stop_tokens=eos)
+                    ).run()
+                    expected = expected or stream.tokens
+                    assert stream.tokens == expected, f"{mode} changes the tokens of {words!r}"
+                    speeds[mode] = stream.steps / stream.decode_seconds
+                    ratios[mode].append(speeds[mode] / speeds["plain"])
+                    notes[mode] = stream.speculator
+            found = ", ".join(f"{mode} {statistics.median(ratio):.2f}x" for mode, ratio in ratios.items())
+            print(f"{kind}, {len(expected)} tokens at {speeds['plain']:.1f} tok/s: {found}; {notes['draft']}", flush=True)
+
+
+main()
