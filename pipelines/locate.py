@@ -109,10 +109,10 @@ def is_archive(path: Path) -> bool:
 
 
 def checkpoint_path(path: Path) -> Path:
-    """Return `path` if it may be a checkpoint; raise CheckpointError if it is something else.
+    """Return `path` if it may be a checkpoint; otherwise raise CheckpointError.
 
-    The other things are those that users mistake for a checkpoint: a bundle, an adapter, one file
-    of a checkpoint, a folder of GGUF files, or a model's folder in the hub's cache.
+    The error explains what users mistake for a checkpoint: a bundle, an adapter, one file of a
+    checkpoint, a folder of GGUF files, or a model's folder in the hub's cache.
     """
     if path.is_file() and path.name.endswith(PARTS) and _head(path) != b"GGUF":
         raise CheckpointError(f"{path} is one file of a checkpoint; give its directory, {path.absolute().parent}")

@@ -177,7 +177,7 @@ def write_archive(
 
 
 def _entry(name: str, offset: int, size: int) -> zipfile.ZipInfo:
-    """Return the zip entry of a file: its header is at `offset`, its data starts on a page."""
+    """Return a zip entry with the header at `offset`, padded so that the data starts on a page."""
     entry = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
     entry.external_attr, entry.file_size = 0o644 << 16, size
     padding = -(offset + _LOCAL.size + len(name.encode()) + _ZIP64_EXTRA + _PADDING.size) % ALIGNMENT

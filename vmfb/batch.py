@@ -39,7 +39,7 @@ class Cover:
     def _of(self, slots: tuple[int, ...]) -> tuple[Span, ...]:
         """Return the cheapest calls that include all `slots`, as (first slot, width) pairs.
 
-        slots: in ascending order.
+        slots: indices of the slots, in ascending order.
         """
         # best[n]: (cost, number of calls, total width, spans) of the best plan for the last n slots.
         best: list[tuple[float, int, int, tuple[Span, ...]]] = [(0.0, 0, 0, ())]

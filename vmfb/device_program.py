@@ -28,8 +28,8 @@ class DeviceProgram(Program):
     def __init__(self, bundle: Bundle, slots: int = 1):
         """Open the device, and upload the weights.
 
-        slots: the number of sequences whose states will be allocated. Raise DeviceError if there is
-        no such device, or if it has too little memory.
+        slots: the number of sequences whose states will be allocated. Raise DeviceError if the
+        device does not exist or has too little memory.
         """
         self._bundle, manifest = bundle, bundle.manifest
         self.info = find_device(manifest.target.driver, bundle.device)

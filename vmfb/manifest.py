@@ -111,7 +111,7 @@ class EncoderConfig:
         dense: output features of each linear layer after the pooling.
         prompts: texts to put before an input, by name.
         lower_case: whether texts are converted to lower case first.
-        relevance: for a reranker, the function from its output to a score: sigmoid or identity.
+        relevance: a reranker's function from an output to a score: sigmoid or identity.
         types: whether the ids of the second text of a pair are increased by the vocabulary's size,
             which gives them the second token type.
     """

@@ -247,7 +247,7 @@ class Session:
 
     @exclusive
     def keep(self) -> None:
-        """Store a snapshot of this position if a later `rewind` to this position may need it.
+        """Store a snapshot of the current position if a later `rewind` to it may need one.
 
         If there are too many snapshots, or they are too large, the oldest are dropped.
         """

@@ -287,7 +287,7 @@ class CompletionReply(ChoicesReply):
         """Build the answer.
 
         `logprobs`: number of top tokens for each token, None without log-probabilities. `echoes`:
-        for each choice, the prompt to repeat at its start.
+        the prompt to repeat at the start of each choice.
         """
         super().__init__(model, token_bytes, logprobs is not None)
         self.top, self.echoes = logprobs, echoes

@@ -53,9 +53,9 @@ class PrefixCache:
     call.
 
     `self.sessions`: one for each slot. `self.tokens`: token ids in each slot, i32 [slots, context],
-    valid up to the position of its session. `self.scores`: for each slot the log-probabilities of
-    its tokens from index 1 on. Only requests with prompt_logprobs compute them, and such requests
-    reuse only a prefix that has them. `top` in methods: `prompt_logprobs` of the request, or None.
+    valid up to the position of its session. `self.scores`: the log-probabilities of the tokens in
+    each slot, from index 1 on. Only requests with prompt_logprobs compute scores, and they reuse
+    only a prefix that has scores. `top` in methods: `prompt_logprobs` of the request, or None.
     """
 
     def __init__(self, sessions: Sequence, store: PrefixStore | None = None, score_width: int = 1):

@@ -167,7 +167,7 @@ class Request:
             repetition_stop: whether a repetition loop ends the request.
             top_logprobs: number of most probable tokens to report for each token of the answer;
                 None to report no log-probabilities, not even those of the answer's tokens.
-            prompt_logprobs: like top_logprobs, but for the tokens of the prompt; `self.scores`
+            prompt_logprobs: the same for the tokens of the prompt; `self.scores`
                 stores them. With prompt_logprobs, max_tokens may be 0, and the events also
                 report the stop token.
             output: converts tokens to events; by default a TokenOutput.

@@ -30,7 +30,7 @@ class Observer:
         """Called after each decode step, which serves all requests that generate tokens."""
 
     def preempted(self, request: Request) -> None:
-        """Called when a request has lost its slot to one of a higher priority."""
+        """Called when a request has lost its slot to a request of higher priority."""
 
     def token(self, request: Request, since: float | None) -> None:
         """Called for each token; `since`: seconds after the previous token, None for the first."""

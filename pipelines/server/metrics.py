@@ -1,6 +1,6 @@
 """Metrics for Prometheus.
 
-A metric that vLLM also has gets vLLM's name, labels and meaning, so that vLLM's dashboards and
+A metric that vLLM also has uses vLLM's name, labels and meaning, so that vLLM's dashboards and
 alerts work. The names of the other metrics begin with castiron or http.
 """
 
