@@ -167,8 +167,8 @@ class Request:
             repetition_stop: whether a repetition loop ends the request.
             top_logprobs: number of most probable tokens to report for each token of the answer;
                 None to report no log-probabilities, not even those of the answer's tokens.
-            prompt_logprobs: the same for the tokens of the prompt; `self.scores`
-                stores them. With prompt_logprobs, max_tokens may be 0, and the events also
+            prompt_logprobs: the same for the tokens of the prompt; `self.scores` stores the
+                log-probabilities. With prompt_logprobs, max_tokens may be 0, and the events also
                 report the stop token.
             output: converts tokens to events; by default a TokenOutput.
             client: name of the client; clients get equal shares of the slots.
