@@ -35,7 +35,7 @@ class DeviceInfo:
 
     id: the driver and the device's number, such as "vulkan:0". memory: bytes of device memory, None
     if the driver does not report it. version: versions of the driver and its API. features: names
-    of features that the driver reports, or of the GPU's architecture.
+    of the features that the driver reports, and of the GPU's architecture if known.
     """
 
     id: str

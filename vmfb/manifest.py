@@ -75,8 +75,8 @@ class Accuracy:
 
     It is measured only for numerics "fast", which rounds activations.
 
-    against: the reference. text: name of the text for which both computed logits. tokens: number of
-    tokens that were compared. context: number of tokens in a chunk of the text. kld_...: mean,
+    against: the reference. text: name of the text on which the logits were compared. tokens: number
+    of tokens that were compared. context: number of tokens in a chunk of the text. kld_...: mean,
     standard error of the mean, 99th percentile and maximum of the Kullback-Leibler divergence.
     same_top_p: fraction of positions with the same argmax. same_top_p_error: its standard error.
     """

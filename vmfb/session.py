@@ -178,7 +178,8 @@ class Session:
     def verified_logits(self, token: int | None = None) -> np.ndarray:
         """Return the logits of the last `verify`, f32 `[tokens, vocab]`.
 
-        token: index of a token whose logits `[vocab]` to return instead.
+        token: index of a token; if given, only the logits of this token are returned, f32
+        `[vocab]`.
         """
         return np.stack(list(self.verified_rows())) if token is None else self._verified().call.logits(token)
 

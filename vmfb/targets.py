@@ -40,8 +40,8 @@ _SPIRV_FEATURES = (
 class Target:
     """A CPU, a level of CPU features, or a GPU, for which castiron compiles with `flags`.
 
-    isa: the instruction set of its kernels, such as "avx2"; empty if castiron has no kernels for
-    the target. cpu: LLVM's name; for `host`, the name that the CPU reports; for a GPU, its
+    isa: the instruction set of the kernels for the target, such as "avx2"; empty if castiron has no
+    such kernels. cpu: LLVM's name; for `host`, the name that the CPU reports; for a GPU, its
     architecture. features: LLVM's names of the features that the compiled code needs; for Vulkan,
     SPIR-V's. driver: the driver of the IREE runtime that runs the code on a GPU; empty for a CPU.
     """
@@ -170,7 +170,7 @@ def _gpu(name: str) -> Target:
 def missing_features(target: Target) -> tuple[str, ...]:
     """Return what `target` needs and this machine lacks: LLVM's names of features, or its arch.
 
-    For a GPU, return the name of its driver, because this function loads no driver.
+    For a GPU, always return the name of its driver: this function does not check drivers.
     """
     if target.driver or target.arch != host_arch():
         return (target.driver or target.arch,)

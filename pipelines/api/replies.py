@@ -262,7 +262,7 @@ def _merged(parts: Iterable[CallPart]) -> list[CallPart]:
 def _call_chunk(part: CallPart, is_custom: bool) -> dict:
     """Return the JSON object of a part of a tool call, for a streamed chunk.
 
-    `is_custom`: whether it calls a custom tool, so that `arguments` is its input.
+    `is_custom`: whether the call is to a custom tool; then `arguments` is the tool's input.
     """
     kind, field = ("custom", "input") if is_custom else ("function", "arguments")
     if part.name is None:

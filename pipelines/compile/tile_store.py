@@ -80,7 +80,7 @@ def read_findings() -> tuple[Finding, ...]:
 def add_findings(findings: Iterable[Finding]) -> bool:
     """Store findings; return whether that worked.
 
-    They replace earlier findings of the same key and matmul.
+    New findings replace earlier findings of the same key and matmul.
     """
     found = {(finding.key, finding.product): finding for finding in (*read_findings(), *findings)}
     text = json.dumps(to_json(_Store(SCHEMA, tuple(found.values()))), indent=1)

@@ -167,8 +167,8 @@ def _probe(
 ) -> Kernel:
     """Return a probe kernel, with one workgroup per row of its result.
 
-    flops, nbytes: FLOP and bytes read of one call. write: emits the body; called as write(body, x,
-    y).
+    flops: FLOP of one call. nbytes: bytes that one call reads. write: emits the body; called as
+    write(body, x, y).
     """
     y = {"y": TensorType(result, F32)}
     return Kernel(f"probe_{name}", {"x": x}, y, result[0], write, dict, flops=flops, nbytes=nbytes)

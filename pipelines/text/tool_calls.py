@@ -196,7 +196,8 @@ class Calls:
     def _step_payload(self, pieces: list[Piece]) -> bool:
         """Move pending text to the payload, up to the end mark; return whether the mark was found.
 
-        The payload is the text of calls. Its final calls are added to `pieces`.
+        The payload is the text of calls. The parts of calls in it that are now final are added to
+        `pieces`.
         """
         certain, end, self._pending = split_at_mark(self._pending, [self.close] if self.close else [])
         self._payload += certain + end
