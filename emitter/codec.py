@@ -85,7 +85,10 @@ class Codec:
 
     @property
     def summed(self) -> bool:
-        """Return whether a matmul needs the sum of x over each group, for the offset or minima."""
+        """Return whether a matmul needs the sum of x over each group.
+
+        The matmul multiplies the offset of the codes, or the minima, by this sum.
+        """
         return bool(self.offset or self.minimum)
 
     def split(self, blocks: np.ndarray) -> Parts:

@@ -86,7 +86,9 @@ def bitcast_convert(x: Value, dtype: DType) -> Value:
 
 
 def broadcast_in_dim(x: Value, shape: Sequence[int], dims: Sequence[int]) -> Value:
-    """Broadcast `x` to `shape`: its dimension i becomes dimension `dims[i]`; extents of 1 repeat.
+    """Broadcast `x` to `shape`.
+
+    Dimension i of x becomes dimension `dims[i]` of the result; dimensions of size 1 repeat.
 
     `dims` must ascend. StableHLO allows any order, but IREE miscompiles some descending ones.
     """

@@ -252,7 +252,7 @@ def attention_decode(
 
 
 def head_parts(layout: HeadLayout, isa: Isa, cache: Cache) -> int:
-    """Return how many kernels should share the query heads of each kv head.
+    """Return among how many kernels the query heads of each kv head should be divided.
 
     The result is the smallest number for which the queries and partial results of a kernel fit on
     the stack.

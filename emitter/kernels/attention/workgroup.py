@@ -210,7 +210,10 @@ class Workgroup:
                     self.add_values(head.index, heads, d.index, first, count)
 
     def own_heads(self, head: Ssa, heads: range) -> list[Index]:
-        """Return the index `g` of each query head in `heads` of kv head `head`."""
+        """Return the index `g` (see the class) of each query head in `heads`.
+
+        The query heads use kv head `head`.
+        """
         low = self.b.mul(self.b.sub(head, self.first), self.group)
         return [self.b.add(low, g) for g in heads]
 

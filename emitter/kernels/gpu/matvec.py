@@ -7,8 +7,8 @@
       add totals and squares over the threads of a slot                                       shared
       y[token, row] = epilogue(total), with a norm: epilogue(total / rms)                     memory
 
-The weight is dequantised in registers. An RMS norm needs no pass of its own, because 1 / rms(x) is
-a factor of the result.
+The weight is dequantised in registers. An RMS norm needs no separate pass over x, because
+1 / rms(x) is a factor of the result.
 """
 
 from functools import cache

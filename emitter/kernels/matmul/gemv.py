@@ -2,8 +2,8 @@
 
 Each lane of a vector has one of 16 rows of W, so there are no sums across lanes. A record packs one
 codec block of each of 16 rows. x is prepared once per workgroup (`prepared_x`), so that a code
-costs only a mask, a conversion and an fma. A set is one or more 16-row blocks of W whose results
-are computed together; with a GLU it has blocks of both gate and up.
+costs only a mask, a conversion and an fma. A set is one or more consecutive 16-row blocks of W;
+with a GLU, a set has blocks of gate and of up.
 
     each workgroup: a share of the sets
       prefetch the first records of the first set
