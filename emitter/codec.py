@@ -1,4 +1,4 @@
-"""Formats of weights: `Codec` describes a format, and `Parts` has the arrays in unpacked blocks."""
+"""Formats of weights: `Codec` describes a format, and `Parts` has the arrays that blocks contain."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -38,7 +38,8 @@ class Matmul:
         number of (token, expert) pairs, and each row of x has `per_row` consecutive pairs.
     numerics: one of `NUMERICS`: the format of the operand x, and perhaps the order of additions.
 
-    Raises ValueError for an unknown codec, or if its block does not divide `in_features`.
+    Raises ValueError for an unknown codec, and if the codec's block size does not divide
+    `in_features`.
     """
 
     codec: str

@@ -326,7 +326,7 @@ def _gated_norm(graph: _Uses, op: Op) -> None:
 
 
 def _siblings(graph: _Uses, function: Graph) -> None:
-    """Turn the remaining linear operations into matmuls: those that are in no other fusion.
+    """Turn the linear operations that are in no other fusion into matmuls.
 
     Linear operations with the same input and codec (siblings) become one matmul.
     """

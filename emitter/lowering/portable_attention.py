@@ -196,8 +196,8 @@ def _seen(position: Value, other: Value, window: int | None) -> Value:
 def _seen_both_ways(start: Value, length: Value, shape: tuple[int, ...], window: int | None) -> Value:
     """Return whether token t attends to position i in bidirectional attention, as i1 [T, n].
 
-    It does if i < start + length, and if i differs from the token's position by less than `window`
-    (None: any number). shape: (T, n).
+    Token t is at position start + t. The token attends to position i if i < start + length and
+    |start + t - i| < window. If `window` is None, only the first condition applies. shape: (T, n).
     """
     last = ops.subtract(ops.add(start, length), ops.constant(1, I32, ()))
     position, other = ops.minimum(_positions(start, shape), ops.broadcast_in_dim(last, shape, ())), ops.iota(shape, 1)

@@ -53,9 +53,9 @@ class Config(SlidingConfig):
 
     rotary, kv_heads, head_dim: for layers with full attention. Fields with the prefix `sliding_`
     are for layers with a sliding window. own: the first `own` layers compute keys and values. Each
-    later layer uses those of layer `source(layer)`. keys_are_values: whether layers with full
-    attention use the projected keys as values too. per_layer: size of the embedding that each layer
-    adds for a token; 0 if the model has no such embeddings.
+    later layer uses the keys and values of layer `source(layer)`. keys_are_values: whether layers
+    with full attention use the projected keys as values too. per_layer: size of the embedding that
+    each layer adds for a token; 0 if the model has no such embeddings.
     """
 
     sliding_kv_heads: int

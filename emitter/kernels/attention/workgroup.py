@@ -20,8 +20,9 @@ rescale the sums. The result is the same, because the factor exp(-reference) can
           values = acc                                                                                 stack
 
 For long ranges, the kernel reads ahead: while it computes with some rows of the KV cache, it loads
-one word of each cache line of the next rows. It does so in memory order, which hardware prefetchers
-detect. It uses loads, because CPUs drop prefetch instructions when memory is busy.
+one word of each cache line of the next rows. These loads are in memory order, which hardware
+prefetchers detect. The kernel has no prefetch instructions for this purpose, because CPUs drop them
+when memory is busy.
 """
 
 from collections.abc import Mapping

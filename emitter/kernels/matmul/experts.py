@@ -17,7 +17,7 @@ With more pairs, the weights of an expert are decoded once for all of its pairs.
 `gemm`, with a block of (token, expert) pairs in place of a block of tokens:
 
     each workgroup (a set is 16 * `row_blocks` columns of y):
-      counts [experts] = number of each expert's pairs, of pairs 0 .. per_row * `length` - 1               stack
+      counts [experts] = number of each expert's pairs among pairs 0 .. per_row * `length` - 1            stack
       for expert, for block of up to `tokens` pairs of the expert:
         low, high = range of the sets that this workgroup computes for the block
         if low < high:

@@ -93,7 +93,7 @@ class Gemm:
     """A writer of the body of a matmul kernel for many tokens.
 
     The kernel decodes weights into a panel, a buffer on the stack, and multiplies many tokens by
-    it. Subclasses choose another class of `weights.panel` as `panel_type`.
+    the panel. Subclasses choose another class of `weights.panel` as `panel_type`.
     """
 
     panel_type: type[Any] = Panel

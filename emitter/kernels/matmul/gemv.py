@@ -129,9 +129,9 @@ class Gemv:
         """Emit code that multiplies sets low .. high - 1 of the weight by a part of x.
 
         A set is `self.set` consecutive 16-row blocks. Only records first .. last - 1 of each row
-        block are multiplied, by the x that belongs to them. After the last record of a row block,
-        the code also stores y. parts: stack buffer for the totals of records before `last`, or None
-        if all of x is prepared at once.
+        block are multiplied, by the elements of x at the same indices. After the last record of a
+        row block, the code also stores y. parts: stack buffer for the totals of records before
+        `last`, or None if all of x is prepared at once.
         """
         b, self.range = self.b, (first, last)
         self.x.fill(first * self.layout.elements, last * self.layout.elements)
@@ -213,8 +213,8 @@ class Gemv:
         """Return `totals` plus the dot products of x and one record with several codec groups.
 
         A dot product is d * sum(scale * sum(x * code)) + m * sum(minimum * sum(x)). The outer sums
-        are over the groups of a codec block. Each codec block has its own d and m, each group its
-        own scale and minimum.
+        are over the groups of a codec block. There are one d and one m for each codec block, one
+        scale and one minimum for each group.
         """
         b, records, groups = self.b, self.records, self.layout.groups
         minima = self.codec.minimum != 0

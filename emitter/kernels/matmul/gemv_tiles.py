@@ -40,8 +40,8 @@ class GemvTiles(Tiles):
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
         """Return the default tiles for `threads` threads.
 
-        With experts, each (token, expert) pair has its own workgroups. All pairs together have
-        about two workgroups for each thread, or one for each pair if there are more pairs.
+        With experts, no two (token, expert) pairs share a workgroup. The kernel then has about
+        2 * threads workgroups, but at least one for each pair.
         """
         blocks, records, size = matmul.weight_shape
         nbytes, codec = blocks * records * size, matmul.format

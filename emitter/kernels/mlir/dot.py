@@ -155,8 +155,8 @@ class Dot:
 class BlockDot(Dot):
     """A `Dot` with the layout of the instruction `smmla`: two rows of x and four outputs.
 
-    Lane 2 i + j of an accumulator belongs to row i of x. In the first accumulator it belongs to
-    output j, in the second to output 2 + j.
+    Lane 2 i + j of an accumulator belongs to row i of x. The lane belongs to output j in the first
+    accumulator, and to output 2 + j in the second one.
     """
 
     rows = quads = 2
