@@ -56,8 +56,9 @@ def selective_scan(step: Step, layer: int, x: Value, dt: Value, b: Value, c: Val
         S_t = exp(A d_t) S_(t-1) + d_t x_t B_t,  y_t = S_t C_t + D x_t
 
     x and y are [T, heads, head_dim], and dt is [T, heads]; d = softplus(dt + dt_bias) and A =
-    -exp(A_log). B and C are [T, groups, n]; each group serves heads / groups heads. The weights
-    `A_log`, `D` and `dt_bias` are [heads]. S is the state `scan` [layers, heads, head_dim, n].
+    -exp(A_log). B and C are [T, groups, n]; each group is used for heads / groups heads. The
+    weights `A_log`, `D` and `dt_bias` are [heads]. S is the state `scan` [layers, heads, head_dim,
+    n].
     """
     heads = x.shape[1]
     vectors = _rate(step, heads), step.vector("dt_bias", (heads,)), step.vector("D", (heads,))

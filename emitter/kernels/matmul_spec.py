@@ -181,7 +181,7 @@ class Matmul:
     def nbytes(self) -> int:
         """Return the bytes of memory traffic of a call: its operands and its result.
 
-        With experts, the weights of min(experts, number of (token, expert) pairs) experts count.
+        With experts, `weight` is counted as read for min(experts, number of pairs) experts.
         """
         types = self.operands() | self.results()
         weight = types.pop("weight").nbytes

@@ -64,7 +64,7 @@ class _Heads:
 class _Uses:
     """A record of which operations compute and use each value of a function.
 
-    It also has the fusions that have been found.
+    The record also has the fusions that have been found.
     """
 
     def __init__(self, function: Graph) -> None:

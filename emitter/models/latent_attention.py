@@ -28,8 +28,8 @@ class LatentConfig(DecoderConfig):
     head_dim: width of the KV cache's only head, which has `kv_lora_rank` features of the latent
     vector and then `qk_rope_head_dim` rotated features. scale: the factor of attention scores.
     sparse: for each layer, whether it has experts. groups: the number of groups of experts, and how
-    many groups a token may use. scores: "sigmoid" or "softmax", see `layers.route`. Experts that
-    are chosen by sigmoids have a correction, and their groups are rated by two experts.
+    many groups a token may use. scores: "sigmoid" or "softmax", see `layers.route`. With "sigmoid",
+    experts have a correction, and a group of experts is rated by its two best scores.
     """
 
     attention_bias: bool = False

@@ -125,7 +125,7 @@ class Gemm:
         """Emit code that stores in `self.sums` the dot products of tokens and weight rows.
 
         The tokens are first .. end - 1; the last tile may include tokens from `end` on. The weight
-        rows are those of `tiles.row_blocks` 16-row blocks from `first_block` on. They become the
+        rows are those of `tiles.row_blocks` 16-row blocks from `first_block` on. These rows are the
         columns of the panel.
         """
         b, depth, rows = self.b, self.tiles.depth, self.full_rows
