@@ -52,13 +52,13 @@ def main(args: argparse.Namespace) -> int:
 def bundle(path: str) -> tuple[dict, list[str]]:
     """Return a bundle's manifest as JSON values, and the lines that describe it."""
     from castiron.pipelines.checkpoints.hf_tensors import in_words
-    from castiron.pipelines.engine.memory import needed, slots_of, warn_of_shortage
+    from castiron.pipelines.engine.memory import mapped_weights, needed, slots_of, warn_of_shortage
     from castiron.vmfb.bundle import open_bundle
     from castiron.vmfb.manifest import dump
 
     manifest = open_bundle(path, run=False).manifest
     slots = slots_of(manifest)
-    warn_of_shortage(needed(manifest).weights)
+    warn_of_shortage(mapped_weights(manifest))
     source, facts = manifest.source, manifest.compile
     hub, adapter, text, module = source.get("hub"), source.get("adapter"), source.get("calibrated"), facts.get("custom_module")
     ignored, left_out = source.get("ignored_keys"), source.get("left_out")

@@ -275,15 +275,12 @@ def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False,
 
 def with_device(bundle: "Bundle", device: str | None) -> "Bundle":
     """Return the bundle, opened for the device of --device, with a progress bar for its upload."""
-    bar: Progress | None = None
+    bar = Progress()
 
     def report(done: int, total: int) -> None:
-        nonlocal bar
-        bar = bar or Progress()
         bar("uploading the weights", done / total)
         if done == total:
             bar.close()
-            bar = None
 
     return bundle.on_device(device, report)
 
@@ -295,7 +292,7 @@ def open_engine(args: argparse.Namespace) -> "tuple[Bundle, Engine]":
     """
     from castiron.pipelines.compile.open_model import require_generation
     from castiron.pipelines.engine.engine import Engine
-    from castiron.pipelines.engine.memory import needed, warn_of_shortage
+    from castiron.pipelines.engine.memory import mapped_weights, warn_of_shortage
 
     one_sequence = args.draft is args.speculate is args.prefix_cache is None
     bundle, draft = require_generation(open_model(args.bundle, args, one_sequence)), None
@@ -305,7 +302,7 @@ def open_engine(args: argparse.Namespace) -> "tuple[Bundle, Engine]":
 
         draft = open_draft(open_model(args.draft, args, draft=True), bundle, args.threads)
     manifests = [bundle.manifest, *([draft.session.manifest] if draft else [])]
-    warn_of_shortage(sum(needed(manifest).weights for manifest in manifests))
+    warn_of_shortage(mapped_weights(*manifests))
     return bundle, Engine(bundle, args.threads, single=True, store=store, draft=draft, ngrams=args.speculate == "ngram")
 
 

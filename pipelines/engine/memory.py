@@ -55,6 +55,11 @@ def slots_of(manifest: Manifest) -> int:
     return max(manifest.widths("batch"), default=1)
 
 
+def mapped_weights(*manifests: Manifest) -> int:
+    """Return the bytes of weights in the machine's memory; those of a GPU bundle are not there."""
+    return sum(manifest.files[WEIGHTS].size for manifest in manifests if not manifest.target.driver)
+
+
 def warn_of_shortage(weights: int) -> None:
     """Print a warning if `weights`, in bytes, exceed the machine's memory."""
     available = total_bytes()
@@ -70,8 +75,9 @@ def print_memory(manifest: Manifest, slots: int, draft: Manifest | None = None) 
     need, of_draft = needed(manifest, slots), needed(draft) if draft else None
     total = need.total + (of_draft.total if of_draft else 0)
     drafts = f"; draft: {of_draft}" if of_draft else ""
-    print_message(f"memory: {need}{drafts}; {megabytes(total)} at most, of {megabytes(total_bytes())}")
-    warn_of_shortage(need.weights + (of_draft.weights if of_draft else 0))
+    available = "" if manifest.target.driver else f", of {megabytes(total_bytes())}"
+    print_message(f"memory: {need}{drafts}; {megabytes(total)} at most{available}")
+    warn_of_shortage(mapped_weights(manifest, *([draft] if draft else [])))
 
 
 def total_bytes() -> int:

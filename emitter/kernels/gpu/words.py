@@ -144,8 +144,8 @@ class Layout:
             return half(parts.d) | half(parts.m) << 16
         if self.scales in ("k", "k6"):
             of_blocks = [x.astype(np.float32).view(np.uint32).reshape(-1, 1) for x in (parts.d, parts.m) if x is not None]
-            factors = [_joined(x.view(np.uint8), 8) for x in (parts.scales, parts.minima) if x is not None]
-            return np.concatenate([*of_blocks, *factors], 1).reshape(rows, -1)
+            of_groups = [_joined(x.view(np.uint8), 8) for x in (parts.scales, parts.minima) if x is not None]
+            return np.concatenate([*of_blocks, *of_groups], 1).reshape(rows, -1)
         groups = codec.block // codec.group
 
         def factors(of_block: np.ndarray, of_group: np.ndarray | None) -> np.ndarray:
