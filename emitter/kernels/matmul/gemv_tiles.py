@@ -40,8 +40,8 @@ class GemvTiles(Tiles):
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
         """Return the default tiles for `threads` threads.
 
-        With experts, no two (token, expert) pairs share a workgroup. The kernel then has about
-        2 * threads workgroups, but at least one for each pair.
+        With experts, no two (token, expert) pairs share a workgroup. The kernel then has at most
+        about 2 * threads workgroups, or one for each pair if there are more pairs.
         """
         blocks, records, size = matmul.weight_shape
         nbytes, codec = blocks * records * size, matmul.format
