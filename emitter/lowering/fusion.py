@@ -64,7 +64,7 @@ class _Heads:
 class _Uses:
     """A record of which operations compute and use each value of a function.
 
-    It also has the fusions that have been found.
+    The record also has the fusions that have been found.
     """
 
     def __init__(self, function: Graph) -> None:
@@ -327,7 +327,7 @@ def _gated_norm(graph: _Uses, op: Op) -> None:
 
 
 def _siblings(graph: _Uses, function: Graph) -> None:
-    """Turn the remaining linear operations into matmuls: those that are in no other fusion.
+    """Turn the linear operations that are in no other fusion into matmuls.
 
     Linear operations with the same input and codec (siblings) become one matmul.
     """
