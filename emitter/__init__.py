@@ -1,5 +1,5 @@
 """The emitter: builds a model's computation as a typed SSA graph and prints it as StableHLO text.
 
-Parts of the graph may be calls of castiron's own kernels. The package imports the standard library
-and numpy only, so it works without IREE.
+The graph may call kernels, which this package writes as MLIR text. The package imports the standard
+library and numpy only, so it works without IREE.
 """

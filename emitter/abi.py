@@ -55,7 +55,7 @@ class State:
 
     kind: "positional" (a row for each position), "window" (a ring buffer of rows) or "recurrent"
         (replaced by every token); `KINDS` has the shapes.
-    window: for the kind "window", how many positions a query attends to, including its own;
+    window: for the kind "window", how many positions a token attends to, the token itself included;
         otherwise 0.
     storage: the format of the elements, such as "f32" or "q8_0" (a key of `STORAGE`).
     layers: indices of the model's layers whose data is in the buffer, in the order of dimension 0.

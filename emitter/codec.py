@@ -1,4 +1,4 @@
-"""Formats of weights: `Codec` describes a format, and `Parts` has the arrays in unpacked blocks."""
+"""Formats of weights: `Codec` describes a format, and `Parts` has the arrays that blocks contain."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,7 +85,10 @@ class Codec:
 
     @property
     def summed(self) -> bool:
-        """Return whether a matmul needs the sum of x over each group, for the offset or minima."""
+        """Return whether a matmul needs the sum of x over each group.
+
+        The matmul multiplies the offset of the codes, or the minima, by this sum.
+        """
         return bool(self.offset or self.minimum)
 
     def split(self, blocks: np.ndarray) -> Parts:

@@ -2,7 +2,7 @@
 
 A grid is a list of vectors of four or eight values. A block stores one index of a vector for each
 four or eight elements. `iq_grids.json` has ggml's grids (ggml-common.h), in base64: each value of a
-grid is stored as its index in `_LEVELS`, which has `_BITS` bits. The lowest bits of a byte come
+grid is stored as an index in `_LEVELS`. An index has `_BITS` bits. The lowest bits of a byte come
 first.
 """
 
@@ -76,7 +76,7 @@ def _odd(scales: np.ndarray) -> np.ndarray:
 
 
 def _with_high(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Return indices high * 256 + low as u16 [n, k]."""
+    """Return indices of vectors in a grid, high * 256 + low, as u16 [n, k]."""
     return low | high.astype(np.uint16) << 8
 
 

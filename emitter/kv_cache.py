@@ -96,9 +96,9 @@ def layer_caches(windows: Mapping[int, int | None], context: int, kv_heads: int,
 
     Layers with full attention have the states `k` and `v`. Layers with a sliding window have the
     ring buffers `k_sliding` and `v_sliding`. Every state is [layers, context, kv_heads, head_dim],
-    where `layers` is the number of layers that use it. `cut_to_rings` shortens the ring buffers
-    later. windows: by layer index, the size of the layer's sliding window in tokens, or None for
-    full attention. All sliding windows must have the same size.
+    where `layers` is the number of layers that use the state. `cut_to_rings` shortens the ring
+    buffers later. windows: by layer index, the size of the layer's sliding window in tokens, or
+    None for full attention. All sliding windows must have the same size.
     """
     found: list[State] = []
     for window in sorted(set(windows.values()), key=bool):

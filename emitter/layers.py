@@ -144,7 +144,10 @@ def layer_norm(step: Step, x: Value, name: str, eps: float, bias: bool = True) -
 
 
 def head_norms(step: Step, x: Value, name: str, eps: float) -> Value:
-    """Apply to each head of x [T, heads, head_dim] its own LayerNorm, `<name>.norms.<head>`."""
+    """Apply a LayerNorm to each head of x [T, heads, head_dim].
+
+    Each head has a separate weight, in the module `<name>.norms.<head>`.
+    """
     with scope(name):
         weight = step.stack("weight", [f"norms.{head}.weight" for head in range(x.shape[1])], x.shape[2:])
         return build(LAYERS, "head_norms", (x, weight), (x.type,), {"eps": eps})[0]
@@ -252,9 +255,10 @@ def route(
 
     logits: [T, experts]. scores: "softmax" over all experts, or "sigmoid" of each logit.
     normalised: whether to divide the chosen weights by their sum. correction: [experts], added to
-    the scores for choosing only (arXiv:2408.15664). groups (n, m): the experts are n equal groups,
-    and only the m groups whose `rated` best scores have the largest sum are used (1 in
-    arXiv:2405.04434, 2 in arXiv:2412.19437). On a tie the lower index comes first.
+    the scores for choosing only (arXiv:2408.15664). groups: (n, m), where the experts are divided
+    into n equal groups, and experts of only the m best groups are chosen. rated: a group is rated
+    by the sum of its `rated` best scores (1 in arXiv:2405.04434, 2 in arXiv:2412.19437). On a tie
+    the lower index comes first.
     """
     tokens, experts = logits.shape
     operands = (logits,) if correction is None else (logits, correction)
@@ -300,8 +304,10 @@ def experts(
 def _orders_of_experts(step: Step, names: tuple[str, ...], count: int, features: int) -> Value | None:
     """Return the order of the columns of all experts' weights, [count, features], or None.
 
-    It has the feature of x for each stored column. names: the projections that read x. None: the
-    columns are in the order of x, or not all experts have one order, which `build` reports.
+    Element [e, i] is the feature of x that column i of expert e's weights multiplies. names: the
+    projections that read x. The result is None if the columns are in the order of x. It is also
+    None if only some experts have an order, or if the projections of an expert have different
+    orders; `build` reports these as errors.
     """
     path, module = current_path(), step.module
     weights = [[f"{path}.{e}.{name}.weight" for name in names] for e in range(count)]
@@ -357,7 +363,7 @@ def wanted_rows(step: Step, x: Value) -> Value:
 def lm_head(step: Step, x: Value, vocab: int, tied: bool, embedding: str = "model.embed_tokens") -> Value:
     """Return the logits [rows, vocab] of x [rows, hidden]; also set `step.hidden` to x.
 
-    tied: whether the head uses the weight of the module `embedding` instead of one of its own.
+    tied: whether the head uses the weight of the module `embedding` instead of a separate weight.
     """
     step.hidden = x
     if tied:

@@ -25,9 +25,9 @@ COMPARISONS = ("EQ", "NE", "LT", "LE", "GT", "GE")
 class Operation:
     """A kind of operation: its check and its MLIR text.
 
-    operands, results: how many an operation has, None if the number varies. problem: returns an
-    error message for an operation, or None if it is valid. text: gets an operation and the names of
-    its operands, and returns its MLIR text.
+    operands: number of operands, or None if it varies. results: number of results. problem: returns
+    an error message for an operation, or None if the operation is valid. text: gets an operation
+    and the names of its operands, and returns the MLIR text of the operation.
     """
 
     operands: int | None

@@ -36,7 +36,7 @@ def constant(value, dtype: DType, shape: Sequence[int] | None = None) -> Value:
 
 
 def iota(shape: Sequence[int], dim: int, dtype: DType = I32) -> Value:
-    """Append a tensor in which every element is its own index along `dim`."""
+    """Append a tensor in which every element is the index of this element along `dim`."""
     return _one("iota", (), TensorType(tuple(shape), dtype), dim=dim)
 
 
@@ -86,7 +86,9 @@ def bitcast_convert(x: Value, dtype: DType) -> Value:
 
 
 def broadcast_in_dim(x: Value, shape: Sequence[int], dims: Sequence[int]) -> Value:
-    """Broadcast `x` to `shape`: its dimension i becomes dimension `dims[i]`; extents of 1 repeat.
+    """Broadcast `x` to `shape`.
+
+    Dimension i of x becomes dimension `dims[i]` of the result; dimensions of size 1 repeat.
 
     `dims` must ascend. StableHLO allows any order, but IREE miscompiles some descending ones.
     """

@@ -32,8 +32,8 @@ class Dense:
     """A linear layer after pooling, followed by an activation and an optional LayerNorm.
 
     The weight is the tensor `<name>.linear.weight` [features, in]. bias: whether the layer has a
-    bias. activation: one of `ACTIVATIONS`. norm: epsilon of the LayerNorm `<name>.norm` and whether
-    it has a bias, or None if there is no norm.
+    bias. activation: one of `ACTIVATIONS`. norm: epsilon of the LayerNorm `<name>.norm`, and
+    whether this norm has a bias; None if there is no norm.
     """
 
     name: str

@@ -1,8 +1,9 @@
 """Layer operations with a recurrent state: causal convolution, gated delta rule, selective scan.
 
-A recurrent state does not grow with the sequence; each layer has a slice of it. The results are the
-same whether tokens come one by one, in chunks, padded, or in a batch with other sequences. `layer`
-is a layer's index in the model; `State.layers` has the indices of the layers that use a state.
+The size of a recurrent state does not depend on the length of the sequence. Each layer has a slice
+of the state. The results are the same whether tokens come one by one, in chunks, padded, or in a
+batch with other sequences. `layer` is a layer's index in the model; `State.layers` has the indices
+of the layers that use a state.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def gated_delta(step: Step, layer: int, q: Value, k: Value, v: Value, a: Value, 
 
         S_t = exp(g_t) S_(t-1) + k_t (beta_t (v_t - exp(g_t) k_t S_(t-1))),  out_t = q_t S_t / sqrt(k_dim)
 
-    q, k: [T, k_heads, k_dim], first divided by their L2 norm (epsilon 1e-6 under the root). Each
-    head serves v_heads / k_heads heads of v [T, v_heads, v_dim].
+    q, k: [T, k_heads, k_dim], first divided by their L2 norm (epsilon 1e-6 under the root).
+    v: [T, v_heads, v_dim]. Each head of q and k is used for v_heads / k_heads heads of v.
     a, b: [T, v_heads]. g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b), with the
     weights `A_log` and `dt_bias` [v_heads].
     S is the state `delta` [layers, v_heads, k_dim, v_dim]. The result is [T, v_heads, v_dim].
@@ -55,8 +56,9 @@ def selective_scan(step: Step, layer: int, x: Value, dt: Value, b: Value, c: Val
         S_t = exp(A d_t) S_(t-1) + d_t x_t B_t,  y_t = S_t C_t + D x_t
 
     x and y are [T, heads, head_dim], and dt is [T, heads]; d = softplus(dt + dt_bias) and A =
-    -exp(A_log). B and C are [T, groups, n]; each group serves heads / groups heads. The weights
-    `A_log`, `D` and `dt_bias` are [heads]. S is the state `scan` [layers, heads, head_dim, n].
+    -exp(A_log). B and C are [T, groups, n]; each group is used for heads / groups heads. The
+    weights `A_log`, `D` and `dt_bias` are [heads]. S is the state `scan` [layers, heads, head_dim,
+    n].
     """
     heads = x.shape[1]
     vectors = _rate(step, heads), step.vector("dt_bias", (heads,)), step.vector("D", (heads,))

@@ -21,14 +21,14 @@ from castiron.emitter.types import DTYPES, F32, EmitError, TensorType
 class Weight:
     """A tensor that the model reads: a tensor of the checkpoint, or one made of several.
 
-    codec: how the bundle stores it (a key of `castiron.emitter.codecs.CODECS`).
+    codec: the codec in which the bundle stores the weight (a key of `CODECS` in `emitter.codecs`).
     transform: a function applied to the f32 values before they are stored; then the codec is f32.
     values: a function that computes a table that is not in the checkpoint.
     parts: the checkpoint tensors (name, shape) whose rows are stacked; default: the tensor `name`.
     groups, rows: the stacked rows form `groups` equal groups. The weight has the rows from rows[0]
         to rows[1] - 1 of each group, such as those of q in a fused projection.
-    apart: (heads, n). In the checkpoint, the first n rows of each head are interleaved pairs. They
-        are stored as two halves, as `rope` expects.
+    apart: (heads, n). In the checkpoint, the first n rows of each head are interleaved pairs. The
+        bundle stores these rows as two halves, as `rope` expects.
     """
 
     name: str

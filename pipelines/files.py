@@ -50,7 +50,10 @@ def has_too_many_values(text: str | bytes, limit: int = MAX_VALUES) -> bool:
 
 
 def require_free_space(path: Path | str, needed: int, what: str) -> None:
-    """Remove abandoned files; raise PipelineError if a disk lacks `needed` bytes for `what`."""
+    """Remove abandoned files; raise PipelineError if the disk of `path` lacks `needed` bytes.
+
+    what: what the bytes are needed for, for the error message.
+    """
     path = Path(path).absolute()
     remove_abandoned(path.parent)
     folder = next(folder for folder in (path, *path.parents) if folder.is_dir())

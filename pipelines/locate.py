@@ -30,8 +30,8 @@ _NAME = re.compile(
 class HubName(NamedTuple):
     """A model name on Hugging Face's hub: `[hf.co/]ORG/NAME[@REVISION][:WANTED]`.
 
-    revision: a branch, tag or commit. wanted: a GGUF file, by its path or, as in llama.cpp, by the
-    end of its name before .gguf, such as Q4_K_M.
+    revision: a branch, tag or commit. wanted: a GGUF file: its path or, as in llama.cpp, the end of
+    its name without .gguf, such as Q4_K_M.
     """
 
     repository: str
@@ -109,10 +109,10 @@ def is_archive(path: Path) -> bool:
 
 
 def checkpoint_path(path: Path) -> Path:
-    """Return `path` if it may be a checkpoint; raise CheckpointError if it is something else.
+    """Return `path` if it may be a checkpoint; otherwise raise CheckpointError.
 
-    The other things are those that users mistake for a checkpoint: a bundle, an adapter, one file
-    of a checkpoint, a folder of GGUF files, or a model's folder in the hub's cache.
+    The error explains what users mistake for a checkpoint: a bundle, an adapter, one file of a
+    checkpoint, a folder of GGUF files, or a model's folder in the hub's cache.
     """
     if path.is_file() and path.name.endswith(PARTS) and _head(path) != b"GGUF":
         raise CheckpointError(f"{path} is one file of a checkpoint; give its directory, {path.absolute().parent}")
@@ -134,7 +134,7 @@ def checkpoint_path(path: Path) -> Path:
 
 
 def model_name(path: Path) -> str:
-    """Return a model's name: of its hub repository, or the last part of its path without .gguf."""
+    """Return the name of a model's hub repository, or else of its file or folder, without .gguf."""
     path = Path(os.path.abspath(path))
     source = source_of(path)
     if source and "file" not in source:

@@ -41,10 +41,10 @@ def source() -> str:
 
 
 def _defined(model_type: str) -> set[str]:
-    """Return the keys that a model type's config class has, or that its code reads.
+    """Return the keys that a model type's config class has, or that HF's code of the type reads.
 
-    The code is transformers' configuration and modeling module of the model type. The class's keys
-    are its fields and their aliases.
+    This code is transformers' configuration module and modeling module of the model type. The
+    config class has its fields, and aliases of fields, as keys.
     """
     class_ = CONFIG_MAPPING[model_type]
     name = class_.__module__

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 @dataclass(frozen=True)
 class Greedy:
-    """Greedily chosen tokens, and the margin of each: its logit minus the second largest logit."""
+    """Greedily chosen tokens, each with its margin: the largest minus the second largest logit."""
 
     tokens: list[int]
     margins: list[float]

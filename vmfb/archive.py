@@ -41,8 +41,8 @@ _MAX_DIRECTORY = 1_000_000
 class Part:
     """A range of bytes of an open file.
 
-    It stays readable if another file replaces the one at `path`. offset, size: the range in bytes.
-    lock: guards the position of `file`, which the parts of one archive share.
+    The part stays readable if another file replaces the file at `path`. offset, size: the range in
+    bytes. lock: guards the position of `file`, which the parts of one archive share.
     """
 
     path: Path
@@ -177,7 +177,7 @@ def write_archive(
 
 
 def _entry(name: str, offset: int, size: int) -> zipfile.ZipInfo:
-    """Return a zip entry, with its header at `offset`, padded so that its data starts on a page."""
+    """Return a zip entry with the header at `offset`, padded so that the data starts on a page."""
     entry = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
     entry.external_attr, entry.file_size = 0o644 << 16, size
     padding = -(offset + _LOCAL.size + len(name.encode()) + _ZIP64_EXTRA + _PADDING.size) % ALIGNMENT

@@ -22,9 +22,9 @@ Span = tuple[int, int]
 class Cover:
     """A planner of decode calls: it finds the cheapest calls for one token in each given slot.
 
-    A slot holds one sequence. A call of width w decodes w adjacent slots, the first of which is a
-    multiple of w. If several plans have the lowest cost, the one with the fewest calls is used,
-    then the one with the smallest total width.
+    A slot holds one sequence. A call of width w decodes a token in each of w adjacent slots; the
+    index of the first of these slots is a multiple of w. If several plans have the lowest cost, the
+    one with the fewest calls is used, then the one with the smallest total width.
     """
 
     def __init__(self, size: int, costs: Mapping[int, float]):
@@ -39,7 +39,7 @@ class Cover:
     def _of(self, slots: tuple[int, ...]) -> tuple[Span, ...]:
         """Return the cheapest calls that include all `slots`, as (first slot, width) pairs.
 
-        slots: in ascending order.
+        slots: indices of the slots, in ascending order.
         """
         # best[n]: (cost, number of calls, total width, spans) of the best plan for the last n slots.
         best: list[tuple[float, int, int, tuple[Span, ...]]] = [(0.0, 0, 0, ())]
@@ -57,9 +57,9 @@ class Cover:
 def costs_of(manifest: Manifest) -> dict[int, float]:
     """Return the estimated time of a decode call by its width, the number of sequences.
 
-    The unit is the time of one floating-point operation. A kernel's time is the longer of its
-    compute time and its memory read time, both at position 0. All times are 0 if the manifest does
-    not list the kernels' work.
+    The unit is the time of one floating-point operation. A kernel's time is its compute time or its
+    memory read time, whichever is longer, in a decode step at position 0. All times are 0 if the
+    manifest does not list the kernels' work.
     """
     functions = [manifest.function("decode"), *(manifest.function("batch", width) for width in manifest.widths("batch"))]
     work = manifest.compile.get("work", {})
@@ -142,9 +142,10 @@ class Batch:
         return {slot: found[slot - first] for slot in taken}
 
     def _save_logits(self, call: Call, stepped: Collection[int]) -> None:
-        """Copy the logits that slots still have in the results of `call`, before it runs again.
+        """Copy the logits that slots still need out of the results of `call`.
 
-        stepped: slots that get a new token, whose old logits are not needed.
+        The next run of `call` overwrites its results. stepped: slots that get a new token, whose
+        old logits are not needed.
         """
         for slot, session in enumerate(self.slots):
             if slot not in stepped and isinstance(session._last, Row) and session._last.call is call:

@@ -38,10 +38,10 @@ _MAX_MANIFEST = 16_000_000
 class Bundle:
     """An open bundle.
 
-    path: its directory, or its archive if it is `packed`. parts: open files of the bundle by name,
-    which stay readable if another bundle replaces this one; if None, `part` opens the files.
-    device: the GPU that runs the bundle, such as "vulkan:1"; None for the first GPU. progress:
-    called with (bytes, total) while weights are uploaded to a GPU.
+    path: the bundle's directory, or its archive if `packed` is true. parts: open files of the
+    bundle by name, which stay readable if another bundle replaces this one; if None, `part` opens
+    the files. device: the GPU that runs the bundle, such as "vulkan:1"; None for the first GPU.
+    progress: called with (bytes, total) while weights are uploaded to a GPU.
     """
 
     path: Path

@@ -140,7 +140,10 @@ def _key(text: str, flags: Sequence[str], target: Target) -> str:
 
 
 def _known(store: Path, key: str) -> tuple[dict, bytes] | None:
-    """Return the metadata (log, seconds, sha256) and vmfb of a cached result; None if unusable."""
+    """Return (metadata, vmfb) of a cached result; None if there is no usable result.
+
+    The metadata are the log, the seconds and the sha256 of the vmfb.
+    """
     with contextlib.suppress(OSError, ValueError):
         record, data = json.loads((store / f"{key}.json").read_bytes()), (store / f"{key}.vmfb").read_bytes()
         usable = isinstance(record, dict) and isinstance(record.get("log"), str) and "seconds" in record
@@ -212,7 +215,7 @@ def _disk_full(status: int, output: str) -> int | None:
 
 
 def _failure(status: int, output: str, log: str, source: Path, folder: Path) -> CompileError:
-    """Move the MLIR file `source` and write `log` to `folder`; return the error to raise.
+    """Move the MLIR file `source` to `folder`, write `log` there, and return the error to raise.
 
     status, output: the exit status and the output of iree-compile.
     """
@@ -234,7 +237,7 @@ def _failure(status: int, output: str, log: str, source: Path, folder: Path) -> 
 
 
 def _prune(store: Path) -> None:
-    """Remove old failures, and least recently used results if all exceed `MAX_CACHE_BYTES`.
+    """Remove the least recently used results beyond `MAX_CACHE_BYTES` in total, and old failures.
 
     A failure is a folder with the log and the MLIR text of a failed compilation.
     """

@@ -107,7 +107,7 @@ def _create(threads: int) -> rt.HalDevice:
 
 
 def _pinned_cpus(threads: int) -> list[int]:
-    """Return the id of the CPU to which each worker is to be pinned; empty to pin none.
+    """Return for each worker the id of the CPU to pin it to; an empty list pins no worker.
 
     If there is a worker for every CPU, all are pinned, because Linux sometimes runs two workers on
     the same CPU for the time of several tokens. If there are fewer workers, none is pinned, because

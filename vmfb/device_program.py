@@ -28,8 +28,8 @@ class DeviceProgram(Program):
     def __init__(self, bundle: Bundle, slots: int = 1):
         """Open the device, and upload the weights.
 
-        slots: the number of sequences whose states will be allocated. Raise DeviceError if there is
-        no such device, or if it has too little memory.
+        slots: the number of sequences whose states will be allocated. Raise DeviceError if the
+        device does not exist or has too little memory.
         """
         self._bundle, manifest = bundle, bundle.manifest
         self.info = find_device(manifest.target.driver, bundle.device)
@@ -98,7 +98,7 @@ class DeviceBuffer(Buffer):
 
 
 class DeviceMemory:
-    """Memory of a GPU, which several arrays share. view: the bytes in the runtime."""
+    """Memory of a GPU; several arrays may use parts of it. view: the same memory in the runtime."""
 
     def __init__(self, program: DeviceProgram, nbytes: int):
         buffer = program.device.allocator.allocate_buffer(_LOCAL, _USAGE, nbytes)
@@ -108,7 +108,7 @@ class DeviceMemory:
 
 
 class DeviceArray:
-    """An array in device memory, with the operations of NumPy arrays that states need.
+    """An array in device memory, with those operations of NumPy arrays that states use.
 
     An index is a slice of dimension 0, or slices of dimensions 0 and 1. The slice of dimension 1
     must start at 0. The result shares the memory. `copy` and `numpy.asarray` download the data.
@@ -118,7 +118,7 @@ class DeviceArray:
     def __init__(self, memory: DeviceMemory, offset: int, stride: int, shape: tuple[int, ...], dtype: np.dtype):
         """Create an array in existing memory.
 
-        offset: of the first element, in bytes. stride: bytes between elements of dimension 0.
+        offset: bytes before the first element. stride: bytes between elements of dimension 0.
         """
         self.memory, self.offset, self._stride, self.shape, self.dtype = memory, offset, stride, shape, dtype
         self.size = prod(shape)

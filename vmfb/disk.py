@@ -28,7 +28,7 @@ def reason(error: OSError) -> str:
 
 @contextlib.contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Set `path` as the file name of an OSError in the `with` body that has no file name.
+    """Add the file name `path` to an OSError from the `with` body, if the error has no file name.
 
     For example, the error for a full disk has no file name.
     """

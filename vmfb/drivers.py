@@ -34,8 +34,8 @@ class DeviceInfo:
     """A GPU as its driver describes it.
 
     id: the driver and the device's number, such as "vulkan:0". memory: bytes of device memory, None
-    if the driver does not report it. version: versions of the driver. features: what the driver
-    reports about data types and units, or the architecture.
+    if the driver does not report it. version: versions of the driver and its API. features: names
+    of the features that the driver reports, and of the GPU's architecture if known.
     """
 
     id: str

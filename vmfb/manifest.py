@@ -75,10 +75,10 @@ class Accuracy:
 
     It is measured only for numerics "fast", which rounds activations.
 
-    against: the reference. text: name of the text on which both were run. tokens: number of tokens
-    that were compared. context: number of tokens in a chunk of the text. kld_...: mean, standard
-    error of the mean, 99th percentile and maximum of the Kullback-Leibler divergence. same_top_p:
-    fraction of positions with the same argmax. same_top_p_error: its standard error.
+    against: the reference. text: name of the text on which the logits were compared. tokens: number
+    of tokens that were compared. context: number of tokens in a chunk of the text. kld_...: mean,
+    standard error of the mean, 99th percentile and maximum of the Kullback-Leibler divergence.
+    same_top_p: fraction of positions with the same argmax. same_top_p_error: its standard error.
     """
 
     against: str
@@ -111,7 +111,7 @@ class EncoderConfig:
         dense: output features of each linear layer after the pooling.
         prompts: texts to put before an input, by name.
         lower_case: whether texts are converted to lower case first.
-        relevance: for a reranker, the function from its output to a score: sigmoid or identity.
+        relevance: a reranker's function from an output to a score: sigmoid or identity.
         types: whether the ids of the second text of a pair are increased by the vocabulary's size,
             which gives them the second token type.
     """
@@ -149,8 +149,8 @@ class Manifest:
         codecs: number of tensors by codec.
         functions: each has a role, such as prefill, and a width, its number of tokens or sequences.
         files: size and hash of each file by name; BundleWriter sets it.
-        hidden: length of the vectors that functions return, 0 if none does.
-        known_answer: what a GPU must compute before it runs the bundle; None for a CPU.
+        hidden: length of the vectors that functions return, 0 if they return none.
+        known_answer: results that a GPU must reproduce before it runs the model; None for a CPU.
         tool_format: how the model writes tool calls, the fields of `text.tool_formats.ToolFormat`.
     """
 
@@ -271,7 +271,7 @@ _FACTS: Mapping[str, Mapping[str, Any]] = {
 def _check_facts(name: str, facts: Mapping[str, Any]) -> None:
     """Raise RecordError if a value in `facts` has a wrong type or size.
 
-    facts: the manifest's object `source` or `compile`. name: which of these it is.
+    facts: the manifest's object `source` or `compile`. name: "source" or "compile".
     """
     found = {key: from_json(kind, facts[key], f"{name}.{key}") for key, kind in _FACTS[name].items() if key in facts}
     for kernel, work in [pair for kernels in found.get("work", {}).values() for pair in kernels.items()]:

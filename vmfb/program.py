@@ -130,7 +130,7 @@ class Loaded:
 class Program(Loaded):
     """A bundle loaded on a device.
 
-    Methods that call its functions must have the decorator `exclusive`.
+    Methods that call functions of the bundle must have the decorator `exclusive`.
     """
 
     def __init__(self, source: Bundle | Path | str, threads: int | None = None):
@@ -205,7 +205,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def exclusive(method: Method) -> Method:
     """Return a method that calls `method` while no other thread uses `self.program`.
 
-    If another thread does, the returned method raises SessionError.
+    While another thread uses `self.program`, the returned method raises SessionError.
     """
 
     @wraps(method)
@@ -245,7 +245,7 @@ class Buffer:
         _buffers.add(self)
 
     def part(self, start: int, stop: int) -> Buffer:
-        """Return rows `start` to `stop` of the first dimension, in the same memory."""
+        """Return a buffer of the rows `start` to `stop` - 1 of dimension 0, in the same memory."""
         row = self._flat.size // self.array.shape[0]
         shape = (stop - start, *self.array.shape[1:])
         return Buffer(self._program, shape, self._dtype, self._flat[start * row : stop * row])
@@ -335,10 +335,10 @@ _others: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictio
 
 
 def release_at_exit(owner: Any, *attributes: str) -> None:
-    """Register `attributes` of `owner`, which are set to None in this order when the process exits.
+    """Set `attributes` of `owner` to None, in this order, when the process exits.
 
-    This frees objects of the runtime. Attributes with results of calls must come before their
-    device.
+    This frees objects of the runtime. Attributes that refer to results of calls must come before
+    the attribute that refers to their device.
     """
     _others[owner] = attributes
 

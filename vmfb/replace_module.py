@@ -19,13 +19,13 @@ MODULE_KEYS = ("key", "flags", "text_sha256", "seconds", "iree_compile_seconds",
 
 
 def replace_module(bundle: Bundle, module: Path, out: Path) -> Bundle:
-    """Write a copy of `bundle` with the compiled module `module` instead of its own modules.
+    """Write a copy of `bundle` in which the compiled module `module` replaces all other modules.
 
-    out: directory of the copy, which may be the bundle's own. The bundle's other files are linked
-    or copied. The manifest's `compile.custom_module` records the new module's path, sha256 and
-    runtime; measurements of the old module are dropped. Raise BundleError if this runtime cannot
-    read the new module, or if the module lacks a function of the manifest or has it with other
-    types. If this machine can run the bundle, also raise BundleError if the module reads a
+    out: directory of the copy, which may be the directory of `bundle`. The bundle's other files are
+    linked or copied. The manifest's `compile.custom_module` records the new module's path, sha256
+    and runtime; measurements of the old module are dropped. Raise BundleError if this runtime
+    cannot read the new module, or if the module lacks a function of the manifest or has one with
+    other types. If this machine can run the bundle, also raise BundleError if the module reads a
     parameter that the weights file lacks.
     """
     _check_module(module, bundle.manifest)

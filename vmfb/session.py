@@ -29,7 +29,8 @@ class Session:
     Attributes:
         position: the number of tokens in the states, which is the position of the next token.
         chunked_tokens: number of tokens, from position 0 on, that full prefill calls of width
-            `widest` appended. Sessions that append equal tokens in such calls get equal bits.
+            `widest` appended. Sessions that append equal tokens in such calls have the same
+            bits in their states.
     """
 
     def __init__(
@@ -177,7 +178,8 @@ class Session:
     def verified_logits(self, token: int | None = None) -> np.ndarray:
         """Return the logits of the last `verify`, f32 `[tokens, vocab]`.
 
-        token: index of a token whose logits `[vocab]` to return instead.
+        token: index of a token; if given, only the logits of this token are returned, f32
+        `[vocab]`.
         """
         return np.stack(list(self.verified_rows())) if token is None else self._verified().call.logits(token)
 
@@ -199,7 +201,7 @@ class Session:
         return self._last
 
     def reachable(self, position: int) -> int:
-        """Return the largest position that `rewind` can return to and that is at most `position`."""
+        """Return the largest position up to `position` that `rewind` can return to."""
         if not 0 <= position <= self.position:
             raise SessionError(
                 f"a session at position {self.position} cannot be rewound to {position}; use 0 to {self.position}"
@@ -246,7 +248,7 @@ class Session:
 
     @exclusive
     def keep(self) -> None:
-        """Store a snapshot of this position if a later `rewind` to this position may need it.
+        """Store a snapshot of the current position if a later `rewind` to it may need one.
 
         If there are too many snapshots, or they are too large, the oldest are dropped.
         """
@@ -260,7 +262,7 @@ class Session:
     def copy_from(self, other: Session, position: int) -> None:
         """Set this session's states to those that the session `other` had at `position`.
 
-        Raise SessionError if `other` is of another program or `position` is not `reachable` in it.
+        Raise SessionError if `other` runs another program or cannot be rewound to `position`.
         """
         if other.program is not self.program:
             raise SessionError("cannot copy the states of a session of another program; use two sessions of one program")
@@ -281,7 +283,7 @@ class Session:
         return [state.rows(position) for state in self._states]
 
     def begins(self, tokens: int, position: int) -> bool:
-        """Return whether `rows(tokens)` suffices to start another session at `position`.
+        """Return whether `rows(tokens)` has all rows that another session needs at `position`.
 
         tokens: this session's position when `rows` is called, at least `position`.
         """
@@ -289,7 +291,11 @@ class Session:
 
     @property
     def settled(self) -> bool:
-        """Return whether no ring buffer contains rows of tokens that a rewind has removed."""
+        """Return whether the states have only valid rows.
+
+        A rewind removes tokens, whose rows stay in a ring buffer until new tokens overwrite them.
+        These rows are invalid.
+        """
         return all(state.settled(self.position) for state in self._states)
 
     @exclusive
@@ -297,7 +303,8 @@ class Session:
         """Set the states to `rows`, and the position to `position`.
 
         rows: the result of `rows(p)` in a session of this bundle, where p is `position`, or a later
-        position for which `begins(p, position)` is true. chunked_tokens: that session's value.
+        position for which `begins(p, position)` is true. chunked_tokens: the attribute
+        `chunked_tokens` of that session.
         """
         self._move_to(0)
         for state, array in zip(self._states, rows, strict=True):

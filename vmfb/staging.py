@@ -75,7 +75,7 @@ def replace_folder(new: Path, path: Path) -> None:
 
 
 def locked(folder: Path) -> contextlib.AbstractContextManager:
-    """Lock `folder`, so that no other process renames its entries; not reentrant."""
+    """Lock `folder`, so that no other process renames entries of this folder; not reentrant."""
     return _lock(folder, wait=True)
 
 

@@ -2,10 +2,11 @@
 
 - positional `[layers, context, ...]`: row p belongs to position p. Rows past the position are never
   read, so that going back costs nothing, and the state of any earlier position can be copied.
-- window `[layers, rows, ...]`: a ring buffer; position p is in row p mod rows. The next token
-  attends to the last `window - 1` rows. After the ring has wrapped, a sequence can go back by at
-  most `rows - window + 1` tokens without a snapshot.
-- recurrent `[layers, ...]`: every token overwrites it; it can go back to 0, or with a snapshot.
+- window `[layers, n, ...]`: a ring buffer of n rows; position p is in row p mod n. The next token
+  attends to itself and to the last `window - 1` positions. After the ring has wrapped, a sequence
+  can go back by at most `n - window + 1` tokens without a snapshot.
+- recurrent `[layers, ...]`: every token overwrites the state; without a snapshot, a sequence can
+  go back to position 0 only.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ class Positional:
         self.array, self.window = array, window
 
     def can_return(self, now: int, position: int) -> bool:
-        """Return whether a sequence at position `now` can go back to `position` without a snapshot."""
+        """Return whether a sequence can go back from `now` to `position` without a snapshot."""
         return True
 
     def go_back(self, now: int, position: int) -> None:
-        """Remove the tokens from `position` to `now` - 1; `can_return(now, position)` must be true."""
+        """Remove the tokens from `position` to `now` - 1; requires `can_return(now, position)`."""
 
     def load(self, rows: np.ndarray, position: int, furthest: int) -> None:
-        """Set the state to that of another sequence, which is at `position` and has these `rows`.
+        """Set the state to `rows`, which are those of another sequence at `position`.
 
-        furthest: the attribute `furthest` of that sequence's state, which this state gets too.
+        furthest: the new value of `self.furthest`, from the state of that sequence.
         """
         self.array[:, :position] = rows[:, :position]
 
@@ -54,7 +55,7 @@ class Positional:
         return None if self.can_return(now + ahead, now) else (self.rows(now).copy(), self.furthest)
 
     def restore(self, now: int, position: int, saved: Saved | None) -> None:
-        """Go back from `now` to the `position` at which `saved` was made."""
+        """Go back from position `now` to `position`; `saved`: the result of `save` there."""
         if saved is None:
             self.go_back(now, position)
         else:
@@ -74,23 +75,24 @@ class Positional:
         return self.array[:, :position]
 
     def settled(self, position: int) -> bool:
-        """Return whether all rows of removed tokens have been overwritten, or are never read.
+        """Return whether the state has only valid rows; `position`: the position of the sequence.
 
-        position: the position of the sequence.
+        A rewind removes tokens, whose rows stay in a ring buffer until new tokens overwrite them.
+        These rows are invalid.
         """
         return True
 
     def begins(self, written: int, position: int) -> bool:
-        """Return whether `rows(written)` suffices to start another sequence at `position`.
+        """Return whether `rows(written)` has all rows that another sequence needs at `position`.
 
         written: this sequence's position when `rows` is called, at least `position`.
         """
         return True
 
     def take(self, rows: np.ndarray, position: int) -> None:
-        """Set the state to `rows`, the result of `rows(written)`, to continue at `position`.
+        """Set the state to `rows`, to continue a sequence at `position`.
 
-        `begins(written, position)` must be true.
+        rows: the result of `rows(written)`, for which `begins(written, position)` must be true.
         """
         self.load(rows, position, position)
 

@@ -40,10 +40,10 @@ _SPIRV_FEATURES = (
 class Target:
     """A CPU, a level of CPU features, or a GPU, for which castiron compiles with `flags`.
 
-    isa: the instruction set of its kernels, such as "avx2"; empty if castiron has none for it. cpu:
-    LLVM's name; for `host`, the name that the CPU reports; for a GPU, its architecture. features:
-    LLVM's names of the features that the compiled code needs; for Vulkan, SPIR-V's. driver: the
-    driver of the IREE runtime that runs the code on a GPU; empty for a CPU.
+    isa: the instruction set of the kernels for the target, such as "avx2"; empty if castiron has no
+    such kernels. cpu: LLVM's name; for `host`, the name that the CPU reports; for a GPU, its
+    architecture. features: LLVM's names of the features that the compiled code needs; for Vulkan,
+    SPIR-V's. driver: the driver of the IREE runtime that runs the code on a GPU; empty for a CPU.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Target:
 
 
 def isa_of(arch: str, features: Collection[str]) -> str:
-    """Return the widest instruction set of castiron's kernels that a CPU has; empty for none."""
+    """Return the widest instruction set that both castiron's kernels and a CPU have; "" for none."""
     if arch == "x86_64":
         needs = {
             "amx": {*_V4, "avx512vnni", "avx512bf16", TILES, "amx-bf16"},
@@ -170,7 +170,7 @@ def _gpu(name: str) -> Target:
 def missing_features(target: Target) -> tuple[str, ...]:
     """Return what `target` needs and this machine lacks: LLVM's names of features, or its arch.
 
-    For a GPU, return the name of its driver, because this function loads no driver.
+    For a GPU, always return the name of its driver: this function does not check drivers.
     """
     if target.driver or target.arch != host_arch():
         return (target.driver or target.arch,)

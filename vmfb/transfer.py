@@ -170,8 +170,9 @@ class Transfer:
     ) -> None:  # fmt: skip
         """Copy `count` blocks of `length` bytes.
 
-        The first block starts at `source_at` and is copied to `target_at`. Each next block starts
-        `source_by` bytes, or in the target `target_by` bytes, after the start of the last.
+        The first block starts at `source_at` and is copied to `target_at`. From the start of one
+        block to the start of the next are `source_by` bytes in the source and `target_by` bytes in
+        the target.
         """
         if source_by == target_by == length:
             length, count = length * count, 1
@@ -201,7 +202,7 @@ class Transfer:
         return np.where(unfit, -1, words[: 4 * rows].view(np.int32)).tolist()
 
     def run(self, name: str) -> np.ndarray:
-        """Return the result, f32 `[n]`, of a function of device.vmfb without operands."""
+        """Call `name`, a function of device.vmfb without operands; return its result, f32 `[n]`."""
         results = rt.VmVariantList(1)
         self._context.invoke(self._module.lookup_function(name), rt.VmVariantList(0), results)
         view = results.get_as_object(0, rt.HalBufferView)

@@ -20,8 +20,8 @@ _KEY, _SPAN = struct.Struct("<II"), struct.Struct("<QQQ")
 class Upload:
     """The parameters of compiled modules in device memory.
 
-    It replaces the runtime's own module, which would upload the weights again for every module and
-    cannot report progress.
+    It replaces the parameter module of the runtime, which would upload the weights once per
+    compiled module and cannot report progress.
     """
 
     def __init__(

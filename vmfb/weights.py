@@ -39,11 +39,11 @@ def write_irpa(
 ) -> str:
     """Write `entries` (name, data, (shape, dtype)) in order; return the file's sha256 in hex.
 
-    data: an array, or a function that returns the array and is called when it is written. The array
-    must have the given shape and item size. Its dtype may be another one, such as uint16 for
-    bf16, because the file stores no dtypes. progress: called with (bytes written, total bytes)
-    after every tensor. Raise WeightsError, and leave no file, for a duplicate name or an array of
-    another shape.
+    data: an array, or a function that returns the array; the function is called just before the
+    array is written. The array must have the given shape and item size. Its dtype may be another
+    one, such as uint16 for bf16, because the file stores no dtypes. progress: called with (bytes
+    written, total bytes) after every tensor. Raise WeightsError, and leave no file, for a duplicate
+    name or an array of another shape.
     """
     plan = [(name, data, tuple(shape), np.dtype(dtype)) for name, data, (shape, dtype) in entries]
     sizes = [prod(shape) * dtype.itemsize for _, _, shape, dtype in plan]
@@ -103,7 +103,7 @@ def read_irpa(data: memoryview) -> dict[str, memoryview]:
 def _head(names: list[bytes], sizes: list[int]) -> tuple[bytes, list[int], int]:
     """Return (bytes of the file before the data, offset of each tensor, offset of the data).
 
-    The tensors' offsets count from the start of the data, in bytes.
+    The offset of a tensor counts from the start of the data, in bytes.
     """
     table = _HEADER.size + -_HEADER.size % 16
     text = table + len(names) * _ENTRY_SIZE

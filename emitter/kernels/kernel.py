@@ -25,8 +25,8 @@ class Kernel:
     write: called as write(body, **arguments) to emit the body. The arguments are memrefs and index
         values by name, for all operands and for the results that are not in `in_place`.
     reference: computes the results by name from the operands by name, in NumPy.
-    flops, nbytes: FLOPs and bytes of memory traffic of a call, as a number or as a function of the
-        position of the first token in its sequence.
+    flops, nbytes: FLOPs and bytes of memory traffic of a call: a number, or a function of the
+        position of the call's first token in the sequence.
     in_place: names of the results that overwrite an operand, each with the name of that operand.
     matmul: the `Matmul` that the kernel computes, if `castiron tune` can vary its tiles, or None.
     fenced: whether compilers must not fuse multiplications and additions (see `Body`).

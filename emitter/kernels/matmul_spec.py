@@ -28,7 +28,7 @@ class Matmul:
     """The specification of y = x W^T, for x [tokens, in] and a packed weight W [out, in].
 
     codec: name of the codec of W.
-    rms_eps: epsilon of an RMS norm that the kernel applies to x (for one token only), or None.
+    rms_eps: epsilon of an RMS norm that the kernel applies to x (on CPUs for one token only), or None.
     bias, residual: whether the kernel adds a bias or a residual to y.
     glu: activation of a GLU, y = act(gate) * up, or None. With a GLU, W has alternate blocks of 16
         rows of gate and of up, gate first (`weights.packing.interleave_rows`).
@@ -38,7 +38,8 @@ class Matmul:
         number of (token, expert) pairs, and each row of x has `per_row` consecutive pairs.
     numerics: one of `NUMERICS`: the format of the operand x, and perhaps the order of additions.
 
-    Raises ValueError for an unknown codec, or if its block does not divide `in_features`.
+    Raises ValueError for an unknown codec, and if the codec's block size does not divide
+    `in_features`.
     """
 
     codec: str
@@ -180,7 +181,7 @@ class Matmul:
     def nbytes(self) -> int:
         """Return the bytes of memory traffic of a call: its operands and its result.
 
-        With experts, the weights of min(experts, number of (token, expert) pairs) experts count.
+        With experts, `weight` is counted as read for min(experts, number of pairs) experts.
         """
         types = self.operands() | self.results()
         weight = types.pop("weight").nbytes

@@ -31,8 +31,8 @@ ROWS = 4  # rows of a workgroup
 def rounded_types(rows: int, in_features: int, codec: Codec) -> dict[str, TensorType]:
     """Return the types of the results of the kernel `round_x`, by name.
 
-    x has the shape [rows, in_features]. codec: the codec of the weight that x is multiplied by; its
-    group size and its minima determine the shape and type of `sums`.
+    x has the shape [rows, in_features]. codec: the codec of the weight that x is multiplied by. The
+    result `sums` has one sum for each codec group: f32 if the codec has minima, otherwise i32.
     """
     return {
         "y": TensorType((rows, in_features // 4), I32),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from castiron.emitter.abi import NUMERICS
 from castiron.emitter.ir import Module
+from castiron.emitter.kernels.gpu.matvec import MAX_TOKENS
 from castiron.emitter.kernels.matmul.selection import kernel_of
 from castiron.emitter.kernels.matmul.tiles import Tiles
 from castiron.emitter.kernels.matmul_spec import Matmul
@@ -62,7 +63,7 @@ def lower(
         if lowering == "portable":
             rewrite(function, portable.RULES, lowered)
         elif lowering == "gpu":
-            rewrite(fuse(function, NORM_LIMIT, residuals=True), gpu.rules(), lowered)
+            rewrite(fuse(function, gpu.NORM_LIMIT, MAX_TOKENS, residuals=True), gpu.rules(), lowered)
         else:
             rewrite(fuse(function, NORM_LIMIT), kernels.Context(unit, threads, project).rules(), lowered)
     if numerics == "canonical":

@@ -8,7 +8,7 @@ Patterns, for T tokens:
 - siblings: linear layers with the same input and codec become one matmul of stacked weights.
 - GLU: act(linear(x)) * linear(x).
 - residual: y + linear(x).
-- norm: an RMS norm whose result only linear layers use, if T is 1.
+- norm: an RMS norm whose result only linear layers use, for few tokens (T = 1 on CPUs).
 - residual of a norm or of experts (for GPUs): y + norm(x), or y + experts(x).
 - convolution: act(causal_conv(x)).
 - gated norm: rms_norm(gated_delta(...)) * silu(z), the norm over a head.
@@ -64,7 +64,7 @@ class _Heads:
 class _Uses:
     """A record of which operations compute and use each value of a function.
 
-    It also has the fusions that have been found.
+    The record also has the fusions that have been found.
     """
 
     def __init__(self, function: Graph) -> None:
@@ -89,11 +89,12 @@ class _Uses:
         return op if op is not None and op.kind == kind and self.uses[value] == 1 else None
 
 
-def fuse(function: Graph, norm_limit: int, residuals: bool = False) -> Graph:
+def fuse(function: Graph, norm_limit: int, norm_tokens: int = 1, residuals: bool = False) -> Graph:
     """Return a copy of a function in which all patterns of this module are fused.
 
-    norm_limit: max number of features of an RMS norm that is fused. residuals: whether norms
-    and experts whose result is only added to a residual become one operation with the addition.
+    norm_limit, norm_tokens: max numbers of features and of tokens of an RMS norm that is fused.
+    residuals: whether norms and experts whose result is only added to a residual become one
+    operation with the addition.
     """
     graph = _Uses(function)
     for op in function.ops:
@@ -109,7 +110,7 @@ def fuse(function: Graph, norm_limit: int, residuals: bool = False) -> Graph:
             if residuals:
                 _residual_of_other(graph, op)
         elif op.kind == "rms_norm":
-            _norm(graph, op, norm_limit)
+            _norm(graph, op, norm_limit, norm_tokens)
     _siblings(graph, function)
     fused: list[Op] = []
     for op in function.ops:
@@ -295,10 +296,10 @@ def _residual_of_other(graph: _Uses, op: Op) -> None:
             return
 
 
-def _norm(graph: _Uses, op: Op, limit: int) -> None:
+def _norm(graph: _Uses, op: Op, limit: int, tokens: int) -> None:
     x = op.results[0]
     readers = graph.readers.get(x, [])
-    if op in graph.absorbed or x.shape[0] != 1 or x.type.rank != 2 or x.shape[1] > limit or not readers:
+    if op in graph.absorbed or x.type.rank != 2 or x.shape[0] > tokens or x.shape[1] > limit or not readers:
         return
     if all(reader.kind == "linear" and reader.operands[0] is x for reader in readers) and graph.uses[x] == len(readers):
         graph.norms[x] = op
@@ -326,7 +327,7 @@ def _gated_norm(graph: _Uses, op: Op) -> None:
 
 
 def _siblings(graph: _Uses, function: Graph) -> None:
-    """Turn the remaining linear operations into matmuls: those that are in no other fusion.
+    """Turn the linear operations that are in no other fusion into matmuls.
 
     Linear operations with the same input and codec (siblings) become one matmul.
     """

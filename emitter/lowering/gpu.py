@@ -40,6 +40,9 @@ from castiron.emitter.lowering.rewrite import Rule
 from castiron.emitter.step import Weight, source
 from castiron.emitter.types import I32, TensorType
 
+# The widest RMS norm fused into a matmul. It costs a load of the norm's weight for each load of x.
+NORM_LIMIT = 1 << 16
+
 
 def words_param(weights: Sequence[Weight], experts: int = 1) -> Param:
     """Return one parameter with the rows of all `weights` as words (`gpu.words`).

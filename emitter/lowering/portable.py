@@ -57,7 +57,7 @@ class Stored:
         def part(name: str, width: int) -> Value:
             """Return array `name` of `Parts` as f32 [rows, width].
 
-            The parameter has the array's own type, such as i8.
+            The parameter has the element type of the array, such as i8.
             """
             dtype = {"<f2": F16, "<f4": F32}.get(sample[name].dtype.str, I8)
             take = lambda raw: split(raw)[name].view(np.int8) if dtype == I8 else split(raw)[name]
@@ -301,7 +301,8 @@ def split_orders(op: Op, stacked: tuple[Stored, ...]) -> tuple[tuple[Stored, ...
 def ordered(x: Value, order: Stored | None, expert: Value) -> Value:
     """Return x [pairs, in] with each row in the order of the columns of its expert's weight.
 
-    order: [experts, in], the feature of each column; None for no other order. expert: i32 [pairs].
+    order: [experts, in], the feature of x for each column, or None if the columns are in the order
+    of x. expert: i32 [pairs].
     """
     if order is None:
         return x

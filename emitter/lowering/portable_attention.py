@@ -1,4 +1,8 @@
-"""Lower attention to StableHLO, for KV caches of all positions and for ring buffers."""
+"""Lower attention to StableHLO, for KV caches of all positions and for ring buffers.
+
+A cache is [layers, positions, kv_heads, *row], where `row` is the shape in which a format stores
+the key or value of one head (`Cache.row`).
+"""
 
 from __future__ import annotations
 
@@ -44,13 +48,16 @@ def attention(
 
 
 def _of_layer(cache: Value, layer: int) -> Value:
-    """Return the rows [rows, kv_heads, *row] of one layer of a cache."""
+    """Return the keys or values of one layer of a cache, [positions, kv_heads, *row]."""
     rows = ops.slice_(cache, (layer, *[0] * (cache.type.rank - 1)), (layer + 1, *cache.shape[1:]))
     return ops.reshape(rows, cache.shape[1:])
 
 
 def _with_layer(cache: Value, layer: int, rows: Value, first: Value) -> Value:
-    """Return the cache with `rows` [n, kv_heads, *row] stored in a layer from row `first` on."""
+    """Return the cache with `rows` [n, kv_heads, *row] stored in a layer.
+
+    first: index in dimension 1 of the cache at which the first of the `rows` is stored.
+    """
     at = (ops.constant(layer, I32, ()), first, *[ops.constant(0, I32, ())] * (cache.type.rank - 2))
     return ops.dynamic_update_slice(cache, ops.reshape(rows, (1, *rows.shape)), at)
 
@@ -79,9 +86,9 @@ def _over_positions(
 
 
 def _rounded(x: Value, stored: Cache) -> Value:
-    """Return keys or values x [n, kv_heads, head_dim] rounded to the format of a cache.
+    """Convert f32 keys or values x [n, kv_heads, head_dim] to the storage format of a cache.
 
-    The result is [n, kv_heads, *row], where row is the shape in which the format stores one head.
+    The result is [n, kv_heads, *row], in the element type of the cache, such as int8 for q8_0.
     """
     if not stored.grouped:
         return ops.convert(x, stored.dtype)
@@ -97,7 +104,7 @@ def _rounded(x: Value, stored: Cache) -> Value:
 
 
 def _widened(rows: Value, stored: Cache) -> Value:
-    """Return rows in the format of a cache, [n, kv_heads, *row], as f32 [n, kv_heads, head_dim]."""
+    """Convert rows [n, kv_heads, *row] of a cache to f32 keys or values [n, kv_heads, head_dim]."""
     if not stored.grouped:
         return ops.convert(rows, F32)
     *peak, size = rows.shape
@@ -153,10 +160,10 @@ def _over_ring(
 
 
 def _ring_positions(end: Value, rows: int) -> Value:
-    """Return the position that each row of a ring buffer has, i32 [rows].
+    """Return the position whose key or value each row of a ring buffer stores, i32 [rows].
 
-    All positions below `end` have been stored in order. A row without a position has a negative
-    number.
+    All positions below `end` have been stored in order. The result is negative for rows in which
+    nothing has been stored.
     """
     row = ops.iota((rows,), 0)
     # Add `rows` first, so that the dividend is not negative: division rounds towards zero.
@@ -176,8 +183,8 @@ def _positions(start: Value, shape: tuple[int, ...]) -> Value:
 def _seen(position: Value, other: Value, window: int | None) -> Value:
     """Return whether a token at `position` attends to position `other`, as i1 [T, n].
 
-    position, other: i32 [T, n]. window: number of positions that a token attends to, including its
-    own, or None for all.
+    position, other: i32 [T, n]. window: number of positions that a token attends to, the token
+    itself included; None for all.
     """
     seen = ops.compare("LE", other, position)
     if window is None or window >= other.shape[1]:
@@ -189,8 +196,8 @@ def _seen(position: Value, other: Value, window: int | None) -> Value:
 def _seen_both_ways(start: Value, length: Value, shape: tuple[int, ...], window: int | None) -> Value:
     """Return whether token t attends to position i in bidirectional attention, as i1 [T, n].
 
-    It does if i < start + length, and if i differs from the token's position by less than `window`
-    (None: any number). shape: (T, n).
+    Token t is at position start + t. The token attends to position i if i < start + length and
+    |start + t - i| < window. If `window` is None, only the first condition applies. shape: (T, n).
     """
     last = ops.subtract(ops.add(start, length), ops.constant(1, I32, ()))
     position, other = ops.minimum(_positions(start, shape), ops.broadcast_in_dim(last, shape, ())), ops.iota(shape, 1)

@@ -93,7 +93,8 @@ class Projector:
     def _x(self, x: Value, matmul: Matmul) -> dict[str, Value]:
         """Return the operands of a matmul kernel that represent x, by name.
 
-        If the kernel needs x in another format, all such matmuls of x share one conversion.
+        If the kernel needs x in another format, all matmuls that need x in this format share one
+        conversion.
         """
         if matmul.numerics == "exact":
             return {"x": x}

@@ -44,8 +44,8 @@ class DecoderConfig(ModelConfig):
     """The config of a decoder.
 
     tied: whether the output head uses the embedding's weight. attention_bias, mlp_bias: whether
-    linear layers have biases. They are read from the config only in families whose dataclass
-    declares them again with a default; in other families they are False.
+    linear layers have biases. Both of these fields are False unless a family's dataclass declares
+    them again with a default; then they are read from the config.
     """
 
     tied: bool
@@ -67,7 +67,7 @@ class DecoderConfig(ModelConfig):
 
 
 class SlidingConfig(DecoderConfig):
-    """The config of a decoder whose layers with a sliding window have other rotary frequencies.
+    """The config of a decoder with two sets of rotary frequencies.
 
     rotary: the frequencies of layers with full attention. sliding_rotary: the frequencies of layers
     with a sliding window.

@@ -51,7 +51,7 @@ class DeltaConfig(HybridConfig):
 def delta_fields(c: ConfigReader) -> dict[str, Any]:
     """Return the fields of a `DeltaConfig` that `ConfigReader.read` cannot read by itself.
 
-    They have other keys or other defaults than in most families.
+    For these fields, the config's keys or HF's defaults differ from those of most families.
     """
     layers, interval = c.take("num_hidden_layers"), c.take("full_attention_interval", 4)
     types = [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(layers)]

@@ -18,7 +18,7 @@ class Config(DecoderConfig):
     """The config of Falcon-H1.
 
     ssm_multipliers: factors of Mamba's gate, x, B, C and dt. mlp_multipliers: factors of the MLP's
-    gate and of its result.
+    gate and of the MLP's output.
     """
 
     attention_bias: bool = False

@@ -1,8 +1,8 @@
 """Gemma 4 as in HF `Gemma4ForCausalLM`.
 
 Layers with full attention have larger heads than those with a sliding window. The last layers
-attend to keys and values of earlier layers. Each layer has a token embedding of its own. Some
-models have experts beside the MLP.
+attend to keys and values of earlier layers. Each layer has a separate embedding of the tokens.
+Some models have experts in parallel with the MLP.
 """
 
 from dataclasses import dataclass
@@ -53,9 +53,9 @@ class Config(SlidingConfig):
 
     rotary, kv_heads, head_dim: for layers with full attention. Fields with the prefix `sliding_`
     are for layers with a sliding window. own: the first `own` layers compute keys and values. Each
-    later layer uses those of layer `source(layer)`. keys_are_values: whether layers with full
-    attention use the projected keys as values too. per_layer: size of the embedding that each layer
-    adds for a token; 0 if the model has no such embeddings.
+    later layer uses the keys and values of layer `source(layer)`. keys_are_values: whether layers
+    with full attention use the projected keys as values too. per_layer: size of the embedding that
+    each layer adds for a token; 0 if the model has no such embeddings.
     """
 
     sliding_kv_heads: int
@@ -127,10 +127,10 @@ def read_experts(c: ConfigReader) -> Experts | None:
 
 
 def full_heads(c: ConfigReader, windows: list[int | None], keys_are_values: bool) -> dict[str, int]:
-    """Return `head_dim` and `num_key_value_heads` of the layers with full attention, by these keys.
+    """Return `head_dim` and `num_key_value_heads` of layers with full attention, by these names.
 
-    A key is left out if the config has no value of its own for these layers. keys_are_values:
-    whether these layers use their keys as values.
+    A name is missing if the config has no separate value for these layers. keys_are_values: whether
+    these layers use their attention keys as values.
     """
     kv_heads, head_dim = c.take("num_global_key_value_heads", None), c.take("global_head_dim", 512)
     if "per_layer_config" not in c.config:
@@ -183,8 +183,8 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
 def mixed(step: Step, c: Config, e: Experts, x: Value, dense: Value) -> Value:
     """Return the sum of an MLP's output and the experts' output, after a norm of each.
 
-    x: the layer's hidden states before the MLP and its norm; the experts get them too. dense: the
-    output of the MLP. x, dense and the sum are [T, hidden].
+    x: the layer's hidden states before the MLP's norm, which are also the input of the experts.
+    dense: the output of the MLP. x, dense and the sum are [T, hidden].
     """
     with scope("router"):
         h = multiply(rms_norm(step, x, None, c.eps), broadcast_in_dim(values(step, "scale", (c.hidden,)), x.shape, (1,)))
@@ -219,7 +219,7 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def layer_embeddings(step: Step, c: Config, x: Value) -> list[Value | None]:
-    """Return each layer's own embedding of the tokens, [T, per_layer], as a list.
+    """Return a list with an embedding of the tokens for each layer, [T, per_layer].
 
     The elements are None if the model has no such embeddings. An embedding is (embedding of the
     token + projection of x) / sqrt(2). x: [T, hidden].

@@ -28,8 +28,8 @@ class LatentConfig(DecoderConfig):
     head_dim: width of the KV cache's only head, which has `kv_lora_rank` features of the latent
     vector and then `qk_rope_head_dim` rotated features. scale: the factor of attention scores.
     sparse: for each layer, whether it has experts. groups: the number of groups of experts, and how
-    many groups a token may use. scores: "sigmoid" or "softmax", see `layers.route`. Experts that
-    are chosen by sigmoids have a correction, and their groups are rated by two experts.
+    many groups a token may use. scores: "sigmoid" or "softmax", see `layers.route`. With "sigmoid",
+    experts have a correction, and a group of experts is rated by its two best scores.
     """
 
     attention_bias: bool = False
@@ -54,8 +54,8 @@ class LatentConfig(DecoderConfig):
 def latent_fields(c: ConfigReader, kv_heads: int | None, positions: int, q_lora_rank: int, nope: int) -> dict[str, Any]:
     """Return some fields of a `LatentConfig`, as keyword arguments of `ConfigReader.read`.
 
-    They are those whose keys or defaults are not the usual ones. kv_heads, positions, q_lora_rank,
-    nope: HF's defaults of `num_key_value_heads` (None: `num_attention_heads`),
+    The fields are those whose keys or defaults are not the usual ones. kv_heads, positions,
+    q_lora_rank, nope: HF's defaults of `num_key_value_heads` (None: `num_attention_heads`),
     `max_position_embeddings`, `q_lora_rank` and `qk_nope_head_dim`.
     """
     # HF computes `qk_head_dim` from its parts, and never reads `pretraining_tp`.

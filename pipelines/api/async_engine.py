@@ -68,7 +68,7 @@ class AsyncEngine:
         """Queue `requests` of one client and pass their events to `listener`.
 
         Raises QueueFull if they do not all fit in the queue, and Stopping after `drain`. In both
-        cases it queues none of them.
+        cases no request is queued.
         """
         with self._wake:
             if self._draining:

@@ -37,8 +37,8 @@ class EmbeddingsEngine:
     def __init__(self, embedder: Embedder, queue: int, count_text: Callable[[int], None]):
         """Prepare the thread that runs `embedder`.
 
-        `queue`: max waiting requests of one client; all clients together can have
-        `QUEUES * queue`. `count_text`: called with the number of tokens of each embedded text.
+        `queue`: max waiting requests of one client; all clients together can have `QUEUES * queue`
+        waiting requests. `count_text`: called with the number of tokens of each embedded text.
         """
         self.embedder, self.queue, self.count_text = embedder, queue, count_text
         self._thread = ThreadPoolExecutor(1, "model")
@@ -91,7 +91,7 @@ class EmbeddingsEngine:
 
 @dataclass
 class EmbeddingsJob:
-    """A request in progress: its tokenized texts and the function that computes its answer."""
+    """A request in progress: tokenized texts, and the function that computes the answer."""
 
     texts: Sequence[Tokens]
     answer: Callable[[], Any]

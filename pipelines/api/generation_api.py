@@ -139,9 +139,10 @@ class GenerationApi(ModelApi):
             raise unsupported(param, str(error)) from None
 
     async def _prompt_ids(self, prompt: str | list[int], body: CompletionRequest, fim: Fim | None) -> list[int]:
-        """Return the token ids of a prompt; with `fim`, of the FIM prompt with `prompt` as prefix.
+        """Return the token ids of `prompt`; with `fim`, of a FIM prompt whose prefix is `prompt`.
 
-        Raises ApiError 400 if the prompt and the max tokens of the answer do not fit in the context.
+        Raises ApiError 400 if the prompt and the max tokens of the answer do not fit in the
+        context.
         """
         ids: Any = prompt
         if isinstance(prompt, str):
@@ -238,7 +239,7 @@ class GenerationApi(ModelApi):
             default: max tokens if `limit` is None; None for as many as fit in the context.
             prompt_logprobs: top_logprobs of prompt tokens, None without log-probabilities.
             stop_tokens: end tokens besides the model's, unless the request has ignore_eos.
-            options: other options of `text_request`, which replace those of `body`.
+            options: other options of `text_request`; they override options that `body` sets.
         """
         if isinstance(reply, ChoicesReply):
             stream_options = body.stream_options or StreamOptions()

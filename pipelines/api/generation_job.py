@@ -18,8 +18,8 @@ from castiron.pipelines.text.text_output import Delta, TextOutput
 class Job:
     """An API request in progress, with an engine request for each choice of its answer.
 
-    share: memory reserved for log-probabilities and grammars. prompts: for each engine request, the
-    index of its prompt. events: engine events that have not been read. ended: engine requests that
+    share: memory reserved for log-probabilities and grammars. prompts: the index of the prompt of
+    each engine request. events: engine events that have not been read. ended: engine requests that
     have finished.
     """
 

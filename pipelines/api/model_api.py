@@ -44,10 +44,10 @@ class Limits:
     """Limits and defaults of requests.
 
     seconds: max duration, including the wait in the queue. body_bytes: max size of a request body.
-    temperature, repeat_penalty: defaults of sampling, None for the model's own. priorities: whether
-    requests may set `priority`. retained_bytes: max memory of the log-probabilities and grammars of
-    all requests, None for a fraction of the machine's memory. strict_requests: whether fields that
-    have no effect are an error.
+    temperature, repeat_penalty: default sampling options, None for the model's defaults.
+    priorities: whether requests may set `priority`. retained_bytes: max memory of the
+    log-probabilities and grammars of all requests, None for a fraction of the machine's memory.
+    strict_requests: whether fields that have no effect are an error.
     """
 
     seconds: float = 600.0

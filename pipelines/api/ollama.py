@@ -216,8 +216,8 @@ def _messages(messages: Iterable[OllamaMessage]) -> list[dict[str, Any]]:
     """Convert messages to OpenAI's format.
 
     Ollama's clients send no ids of tool calls, but some chat templates need them. A call without an
-    id gets a number. A tool result without an id gets the id of the first call of its function that
-    has no result yet.
+    id gets a number. A tool result without an id gets the id of the first unanswered call to the
+    same function.
     """
     found, open_calls = list[dict[str, Any]](), list[tuple[str, str]]()
     for message in messages:

@@ -40,7 +40,8 @@ def listed_model(name: str, manifest: Manifest, date: datetime) -> dict[str, Any
 def running_model(name: str, manifest: Manifest, size: int, keep: float | None) -> dict[str, Any]:
     """Return the entry of an open model in /api/ps.
 
-    size: bytes of its weights and states. keep: seconds until it is closed, None if it stays open.
+    size: bytes of the model's weights and states. keep: seconds until the model is closed, None if
+    the model stays open.
     """
     now = datetime.now(UTC)
     expires = now + (FOREVER if keep is None else timedelta(seconds=keep))

@@ -95,7 +95,7 @@ class ChoicesReply(Reply):
 
     @abstractmethod
     def opening(self, index: int) -> dict | None:
-        """Return the chunk before the text of choice number `index`, or None if it needs none."""
+        """Return the chunk to send before the text of choice number `index`, or None for no chunk."""
 
     @abstractmethod
     def delta(self, index: int, delta: Delta, end: Finished | None = None) -> dict:
@@ -262,7 +262,7 @@ def _merged(parts: Iterable[CallPart]) -> list[CallPart]:
 def _call_chunk(part: CallPart, is_custom: bool) -> dict:
     """Return the JSON object of a part of a tool call, for a streamed chunk.
 
-    `is_custom`: whether it calls a custom tool, so that `arguments` is its input.
+    `is_custom`: whether the call is to a custom tool; then `arguments` is the tool's input.
     """
     kind, field = ("custom", "input") if is_custom else ("function", "arguments")
     if part.name is None:
@@ -287,7 +287,7 @@ class CompletionReply(ChoicesReply):
         """Build the answer.
 
         `logprobs`: number of top tokens for each token, None without log-probabilities. `echoes`:
-        for each choice, the prompt to repeat at its start.
+        the prompt to repeat at the start of each choice.
         """
         super().__init__(model, token_bytes, logprobs is not None)
         self.top, self.echoes = logprobs, echoes

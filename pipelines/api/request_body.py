@@ -19,7 +19,7 @@ MAX_UNKNOWN = 100
 
 
 class Unsupported:
-    """An annotation of an unsupported field: it may only be null or one of `values`."""
+    """An annotation of an unsupported field, which may only be null or one of `values`."""
 
     def __init__(self, *values: Any, code: str = "unsupported_parameter"):
         self.values, self.code = values, code

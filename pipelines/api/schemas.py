@@ -110,7 +110,7 @@ MAX_PRIORITY = 2**53
 
 
 def _biases(value: Any) -> Any:
-    """Return OpenAI's object, or llama.cpp's list of [key, bias], as `Biases`.
+    """Convert OpenAI's object, or llama.cpp's list of [key, bias], to `Biases`.
 
     As in llama.cpp, the bias false forbids a token.
     """

@@ -155,9 +155,9 @@ def run(engine: Engine | None, works: Iterator[Work | None]) -> Iterator[Answere
 def in_windows(works: Iterable[Work | None], max_requests: int = MAX_REQUESTS) -> Iterator[Work | None]:
     """Yield records with their requests, sorted by prompt within each window.
 
-    A window is a group of consecutive items of `works` with about `max_requests` requests. It ends
-    early if it is WAIT seconds old and no more items are available. While no item is available and
-    the window has not ended, None is yielded.
+    A window is a group of consecutive items of `works` with about `max_requests` requests. A window
+    ends early if it is WAIT seconds old and no more items are available. While no item is available
+    and the window has not ended, None is yielded.
     """
     window, size, tokens, began = list[Work](), 0, 0, 0.0
     for work in works:

@@ -55,7 +55,7 @@ class Adapter:
 
 
 def adapter_sha256(path: Path) -> str:
-    """Return the SHA-256 (hex) of an adapter's config and weights together."""
+    """Return one SHA-256 (hex) over the config and the weights of an adapter."""
     hashes = [bytes.fromhex(Part.of(path / name).sha256()) for name in (CONFIG, WEIGHTS)]
     return hashlib.sha256(b"".join(hashes)).hexdigest()
 

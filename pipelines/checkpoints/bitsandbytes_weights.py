@@ -22,7 +22,7 @@ _LARGEST_INT8 = np.float32(127)
 
 
 def read_4_bits(stored: Stored) -> tuple[Tensor, ...]:
-    """Return a weight of type NF4 or FP4 as a tensor [out, in] of a codec of that kind.
+    """Return a weight of type NF4 or FP4 as a tensor [out, in], in castiron's codec of this type.
 
     A scale (absmax) belongs to `blocksize` consecutive elements of the weight in row-major order,
     also across the end of a row. With `nested_blocksize`, scales are quantised too: they are u8

@@ -56,7 +56,7 @@ _child = ChildProcess(seconds=10, max_bytes=2 << 30)
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A tensor of a checkpoint, with its HF name, or of a GGUF file, with its GGUF name."""
+    """A tensor, whose name is HF's in a Checkpoint and GGUF's in a GgufFile."""
 
     name: str
     shape: tuple[int, ...]  # (out, in) for a linear layer
@@ -81,7 +81,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Encoding:
-    """The parts of an embedding model or reranker after the transformer, and its prompts."""
+    """The layers after the transformer of an embedding model or reranker, and the prompts."""
 
     pooling: Pooling
     prompts: Mapping[str, str] = field(default_factory=dict)  # text to put before an input, by the prompt's name
@@ -109,7 +109,7 @@ class Checkpoint:
     generation_config: dict = field(default_factory=dict)
     left_out: Mapping[str, int] = field(default_factory=dict)  # number of dropped tensors by prefix, as model.visual
     encoding: Encoding | None = None
-    quantization_config: dict | None = None  # that of config.json, if the weights are quantised
+    quantization_config: dict | None = None  # the one in config.json, if the weights are quantised
     column_orders: Mapping[str, str] = field(default_factory=dict)  # by weight: the tensor with the order of its columns
 
 
@@ -124,7 +124,7 @@ def map_file(path: Path) -> memoryview:
 
 
 def without(keys: Mapping, ignored: Sequence[str], where: Path) -> dict:
-    """Return the mapping `keys` without the keys `ignored`; CheckpointError if it lacks one."""
+    """Return `keys` without those in `ignored`; raise CheckpointError if one of these is absent."""
     if absent := [key for key in ignored if key not in keys]:
         raise CheckpointError(f"{where} has no key {shorten(absent[0])}; remove it from --ignore-key")
     return {key: value for key, value in keys.items() if key not in ignored}

@@ -1,4 +1,4 @@
-"""Read the parts of an embedding model or reranker after the transformer from an HF directory."""
+"""Read from an HF directory what an embedding model or reranker has after the transformer."""
 
 from __future__ import annotations
 

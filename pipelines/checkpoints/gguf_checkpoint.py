@@ -31,7 +31,7 @@ _NAMED = re.compile(r"(?:blk\.(?P<layer>\d{1,9})\.)?(?P<leaf>.+)\.(?P<suffix>wei
 
 
 def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
-    """Open a GGUF file without the metadata keys `ignore_keys`."""
+    """Open a GGUF file; ignore_keys: metadata keys to leave out."""
     file = read_gguf(path)
     file = replace(file, metadata=without(file.metadata, ignore_keys, path), tensors=scaled(path, file.tensors))
     kind = file.metadata.get("general.type")
@@ -219,9 +219,10 @@ def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
 
 
 def key_head_parts(config: dict, parts: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """Return for each part of a tensor with rows grouped by key head the indices of its rows.
+    """Return the indices of the rows of each part of a tensor whose rows are grouped by key head.
 
-    parts: the letters of each part by HF's leaf; see `Architecture.grouped`.
+    parts: the letters of each part by HF's leaf; see `Architecture.grouped`. The result is by HF's
+    leaf too.
     """
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     sizes = {"h": values // keys, "k": config["linear_key_head_dim"], "v": values // keys * config["linear_value_head_dim"]}
@@ -234,7 +235,7 @@ def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Iter
     """Yield a tensor with its columns reordered.
 
     If a codec block spans two heads, yield the tensor as it is, and the order of its columns.
-    order: for each column its index in the stored tensor; columns of a head stay together.
+    order: for each column its index in the stored tensor; the columns of a head stay adjacent.
     """
     block = CODECS[tensor.codec].block
     if head_dim % block:

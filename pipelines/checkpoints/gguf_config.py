@@ -64,7 +64,7 @@ def encoding_of(file: GgufFile) -> Encoding | None:
 
 
 def hf_config(file: GgufFile) -> dict:
-    """Return the content of the model's config.json, from the metadata of a GGUF file."""
+    """Return what the model's config.json contains, from the metadata of a GGUF file."""
     row, metadata = architecture_of(file), Metadata(file)
     config: dict = {"model_type": row.model_type, **row.constants}
     for names, read in ((row.ints, metadata.integer), (row.floats, metadata.real)):

@@ -60,10 +60,11 @@ def chooses_by_sigmoid(file: GgufFile) -> bool:
 
 
 def latent_attention(config: dict, metadata: Metadata) -> None:
-    """Set the config's sizes of heads for DeepSeek V2 and V3.
+    """Set the config's head sizes for DeepSeek V2 and V3.
 
-    A file with absorbed projections has the sizes of its latent head, and those of HF's heads in
-    keys that end in _mla. Older files have only HF's.
+    Older files have the sizes of HF's heads in metadata such as attention.key_length. Files with
+    absorbed projections have the sizes of the latent head there, and the sizes of HF's heads in
+    metadata such as attention.key_length_mla.
     """
     rotated, latent = metadata.required("rope.dimension_count"), metadata.required("attention.kv_lora_rank")
     key, value = (metadata.integer(f"attention.{side}_length") for side in ("key", "value"))
@@ -79,7 +80,7 @@ def latent_attention(config: dict, metadata: Metadata) -> None:
 
 
 def latent_experts(config: dict, metadata: Metadata) -> None:
-    """Set the config's keys about how DeepSeek V2 and V3 weight and group experts."""
+    """Set the config's options for scaling and grouping the experts of DeepSeek V2 and V3."""
     metadata.get("expert_gating_func")  # chooses_by_sigmoid reads it
     config["norm_topk_prob"] = metadata.flag("expert_weights_norm", False)
     if config["model_type"] == "deepseek_v2":
@@ -95,10 +96,11 @@ def latent_yarn(config: dict, metadata: Metadata) -> None:
 
 
 def joined_key_values(file: GgufFile, keys: Tensor, values: Tensor, name: str) -> Tensor:
-    """Return latent attention's `kv_b_proj` [heads * (key + value), latent].
+    """Return latent attention's `kv_b_proj` [heads * (k + v), latent].
 
-    keys: [heads, latent, key]; values: [heads, value, latent]. Blocks of quantised keys do not
-    divide rows of the result, which is then in f32.
+    keys: [heads, latent, k]; values: [heads, v, latent], where k and v are the sizes of a key and a
+    value. Quantised keys and values are converted to f32, because a quantised block of the keys
+    spans several rows of the result.
     """
     (heads, latent, key), value = (keys.shape + (0, 0))[:3], values.shape[1]
     if len(keys.shape) != 3 or values.shape != (heads, value, latent):

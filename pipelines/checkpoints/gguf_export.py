@@ -216,7 +216,7 @@ def _exported(
 
 
 def _vector(tensor: Tensor, name: str, read: Read, order: np.ndarray | None) -> Tensor:
-    """Return a vector with the GGUF name `name`, for which A_log becomes -exp(A_log)."""
+    """Return a vector as the GGUF tensor `name`; the vector A_log is converted to -exp(A_log)."""
 
     def data() -> np.ndarray:
         values = read(tensor.name, "f32", None).view("<f4")

@@ -50,14 +50,20 @@ class Metadata:
         return value
 
     def integer(self, key: str, default: int | None = None) -> int | None:
-        """Return the non-negative integer under a key, or the number that an array repeats."""
+        """Return the non-negative integer under a key.
+
+        An array of equal integers counts as one integer.
+        """
         value = self._typed(key, numbers.Integral, "a whole number", default)
         if value is not None and value < 0:
             raise self.invalid(key, "0 or more")
         return value
 
     def real(self, key: str, default: float | None = None) -> float | None:
-        """Return the finite number under a key, or the number that an array repeats."""
+        """Return the finite number under a key.
+
+        An array of equal numbers counts as one number.
+        """
         value = self._typed(key, numbers.Real, "a number", default)
         if value is not None and not math.isfinite(value):
             raise self.invalid(key, "finite")
@@ -189,7 +195,7 @@ class Architecture:
     """The rules to convert a GGUF file's keys and tensors to HF's for one `general.architecture`.
 
     A leaf is the name of a tensor in its block, without ".weight": `attn_q` in
-    `blk.0.attn_q.weight`. Default values are those of most architectures.
+    `blk.0.attn_q.weight`. The default values fit most architectures.
     """
 
     model_type: str

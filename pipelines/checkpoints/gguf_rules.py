@@ -1,7 +1,7 @@
-"""Rules that set HF's config keys from a GGUF file, if a row of `gguf_architectures` cannot.
+"""Rules: functions that set values in HF's config for which `gguf_architectures` needs code.
 
-A rule is a function of the config, which it modifies, and of the file's metadata.
-Sources: llama.cpp's converter and src/models; HF's config classes and modeling_rope_utils.
+A rule takes the config, which it modifies, and the metadata of the GGUF file. Sources: llama.cpp's
+converter and src/models; HF's config classes and modeling_rope_utils.
 """
 
 import math
@@ -79,7 +79,7 @@ def rope_factors(config: dict, metadata: Metadata) -> None:
 
 
 def rope_scaling(config: dict, metadata: Metadata) -> None:
-    """Set the config's `rope_scaling` (linear or YaRN) from the rope.scaling keys."""
+    """Set the config's `rope_scaling` (linear or YaRN) from the metadata named rope.scaling.*."""
     kind = metadata.string("rope.scaling.type", "none")
     factor = metadata.real("rope.scaling.factor") or metadata.real("rope.scale_linear") or 1.0
     original = metadata.integer("rope.scaling.original_context_length")
@@ -183,10 +183,11 @@ def _periodic_layers(layers: int, period: int, other: str = "sliding_attention")
 
 
 def layer_types(config: dict, metadata: Metadata) -> None:
-    """Set the config's `layer_types` from the key attention.sliding_window_pattern.
+    """Set the config's `layer_types` from the metadata attention.sliding_window_pattern.
 
-    Its value is either a flag for each layer, true for a sliding window, or a number n: then every
-    n-th layer has full attention. Without a sliding window, all layers have full attention.
+    The value is an array with a flag for each layer (true for a sliding window), or a number n,
+    which means that every n-th layer has full attention. Without a sliding window, all layers have
+    full attention.
     """
     layers, period = config["num_hidden_layers"], config.pop(PERIOD, _PERIOD)
     pattern = metadata.get("attention.sliding_window_pattern", period)
@@ -202,7 +203,7 @@ def layer_types(config: dict, metadata: Metadata) -> None:
 
 
 def gpt_oss_yarn(config: dict, metadata: Metadata) -> None:
-    """Set `truncate` to false in the config's `rope_scaling` of gpt-oss; GGUF has no key for it."""
+    """Set `truncate` to false in the config's `rope_scaling` of gpt-oss; GGUF files do not have it."""
     scaling = config.setdefault("rope_scaling", {"rope_type": "default"})
     if scaling["rope_type"] == "yarn":
         scaling["truncate"] = False
@@ -284,7 +285,10 @@ def nemotron_layers(config: dict, metadata: Metadata) -> None:
 
 
 def delta_layers(config: dict, metadata: Metadata) -> None:
-    """Set Qwen 3.5's layer types and number, without layers for multi-token prediction."""
+    """Set the config's layer types and number of layers for Qwen 3.5.
+
+    Layers for multi-token prediction are left out.
+    """
     further = metadata.integer("nextn_predict_layers", 0) or 0
     if further >= config["num_hidden_layers"]:
         raise metadata.invalid("nextn_predict_layers", "less than block_count")
@@ -298,10 +302,10 @@ def delta_layers(config: dict, metadata: Metadata) -> None:
 
 
 def gemma4_layers(config: dict, metadata: Metadata) -> None:
-    """Set the config keys for what differs between Gemma 4's layers.
+    """Set the config's values for what differs between Gemma 4's layers.
 
-    These are the layer types, the numbers and sizes of heads, the MLP's width, and which layers
-    share keys and values.
+    These are the layer types, the numbers and sizes of heads, the MLP's width, and which layers use
+    the K and V of an earlier layer.
     """
     heads, kv_heads = config["num_attention_heads"], metadata.by_layer("attention.head_count_kv")
     config["layer_types"] = kinds = _gemma4_kinds(config["num_hidden_layers"], metadata)
@@ -333,7 +337,7 @@ def _gemma4_kinds(layers: int, metadata: Metadata) -> list[str]:
 
 
 def _gemma4_widths(config: dict, metadata: Metadata) -> None:
-    """Set the config's MLP width, and whether it doubles in layers that share keys and values."""
+    """Set the config's MLP width, and whether layers that reuse earlier layers' K and V double it."""
     layers, widths = config["num_hidden_layers"], metadata.by_layer("feed_forward_length")
     shared = config.setdefault("num_kv_shared_layers", 0)
     if shared >= layers:
@@ -345,7 +349,10 @@ def _gemma4_widths(config: dict, metadata: Metadata) -> None:
 
 
 def _gemma4_head(metadata: Metadata, ending: str) -> int:
-    """Return the size of a head in Gemma 4; ending: of the keys, "_swa" for sliding windows."""
+    """Return the size of an attention head in Gemma 4, for one type of layer.
+
+    ending: the end of the metadata's names: "_swa" for layers with a sliding window, "" for others.
+    """
     length = metadata.required(f"attention.key_length{ending}")
     if metadata.integer(f"attention.value_length{ending}", length) != length:
         raise metadata.invalid(f"attention.value_length{ending}", f"{length}, as attention.key_length{ending}")
@@ -358,7 +365,7 @@ def llama_head_dim(config: dict, metadata: Metadata) -> None:
 
 
 def gemma_scale(config: dict, metadata: Metadata) -> None:
-    """Set the config's `query_pre_attn_scalar`, which GGUF has no key for.
+    """Set the config's `query_pre_attn_scalar`, which a GGUF file does not have.
 
     It is hidden size / heads for the two 27B models, and `head_dim` for other models.
     """

@@ -64,8 +64,8 @@ _DEEPSEEK_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 def _step(kind: str, **fields: Any) -> dict:
     """Return the object in tokenizer.json for a pre-tokenizer of type `kind`.
 
-    fields: the other fields of the object. For the type Split, pass only `regex`; each match of
-    this regular expression becomes a word.
+    fields: the fields of the object besides `type`. For the type Split, pass only `regex`; each
+    match of this regular expression becomes a word.
     """
     if kind == "Split":
         fields = {"pattern": {"Regex": fields["regex"]}, "behavior": "Isolated", "invert": False}

@@ -56,7 +56,7 @@ def describe(config: Mapping) -> str:
 def _unpacked(tensor: Tensor, bits: int, by_rows: bool = False) -> np.ndarray:
     """Return the numbers, u8 [n, m * 32 / bits], that a tensor i32 [n, m] packs.
 
-    An i32 packs 32 / bits numbers of one row, the first in its lowest bits. by_rows: whether it
+    An i32 packs 32 / bits numbers of one row, the first in its lowest bits. by_rows: whether an i32
     packs numbers of one column instead; then the result is transposed, u8 [m, n * 32 / bits].
     """
     words = tensor.data.reshape(*tensor.shape, 4)
@@ -115,7 +115,8 @@ def _packed_by_columns(stored: Stored) -> tuple[Tensor, ...]:
 def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
     """Return a weight of compressed-tensors' format pack-quantized.
 
-    weight_packed packs numbers of one row in an i32, and weight_zero_point numbers of one column.
+    An i32 of weight_packed has numbers of one row, and an i32 of weight_zero_point has numbers of
+    one column.
     """
     if "weight_global_scale" in stored.parts:
         return _nvfp4(stored)

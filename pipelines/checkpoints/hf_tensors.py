@@ -46,8 +46,9 @@ _OTHERS = (
 def text_config(config: dict, names: Collection[str]) -> dict:
     """Return the config of the text part of a multimodal model, or `config` of a text model.
 
-    The output head is tied to the embedding if either config states so, or if neither has the key
-    and there is no tensor lm_head.weight.
+    The output head is tied to the embedding if tie_word_embeddings is true in the config of the
+    model or of the text part. If both lack this key, the head is tied if there is no tensor
+    lm_head.weight.
     """
     inner, complete = config.get("text_config"), config["model_type"]
     if complete not in TEXT_PARTS or not isinstance(inner, dict):
@@ -194,7 +195,10 @@ def family_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _parts(layout: Layout, match: re.Match, tensor: Tensor, scales: Tensor | None) -> Iterator[Tensor]:
-    """Yield the parts of a stored tensor; match: of the tensor's name with `layout.pattern`."""
+    """Yield the parts of a stored tensor.
+
+    match: the match of the tensor's name with `layout.pattern`.
+    """
     for template, rows in layout.parts.items():
         name = match.expand(template)
         for index in range(tensor.shape[0]) if "{}" in name else (None,):
@@ -225,11 +229,11 @@ def _part(name: str, tensor: Tensor, index: int | None, rows: Rows, transposed: 
 
 
 def _blocks(name: str, blocks: Tensor, scales: Tensor, index: int, rows: Rows) -> Tensor:
-    """Return the part `rows` of an expert's MXFP4 matrix, in GGUF's blocks of 32 elements.
+    """Return those rows of an expert's MXFP4 matrix that `rows` selects, as GGUF's blocks.
 
     `blocks`: u8 [experts, rows, groups, 16], with codes 2 i and 2 i + 1 in byte i. `scales`: the
-    exponents, u8 [experts, rows, groups]. A GGUF block has the exponent, then 16 bytes with codes i
-    and i + 16 in byte i.
+    exponents, u8 [experts, rows, groups]. A GGUF block of 32 elements has the exponent, then 16
+    bytes with codes i and i + 16 in byte i.
     """
     _, count, groups, width = blocks.shape
     taken = rows(count)

@@ -42,7 +42,7 @@ class Unreachable(CheckpointError):
 
 
 class HubFile(NamedTuple):
-    """A file of a repository."""
+    """A file of a repository on the hub."""
 
     size: int
     sha256: str | None  # in hex; small files have none
@@ -78,7 +78,10 @@ def cached(name: HubName) -> Path | None:
 
 
 def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | None:
-    """Return the one GGUF file that matches `name`, None for safetensors; else raise an error."""
+    """Return the only GGUF file that `name` matches, or None if safetensors files are to be used.
+
+    Raises CheckpointError if no file or several files match.
+    """
     files = {file: size for file, size in sizes.items() if file.endswith(".gguf") and not _NOT_A_MODEL.search(file)}
     # A model in parts is its first part, with the size of all.
     parts = {file: parts_of(file) for file in files}
@@ -106,9 +109,9 @@ def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | No
 
 
 def _matches(file: str, wanted: str) -> bool:
-    """Return whether `wanted` is the path or name of `file`, or the end of its name before .gguf.
+    """Return whether `wanted` is the path or the name of `file`, or the end of the name.
 
-    Such an end is, for example, Q4_K_M.
+    For example, Q4_K_M is the end of the name model-Q4_K_M.gguf.
     """
     if wanted.endswith(".gguf"):
         return wanted in (file, PurePosixPath(file).name)

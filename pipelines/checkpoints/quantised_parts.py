@@ -82,7 +82,7 @@ class Stored:
         return weight, Tensor(name, (shape[1],), "f32", scales.source, lambda: order.astype("<f4").view(np.uint8))
 
     def order(self, part: str, inner: int, groups: int) -> np.ndarray | None:
-        """Return the order of the columns that puts columns of one quantisation group together.
+        """Return an order of the columns in which those of each quantisation group are adjacent.
 
         The result is None if the columns are already in this order, or if the tensor `part` is
         absent. part: name of the tensor with the group of each column. inner: number of columns.

@@ -153,7 +153,7 @@ def text_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, C
     """Return the `Format` of plain prompts, and a function that returns OpenAI's `Format`.
 
     The function is called at the first record in OpenAI's format. It also prints a message that
-    names the command's options without effect on such records.
+    names those options of the command that have no effect on such records.
     """
     from castiron.pipelines.batch.openai_batch import OpenAI
     from castiron.pipelines.batch.plain_records import Prompts

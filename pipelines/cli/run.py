@@ -180,7 +180,7 @@ def read_grammar(args: argparse.Namespace, text: Tokenizer | None) -> Grammar | 
 
 
 def prompt_text(args: argparse.Namespace) -> str:
-    """Return the prompt: from --file, from stdin, or from the command line with stdin appended."""
+    """Return the prompt, from --file, from stdin, or from the command line with stdin appended."""
     if args.file:
         prompt, source = decoded(Path(args.file).read_bytes()), args.file
     elif args.prompt == "-":

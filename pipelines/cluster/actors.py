@@ -177,7 +177,7 @@ class Engines:
                     self.starting[self.actors[slot].has_bundle.remote()] = slot
 
     def finish_start(self, call: ray.ObjectRef) -> None:
-        """Mark an actor as ready when its call of `has_bundle` has ended; remove it if it died."""
+        """Mark an actor as ready when its call of `has_bundle` has ended; remove a dead actor."""
         slot = self.starting.pop(call)
         try:
             has_bundle = ray.get(call)

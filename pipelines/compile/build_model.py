@@ -26,7 +26,7 @@ ENCODE_WIDTHS, SINGLE_CALL_WIDTHS = (32, 128), (32, 128, 512, 2048)
 
 
 def open_source(model: str | Path, options: Options, progress: Progress | None = None) -> Checkpoint:
-    """Return an open checkpoint without `options.ignore_keys`, with `options.adapter` merged."""
+    """Open a checkpoint without the keys `options.ignore_keys`, and merge `options.adapter`."""
     checkpoint = open_checkpoint(model, progress, options.ignore_keys)
     return merge(checkpoint, open_adapter(Path(options.adapter))) if options.adapter else checkpoint
 

@@ -140,7 +140,7 @@ def _arithmetic(matmuls: Sequence[Matmul], target: Target) -> dict[str, int]:
 
 
 def work_of(function: Graph, context: int) -> dict[str, dict]:
-    """Return the fields of `vmfb.manifest.KernelWork` for each kernel of a function, by its name.
+    """Return the fields of `vmfb.manifest.KernelWork` for each kernel of a function, by kernel.
 
     FLOP and bytes of one call are [value at position 0, increase per position, value at the last
     position of `context`]. Layer numbers in module paths are replaced by `*`.

@@ -82,7 +82,10 @@ def calibrate(checkpoint: Checkpoint, options: Options, progress: Progress) -> I
 
 
 def chunks_of(checkpoint: Checkpoint, text: str | Path) -> list[list[int]]:
-    """Return a text's tokens as up to MAX_CHUNKS sequences of CHUNK, or one shorter sequence."""
+    """Return a text's tokens as up to MAX_CHUNKS sequences of CHUNK tokens.
+
+    A text of fewer than CHUNK tokens gives one shorter sequence.
+    """
     if checkpoint.tokenizer is None:
         raise PipelineError(f"{checkpoint.path} has no tokenizer to calibrate with; leave --calibrate out")
     try:
@@ -127,7 +130,8 @@ def measure(checkpoint: Checkpoint, chunks: Sequence[list[int]], progress: Progr
 def watched(model: ModelModule, function: Graph) -> list[tuple[str, ...]]:
     """Add a result to `function` for each input x of its matmuls: the sum of x² over tokens.
 
-    Each result is f32 [in]. Returns, for each result, the names of the weights that read this x.
+    Each result is f32 [in]. Returns, for each result, the names of the weights by which this x is
+    multiplied.
     """
     weights = {op.results[0]: op.attrs["weight"] for op in function.ops if op.kind == "weight"}
     # Gate and up projections of experts read the operation's x. The input of the down projection

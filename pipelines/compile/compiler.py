@@ -77,7 +77,7 @@ def compile_model(
         progress: called with the name of a stage and its finished fraction, 0 to 1.
         tiles: tiles of matmuls to use instead of those that `castiron tune` stored.
         keep: folder to which the MLIR and a script that compiles it are written.
-        evaluate: called to measure accuracy, for fast numerics that this machine can run.
+        evaluate: called to measure the accuracy of fast numerics, if this machine can run them.
         packed: another bundle, whose weights file is linked if the new file would be identical.
         announce: called after reading the checkpoint, unless an up-to-date bundle exists.
     """
@@ -174,7 +174,10 @@ def compile_model(
 
 @contextmanager
 def _beside(work: Callable[[], Any], cancelled: threading.Event) -> Iterator[Future]:
-    """Run `work` in a thread, yield its future; an error in `work` or `with` sets `cancelled`."""
+    """Run `work` in a thread during the `with` body; yield the future of `work`.
+
+    An error in `work` or in the body sets `cancelled`.
+    """
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(work)
         future.add_done_callback(lambda done: cancelled.set() if done.exception() else None)
@@ -232,7 +235,7 @@ def _key(path: Path, options: Options, target: Target) -> str:
 
 
 def _write_sources(folder: Path, model: ModelModule, text: str, flags: tuple[str, ...], bundle: Path) -> None:
-    """Write three files: layer operations, iree-compile's input, a script that compiles it."""
+    """Write the layer operations, iree-compile's input, and a script that compiles this input."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / LAYERS).write_text(print_layers(model), encoding="utf-8")
     (folder / TEXT).write_text(text, encoding="utf-8")

@@ -41,8 +41,8 @@ SCOPE = "known_answer"
 class Probes:
     """The matmuls of a known answer.
 
-    text: the MLIR of device.vmfb. parameters: by name, the arrays that it reads from the bundle's
-    weights. expected: by codec, the results.
+    text: the MLIR of device.vmfb. parameters: the arrays that device.vmfb reads from the bundle's
+    weights, by name. expected: the results of the matmuls, by codec.
     """
 
     text: str
@@ -51,7 +51,7 @@ class Probes:
 
 
 def make_probes(checkpoint: Checkpoint, weights: str, lowering: str) -> Probes:
-    """Return a small matmul for each codec of the bundle; its weights are a part of a matrix.
+    """Return a small matmul for each codec of the bundle, with weights from a matrix of this codec.
 
     weights, lowering: the values of --weights and --lowering.
     """

@@ -76,7 +76,7 @@ class Options:
 
     @classmethod
     def for_draft(cls) -> Options:
-        """Return the options of a draft model, for speed: its errors change no token of the target."""
+        """Return options for a fast draft model, whose errors change no token of the target model."""
         return cls(weights="q4_0", requantise=True, numerics="fast", prefill=(8, 32), batch=(), speculate=())
 
     @property

@@ -65,7 +65,7 @@ def kernel_module(kernel: Kernel, storage: bool = False) -> Module:
     """Return a module with a function `call` that runs the kernel once; index operands are 0.
 
     storage: whether `call` also takes a buffer for each result that is not updated in place, so
-    that it allocates none.
+    that `call` allocates no memory for results.
     """
     module = Module("kernel")
     in_place = {**{name: f"{name}_storage" for name in kernel.results if storage}, **kernel.in_place}
@@ -214,8 +214,8 @@ def _recurrent(name: str, asked: KernelRequest) -> Kernel:
 def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, KernelRequest], Kernel]:
     """Return a function that builds a one-layer model, and returns the model's kernel by name.
 
-    function: the model's function that has the kernel, without the number of tokens, such as
-    "prefill". For one token, the kernel is always taken from decode_step. keys: keys of the config
+    function: name of the model function that has the kernel, such as "prefill", without the number
+    of tokens. For one token, the kernel is always taken from decode_step. keys: keys of the config
     to which the sizes of --shape are assigned.
     """
 

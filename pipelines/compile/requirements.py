@@ -15,8 +15,8 @@ class Requirements:
     """What a bundle with the default options needs.
 
     weights: bytes of the packed weights, on disk and mapped into memory. largest: bytes of the
-    largest of them; one at a time is in memory while they are packed. states: the states of a
-    sequence, which have space for `max_context` positions, of which `context` are used.
+    largest packed weight; during packing, one weight at a time is in memory. states: the states of
+    a sequence, which have space for `max_context` positions, of which `context` are used.
     """
 
     weights: int

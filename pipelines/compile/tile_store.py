@@ -78,7 +78,10 @@ def read_findings() -> tuple[Finding, ...]:
 
 
 def add_findings(findings: Iterable[Finding]) -> bool:
-    """Store findings, replacing those of the same key and matmul; return whether that worked."""
+    """Store findings; return whether that worked.
+
+    New findings replace earlier findings of the same key and matmul.
+    """
     found = {(finding.key, finding.product): finding for finding in (*read_findings(), *findings)}
     text = json.dumps(to_json(_Store(SCHEMA, tuple(found.values()))), indent=1)
     return cache.keep(store_path(), text.encode() + b"\n")

@@ -56,7 +56,8 @@ def codecs_of(checkpoint: Checkpoint, weights: str, requantise: bool = False) ->
     whose rows are not a multiple of a block.
 
     requantise: whether quantised matrices are quantised again, if this makes them smaller. Raises
-    CheckpointError if `weights` is quantised, matrices are already, and `requantise` is false.
+    CheckpointError if `weights` is a quantisation, matrices of the checkpoint are quantised
+    already, and `requantise` is false.
     """
     matrices = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1]
     codecs = {tensor.name: tensor.codec for tensor in checkpoint.tensors.values()}

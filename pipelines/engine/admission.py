@@ -1,4 +1,4 @@
-"""The queue of requests, which chooses whose prompt is prefilled next and who gets a slot."""
+"""The queue of requests, which chooses the prompt to prefill next and the request for a slot."""
 
 from __future__ import annotations
 

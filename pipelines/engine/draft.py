@@ -38,8 +38,8 @@ class HitRates:
     """The acceptance rates of proposals: for each kind of proposal, the fraction that was right.
 
     The rates are weighted means, in which later proposals count more. `prior`: initial rate of each
-    kind, which weighs as much as `CASES` proposals. `decay`: factor below 1; each new proposal
-    multiplies the weights of all earlier ones by it.
+    kind, which weighs as much as `CASES` proposals. `decay`: factor below 1, by which each new
+    proposal multiplies the weights of all earlier ones.
     """
 
     CASES = 4.0
@@ -75,7 +75,7 @@ class CallCosts:
     """The seconds that a call of the model takes, by its width (number of tokens that it reads).
 
     The value of a width is the median of the last calls of this width. For a width without calls,
-    it is estimated from the next smaller width that was timed.
+    the value is estimated from the next smaller width that was timed.
     """
 
     GROWTH = 0.6  # low, because a width with a high estimate would never be tried
@@ -178,8 +178,8 @@ class Draft:
         """Return (index in `text` from which the draft model should read, seconds that this takes).
 
         Tokens that the draft model has already read take no time. Returns None if reading takes
-        more than `seconds`. The draft model may read only the last
-        `WINDOW` tokens of a long text. It reads more if that takes at most a quarter of `seconds`.
+        more than `seconds`. The draft model may read only the last `WINDOW` tokens of a long text.
+        It reads more tokens if that takes at most a quarter of `seconds`.
         """
         affordable, length = int(min(seconds / self._read_seconds, 1e9)), len(text)
         cached = length - self._start

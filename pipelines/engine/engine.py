@@ -125,7 +125,7 @@ class Engine:
 
         While the stream has no events, the calling thread runs turns of the scheduler, each of
         which advances all requests. If another thread is running a turn, the calling thread waits
-        until it ends.
+        until that turn ends.
         """
         with self._turn_ended:
             while not stream.events and (stream.live or self.cancelled):

@@ -12,7 +12,7 @@ OCCURRENCES = 8
 
 
 class Ngrams:
-    """A source of proposals from the text so far (prompt lookup, Saxena 2023).
+    """A predictor of the next tokens from the text so far (prompt lookup, Saxena 2023).
 
     It proposes the tokens that followed an earlier occurrence of the text's last tokens.
 
@@ -42,7 +42,7 @@ class Ngrams:
     def propose(self, count: int) -> list[int]:
         """Return `count` tokens that followed the earlier occurrence, or no tokens without a match.
 
-        If fewer than `count` tokens follow the occurrence in the text, they are repeated.
+        If fewer than `count` tokens follow the occurrence in the text, these tokens are repeated.
         """
         if not self.length:
             return []

@@ -49,12 +49,13 @@ class PrefixCache:
     States stay in a slot after the end of the request that filled them. A prompt that continues the
     text in a slot reuses its states in place. A prompt that shares only a part of the text gets a
     copy of that part in another slot. A prefix is read from `store`, on disk, if the store has more
-    of it than any slot, by at least the tokens of one prefill call.
+    tokens of the prefix than every slot. The difference must be at least the tokens of one prefill
+    call.
 
     `self.sessions`: one for each slot. `self.tokens`: token ids in each slot, i32 [slots, context],
-    valid up to the position of its session. `self.scores`: for each slot the log-probabilities of
-    its tokens from index 1 on. Only requests with prompt_logprobs compute them, and such requests
-    reuse only a prefix that has them. `top` in methods: `prompt_logprobs` of the request, or None.
+    valid up to the position of its session. `self.scores`: the log-probabilities of the tokens in
+    each slot, from index 1 on. Only requests with prompt_logprobs compute scores, and they reuse
+    only a prefix that has scores. `top` in methods: `prompt_logprobs` of the request, or None.
     """
 
     def __init__(self, sessions: Sequence, store: PrefixStore | None = None, score_width: int = 1):
@@ -74,8 +75,8 @@ class PrefixCache:
         """Return how many of the first tokens of `prompt`, i32 [n], can be reused from a slot.
 
         `top`: `prompt_logprobs` of the request; None if it needs no log-probabilities. If it needs
-        them, a token is reused only if its log-probability and those of `top` most probable tokens
-        are cached. The number of reused tokens is then a multiple of `score_width`.
+        them, a token is reused only if its log-probability and those of the `top` most probable
+        tokens are cached. The number of reused tokens is then a multiple of `score_width`.
         """
         session, scores = self.sessions[slot], self.scores[slot]
         found = common_prefix(self.tokens[slot, : session.position], prompt)

@@ -46,11 +46,11 @@ class PrefixStore:
     complete chunk. So a run that continues from it makes the same calls as a run from the start,
     and its logits have the same bits.
 
-    A state is stored only if it has at least `MIN_CHUNKS` chunks and `min_tokens` tokens, and if at
-    least half of its chunks are in no other state. The state of a recurrent model cannot be cut to
-    its first tokens, so another state is written at the position where two prompts diverge. If the
-    states in `directory` exceed `max_bytes`, the least recently used ones are removed. A state that
-    cannot be read or written is reported on stderr.
+    A state is stored only if it has at least `MIN_CHUNKS` chunks and `min_tokens` tokens, and if no
+    other stored state contains more than half of its chunks. The state of a recurrent model cannot
+    be cut to its first tokens, so another state is written at the position where two prompts
+    diverge. If the states in `directory` exceed `max_bytes`, the least recently used ones are
+    removed. A state that cannot be read or written is reported on stderr.
     """
 
     def __init__(self, directory: Path | str, manifest: Manifest, max_bytes: int = MAX_BYTES, min_tokens: int = 0):

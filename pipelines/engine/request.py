@@ -116,8 +116,8 @@ class TokenOutput:
 class Timing:
     """The times at which a request reached its steps, in `time.monotonic` seconds.
 
-    A time is 0 before its step. `arrived`: when the request was created. `started`: when it got a
-    slot. `first`, `last`: when its first and its latest token were generated.
+    A time is 0 until its step is reached. `arrived`: when the request was created. `started`: when
+    it got a slot. `first`, `last`: when its first and its latest token were generated.
     """
 
     arrived: float = field(default_factory=time.monotonic)
@@ -165,10 +165,10 @@ class Request:
             stop_tokens: tokens that end the answer; None for the end tokens of the model.
             constraint: limits the next token, for example to those that a grammar allows.
             repetition_stop: whether a repetition loop ends the request.
-            top_logprobs: number of most probable tokens to report for each token of the answer,
-                with their log-probabilities and that of the token; None for no log-probabilities.
-            prompt_logprobs: like top_logprobs, but for the tokens of the prompt; `self.scores`
-                stores them. With prompt_logprobs, max_tokens may be 0, and the events also
+            top_logprobs: number of most probable tokens to report for each token of the answer;
+                None to report no log-probabilities, not even those of the answer's tokens.
+            prompt_logprobs: the same for the tokens of the prompt; `self.scores` stores the
+                log-probabilities. With prompt_logprobs, max_tokens may be 0, and the events also
                 report the stop token.
             output: converts tokens to events; by default a TokenOutput.
             client: name of the client; clients get equal shares of the slots.

@@ -277,8 +277,8 @@ def shifted(logits: np.ndarray, sampling: Sampling, counts: Mapping[int, int]) -
 def penalise(logits: np.ndarray, recent: Sequence[int], penalty: float) -> np.ndarray:
     """Return the logits, f64 [vocab], after the repeat penalty.
 
-    A positive logit of a token in `recent` is divided by `penalty`, and any other is multiplied by
-    it (CTRL, arXiv 1909.05858, section 4.1, as in HF and llama.cpp).
+    For tokens in `recent`, positive logits are divided by `penalty`, and other logits are
+    multiplied by it (CTRL, arXiv 1909.05858, section 4.1, as in HF and llama.cpp).
     """
     seen = np.unique(np.asarray(recent, np.int64))
     logits = logits.copy()
@@ -342,8 +342,9 @@ def log_probabilities(logits: np.ndarray, token: int, count: int) -> Score:
 def score_width(widths: Sequence[int], max_width: int) -> int:
     """Return how many tokens a call should read if the logits after every token are needed.
 
-    widths: numbers of tokens that verify functions take. The result is the largest width that is
-    at most `max_width`, or the smallest if all are larger. It is 1, a decode step, without widths.
+    widths: numbers of tokens that verify functions take. The result is the largest width that is at
+    most `max_width`, or the smallest if all are larger. Without widths it is 1, which is a decode
+    step.
     """
     return max((width for width in widths if width <= max_width), default=min(widths, default=1))
 

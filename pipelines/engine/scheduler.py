@@ -30,7 +30,7 @@ class Observer:
         """Called after each decode step, which serves all requests that generate tokens."""
 
     def preempted(self, request: Request) -> None:
-        """Called when a request has lost its slot to one of a higher priority."""
+        """Called when a request has lost its slot to a request of higher priority."""
 
     def token(self, request: Request, since: float | None) -> None:
         """Called for each token; `since`: seconds after the previous token, None for the first."""
@@ -68,10 +68,10 @@ class Scheduler:
     Copying a prefix from another slot, or reading it from disk, takes the place of a chunk. If a
     constraint forces several tokens, they are read in one call, like a chunk.
 
-    `Admission` chooses which prompt is read next. If reading a prompt fails, only its own request
-    ends. If a decode step fails, all requests in this step end. A preempted request loses its slot
-    and continues later from a copy of its states. With `draft` or `ngrams`, a request that is the
-    only one uses speculative decoding.
+    `Admission` chooses which prompt is read next. If reading a prompt fails, only the request of
+    this prompt ends. If a decode step fails, all requests in this step end. A preempted request
+    loses its slot and continues later from a copy of its states. With `draft` or `ngrams`, a
+    request that is the only one uses speculative decoding.
 
     Args:
         batch: a `castiron.vmfb.batch.Batch` or a `SingleSlot`, which nothing else may use.

@@ -45,7 +45,7 @@ def match_kind(length: int) -> int:
 
 @dataclass
 class SourceStats:
-    """The counts of one source of proposals: the text so far, or the draft model.
+    """The counts of proposals from n-grams (the text so far), or of those from the draft model.
 
     `proposed`: number of proposed tokens. `accepted`: number of these that were right. `lost`:
     seconds lost compared with decoding the same tokens one by one; negative if time was saved.
@@ -79,9 +79,10 @@ class Pass:
 class Speculator:
     """The speculative decoding of one request; each pass (model call) chooses one or more tokens.
 
-    `self.stats`: counts by source of proposals. `self.passes`: number of passes with proposals.
-    `self.spent`: seconds of all passes. `self.draft_seconds`: the draft model's part of them.
-    `self.prompt_seconds`: seconds of the prompt's prefill, which the caller sets.
+    `self.stats`: counts of proposals from "ngram" and "draft". `self.passes`: number of passes with
+    proposals. `self.spent`: seconds of all passes. `self.draft_seconds`: seconds that the draft
+    model took in these passes. `self.prompt_seconds`: seconds of the prompt's prefill, which the
+    caller sets.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class Speculator:
     def _read(self, token: int) -> Pass:
         """Call the model with `token`, the text's last one, and with proposals for the next tokens.
 
-        The source and number of proposals are those with the most expected tokens per second.
+        `_plan` decides whether n-grams or the draft model make the proposals, and how many.
         """
         start = self.clock()
         source, count = self._plan()
@@ -230,7 +231,10 @@ class Speculator:
         return min(width for width in self.widths if width > count)
 
     def _plan(self) -> tuple[str | None, int]:
-        """Return the fastest source of proposals and their number; (None, 0) for no proposals."""
+        """Return ("ngram" or "draft", number of proposals) for the next pass; (None, 0) for none.
+
+        Of these options, the one with the most expected tokens per second is returned.
+        """
         free = self.session.context - self.session.position
         widest = max((width for width in self.widths if width <= free), default=1)
         left = self.request.limit - len(self.request.tokens)

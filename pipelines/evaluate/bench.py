@@ -170,7 +170,8 @@ class Workload:
     def prefill_flops(self, tokens: int) -> float:
         """Return the FLOP to prefill `tokens` tokens from position 0 and compute the last logits.
 
-        If a chunk is not full, its FLOP are multiplied by the fraction that is full.
+        Padding does not count: the FLOP of a padded chunk are multiplied by the fraction of its
+        tokens that are not padding.
         """
         names = {function.width: function.name for function in self.manifest.functions if function.role == "prefill"}
         names[1] = "decode_step"

@@ -27,7 +27,7 @@ def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, low
         The object that `castiron diff --json` prints. modules: the difference of each module's
         activations, in execution order. It is the max absolute difference, divided by the root mean
         square of HF's values. first: the first module whose difference exceeds `tolerance`, or
-        None. operations: (kind, module path) of the layer operations that may cause the difference:
+        None. operations: (kind, module path) of each layer operation that may cause the difference:
         those after the last equal module, up to the end of `first`.
     """
     if checkpoint.encoding:

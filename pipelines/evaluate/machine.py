@@ -167,8 +167,8 @@ def _probe(
 ) -> Kernel:
     """Return a probe kernel, with one workgroup per row of its result.
 
-    flops, nbytes: FLOP and bytes read of one call. write: emits the body; called as write(body, x,
-    y).
+    flops: FLOP of one call. nbytes: bytes that one call reads. write: emits the body; called as
+    write(body, x, y).
     """
     y = {"y": TensorType(result, F32)}
     return Kernel(f"probe_{name}", {"x": x}, y, result[0], write, dict, flops=flops, nbytes=nbytes)
@@ -271,7 +271,7 @@ def peak_of(kernel: str) -> str:
 def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: Mapping[str, float]) -> tuple[str, float | None]:
     """Return (what bounds a kernel, fraction of this limit that the kernel reaches).
 
-    The bound is "memory", "compute", or "cache" with the fraction None.
+    The bound is "memory", "compute" or "cache"; for "cache" the fraction is None.
     """
     reading, computing = nbytes / limits["read_gb_s"] / 1e9, flops / limits[peak_of(kernel)] / 1e9
     bound = "compute" if computing >= reading else "memory" if reading <= seconds else "cache"

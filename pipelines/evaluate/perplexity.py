@@ -42,8 +42,9 @@ Rows = Callable[[Sequence[int], int], Iterator[np.ndarray]]
 class Compared:
     """Statistics of a model and a base model for each scored token, all [tokens].
 
-    nll, nll_base: the token's negative log-likelihood by the model and by the base.
-    kld: KL divergence KL(base || model). same_top: whether both have the same most probable token.
+    nll, nll_base: the token's negative log-likelihood by the model and by the base. kld: KL
+    divergence KL(base || model). same_top: whether the model and the base have the same most
+    probable token.
     """
 
     nll: np.ndarray
@@ -132,7 +133,7 @@ def bundle_rows(session: Session, steps: bool = False) -> Rows:
 
 
 def text_of(path: str | None = None) -> str:
-    """Return the text of a file, by default castiron's own text, without the last line feed."""
+    """Return the text in `path`, by default in DEFAULT_TEXT, without the last line feed."""
     try:
         text = (Path(path) if path else files("castiron.pipelines.evaluate") / DEFAULT_TEXT).read_text(encoding="utf-8")
     except UnicodeDecodeError:

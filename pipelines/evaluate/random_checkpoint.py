@@ -152,7 +152,7 @@ def _write(file: str, header: bytes, tensors: Sequence[Tensor], progress: Progre
 
 
 def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndarray:
-    """Return random weights in a codec, u8 [rows, row_bytes], with scales like trained ones."""
+    """Return random weights in a codec, u8 [rows, row_bytes], with scales as in trained weights."""
     codec, rng = codec_of(codec_name), np.random.default_rng(seed)
     if not codec.quantised:
         values = (rng.standard_normal((rows, in_features)) * 0.05).astype(np.float32)

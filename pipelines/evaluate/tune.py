@@ -65,7 +65,10 @@ class Bench:
     """A bundle with default tiles, whose matmuls are timed against modules with other tiles."""
 
     def __init__(self, model: str | Path, options: Options, functions: Sequence[str], directory: Path, progress: Progress):
-        """Compile `model` with default tiles; functions: those to search, or [] for all."""
+        """Compile `model` with default tiles.
+
+        functions: names of the model functions in which matmuls are searched; [] for all.
+        """
         self.model, self.options, self.directory = model, options, directory
         checkpoint = open_source(model, options, progress)
         if checkpoint.encoding:
@@ -145,9 +148,9 @@ class Bench:
 def search(bench: Bench, searches: dict[str, MatmulSearch], progress: Progress) -> int:
     """Find the best tiles of each matmul, and store them in `searches`.
 
-    Each round compiles a module with one candidate for the tiles of each matmul, and times its
-    kernels. In the end, the fastest candidates are timed again to confirm them. Returns the number
-    of rounds that did not compile.
+    Each round compiles a module with one candidate for the tiles of each matmul, and times the
+    module's kernels. In the end, the fastest candidates are timed again to confirm them. Returns
+    the number of rounds that did not compile.
     """
     refused = 0
     candidates = {name: list(neighbours(found.matmul, bench.isa, bench.threads)) for name, found in searches.items()}

@@ -169,7 +169,7 @@ def adapter_of(bundle: Bundle) -> Path | None:
 def _unchanged(bundle: Bundle, key: str, what: str, sha256: Callable[[Path], str | None]) -> Path | None:
     """Return the path of a file that the bundle was compiled with; PipelineError if it has changed.
 
-    key: its key in the manifest's `source`. what: its name for the error.
+    key: the file's key in the manifest's `source`. what: what the error calls the file.
     """
     if (recorded := bundle.manifest.source.get(key)) is None:
         return None

@@ -159,7 +159,7 @@ def open_api(
         threads: CPU threads, by default one per physical core.
         queue: max sequences of one client that wait for a slot.
         names: names that requests may use; responses have the first one. By default, they are the
-            bundle's name and that of its directory.
+            names of the bundle and of its directory.
         limits: limits and defaults of requests.
         template_args: default values of variables of the chat template.
         parse_special: whether special tokens in messages, such as <|im_end|>, become tokens

@@ -211,7 +211,10 @@ async def before_deadline(exchange: Exchange, work: Awaitable) -> Any:
 
 
 async def while_connected(receive: Receive, work: Coroutine) -> Any:
-    """Return the result of `work`; if the client disconnects, cancel it, raise ClientDisconnect."""
+    """Return the result of `work`.
+
+    If the client disconnects, cancel `work` and raise ClientDisconnect.
+    """
 
     async def wait_for_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -1,6 +1,6 @@
 """Metrics for Prometheus.
 
-A metric that vLLM also has gets vLLM's name, labels and meaning, so that vLLM's dashboards and
+A metric that vLLM also has uses vLLM's name, labels and meaning, so that vLLM's dashboards and
 alerts work. The names of the other metrics begin with castiron or http.
 """
 
@@ -177,5 +177,8 @@ class _MergedPages(Collector):
 
 
 def labelled(label: str, pages: Mapping[str, str]) -> str:
-    """Merge metrics pages, {server: text}, into one; each sample gets a label with its server."""
+    """Merge metrics pages into one page, in which each sample has a label that names the server.
+
+    pages: the text of each page, by server.
+    """
     return generate_latest(_MergedPages(label, pages)).decode()

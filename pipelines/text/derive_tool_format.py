@@ -79,7 +79,10 @@ class _Probe:
             return None
 
     def calls(self, arguments: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return the text that the template renders for calls only; None if it renders no calls."""
+        """Return the text that the template renders for calls; None if it renders none.
+
+        The text is without the turn around the calls.
+        """
         given = [
             {"id": id_, "type": "function", "function": {"name": name, "arguments": json.dumps(each) if self.as_text else each}}
             for id_, name, each in zip(IDS, NAMES, arguments)

@@ -105,7 +105,7 @@ class Fim:
     def _encode(self, text: str, joined: bool = False) -> list[int]:
         """Return the token ids of a text; spellings of special tokens are encoded as plain text.
 
-        joined: whether the space is left out that SentencePiece puts before a text. CodeLlama and
+        joined: whether to leave out the space that SentencePiece puts before a text. CodeLlama and
         Mistral leave it out before the suffix.
         """
         if not text:
@@ -117,7 +117,7 @@ class Fim:
         return self._plain(text)[0]
 
     def _plain(self, text: str) -> tuple[list[int], str]:
-        """Return (ids, first token) of a text, with spellings of special tokens as plain text."""
+        """Return (ids, text of the first token) of a text; special tokens become plain text."""
         given, mark = self.special.broken({"text": check_utf8(text, "the text")})
         found = encode_text(*self.special.sanitised(given["text"], mark), add_special_tokens=False)
         return found.ids, found.tokens[0] if found.tokens else ""

@@ -178,7 +178,7 @@ class Grammars:
     def encode(self, text: str) -> list[int]:
         """Return the token ids that `text` has in the middle of a longer text.
 
-        Some tokenizers put a space before every text; the ids are those without this space.
+        Some tokenizers put a space before every text; the result does not include this space.
         """
         ids_of = lambda text: self._backend.encode(text, add_special_tokens=False).ids
         # Some tokenizers add a space before a text; then encode it after another short text.

@@ -103,7 +103,7 @@ class TextOutput:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found, or the call is complete if only one is allowed."""
+        """Whether a stop string was found, or the only call that is allowed is complete."""
         return self._stops.stopped or bool(self._calls and self._calls.full)
 
     def add(self, token: Token) -> list[Event]:

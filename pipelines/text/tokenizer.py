@@ -71,7 +71,7 @@ class Tokenizer:
     Args:
         backend: a tokenizer of the tokenizers library.
         template_args: default values of the template's variables; PipelineError for unknown ones.
-        vocab: number of tokens of the model; by default that of `backend`.
+        vocab: number of tokens of the model; by default the number of tokens of `backend`.
         tool_format: format in which the template writes tool calls; by default `HERMES`, and then
             tools and calls are described to the model in the text of messages.
         parse_special: whether special tokens in messages become tokens instead of text.
@@ -129,7 +129,10 @@ class Tokenizer:
         return self._encode_rendered(*self._render_broken(messages, variables))
 
     def encode_unfinished_chat(self, messages: Sequence[Mapping], **variables) -> list[int]:
-        """Return the ids of `messages` without the end of the last, which the model continues."""
+        """Return the ids of `messages`, whose last message the model continues.
+
+        The result does not include the end of the last message.
+        """
         *before, last = messages
         unfinished = [*before, {**last, "content": last["content"] + CUT}]
         rendered, mark = self._render_broken(unfinished, {**variables, "add_generation_prompt": False})
@@ -277,8 +280,9 @@ class Detokeniser:
 class TokenBytes:
     """A function from a token id to the token's bytes, which may be only a part of a character.
 
-    In a tokenizer file, a byte-level tokenizer, such as GPT-2's, writes a byte as a character of its
-    own alphabet. SentencePiece writes a space as U+2581, and a byte without a character as <0xE4>.
+    In a tokenizer file, a byte-level tokenizer, such as GPT-2's, writes a byte as a character of a
+    special alphabet. SentencePiece writes a space as U+2581, and a byte without a character as
+    <0xE4>.
     """
 
     def __init__(self, tokenizer):

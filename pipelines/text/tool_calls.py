@@ -196,7 +196,8 @@ class Calls:
     def _step_payload(self, pieces: list[Piece]) -> bool:
         """Move pending text to the payload, up to the end mark; return whether the mark was found.
 
-        The payload is the text of calls. Its final calls are added to `pieces`.
+        The payload is the text of calls. The parts of calls in it that are now final are added to
+        `pieces`.
         """
         certain, end, self._pending = split_at_mark(self._pending, [self.close] if self.close else [])
         self._payload += certain + end
@@ -206,7 +207,7 @@ class Calls:
         return bool(end)
 
     def _emit_arguments(self, pieces: list[Piece]) -> None:
-        """Add the JSON arguments to `pieces` that have arrived in `_payload`, the text of calls."""
+        """Add to `pieces` the JSON arguments that have arrived in `_payload`, the text of calls."""
         while self.form.style == "json" and (self.count == 0 or not self.tools.single or self._value):
             if self._value is None:
                 if not (found := self.calls.head.search(self._payload, self._done)):
@@ -236,7 +237,7 @@ class Calls:
 
 
 class _Json:
-    """A streaming scanner for the end of a JSON object or list, also with single-quoted strings."""
+    """A streaming scanner for the end of a JSON object or list; strings may be single-quoted."""
 
     def __init__(self) -> None:
         self.depth, self.quote, self.escaped, self.complete = 0, "", False, False

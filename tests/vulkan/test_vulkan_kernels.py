@@ -85,6 +85,7 @@ def test_gated_units_experts_and_odd_sizes(tmp_path):
     matmuls = [
         Matmul("f32", 1, 131, 60, rms_eps=1e-5, glu="silu"),
         Matmul("f32", 8, 31, 70, bias=True),
+        Matmul("q8_0", 8, 40, 96, rms_eps=1e-5, glu="silu"),
         Matmul("q4_k", 8, 64, 256, glu="gelu_tanh"),
         Matmul("q8_0", 6, 64, 96, experts=4, per_row=2, glu="gelu"),
         Matmul("f32", 3, 20, 36, experts=3),

@@ -134,8 +134,8 @@ def attention_decode(
 ) -> Kernel:
     """Return the kernel of attention for one token in each row of qkv.
 
-    The kernel also normalises and rotates q and k. Unless `tokens` is a chunk, it appends k and v
-    to the caches.
+    The kernel also normalises and rotates q and k. Unless `tokens` is a chunk, the kernel appends k
+    and v to the caches.
 
     Operands: qkv f32 [T, layout.row]; cos, sin, q_norm, k_norm as in `HeadLayout.operands`; sinks
         f32 [heads] if `scores.sinks`; position i32 (a batch: [T]; a chunk: start i32 and length i32
@@ -252,7 +252,7 @@ def attention_decode(
 
 
 def head_parts(layout: HeadLayout, isa: Isa, cache: Cache) -> int:
-    """Return how many kernels should share the query heads of each kv head.
+    """Return among how many kernels the query heads of each kv head should be divided.
 
     The result is the smallest number for which the queries and partial results of a kernel fit on
     the stack.

@@ -29,8 +29,8 @@ class HeadLayout:
     rotary_dim: number of leading elements of a head that get rotary embedding, or None without it.
         Element i is rotated together with element i + rotary_dim / 2 (`rotate_half` in HF).
     qk_norm: epsilon of the RMS norm of q and k, or None without a norm.
-    qk_norm_row: True for a norm over all heads of q (or of k) together, False for one over each
-        head.
+    qk_norm_row: True for one norm over all heads of q and one over all heads of k, False for a
+        separate norm of each head.
     """
 
     heads: int

@@ -137,7 +137,7 @@ class _Shape:
     """The tile sizes of `attention_prefill`. Each size divides the extent that it tiles.
 
     columns: number of (token, query head) pairs of a tile, in `vectors` vectors of `width` lanes.
-    rows: number of keys whose scores are computed together.
+    rows: number of keys whose scores are in registers at a time.
     out_columns, out_vectors: size of a register tile of the result, which has `out_columns` pairs
         and `out_vectors` vectors of `out_width` elements of head_dim.
     """

@@ -24,7 +24,8 @@ LINE_BITS = 512  # bits of a cache line
 class Caches:
     """The shape and format of the two KV caches that attention kernels read and write.
 
-    layers: number of layers in a cache. The cache of a batch has the layers of all its sequences.
+    layers: number of layers in a cache. The cache of a batch has the layers of every sequence of
+        the batch.
     context: max number of positions of a sequence.
     format: how a cache stores the key or value of a head.
     ring: number of positions that a layer stores if the caches are ring buffers, or None. The
@@ -82,10 +83,10 @@ class Rows:
     def append(
         self, at: Sequence[Index], read: Callable[[Index], Ssa], on_store: Callable[[Index, Ssa], None] | None = None
     ) -> None:
-        """Emit code that stores a key or value of one head, rounded to the format of the cache.
+        """Emit code that converts a key or value of one head to the cache's format and stores it.
 
-        read(d): returns the f32 vector at element d of the head. on_store(d, x): called for each
-        vector of the head, with x as f32 after it is rounded to the format of the cache.
+        read(d): returns the f32 vector at element d of the head. on_store(d, x): called after each
+        vector is stored. x: the f32 vector that a load from the cache gives for element d.
         """
         b, group, at = self.b, self.cache.group(self.head_dim), self.indices(at)
         if not self.cache.grouped:

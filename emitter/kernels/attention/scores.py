@@ -16,7 +16,7 @@ class Scores:
 
     scale, softcap: a score is (q . k) * scale; if `softcap` is not None, it is then replaced by
         softcap * tanh(score / softcap), as in Gemma 2.
-    window: number of positions, including its own, that a token attends to, or None for all.
+    window: number of positions that a token attends to, the token itself included; None for all.
     sinks: whether each head has an additional learned score that has no key, as in gpt-oss.
     bidirectional: whether a token also attends to later positions (up to window - 1 of them).
     """

@@ -20,8 +20,9 @@ rescale the sums. The result is the same, because the factor exp(-reference) can
           values = acc                                                                                 stack
 
 For long ranges, the kernel reads ahead: while it computes with some rows of the KV cache, it loads
-one word of each cache line of the next rows. It does so in memory order, which hardware prefetchers
-detect. It uses loads, because CPUs drop prefetch instructions when memory is busy.
+one word of each cache line of the next rows. These loads are in memory order, which hardware
+prefetchers detect. The kernel has no prefetch instructions for this purpose, because CPUs drop them
+when memory is busy.
 """
 
 from collections.abc import Mapping
@@ -210,7 +211,10 @@ class Workgroup:
                     self.add_values(head.index, heads, d.index, first, count)
 
     def own_heads(self, head: Ssa, heads: range) -> list[Index]:
-        """Return the index `g` of each query head in `heads` of kv head `head`."""
+        """Return the index `g` (see the class) of each query head in `heads`.
+
+        The query heads use kv head `head`.
+        """
         low = self.b.mul(self.b.sub(head, self.first), self.group)
         return [self.b.add(low, g) for g in heads]
 

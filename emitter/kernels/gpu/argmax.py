@@ -3,7 +3,7 @@
 each workgroup: one part of a row; in the second dispatch: the results of all parts of a row
   each thread: find the largest of every `THREADS`th logit, and its index             registers
   until one logit is left: two threads compare their logits, and the larger is left   shared
-  out = its index, or 0 if no logit is above -inf; in the first dispatch also the logit  memory
+  out = index of this logit (0 if no logit is above -inf); first dispatch: also the logit  memory
 """
 
 from functools import cache

@@ -44,7 +44,7 @@ QUERIES = THREADS // KEYS  # max tokens of a chunk that share the reads of keys 
 def _reference(
     caches: Caches, layout: HeadLayout, scores: Scores, tokens: DecodeTokens, layer: int, given: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return the results of `attention` in NumPy."""
+    """Return the results of the kernel `attention`, computed in NumPy."""
     qkv = np.concatenate([x for name, x in given.items() if name.startswith("rows")], 1)
     out = np.zeros((tokens.count, layout.keys), np.float32)
     k_cache, v_cache = given["k_cache"].copy(), given["v_cache"].copy()
@@ -103,7 +103,7 @@ def attention(caches: Caches, layout: HeadLayout, scores: Scores, tokens: Decode
 def append(caches: Caches, layout: HeadLayout, T: int, rows: Rows) -> Kernel:
     """Return the kernel that appends the prepared keys and values of a chunk of T tokens.
 
-    Operands: those of `attention` for a chunk without the sinks. Results: k_cache and v_cache, in
+    Operands: those of `attention` for a chunk, except the sinks. Results: k_cache and v_cache, in
     place; rows of padding are not stored.
     """
     hd, tokens, cached = layout.head_dim, DecodeTokens("chunk", T), caches.types(layout.kv_heads, layout.head_dim)

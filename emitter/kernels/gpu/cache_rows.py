@@ -1,6 +1,6 @@
 """Read and write rows of KV caches (`emitter.kv_cache`) as 32-bit words.
 
-A group of q8_0 is rounded as in the CPU kernels: d = max |x| / 127, and a code is x * (127 / max
+A group of q8_0 is quantised as in the CPU kernels: d = max |x| / 127, and a code is x * (127 / max
 |x|) rounded to an integer.
 """
 
@@ -85,10 +85,10 @@ class CacheRows:
         return b.as_type(self._load(row, d), F32)
 
     def append(self, thread: Ssa, row: Index, new: Ssa, only: Ssa | None = None) -> None:
-        """Emit code that rounds `new` to the cache's format and stores it in a row.
+        """Emit code that converts `new` to the cache's format and stores it in a row.
 
-        new: shared memref f32 [head_dim] that all threads see. The code replaces its elements by
-        the rounded values. All threads must execute the code.
+        new: shared memref f32 [head_dim] that all threads see. The code replaces the elements of
+        `new` by the values that a load from the cache gives. All threads must execute the code.
         """
         b, format = self.b, self.caches.format
         if format.grouped:

@@ -51,8 +51,8 @@ def gemm(matmul: Matmul) -> Kernel:
             """Emit code that stores `count` columns of a tile.
 
             A column has the 16 elements of in_features that this step multiplies. read(column,
-            unit): returns 8 of them, one unit. pitch: number of elements from one row of the tile
-            to the next.
+            unit): returns the 8 elements of a unit of a column. pitch: number of elements from one
+            row of the tile to the next.
             """
             with b.strided(thread, count * depth) as item:
                 column, step = b.div(item.index, depth), b.rem(item.index, depth)

@@ -14,8 +14,8 @@ from castiron.emitter.kernels.mlir.body import I32, Ssa, memref_type
 class GpuKernel(Kernel):
     """A kernel whose code runs in each of `threads` threads of a workgroup.
 
-    The kernel is a `hal.executable.source`, in which each binding begins at an operand. In a
-    `stream.executable`, an operand may have an offset in its binding; IREE's SPIR-V backend does
+    The kernel is a `hal.executable.source`, so that each operand is a separate binding. In a
+    `stream.executable`, an operand may begin at an offset in a binding; IREE's SPIR-V backend does
     not compile such an offset.
     """
 

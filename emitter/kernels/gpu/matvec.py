@@ -7,8 +7,8 @@
       add totals and squares over the threads of a slot                                       shared
       y[token, row] = epilogue(total), with a norm: epilogue(total / rms)                     memory
 
-The weight is dequantised in registers. An RMS norm needs no pass of its own, because 1 / rms(x) is
-a factor of the result.
+The weight is dequantised in registers. An RMS norm needs no separate pass over x, because
+1 / rms(x) is a factor of the result.
 """
 
 from functools import cache
@@ -114,7 +114,7 @@ def matvec(matmul: Matmul, summed: int = 0) -> Kernel:
     Operands: see `operands`. Result: y f32 [tokens, out].
 
     summed: 0, or with experts the number of consecutive pairs whose results are added to one row of
-    y. The operand weights f32 [tokens] then has a factor for each pair, and y and the residual are
+    y. The operand `weights`, f32 [tokens], then has a factor for each pair; y and the residual are
     [tokens / summed, out].
     """
     layout, inner, out = layout_of(matmul.codec), matmul.in_features, matmul.out_features

@@ -2,7 +2,7 @@
 
 A thread updates a part of a state in place, token by token. The parts are independent:
 
-    causal convolution   a thread: one feature; its last n - 1 inputs are in registers
+    causal convolution   a thread: one feature; the window of the filter is in registers
     selective scan       a workgroup: one head; a thread: rows of S [head_dim, n], in memory
     gated delta rule     a workgroup: one head; a thread: columns of S [k_dim, v_dim], in memory
 
@@ -152,7 +152,8 @@ def gated_delta(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, Colu
 def _gated_norm(b, thread, out, t, head, v_dim, eps, square, weight, read) -> None:
     """Emit code that normalises a head of `out` [T, heads * v_dim] and multiplies it by silu(z).
 
-    square: sum of the squares of those elements of the head that this thread has stored.
+    square: sum of the squares of those elements of the head that this thread has stored. read:
+    called with "z" to load an element of the operand z.
     """
     sums, at = b.sums(thread, [square], b.threads)
     mean = b.divf(b.load(sums, at), b.f32(v_dim))

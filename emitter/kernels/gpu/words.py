@@ -45,7 +45,8 @@ NATIVE = {
 def widened(codec_name: str) -> str | None:
     """Return a description of how weights of a codec are stored, or None for codecs in `NATIVE`.
 
-    The weights of other codecs have the same values in this layout, but take more memory.
+    Weights of a codec that is not in `NATIVE` take more memory in this layout than in the codec's
+    format. The values of the weights are the same in both.
     """
     if codec_name in NATIVE:
         return None

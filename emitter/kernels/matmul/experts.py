@@ -17,7 +17,7 @@ With more pairs, the weights of an expert are decoded once for all of its pairs.
 `gemm`, with a block of (token, expert) pairs in place of a block of tokens:
 
     each workgroup (a set is 16 * `row_blocks` columns of y):
-      counts [experts] = number of each expert's pairs, of pairs 0 .. per_row * `length` - 1               stack
+      counts [experts] = number of each expert's pairs among pairs 0 .. per_row * `length` - 1            stack
       for expert, for block of up to `tokens` pairs of the expert:
         low, high = range of the sets that this workgroup computes for the block
         if low < high:
@@ -91,9 +91,9 @@ class _PairTiles(PanelTiles):
 
     A block has up to `tokens` pairs. A block of at most `direct` pairs is small: its weights are
     decoded in registers. For a larger block, the weights are decoded into a panel on the stack.
-    rest: number of pairs that are multiplied together at the end of a large block, where fewer than
-        `rows` pairs are left; it divides `rows`.
-    few: number of pairs that are multiplied together in a small block; it divides `direct`.
+    rest: number of pairs in a tile at the end of a large block, where fewer than `rows` pairs are
+        left; it divides `rows`.
+    few: number of pairs in a tile of a small block; it divides `direct`.
     """
 
     rest: int = 1
@@ -149,7 +149,7 @@ def _small_tiles(isa: Isa, rows: int, direct: int) -> dict[str, int]:
 def _pairs_of_block(matmul: Matmul, rows: int, limit: int) -> int:
     """Return the default number of (token, expert) pairs in a block, a multiple of `rows`.
 
-    The number is at most `limit`, or `rows` if `limit` is smaller.
+    The number is at most max(limit, rows).
     """
     return max(1, min(-(-matmul.tokens // rows), limit // rows)) * rows
 
@@ -214,8 +214,8 @@ class Grouped(Gemm):
     def _gather(self, expert: Index, first: Index, real: Index) -> None:
         """Emit code that stores the indices of a block's (token, expert) pairs in `self.pairs`.
 
-        first: how many pairs of `expert` are in earlier blocks. real: number of pairs that are not
-        padding, for all experts together.
+        first: how many pairs of `expert` are in earlier blocks. real: number of pairs of all
+        experts, without padding.
         """
         b = self.b
         with b.loop(0, real, carry=[b.index(0)]) as pair:
@@ -264,9 +264,10 @@ class Grouped(Gemm):
     def _direct_tile(self, sides: Sequence[tuple[Index, int, Index]], token: Index, rows: int) -> None:
         """Emit code that multiplies x of `rows` (token, expert) pairs by some rows of the weight.
 
-        The dot products are stored in rows token .. token + rows - 1 of `self.sums`. token: index
-        of the first pair in the current block. sides: the vectors of weight rows, each as (16-row
-        block, index of the vector in the block, column of `self.sums` for its first row).
+        The pairs are pairs token .. token + rows - 1 of the current block. Their dot products are
+        stored in the rows of `self.sums` with the same indices. sides: the vectors of weight rows,
+        each as (16-row block, index of the vector in the block, column of `self.sums` for the first
+        row of the vector).
         """
         b, lanes, unit = self.b, self.lanes, units(self.matmul.codec)
         x_row = self._x_rows(token, rows)
@@ -293,8 +294,9 @@ class Grouped(Gemm):
     def _prefetch(self, blocks: Sequence[Index], unit: Index, units: int) -> None:
         """Emit prefetches of the codes of 16-row blocks that will be multiplied later.
 
-        For each block in `blocks`, the code prefetches a part of block + `tiles.row_blocks`. The
-        part is `units` units (see `weights.panel.units`), from index `unit` on.
+        For each index `block` in `blocks`, the code prefetches a part of the row block with index
+        block + `tiles.row_blocks`. The part is `units` units (see `weights.panel.units`), from unit
+        `unit` on.
         """
         b, records, groups = self.b, self.panel.records, self.panel.records.layout.groups
         record = b.div(unit, groups)

@@ -93,7 +93,7 @@ class Gemm:
     """A writer of the body of a matmul kernel for many tokens.
 
     The kernel decodes weights into a panel, a buffer on the stack, and multiplies many tokens by
-    it. Subclasses choose another class of `weights.panel` as `panel_type`.
+    the panel. Subclasses choose another class of `weights.panel` as `panel_type`.
     """
 
     panel_type: type[Any] = Panel
@@ -125,7 +125,7 @@ class Gemm:
         """Emit code that stores in `self.sums` the dot products of tokens and weight rows.
 
         The tokens are first .. end - 1; the last tile may include tokens from `end` on. The weight
-        rows are those of `tiles.row_blocks` 16-row blocks from `first_block` on. They become the
+        rows are those of `tiles.row_blocks` 16-row blocks from `first_block` on. These rows are the
         columns of the panel.
         """
         b, depth, rows = self.b, self.tiles.depth, self.full_rows

@@ -38,7 +38,7 @@ PAIRS = DEPTH // 2  # pairs of k in a step
 class GemmBf16Tiles(PanelTiles):
     """The tile sizes of `GemmBf16`.
 
-    rows: number of rows of x that are multiplied together.
+    rows: number of rows of x whose sums are in registers at a time.
     """
 
     def units(self, matmul: Matmul) -> tuple[int, int]:
@@ -87,7 +87,7 @@ class GemmBf16(Gemm):
                 self._rows(b.add(b.mul(i.index, tile), row), b.add(b.div(first, tile), i.index), row, rows, k, depth)
 
     def _rows(self, sum_row: Index, tile: Index, row: int, rows: int, k: Index, depth: int) -> None:
-        """Emit code that multiplies `rows` rows of x by the panel, and adds to `self.sums`.
+        """Emit code that adds the dot products of `rows` rows of x and the panel to `self.sums`.
 
         The rows of x start with row `row` of tile `tile` (a block of rows in the layout of
         `split_x`). Only elements k .. k + depth - 1 of in_features are multiplied. sum_row: row of

@@ -230,7 +230,7 @@ class Step:
 class SmallBatchInt8Tiles(Tiles):
     """The tile sizes of `SmallBatchInt8`.
 
-    rows: number of tokens that are multiplied together.
+    rows: number of tokens whose sums are in registers at a time.
     """
 
     rows: int

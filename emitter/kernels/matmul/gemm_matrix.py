@@ -44,8 +44,8 @@ MAX_DEPTH = 512
 class GemmMatrixTiles(PanelTiles):
     """The tile sizes of `GemmMatrix`.
 
-    high: number of tiles of `rows` tokens that are multiplied together. The kernel has high * wide
-    accumulators, each for a block of [rows, 16] results.
+    high: number of tiles of `rows` tokens whose sums are in the unit's registers at a time. The
+        kernel has high * wide accumulators, each for a block of [rows, 16] results.
     """
 
     high: int
@@ -117,7 +117,7 @@ class GemmMatrix(Gemm):
                 self._tiles(tile.index, b.add(before, tile.index), step, k, depth)
 
     def _tiles(self, at: Index, tile: Index, high: int, k: Index, depth: int) -> None:
-        """Emit code that multiplies `high` tiles by the panel, and adds to `self.sums`.
+        """Emit code that adds the products of `high` tiles and the panel to `self.sums`.
 
         Elements k .. k + depth - 1 of in_features are multiplied.
         """

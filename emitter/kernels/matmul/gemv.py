@@ -2,8 +2,8 @@
 
 Each lane of a vector has one of 16 rows of W, so there are no sums across lanes. A record packs one
 codec block of each of 16 rows. x is prepared once per workgroup (`prepared_x`), so that a code
-costs only a mask, a conversion and an fma. A set is one or more 16-row blocks of W whose results
-are computed together; with a GLU it has blocks of both gate and up.
+costs only a mask, a conversion and an fma. A set is one or more consecutive 16-row blocks of W;
+with a GLU, a set has blocks of gate and of up.
 
     each workgroup: a share of the sets
       prefetch the first records of the first set
@@ -129,9 +129,9 @@ class Gemv:
         """Emit code that multiplies sets low .. high - 1 of the weight by a part of x.
 
         A set is `self.set` consecutive 16-row blocks. Only records first .. last - 1 of each row
-        block are multiplied, by the x that belongs to them. After the last record of a row block,
-        the code also stores y. parts: stack buffer for the totals of records before `last`, or None
-        if all of x is prepared at once.
+        block are multiplied, by the elements of x at the same indices. After the last record of a
+        row block, the code also stores y. parts: stack buffer for the totals of records before
+        `last`, or None if all of x is prepared at once.
         """
         b, self.range = self.b, (first, last)
         self.x.fill(first * self.layout.elements, last * self.layout.elements)
@@ -213,8 +213,8 @@ class Gemv:
         """Return `totals` plus the dot products of x and one record with several codec groups.
 
         A dot product is d * sum(scale * sum(x * code)) + m * sum(minimum * sum(x)). The outer sums
-        are over the groups of a codec block. Each codec block has its own d and m, each group its
-        own scale and minimum.
+        are over the groups of a codec block. There are one d and one m for each codec block, one
+        scale and one minimum for each group.
         """
         b, records, groups = self.b, self.records, self.layout.groups
         minima = self.codec.minimum != 0

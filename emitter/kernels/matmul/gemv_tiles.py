@@ -20,8 +20,8 @@ MIN_BYTES, ENOUGH_BYTES = 16 << 10, 1 << 20
 class GemvTiles(Tiles):
     """The tile sizes of `Gemv`. A record packs one codec block of each of 16 rows.
 
-    together: number of 16-row blocks that are multiplied together and share loads of x; at most 2
-        with a GLU.
+    together: number of 16-row blocks whose sums are in registers at a time, so that they share
+        loads of x; at most 2 with a GLU.
     chains: number of independent accumulators for each row of the weight.
     ahead: number of records between the record that is multiplied and the one that is prefetched.
     unroll: number of records that one loop iteration multiplies, for a float codec. Such a record
@@ -40,8 +40,8 @@ class GemvTiles(Tiles):
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
         """Return the default tiles for `threads` threads.
 
-        With experts, each (token, expert) pair has its own workgroups. All pairs together have
-        about two workgroups for each thread, or one for each pair if there are more pairs.
+        With experts, no two (token, expert) pairs share a workgroup. The kernel then has at most
+        about 2 * threads workgroups, or one for each pair if there are more pairs.
         """
         blocks, records, size = matmul.weight_shape
         nbytes, codec = blocks * records * size, matmul.format

@@ -35,7 +35,7 @@ def bytes_per_element(codec: Codec) -> float:
 def group_sum(b: Body, codec: Codec, parts: Sequence[Ssa]) -> Ssa:
     """Return the scalar sum of x over a codec group, multiplied by a factor of the codec.
 
-    The factor is +1 if the codec adds minima, -1 if it subtracts them, and -offset if it has none.
+    The factor is +1 if the codec adds minima, -1 if it subtracts minima, otherwise -offset.
     parts: the f32 vectors of x in the group.
     """
     total = b.extract(lane_sums(b, [tree(b.addf, parts)]), 0)
@@ -163,7 +163,7 @@ class PreparedX:
                 b.store(group_sum(b, self.codec, parts), self.sums, token, g.index)
 
     def _store(self, token: Index, start: Index, k: int, x: Ssa) -> None:
-        """Emit code that stores a vector `x` of a codec group, times its `code_factors`.
+        """Emit code that stores `x` * `code_factors`, where `x` is a vector of a codec group.
 
         start: first element of the group in the buffer. k: first element of the vector in the
         group.

@@ -55,7 +55,7 @@ class SmallBatchTiles(Tiles):
     unroll: int = 4
 
     def row_blocks(self, isa: Isa, shared: int) -> int:
-        """Return the number of 16-row blocks of the weight that are computed together.
+        """Return the number of 16-row blocks of the weight in a set.
 
         shared: number of row blocks that give one block of 16 results: 2 with a GLU, otherwise 1.
         """

@@ -26,7 +26,7 @@ class Tiles(ABC):
     """The tile sizes of a matmul kernel, all positive integers, which `castiron tune` varies.
 
     Results for different tiles differ by rounding only. workgroups: number of workgroups of the
-    kernel. In a kernel with one GEMV for each (token, expert) pair, it is the number for one pair.
+    kernel. A kernel with one GEMV for each (token, expert) pair has this number for each pair.
     """
 
     workgroups: int = field(default=12, kw_only=True)

@@ -59,7 +59,7 @@ Value = TypeVar("Value")
 
 
 def f32_literal(x: float) -> str:
-    """Return the f32 nearest to x as a hexadecimal MLIR literal, which can also be an infinity."""
+    """Return the f32 nearest to x, which may be infinite, as a hexadecimal MLIR literal."""
     return f"0x{struct.unpack('<I', struct.pack('<f', x))[0]:08X}"
 
 
@@ -84,8 +84,8 @@ def batches(values: Sequence[Value], size: int) -> list[Sequence[Value]]:
 class Loop:
     """An `scf.for` that `Body.loop` emits.
 
-    index, values: its index and its loop-carried values inside the `with` block. results: the final
-    values, which exist after the block.
+    index, values: the loop's index and loop-carried values, for use inside the `with` block.
+    results: the final loop-carried values, for use after the block.
     """
 
     def __init__(self, index: Ssa, values: list[Ssa]):
@@ -153,7 +153,7 @@ class Body:
     def stack(self, *shape: int, element: str = "f32") -> Ssa:
         """Return a memref of a new stack buffer.
 
-        All buffers of a kernel together may have STACK_BYTES bytes.
+        The buffers of a kernel may have STACK_BYTES bytes in total.
         """
         buffer = Ssa(self.name(), memref_type(shape, element))
         self._head.append(f"{buffer} = memref.alloca() alignment = 64 : {buffer.type}")

@@ -155,8 +155,8 @@ class Dot:
 class BlockDot(Dot):
     """A `Dot` with the layout of the instruction `smmla`: two rows of x and four outputs.
 
-    Lane 2 i + j of an accumulator belongs to row i of x. In the first accumulator it belongs to
-    output j, in the second to output 2 + j.
+    Lane 2 i + j of an accumulator belongs to row i of x. The lane belongs to output j in the first
+    accumulator, and to output 2 + j in the second one.
     """
 
     rows = quads = 2
@@ -164,8 +164,8 @@ class BlockDot(Dot):
     def arranged(self, quads: Sequence[Ssa]) -> list[Ssa]:
         """Return a vector with the codes of outputs 0 and 1, and one with those of outputs 2 and 3.
 
-        Each vector has eight codes of each of its outputs. quads: two vectors, each with four codes
-        of each of the four outputs.
+        Each of these vectors has eight codes of each of two outputs. quads: two vectors, each with
+        four codes of each of the four outputs.
         """
         first, second = quads
         return [self.b.shuffle(first, second, lanes) for lanes in ((0, 4, 1, 5), (2, 6, 3, 7))]

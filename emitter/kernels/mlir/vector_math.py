@@ -184,8 +184,8 @@ def rms_normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 def as_bytes(b: Body, parts: Sequence[Ssa]) -> tuple[list[Ssa], Ssa]:
     """Return the f32 vectors `parts` quantised to int8, and one scalar scale for all of them.
 
-    The quantised vectors still have the type f32: integers plus the constant ROUND. `numbers_of`
-    and `low_bytes` extract the integers.
+    An element of a quantised vector is the f32 sum of an integer and the constant ROUND.
+    `numbers_of` and `low_bytes` extract the integers.
     """
     width = parts[0].width
     peak = lane_max(b, tree(b.maxf, [b.math("absf", part) for part in parts]))

@@ -122,9 +122,10 @@ def _unit(x: np.ndarray) -> np.ndarray:
 def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tuple[int, bool]:
     """Return how a workgroup updates a state [k_dim, v_dim]: (vectors, whether in a copy).
 
-    The first is the number of vectors of state columns that are updated together. A workgroup that
-    computes several tokens updates them in a copy on the stack, if the copy fits. vectors: number
-    of vectors in v_dim. width: number of elements of a vector.
+    The workgroup updates the state's columns in blocks. The first result is the number of vectors
+    in each row of a block. A workgroup that computes several tokens updates a block in a copy on
+    the stack, if the copy fits. vectors: number of vectors in v_dim. width: number of elements of a
+    vector.
     """
     limit = isa.registers // 4
     if tokens.in_turn > 1:
@@ -138,9 +139,9 @@ def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tu
 class _Head:
     """A writer of the code of a workgroup, which computes one head of one sequence.
 
-    sizes: (k_dim, v_dim, elements of a vector, vectors of state columns updated together). given:
-    memrefs of the kernel by name. at: the head's first column in each operand. known: stack buffer
-    [4, tokens] with decay, beta, and the scales of k and q, of each token.
+    sizes: (k_dim, v_dim, elements of a vector, vectors in a row of a block of state columns).
+    given: memrefs of the kernel by name. at: the head's first column in each operand. known: stack
+    buffer [4, tokens] with decay, beta, and the scales of k and q, of each token.
     """
 
     b: Body
@@ -157,11 +158,14 @@ class _Head:
         return self.b.mul(self.share.unit, self.sizes[1])
 
     def _read(self, name: str, t: Index, d: Index, width: int) -> Ssa:
-        """Return `width` elements of the head from element `d` on, from row `t` of `name`."""
+        """Return elements d .. d + width - 1 of the head, from row `t` of the operand `name`."""
         return self.b.vload(self.given[name], width, t, self.b.add(self.at[name], d))
 
     def _times(self, name: str, t: Index, d: Index) -> Ssa:
-        """Return a vector with element `d` of the head in every lane, from row `t` of `name`."""
+        """Return a vector that has element `d` of the head in every lane.
+
+        The element is in row `t` of the operand `name`.
+        """
         b = self.b
         return b.broadcast(b.load(self.given[name], t, b.add(self.at[name], d)), self.sizes[2])
 

@@ -14,9 +14,9 @@ QUAD = 4  # lanes of the vectors in which scalars are computed
 
 @dataclass(frozen=True)
 class Columns:
-    """Some columns of an operand f32 [T, width]: those from `first` on.
+    """The columns of an operand f32 [T, width] that a kernel reads, from column `first` on.
 
-    The operand may be the result of a fused matmul, of which these columns are one part.
+    The operand may be the result of a fused matmul, in which other columns are for other purposes.
     """
 
     width: int
@@ -105,8 +105,8 @@ class Tokens:
     def real(self, layer: int, given: dict[str, np.ndarray]) -> Iterator[tuple[int, range]]:
         """Yield (index in dimension 0 of the states, range of rows of x) of each active sequence.
 
-        The rows are those without padding. For reference implementations in NumPy. layer: layer of
-        the model. given: the kernel's operands, by name.
+        The range does not include padding. This method is for reference implementations in NumPy.
+        layer: layer of the model. given: the kernel's operands, by name.
         """
         if not self.batch:
             yield layer, range(int(given.get("length", self.count)))

@@ -21,9 +21,9 @@ Only d and codes are in the records of every quantised codec. A record of a floa
 element of each of the 16 rows; for bf16, two elements in an i32, the even one in the low half.
 
 Kernels do not shift codes: `word & mask` is a code times a power of two, and x is multiplied by the
-inverse of this power beforehand. Codes of 3, 5 or 6 bits do not fill a word: one or two of its
-highest bits are left over. These bits of all words of a group together store the last one or two
-codes of the group (`TOP_CODES`).
+inverse of this power beforehand. The bit fields of codes of 3, 5 or 6 bits do not fill a word: the
+highest one or two bits are left over. The leftover bits of all words of a group store the last one
+or two codes of the group (`TOP_CODES`).
 """
 
 import os
@@ -85,7 +85,7 @@ class Layout:
 
     @property
     def in_fields(self) -> int:
-        """Return the number of codes of a group that have a bit field of their own.
+        """Return the number of codes of a group that are stored in one bit field each.
 
         The other codes are in the highest bits of the words (see `TOP_CODES`).
         """

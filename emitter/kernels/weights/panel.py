@@ -22,7 +22,7 @@ EXACT_COUNTS = {"bf16": 1, "f16": 2, "f32": 3}
 
 
 def units(codec_name: str) -> int:
-    """Return the size of a unit: how many consecutive elements of in_features are decoded together.
+    """Return the size of a unit: how many elements of in_features are decoded at a time.
 
     A unit is a codec group of a quantised codec, or a record of a float codec. The depth of a panel
     is a multiple of this size.
@@ -182,7 +182,10 @@ class Int8Panel(BasePanel):
                     b.vstore(arranged, self.codes, b.add(b.mul(g.index, group // 4), each), column)
 
     def quads(self, q: Index, column: Index, count: int) -> list[Ssa]:
-        """Return vectors from rows q .. q + count - 1 of `codes`, for the method `Dot.code`."""
+        """Return one vector from each of rows q .. q + count - 1 of `codes`, for `Dot.code`.
+
+        column: first column of the vectors.
+        """
         return [self.b.vload(self.codes, self.lanes, self.b.add(q, i), column) for i in range(count)]
 
 

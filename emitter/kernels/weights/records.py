@@ -227,8 +227,8 @@ class GroupCodes:
     def _stored(self, k: int, v: Index) -> Ssa:
         """Return stored code k of the group, i32 [lanes].
 
-        Its bits are not shifted down (see `code_factors`). For a codec with a table, higher bits
-        may be set too; `lookup.entries` ignores them.
+        The bits of the code are not shifted down (see `code_factors`). For a codec with a table,
+        higher bits may be set too; `lookup.entries` ignores them.
         """
         r, bits = self.records, self.records.codec.bits
         if bits == 8:
@@ -266,7 +266,8 @@ class GroupCodes:
     def _e4m3(self, k: int, v: Index) -> Ssa:
         """Return E4M3 code k of the group, divided by E4M3_FACTOR, as f32 [lanes].
 
-        The code shifts the bits of E4M3 to those of f16, which is right for subnormal numbers too.
+        The method shifts the bits of E4M3 to the positions of the same bits in f16. The result is
+        right for subnormal numbers too.
         """
         r = self.records
         wide = r.b.convert("extsi", r.rows((self.block, self.record, r.b.add(self.offset, LANES * k)), v, "i8", 8), "i16")
@@ -278,8 +279,8 @@ class GroupCodes:
 class Int8Codes(GroupCodes):
     """A writer of code that reads the codes of one codec group as int8, four in each i32.
 
-    Every eight codes are in the order 0, 2, 4, 6, 1, 3, 5, 7 (`EVEN_ODD`), as x is in the result of
-    the kernel `round_x`.
+    Every eight codes are in the order 0, 2, 4, 6, 1, 3, 5, 7 (`EVEN_ODD`). The result of the kernel
+    `round_x` has the elements of x in the same order.
     """
 
     def __init__(self, records: Records, block: Index, record: Index, group: Index):
