@@ -190,7 +190,6 @@ def load_reference(path: Path, weights: str, threads: int | None, adapter: Path 
     from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
     from castiron.pipelines.compile.calibration import calibrate
     from castiron.pipelines.compile.options import Options
-    from castiron.pipelines.evaluate.verify import dequantised
     from castiron.reference import hf
 
     try:
