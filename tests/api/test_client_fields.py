@@ -7,7 +7,7 @@ import json
 import pytest
 from starlette.testclient import TestClient
 
-from castiron.pipelines.api import parse_body
+from castiron.pipelines.api import request_body
 from castiron.pipelines.api.model_api import Limits
 from castiron.pipelines.engine.chooser import Chooser
 from castiron.pipelines.server.app import open_app
@@ -105,7 +105,7 @@ def strict(talking_path):
 
 @pytest.fixture(autouse=True)
 def nothing_is_logged_yet(monkeypatch):
-    monkeypatch.setattr(parse_body, "_logged", set())
+    monkeypatch.setattr(request_body, "_logged", set())
 
 
 def ask(client, path: str = CHAT, **more) -> dict:
@@ -134,12 +134,12 @@ def test_every_documented_field_is_honoured_ignored_or_refused(client, strict, c
 def test_unknown_fields_are_limited_in_number_and_sanitised_in_the_log(client, strict, capsys):
     ask(client, **{"evil\x1b[2J\n": 1})
     assert capsys.readouterr().err.count("\n") == 1 and "\x1b" not in capsys.readouterr().err
-    many = {f"k{i}": 1 for i in range(parse_body.MAX_LOGGED)}
+    many = {f"k{i}": 1 for i in range(request_body.MAX_LOGGED)}
     answer = client.post(CHAT, json=REQUIRED[CHAT] | many)
     assert answer.status_code == 400 and "1000 unknown fields; send at most 100" in answer.text
     for part in range(11):
         ask(client, **{f"k{part}-{i}": 1 for i in range(100)})
-    assert capsys.readouterr().err.count("\n") == parse_body.MAX_LOGGED - 1
+    assert capsys.readouterr().err.count("\n") == request_body.MAX_LOGGED - 1
     error = strict.post(CHAT, json=REQUIRED[CHAT] | {"stream_options": {"x": 1}, "stream": True}).json()["error"]
     assert error["param"] == "stream_options.x"
 
