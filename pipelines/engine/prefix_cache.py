@@ -18,8 +18,8 @@ class Paused:
     """A copy of the states (KV cache) of a preempted request.
 
     `rows`: the data of each state, an array each. `position`: number of tokens in the states.
-    `chunked_tokens`: number of tokens at the start that were read in full calls of the widest
-    prefill function. `prefilling`: whether a part of the prompt has not been read yet.
+    `chunked_tokens`: how many of the first tokens came in calls of the widest prefill function
+    without padding. `prefilling`: whether a part of the prompt has not been read yet.
     """
 
     rows: list[np.ndarray]

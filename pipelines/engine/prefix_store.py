@@ -219,7 +219,7 @@ class PrefixStore:
             return 0
 
     def _evict(self) -> None:
-        """Remove least recently used states until the rest fits, and files of killed processes."""
+        """Remove files of killed processes, and least recently used states until the rest fits."""
         found = []
         for folder in self.directory.glob("*/"):
             remove_abandoned(folder)

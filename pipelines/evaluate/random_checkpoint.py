@@ -194,7 +194,10 @@ def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndar
 
 @cache
 def random_tile(codec_name: str) -> np.ndarray:
-    """Return about TILE_BYTES of random blocks; an odd number of blocks makes rows differ."""
+    """Return about TILE_BYTES of random blocks, which are repeated to fill a tensor.
+
+    Their number is odd, so that rows of a power of two blocks do not all have the same content.
+    """
     codec = codec_of(codec_name)
     blocks = TILE_BYTES // codec.block_bytes | 1
     return raw_rows(codec_name, 1, blocks * codec.block, seed=0)[0]

@@ -202,7 +202,10 @@ def neighbours(matmul: Matmul, isa: Isa, threads: int) -> Iterator[Tiles]:
 
 
 def _code(matmul: Matmul, isa: Isa, threads: int, tiles: Tiles) -> str | None:
-    """Return the MLIR of the matmul's kernel without its name; None if `tiles` are invalid."""
+    """Return the MLIR of the matmul's kernel; None if `tiles` are invalid.
+
+    The symbol's name is removed, so that kernels with equal code have equal text.
+    """
     try:
         kernel = kernel_of(matmul, isa, threads, tiles)
     except ValueError:

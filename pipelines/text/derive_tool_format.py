@@ -118,8 +118,9 @@ class _Probe:
         """Return the tool format that follows from the texts of one call and of two calls.
 
         style: `ToolFormat.style`. before: text of one call before the function's name. head: text
-        between name and arguments. body: the arguments. after: text after the arguments. rest: text
-        of two calls after the first call's name; "" if the template allows only one call.
+        between name and arguments. body: the arguments. after: text after the arguments. rest: of
+        the text of two calls, everything after the first function's name; "" if the template allows
+        only one call.
         """
         fields: dict[str, Any] = {}
         if style == "tags":

@@ -144,6 +144,8 @@ class Step:
         scale * x_scale * sum(c * n) + base * sum(x)                          if the codec has minima
         scale * x_scale * (sum(c * n) - (offset + bias) * sum(n))             otherwise
 
+    where a stored code is code + offset (`Codec.offset`).
+
     Arguments of the methods:
     rows: indices of the rows of x. unit: index of the step. part: index of the group in the step.
     quads(q): returns `Dot.quads` quads of codes from quad `q` of the step on, for each vector of

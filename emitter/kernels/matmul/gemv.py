@@ -31,7 +31,7 @@ then looks up the sum of x times several codes in a table (`sum_tables`):
               for slice of the bits of the group's words:               unrolled
                 products[slice % chains] += table[group, slice][word >> shift]
 
-In canonical form there is one chain, and groups are added to the totals in the same order as in the
+With --numerics canonical, `chains` is 1, and groups are added to the totals in the same order as in the
 kernels for several tokens.
 """
 
@@ -63,8 +63,9 @@ class Gemv:
 
     Arguments and results of the methods:
     row_blocks: indices of the 16-row blocks to multiply. record: index of a record in each of them.
-    slot: index of the record, or of a codec group, in the prepared part of x.
-    totals, results: a vector for each (i, v) in `self.sides`. Its lanes are the rows in vector `v`
+    slot: index in the prepared part of x: of the columns of a record for float codecs, of a codec
+        group otherwise.
+    totals, results: a vector for each (i, v) in `self.sides`: vector `v`, [lanes], of the 16 rows
         of row block row_blocks[i].
     """
 
