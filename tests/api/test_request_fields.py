@@ -67,7 +67,7 @@ def size(client, **body) -> int:
         ({"store": 0}, "store"),
         ({"logit_bias": {"999": 1}}, "logit_bias"),
         ({"logit_bias": [["", 1]]}, "logit_bias"),
-        ({"logit_bias": {"1": "x"}}, "logit_bias"),
+        ({"logit_bias": {"1": "x"}}, "logit_bias.1"),
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"max_tokens": 2, "max_completion_tokens": 3}, "max_completion_tokens"),
         ({"repeat_penalty": 2, "repetition_penalty": 3}, "repeat_penalty"),
