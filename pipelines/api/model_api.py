@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -308,6 +309,7 @@ def names_of(bundle: Bundle, model: str | None = None) -> list[str]:
     """
     path = bundle.path.resolve()
     if model is not None and Path(model).exists():
-        model = Path(model).resolve().name
+        # A link, as in the hub's cache, keeps its own name.
+        model = os.path.basename(os.path.abspath(model))
     names = [model or bundle.manifest.name, bundle.manifest.name, path.name]
     return [name.removesuffix(".gguf").removesuffix(".castiron") for name in names]

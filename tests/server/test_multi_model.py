@@ -133,10 +133,12 @@ async def test_a_model_is_found_by_the_name_of_its_bundle_and_of_its_directory(p
 def test_a_model_has_the_name_that_was_typed(paths, monkeypatch):
     bundle, own = open_bundle(paths[1]), open_bundle(paths[1]).manifest.name
     monkeypatch.chdir(paths[1].parent)
+    Path("linked.gguf").symlink_to(paths[1])
     for typed, name in (
         ("org/Model:Q4_K_M.gguf", "org/Model:Q4_K_M"),
         (str(paths[1]), "other"),
         ("other/", "other"),
+        ("linked.gguf", "linked"),
         (None, own),
     ):
         assert names_of(bundle, typed)[0] == name and {own, "other"} <= {*names_of(bundle, typed)}
