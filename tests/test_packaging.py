@@ -318,7 +318,10 @@ def test_make_installs_a_lock_when_it_changes(installed_tree):
     (family,) = calls(installed_tree)
     assert family[: len(PYTEST) + 2] == [*PYTEST, "-k", "gemma"] and "--tier" not in family
     assert run_in(installed_tree, "make", "test-all", "PYTEST_ARGS=-k a").returncode == 0
-    assert calls(installed_tree)[-2:] == [["python", *PIP_INSTALL, ALL], [*PYTEST, "-k", "a"]]
+    llvmpipe = ["python", "-m", "tests.mesa", "build/mesa"]
+    assert calls(installed_tree)[-3:] == [["python", *PIP_INSTALL, ALL], llvmpipe, [*PYTEST, "-k", "a"]]
+    assert run_in(installed_tree, "make", "test-vulkan").returncode == 0
+    assert calls(installed_tree)[0] == llvmpipe
     assert run_in(installed_tree, "make", "test-models").returncode == 0
     assert calls(installed_tree) == [
         ["python", "-m", "pytest", "-v", "-o", "tmp_path_retention_policy=none", "--tier", "models", "tests/models"]
