@@ -22,6 +22,7 @@ examples:
 models      checkpoints fetched by name
 compile     output of iree-compile; above 512 MB the least recently used files are deleted
 verified    bundles whose hashes were checked
+devices     GPUs that gave the known answer of a bundle
 calibrated  activation sizes on a text, for compile --calibrate
 tuned       tiles that castiron tune found
 shapes      random checkpoints of castiron bench --shape
