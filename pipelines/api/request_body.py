@@ -122,7 +122,7 @@ EXPECTED = {
     "prompt": "a string, a list of token ids, or a list of 1 to 128 of either; lists of token ids are not empty",
     "input": "a string, a list of token ids, or a list of 1 to 2048 of either; lists of token ids are not empty",
     "documents": "a list of 1 to 2048 strings or objects with a text",
-    "logit_bias": "an object or a list of at most 1024 items, which map token ids or texts of 1 to 256 characters to -100 to 100",
+    "logit_bias": "an object or a list of at most 1024 items: token ids or texts of 1 to 256 characters, each with -100 to 100",
     "content": "a string or a list of parts of type text",
     "tool_choice": 'none, auto, required or {"type": "function", "function": {"name": ...}}',
 }
