@@ -6,6 +6,7 @@ Matmuls and recurrent operations have the rules of `lowering.kernels`, with kern
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -30,12 +31,11 @@ from castiron.emitter.kernels.gpu.norm import norm as norm_kernel
 from castiron.emitter.kernels.gpu.route import route as route_kernel
 from castiron.emitter.kernels.gpu.words import layout_of
 from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import ISAS
 from castiron.emitter.kv_cache import CACHES
 from castiron.emitter.lowering import kernels, portable
 from castiron.emitter.lowering.portable import Stored
-from castiron.emitter.lowering.projection import bias_param, joined_name
+from castiron.emitter.lowering.projection import Projection, joined_name
 from castiron.emitter.lowering.rewrite import Rule
 from castiron.emitter.step import Weight, source
 from castiron.emitter.types import I32, TensorType
@@ -61,69 +61,35 @@ def words_param(weights: Sequence[Weight], experts: int = 1) -> Param:
     return Param(joined_name([w.name for w in weights]), type_, source(weights, packed))
 
 
-def projected(
-    x: Value,
-    weights: Sequence[Weight],
-    biases: Sequence[Weight] = (),
-    *,
-    norm: tuple[Value, float] | None = None,
-    residual: Value | None = None,
-    glu: str | None = None,
-    length: Value | None = None,
-    chosen: Value | None = None,
-    experts: int = 0,
-    factors: Value | None = None,
-) -> Value:
-    """Return x [T, in] times stacked weights, like `Projector.__call__`, but for GPUs.
+def projected(p: Projection, factors: Value | None = None) -> Value:
+    """Return the result of a projection, computed by a GPU kernel. Padding is computed too.
 
-    Rows of padding are computed too. factors: f32 [T, n], or None. With factors, x has a row for
-    each pair of a token and one of its n experts, and a row of the result [T, out] is the weighted
-    sum over the n experts of a token.
+    factors: f32 [T, n], or None. With factors, x has a row for each pair of a token and one of its
+    n experts, and a row of the result [T, out] is the weighted sum over the n experts of a token.
     """
-    rows = [w.shape[0] // (experts or 1) for w in weights]
-    tokens = x.shape[0] if chosen is None else chosen.shape[0]
-    given: dict[str, Any] = {
-        "norm": norm[0] if norm else None,
-        "weight": parameter(words_param(weights, experts or 1)),
-        "chosen": chosen,
-        "bias": parameter(bias_param(biases)) if biases else None,
-        "residual": residual,
-        "weights": None if factors is None else ops.reshape(factors, (tokens,)),
-    }
-    matmul = Matmul(
-        weights[0].codec,
-        tokens,
-        rows[0] if glu else sum(rows),
-        x.shape[1],
-        rms_eps=norm[1] if norm else None,
-        bias=bool(biases),
-        residual=residual is not None,
-        glu=glu,
-        experts=experts,
-        per_row=tokens // x.shape[0],
-    )
-    if experts:
-        kernel = matvec(matmul, factors.shape[1] if factors is not None else 0)
+    p = replace(p, length=None)
+    matmul, given = p.matmul, p.operands(words_param(p.weights, p.experts or 1))
+    if factors is not None:
+        kernel, given["weights"] = matvec(matmul, factors.shape[1]), ops.reshape(factors, (matmul.tokens,))
     else:
-        kernel = matvec(matmul) if tokens <= MAX_TOKENS else gemm(matmul)
-    found = {name: given[name] for name in kernel.tensors if name != "x"}
-    return ops.kernel_call(kernel, x=x, **found)["y"]
+        kernel = matvec(matmul) if p.experts or matmul.tokens <= MAX_TOKENS else gemm(matmul)
+    return ops.kernel_call(kernel, x=p.x, **given)["y"]
 
 
 def experts(op: Op, x: Value, chosen: Value, weights: Value, *stacked: Any) -> Value:
     residual = stacked[-1] if op.attrs.get("residual") else None
     stacked, count = stacked[: len(stacked) - (residual is not None)], 2 if op.attrs["gated"] else 1
-    if len(stacked) > count + 1:  # with biases
+    if len(stacked) > count + 1:  # biases, or orders of columns
         y = kernels.experts(_CONTEXT, op, x, chosen, weights, *stacked)
         return y if residual is None else ops.add(y, residual)
     pairs, function = ops.reshape(chosen, (chosen.type.elements,)), op.attrs["function"]
     into, down = [part.weight for part in stacked[:count]], stacked[count].weight
-    through = partial(projected, chosen=pairs, experts=op.attrs["experts"])
+    through = partial(Projection, chosen=pairs, experts=op.attrs["experts"])
     if count == 2 and into[0].codec == into[1].codec and function in ACTIVATIONS:
-        inner = through(x, into, glu=function)
+        inner = projected(through(x, into, glu=function))
     else:
-        inner = portable.into_down([through(x, [weight]) for weight in into], function)
-    return through(inner, [down], factors=weights, residual=residual)
+        inner = portable.into_down([projected(through(x, [weight])) for weight in into], function)
+    return projected(through(inner, [down], residual=residual), weights)
 
 
 def embedding(op: Op, tokens: Value, weight: Stored) -> Value:

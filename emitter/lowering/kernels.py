@@ -32,7 +32,7 @@ from castiron.emitter.kv_cache import CACHES
 from castiron.emitter.lowering import portable
 from castiron.emitter.lowering.portable import Stored
 from castiron.emitter.lowering.portable_routing import rows_of_pairs
-from castiron.emitter.lowering.projection import packed_param
+from castiron.emitter.lowering.projection import Projection, packed_param
 from castiron.emitter.lowering.rewrite import Rule
 from castiron.emitter.step import Weight, source
 from castiron.emitter.types import F32, I32, TensorType
@@ -49,7 +49,7 @@ class Context:
 
     isa: Isa
     threads: int
-    project: Callable[..., Value]
+    project: Callable[[Projection], Value]
     recurrent: Mapping[str, Callable[..., Kernel]] | None = None
     counters: dict[TensorType, Value] = field(default_factory=dict)
 
@@ -97,8 +97,7 @@ def matmul(c: Context, op: Op, x: Value, *operands: Any) -> Value:
     weights = [next(given).weight for _ in range(op.attrs["weights"])]
     biases = [next(given).weight for _ in range(op.attrs["biases"])]
     residual = next(given) if op.attrs["residual"] else None
-    length = _length(x.shape[0])
-    return c.project(x, weights, biases, norm=norm, residual=residual, glu=op.attrs["glu"], length=length)
+    return c.project(Projection(x, weights, biases, norm, residual, op.attrs["glu"], _length(x.shape[0])))
 
 
 def experts(c: Context, op: Op, x: Value, chosen: Value, weights: Value, *stacked: Stored) -> Value:
@@ -114,7 +113,7 @@ def experts(c: Context, op: Op, x: Value, chosen: Value, weights: Value, *stacke
 
     def through(x: Value, *stored: Stored, glu: str | None = None, length: Value | None = length) -> Value:
         weights = [s.weight for s in stored]
-        return c.project(x, weights, chosen=chosen, experts=count, glu=glu, length=length)
+        return c.project(Projection(x, weights, glu=glu, length=length, chosen=chosen, experts=count))
 
     def biased(y: Value, i: int) -> Value:
         return ops.add(y, biases[i].value(lambda part: ops.gather_rows(part, chosen))) if biases else y

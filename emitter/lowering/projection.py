@@ -25,8 +25,68 @@ NORM_LIMIT = 8192
 
 
 @dataclass(frozen=True)
+class Projection:
+    """A projection of x: x [T, in] times each weight [n, in] transposed, side by side.
+
+    The result is [T, sum of all n]. With a GLU, the two weights give one result [T, n]. All weights
+    have the same codec.
+
+    norm: weight [in] and epsilon of an RMS norm of x, on CPUs for T = 1 only.
+    residual: value that is added to the result.
+    glu: activation of a GLU.
+    length: number of rows of x that are not padding.
+    chosen, experts: with experts, each weight has the rows of all experts, [experts * n, in]. Row i
+        of the result is row i // (len(chosen) / T) of x times the rows of expert chosen[i].
+    """
+
+    x: Value
+    weights: Sequence[Weight]
+    biases: Sequence[Weight] = ()
+    norm: tuple[Value, float] | None = None
+    residual: Value | None = None
+    glu: str | None = None
+    length: Value | None = None
+    chosen: Value | None = None
+    experts: int = 0
+
+    @property
+    def matmul(self) -> Matmul:
+        """Return the specification of the matmul, with the numerics "exact"."""
+        rows = [w.shape[0] // (self.experts or 1) for w in self.weights]
+        tokens = self.x.shape[0] if self.chosen is None else self.chosen.shape[0]
+        return Matmul(
+            self.weights[0].codec,
+            tokens,
+            rows[0] if self.glu else sum(rows),
+            self.x.shape[1],
+            rms_eps=self.norm[1] if self.norm else None,
+            bias=bool(self.biases),
+            residual=self.residual is not None,
+            glu=self.glu,
+            length=self.length is not None,
+            experts=self.experts,
+            per_row=tokens // self.x.shape[0],
+        )
+
+    def operands(self, weight: Param) -> dict[str, Value]:
+        """Return the operands of the matmul kernel by name, except x.
+
+        weight: all weights, packed for the kernel.
+        """
+        given = {
+            "norm": self.norm[0] if self.norm else None,
+            "weight": parameter(weight),
+            "chosen": self.chosen,
+            "bias": parameter(bias_param(self.biases)) if self.biases else None,
+            "residual": self.residual,
+            "length": self.length,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True)
 class Projector:
-    """An emitter of calls of matmul kernels.
+    """An emitter of calls of matmul kernels for CPUs.
 
     kernel_of: returns the kernel of a matmul. fast: whether x may be rounded to int8 or bf16, where
     a kernel supports it. rounded: results of kernels that prepare x, by x and name of the kernel,
@@ -38,57 +98,11 @@ class Projector:
     fast: bool = False
     rounded: dict[tuple[Value, str], Mapping[str, Value]] = field(default_factory=dict)
 
-    def __call__(
-        self,
-        x: Value,
-        weights: Sequence[Weight],
-        biases: Sequence[Weight] = (),
-        *,
-        norm: tuple[Value, float] | None = None,
-        residual: Value | None = None,
-        glu: str | None = None,
-        length: Value | None = None,
-        chosen: Value | None = None,
-        experts: int = 0,
-    ) -> Value:
-        """Return x [T, in] times each weight [n, in] transposed, side by side: [T, sum of all n].
-
-        With a GLU, the two weights give one result [T, n]. All weights have the same codec.
-
-        norm: weight [in] and epsilon of an RMS norm of x, for T = 1.
-        residual: value that is added to the result.
-        glu: activation of a GLU.
-        length: number of rows of x that are not padding.
-        chosen, experts: with experts, each weight has the rows of all experts, [experts * n, in].
-            Row i of the result is row i // (len(chosen) / T) of x times the rows of expert
-            chosen[i].
-        """
-        given = {
-            "norm": norm[0] if norm else None,
-            "weight": parameter(packed_param(weights, glu is not None, experts or 1)),
-            "chosen": chosen,
-            "bias": parameter(bias_param(biases)) if biases else None,
-            "residual": residual,
-            "length": length,
-        }
-        rows = [w.shape[0] // (experts or 1) for w in weights]
-        tokens = x.shape[0] if chosen is None else chosen.shape[0]
-        matmul = Matmul(
-            weights[0].codec,
-            tokens,
-            rows[0] if glu else sum(rows),
-            x.shape[1],
-            rms_eps=norm[1] if norm else None,
-            bias=bool(biases),
-            residual=residual is not None,
-            glu=glu,
-            length=length is not None,
-            experts=experts,
-            per_row=tokens // x.shape[0],
-        )
-        matmul = replace(matmul, numerics=numerics_of(matmul, self.isa, self.fast))
-        operands = {name: value for name, value in given.items() if value is not None}
-        return ops.kernel_call(self.kernel_of(matmul), **self._x(x, matmul), **operands)["y"]
+    def __call__(self, p: Projection) -> Value:
+        """Return the result of a projection."""
+        operands = p.operands(packed_param(p.weights, p.glu is not None, p.experts or 1))
+        matmul = replace(p.matmul, numerics=numerics_of(p.matmul, self.isa, self.fast))
+        return ops.kernel_call(self.kernel_of(matmul), **self._x(p.x, matmul), **operands)["y"]
 
     def _x(self, x: Value, matmul: Matmul) -> dict[str, Value]:
         """Return the operands of a matmul kernel that represent x, by name.
