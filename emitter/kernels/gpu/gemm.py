@@ -91,7 +91,7 @@ def gemm(matmul: Matmul) -> Kernel:
 
     return GpuKernel(
         f"gpu_gemm_{matmul.name}",
-        {**operands(matmul, layout)},
+        operands(matmul, layout),
         matmul.results(),
         row_tiles * token_tiles,
         write,

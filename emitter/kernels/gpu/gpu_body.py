@@ -38,9 +38,8 @@ class SharedType(Type):
 class GpuBody(Body):
     """The body of a GPU kernel under construction; its code runs in each thread of a workgroup.
 
-    threads: number of threads of a workgroup. workgroups: number of workgroups of a dispatch. The
-    grid may have a few more workgroups, which a kernel must ignore: their indices are `workgroups`
-    or larger. layout: the text of the `#hal.pipeline.layout`.
+    threads: number of threads of a workgroup. workgroups: number of workgroups that the kernel
+    needs. layout: the text of the `#hal.pipeline.layout`.
     """
 
     def __init__(self, threads: int, workgroups: int, layout: str) -> None:

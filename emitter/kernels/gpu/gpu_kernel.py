@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -40,8 +41,10 @@ class GpuKernel(Kernel):
         for i, name in enumerate(self.indices):
             loaded = body.let(f"hal.interface.constant.load layout({layout}) ordinal({i}) : i32", I32)
             arguments[name] = body.to_index(loaded)
-        self.write(body, **arguments)
         x, y = grid(self.workgroups)
+        # The grid may have a few more workgroups than the kernel needs.
+        with body.when(body.less(body.workgroup(), self.workgroups)) if x * y > self.workgroups else nullcontext():
+            self.write(body, **arguments)
         pipeline = f"#iree_codegen.no_pipeline workgroup_size = [{self.threads}, 1, 1]"
         return f"""hal.executable.source private @{self.name} {{
   hal.executable.export public @{self.name}_fn ordinal(0)

@@ -32,22 +32,15 @@ TOTALS = 32  # max sums of a thread
 ROWS = 4
 
 
-def operands(matmul: Matmul, layout: Layout) -> dict[str, TensorType]:
+def operands(matmul: Matmul, layout: Layout) -> dict[str, TensorType | str]:
     """Return the types of the operands of a GPU matmul by name, in order.
 
-    With a GLU, the weight has the rows of gate, then those of up. With experts, the weight has all
-    rows of expert 0, then all rows of expert 1, and so on.
+    Only the weight differs from that of a CPU kernel. With a GLU, the weight has the rows of gate,
+    then those of up. With experts, it has all rows of expert 0, then all rows of expert 1, and so
+    on.
     """
     rows = matmul.out_features * matmul.blocks_per_result * max(1, matmul.experts)
-    every = {
-        "x": (True, TensorType((matmul.tokens // matmul.per_row, matmul.in_features), F32)),
-        "norm": (matmul.rms_eps is not None, TensorType((matmul.in_features,), F32)),
-        "weight": (True, TensorType((rows, layout.row_words(matmul.in_features)), I32)),
-        "chosen": (matmul.experts > 0, TensorType((matmul.tokens,), I32)),
-        "bias": (matmul.bias, TensorType((matmul.out_features,), F32)),
-        "residual": (matmul.residual, matmul.results()["y"]),
-    }
-    return {name: type_ for name, (there, type_) in every.items() if there}
+    return matmul.operands() | {"weight": TensorType((rows, layout.row_words(matmul.in_features)), I32)}
 
 
 def define(matmul: Matmul, summed: int, x: np.ndarray, weight: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
@@ -129,7 +122,7 @@ def matvec(matmul: Matmul, summed: int = 0) -> Kernel:
 
     def write(b: GpuBody, x: Ssa, weight: Ssa, y: Ssa, **given: Ssa) -> None:
         thread, unit = b.thread(), b.workgroup()
-        result, block = (b.min(b.div(unit, blocks), results - 1), b.rem(unit, blocks)) if matmul.experts else (0, unit)
+        result, block = (b.div(unit, blocks), b.rem(unit, blocks)) if matmul.experts else (0, unit)
         lane = b.rem(thread, lanes)
         first = b.mul(b.add(b.mul(block, slots), b.div(thread, lanes)), rows)
         own = [b.min(b.add(first, i), out - 1) for i in range(rows)]
@@ -184,7 +177,7 @@ def matvec(matmul: Matmul, summed: int = 0) -> Kernel:
         types |= {"weights": TensorType((matmul.tokens,), F32)} | ({"residual": y_type} if matmul.residual else {})
     return GpuKernel(
         f"gpu_matvec_{matmul.name}" + f"_sum{summed}" * (summed > 0),
-        {**types},
+        types,
         {"y": y_type},
         blocks * results,
         write,
