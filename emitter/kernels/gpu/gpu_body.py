@@ -181,8 +181,6 @@ class GpuBody(Body):
 
     def four(self, buffer: Ssa, *indices: Index) -> list[Ssa]:
         """Return the four numbers of an element of a memref of vector<4xT>."""
-        type = Type(buffer.type.element.removeprefix("vector<4x").removesuffix(">"))
-        name = self.name()
-        self.do(f"{name} = memref.load {self._at(buffer, indices)} : {buffer.type}")
-        vector = f"vector<4x{type}>"
-        return [self.let(f"vector.extract {name}[{i}] : {type} from {vector}", type) for i in range(4)]
+        vector = self.load(buffer, *indices)
+        type = Type(str(vector.type).removeprefix("vector<4x").removesuffix(">"))
+        return [self.let(f"vector.extract {vector}[{i}] : {type} from {vector.type}", type) for i in range(4)]

@@ -32,7 +32,7 @@ TOTALS = 32  # max sums of a thread
 ROWS = 4
 
 
-def operands(matmul: Matmul, layout: Layout) -> dict[str, TensorType | str]:
+def operands(matmul: Matmul, layout: Layout) -> dict[str, TensorType]:
     """Return the types of the operands of a GPU matmul by name, in order.
 
     Only the weight differs from that of a CPU kernel. With a GLU, the weight has the rows of gate,
