@@ -11,8 +11,8 @@ import numpy as np
 
 from castiron.emitter.abi import Function
 from castiron.vmfb.bundle import Bundle
-from castiron.vmfb.drivers import DeviceError, find_device, open_device
-from castiron.vmfb.manifest import DEVICE, WEIGHTS
+from castiron.vmfb.drivers import LESS_MEMORY, DeviceError, allocating, find_device, open_device
+from castiron.vmfb.manifest import DEVICE, WEIGHTS, BundleError
 from castiron.vmfb.program import ELEMENTS, Buffer, Call, NanLogitsError, Program, release_at_exit
 from castiron.vmfb.transfer import HostMemory, Transfer
 from castiron.vmfb.upload import Upload
@@ -37,9 +37,16 @@ class DeviceProgram(Program):
         if self.info.memory is not None and needed > self.info.memory:
             raise DeviceError(
                 f"too little memory on {self.info.id} ({self.info.name}): {_gigabytes(self.info.memory)}, and the model needs "
-                f"{_gigabytes(needed)}; use a smaller model or --weights, --context or --batch with smaller values"
+                f"{_gigabytes(needed)}; {LESS_MEMORY}"
             )
-        super().__init__(bundle, 1)
+        self._upload: Upload | None = None
+        try:
+            super().__init__(bundle, 1)
+        except BundleError:
+            if self._upload and self._upload.error:
+                raise self._upload.error from None
+            raise
+        assert self._upload
         self._upload.finish()
         # The weights are in device memory.
         self._mapped = None
@@ -48,11 +55,11 @@ class DeviceProgram(Program):
         return open_device(self.info)
 
     def _parameters(self, instance: rt.VmInstance, weights: Any) -> Callable[[], rt.VmModule]:
-        self._upload = Upload(self.device, read_irpa(weights), self._bundle.progress)
+        self._upload = upload = Upload(self.info, self.device, read_irpa(weights), self._bundle.progress)
         module = rt.VmModule.copy_buffer(instance, self._bundle.part(DEVICE).read_bytes())
-        self.transfer = Transfer(instance, self.device, self._upload.module, module)
+        self.transfer = Transfer(instance, self.device, upload.module, module)
         release_at_exit(self, "transfer", "_upload")
-        return lambda: self._upload.module
+        return lambda: upload.module
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Buffer:
         return HostBuffer(self, tuple(shape), dtype)
@@ -101,7 +108,8 @@ class DeviceMemory:
     """Memory of a GPU; several arrays may use parts of it. view: the same memory in the runtime."""
 
     def __init__(self, program: DeviceProgram, nbytes: int):
-        buffer = program.device.allocator.allocate_buffer(_LOCAL, _USAGE, nbytes)
+        with allocating(nbytes, program.info):
+            buffer = program.device.allocator.allocate_buffer(_LOCAL, _USAGE, nbytes)
         self.view = rt.HalBufferView(buffer, (nbytes,), rt.HalElementType.UINT_8)
         self.transfer = program.transfer
         release_at_exit(self, "view")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import iree.runtime as rt
 from iree.runtime._binding import create_hal_driver
 
 from castiron.vmfb.device import shared_device
+from castiron.vmfb.program import RUNTIME_ERRORS
 
 # Drivers of the runtime for GPUs, and what is missing if the driver cannot be loaded.
 DRIVERS = {
@@ -21,6 +22,7 @@ DRIVERS = {
     "hip": "AMD's ROCm with libamdhip64.so",
     "metal": "macOS on an Apple GPU, and a runtime with Metal",
 }
+LESS_MEMORY = "use a smaller model or --weights, --context or --batch with smaller values"
 # Kernel modules whose version is part of a GPU driver's version.
 _VERSIONS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
 
@@ -46,22 +48,14 @@ class DeviceInfo:
     features: tuple[str, ...]
 
 
-def list_devices() -> tuple[DeviceInfo, ...]:
-    """Return the GPUs of all drivers that can be loaded."""
-    found: list[DeviceInfo] = []
-    for driver in DRIVERS:
-        with suppress(DeviceError):
-            found.extend(devices_of(driver))
-    return tuple(found)
-
-
 def devices_of(driver: str) -> tuple[DeviceInfo, ...]:
-    """Return the GPUs of one driver; raise DeviceError if the driver cannot be loaded."""
-    loaded = _load(driver)
-    return tuple(
-        _describe(driver, number, device["name"], loaded.dump_device_info(device["device_id"]))
-        for number, device in enumerate(loaded.query_available_devices())
-    )
+    """Return the GPUs of one driver; raise DeviceError if the driver cannot be used."""
+    with device_errors(f"cannot use {driver}", f"it needs {DRIVERS[driver]}"):
+        loaded = create_hal_driver(driver)
+        return tuple(
+            _describe(driver, number, device["name"], loaded.dump_device_info(device["device_id"]))
+            for number, device in enumerate(loaded.query_available_devices())
+        )
 
 
 def find_device(driver: str, chosen: str | None = None) -> DeviceInfo:
@@ -82,23 +76,29 @@ def open_device(info: DeviceInfo) -> rt.HalDevice:
     """Return this process's device for a GPU; raise DeviceError if the driver cannot open it."""
 
     def create() -> rt.HalDevice:
-        driver = _load(info.driver)
+        driver = create_hal_driver(info.driver)
         return driver.create_device(driver.query_available_devices()[int(info.id.partition(":")[2])])
 
-    return shared_device(info.id, lambda: _checked(info.id, "the driver reports an error", create))
+    with device_errors(f"cannot open {info.id}", "update the driver, or choose another --device"):
+        return shared_device(info.id, create)
 
 
-def _load(driver: str) -> rt.HalDriver:
-    return _checked(driver, f"it needs {DRIVERS[driver]}", lambda: create_hal_driver(driver))
+@contextmanager
+def device_errors(failure: str, remedy: str) -> Iterator[None]:
+    """Turn an exception of the runtime in the `with` body into a DeviceError.
 
-
-def _checked(what: str, problem: str, work: Callable):
-    """Return the result of `work`; turn an exception of the runtime into a DeviceError."""
+    failure, remedy: what failed, and what the user can do, for the error message.
+    """
     try:
-        return work()
-    except (RuntimeError, ValueError) as error:
+        yield
+    except RUNTIME_ERRORS as error:
         reason = " ".join(str(error).split("; ", 1)[-1].split())[:160]
-        raise DeviceError(f"cannot use {what} ({reason}); {problem}") from None
+        raise DeviceError(f"{failure} ({reason}); {remedy}") from None
+
+
+def allocating(nbytes: int, info: DeviceInfo) -> AbstractContextManager[None]:
+    """Return a context manager that turns a failed allocation on a GPU into a DeviceError."""
+    return device_errors(f"cannot allocate {nbytes / 1e9:.2f} GB on {info.id}", LESS_MEMORY)
 
 
 def _describe(driver: str, number: int, name: str, text: str) -> DeviceInfo:

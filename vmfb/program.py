@@ -152,7 +152,9 @@ class Program(Loaded):
         except WeightsError as error:
             raise BundleError(f"invalid weights: {bundle.path / WEIGHTS} ({error}); compile the bundle again") from None
         except RUNTIME_ERRORS as error:
-            raise BundleError(f"the IREE runtime rejects {bundle.path} ({_reason(error)}); compile the bundle again") from None
+            raise BundleError(
+                f"the IREE runtime rejects {bundle.path} ({runtime_reason(error)}); compile the bundle again"
+            ) from None
 
     def _check(self, name: str, module: rt.VmModule) -> None:
         """Raise BundleError unless `module`, the file `name`, has the functions it should have."""
@@ -193,7 +195,7 @@ def _checked(module: bytes) -> bytes:
     return module
 
 
-def _reason(error: Exception) -> str:
+def runtime_reason(error: Exception) -> str:
     """Return the runtime's message, shortened to one line."""
     text = " ".join(str(error).split())[:160]
     return "".join(c for c in text if c.isprintable())
@@ -289,7 +291,7 @@ class Call:
             self._run(self._function, self._arguments, self._results)
         except RUNTIME_ERRORS as error:
             raise SessionError(
-                f"the IREE runtime failed in {self._name} ({_reason(error)}); compile the bundle again"
+                f"the IREE runtime failed in {self._name} ({runtime_reason(error)}); compile the bundle again"
             ) from None
 
     def _result(self, index: int, dtype: np.dtype, shape: tuple[int, ...] | None = None) -> np.ndarray:

@@ -6,14 +6,16 @@ parts of buffers with operations of IREE's HAL; they have no device code.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import iree.runtime as rt
 import numpy as np
 
-from castiron.vmfb.program import release_at_exit
+from castiron.vmfb.program import RUNTIME_ERRORS, SessionError, release_at_exit, runtime_reason
 
 # transfer_part: a part of a buffer. transfer_fill: zeros. transfer_copy: `count` blocks of `length` bytes; in both buffers
 # one block follows the other after a stride (`..._by`). transfer_best: the argmax of each row of logits, then its logits.
-# All offsets and lengths are in bytes.
+# start_copy: one block; it returns before the copy is done. All offsets and lengths are in bytes.
 TEXT = """
   util.func public @transfer_part(%view: !hal.buffer_view, %offset: i64, %length: i64) -> !hal.buffer {
     %o = arith.index_cast %offset : i64 to index
@@ -27,6 +29,16 @@ TEXT = """
     %status = hal.fence.await until([%fence]) timeout_millis(%timeout) flags("None") : i32
     util.status.check_ok %status, "copy failed"
     util.return
+  }
+  util.func private @start_copy(%before: !hal.fence, %source: !hal.buffer, %source_at: index, %target: !hal.buffer,
+                                %target_at: index, %length: index) -> !hal.fence {
+    %zero = arith.constant 0 : index
+    %any = arith.constant -1 : i64
+    %device = hal.devices.get %zero : !hal.device
+    %done = hal.fence.create device(%device : !hal.device) flags("None") : !hal.fence
+    hal.device.queue.copy<%device : !hal.device> affinity(%any) wait(%before) signal(%done)
+      source(%source : !hal.buffer)[%source_at] target(%target : !hal.buffer)[%target_at] length(%length) flags("None")
+    util.return %done : !hal.fence
   }
   util.func public @transfer_fill(%view: !hal.buffer_view, %offset: i64, %length: i64) {
     %zero = arith.constant 0 : index
@@ -53,8 +65,6 @@ TEXT = """
     %source_by = arith.index_cast %from_by : i64 to index
     %target_at = arith.index_cast %to_at : i64 to index
     %target_by = arith.index_cast %to_by : i64 to index
-    %any = arith.constant -1 : i64
-    %device = hal.devices.get %zero : !hal.device
     %source = hal.buffer_view.buffer<%from : !hal.buffer_view> : !hal.buffer
     %target = hal.buffer_view.buffer<%to : !hal.buffer_view> : !hal.buffer
     %none = util.null : !hal.fence
@@ -63,9 +73,8 @@ TEXT = """
       %target_step = arith.muli %i, %target_by : index
       %s = arith.addi %source_at, %source_step : index
       %t = arith.addi %target_at, %target_step : index
-      %done = hal.fence.create device(%device : !hal.device) flags("None") : !hal.fence
-      hal.device.queue.copy<%device : !hal.device> affinity(%any) wait(%before) signal(%done)
-        source(%source : !hal.buffer)[%s] target(%target : !hal.buffer)[%t] length(%l) flags("None")
+      %done = util.call @start_copy(%before, %source, %s, %target, %t, %l)
+        : (!hal.fence, !hal.buffer, index, !hal.buffer, index, index) -> !hal.fence
       scf.yield %done : !hal.fence
     }
     util.call @await(%last) : (!hal.fence) -> ()
@@ -79,15 +88,12 @@ TEXT = """
     %n = arith.index_cast %rows : i64 to index
     %v = arith.index_cast %vocab : i64 to index
     %ids = arith.muli %n, %four : index
-    %any = arith.constant -1 : i64
-    %device = hal.devices.get %zero : !hal.device
     %best = hal.buffer_view.buffer<%argmax : !hal.buffer_view> : !hal.buffer
     %values = hal.buffer_view.buffer<%logits : !hal.buffer_view> : !hal.buffer
     %target = hal.buffer_view.buffer<%host : !hal.buffer_view> : !hal.buffer
     %none = util.null : !hal.fence
-    %first = hal.fence.create device(%device : !hal.device) flags("None") : !hal.fence
-    hal.device.queue.copy<%device : !hal.device> affinity(%any) wait(%none) signal(%first)
-      source(%best : !hal.buffer)[%zero] target(%target : !hal.buffer)[%zero] length(%ids) flags("None")
+    %first = util.call @start_copy(%none, %best, %zero, %target, %zero, %ids)
+      : (!hal.fence, !hal.buffer, index, !hal.buffer, index, index) -> !hal.fence
     util.call @await(%first) : (!hal.fence) -> ()
     %last = scf.for %i = %zero to %n step %one iter_args(%before = %none) -> (!hal.fence) {
       %at = arith.muli %i, %four : index
@@ -97,9 +103,8 @@ TEXT = """
       %element = arith.addi %row, %column : index
       %s = arith.muli %element, %four : index
       %t = arith.addi %ids, %at : index
-      %done = hal.fence.create device(%device : !hal.device) flags("None") : !hal.fence
-      hal.device.queue.copy<%device : !hal.device> affinity(%any) wait(%before) signal(%done)
-        source(%values : !hal.buffer)[%s] target(%target : !hal.buffer)[%t] length(%four) flags("None")
+      %done = util.call @start_copy(%before, %values, %s, %target, %t, %four)
+        : (!hal.fence, !hal.buffer, index, !hal.buffer, index, index) -> !hal.fence
       scf.yield %done : !hal.fence
     }
     util.call @await(%last) : (!hal.fence) -> ()
@@ -150,9 +155,7 @@ class Transfer:
         """Load `module`, a bundle's device.vmfb; parameters: the IREE module with the weights."""
         self.device, self._module = device, module
         self._context = rt.VmContext(instance, [rt.create_hal_module(instance, device), parameters, module])
-        self._functions = {
-            name: module.lookup_function(f"transfer_{name}") for name in ("part", "fill", "copy", "best")
-        }  # fmt: skip
+        self._functions = {name: module.lookup_function(f"transfer_{name}") for name in ("part", "fill", "copy", "best")}
         self._staging = HostMemory(device, STAGING_BYTES)
         release_at_exit(self, "_staging", "_functions", "_context", "_module", "device")
 
@@ -204,12 +207,12 @@ class Transfer:
     def run(self, name: str) -> np.ndarray:
         """Call `name`, a function of device.vmfb without operands; return its result, f32 `[n]`."""
         results = rt.VmVariantList(1)
-        self._context.invoke(self._module.lookup_function(name), rt.VmVariantList(0), results)
+        self._invoke(self._module.lookup_function(name), rt.VmVariantList(0), results)
         view = results.get_as_object(0, rt.HalBufferView)
         nbytes = 4 * int(np.prod(view.shape))
         return self.download(view, 0, nbytes, nbytes, 1)[0].view(np.float32)
 
-    def _chunks(self, count: int, length: int):
+    def _chunks(self, count: int, length: int) -> Iterator[tuple[int, int, HostMemory]]:
         """Yield (first block, number of blocks, staging memory for them)."""
         if not count or not length:
             return
@@ -226,5 +229,13 @@ class Transfer:
                 given.push_int(argument)
             else:
                 given.push_ref(argument)
-        self._context.invoke(self._functions[name], given, results)
+        self._invoke(self._functions[name], given, results)
         return results
+
+    def _invoke(self, function: rt.VmFunction, given: rt.VmVariantList, results: rt.VmVariantList) -> None:
+        try:
+            self._context.invoke(function, given, results)
+        except RUNTIME_ERRORS as error:
+            raise SessionError(
+                f"the GPU failed in {function.name} ({runtime_reason(error)}); see the log of its driver"
+            ) from None

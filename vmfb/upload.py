@@ -10,6 +10,8 @@ import iree.runtime as rt
 import numpy as np
 from iree.runtime._binding import PyModuleInterface
 
+from castiron.vmfb.drivers import DeviceError, DeviceInfo, allocating
+
 # The runtime's module through which compiled modules load parameters, and its function with its calling convention:
 # (device, affinity, wait fence, signal fence, scope, affinity, memory type, usage, key table, keys, spans) -> buffers.
 MODULE, FUNCTION, CONVENTION = "io_parameters", "load", "0rIrrrIiirrr_r"
@@ -26,6 +28,7 @@ class Upload:
 
     def __init__(
         self,
+        info: DeviceInfo,
         device: rt.HalDevice,
         tensors: Mapping[str, memoryview],
         progress: Callable[[int, int], None] | None = None,
@@ -34,11 +37,11 @@ class Upload:
 
         progress: called with (bytes uploaded, total) after every tensor.
         """
-        self._device, self._tensors, self._progress = device, tensors, progress
+        self._info, self._device, self._tensors, self._progress = info, device, tensors, progress
         self._total, self._done = sum(map(len, tensors.values())), 0
         self._buffers: dict[tuple[str, int, int], rt.HalBuffer] = {}
-        # The exception of `_load`, which the runtime turns into a message of its own.
-        self.error: Exception | None = None
+        # The error of `_load`, which the runtime turns into an error of its own.
+        self.error: DeviceError | None = None
         # Not `self`: the runtime's objects do not take part in garbage collection.
         own = weakref.ref(self)
         self._interface = PyModuleInterface(MODULE, lambda interface: own())
@@ -61,7 +64,7 @@ class Upload:
                 found.push_ref(self._buffer(text[at : at + length].decode(), start, size, memory_type, usage))
             signal.deref(rt.HalFence).signal()
             return found.ref
-        except Exception as error:
+        except DeviceError as error:
             self.error = error
             raise
 
@@ -71,12 +74,13 @@ class Upload:
             data = self._tensors[name][start : start + size]
             if len(data) != size:
                 raise ValueError(f"parameter {name} has {len(self._tensors[name])} bytes")
-            self._buffers[key] = self._device.allocator.allocate_buffer_copy(
-                memory_type=memory_type,
-                allowed_usage=usage | int(rt.BufferUsage.TRANSFER),
-                device=self._device,
-                buffer=np.frombuffer(data, np.uint8),
-            )
+            with allocating(size, self._info):
+                self._buffers[key] = self._device.allocator.allocate_buffer_copy(
+                    memory_type=memory_type,
+                    allowed_usage=usage | int(rt.BufferUsage.TRANSFER),
+                    device=self._device,
+                    buffer=np.frombuffer(data, np.uint8),
+                )
             self._done += size
             if self._progress:
                 self._progress(min(self._done, self._total), self._total)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from castiron.pipelines.cli import options
+from castiron.pipelines.cli.open_engine import open_model
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.terminal import Progress, counted, print_message
 
@@ -90,7 +91,7 @@ def main(args: argparse.Namespace) -> int:
         print_message("results on stdout are not stored: if this job is interrupted, the next run starts from the beginning")
     records, args.json_schema = open_records(args.input), options.read_schema(args.json_schema)
     try:
-        with engine(args, options.open_model(args.bundle, args)) as (key, answer), Progress() as progress:
+        with engine(args, open_model(args.bundle, args)) as (key, answer), Progress() as progress:
             summary = run_job(records, key, answer, output, progress_reporter(progress))
     except KeyboardInterrupt:
         if output:

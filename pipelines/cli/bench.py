@@ -11,7 +11,7 @@ import argparse
 import json
 
 from castiron.pipelines.cli.options import add_options
-from castiron.pipelines.compile.open_model import require_generation
+from castiron.pipelines.compile.open_model import require_cpu, require_generation
 from castiron.pipelines.compile.parts import KINDS
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.evaluate.random_checkpoint import SHAPES
@@ -100,7 +100,7 @@ def main(args: argparse.Namespace) -> int:
             table = bench_kernel.table
         else:
             shape = args.shape and compiled_shape(settings, args, progress)
-            bundle = shape or require_generation(open_bundle(args.bundle))
+            bundle = shape or require_cpu(require_generation(open_bundle(args.bundle)), "bench")
             result = bench.bench(bundle, settings, args.against, args.checkpoint, progress)
             table = bench.table
     if args.output:

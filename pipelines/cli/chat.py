@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from castiron.pipelines.cli import options
+from castiron.pipelines.cli.open_engine import open_engine
 from castiron.pipelines.errors import PipelineError, did_you_mean, error_message
 from castiron.pipelines.terminal import Progress, counted, print_message
 
@@ -76,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
     from castiron.vmfb.cache import cache_root
 
     max_tokens = options.answer_limit(args.max_tokens)
-    bundle, engine = options.open_engine(args)
+    bundle, engine = open_engine(args)
     sampling = options.sampling_of(args, bundle.manifest.generation)
     text = load_tokenizer(bundle, dict(args.template_arg), args.parse_special)
     if text.chat_template is None:

@@ -46,9 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.module:
         return replace_module(args)
-    from castiron.emitter.kernels.gpu.words import widened
     from castiron.pipelines.checkpoints.hf_tensors import in_words
     from castiron.pipelines.compile.compiler import compile_model
+    from castiron.pipelines.compile.options import GPU_LOWERING
     from castiron.pipelines.evaluate.perplexity import own_accuracy
 
     out, keep = args.output or default_bundle(args.model), args.keep and Path(args.keep)
@@ -75,9 +75,12 @@ def main(args: argparse.Namespace) -> int:
         print(f"{out}: {size} ({stages})")
     if args.keep:
         print(f"{args.keep}: MLIR and compiler commands")
-    for codec in manifest.codecs if manifest.lowering == "gpu" else ():
-        if stored := widened(codec):
-            print(f"{codec} weights are stored as {stored}")
+    if manifest.lowering == GPU_LOWERING:
+        from castiron.emitter.kernels.gpu.words import widened
+
+        for codec in manifest.codecs:
+            if stored := widened(codec):
+                print(f"{codec} weights are stored as {stored}")
     if left_out:
         print(f"left out: {in_words(left_out)}")
     if not tokenizer:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from castiron.pipelines.cli.options import add_options
+from castiron.pipelines.compile.open_model import require_cpu
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.evaluate.machine import PEAKS, Machine, amount, bound_of, of_limit, peak_of
 from castiron.pipelines.terminal import counted, sanitised
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    bundle = open_bundle(args.bundle)
+    bundle = require_cpu(open_bundle(args.bundle), "explain")
     bundle = bundle.with_context(bundle.manifest.max_context)
     result = explain(bundle, args.function, args.position, args.threads)
     print(json.dumps(result) if args.json else sanitised("\n".join(table(result))))
@@ -61,8 +62,6 @@ def explain(bundle: Bundle, function_name: str, position: int, threads: int | No
     functions = {function.name: function for function in bundle.manifest.functions}
     if function_name not in functions:
         raise PipelineError(f"unknown function: {function_name}; this bundle has {', '.join(functions)}")
-    if bundle.manifest.target.driver:
-        raise PipelineError(f"explain measures kernels on the CPU, and {bundle.path} is compiled for a GPU; use another bundle")
     function = functions[function_name]
     last = bundle.manifest.context - (1 if function.role == "batch" else function.width)
     if not 0 <= position <= last:

@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any
 from castiron.emitter.abi import NUMERICS, STORAGE
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.locate import HubName, model_name
-from castiron.pipelines.terminal import Progress, print_message
+from castiron.pipelines.terminal import print_message
 from castiron.vmfb.cache import cache_path
 
 if TYPE_CHECKING:
     from castiron.pipelines.compile.options import Options
-    from castiron.pipelines.engine.engine import Engine
     from castiron.pipelines.engine.prefix_store import PrefixStore
     from castiron.pipelines.engine.sampling import Sampling
-    from castiron.vmfb.bundle import Bundle
     from castiron.vmfb.manifest import Manifest
 
 QUANTISED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "q4_k_m", "q5_k_m")
@@ -72,6 +70,13 @@ def target_name(text: str) -> str:
     return text
 
 
+def device_name(text: str) -> str:
+    """Return `text` if it is "cpu", or a driver for GPUs with or without a number: "vulkan:1"."""
+    if text.partition(":")[0] not in ("cpu", *GPUS):
+        raise argparse.ArgumentTypeError(f"unknown device: {text!r}; castiron devices lists those of this machine")
+    return text
+
+
 # Flags -> arguments of add_argument. Choices are repeated here because parsing must not import the emitter's kernels or
 # NumPy: castiron.pipelines.compile.options.Options checks them again.
 SHARED: dict[str, dict[str, Any]] = {
@@ -115,7 +120,8 @@ SHARED: dict[str, dict[str, Any]] = {
                 "help": "add functions that return hidden states of T tokens (default: none)"},
     "--target": {"type": target_name, "default": "host", "metavar": "NAME",
                  "help": "x86-64-v3, aarch64, vulkan, cuda:sm_80, rocm:gfx942, metal, ... (default: host)"},
-    "--device": {"metavar": "NAME", "help": "GPU that runs the bundle, as castiron devices lists it (default: the first)"},
+    "--device": {"type": device_name, "metavar": "NAME",
+                 "help": "GPU that runs the bundle, as castiron devices lists it (default: the first)"},
     "--lowering": {"choices": ("kernels", "gpu", "portable"), "default": "", "metavar": "NAME",
                    "help": "kernels: castiron's own for CPUs; gpu: those for GPUs; portable: StableHLO only"},
 }  # fmt: skip
@@ -235,7 +241,7 @@ def default_bundle(model: str) -> Path:
 
 
 def add_model(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    """Add the MODEL argument of commands that run models; `open_model` opens its value."""
+    """Add the MODEL argument of commands that run models; `open_engine.open_model` opens its value."""
     parser.add_argument("bundle", metavar="DIR|MODEL", nargs=nargs,
                         help="bundle, GGUF file, HF directory, catalogue name, or org/name on the hub")  # fmt: skip
     _add_model_option(parser)
@@ -254,56 +260,6 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "-ngl", "--n-gpu-layers", default="0", metavar="N", help="ignored: --target of castiron compile selects a GPU"
     )
-
-
-def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False, draft: bool = False) -> "Bundle":
-    """Return the opened bundle `model`; if `model` is a checkpoint, compile it first.
-
-    args: sets the context (--context) and when hashes are checked (--trust). one_sequence, draft:
-    what to compile, as in `open_or_compile`.
-    """
-    from castiron.pipelines.compile.open_model import is_bundle, open_or_compile, options_of
-
-    device = getattr(args, "device", None)
-    kind = (device or "").partition(":")[0]
-    options = options_of(target=GPUS[kind]) if kind in GPUS and not is_bundle(model) else None
-    full_check = args.trust == "never"
-    bundle = open_or_compile(model, options, announce=True, full_check=full_check, one_sequence=one_sequence, draft=draft)
-    context = getattr(args, "context", None)
-    return with_device(bundle if context is None else bundle.with_context(context), device)
-
-
-def with_device(bundle: "Bundle", device: str | None) -> "Bundle":
-    """Return the bundle, opened for the device of --device, with a progress bar for its upload."""
-    bar = Progress()
-
-    def report(done: int, total: int) -> None:
-        bar("uploading the weights", done / total)
-        if done == total:
-            bar.close()
-
-    return bundle.on_device(device, report)
-
-
-def open_engine(args: argparse.Namespace) -> "tuple[Bundle, Engine]":
-    """Return the opened bundle of `castiron run` or `chat`, and its engine.
-
-    The engine uses the draft model --draft, and the prefix cache --prefix-cache.
-    """
-    from castiron.pipelines.compile.open_model import require_generation
-    from castiron.pipelines.engine.engine import Engine
-    from castiron.pipelines.engine.memory import mapped_weights, warn_of_shortage
-
-    one_sequence = args.draft is args.speculate is args.prefix_cache is None
-    bundle, draft = require_generation(open_model(args.bundle, args, one_sequence)), None
-    store = prefix_store(args, bundle.manifest)
-    if args.draft is not None:
-        from castiron.pipelines.text.generation import open_draft
-
-        draft = open_draft(open_model(args.draft, args, draft=True), bundle, args.threads)
-    manifests = [bundle.manifest, *([draft.session.manifest] if draft else [])]
-    warn_of_shortage(mapped_weights(*manifests))
-    return bundle, Engine(bundle, args.threads, single=True, store=store, draft=draft, ngrams=args.speculate == "ngram")
 
 
 def answer_limit(max_tokens: int | None) -> int | None:

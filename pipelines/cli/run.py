@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from castiron.pipelines.cli import options
+from castiron.pipelines.cli.open_engine import open_engine
 from castiron.pipelines.engine.memory import peak_rss_mb
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.terminal import Progress, counted, print_message, sanitised
@@ -82,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
     check_prompt(args)
     if not (args.raw or args.tokens or args.suffix is not None):
         prepare()
-    bundle, engine = options.open_engine(args)
+    bundle, engine = open_engine(args)
     prompt, text, fim_ends = read_prompt(args, bundle)
     grammar = read_grammar(args, text)
     load_seconds = time.perf_counter() - start

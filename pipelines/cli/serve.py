@@ -16,7 +16,8 @@ import os
 import re
 from ipaddress import ip_address
 
-from castiron.pipelines.cli.options import add_loading, add_model, add_options, open_model, prefix_store
+from castiron.pipelines.cli.open_engine import open_model
+from castiron.pipelines.cli.options import add_loading, add_model, add_options, prefix_store
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.terminal import counted, print_message
 

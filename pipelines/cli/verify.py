@@ -8,7 +8,8 @@ skipped, with a message.
 import argparse
 import json
 
-from castiron.pipelines.cli.options import add_options, token_ids, with_device
+from castiron.pipelines.cli.open_engine import with_device
+from castiron.pipelines.cli.options import add_options, token_ids
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.terminal import Progress, print_message
 

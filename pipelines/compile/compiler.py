@@ -30,7 +30,7 @@ from castiron.pipelines.compile.calibration import calibrate, text_sha256
 from castiron.pipelines.compile.known_answer import decode_on_cpu, make_probes
 from castiron.pipelines.compile.options import Options, Progress
 from castiron.pipelines.compile.tile_store import TileFields, tuned_tiles
-from castiron.pipelines.compile.weights import UNIFORM, write_parameters
+from castiron.pipelines.compile.weights import write_parameters
 from castiron.pipelines.files import BUNDLE_SOURCES, require_free_space, sources_hash
 from castiron.pipelines.locate import parts_of
 from castiron.vmfb.bundle import Bundle, BundleWriter, open_bundle
@@ -115,7 +115,7 @@ def compile_model(
     if keep is not None:
         with naming(keep):
             _write_sources(keep, build_model(checkpoint, options), text, compile_flags(target, options.iree_flags), out)
-    probes = make_probes(checkpoint, options.weights, options.lowering) if target.driver else None
+    probes = make_probes(checkpoint, options) if target.driver else None
     cancelled, compiling = threading.Event(), threading.Event()
 
     def report_pack(name: str, done: float) -> None:
@@ -135,7 +135,7 @@ def compile_model(
         if same:
             writer.link(same, WEIGHTS)
             return same.manifest.files[WEIGHTS].sha256
-        importance = calibrate(checkpoint, options, report_pack) if options.calibrate else UNIFORM
+        importance = calibrate(checkpoint, options, report_pack)
         progress = lambda done: report_pack("pack", done)
         more = probes.parameters if probes else {}
         return write_parameters(writer.path(WEIGHTS), checkpoint, module, importance, progress, more)
@@ -161,7 +161,7 @@ def compile_model(
         hashes = {WEIGHTS: weights}
         if probes:
             with stage("known answer"):
-                importance = calibrate(checkpoint, options, report_pack) if options.calibrate else UNIFORM
+                importance = calibrate(checkpoint, options, report_pack)
                 answer = KnownAnswer(probes.expected, decode_on_cpu(checkpoint, options, importance))
             manifest = replace(manifest, known_answer=answer)
         if evaluate and options.numerics == "fast" and not manifest.encoder and not missing_features(target):

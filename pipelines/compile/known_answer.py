@@ -50,12 +50,9 @@ class Probes:
     expected: dict[str, tuple[float, ...]]
 
 
-def make_probes(checkpoint: Checkpoint, weights: str, lowering: str) -> Probes:
-    """Return a small matmul for each codec of the bundle, with weights from a matrix of this codec.
-
-    weights, lowering: the values of --weights and --lowering.
-    """
-    codecs = codecs_of(checkpoint, weights)
+def make_probes(checkpoint: Checkpoint, options: Options) -> Probes:
+    """Return a small matmul for each codec of the bundle, with weights from a matrix of this codec."""
+    codecs = codecs_of(checkpoint, options.weights, options.requantise)
     matrices = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) == 2]
     raw, expected, module = dict[str, np.ndarray](), dict[str, tuple[float, ...]](), ModelModule("device", lambda name: "f32")
     for tensor in matrices:
@@ -74,7 +71,7 @@ def make_probes(checkpoint: Checkpoint, weights: str, lowering: str) -> Probes:
             weight = module.weight(Weight(name, (len(data), columns), codec))
             given = build(LAYERS, "values", (vector,), (vector.type,))[0]
             current_function().returns({}, y=layers.project(given, weight))
-    lowered = lower(module, lowering)
+    lowered = lower(module, options.lowering)
     parameters = {
         param.name: np.ascontiguousarray(param.source.pack(*(raw[tensor] for tensor, _ in param.source.tensors)))
         for param in lowered.params.values()

@@ -37,13 +37,14 @@ def open_or_compile(
     announce: bool = False,
     one_sequence: bool = False,
     draft: bool = False,
+    target: str = "host",
 ) -> Bundle:
     """Return an open bundle for `model`: a bundle, or a checkpoint that is compiled if necessary.
 
     options: options to compile a checkpoint with; PipelineError if `model` is a bundle. announce:
     whether to print a line before compiling. one_sequence: whether to compile only the functions
-    for one prompt at a time, unless the complete bundle is cached. draft: whether the default
-    options are `Options.for_draft()`.
+    for one prompt at a time, unless the complete bundle is cached. draft, target: the default options
+    are `Options(target=target)`, or `Options.for_draft(target)` if `draft` is true.
     """
     path = model.path if isinstance(model, Bundle) else Path(model).expanduser()
     if is_bundle(model):
@@ -54,7 +55,7 @@ def open_or_compile(
     from castiron.pipelines.compile.compiler import existing
     from castiron.pipelines.compile.options import Options
 
-    options = options or (Options.for_draft() if draft else Options())
+    options = options or (Options.for_draft(target) if draft else Options(target=target))
     source = path if path.exists() else canonical_name(model)
     cached, quick = (cached_path(source, chosen) for chosen in (options, options.for_one_sequence()))
     if one_sequence and existing(cached) is None:
@@ -117,6 +118,16 @@ def require_generation(bundle: Bundle) -> Bundle:
     """Return the bundle; raise PipelineError if it is an embedding model."""
     if bundle.manifest.encoder:
         raise PipelineError(f"{bundle.path} is an embedding model and cannot generate text; use castiron embed")
+    return bundle
+
+
+def require_cpu(bundle: Bundle, command: str) -> Bundle:
+    """Return the bundle; raise PipelineError if it is compiled for a GPU."""
+    if bundle.manifest.target.driver:
+        raise PipelineError(
+            f"castiron {command} measures CPU kernels, and this bundle is compiled for a GPU: {bundle.path}; "
+            "compile it without --target"
+        )
     return bundle
 
 

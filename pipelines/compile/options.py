@@ -75,9 +75,13 @@ class Options:
         return replace(self, prefill=self.prefill[1:2] or self.prefill, batch=(), speculate=())
 
     @classmethod
-    def for_draft(cls) -> Options:
-        """Return options for a fast draft model, whose errors change no token of the target model."""
-        return cls(weights="q4_0", requantise=True, numerics="fast", prefill=(8, 32), batch=(), speculate=())
+    def for_draft(cls, target: str = "host") -> Options:
+        """Return options for a fast draft model, whose errors change no token of the main model."""
+        # Kernels for GPUs do not round activations.
+        numerics = "exact" if is_gpu(target) else "fast"
+        return cls(
+            weights="q4_0", requantise=True, numerics=numerics, prefill=(8, 32), batch=(), speculate=(), target=target
+        )  # fmt: skip
 
     @property
     def threads_or_cores(self) -> int:

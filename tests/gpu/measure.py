@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
@@ -22,7 +23,7 @@ from castiron.pipelines.compile.options import Options
 from castiron.pipelines.evaluate import random_checkpoint
 from castiron.vmfb.batch import Batch
 from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.drivers import list_devices
+from castiron.vmfb.drivers import DeviceError, devices_of
 from castiron.vmfb.manifest import WEIGHTS
 
 MODELS = ("smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct", "qwen2.5-coder-1.5b-instruct")
@@ -53,7 +54,10 @@ def main() -> int:
     parser.add_argument("--no-hf", action="store_true", help="do not measure HF transformers")
     args = parser.parse_args()
     end = time.monotonic() + 60 * args.minutes
-    devices = [device for device in list_devices() if device.driver in args.drivers.split(",")]
+    devices = []
+    for driver in args.drivers.split(","):
+        with suppress(DeviceError):
+            devices.extend(devices_of(driver))
     first = {device.driver: device for device in reversed(devices)}
     result: dict = {"devices": [vars(device) for device in devices], "steps": {}}
 
@@ -92,7 +96,7 @@ def castiron(*arguments: object) -> subprocess.CompletedProcess:
 def source_of(model: str, folder: Path | None) -> Path | str:
     if folder is not None:
         return next(path for path in (folder / f"{model}.gguf", folder / model) if path.exists())
-    if model in ("smollm2-135m-instruct",):
+    if model == "smollm2-135m-instruct":
         return model
     from tests.models.checkpoints import fetch
 
@@ -135,8 +139,8 @@ def timed(work: Callable[[], object], rounds: int = 3) -> float:
 def measure(shape: str, driver: str, device: str) -> dict:
     """Return decode and prefill speeds of random Q4_K_M weights, for one and eight sequences."""
     random_checkpoint.SHAPES[shape] = SHAPES[shape]
-    checkpoint, weights = random_checkpoint.random_checkpoint(shape, "q4_k", lambda stage, done: None)
-    options = Options(context=CONTEXT, weights=weights, target=driver, prefill=(PROMPT,), batch=(SLOTS,), speculate=())
+    checkpoint = random_checkpoint.random_checkpoint(shape, "q4_k", lambda stage, done: None)
+    options = Options(context=CONTEXT, target=driver, prefill=(PROMPT,), batch=(SLOTS,), speculate=())
     path = compile_model(checkpoint, FOLDER / f"{shape}-{driver}", options).bundle
     start = time.perf_counter()
     batch = Batch(open_bundle(path))

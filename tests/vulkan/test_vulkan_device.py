@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.compile.compiler import compile_model
 from castiron.pipelines.compile.options import Options
+from castiron.pipelines.evaluate import random_checkpoint
 from castiron.reference.tiny import tiny_model
 from castiron.vmfb import check_device, device_program, drivers, targets
 from castiron.vmfb.bundle import open_bundle
 from castiron.vmfb.drivers import DeviceError, devices_of
+from castiron.vmfb.open_program import open_program
+from castiron.vmfb.program import SessionError
 from castiron.vmfb.session import Session
+from castiron.vmfb.upload import Upload
+from tests.gpu import measure
 
 OPTIONS = {"context": 32, "prefill": (8,), "batch": (), "speculate": ()}
 # Rows of a complete block of every codec.
@@ -68,6 +74,35 @@ def test_too_little_memory_is_reported_before_the_upload(gpu, monkeypatch):
     monkeypatch.setattr(device_program, "Upload", None)
     with pytest.raises(DeviceError, match=r"too little memory on vulkan:0 .*: 0\.00 GB, and the model needs"):
         Session(gpu)
+
+
+def test_failures_of_the_device_are_one_line(gpu, monkeypatch):
+    program = open_program(gpu)
+    with pytest.raises(DeviceError, match=r"cannot allocate 10000\.00 GB on vulkan:0 \(.*\); use a smaller model"):
+        program.state((10**10, 250), "f32")
+    state = program.state((4, 4), "f32")
+    with pytest.raises(SessionError, match="the GPU failed in transfer_fill"):
+        program.transfer.fill(state.view, 0, 2**20)
+
+    def fail(**_):
+        raise RuntimeError("RESOURCE_EXHAUSTED; no memory")
+
+    full = SimpleNamespace(allocator=SimpleNamespace(allocate_buffer_copy=fail))
+    monkeypatch.setattr(device_program, "Upload", lambda info, device, *given: Upload(info, full, *given))
+    with pytest.raises(DeviceError, match=r"cannot allocate 0\.00 GB on vulkan:0 \(no memory\); use a smaller model"):
+        Session(gpu)
+
+
+def test_the_benchmark_for_gpus_runs(llvmpipe, own_cache, tmp_path, monkeypatch):
+    config = {"model_type": "llama", "vocab_size": 128, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+              "max_position_embeddings": 64, "tie_word_embeddings": True}  # fmt: skip
+    monkeypatch.setitem(measure.SHAPES, "tiny", config)
+    monkeypatch.setitem(random_checkpoint.SHAPES, "tiny", config)
+    for name, value in {"PROMPT": 8, "STEPS": 2, "SLOTS": 2, "CONTEXT": 32, "FOLDER": tmp_path}.items():
+        monkeypatch.setattr(measure, name, value)
+    found = measure.measure("tiny", "vulkan", "an L4")
+    assert found["decode_2_tok_s"] > 0 and found["prefill_share_of_bf16_peak"] > 0
 
 
 def test_all_modules_share_the_uploaded_weights(gpu):

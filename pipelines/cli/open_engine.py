@@ -1,0 +1,67 @@
+"""Open the models of a command on the device of its options; checkpoints are compiled first."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from castiron.pipelines.cli.options import GPUS, prefix_store
+from castiron.pipelines.terminal import Progress
+
+if TYPE_CHECKING:
+    from castiron.pipelines.engine.engine import Engine
+    from castiron.vmfb.bundle import Bundle
+
+
+def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False, draft: bool = False) -> "Bundle":
+    """Return the opened bundle `model`; if `model` is a checkpoint, compile it first.
+
+    args: sets the context (--context), the device (--device), and when hashes are checked
+    (--trust). one_sequence, draft: what to compile, as in `open_or_compile`.
+    """
+    from castiron.pipelines.compile.open_model import is_bundle, open_or_compile
+
+    device, target = getattr(args, "device", None), "host"
+    driver = (device or "cpu").partition(":")[0]
+    if driver in GPUS and not is_bundle(model):
+        from castiron.vmfb.drivers import find_device
+
+        # Before the compilation, which takes long.
+        find_device(driver, device)
+        target = GPUS[driver]
+    bundle = open_or_compile(
+        model, announce=True, full_check=args.trust == "never", one_sequence=one_sequence, draft=draft, target=target
+    )
+    context = getattr(args, "context", None)
+    return with_device(bundle if context is None else bundle.with_context(context), device)
+
+
+def with_device(bundle: "Bundle", device: str | None) -> "Bundle":
+    """Return the bundle, opened for the device of --device, with a progress bar for its upload."""
+    bar = Progress()
+
+    def report(done: int, total: int) -> None:
+        bar("uploading the weights", done / total)
+        if done == total:
+            bar.close()
+
+    return bundle.on_device(device, report)
+
+
+def open_engine(args: argparse.Namespace) -> "tuple[Bundle, Engine]":
+    """Return the opened bundle of `castiron run` or `chat`, and its engine.
+
+    The engine uses the draft model --draft, and the prefix cache --prefix-cache.
+    """
+    from castiron.pipelines.compile.open_model import require_generation
+    from castiron.pipelines.engine.engine import Engine
+    from castiron.pipelines.engine.memory import mapped_weights, warn_of_shortage
+
+    one_sequence = args.draft is args.speculate is args.prefix_cache is None
+    bundle, draft = require_generation(open_model(args.bundle, args, one_sequence)), None
+    store = prefix_store(args, bundle.manifest)
+    if args.draft is not None:
+        from castiron.pipelines.text.generation import open_draft
+
+        draft = open_draft(open_model(args.draft, args, draft=True), bundle, args.threads)
+    manifests = [bundle.manifest, *([draft.session.manifest] if draft else [])]
+    warn_of_shortage(mapped_weights(*manifests))
+    return bundle, Engine(bundle, args.threads, single=True, store=store, draft=draft, ngrams=args.speculate == "ngram")
