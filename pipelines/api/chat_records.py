@@ -180,10 +180,13 @@ def input_of(arguments: str) -> str:
     """Return the text that a call passes to a custom tool.
 
     The model calls a custom tool like a function with one argument, `input`. arguments: the
-    arguments of the call as JSON text. If they have no `input`, `arguments` itself is returned.
+    arguments of the call as JSON text. If they have no `input`, `arguments` itself is returned. An
+    input that is not a string is returned as JSON text.
     """
     found = _input(arguments)
-    return arguments if found is None else str(found)
+    if found is None or isinstance(found, str):
+        return arguments if found is None else found
+    return json.dumps(found, ensure_ascii=False)
 
 
 class InputStream:
