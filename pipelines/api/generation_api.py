@@ -68,9 +68,10 @@ class GenerationApi(ModelApi):
             raise invalid("top_logprobs", "top_logprobs needs logprobs to be true; set it, or leave top_logprobs out")
         top = (body.top_logprobs or 0) if body.logprobs else None
         custom = frozenset(tool.custom.name for tool in body.tools or () if isinstance(tool, FreeformTool))
-        built = reply() if reply else ChatReply(self.names[0], self.token_bytes, top is not None, bool(body.functions), custom)
-        if isinstance(built, ChatReply):
-            built.shows_reasoning = body.include_reasoning is not False
+        built = reply() if reply else ChatReply(
+            self.names[0], self.token_bytes, top is not None, is_legacy=bool(body.functions), custom=custom,
+            shows_reasoning=body.include_reasoning is not False,
+        )  # fmt: skip
         form = requested_format(body)
         grammar = await self.grammar(called.answer_format(form) if called else form, bool(body.compact_json))
         # A max_tokens that does not fit in the context is lowered.
@@ -165,10 +166,10 @@ class GenerationApi(ModelApi):
         """Return `prompt`, cut as the fields truncate_prompt_tokens and truncation_side state."""
         count = body.truncate_prompt_tokens
         if count == -1:
-            count = self.context + 1 - max(1, body.limit or 1)
+            count = max(0, self.context + 1 - max(1, body.limit or 1))
         if count is None or len(prompt) <= count:
             return prompt
-        return prompt[: max(count, 0)] if body.truncation_side == "right" else prompt[len(prompt) - max(count, 0) :]
+        return prompt[:count] if body.truncation_side == "right" else prompt[len(prompt) - count :]
 
     async def grammar(self, form: AnswerFormat | None, compact: bool = False) -> Grammar | None:
         """Compile the grammar of an answer in the format `form`; return None for free text.

@@ -53,7 +53,6 @@ class InfillRequest(CompletionFields):
     n_indent: int = Field(0, ge=0)
     t_max_predict_ms: int = 0
     response_fields: list[str] | None = None
-    cache_prompt: bool | None = None
     n: Annotated[int | None, Unsupported(1)] = None
     samplers: Any = None
 

@@ -153,19 +153,19 @@ class ChatReply(ChoicesReply):
     """A builder of the answer to a chat completion request."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
-    # Whether the answer has the model's reasoning.
-    shows_reasoning = True
 
     def __init__(
-        self, model: str, token_bytes: TokenBytes, logprobs: bool, is_legacy: bool = False, custom: Collection[str] = ()
-    ):
+        self, model: str, token_bytes: TokenBytes, logprobs: bool, *, is_legacy: bool = False, custom: Collection[str] = (),
+        shows_reasoning: bool = True,
+    ):  # fmt: skip
         """Build the answer.
 
         `is_legacy`: whether a call is in the old field function_call. `custom`: names of OpenAI's
-        custom tools, whose calls have an input instead of arguments.
+        custom tools, whose calls have an input instead of arguments. `shows_reasoning`: whether the
+        answer has the model's reasoning.
         """
         super().__init__(model, token_bytes, logprobs)
-        self.is_legacy, self.custom = is_legacy, custom
+        self.is_legacy, self.custom, self.shows_reasoning = is_legacy, custom, shows_reasoning
         # Inputs of calls to custom tools in a stream, by index of the choice and of the call.
         self._inputs: dict[tuple[int, int], InputStream] = {}
         # Indices of the choices that have called a function.
