@@ -1,9 +1,10 @@
 """Measure how much faster a draft makes a model, for greedy answers to code, prose and short prompts.
 
 `python -m tests.speculation BUNDLE DRAFT [TURNS]` opens both bundles once. For each prompt, plain
-decoding, n-grams alone, and n-grams with the draft take turns. It prints the decode speed and the
-median ratio of each to plain decoding in the same turn. Every text must have the same tokens. Each
-text gets a new draft, which knows nothing about earlier texts, as in `castiron run`.
+decoding, n-grams alone, and n-grams with the draft take turns. It prints the speed of plain
+decoding in the last turn, and the median ratio of each to plain decoding in the same turn. Every
+text must have the same tokens. Each text gets a new draft, which knows nothing about earlier texts,
+as in `castiron run`.
 """
 
 from __future__ import annotations
@@ -43,22 +44,21 @@ MODES = {"plain": (False, False), "ngram": (True, False), "draft": (True, True)}
 def main() -> None:
     target, drafting = open_bundle(sys.argv[1]), open_bundle(sys.argv[2])
     turns = int(sys.argv[3]) if len(sys.argv) > 3 else 3
-    text, sessions = load_tokenizer(target), (Session(target), Session(drafting))
-    eos = target.manifest.tokens.eos
+    tokenizer, eos = load_tokenizer(target), target.manifest.tokens.eos
+    session, draft_session = Session(target), Session(drafting)
     for kind, prompts in PROMPTS.items():
-        for words in prompts:
-            prompt = text.encode_chat([{"role": "user", "content": words}])
+        for question in prompts:
+            prompt = tokenizer.encode_chat([{"role": "user", "content": question}])
             expected, ratios, notes = None, {mode: [] for mode in MODES}, {}
             for _ in range(turns):
                 speeds = {}
                 for mode, (ngrams, uses_draft) in MODES.items():
-                    draft = Draft(sessions[1], target.manifest.vocab) if uses_draft else None
-                    engine = Engine(sessions[0], draft=draft, ngrams=ngrams)
-                    stream = Stream(
-                        engine, text_request(prompt, engine.context, text, max_tokens=TOKENS, stop_tokens=eos)
-                    ).run()
+                    draft = Draft(draft_session, target.manifest.vocab) if uses_draft else None
+                    engine = Engine(session, draft=draft, ngrams=ngrams)
+                    request = text_request(prompt, engine.context, tokenizer, max_tokens=TOKENS, stop_tokens=eos)
+                    stream = Stream(engine, request).run()
                     expected = expected or stream.tokens
-                    assert stream.tokens == expected, f"{mode} changes the tokens of {words!r}"
+                    assert stream.tokens == expected, f"{mode} changes the tokens of {question!r}"
                     speeds[mode] = stream.steps / stream.decode_seconds
                     ratios[mode].append(speeds[mode] / speeds["plain"])
                     notes[mode] = stream.speculator
@@ -66,4 +66,5 @@ def main() -> None:
             print(f"{kind}, {len(expected)} tokens at {speeds['plain']:.1f} tok/s: {found}; {notes['draft']}", flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()

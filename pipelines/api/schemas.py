@@ -115,9 +115,10 @@ def _biases(value: Any) -> Any:
     As in llama.cpp, the bias false forbids a token.
     """
     if isinstance(value, list):
-        if len(value) > MAX_BIASES or not all(isinstance(each, list) and len(each) == 2 for each in value):
+        is_pair = lambda each: isinstance(each, list) and len(each) == 2 and type(each[0]) in (int, str)
+        if len(value) > MAX_BIASES or not all(map(is_pair, value)):
             return value
-        pairs = [(key if isinstance(key, int | str) else str(key), bias) for key, bias in value]
+        pairs = value
     elif isinstance(value, dict):
         pairs = [(int(key[:20]) if key.isascii() and key.isdigit() else key, bias) for key, bias in value.items()]
     else:

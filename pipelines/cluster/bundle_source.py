@@ -89,9 +89,9 @@ def bundle_at(source: BundleSource) -> Bundle:
 def _fetched(key: str, source: str, fetch: Callable[[Path], Any]) -> Bundle:
     """Return the opened bundle that this node caches under `key`.
 
-    If there is none, `fetch(path)` first writes the bundle to `path`. An invalid bundle is removed
-    from the cache, and BundleError is raised. source: where the bundle comes from, for the error
-    message.
+    If the bundle is not cached, `fetch(path)` first writes it to `path`. An invalid bundle is
+    removed from the cache, and BundleError is raised. source: where the bundle comes from, for the
+    error message.
     """
     path = cache_folder("fetched") / key
     lock = path.with_name(f".{key}.lock")

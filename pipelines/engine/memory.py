@@ -56,7 +56,7 @@ def slots_of(manifest: Manifest) -> int:
 
 
 def mapped_weights(*manifests: Manifest) -> int:
-    """Return the bytes of weights in the machine's memory; those of a GPU bundle are not there."""
+    """Return the bytes of weights in main memory; a GPU bundle has its weights on the GPU."""
     return sum(manifest.files[WEIGHTS].size for manifest in manifests if not manifest.target.driver)
 
 

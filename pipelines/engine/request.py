@@ -90,13 +90,19 @@ class Output(Protocol):
     """The interface of an object that converts the tokens of one request to events."""
 
     @property
-    def stopped(self) -> bool: ...
+    def stopped(self) -> bool:
+        """Whether the request must end now, for example because of a stop string."""
+        ...
+
     def add(self, token: Token) -> list[Event]:
         """Return the events for a new token."""
         ...
 
     def finish(self, end: Finished, last: Token | None) -> list[Event]:
-        """Return the last events of the request; the very last is `end` or a changed copy of it."""
+        """Return the last events of the request; the very last is `end` or a changed copy of it.
+
+        `last`: the stop token that ended the request, or None if no event should report it.
+        """
         ...
 
 

@@ -246,7 +246,10 @@ def lead(logits: np.ndarray) -> float:
 
 
 def _drawn(sums: np.ndarray, goal: float) -> int:
-    """Return the first i with sums[i] > `goal`; if there is none, the last i with a weight > 0."""
+    """Return the first index at which the running sums `sums` exceed `goal`.
+
+    If no sum exceeds `goal` because of rounding, return the last index with a positive weight.
+    """
     return int(min(sums.searchsorted(goal, side="right"), sums.searchsorted(sums[-1])))
 
 

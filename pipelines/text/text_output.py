@@ -66,7 +66,10 @@ class StopStrings:
         return self.met is not None
 
     def add(self, more: str, final: bool = False) -> str:
-        """Append `more`; return text that is in no stop string; final: no more text follows."""
+        """Append `more`; return the new text that cannot be part of a stop string.
+
+        `final`: whether no more text follows, so that no text is withheld.
+        """
         if self.stopped:
             return ""
         text, met, self._pending = split_at_mark(self._pending + more, self.strings, final)
@@ -121,7 +124,10 @@ class TextOutput:
         self._pending.append(TextToken(token.id, token.logprob, token.top, self._decoded))
 
     def _release(self, text: str, rest: bool = False) -> list[Event]:
-        """Append text; return the events of text that is now final; rest: no more text follows."""
+        """Append text; return the events of the text that is now final.
+
+        rest: whether no more text follows.
+        """
         self._decoded += len(text)
         final = self._stops.add(text, rest)
         self._reported += len(final)
@@ -135,7 +141,7 @@ class TextOutput:
         return [delta] if delta.text or delta.reasoning or delta.calls or tokens else []
 
     def _separated(self, text: str, tokens: tuple[TextToken, ...], rest: bool) -> Delta:
-        """Return `text` as a delta with separate reasoning and calls; rest: no text follows."""
+        """Return `text` as a delta in which reasoning and calls are separate; `rest`: as in `_release`."""
         reasoning, calls, thinking = "", (), False
         if self._reasoning:
             thinking = self._reasoning.reasoning

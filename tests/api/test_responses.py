@@ -251,7 +251,11 @@ def test_functions_of_a_namespace_have_both_names(app, client, monkeypatch):
 def test_custom_tools_are_called_with_a_text(app, monkeypatch):
     tools = [{"type": "custom", "name": "c", "description": "d", "format": {"type": "text"}}, *TOOLS]
     more = {"tools": tools, "max_output_tokens": 200, "ignore_eos": None}
-    for arguments, parts in (('{"input": "a\\n\\"b"}', ["a", "\n", '"', "b"]), ('{"text": 5}', ['{"text": 5}'])):
+    for arguments, parts in (
+        ('{"input": "a\\n\\"b"}', ["a", "\n", '"', "b"]),
+        ('{"text": 5}', ['{"text": 5}']),
+        ('{"input": {"a": true}}', ['{"a": true}']),
+    ):
         talking.answer_with(monkeypatch, app, f'<tool_call>{{"name": "c", "arguments": {arguments}}}</tool_call>')
         complete, (found, last) = ask(app, **more), streamed(app, **more)
         (call,) = complete["output"]
