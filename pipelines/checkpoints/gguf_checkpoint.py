@@ -242,7 +242,7 @@ def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Iter
         values = np.argsort(order).astype("<f4")
         name = tensor.name.removesuffix("weight") + ORDER
         yield tensor
-        yield Tensor(name, values.shape, "f32", tensor.source, lambda: values.view(np.uint8))
+        yield Tensor(name, values.shape, "f32", name, lambda: values.view(np.uint8))
         return
 
     def read() -> np.ndarray:
