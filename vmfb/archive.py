@@ -137,6 +137,7 @@ def open_archive(path: Path) -> dict[str, Part]:
                     raise invalid(f"{entry.filename} is compressed, cut off or not aligned to {ALIGNMENT} bytes")
                 found[entry.filename] = Part(path, archive_file.file, offset, size, archive_file.lock)
     except (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError) as error:
+        # zipfile raises NotImplementedError for features of later versions of the format.
         raise invalid(error) from None
     if MANIFEST not in found:
         raise invalid("no manifest.json")

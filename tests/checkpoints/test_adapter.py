@@ -165,19 +165,19 @@ def test_the_adapters_tokenizer_and_template_are_used(base, copy):
 def test_rejects_variants_of_lora_by_name(copy, change, expected_message):
     config = json.loads((copy / "adapter_config.json").read_text())
     (copy / "adapter_config.json").write_text(json.dumps(config | change))
-    refused(copy, expected_message)
+    assert_rejected(copy, expected_message)
 
 
-def refused(adapter: Path, expected_message: str) -> None:
+def assert_rejected(adapter: Path, expected_message: str) -> None:
     with pytest.raises(CheckpointError, match=expected_message) as error:
         open_adapter(adapter)
     assert str(adapter) in str(error.value) and "\n" not in str(error.value)
 
 
 def test_rejects_folders_without_an_adapter(base, copy):
-    refused(base, "has no adapter_config.json")
+    assert_rejected(base, "has no adapter_config.json")
     (copy / "adapter_model.safetensors").unlink()
-    refused(copy, "has no adapter_model.safetensors")
+    assert_rejected(copy, "has no adapter_model.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_rejects_tensors_that_are_not_lora(copy, change, expected_message):
     tensors = load_file(copy / "adapter_model.safetensors")
     change(tensors)
     save_file(tensors, copy / "adapter_model.safetensors")
-    refused(copy, expected_message)
+    assert_rejected(copy, expected_message)
 
 
 def test_rejects_the_adapter_of_a_different_model(base, adapter, tmp_path):

@@ -55,7 +55,7 @@ def _without_digits_after_spaces(text: str) -> str:
     return "".join("n" if character.isnumeric() else character for character in text)
 
 
-def _agree(pair, text: str) -> None:
+def assert_same_tokens(pair, text: str) -> None:
     ours, peer = pair
     ids = ours.encode(text).ids
     assert ids == peer.encode(text), text
@@ -65,13 +65,13 @@ def _agree(pair, text: str) -> None:
 
 def test_smollm2_equals_transformers(smollm2_pair):
     for text in [*map(_without_digits_after_spaces, TEXTS), *NUMBERS]:
-        _agree(smollm2_pair, text)
+        assert_same_tokens(smollm2_pair, text)
 
 
 @settings(max_examples=300, deadline=None)
 @given(text=st.text(max_size=80))
 def test_smollm2_equals_transformers_on_any_text(text, smollm2_pair):
-    _agree(smollm2_pair, _without_digits_after_spaces(text))
+    assert_same_tokens(smollm2_pair, _without_digits_after_spaces(text))
 
 
 def test_smollm2_splits_digits_first(smollm2_pair):
@@ -85,7 +85,7 @@ def test_smollm2_splits_digits_first(smollm2_pair):
 def test_gemma3_equals_transformers(gemma3, gemma3_pair):
     """The merges too, in their order: a merge in a wrong position shows in rare text only."""
     for text in TEXTS + NUMBERS:
-        _agree(gemma3_pair, text)
+        assert_same_tokens(gemma3_pair, text)
     peer = json.loads(gemma3_pair[1].backend_tokenizer.to_str())
     assert gemma3.tokenizer["model"]["vocab"] == peer["model"]["vocab"]
     assert [list(merge) for merge in gemma3.tokenizer["model"]["merges"]] == peer["model"]["merges"]
@@ -96,7 +96,7 @@ def test_gemma3_equals_transformers(gemma3, gemma3_pair):
 @settings(max_examples=300, deadline=None)
 @given(text=st.text(max_size=80))
 def test_gemma3_equals_transformers_on_any_text(text, gemma3_pair):
-    _agree(gemma3_pair, text)
+    assert_same_tokens(gemma3_pair, text)
 
 
 def _bpe_metadata(**more) -> dict:
