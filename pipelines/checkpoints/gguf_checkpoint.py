@@ -134,7 +134,11 @@ def _named(file: GgufFile, row: Architecture, config: dict, tensor: Tensor) -> I
         if leaf == leaves[0]:
             yield joined_key_values(file, keys, values, f"{prefix}{row.absorbed[leaves]}.{suffix}")
     elif layer and leaf in row.grouped:
-        for name, part in key_head_parts(config, row.grouped[leaf]).items():
+        parts = key_head_parts(config, row.grouped[leaf])
+        if tensor.shape[0] != (rows := sum(map(len, parts.values()))):
+            found = f"{shorten_text(tensor.source)} has {tensor.shape[0]} rows"
+            raise CheckpointError(f"{file.path}: {found}, not {rows}; fetch it again")
+        for name, part in parts.items():
             read = lambda part=part: tensor.data[part]
             yield replace(tensor, name=f"{prefix}{name}.{suffix}", shape=(len(part), *tensor.shape[1:]), read=read)
     elif layer and leaf in _FILTERS and suffix == "weight":
@@ -242,7 +246,7 @@ def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Iter
         values = np.argsort(order).astype("<f4")
         name = tensor.name.removesuffix("weight") + ORDER
         yield tensor
-        yield Tensor(name, values.shape, "f32", tensor.source, lambda: values.view(np.uint8))
+        yield Tensor(name, values.shape, "f32", name, lambda: values.view(np.uint8))
         return
 
     def read() -> np.ndarray:

@@ -70,8 +70,9 @@ def latent_attention(config: dict, metadata: Metadata) -> None:
     key, value = (metadata.integer(f"attention.{side}_length") for side in ("key", "value"))
     own = [metadata.integer(f"attention.{side}_length_mla") for side in ("key", "value")]
     if any(own):
-        if (key, value) != (latent + rotated, latent):
-            raise metadata.invalid("attention.key_length", f"{latent + rotated}, for attention.value_length {latent}")
+        for side, size, expected in (("key", key, latent + rotated), ("value", value, latent)):
+            if size != expected:
+                raise metadata.invalid(f"attention.{side}_length", f"{expected}, for attention.kv_lora_rank {latent}")
         key, value = own
     if not key or not value or key <= rotated:
         raise metadata.error(f"its heads have keys of {key} and values of {value} features, {rotated} rotated; fetch it again")
@@ -102,10 +103,10 @@ def joined_key_values(file: GgufFile, keys: Tensor, values: Tensor, name: str) -
     value. Quantised keys and values are converted to f32, because a quantised block of the keys
     spans several rows of the result.
     """
-    (heads, latent, key), value = (keys.shape + (0, 0))[:3], values.shape[1]
-    if len(keys.shape) != 3 or values.shape != (heads, value, latent):
+    if (len(keys.shape), len(values.shape)) != (3, 3) or keys.shape[:2] != values.shape[::2]:
         found = f"{shorten_text(keys.source)} {list(keys.shape)} and {shorten_text(values.source)} {list(values.shape)}"
         raise CheckpointError(f"{file.path}: {found} are not keys and values of the same heads; fetch it again")
+    (heads, latent, key), value = keys.shape, values.shape[1]
     codec = keys.codec if keys.codec == values.codec and not CODECS[keys.codec].quantised else "f32"
 
     def read() -> np.ndarray:

@@ -97,15 +97,17 @@ def _copied(checkpoint: Checkpoint, options: Options, importance: Importance) ->
 def _converted(file: GgufFile, tensor: Tensor, codec: str, names: list[str], importance: Importance) -> Tensor:
     """Return a tensor of a GGUF file, converted to `codec`.
 
-    names: the HF name of each matrix in `tensor`, which may stack the matrices of all experts.
+    names: the HF names of the matrices in `tensor`, which may stack the matrices of all experts.
     """
 
     def read() -> np.ndarray:
         if codec == tensor.codec:
             return tensor.data
-        parts = [tensor.data] if len(names) == 1 else tensor.data
+        parts = tensor.data.reshape(-1, *tensor.data.shape[-2:])
+        # HF may split each part into several matrices, which have the same input.
+        of_parts = [importance.get(names[index * len(names) // len(parts)]) for index in range(len(parts))]
         try:
-            return np.stack([convert(tensor.codec, part, codec, importance.get(name)) for part, name in zip(parts, names)])
+            return np.stack([convert(tensor.codec, part, codec, own) for part, own in zip(parts, of_parts)])
         except ValueError as error:
             raise CheckpointError(f"{file.path}: {tensor.name}: {error}") from None
 

@@ -127,6 +127,15 @@ def test_projections_that_early_files_of_qwen3_next_fuse_are_read(tmp_path):
     assert all(np.array_equal(found[name].dequantise(), tensor.dequantise()) for name, tensor in expected.items())
 
 
+@pytest.mark.parametrize("rows", [6, 16])
+def test_fused_projections_with_wrong_rows_are_rejected(rows, tmp_path):
+    config = saved_as("qwen3_next", tmp_path)
+    tensors = tensors_of(tmp_path, config)
+    tensors["blk.0.ssm_ba.weight"] = np.resize(tensors["blk.0.ssm_ba.weight"], (rows, config.hidden_size))
+    with pytest.raises(CheckpointError, match=f"blk.0.ssm_ba.weight has {rows} rows, not 8"):
+        open_checkpoint(write_gguf(tmp_path / "x.gguf", "qwen3next", metadata_of(config), tensors))
+
+
 @pytest.mark.parametrize("family", LATENT)
 def test_a_file_without_absorbed_projections_is_read_as_one_with_them(family, tmp_path):
     """As the converter wrote them before it split `kv_b_proj`; V2 had no key of the function."""
@@ -164,18 +173,20 @@ def test_absorbed_projections_keep_a_float_type_and_are_f32_otherwise(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("attention.key_length", 41, "attention.key_length is 41, not 40, for attention.value_length 32"),
+        ("attention.key_length", 41, "attention.key_length is 41, not 40, for attention.kv_lora_rank 32"),
+        ("attention.value_length", 31, "attention.value_length is 31, not 32, for attention.kv_lora_rank 32"),
         ("attention.key_length_mla", 8, "its heads have keys of 8 and values of 20 features, 8 rotated"),
         ("attention.value_length_mla", 0, "its heads have keys of 20 and values of 0 features"),
         ("expert_gating_func", 3, r"expert_gating_func is 3, not 1 \(softmax\) or 2 \(sigmoid\)"),
         ("attn_k_b", np.ones((4, 32), np.float32), "are not keys and values of the same heads"),
+        ("attn_v_b", np.ones(32, np.float32), "are not keys and values of the same heads"),
         ("attn_k_b", None, "has blk.0.attn_v_b.weight without the other of"),
     ],
 )
 def test_invalid_latent_attention_is_rejected(key, value, message, tmp_path):
     config = saved_as("deepseek_v3", tmp_path)
     metadata, tensors = metadata_of(config), tensors_of(tmp_path, config)
-    if key == "attn_k_b":
+    if key in ("attn_k_b", "attn_v_b"):
         tensors |= {f"blk.0.{key}.weight": value}
         tensors = {name: values for name, values in tensors.items() if values is not None}
     else:

@@ -25,7 +25,7 @@ from castiron.pipelines.compile.quantise_gguf import quantise
 from castiron.pipelines.compile.weights import codecs_of
 from castiron.pipelines.errors import PipelineError
 from castiron.reference import tiny
-from tests.support.gguf_models import MODELS
+from tests.support.gguf_models import IMPLIED, MODELS
 from tests.support.hf_to_gguf import convert as converted
 from tests.support.tiny_gguf import write_llama
 
@@ -109,6 +109,23 @@ def test_a_gguf_file_keeps_everything_but_its_weights(tmp_path):
         wanted = tensor.data if len(tensor.shape) == 1 else convert("f32", tensor.data, "q8_0")
         assert np.array_equal(found.data, wanted), tensor.name
     assert len(gguf.GGUFReader(out).tensors) == len(before.tensors)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "leaf"),
+    # A tensor that is two of HF's; columns in an order of their own, since a block spans two heads.
+    [("qwen3_next", {}, "ssm_ba"), ("qwen3_5_text", {"linear_num_value_heads": 4, "linear_value_head_dim": 16}, "ssm_out")],
+)
+def test_a_gguf_file_is_quantised_twice(family, config, leaf, tmp_path):
+    directory = tiny.tiny_model(family, tmp_path / "model", **IMPLIED.get(family, {}) | config)
+    source = converted(directory, AutoConfig.from_pretrained(directory), tmp_path / "f32.gguf")
+    first = quantise(source, tmp_path / "first.gguf", Options(weights="q8_0"), quiet).file
+    second = quantise(first, tmp_path / "second.gguf", Options(weights="q4_0", requantise=True), quiet).file
+    before, after = (read_gguf(file).tensors[f"blk.0.{leaf}.weight"] for file in (first, second))
+    assert (before.codec, after.codec) == ("q8_0", "q4_0") and after.shape == before.shape
+    assert np.array_equal(after.data, convert("q8_0", before.data, "q4_0"))
+    shapes = [{name: tensor.shape for name, tensor in open_checkpoint(file).tensors.items()} for file in (first, second)]
+    assert shapes[0] == shapes[1]
 
 
 def test_columns_are_reordered_before_they_are_quantised(tmp_path):

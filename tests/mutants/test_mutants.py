@@ -10,7 +10,7 @@ import pytest
 
 from tests.mutants import __main__ as command
 from tests.mutants.mutant import CATALOGUE, ROOT, Mutant
-from tests.mutants.running import Outcome, examine
+from tests.mutants.running import Outcome, examine, failure_of
 
 SHARE = 2  # mutants that one run applies; `make mutants` applies all
 QUICK = ("tests/emitter/test_packing.py::test_interleave_alternates_blocks_of_16",)
@@ -67,3 +67,16 @@ def test_the_command_reports_survivors(monkeypatch, capsys):
     assert command.main(["nibble order", "sign of a minimum"]) == 1
     printed = capsys.readouterr().out
     assert "survived " in printed and "sign of a minimum (" in printed and "1 of 2" in printed
+
+
+@pytest.mark.parametrize(
+    ("summary", "expected"),
+    [
+        ("FAILED a.py::test_b[1 thread] - AssertionError: no", ("a.py::test_b[1 thread]", "AssertionError: no")),
+        ("ERROR a.py - ImportError", ("a.py", "ImportError")),
+        ("FAILED a.py::test_b", ("a.py::test_b", "")),
+        ("no tests ran", ("", "no tests ran")),
+    ],
+)
+def test_the_failed_test_is_read_from_the_summary(summary, expected):
+    assert failure_of(f"{summary}\n") == expected

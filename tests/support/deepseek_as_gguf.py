@@ -1,5 +1,4 @@
-"""Tensors and metadata of DeepSeek V2, V3 and GLM-4.7-Flash, as `DeepseekV2Model` of llama.cpp's
-converter writes them, and those of Qwen3-Next's fused projections, as `Qwen3NextModel` does."""
+"""Tensors and metadata of DeepSeek V2, V3 and GLM-4.7-Flash, as llama.cpp's converter writes them."""
 
 from __future__ import annotations
 
@@ -23,18 +22,12 @@ def split_key_values(state: dict[str, np.ndarray], config) -> dict[str, np.ndarr
 
 
 def metadata(config) -> dict:
-    """Return the metadata, keys without their prefix."""
+    """Return the metadata that other models lack, keys without their prefix."""
     rotated, latent = config.qk_rope_head_dim, config.kv_lora_rank
     rope = config.rope_parameters
     dense = getattr(config, "first_k_dense_replace", None)
     keys = {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": 1,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "attention.kv_lora_rank": latent,
         "attention.key_length": latent + rotated,
         "attention.value_length": latent,
@@ -43,9 +36,6 @@ def metadata(config) -> dict:
         "rope.dimension_count": rotated,
         "rope.freq_base": float(rope["rope_theta"]),
         "leading_dense_block_count": config.mlp_layer_types.count("dense") if dense is None else dense,
-        "expert_count": config.n_routed_experts,
-        "expert_used_count": config.num_experts_per_tok,
-        "expert_feed_forward_length": config.moe_intermediate_size,
         "expert_shared_count": config.n_shared_experts,
         "expert_weights_scale": float(config.routed_scaling_factor),
         "expert_gating_func": 1 if config.model_type == "deepseek_v2" else 2,
@@ -59,12 +49,3 @@ def metadata(config) -> dict:
     if rope.get("mscale_all_dim") is not None:
         keys["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
     return keys
-
-
-def split_qkvz(weight: np.ndarray, config) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of q, k and v of all key heads, and those of z, from `in_proj_qkvz`."""
-    keys, size = config.linear_num_key_heads, config.linear_key_head_dim
-    each = config.linear_num_value_heads // keys * config.linear_value_head_dim
-    heads = weight.reshape(keys, 2 * size + 2 * each, -1)
-    q, k, v, z = (part.reshape(-1, weight.shape[1]) for part in np.split(heads, np.cumsum([size, size, each]), axis=1))
-    return np.concatenate([q, k, v]), z

@@ -13,17 +13,14 @@ def _of_kinds(config, name: str) -> tuple[int, int]:
 
 
 def metadata(config) -> dict:
-    """Return the metadata, keys without their prefix; values that differ by layer are lists."""
+    """Return the metadata that other models lack, keys without their prefix.
+
+    Values that differ by layer are lists.
+    """
     slides = [kind == "sliding_attention" for kind in config.layer_types]
     ropes, shared, kv_heads = config.rope_parameters, config.num_kv_shared_layers, _of_kinds(config, "num_key_value_heads")
     keys = {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": kv_heads[0],
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "attention.sliding_window": config.sliding_window,
         "attention.sliding_window_pattern": slides,
         "attention.shared_kv_layers": shared,
@@ -34,8 +31,6 @@ def metadata(config) -> dict:
     for ending, length in zip(("_swa", ""), _of_kinds(config, "head_dim")):
         keys |= {f"attention.{side}_length{ending}": length for side in ("key", "value")}
         keys[f"rope.dimension_count{ending}"] = length
-    if config.final_logit_softcapping is not None:
-        keys["final_logit_softcapping"] = config.final_logit_softcapping
     if config.use_double_wide_mlp:
         own = config.num_hidden_layers - shared
         keys["feed_forward_length"] = [config.intermediate_size * (2 if i >= own else 1) for i in range(len(slides))]

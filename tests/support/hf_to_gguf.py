@@ -32,7 +32,7 @@ _PERMUTED = {"llama", "mixtral", "smollm3", "granite", "granitemoe", "granitemoe
 NORMS_PLUS_ONE = {"gemma", "gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
 _EXPERTS = {
     "mixtral", "qwen3_moe", "granitemoe", "granitemoehybrid", "gpt_oss", "lfm2_moe", "nemotron_h", "qwen3_5_moe_text",
-    "qwen3_next",
+    "qwen3_next", *LATENT,
 }  # fmt: skip
 _HYBRID = {"falcon_h1", "granitemoehybrid", "nemotron_h", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
 _STACKED = re.compile(r"(.*\.(?:experts|layernorm\.norms|q_layernorm\.norms|k_layernorm\.norms))\.(\d+)(\..*)")
@@ -96,13 +96,22 @@ def _split(kind: str, state: dict[str, np.ndarray], config) -> dict[str, np.ndar
             parts = {"gate_proj": values[:, ::2], "up_proj": values[:, 1::2]} if leaf == "gate_up_proj" else {leaf: values}
             found |= {f"{stem}.{part}.{ending}": np.ascontiguousarray(own) for part, own in parts.items()}
         elif name.endswith(".in_proj_qkvz.weight"):
-            qkv, z = deepseek_as_gguf.split_qkvz(values, config)
+            qkv, z = _split_qkvz(values, config)
             found |= {name.replace("qkvz", "qkv"): qkv, name.replace("qkvz", "z"): z}
         elif name.endswith(".sinks"):
             found[f"{name}.weight"] = values
         else:
             found[name] = values
     return found
+
+
+def _split_qkvz(weight: np.ndarray, config) -> tuple[np.ndarray, np.ndarray]:
+    """Split Qwen3-Next's `in_proj_qkvz` into the rows of q, k and v of all key heads, and those of z."""
+    keys, size = config.linear_num_key_heads, config.linear_key_head_dim
+    each = config.linear_num_value_heads // keys * config.linear_value_head_dim
+    heads = weight.reshape(keys, 2 * size + 2 * each, -1)
+    q, k, v, z = (part.reshape(-1, weight.shape[1]) for part in np.split(heads, np.cumsum([size, size, each]), axis=1))
+    return np.concatenate([q, k, v]), z
 
 
 def _tiled(name: str, values: np.ndarray, config) -> np.ndarray:
@@ -218,16 +227,17 @@ _WINDOWS = ("gemma2", "gemma3_text", "phi3", "cohere2", "gpt_oss", "exaone4", "o
 def metadata_of(config) -> dict:
     """Return the metadata that TextModel.set_gguf_parameters and the model's own class write."""
     kind = config.model_type
+    special: dict = {}
     if kind == "gemma4_text":
-        return {f"gemma4.{key}": value for key, value in gemma4_as_gguf.metadata(config).items()}
-    if kind in LATENT:
-        keys = deepseek_as_gguf.metadata(config) | _rope_scaling(config.rope_parameters, config)
-        return {f"deepseek2.{key}": value for key, value in keys.items()}
+        special = gemma4_as_gguf.metadata(config)
+    elif kind in LATENT:
+        special = deepseek_as_gguf.metadata(config) | _rope_scaling(config.rope_parameters, config)
     names = _NUMBERS | (_EXPERT_NUMBERS if kind in _EXPERTS else {}) | (_HYBRID_NUMBERS if kind in _HYBRID else {})
-    found = {key: [getattr(config, name, None) for name in own.split()] for key, own in names.items()}
+    found = {key: [getattr(config, name, None) for name in own.split()] for key, own in names.items() if key not in special}
     keys = {key: next((value for value in values if value is not None), None) for key, values in found.items()}
     keys = {key: value for key, value in keys.items() if value is not None}
-    if kind != "gpt2":
+    keys |= special
+    if not special and kind != "gpt2":
         keys |= _rope_metadata(config)
     if kind in _WINDOWS:
         keys["attention.sliding_window"] = config.sliding_window or 0
