@@ -241,7 +241,7 @@ def default_bundle(model: str) -> Path:
 
 
 def add_model(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    """Add the MODEL argument of commands that run models; `open_engine.open_model` opens its value."""
+    """Add the MODEL argument of commands that run models; `open_model` opens its value."""
     parser.add_argument("bundle", metavar="DIR|MODEL", nargs=nargs,
                         help="bundle, GGUF file, HF directory, catalogue name, or org/name on the hub")  # fmt: skip
     _add_model_option(parser)

@@ -51,7 +51,7 @@ class Probes:
 
 
 def make_probes(checkpoint: Checkpoint, options: Options) -> Probes:
-    """Return a small matmul for each codec of the bundle, with weights from a matrix of this codec."""
+    """Return a small matmul for each codec of the bundle, with weights of the model."""
     codecs = codecs_of(checkpoint, options.weights, options.requantise)
     matrices = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) == 2]
     raw, expected, module = dict[str, np.ndarray](), dict[str, tuple[float, ...]](), ModelModule("device", lambda name: "f32")

@@ -106,7 +106,7 @@ def _split(kind: str, state: dict[str, np.ndarray], config) -> dict[str, np.ndar
 
 
 def _split_qkvz(weight: np.ndarray, config) -> tuple[np.ndarray, np.ndarray]:
-    """Split Qwen3-Next's `in_proj_qkvz` into the rows of q, k and v of all key heads, and those of z."""
+    """Split Qwen3-Next's `in_proj_qkvz` into the rows of q, k and v, and those of z."""
     keys, size = config.linear_num_key_heads, config.linear_key_head_dim
     each = config.linear_num_value_heads // keys * config.linear_value_head_dim
     heads = weight.reshape(keys, 2 * size + 2 * each, -1)
