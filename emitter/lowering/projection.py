@@ -14,6 +14,7 @@ from castiron.emitter.kernels.matmul.prepared_x import group_sums
 from castiron.emitter.kernels.matmul.selection import numerics_of
 from castiron.emitter.kernels.matmul_spec import PIECES, Matmul
 from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.norm import norm
 from castiron.emitter.kernels.round_x import round_x
 from castiron.emitter.kernels.split_x import split_x
 from castiron.emitter.kernels.weights.packing import LANES, interleave_rows, pack, packed_shape
@@ -102,6 +103,11 @@ class Projector:
         """Return the result of a projection."""
         operands = p.operands(packed_param(p.weights, p.glu is not None, p.experts or 1))
         matmul = replace(p.matmul, numerics=numerics_of(p.matmul, self.isa, self.fast))
+        if p.norm and matmul.numerics == "int8":
+            # `round_x` reads the norm's result.
+            weight, eps = p.norm
+            normed = ops.kernel_call(norm("rms_norm", *p.x.shape, eps, isa=self.isa), x=p.x, weight=weight)["y"]
+            return self(replace(p, x=normed, norm=None))
         return ops.kernel_call(self.kernel_of(matmul), **self._x(p.x, matmul), **operands)["y"]
 
     def _x(self, x: Value, matmul: Matmul) -> dict[str, Value]:

@@ -25,8 +25,8 @@ _CHOICES: tuple[tuple[Callable[[Matmul], bool], str, type[Tiles], type[Any]], ..
     (lambda m: m.experts > 0 and m.numerics == "int8", "grouped", GroupedInt8Tiles, GroupedInt8),
     (lambda m: 0 < experts.MIN_PAIRS * m.experts <= m.tokens and m.numerics == "exact", "grouped", GroupedTiles, Grouped),
     (lambda m: m.experts > 0, "gemv", GemvTiles, ExpertGemvs),
-    (lambda m: m.tokens == 1, "gemv", GemvTiles, Gemv),
     (lambda m: m.numerics == "int8" and m.tokens <= small_batch.MAX_TOKENS, "few", SmallBatchInt8Tiles, SmallBatchInt8),
+    (lambda m: m.tokens == 1, "gemv", GemvTiles, Gemv),
     (lambda m: m.numerics == "int8", "gemm", GemmInt8Tiles, GemmInt8),
     (lambda m: m.numerics in ("bf16_split", "bf16_matrix"), "gemm", GemmMatrixTiles, GemmMatrix),
     (lambda m: m.numerics == "bf16_pairs", "gemm", GemmBf16Tiles, GemmBf16),
@@ -58,7 +58,9 @@ def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool) -> str:
         is_grouped = matmul.tokens >= experts.MIN_INT8_PAIRS * matmul.experts
         return "int8" if is_fast and is_grouped and has_int8 else "exact"
     if matmul.tokens == 1:
-        return "exact"
+        # Decoding a code to f32 takes three instructions, and VNNI multiplies four codes in one.
+        is_faster = isa.dot == "vnni" and has_int8 and codec.code_bits == 4 and not codec.table and layout(codec).groups == 1
+        return "int8" if is_fast and is_faster else "exact"
     if isa.matrix and matmul.tokens >= gemm_matrix.MIN_TOKENS and (is_fast or codec.has_bf16_codes):
         return "bf16_matrix" if is_fast else "bf16_split"
     # AVX2 must widen 8-bit codes and table entries to s16, so that int8 measured 0.8 to 0.95 times the speed of f32.
