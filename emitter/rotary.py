@@ -146,8 +146,9 @@ def _yarn(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
 def _longrope(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
     """Return LongRoPE's frequencies (arXiv:2402.13753): each is divided by its `short_factor`.
 
-    HF switches all tokens to `long_factor` once a sequence exceeds the original length, which would
-    invalidate cached keys. So only `short_factor` is used, and only up to the original length.
+    HF divides by `long_factor` instead, for all tokens, once a sequence exceeds the original
+    length. That would invalidate cached keys. So castiron uses `short_factor` only, and supports
+    only positions up to the original length.
     """
     original = scaling["original_max_position_embeddings"]
     short, long = (np.array(scaling[f"{length}_factor"], np.float32) for length in ("short", "long"))

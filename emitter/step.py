@@ -139,8 +139,9 @@ class Step:
     start: the first token's position, i32; in a batch the positions i32 [T] of T sequences,
         negative for an idle sequence.
     length: how many tokens are not padding, i32; None if there is no padding.
-    states: the current value of each state by name. Layer operations replace it. In a batch,
-        dimension 0 has the layers of the first sequence, then those of the second, and so on.
+    states: the current value of each state, by name. Layer operations replace this value. In a
+        batch, dimension 0 has the layers of the first sequence, then those of the second, and so
+        on.
     records: the `State` of each value in `states`, by name.
     context: the max number of positions. hidden: the hidden states that `layers.lm_head` got.
     reordered: values whose features were reordered for a weight (see `ModelModule.orders`), by the

@@ -194,10 +194,11 @@ def _reduce(op: Op, x: np.ndarray, init: np.ndarray) -> np.ndarray:
 
 
 def _argmax(op: Op, values: np.ndarray, indices: np.ndarray, *_start: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return the max of the values after the last NaN, and the lowest index of this max.
+    """Return the max and its lowest index, with NaN as in StableHLO's reduction.
 
-    If the last value is NaN, the result is NaN and the index of this value. StableHLO's reduction
-    gives the same: a NaN replaces the max, and the next value replaces the NaN.
+    There, a NaN replaces the max, and the next value replaces the NaN. So the result is the max of
+    the values after the last NaN. If the last value is NaN, the result is NaN and the index of this
+    value.
     """
     nans = np.flatnonzero(np.isnan(values))
     first = min(int(nans[-1]) + 1, len(values) - 1) if len(nans) else 0

@@ -293,7 +293,7 @@ class BundleWriter:
         return BundleError(f"cannot write {self.target}: {reason(error)}")
 
     def path(self, name: str) -> Path:
-        """Return the path for the file `name`; raise ValueError if no bundle can have such a file."""
+        """Return the path for the file `name`; raise ValueError for an invalid file name."""
         if not is_bundle_file(name):
             raise ValueError(f"{name} is not a file of a bundle")
         return self.directory / name

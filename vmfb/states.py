@@ -24,8 +24,8 @@ class Positional:
     """A state with one row for each position of a sequence.
 
     In all methods, `now` is the position of the sequence, that is, its number of tokens. furthest:
-    the largest position that the sequence had before a rewind, 0 if there was no rewind; it is 0
-    for states other than ring buffers.
+    for ring buffers, the largest position that the sequence had before a rewind, or 0 if there was
+    no rewind; for other states always 0.
     """
 
     furthest = 0

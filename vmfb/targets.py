@@ -152,7 +152,10 @@ def is_gpu(name: str) -> bool:
 
 
 def _gpu(name: str) -> Target:
-    """Return the target for a GPU: a key of `_GPUS`, with or without an architecture."""
+    """Return the target for a GPU.
+
+    name: a key of `_GPUS`, or a key and an architecture, such as "cuda:sm_90".
+    """
     kind, colon, architecture = name.partition(":")
     driver, flag, default, pattern = _GPUS[kind]
     if colon and not re.fullmatch(pattern, architecture):

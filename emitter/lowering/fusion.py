@@ -44,7 +44,7 @@ from castiron.emitter.types import F32, TensorType
 
 @dataclass
 class _Heads:
-    """The inputs of a fused attention operation, and how it normalises and rotates q and k.
+    """The inputs of a fused attention operation, and the norm and rotation of q and k.
 
     sources: where the q, k and v rows come from, in order. A source is a value, or a list of linear
         operations that become one matmul.
@@ -81,9 +81,9 @@ class _Uses:
         self.norms: dict[Value, Op] = {}
 
     def only(self, value: Value, kind: str) -> Op | None:
-        """Return the operation of kind `kind` that computes `value`, or None.
+        """Return the operation that computes `value`, if `value` has only one use; otherwise None.
 
-        The result is also None if `value` has more than one use.
+        The result is also None if the operation is not of the kind `kind`.
         """
         op = self.producer.get(value)
         return op if op is not None and op.kind == kind and self.uses[value] == 1 else None
@@ -92,9 +92,9 @@ class _Uses:
 def fuse(function: Graph, norm_limit: int, norm_tokens: int = 1, residuals: bool = False) -> Graph:
     """Return a copy of a function in which all patterns of this module are fused.
 
-    norm_limit, norm_tokens: max numbers of features and of tokens of an RMS norm that is fused.
-    residuals: whether norms and experts whose result is only added to a residual become one
-    operation with the addition.
+    norm_limit, norm_tokens: an RMS norm is fused if x has at most these numbers of features and of
+    tokens. residuals: whether to fuse a norm or experts with the addition of the result to a
+    residual.
     """
     graph = _Uses(function)
     for op in function.ops:
@@ -213,9 +213,10 @@ def _apart(graph: _Uses, linear: Op, order: tuple[int, int]) -> list[Op]:
 
 
 def _chain(graph: _Uses, value: Value) -> list[Op]:
-    """Return the operations that compute `value`, a q or k, from a projection; the last one first.
+    """Return the operations between a projection and `value` (q or k), from the last to the first.
 
-    They are rope, norm over a head, reshape, norm over the row, in this order; each may be missing.
+    Seen from `value`, they are rope, norm over a head, reshape, norm over the row. Each may be
+    missing.
     """
     chain: list[Op] = []
     for kind in ("rope", "rms_norm", "reshape", "rms_norm"):
@@ -227,17 +228,20 @@ def _chain(graph: _Uses, value: Value) -> list[Op]:
 
 
 def _alike(q: Op, k: Op) -> bool:
-    """Return whether q and k are operations of one kind, with the same rotary tables or epsilon."""
+    """Return whether two operations on q and k are of one kind and have equal settings.
+
+    The settings are the rotary tables of rope, or the epsilon of a norm.
+    """
     if q.kind != k.kind:
         return False
     return q.operands[1:] == k.operands[1:] if q.kind == "rope" else q.attrs.get("eps") == k.attrs.get("eps")
 
 
 def _stacks(graph: _Uses, values: list[Value]) -> list[Value | list[Op]]:
-    """Return `values`, but with each result of a linear operation replaced by the operation.
+    """Return `values`, with results of linear operations replaced by lists of these operations.
 
-    Linear operations of consecutive values that have the same input and codec are in one list,
-    which becomes one matmul.
+    A list becomes one matmul. It has the linear operations of consecutive values, if these
+    operations have the same input and codec.
     """
     sources: list[Value | list[Op]] = []
     for value in values:

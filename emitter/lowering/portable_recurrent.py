@@ -242,9 +242,9 @@ def _delta_of_token(q: Value, k: Value, v: Value, decay: Value, beta: Value, sta
 
 
 def _read(x: Value, state: Value, dim: int) -> Value:
-    """Return x [sequences, heads, n] times the state of each head, summed over n.
+    """Return the product of x [sequences, heads, n] and the state of each head, summed over n.
 
-    state: [sequences, heads, ., .]; its dimension `dim` has size n.
+    state: [sequences, heads, ., .]. dim: the dimension of the state that has size n.
     """
     return ops.dot_general(x, state, ((2,), (dim,)), ((0, 1), (0, 1)))
 

@@ -47,7 +47,7 @@ UNIT = 32  # the positions of a part are a multiple of this: smaller parts repea
 
 @dataclass(frozen=True)
 class DecodeTokens:
-    """The tokens of one call of a decode kernel, which has `count` rows of queries and results.
+    """The tokens of one call of a decode kernel, one for each of `count` rows of qkv.
 
     kind "one": the next token of a sequence.
     kind "batch": one token of each of `count` sequences. A negative position marks an idle row,
@@ -104,15 +104,15 @@ class DecodeTokens:
             yield from ((i, i, np.array([at])) for i, at in enumerate(given["position"].tolist()) if at >= 0)
 
     def item(self, b: Body, units: int) -> tuple[Index, Index]:
-        """Return (row of qkv, index of this workgroup among the workgroups of that row).
+        """Return (row of qkv, index of this workgroup among the workgroups of the row).
 
-        units: number of workgroups that share a row.
+        units: number of workgroups of each row.
         """
         unit = b.workgroup()
         return (0, unit) if self.kind == "one" else (b.div(unit, units), b.rem(unit, units))
 
     def layer(self, b: Body, layer: Index, row: Index, layers: int) -> Index:
-        """Return the index of one sequence's layer in dimension 0 of the caches.
+        """Return the index in dimension 0 of the caches for a layer of one sequence.
 
         layer: layer of the model. row: row of the sequence in the batch. layers: size of dimension
         0. The caches of a batch have all layers of the first sequence, then all of the next, and so
@@ -252,10 +252,10 @@ def attention_decode(
 
 
 def head_parts(layout: HeadLayout, isa: Isa, cache: Cache) -> int:
-    """Return among how many kernels the query heads of each kv head should be divided.
+    """Return into how many parts to divide the query heads of each kv head.
 
-    The result is the smallest number for which the queries and partial results of a kernel fit on
-    the stack.
+    Each part is computed by a separate call of the kernel. The result is the smallest number for
+    which the queries and partial results of a call fit on the stack.
     """
     if layout.qk_norm_row:  # a norm over complete rows needs all heads
         return 1
@@ -283,9 +283,12 @@ def _shape(layout: HeadLayout, isa: Isa, cache: Cache) -> Shape:
 class _Parts:
     """The partial attention results of the workgroups that share one long context.
 
-    The memref `scratch` has three arrays for the T rows of qkv: the sums of values weighted by
-    softmax weights, [T, heads, splits, head_dim]; the reference scores of these weights, [T, heads,
-    splits]; the sums of the weights, [T, heads, splits]. rows: (T, index of the token's row).
+    The memref `scratch` has three arrays for T rows of qkv, where w = exp(score - reference) is the
+    softmax weight of a position:
+    [T, heads, splits, head_dim]: sums of w * value;
+    [T, heads, splits]: references;
+    [T, heads, splits]: sums of w.
+    rows: (T, index of the token's row).
     """
 
     def __init__(self, b: Body, scratch: Ssa, rows: tuple[int, Index], heads: int, splits: int, hd: int):
@@ -315,8 +318,8 @@ class _Parts:
     def join(self, head: Ssa, count: Index, out: Ssa, width: int) -> None:
         """Emit code that combines the first `count` partial results of query head `head`.
 
-        out: memref for the result, f32 [rows, heads * head_dim]. width: number of elements of a
-        vector.
+        out: memref f32 [rows, heads * head_dim] for the combined result. width: number of elements
+        of a vector.
         """
         b, splits = self.b, self.splits
         row = b.mul(b.add(self.before, head), splits)

@@ -157,7 +157,7 @@ class Gemm:
                 self._tile(b.sub(start, first), start, rest, k, depth)
 
     def _x_rows(self, token: Index, rows: int) -> Callable[[int], Index]:
-        """Return a function that maps i < rows to the index in x of the row of token `token` + i."""
+        """Return a function that maps i < rows to the row of x for token `token` + i."""
         return lambda r: self.b.add(token, r)
 
     def _tile(self, row: Index, token: Index, rows: int, k: Index, depth: int) -> None:

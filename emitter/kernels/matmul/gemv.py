@@ -63,10 +63,9 @@ class Gemv:
 
     Arguments and results of the methods:
     row_blocks: indices of the 16-row blocks to multiply. record: index of a record in each of them.
-    slot: index in the prepared part of x: of the columns of a record for float codecs, of a codec
-        group otherwise.
-    totals, results: a vector for each (i, v) in `self.sides`: vector `v`, [lanes], of the 16 rows
-        of row block row_blocks[i].
+    slot: index of the record, or in `_group` of the codec group, in the part of x that is prepared.
+    totals, results: one vector for each (i, v) in `self.sides`. It belongs to vector `v` of the
+        rows of row block row_blocks[i].
     """
 
     def __init__(

@@ -94,7 +94,7 @@ class Loop:
         self.given: list[Ssa] = []
 
     def give(self, *values: Ssa) -> None:
-        """Set the loop-carried values for the next iteration (`scf.yield`)."""
+        """Set the loop-carried values of the next iteration (`scf.yield`)."""
         self.given = list(values)
 
 

@@ -61,7 +61,7 @@ class Tokens:
     layers: size of dimension 0 of the state, which has all layers of the first sequence, then all
         of the next, and so on.
     batch: False for consecutive tokens of one sequence; True for one token of each of `count`
-        sequences, of which those with a negative position are idle.
+        sequences. A negative position marks an idle sequence, whose state does not change.
     length: whether an operand gives the number of tokens that are not padding.
     """
 
@@ -128,7 +128,8 @@ def zero_padding(b: Body, share: Share, y: Ssa, low: Index, high: Index, width: 
 def single_lane(b: Body, x: Ssa) -> Ssa:
     """Return a vector of QUAD lanes that has the scalar `x` in every lane.
 
-    A caller passes it to a vector function, such as `exp`, and reads one lane of the result.
+    A caller passes this vector to a vector function, such as `exp`, and reads one lane of the
+    result.
     """
     return b.broadcast(x, QUAD)
 

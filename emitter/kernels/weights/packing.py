@@ -92,10 +92,10 @@ class Layout:
         return self.words * self.fields
 
     def top_codes(self, codec: Codec) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-        """Return the locations of the codes of a group that are in the highest bits of the words.
+        """Return where the codes are that the highest bits of a group's words store.
 
-        The location of a code is several bit fields (word, right shift, mask). Their OR is the
-        code.
+        The result has one tuple for each code: its bit fields (word, right shift, mask), whose OR
+        is the code.
         """
         return TOP_CODES[codec.bits][: codec.group - self.in_fields]
 
@@ -193,7 +193,7 @@ def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.n
     parts = codec.split(raw.reshape(-1, codec.block_bytes))
 
     def put(offset: int, part: np.ndarray) -> None:
-        """Write one part of all records, such as their scales, at byte `offset` of each record.
+        """Write one array of `Parts`, such as the scales, at byte `offset` of each record.
 
         part: [16 * row_blocks * count, ...], where count is the number of records of a row block.
         """
@@ -263,7 +263,7 @@ def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: 
         return dequantise(codec_name, lanes.reshape(row_blocks * LANES, -1))[:out_features, :in_features]
 
     def take(offset: int, dtype: str, *shape: int) -> np.ndarray:
-        """Read one part of all records, such as their scales, at byte `offset` of each record.
+        """Read one array of `Parts`, such as the scales, at byte `offset` of each record.
 
         The result is [16 * row_blocks * count, *shape], where count is the number of records of a
         row block.
