@@ -166,7 +166,7 @@ def _split_tq2_0(b: np.ndarray) -> Parts:
     return Parts(_signed(_bit_plane(b[:, :64], 32, 2), 1), _f16(b[:, 64:]))
 
 
-# Values of the codes: of 4 bits ggml's kvalues_iq4nl, and the values of OCP's E2M1 times 2; of 1 bit the signs.
+# Values of codes. 4 bits: ggml's kvalues_iq4nl, and 2 times OCP's E2M1. 1 bit: the signs.
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 SIGNS = (-1, 1)

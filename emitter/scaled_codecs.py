@@ -1,7 +1,7 @@
 """Codecs of quantised HF checkpoints: codes with a scale, and perhaps a zero point, for each block.
 
-A block has 32, 64 or 128 elements. A larger group of a checkpoint, or a row with one scale, has
-several blocks with the same scale, so that one codec covers groups of every multiple of 32.
+A block has 32, 64 or 128 elements. If more elements share a scale in the checkpoint, such as a
+complete row, several blocks repeat this scale. So a codec covers groups of any multiple of 32.
 """
 
 from collections.abc import Callable

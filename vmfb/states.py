@@ -1,7 +1,7 @@
 """How each kind of state (`emitter.abi.KINDS`) is rewound, copied and saved.
 
-- positional `[layers, context, ...]`: row p belongs to position p. Rows past the position are never
-  read, so that going back costs nothing, and the state of any earlier position can be copied.
+- positional `[layers, context, ...]`: row p belongs to position p. A sequence never reads rows past
+  its position. So it can go back at no cost, and the state of any earlier position can be copied.
 - window `[layers, n, ...]`: a ring buffer of n rows; position p is in row p mod n. The next token
   attends to itself and to the last `window - 1` positions. After the ring has wrapped, a sequence
   can go back by at most `n - window + 1` tokens without a snapshot.

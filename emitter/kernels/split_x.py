@@ -2,7 +2,7 @@
 
 each workgroup: a tile of up to 16 rows of x [T, in]
   for row, for each step of 32 elements x of the row:
-    sums = sum(x) over each codec group in the step, if the codec has minima
+    sums = sum(x) over each group of elements with one scale in the weight, if the codec has minima
     for i in 0 .. count - 1:                                 count is 3, or 1 to round x
       y[i] = the high 16 bits of x, or the bf16 nearest to x if count is 1
       x -= y[i]

@@ -20,7 +20,7 @@ The result may have two new kinds of operations, and some kinds may get more ope
       whether there is a residual; glu: the activation of a GLU of two weights, or None
     fused_attention(q, k and v rows, in one value or several, prepared ..., k_cache, v_cache, start, (length), (sinks))
       attributes: rows: the number of values with q, k and v rows; layout: the `HeadLayout` of a row; prepared: the names
-      of the operands in `HeadLayout.operands`; and those of attention
+      of the operands in `HeadLayout.operands`; and the attributes of attention
     causal_conv(...)
       another attribute: activation: name of the activation of the result, if there is one
     rms_norm, layer_norm and experts(..., residual)

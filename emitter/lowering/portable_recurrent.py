@@ -1,7 +1,7 @@
 """Lower recurrent layers to StableHLO, for one token of each sequence or a chunk of tokens.
 
-A chunk is computed by a few matmuls. They need the decay between each two tokens, the exponential
-of a sum of logarithms of decays. Padding does not change the state.
+A chunk is computed by a few matmuls. They need the decay between every two tokens, which is the
+exponential of the sum of the logarithms between them. Padding does not change the state.
 """
 
 from __future__ import annotations

@@ -5,14 +5,14 @@ that all threads read equal parts of the cache in memory order; the last workgro
 combines the partial results. No workgroup reads the cache row that is written in this dispatch: the
 token's own key and value come from qkv.
 
-    each workgroup: a group of `per` kv heads, and a slot; the token has position pos and attends from position low on
-      short context: kv head number `slot` of the group; positions low .. pos - 1     nothing to do if slot >= per
-      long context:  all kv heads of the group; part number `slot` of positions low .. pos - 1
+    each workgroup has a group of `per` kv heads, and a number `slot`; the token at position pos attends to low .. pos
+      short context: the workgroup computes kv head `slot` of the group for low .. pos - 1       none if slot >= per
+      long context: it computes all kv heads of the group for part `slot` of low .. pos - 1
       q [heads, head_dim] = scale * rope(norm(q))                           the query heads of these kv heads; stack
       values [heads, head_dim], sums [heads] = 0, references [heads] = -1e30       as in `attention.workgroup`; stack
       short context, or slot 0 of a long context:
         k[layer, pos], v[layer, pos] = rope(norm(k)), v                                                      memory
-        values, sums, references = v, 1, q . k                             position pos; then add the sinks, if any
+        values, sums, references = v, 1, q . k                     the token itself; then add the sinks, if any
       for tile of positions: update values, sums and references as in `attention.workgroup`
       short context: out [heads, head_dim] = values / sums                                                   memory
       long context:
@@ -208,7 +208,7 @@ def attention_decode(
                 work.attend(low, position, ahead=False)
                 work.finish(out)
             with b.when(has_part):
-                # Set the same range of heads with a constant length, so that the compiler knows it.
+                # Set the same range of heads again, so that the compiler knows its constant length.
                 work.first, work.end = base, b.add(base, per)
                 work.attend(start, b.min(b.add(start, share), position), ahead=True)
                 parts = _Parts(b, token.given["parts"], (rows, token.row), heads, splits, hd)

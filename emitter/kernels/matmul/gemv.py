@@ -7,12 +7,12 @@ with a GLU, a set has blocks of gate and of up.
 
     each workgroup: a share of the sets
       prefetch the first records of the first set
-      xs [in] = norm(x) * code_factors, sums [in / group] = sums of norm(x)                            stack
+      xs [in] = norm(x) * code_factors, sums [in / group] = sums of norm(x) over codec groups          stack
       for set in share:
         for blocks of the set, `together` at a time:
           totals [together, 16] = 0                                                                registers
           for record in records of the blocks:                      each is read once
-            for group in record:                                    one, or several for K-quants
+            for codec group in record:                              one, or several for K-quants
               products [chains, together, 16] = 0                                                  registers
               for k in group:                                       unrolled, between prefetches of a later record
                 code = f32(word & mask)                             not shifted: times 2^n; xs has the factor 2^-n

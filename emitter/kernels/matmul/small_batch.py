@@ -5,7 +5,7 @@ of several tokens and several vectors of outputs shares loads of x and decoded c
 accumulators to hide the latency of fma.
 
     each workgroup: a share of the sets; a set is `row_blocks` 16-row blocks of the weight
-      xs [T, in] = x * code_factors, sums [T, in / group] = sums of x over codec groups                stack
+      xs [T, in] = x * code_factors, sums [T, in / group] = sums of x over groups with one scale       stack
       for set in share:
         acc [T, 16 * row_blocks] = 0                                                                   stack
         for tile of `rows` tokens x `vectors` vectors of outputs:

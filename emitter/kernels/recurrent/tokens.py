@@ -1,4 +1,4 @@
-"""Parts of the kernels of recurrent layers: tokens of a call, columns of operands, and gates."""
+"""Code that kernels of recurrent layers share: tokens of a call, columns of operands, softplus."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
