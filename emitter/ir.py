@@ -114,7 +114,7 @@ class Module:
 
     @contextmanager
     def defining(self, function: Graph) -> Iterator[None]:
-        """Add `function` to this module; operations of the `with` block are appended to it."""
+        """Add `function` to this module; the `with` block appends operations to the function."""
         if function.name in self.functions:
             raise EmitError(f"module {self.name}: function {function.name!r} is defined twice; give one of them another name")
         with building(self, function):

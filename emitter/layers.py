@@ -219,15 +219,15 @@ def attention(
     """Append k, v [T, kv_heads, head_dim] to the KV cache; apply causal grouped-query attention.
 
     q is [T, heads, head_dim]; the result is [T, heads * head_dim]. Keys and values are rounded to
-    the cache's storage format before any query reads them; everything else is f32.
+    the cache's storage format before any query reads them. All other values are f32.
 
     layer: index of the layer in the model; `State.layers` has the layers that use a cache.
     window: a query at position p attends to positions j with p - window < j <= p.
     softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2, arXiv:2408.00118).
     sinks: [heads], an extra score in the softmax of each head (gpt-oss, arXiv:2508.10925).
-    bidirectional: a query attends to all j with |p - j| < window. This is possible only in
-    functions that take a complete text (role encode), whose KV cache has space for one layer only
-    and is overwritten by every layer.
+    bidirectional: a query attends to all j with |p - j| < window. Only functions that take a
+        complete text (role encode) may use this. Their KV cache has space for one layer, and every
+        layer overwrites it.
     """
     cache, layer = step.cache_of(0 if bidirectional else layer)
     k_cache, v_cache = (step.states[name] for name in cache)

@@ -86,7 +86,7 @@ def source(weights: Sequence[Weight], pack: Callable[..., np.ndarray]) -> Source
 
 
 class ModelModule(Module):
-    """A module of layer operations, which are not lowered yet.
+    """A module of layer operations before lowering.
 
     codecs: maps the name of a checkpoint tensor to the codec in which the bundle stores it.
     orders: maps the name of each weight with reordered columns to the name of the tensor with the

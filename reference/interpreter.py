@@ -119,7 +119,10 @@ def _compare(op: Op, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def convert(array: np.ndarray, source: DType, target: DType) -> np.ndarray:
-    """Convert element by element; floats to integers round towards zero, integers wrap."""
+    """Convert an array from element type `source` to `target`.
+
+    Floats are rounded towards zero to become integers. Integers wrap to the range of `target`.
+    """
     if source.kind == "float":
         array = to_f32(array, source)
     if target.kind == "float":

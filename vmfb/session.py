@@ -107,8 +107,8 @@ class Session:
     def _append(self, prepared: tuple[Call, Buffer], ids: np.ndarray) -> Call:
         """Append `ids` with one call and return the call.
 
-        prepared: the call and the buffer for its token ids, which must have space for `ids`. The
-        rest of this buffer is padding.
+        prepared: the call, and the buffer for its token ids. The buffer must have space for `ids`;
+        the rest of the buffer is padding.
         """
         call, tokens = prepared
         tokens.array[: ids.size], tokens.array[ids.size :] = ids, 0

@@ -171,8 +171,9 @@ def _gpu(name: str) -> Target:
 
 
 def missing_features(target: Target) -> tuple[str, ...]:
-    """Return what `target` needs and this machine lacks: LLVM's names of features, or its arch.
+    """Return what `target` needs and this machine lacks: LLVM's names of features.
 
+    If the machine has another architecture, return the name of the target's architecture instead.
     For a GPU, always return the name of its driver: this function does not check drivers.
     """
     if target.driver or target.arch != host_arch():

@@ -34,8 +34,9 @@ class Matmul:
         rows of gate and of up, gate first (`weights.packing.interleave_rows`).
     length: whether an operand `length` gives the number of rows of x that are not padding. The
         results of padding are zero.
-    experts: number of experts, whose weights are concatenated, or 0. With experts, `tokens` is the
-        number of (token, expert) pairs, and each row of x has `per_row` consecutive pairs.
+    experts: number of experts, or 0. With experts, the weights of all experts are concatenated,
+        `tokens` is the number of (token, expert) pairs, and each row of x has `per_row` consecutive
+        pairs.
     numerics: one of `NUMERICS`: the format of the operand x. "canonical" is f32 with a fixed order of
         additions.
 

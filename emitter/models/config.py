@@ -158,8 +158,8 @@ class ConfigReader:
         """Return each layer's sliding window in tokens, None for full attention.
 
         The config's `layer_types` determines which layers have the window. If the config has no
-        `layer_types`, these are the layers for which `slides(layer)` is true. window: the size of
-        the window in tokens.
+        `layer_types`, the layers with the window are those for which `slides(layer)` is true.
+        window: the size of the window in tokens.
         """
         types = self.layer_types(layers, (FULL, SLIDING), [SLIDING if slides(layer) else FULL for layer in range(layers)])
         if SLIDING in types and window is None:
@@ -294,7 +294,8 @@ class ConfigReader:
     def finish(self) -> tuple[str, ...]:
         """Return the unread keys that are not in `IGNORABLE`.
 
-        Raise EmitError if HF's model may read one of them, because it could change the logits.
+        Raise EmitError if HF's model may read one of these keys, because the key could change the
+        logits.
         """
         rest = sorted(set(self.config) - self._taken - IGNORABLE)
         if unknown := [shorten(key, 60) for key in rest if self._has_effect(key)]:

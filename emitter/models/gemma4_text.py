@@ -76,7 +76,8 @@ class Config(SlidingConfig):
     def source(self, layer: int) -> int:
         """Return the layer whose keys and values `layer` uses.
 
-        It is the layer itself, or the last layer of its attention type that has a KV cache.
+        It is `layer` itself if this layer computes keys and values. Otherwise it is the last layer
+        that computes them and has the same type of attention.
         """
         kind = self.windows[layer] is None
         return layer if layer < self.own else max(i for i in range(self.own) if (self.windows[i] is None) == kind)

@@ -146,8 +146,8 @@ def attention_decode(
 
     A context of more than `split_from` positions (None: a default) is divided among at most
     `splits` workgroups; `splits` must be a power of two. A counter counts the workgroups that have
-    finished. All layers share the counters. They must be zero before the first call; each call sets
-    them to zero again.
+    finished. All layers share the counters. The counters must be zero before the first call; each
+    call sets them to zero again.
     """
     heads, kv_heads, hd, window = layout.heads, layout.kv_heads, layout.head_dim, scores.window
     context, cache = caches.context, caches.format
@@ -187,7 +187,10 @@ def attention_decode(
             b.vstore(b.splat(0.0, shape.width), given["out"], row, d.index)
 
     def sequence(b: Body, token: Token, unit: Index) -> None:
-        """Emit the code of one workgroup of a token; unit: its index among the token's workgroups."""
+        """Emit the code of one workgroup of a token.
+
+        unit: index of the workgroup among the workgroups of this token.
+        """
         position, counters, out = token.position, token.given["counters"], token.given["out"]
         work = Workgroup(b, layout, isa, shape, scores, caches)
         low = 0 if window is None else b.max(b.sub(position, window - 1), 0)

@@ -114,8 +114,8 @@ def prepare_head(
 
     target: where the head is stored. kind: "q" or "k". head: index of the head among the heads of
     this kind. given: memrefs by name of the kernel's operands, including `HeadLayout.operands`.
-    position: position of the token, which selects the rows of cos and sin. scale: factor by which
-    the head is multiplied.
+    position: the token's position; it selects the rows of cos and sin. scale: factor by which the
+    head is multiplied.
     """
     hd = layout.head_dim
     inverse = None

@@ -221,9 +221,9 @@ class Workgroup:
     def touch(self, base: Ssa, row: Index, at: Index, lines: range) -> None:
         """Emit loads of one word of each cache line in `lines`, as prefetches from a KV cache.
 
-        Lines are counted in the data of this workgroup's kv heads, from row `row` of the layer on,
-        as if it were contiguous. Line n begins at byte at + n * LINE_BYTES of this data. base:
-        address of the KV cache.
+        The lines have the rows of this workgroup's kv heads, from index `row` of the layer on. Line
+        n begins at byte at + n * LINE_BYTES of these rows, counted as if they were contiguous.
+        base: address of the KV cache.
         """
         b, row_bytes = self.b, self.row_bytes
         segment, size = self.shape.per * row_bytes, self.layout.kv_heads * row_bytes

@@ -1,8 +1,8 @@
 """A builder of the MLIR text of GPU kernels: threads, shared memory, sums across a workgroup.
 
 Kernels read and write memory as 32-bit words only, because devices without 8-bit or 16-bit storage
-read such elements wrongly. They use no subgroup operations, because the size of a subgroup differs
-between devices.
+read such elements wrongly. Kernels use no subgroup operations, because the size of a subgroup
+differs between devices.
 """
 
 from __future__ import annotations

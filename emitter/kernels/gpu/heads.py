@@ -50,7 +50,7 @@ class Head:
 def prepare(
     b: GpuBody, thread: Ssa, layout: HeadLayout, rows: Rows, heads: Sequence[tuple[Head, Ssa]], given: Mapping[str, Ssa]
 ) -> None:
-    """Emit code that reads heads, normalises and rotates those of q and k, and stores them.
+    """Emit code that reads heads, normalises and rotates those of q and k, and stores all of them.
 
     heads: each as (head, shared memref f32 [head_dim] for the result). given: memrefs of the
     kernel's operands by name. After the code, all threads see the results.

@@ -230,8 +230,8 @@ class Grouped(Gemm):
         """Emit code that computes and stores some columns of y for the pairs of the current block.
 
         The columns belong to `tiles.row_blocks` consecutive 16-row blocks of the expert's weight.
-        first_block: index of the first of them in the expert's weight. block: its index in the
-        stacked weight of all experts. count: number of pairs in the current block.
+        first_block, block: index of the first of these row blocks, in the expert's weight and in
+        the stacked weight of all experts. count: number of pairs in the current block.
         """
         b = self.b
         few = b.less(count, self.tiles.direct + 1)

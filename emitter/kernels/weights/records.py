@@ -31,7 +31,7 @@ _FLOATS = {"<f4": ("f32", 32), "<f2": ("f16", 16), "<u2": ("bf16", 16)}
 
 
 def code_factors(codec: Codec) -> np.ndarray:
-    """Return the factors by which the results of `GroupCodes.code` must be multiplied, f32 [group].
+    """Return the factors that turn results of `GroupCodes.code` into stored codes, f32 [group].
 
     `GroupCodes.code` masks bits without shifting them down, so its result is a stored code times a
     power of two. The factor is the inverse of this power.
