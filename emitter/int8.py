@@ -1,4 +1,4 @@
-"""Quantisation of f32 to signed bytes as in ggml's Q8_0: scale = max |x| of the group / 127."""
+"""Quantisation of f32 to signed bytes as in ggml's Q8_0: a group has the scale max |x| / 127."""
 
 from __future__ import annotations
 

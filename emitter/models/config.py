@@ -116,7 +116,10 @@ class ConfigReader:
         return None
 
     def nullable(self, key: str, default: Any, kinds: type | tuple[type, ...] = (int,)) -> Any:
-        """Return the value of `key`, None if it is null, and HF's `default` if it is absent."""
+        """Return the value of `key`, or HF's `default` if the key is absent.
+
+        The value null is returned as None.
+        """
         self._taken.add(key)
         if key in self.config and self.config[key] is None:
             return None
