@@ -299,7 +299,7 @@ class BundleWriter:
         return self.directory / name
 
     def write(self, name: str, data: bytes | str) -> None:
-        """Write the file `name`; text as UTF-8."""
+        """Write the file `name`; a str is written as UTF-8."""
         with naming(self.path(name)):
             self.path(name).write_bytes(data.encode() if isinstance(data, str) else data)
 

@@ -81,9 +81,9 @@ class _Uses:
         self.norms: dict[Value, Op] = {}
 
     def only(self, value: Value, kind: str) -> Op | None:
-        """Return the operation that computes `value`, if `value` has only one use; otherwise None.
+        """Return the operation that computes `value`, if it is of kind `kind`; otherwise None.
 
-        The result is also None if the operation is not of the kind `kind`.
+        The result is also None if `value` has more than one use.
         """
         op = self.producer.get(value)
         return op if op is not None and op.kind == kind and self.uses[value] == 1 else None

@@ -171,9 +171,9 @@ class GpuBody(Body):
         return self.either(half, sign)
 
     def rounded(self, x: Ssa) -> tuple[Ssa, Ssa]:
-        """Return the integer nearest to x, as (f32, i32 with the integer's lowest byte).
+        """Return (the integer nearest to x as f32, an i32 whose low byte is this integer).
 
-        |x| must be below 128. Ties are rounded to even.
+        The other bytes of the i32 are zero. |x| must be below 128. Ties are rounded to even.
         """
         byte = self.bits("andi", self.as_type(self.addf(x, self.f32(12582912.0)), I32), 0xFF)
         # Not the sum minus 12582912: some drivers simplify that to x.
