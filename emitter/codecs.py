@@ -49,7 +49,7 @@ def _signed(codes: np.ndarray, offset: int) -> np.ndarray:
 def _split_32(bits: int, offset: int) -> Callable[[np.ndarray], Parts]:
     """Return the splitter of q4_0, q4_1, q5_0 or q5_1.
 
-    A block stores d, then m (only if `offset` is 0), then the fifth bits of all codes (only for 5
+    A block stores d, then m (if `offset` is 0), then the fifth bits of all codes (if codes have 5
     bits), then the low four bits of all codes.
     """
 

@@ -55,7 +55,10 @@ class Positional:
         return None if self.can_return(now + ahead, now) else (self.rows(now).copy(), self.furthest)
 
     def restore(self, now: int, position: int, saved: Saved | None) -> None:
-        """Go back from position `now` to `position`; `saved`: the result of `save` there."""
+        """Go back from position `now` to `position`.
+
+        saved: the result of `save` when the sequence was at `position`.
+        """
         if saved is None:
             self.go_back(now, position)
         else:
@@ -64,8 +67,8 @@ class Positional:
     def copy(self, other: Positional, now: int, position: int, saved: Saved | None) -> None:
         """Set this state to the one that `other` had at `position`.
 
-        now: the current position of `other`. saved: the result of `other.save` at `position`, or
-        None.
+        now: the current position of `other`. saved: the result of `other.save` when `other` was at
+        `position`, or None.
         """
         rows, furthest = saved or (other.array, max(other.furthest, now))
         self.load(rows, position, furthest)
