@@ -29,7 +29,8 @@ from castiron.emitter.types import F32, I32, TensorType
 class ClampedSwiGLU:
     """The gated activation of gpt-oss.
 
-    With g = min(gate, limit), it is (clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g).
+    For gate and up, the result is (clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g), where g
+    = min(gate, limit).
     """
 
     alpha: float

@@ -95,10 +95,10 @@ class GpuBody(Body):
             yield loop
 
     def sums(self, thread: Ssa, values: Sequence[Ssa], lanes: int, op: str = "addf") -> tuple[Ssa, int]:
-        """Return the sum of each value over each group of `lanes` threads: (shared memref, first).
+        """Add each value over groups of threads; return (shared memref, index of the first sum).
 
-        A group is `lanes` consecutive threads; `lanes` is a power of two. Element first + i *
-        (threads / lanes) + g of the memref is the sum of values[i] over group g. op: "addf", or
+        A group is `lanes` consecutive threads, a power of two. With n = threads / lanes groups, the
+        sum of values[i] over group g is element first + i * n + g of the memref. op: "addf", or
         "maxf" for maxima instead of sums.
         """
         count = len(values) * self.threads

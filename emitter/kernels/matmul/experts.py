@@ -293,8 +293,8 @@ class Grouped(Gemm):
     def _prefetch(self, blocks: Sequence[Index], unit: Index, units: int) -> None:
         """Emit prefetches of the codes of 16-row blocks that will be multiplied later.
 
-        For each `block` in `blocks`, the code prefetches from row block block + `tiles.row_blocks`.
-        The prefetched units are unit .. unit + units - 1 (see `weights.panel.units`).
+        For each index i in `blocks`, the code prefetches from row block i + `tiles.row_blocks`. The
+        prefetched units are unit .. unit + units - 1 (see `weights.panel.units`).
         """
         b, records, groups = self.b, self.panel.records, self.panel.records.layout.groups
         record = b.div(unit, groups)

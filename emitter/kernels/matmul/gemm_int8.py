@@ -137,7 +137,7 @@ class Step:
     """A writer of code that multiplies int8 x by weights and adds the results to f32 sums.
 
     A step covers GROUP (32) elements of in_features. Each x of a step is x_scale * n, with an int8
-    n and one x_scale for all of them. A weight is scale * code + base, with a stored code. The
+    n and one x_scale for all of them. A weight is scale * code + base, for a stored code. The
     instruction multiplies n by c = code + bias, where `Dot.bias` makes codes unsigned. For each
     codec group (elements that share scale and base), a step adds
 

@@ -126,7 +126,7 @@ class Gemv:
                 self._sets(batch.index, end, first, min(first + chunk, self.count), parts)
 
     def _sets(self, low: Index, high: Index, first: int, last: int, parts: Ssa | None) -> None:
-        """Emit code that multiplies sets low .. high - 1 of the weight by a part of x.
+        """Emit code that multiplies sets low .. high - 1 of the weight by some elements of x.
 
         A set is `self.set` consecutive 16-row blocks. Only records first .. last - 1 of each row
         block are multiplied, by the elements of x at the same indices. After the last record of a

@@ -95,7 +95,7 @@ class Records:
     def prefetch_later(self, blocks: Iterable[Index], step: int, record: Index, first: Index, nbytes: int) -> None:
         """Emit prefetches of a part of a record, for 16-row blocks that are used later.
 
-        For each `block` in `blocks`, the code prefetches from row block block + `step`. The part is
+        For each index i in `blocks`, the code prefetches from row block i + `step`. The part is
         `nbytes` bytes from byte `first` of record `record` on.
         """
         for block in dict.fromkeys(blocks):
