@@ -299,7 +299,10 @@ def values(codec: Codec, parts: Parts) -> np.ndarray:
 
 
 def dequantise(codec_name: str, raw: np.ndarray) -> np.ndarray:
-    """Return rows `raw`, u8 [..., row_bytes], as f32 [..., in], like `gguf.quants.dequantize`."""
+    """Dequantise rows `raw`, u8 [..., row_bytes], to f32 [..., in].
+
+    The result equals that of `gguf.quants.dequantize`.
+    """
     codec = codec_of(codec_name)
     result = np.empty((*raw.shape[:-1], in_features_of(codec, raw)), np.float32)
     if result.size:

@@ -22,11 +22,11 @@ from castiron.emitter.types import I32
 
 
 def causal_conv(step: Step, layer: int, x: Value, name: str, bias: bool) -> Value:
-    """Apply the depthwise causal `torch.nn.Conv1d` called `name` to x; return [T, features].
+    """Apply the depthwise causal `torch.nn.Conv1d` called `name` to x [T, features].
 
-    y_t = bias + sum over i of w_i x_(t - n + 1 + i), for x [T, features] and filters of n
-    positions, `<name>.weight` [features, 1, n]. The state `conv` [layers, n - 1, features] has the
-    latest n - 1 rows of x, oldest first.
+    Return y [T, features], where y_t = bias + sum over i of w_i x_(t - n + 1 + i). The filters w
+    are `<name>.weight` [features, 1, n], with n positions. The state `conv` [layers, n - 1,
+    features] has the latest n - 1 rows of x, oldest first.
     """
     positions = step.states["conv"].shape[1] + 1
     with scope(name):

@@ -38,7 +38,7 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Profile:
-    """The time of a call of `function` at `position`, and the time of each dispatch of the call.
+    """The time of a call of `function` at `position`, and the times of the call's dispatches.
 
     dispatches: the longest first.
     """

@@ -283,7 +283,7 @@ class Session:
         return [state.rows(position) for state in self._states]
 
     def begins(self, tokens: int, position: int) -> bool:
-        """Return whether `rows(tokens)` has all rows that another session needs at `position`.
+        """Return whether `rows(tokens)` has all the data that another session needs at `position`.
 
         tokens: this session's position when `rows` is called, at least `position`.
         """

@@ -134,7 +134,7 @@ class CacheRows:
             self._store(codes, b.add(word, 1 + i // 4), only)
 
     def _code_word(self, d: Index) -> tuple[Index, Index]:
-        """Return (index of the word with the code of element d, index of the word of its scale).
+        """Return (index of the word with the code of element d, index of the word with its scale).
 
         Both are indices in a row of q8_0.
         """

@@ -1,8 +1,8 @@
 """Compute Y = X W^T for a few tokens; weights are decoded in registers, as in `gemv`.
 
 For so few tokens, decoding weights to memory as in `gemm` would take as long as the matmul. A tile
-of several tokens and several vectors of outputs shares loads of x and decoded codes, and has enough
-accumulators to hide the latency of fma.
+has several tokens and several vectors of outputs, which share decoded codes and loads of x. It has
+enough accumulators to hide the latency of fma.
 
     each workgroup: a share of the sets; a set is `row_blocks` 16-row blocks of the weight
       xs [T, in] = x * code_factors, sums [T, in / group] = sums of x over groups with one scale       stack

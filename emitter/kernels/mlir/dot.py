@@ -47,8 +47,8 @@ class Dot:
     """A writer of code for int8 dot products of weight codes and x.
 
     A lane of a vector belongs to one output (a row of the weight). A quad is four int8 in an i32. A
-    call of `add` multiplies `self.quads` quads of codes by as many quads of x, for each of
-    `self.rows` rows of x.
+    call of `add` multiplies `self.quads` quads of codes by as many quads of x. It does so for each
+    of `self.rows` rows of x.
 
     A caller passes codes through `arranged` and then `code`, and x through `x`. It passes the
     results of `code` and `x` to `add`. bits: bits of a code.
@@ -158,8 +158,8 @@ class Dot:
 class BlockDot(Dot):
     """A `Dot` with the layout of the instruction `smmla`: two rows of x and four outputs.
 
-    There are two accumulators of four lanes. Lane 2 i + j belongs to row i of x, and to output j in
-    the first accumulator or output 2 + j in the second one.
+    There are two accumulators of four lanes. Lane 2 i + j of both belongs to row i of x. In the
+    first accumulator, the lane belongs to output j, in the second one to output 2 + j.
     """
 
     rows = quads = 2

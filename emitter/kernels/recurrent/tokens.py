@@ -103,7 +103,7 @@ class Tokens:
         return Share(unit, b.add(b.mul(row, self.layers // self.count), layer), row, end, after)
 
     def real(self, layer: int, given: dict[str, np.ndarray]) -> Iterator[tuple[int, range]]:
-        """Yield (index in dimension 0 of the states, range of rows of x) of each active sequence.
+        """Yield (index in dimension 0 of the states, range of rows of x) for each active sequence.
 
         The range does not include padding. This method is for reference implementations in NumPy.
         layer: layer of the model. given: the kernel's operands, by name.

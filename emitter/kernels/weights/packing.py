@@ -5,7 +5,7 @@ with zero rows. A packed weight is a u8 array of shape
 
     [ceil(out / 16), records, record_bytes]
 
-A record has one codec block (32 or 256 elements) of each of the 16 rows. Its size is that of these
+A record has one codec block (32 or 256 elements) of each of the 16 rows. It is as large as these
 blocks in a GGUF file, except that it stores the six-bit scales of K-quants as bytes (3 % more):
 
     d      [16] f16                  scale of the codec block; u8 if it is an exponent, f32 or bf16
@@ -77,7 +77,7 @@ class Layout:
     codes: int = 0
 
     def field(self, k: int) -> tuple[int, int]:
-        """Return (index of the word, index of the bit field in it) of code k of a group.
+        """Return (index of the word, index of the bit field in the word) for code k of a group.
 
         k must be below `in_fields`.
         """
