@@ -1,7 +1,7 @@
 """Rotary frequencies and tables for every supported `rope_scaling` (HF `modeling_rope_utils`).
 
-Frequencies are rounded to f32 after each operation, as in torch. So they differ from the frequencies
-of HF by at most one or two units in the last place.
+Frequencies are rounded to f32 after each operation, as in torch. So they differ from those of HF by
+at most one or two units in the last place.
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ class Session:
         self.chunked_tokens = self._chunked_before(position, other.chunked_tokens)
 
     def rows(self, position: int) -> list[np.ndarray]:
-        """Return, for each state, a view of its rows for the first `position` tokens."""
+        """Return, for each state, a view of its data for the first `position` tokens."""
         return [state.rows(position) for state in self._states]
 
     def begins(self, tokens: int, position: int) -> bool:

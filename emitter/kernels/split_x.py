@@ -72,7 +72,7 @@ def split(x: np.ndarray, count: int) -> np.ndarray:
 def joined(words: np.ndarray, rows: int, in_features: int) -> np.ndarray:
     """Return x as f64 [rows, in] from the result y of the kernel `split_x`.
 
-    Each element of x is the sum of the bf16 of this element in y. words: the result y.
+    words: the result y. It has several bf16 for each element of x; their sum is the element.
     """
     count, tiles, steps, tile, _ = words.shape
     halves = np.ascontiguousarray(words.transpose(0, 1, 3, 2, 4)).view(np.uint16).reshape(count, tiles * tile, steps * DEPTH)
