@@ -17,6 +17,6 @@ def as_bytes(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     peak = np.abs(groups).max(axis=-1)
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.where(peak < MIN_SCALED, np.float32(0), np.float32(MAX_BYTE) / peak).astype(np.float32)
-    # The product is exact in f64, so that only the result is rounded, to an integer, as with an fma.
+    # The product is exact in f64, so that only the integer is rounded, as with an fma.
     numbers = np.rint(groups.astype(np.float64) * inverse[..., None])
     return numbers, (peak / np.float32(MAX_BYTE)).astype(np.float32)

@@ -37,8 +37,8 @@ class Matmul:
     experts: number of experts, or 0. With experts, the weights of all experts are concatenated,
         `tokens` is the number of (token, expert) pairs, and each row of x has `per_row` consecutive
         pairs.
-    numerics: one of `NUMERICS`: the format of the operand x. "canonical" is f32 with a fixed order of
-        additions.
+    numerics: one of `NUMERICS`, the format of the operand x; "canonical" is f32 with a fixed order
+        of additions.
 
     Raises ValueError for an unknown codec, and if the codec's block size does not divide
     `in_features`.

@@ -1,9 +1,9 @@
 """Prepare x on the stack for matmuls: apply the RMS norm, and multiply by `code_factors`.
 
 The stack also has the sum of x over each codec group, that is, the elements of a row that share a
-scale. Minima and offsets of codes are multiplied by these sums. A sum includes a factor of the codec
-(see `group_sum`). For canonical GEMMs, the kernel `group_sums` computes the sums once for all matmuls
-of x, with the same order of additions:
+scale. Minima and offsets of codes are multiplied by these sums. A sum includes a factor of the
+codec (see `group_sum`). For canonical GEMMs, the kernel `group_sums` computes the sums once for all
+matmuls of x, with the same order of additions:
 
 each workgroup: up to 16 rows of x [T, in]
   for row, for group: sums[row, group] = factor * sum of x over the group                            memory
