@@ -42,8 +42,8 @@ def gated_delta(
 
     shape: (k_heads, heads, k_dim, v_dim).
     columns: for each of the operands q, k, v, alpha, beta and z, the columns that the kernel reads.
-    norm_eps: epsilon of an RMS norm of each head; the kernel multiplies the norm's result by silu(z).
-        None: the kernel computes no norm.
+    norm_eps: epsilon of an RMS norm of each head. The kernel multiplies the norm's result by
+        silu(z). None: the kernel computes no norm.
     Operands: q, k, v, alpha, beta and (with a norm) z, f32 [T, width]; rate, bias f32 [heads]; norm
         f32 [v_dim]; the operands in `tokens.operands`; state f32 [layers, heads, k_dim, v_dim];
         layer, an index. alpha and beta are a and b of `recurrences.gated_delta`.
