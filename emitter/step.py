@@ -51,7 +51,7 @@ class Weight:
     def raw(self, *tensors: np.ndarray) -> np.ndarray:
         """Return the stored bytes of this weight, u8 [*shape[:-1], row_bytes].
 
-        tensors: the bytes of the tensors that `self.tensors` lists, in this order, all in one
+        tensors: the bytes of the tensors that `self.tensors` lists, in this order and in the same
         codec.
         """
         if self.rows is None and self.apart is None and len(tensors) == 1:

@@ -42,7 +42,7 @@ class _Tokens:
 
 
 def _recurrence(rule: Callable[..., tuple[Value, Value]]) -> Rule:
-    """Return the lowering rule of a recurrent operation that `rule` computes.
+    """Return a lowering rule that computes a recurrent operation with `rule`.
 
     rule(tokens, *operands): returns the result, and the layer's state after the tokens. operands:
     the operation's operands, without the state, the positions and the length.

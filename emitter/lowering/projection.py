@@ -89,8 +89,8 @@ class Projector:
     """An emitter of calls of matmul kernels for CPUs.
 
     kernel_of: returns the kernel of a matmul. fast: whether x may be rounded to int8 or bf16, where
-    a kernel supports that. rounded: the x that other kernels have converted for matmuls, by x and
-    name of the converting kernel; several matmuls of x share it.
+    a kernel supports that. rounded: results of kernels that convert x for a matmul, by (x, name of
+    the kernel); several matmuls of x share a result.
     """
 
     kernel_of: Callable[[Matmul], Kernel]

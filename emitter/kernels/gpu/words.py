@@ -45,8 +45,8 @@ NATIVE = {
 def widened(codec_name: str) -> str | None:
     """Return how this layout stores the codes and scales of a codec; None for codecs in `NATIVE`.
 
-    The result is text for users. These weights take more memory than in the codec's format, with
-    the same values.
+    The result is text for users. Weights that are stored in this way take more memory than in the
+    codec's format. Their values are the same.
     """
     if codec_name in NATIVE:
         return None

@@ -92,10 +92,10 @@ class Layout:
         return self.words * self.fields
 
     def top_codes(self, codec: Codec) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-        """Return where the codes are that the highest bits of a group's words store.
+        """Return the locations of those codes of a group that are in the highest bits of the words.
 
-        The result has one tuple for each code: its bit fields (word, right shift, mask), whose OR
-        is the code.
+        A location is a tuple of bit fields (word, right shift, mask). The OR of the fields is the
+        code.
         """
         return TOP_CODES[codec.bits][: codec.group - self.in_fields]
 
