@@ -13,20 +13,24 @@ Patterns, for T tokens:
 - convolution: act(causal_conv(x)).
 - gated norm: rms_norm(gated_delta(...)) * silu(z), the norm over a head.
 
-The result may have two new kinds of operations, and some kinds may get more operands or attributes:
+The result may have two new kinds of operations, with these operands and attributes:
 
     matmul(x, (norm weight), weights ..., biases ..., (residual)) -> [T, out]
-      attributes: weights, biases: numbers of these operands; eps: epsilon of the RMS norm of x, or None; residual:
-      whether there is a residual; glu: the activation of a GLU of two weights, or None
+      weights, biases   numbers of these operands
+      eps               epsilon of the RMS norm of x, or None
+      residual          whether there is a residual
+      glu               activation of a GLU of two weights, or None
     fused_attention(q, k and v rows, in one value or several, prepared ..., k_cache, v_cache, start, (length), (sinks))
-      attributes: rows: the number of values with q, k and v rows; layout: the `HeadLayout` of a row; prepared: the names
-      of the operands in `HeadLayout.operands`; and the attributes of attention
-    causal_conv(...)
-      another attribute: activation: name of the activation of the result, if there is one
-    rms_norm, layer_norm and experts(..., residual)
-      another attribute: residual: True, if there is one
-    gated_delta(..., (norm weight, z), state, ...)
-      another attribute: norm_eps: epsilon of the gated norm, if there is one
+      rows              number of values with q, k and v rows
+      layout            the `HeadLayout` of a row
+      prepared          names of the operands in `HeadLayout.operands`
+      the attributes of attention
+
+Other kinds of operations may get more operands, and another attribute:
+
+    causal_conv(...)                                 activation: name of the activation of the result
+    rms_norm, layer_norm and experts(..., residual)  residual: True
+    gated_delta(..., (norm weight, z), state, ...)   norm_eps: epsilon of the gated norm
 """
 
 from __future__ import annotations
