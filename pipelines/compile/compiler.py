@@ -126,7 +126,7 @@ def compile_model(
             report(name, done)
 
     def pack(writer: BundleWriter) -> str:
-        """Validate the checkpoint and write all files except modules; return the weights' SHA-256."""
+        """Validate the checkpoint and write all files but modules; return the weights' SHA-256."""
         validate(checkpoint, vocab)
         if checkpoint.tokenizer is not None:
             writer.write(TOKENIZER, json.dumps(checkpoint.tokenizer, ensure_ascii=False))

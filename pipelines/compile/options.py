@@ -76,7 +76,7 @@ class Options:
 
     @classmethod
     def for_draft(cls, target: str = "host") -> Options:
-        """Return options for a fast draft model, whose errors change no token of the main model."""
+        """Return options for a fast draft model. The main model corrects its errors."""
         # Kernels for GPUs do not round activations.
         numerics = "exact" if is_gpu(target) else "fast"
         return cls(
@@ -85,7 +85,7 @@ class Options:
 
     @property
     def threads_or_cores(self) -> int:
-        """Return `threads`; by default this machine's physical cores, or 2 for another target."""
+        """Return `threads`, or by default this machine's physical cores (another target: 2)."""
         return self.threads or (physical_cores() if self.target == "host" else DEFAULT_THREADS)
 
 
