@@ -1,6 +1,7 @@
-"""Read small files in bounded memory, check free disk space, and hash castiron's own sources.
+"""Read small files, check free disk space, and hash castiron's source files.
 
-A path that a user or a checkpoint names may be a pipe, a device or a file as large as the disk.
+A path from a user or a checkpoint may be a pipe, a device or a huge file. Reading limits the
+memory.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ KERNEL_SOURCES = ("emitter/kernels", "emitter/codecs.py", "emitter/types.py")
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file of at most `MAX_BYTES`; OSError for any other path."""
+    """Return the content of a regular file; OSError for any other path, or above `MAX_BYTES`."""
     try:
         # Without O_NONBLOCK, opening a pipe waits for a writer.
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -44,15 +45,16 @@ def read_regular(path: Path) -> bytes:
 
 
 def has_too_many_values(text: str | bytes, limit: int = MAX_VALUES) -> bool:
-    """Return whether JSON text may have more than `limit` values, without parsing it."""
+    """Return whether a JSON text may have more than `limit` values. The text is not parsed."""
     marks = ",[{" if isinstance(text, str) else (b",", b"[", b"{")
     return sum(map(text.count, marks)) > limit
 
 
 def require_free_space(path: Path | str, needed: int, what: str) -> None:
-    """Remove abandoned files; raise PipelineError if the disk of `path` lacks `needed` bytes.
+    """Raise PipelineError if the disk of `path` has less than `needed` bytes free.
 
-    what: what the bytes are needed for, for the error message.
+    First removes temporary files that killed processes left there. what: what needs the bytes, for
+    the error message.
     """
     path = Path(path).absolute()
     remove_abandoned(path.parent)
@@ -64,7 +66,7 @@ def require_free_space(path: Path | str, needed: int, what: str) -> None:
 
 @cache
 def sources_hash(*paths: str) -> str:
-    """Return a hash of the paths and contents of source files or folders, relative to `ROOT`."""
+    """Return a hash of source files and folders; paths: relative to `ROOT`, and hashed too."""
     digest = hashlib.sha256()
     for path in (ROOT / path for path in paths):
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:

@@ -1,4 +1,4 @@
-"""Plain records, which are not in OpenAI's format: prompts to answer, and texts to embed."""
+"""Records that are not in OpenAI's format: prompts to answer, and texts to embed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from castiron.vmfb.manifest import Manifest
 
 @dataclass
 class Prompts:
-    """The `Format` of records with a column `messages`, or `prompt` as text or token ids.
+    """The `Format` of records with a column `messages` or `prompt` (text or token ids).
 
-    max_tokens: max tokens of an answer; None for no limit. The context limits it in any case.
-    raw: whether prompts are encoded without the chat template.
-    system: system message before each prompt.
-    json_schema: JSON schema that answers match; None for plain text.
+    max_tokens: max tokens of an answer; None for no limit except the context. raw: whether prompts
+    are encoded without the chat template. system: system message before each prompt. json_schema:
+    JSON schema that answers must match; None for free text.
     """
 
     manifest: Manifest
@@ -102,10 +101,14 @@ class Prompts:
 
 
 class Embeddings:
-    """The `Format` of records with text or token ids to embed."""
+    """The `Format` of records with a text to embed, or with its token ids."""
 
     def __init__(self, embedder: Embedder, prompt: str = "", dimensions: int | None = None):
-        """Output the first `dimensions` numbers of each vector; put `prompt` before each text."""
+        """Set up embedding with `embedder`.
+
+        prompt: text to put before each text. dimensions: number of values of each vector to return,
+        from the first on; None for all.
+        """
         embedder.check_dimensions(dimensions)
         self.embedder, self.prompt, self.dimensions = embedder, prompt, dimensions
 
@@ -142,7 +145,10 @@ def ids_of(value: Any, vocab: int) -> list[int] | None:
 
 
 def messages_of(value: Any) -> list[dict[str, Any]]:
-    """Return a record's messages with their content as text; PipelineError if they are invalid."""
+    """Return a record's messages. A message whose content is a list of text parts gets their text.
+
+    Raises PipelineError for invalid messages.
+    """
     if not is_messages(value):
         raise PipelineError("messages must be a non-empty list of objects with role and content")
     return [{**message, "content": _content(message, index)} for index, message in enumerate(value)]

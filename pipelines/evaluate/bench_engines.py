@@ -58,7 +58,7 @@ class EngineError(PipelineError):
     """Raised if an engine's process crashed or reported an error."""
 
     def __init__(self, engine: str, reason: str, status: int | None):
-        """Describe the failure of `engine`; status: exit status of its process, None if alive."""
+        """Describe an engine's failure; status: exit status of its process, None if it is alive."""
         crash = f"crashed ({signal.Signals(-status).name})" if status and status < 0 else None
         self.engine, self.reason = engine, crash or f"ended: {reason or 'it gave no reason'}"
         super().__init__(f"{engine} {self.reason}")
