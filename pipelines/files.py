@@ -1,7 +1,6 @@
 """Read small files, check free disk space, and hash castiron's source files.
 
-A path from a user or a checkpoint may be a pipe, a device or a huge file. Reading limits the
-memory.
+A path from a user or a checkpoint may be a pipe, a device or a huge file, so reads are limited.
 """
 
 from __future__ import annotations
@@ -66,7 +65,10 @@ def require_free_space(path: Path | str, needed: int, what: str) -> None:
 
 @cache
 def sources_hash(*paths: str) -> str:
-    """Return a hash of source files and folders; paths: relative to `ROOT`, and hashed too."""
+    """Return a hash of the paths and contents of source files.
+
+    paths: files or folders, relative to `ROOT`; a folder stands for all .py files in it.
+    """
     digest = hashlib.sha256()
     for path in (ROOT / path for path in paths):
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:

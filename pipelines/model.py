@@ -194,7 +194,7 @@ class Model:
     @overload
     def score(self, texts: Iterable[Prompt], *, top: int = 0) -> list[Scored]: ...
     def score(self, texts: Prompt | Iterable[Prompt], *, top: int = 0) -> Scored | list[Scored]:
-        """Return the log-probability of each token of a text, or a list of these for several texts.
+        """Return the log-probability of each token of a text, or of each of several texts.
 
         Args:
             texts: a text, token ids or messages, or several of these.

@@ -168,7 +168,10 @@ def _content(message: Mapping[str, Any], index: int) -> str:
 
 
 def column_of(fields: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return the only name in `names` that has a value in `fields`; else raise PipelineError."""
+    """Return the only name in `names` with a value in `fields`.
+
+    Raises PipelineError if no name or several names have one.
+    """
     found = [name for name in names if fields.get(name) is not None]
     if len(found) != 1:
         columns = " and ".join(found) if found else "no " + " and no ".join(names)

@@ -123,7 +123,7 @@ class JsonLines:
                 index, is_openai = index + 1, record.is_openai
 
     def _lines(self) -> Iterator[bytes]:
-        """Yield the lines of a regular file, each cut after `MAX_LINE` + 1 bytes."""
+        """Yield the lines of a file; a line is cut if it has more than `MAX_LINE` + 1 bytes."""
         while line := self.file.readline(MAX_LINE + 1):
             rest = line
             while len(rest) > MAX_LINE and not rest.endswith(b"\n"):

@@ -2,8 +2,8 @@
 
 Tensors such as `q_proj.qweight`, `q_proj.scales` and `q_proj.qzeros` become one tensor
 `q_proj.weight` in a codec of `emitter.scaled_codecs`, with the same codes, scales and zero points.
-Their shapes determine the bits of a code and the group size. A layer that has a plain `weight`
-instead is not quantised.
+The shapes of the stored tensors determine the bits of a code and the group size. A layer with a
+plain `weight` instead of such tensors is not quantised.
 
 Sources of the layouts: compressed-tensors (compressors/pack_quantized), GPTQModel
 (nn_modules/qlinear/torch.py), AutoAWQ (utils/packing_utils.py), and HF's

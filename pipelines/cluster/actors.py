@@ -124,7 +124,7 @@ def _with_answers(batch: pa.Table, results: Sequence[Result]) -> pa.Table:
 
 
 class BatchActor:
-    """A Ray actor that runs records of a batch job; the first `answers` call opens the bundle."""
+    """A Ray actor that answers records of a batch job. Its first `answers` call opens a bundle."""
 
     def __init__(self, args: argparse.Namespace, path: Path, manifest: bytes, prepare: Prepare):
         self.args, self.path, self.manifest, self.prepare = args, path, manifest, prepare

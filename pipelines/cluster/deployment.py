@@ -139,7 +139,7 @@ class Front:
         return Starlette(routes=[Route("/metrics", self.metrics), Mount("/", self.forward)])
 
     async def metrics(self, request: Request) -> Response:
-        """Return the Prometheus metrics of all replicas, with a label `replica` on each sample."""
+        """Return the Prometheus metrics of all replicas; a label has the name of the replica."""
         call = Call(_plain_scope(request.scope), b"", ())
         answers = await self.replicas.broadcast("complete_answer", call).results_async(return_exceptions=True)
         pages = dict(answer for answer in answers if not isinstance(answer, BaseException))

@@ -3,7 +3,8 @@
 An error in a column of a weight changes the matmul's result in proportion to the input of that
 column. So the unquantised model reads the text, and each matmul gets an extra result: for each
 column, the sum of its squared inputs over all tokens. For the down projection of an expert, only
-tokens that are routed to it count. `progress`: called with (name of a stage, fraction done).
+tokens that are routed to this expert count.
+`progress`: called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A codec is an element type or a quantisation, such as bf16 or q4_k. A mix, such 
 different codecs to different weights, as in llama.cpp (src/llama-quant.cpp). So a bundle is as
 large and as accurate as a GGUF file of the same type.
 
-An `Importance` has, for a weight's name, a factor f32 [in]: how much quantisation errors count in
+An `Importance` has, by name of a weight, factors f32 [in]: how much quantisation errors count in
 each column (see `calibration`). If a name is absent, all columns of the weight count equally.
 """
 
@@ -49,14 +49,14 @@ _SMALLER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 
 
 def codecs_of(checkpoint: Checkpoint, weights: str, requantise: bool = False) -> dict[str, str]:
-    """Return the codec of each tensor in the bundle, by name; weights: the value of --weights.
+    """Return the codec of each tensor in the bundle, by name.
 
-    Vectors keep the checkpoint's codec. If `weights` is a quantisation, some matrices keep it too:
-    routers, other small matrices, experts trained in MXFP4, and matrices whose row length is not a
-    multiple of a block.
+    weights: the value of --weights. Vectors keep the checkpoint's codec. If `weights` is a
+    quantisation, some matrices keep it too: routers, other small matrices, experts trained in
+    MXFP4, and matrices whose row length is not a multiple of a block.
 
     requantise: whether quantised matrices are quantised again, if this makes them smaller. If it is
-    false, a quantisation of a checkpoint with quantised matrices raises CheckpointError.
+    false, CheckpointError is raised for a quantisation of matrices that are already quantised.
     """
     matrices = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1]
     codecs = {tensor.name: tensor.codec for tensor in checkpoint.tensors.values()}

@@ -1,8 +1,8 @@
 """Measure a bundle and other engines ("peers"): speed, time to first token and memory.
 
-For castiron, the result also states which fraction of the machine's read bandwidth and peak FLOP/s
-it reaches, from the FLOP and bytes of each kernel in the bundle's manifest. `progress`: called with
-(name of a stage, fraction done).
+For castiron, the result also has the fractions of the machine's read bandwidth and peak FLOP/s that
+it reaches. They are computed from the FLOP and bytes of each kernel in the bundle's manifest.
+`progress`: called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations
@@ -141,12 +141,14 @@ class Workload:
     manifest: Manifest
 
     def shares(self, settings: Settings, measured: Mapping[str, Any], limits: Mapping[str, float]) -> dict[str, float | None]:
-        """Return the fractions decode_roofline and prefill_peak_share of the machine's limits.
+        """Return which fraction of the machine's limits castiron reaches, by name.
 
-        decode_roofline: bytes of weights and KV cache read per second / read bandwidth.
-        prefill_peak_share: FLOP per second / f32 peak; above 1 is possible with int8 activations.
-        Both are None for the lowering `portable`, whose manifests have no FLOP and bytes. measured:
-        result of `summarise`. limits: the machine's limits by name.
+        decode_roofline: bytes of weights and KV cache read per second, divided by the read
+        bandwidth. prefill_peak_share: FLOP per second, divided by the f32 peak; it may exceed 1
+        with int8 activations. Both are None for the lowering `portable`, whose manifests have no
+        FLOP and bytes.
+
+        measured: result of `summarise`. limits: the machine's limits by name.
         """
         if not self._kernels() or not all("weights" in kernel for kernel in self._kernels()):
             return {"decode_roofline": None, "prefill_peak_share": None}

@@ -94,7 +94,7 @@ class Worker:
         self._answer()
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Return the result of a method of the engine in the process; EngineError if it fails."""
+        """Call a method of the engine and return its result; EngineError if the engine fails."""
         # If the process has ended, `_answer` reports why.
         with contextlib.suppress(BrokenPipeError):
             self.pipe.send((method, arguments))
@@ -164,8 +164,8 @@ def measure(
 
     An engine that fails is removed from `engines`. If castiron fails, EngineError is raised.
 
-    Returns (values of the machine's limits read_gb_s and peak_gflop_s, one per round; {engine: why
-    it failed}).
+    Returns two dicts: the machine's limits read_gb_s and peak_gflop_s, with one value per round,
+    and the errors of the engines that failed.
     """
     workers: dict[str, Worker] = {}
     limits: dict[str, list[float]] = {"read_gb_s": [], "peak_gflop_s": []}

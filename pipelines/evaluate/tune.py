@@ -1,10 +1,11 @@
 """Search for tile sizes that make a model's matmuls faster on this machine.
 
 Matmuls are timed inside the model's own functions, with its weights. Each round compiles one
-module, in which every matmul has one candidate for its tiles. IREE's profiler then times the module
-and the one with default tiles in turns. After all rounds, the fastest candidate of each matmul is
-timed again. It is used if it is faster again, and if a bundle with all such candidates generates
-the same tokens. `progress`: called with (name of a stage, fraction done).
+module, in which every matmul has one candidate for its tiles. IREE's profiler then times this
+module and the module with default tiles in turns. After all rounds, the fastest candidate of each
+matmul is timed again. It is used if it is faster again, and if a bundle with all such candidates
+generates the same tokens.
+`progress`: called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations
