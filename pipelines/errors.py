@@ -20,10 +20,7 @@ RENAMED = {
 
 
 class PipelineError(Exception):
-    """Raised if a command or request fails for a reason that the user can correct.
-
-    The message is one line for the user.
-    """
+    """Raised if a command or request cannot be carried out; the message is for the user."""
 
 
 class CheckpointError(Exception):

@@ -1,6 +1,7 @@
 """Read small files, check free disk space, and hash castiron's source files.
 
-A path from a user or a checkpoint may be a pipe, a device or a huge file, so reads are limited.
+A path from a user or a checkpoint may be a pipe, a device or a file as large as the disk. So only
+regular files of limited size are read.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ KERNEL_SOURCES = ("emitter/kernels", "emitter/codecs.py", "emitter/types.py")
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file; OSError for any other path, or above `MAX_BYTES`."""
+    """Return the content of a regular file of at most `MAX_BYTES`; OSError for any other path."""
     try:
         # Without O_NONBLOCK, opening a pipe waits for a writer.
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -52,8 +53,8 @@ def has_too_many_values(text: str | bytes, limit: int = MAX_VALUES) -> bool:
 def require_free_space(path: Path | str, needed: int, what: str) -> None:
     """Raise PipelineError if the disk of `path` has less than `needed` bytes free.
 
-    First removes temporary files that killed processes left there. what: what needs the bytes, for
-    the error message.
+    First deletes temporary files of killed processes in the folder of `path`. what: what needs the
+    bytes, for the error message.
     """
     path = Path(path).absolute()
     remove_abandoned(path.parent)

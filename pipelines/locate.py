@@ -81,7 +81,8 @@ def folder_of(repository: str) -> Path:
 def source_of(path: Path) -> dict[str, str] | None:
     """Return the hub repository of a path in the hub's cache; None for any other path.
 
-    The keys are `repository`, `revision` (a commit) and `file`, which a snapshot folder lacks.
+    The keys are `repository`, `revision` (a commit) and, unless `path` is a snapshot folder,
+    `file`.
     """
     path = Path(os.path.abspath(path))
     for snapshot in (path, *path.parents):
@@ -154,7 +155,7 @@ def parts_of(file: str) -> list[str]:
 
 
 def as_text(name: str | os.PathLike) -> str:
-    """Return a file name as text for a manifest, with bytes that are not UTF-8 escaped."""
+    """Return a file name as text for a manifest; bytes that are not UTF-8 are escaped."""
     return os.fsencode(name).decode(errors="backslashreplace")
 
 

@@ -93,7 +93,7 @@ class Model:
 
     Options of a generation:
         max_tokens: max tokens of the answer, 1024 by default; None: until the context is full.
-        stop_strings, stop_tokens: what ends the answer; stop_tokens=() ignores the model's own.
+        stop_strings, stop_tokens: what ends the answer; stop_tokens=() disables the end token.
         template_args: variables of the chat template.
         json_schema, regex, grammar: what the answer must match; a grammar is in Lark's syntax or
             GBNF. With compact_json=True, JSON has no spaces.

@@ -30,7 +30,7 @@ Answer = Callable[[Iterator[Record | None]], Iterable[Answered]]
 
 @dataclass
 class Summary:
-    """Counts of a job. Those of tokens and seconds are of this run only.
+    """Counts of a job. Tokens and seconds are counted in this run only.
 
     records: records finished in all runs. before: records finished in earlier runs. failed: records
     whose result is an error. duplicates: records with the custom_id of an earlier record.
@@ -113,9 +113,9 @@ def run_job(
 
 
 def answering(engine: Engine | None, conversion: Conversion, window: int = MAX_REQUESTS) -> Answer:
-    """Return a function that answers records with `engine`; None for an embedding model.
+    """Return a function that answers the records of a job.
 
-    window: max requests that are sorted by prompt at a time.
+    engine: None for an embedding model. window: max requests that are sorted by prompt at a time.
     """
 
     works = lambda records: (record and conversion.work(record) for record in records)

@@ -46,8 +46,8 @@ ENDPOINTS: dict[str, tuple[type[schemas.Body], Callable[[Any, Any], Coroutine[An
 class Collector:
     """A substitute for an engine, which the server's API classes use to prepare requests.
 
-    It drops generation requests, because the batch job runs them. It computes embedding vectors at
-    once.
+    It drops generation requests, because the batch job runs them. It computes embedding vectors
+    immediately.
     """
 
     def __init__(self, embedder: Embedder | None):

@@ -21,9 +21,10 @@ from castiron.vmfb.manifest import Manifest
 class Prompts:
     """The `Format` of records with a column `messages` or `prompt` (text or token ids).
 
-    max_tokens: max tokens of an answer; None for no limit except the context. raw: whether prompts
-    are encoded without the chat template. system: system message before each prompt. json_schema:
-    JSON schema that answers must match; None for free text.
+    max_tokens: max tokens of an answer; None for no limit except the context.
+    raw: whether prompts are encoded without the chat template.
+    system: system message before each prompt.
+    json_schema: JSON schema that answers must match; None for free text.
     """
 
     manifest: Manifest

@@ -193,9 +193,9 @@ class Outcome:
 class Work:
     """A record with the engine requests that are needed to answer it.
 
-    requests: empty if the answer needs no generation. listen: called as `listen(request, event)`
-    for each event of these requests. outcome: called once, after all requests have ended; returns
-    the result of the record.
+    requests: empty if the answer needs no generation.
+    listen: called as `listen(request, event)` for each event of these requests.
+    outcome: called once, after all requests have ended; returns the result of the record.
     """
 
     record: Record

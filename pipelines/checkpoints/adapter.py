@@ -44,7 +44,7 @@ _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter: the matrices A and B of each weight that it adapts, and complete tensors."""
+    """A LoRA adapter: (B, A, scale) of each adapted weight, and tensors that replace others."""
 
     path: Path
     rank: int  # the config's `r`
@@ -89,7 +89,7 @@ def open_adapter(path: Path) -> Adapter:
 
 
 def merge(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
-    """Return the checkpoint with the adapter merged; each read of a weight computes its sum."""
+    """Return the checkpoint with the adapter merged. A merged weight is computed at each read."""
     tensors = dict(checkpoint.tensors)
     # Ignore saved tensors that equal the base: peft saves embeddings even if they were not trained.
     replaced = {

@@ -24,11 +24,11 @@ _LARGEST_INT8 = np.float32(127)
 def read_4_bits(stored: Stored) -> tuple[Tensor, ...]:
     """Return an NF4 or FP4 weight as a tensor [out, in] of castiron's NF4 or FP4 codec.
 
-    Each scale (absmax) belongs to `blocksize` consecutive elements of the weight in row-major
-    order. These may continue in the next row. With `nested_blocksize`, the scales are quantised
-    too: they are u8 indices of the table nested_quant_map, and each group of `nested_blocksize`
-    scales has a factor (nested_absmax). Raises CheckpointError for tensors with wrong sizes or
-    types.
+    A block is `blocksize` consecutive elements of the weight in row-major order, and may continue
+    in the next row. Each block has a scale (absmax). With `nested_blocksize`, the scales are
+    quantised too: they are u8 indices of the table nested_quant_map, and each group of
+    `nested_blocksize` scales has a factor (nested_absmax). Raises CheckpointError for tensors with
+    wrong sizes or types.
     """
     kind = next((kind for kind, name in _STATES.items() if name in stored.parts), "nf4")
     packed, state = stored["weight"], stored[_STATES[kind]]

@@ -70,7 +70,7 @@ CATALOGUE: dict[str, CatalogueModel] = {
 
 
 def canonical_name(model: str | Path) -> str:
-    """Return a catalogue model's name in lower case; return any other `model` as unchanged text."""
+    """Return a catalogue model's name in lower case, and any other `model` as unchanged text."""
     return str(model).lower() if str(model).lower() in CATALOGUE else str(model)
 
 

@@ -81,7 +81,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Encoding:
-    """The pooling and later layers of an embedding model or reranker, and its named prompts."""
+    """The pooling, the layers after it and the prompts of an embedding model or reranker."""
 
     pooling: Pooling
     prompts: Mapping[str, str] = field(default_factory=dict)  # text to put before an input, by the prompt's name
@@ -158,9 +158,9 @@ def reject_impossible_sizes(path: Path, config: Mapping, shapes: Mapping[str, tu
 
 
 def without_shared(tensors: dict[str, Tensor], config: Mapping) -> dict[str, Tensor]:
-    """Return the tensors without unused ones of Gemma 4: K and V weights of its last layers.
+    """Return the tensors without the K and V weights that Gemma 4 does not use.
 
-    These layers reuse the K and V of an earlier layer.
+    Its last layers reuse the K and V of an earlier layer.
     """
     layers, shared = config.get("num_hidden_layers"), config.get("num_kv_shared_layers")
     if config.get("model_type") != "gemma4_text" or not isinstance(layers, int) or not isinstance(shared, int):
@@ -224,9 +224,9 @@ def tokenizer_of(content: Mapping[str, Any], path: object) -> Any:
 
 
 def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None = None) -> bytes:
-    """Return the bytes of a tokenizer.json, whose parsed content is given.
+    """Return `content`, a parsed tokenizer.json, as JSON bytes.
 
-    Raises CheckpointError if the tokenizer is invalid or has ids of `vocab` or more.
+    Raises CheckpointError if the tokenizer is invalid, or if it has an id of `vocab` or above.
     """
     try:
         text = json.dumps(content, ensure_ascii=False)

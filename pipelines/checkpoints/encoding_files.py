@@ -114,9 +114,9 @@ def _tokens(value: Any) -> int | None:
 
 
 def base_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors by name. Names without the prefix `model.` get this prefix.
+    """Return the tensors by name, with the prefix `model.` added to names that lack it.
 
-    A model that was saved without its output head, for example as a Qwen3Model, has such names.
+    The prefix is missing if a model was saved without its output head, for example as a Qwen3Model.
     """
     if "embed_tokens.weight" not in tensors:
         return dict(tensors)

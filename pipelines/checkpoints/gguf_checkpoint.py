@@ -166,7 +166,7 @@ def _minus_one(tensor: Tensor) -> Tensor:
 
 
 def _vector(tensor: Tensor, order: np.ndarray | None) -> Tensor:
-    """Return a tensor as an f32 vector; for A_log, undo the -exp(A_log) that GGUF stores.
+    """Return a tensor as an f32 vector; A_log is computed from the stored -exp(A_log).
 
     order: for each element of the vector, its index in `tensor`; None if the order is the same.
     """
@@ -221,10 +221,10 @@ def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
 
 
 def key_head_parts(config: dict, parts: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """Return the row indices of each HF tensor that a GGUF tensor of linear attention contains.
+    """Return which rows of a GGUF tensor of linear attention belong to each HF tensor.
 
-    The rows of the GGUF tensor are grouped by key head. parts: a value of `Architecture.grouped`.
-    The keys of the result are those of `parts`.
+    The rows are grouped by key head. parts: a value of `Architecture.grouped`. The result has row
+    indices for each key of `parts`.
     """
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     sizes = {"h": values // keys, "k": config["linear_key_head_dim"], "v": values // keys * config["linear_value_head_dim"]}

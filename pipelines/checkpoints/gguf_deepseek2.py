@@ -61,9 +61,8 @@ def chooses_by_sigmoid(file: GgufFile) -> bool:
 def latent_attention(config: dict, metadata: Metadata) -> None:
     """Set the config's head sizes for the latent attention (MLA) of DeepSeek V2 and V3.
 
-    In older files, attention.key_length is the size of HF's heads. In newer files, it is the size
-    of the latent vector with the rotated part, and attention.key_length_mla is the size of HF's
-    heads. The same holds for attention.value_length.
+    In older files, attention.key_length and attention.value_length are the sizes of HF's heads. In
+    newer files, these sizes are in attention.key_length_mla and attention.value_length_mla.
     """
     rotated, latent = metadata.required("rope.dimension_count"), metadata.required("attention.kv_lora_rank")
     key, value = (metadata.integer(f"attention.{side}_length") for side in ("key", "value"))

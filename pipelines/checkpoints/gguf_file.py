@@ -107,7 +107,7 @@ class _Cursor:
         return count
 
     def value(self, kind: int, what: str):
-        """Read and return a metadata value; kind: GGUF's number of its type."""
+        """Read and return a metadata value; kind: GGUF's type number."""
         if kind == _STRING:
             return self.string(what)
         if kind != _ARRAY:
@@ -118,9 +118,9 @@ class _Cursor:
         return self.numbers(kind, what)
 
     def numbers(self, kind: int, what: str, count: int | None = None) -> np.ndarray:
-        """Read and return `count` numbers; kind: GGUF's number of their type.
+        """Read and return `count` numbers; if `count` is None, read it first.
 
-        If `count` is None, the count is read first.
+        kind: GGUF's type number.
         """
         if kind not in _NUMBERS:
             raise self.invalid(f"{what} has the unsupported value type {kind}")

@@ -88,7 +88,7 @@ class Metadata:
         return value
 
     def by_layer(self, key: str) -> list[int]:
-        """Return the number of each layer; a single number in the file applies to every layer."""
+        """Return one number for each layer; a single number in the file applies to all layers."""
         blocks, stated = self.required("block_count"), self.get(key)
         found = [stated] * blocks if isinstance(stated, int) else np.asarray(stated).tolist()
         if not isinstance(found, list) or len(found) != blocks or not all(isinstance(n, int) and n >= 0 for n in found):

@@ -139,8 +139,8 @@ def phi3_rope(config: dict, metadata: Metadata) -> None:
 def gemma4_ropes(config: dict, metadata: Metadata) -> None:
     """Set the config's `rope_parameters` of Gemma 4: one entry for each of the two layer types.
 
-    The tensor rope_freqs.weight is for layers with full attention. It has 1 for a frequency that
-    rotates and 1e30 for one that does not.
+    The tensor rope_freqs.weight has the divisors for layers with full attention: 1, or 1e30 for a
+    frequency that these layers do not use.
     """
     factors, local = _factors(metadata, "rope_freqs.weight"), metadata.real("rope.freq_base_swa", _LOCAL_ROPE_BASE)
     rotated = 0 if factors is None else int((factors == 1).sum())
@@ -188,7 +188,7 @@ def _periodic_layers(layers: int, period: int, other: str = "sliding_attention")
 def layer_types(config: dict, metadata: Metadata) -> None:
     """Set the config's `layer_types` from the metadata attention.sliding_window_pattern.
 
-    This is an array with a flag for each layer (true for a sliding window), or a number n: then
+    Its value is an array with a flag for each layer (true for a sliding window), or a number n if
     every n-th layer has full attention. A model without a sliding window has full attention in all
     layers.
     """

@@ -78,7 +78,7 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
 def shards_of(path: Path) -> dict[str, list[str] | None]:
     """Return the names of the tensors in each safetensors file, by file name.
 
-    For the only file of a model without an index, the value is None instead of a list.
+    If the model is one file without an index, the value is None.
     """
     if (path / SINGLE).exists():
         return {SINGLE: None}

@@ -167,7 +167,7 @@ def _nvfp4(stored: Stored) -> tuple[Tensor, ...]:
 
 
 def _scaled(stored: Stored) -> tuple[Tensor, ...]:
-    """Return a weight with scales that fp8, compressed-tensors or bitsandbytes stores unpacked."""
+    """Return a weight with scales, whose type is F8_E4M3, I8 or, for bitsandbytes, also U8."""
     weight = stored["weight"]
     if stored.config["quant_method"] == "bitsandbytes":
         return bitsandbytes_weights.read_int8(stored) if weight.codec == "I8" else bitsandbytes_weights.read_4_bits(stored)
@@ -198,7 +198,7 @@ _LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Stored], tuple[Tensor, ...]
 
 
 def quantised_weights(path: Path, config: Mapping, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Return (tensors by name, number of left-out tensors by the end of their name).
+    """Return (tensors by name, {end of a tensor name: number of left-out tensors}).
 
     The tensors of each quantised weight become one tensor. If the columns of a weight are
     reordered, there is also a tensor `*.column_order`. Scales of activations and of the KV cache,

@@ -46,8 +46,9 @@ _OTHERS = (
 def text_config(config: dict, names: Collection[str]) -> dict:
     """Return the config of a multimodal model's text part; for a text model, return `config`.
 
-    The result's tie_word_embeddings is true if it is true in the model's config or in the config of
-    the text part. If neither has the key, it is true if `names` has no lm_head.weight.
+    The result's tie_word_embeddings is true if this key is true in the model's config or in the
+    config of the text part. If neither has the key, the result's is true if `names` has no
+    lm_head.weight.
     """
     inner, complete = config.get("text_config"), config["model_type"]
     if complete not in TEXT_PARTS or not isinstance(inner, dict):
@@ -208,7 +209,7 @@ def _parts(layout: Layout, match: re.Match, tensor: Tensor, scales: Tensor | Non
 
 
 def _part(name: str, tensor: Tensor, index: int | None, rows: Rows, transposed: bool) -> Tensor:
-    """Return a tensor called `name` that has the rows of a stored matrix that `rows` selects.
+    """Return a tensor called `name` with the rows of a stored matrix that `rows` selects.
 
     index: index of the expert in a stack of experts, else None. transposed: whether the stored
     matrix is [in, out].

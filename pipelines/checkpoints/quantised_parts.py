@@ -117,7 +117,7 @@ def block_of(config: Mapping) -> tuple[int, int]:
 
 
 def weights_of(config: Mapping) -> Mapping:
-    """Return the options for weights in the first of a compressed-tensors config's groups."""
+    """Return a compressed-tensors config's options for weights: those of its first group."""
     groups = config.get("config_groups")
     first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
     weights = first.get("weights") if isinstance(first, dict) else None

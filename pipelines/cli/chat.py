@@ -304,7 +304,7 @@ class ChatInput:
         return message, "\n" not in message
 
     def _block(self, line: str | None) -> str:
-        """Return the text up to closing triple quotes: `line`, and further lines that it reads."""
+        """Return the text of `line` and further lines from stdin, up to closing triple quotes."""
         lines: list[str] = []
         while line is not None and not line.rstrip().endswith(BLOCK):
             lines.append(line)

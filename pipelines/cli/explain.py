@@ -97,8 +97,9 @@ def described(measured: Profile, rows: list[dict], limits: Mapping[str, float]) 
 def kernel_row(dispatch: Dispatch, work: Mapping[str, Mapping], position: int, limits: Mapping[str, float]) -> dict[str, Any]:
     """Return the object for one kernel in the list `dispatches` that --json prints.
 
-    Its time, bytes and FLOP are sums over all calls of the kernel. work: FLOP, bytes and module
-    paths of the function's kernels by kernel name, from the manifest.
+    The object's time, bytes and FLOP are sums over all calls of the kernel.
+
+    work: FLOP, bytes and module paths of the function's kernels by kernel name, from the manifest.
     """
     kernel = work.get(dispatch.name.removesuffix("_fn"), {})
     nbytes, flops = (amount(kernel, unit, position) * kernel["calls"] if kernel else None for unit in ("bytes", "flops"))

@@ -331,8 +331,8 @@ def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None =
 def prefix_store(args: argparse.Namespace, manifest: "Manifest", is_automatic: bool = False) -> "PrefixStore | None":
     """Return the store for states of prefixes in the folder --prefix-cache.
 
-    Without this option, the result is None. If `is_automatic` is true, it is then a store for long
-    prefixes in castiron's cache folder.
+    Without this option, return None or, if `is_automatic` is true, a store in castiron's cache
+    folder, for long prefixes only.
     """
     if not 0 < args.prefix_cache_size < float("inf"):
         raise PipelineError(f"--prefix-cache-size is {args.prefix_cache_size:g}; give a number of gigabytes above 0")

@@ -124,7 +124,7 @@ def _with_answers(batch: pa.Table, results: Sequence[Result]) -> pa.Table:
 
 
 class BatchActor:
-    """A Ray actor that answers records of a batch job. Its first `answers` call opens a bundle."""
+    """A Ray actor that answers records of a batch job. The first `answers` opens the bundle."""
 
     def __init__(self, args: argparse.Namespace, path: Path, manifest: bytes, prepare: Prepare):
         self.args, self.path, self.manifest, self.prepare = args, path, manifest, prepare
@@ -168,7 +168,7 @@ class Engines:
         self.message_time = time.monotonic() + NODE_WAIT
 
     def start_missing(self) -> None:
-        """Start actors on new nodes, and start actors again that have died."""
+        """Start actors on new nodes, and replace actors that have died."""
         for node in ray.nodes():
             cpus = int(node["Resources"].get("CPU", 0)) if node["Alive"] else 0
             threads = min(self.args["threads"] or cpus, cpus)
@@ -195,7 +195,7 @@ class Engines:
     def wait(self, running: list[ray.ObjectRef], seconds: float) -> list[ray.ObjectRef]:
         """Wait up to `seconds` for a call to end; return [the call], or [] if none ended.
 
-        These are the calls `running`, and the `has_bundle` calls of actors that are starting.
+        running: calls of `answers`. The `has_bundle` calls of actors that are starting also count.
         """
         if not running and not self.ready and time.monotonic() > self.message_time:
             print_message("no node of the cluster has free CPUs for this job yet; waiting for one")
@@ -245,7 +245,7 @@ class Windows:
 
     @property
     def done(self) -> bool:
-        """Whether no records are left to give to actors."""
+        """Whether all records have been given to actors."""
         return self.ended and not self.waiting and not self.again
 
 
@@ -303,7 +303,7 @@ def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prep
 
 
 def _result(call: ray.ObjectRef) -> Any:
-    """Return the result of a Ray call. An error of castiron in the call is raised as itself."""
+    """Return the result of a Ray call; raise an error of castiron without Ray's wrapper."""
     try:
         return ray.get(call)
     except RayTaskError as error:

@@ -97,9 +97,9 @@ class PrefixRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """Return lists of replicas, which Ray tries in this order.
 
-        The first list has the replica with the longest cached prefix. It is left out if this
-        replica has no free slot but another one has. Then come a list of two random replicas, and a
-        list of all replicas.
+        The first list has the replica with the longest cached prefix. This list is left out if the
+        replica has no free slot but another replica has one. Then come a list of two random
+        replicas, and a list of all replicas.
         """
         two = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
         if pending_request is None:

@@ -142,7 +142,7 @@ def _arithmetic(matmuls: Sequence[Matmul], target: Target) -> dict[str, int]:
 
 
 def work_of(function: Graph, context: int) -> dict[str, dict]:
-    """Return the work of each kernel of a function, by kernel: the fields of `manifest.KernelWork`.
+    """Return the work of each kernel of a function by name: the fields of `manifest.KernelWork`.
 
     FLOP and bytes of one call are [value at position 0, increase per position, value at position
     `context` - 1]. In module paths, `*` stands for the layer's number.

@@ -133,7 +133,7 @@ def require_cpu(bundle: Bundle, command: str) -> Bundle:
 
 
 def cached_path(model: str | Path, options: Options) -> Path:
-    """Return the cache path of the bundle that `model`, a checkpoint, gives with these options."""
+    """Return the cache path of a bundle compiled from the checkpoint `model` with `options`."""
     path = Path(model)
     if path.exists():
         name = f"{path.resolve().name.removesuffix('.gguf')}-{_digest(bytes(path.resolve()))}"

@@ -85,7 +85,7 @@ class Options:
 
     @property
     def threads_or_cores(self) -> int:
-        """Return `threads`, or by default this machine's physical cores (another target: 2)."""
+        """Return `threads`; by default this machine's physical cores, or 2 for another target."""
         return self.threads or (physical_cores() if self.target == "host" else DEFAULT_THREADS)
 
 
@@ -102,8 +102,8 @@ def context_of(config: dict, options: Options) -> int:
 def max_context_of(config: dict, options: Options) -> int:
     """Return the largest context, in tokens, with which the bundle can be opened.
 
-    If `options.max_context` is None, this is the model's limit, but at most 131,072. With the
-    portable lowering and for GPUs, it is then the default context.
+    If `options.max_context` is None, this is the model's limit, but at most 131,072. For the
+    portable lowering or a GPU, it is the default context instead.
     """
     if options.max_context is not None:
         return options.max_context

@@ -65,7 +65,7 @@ def layer_of(op: Op) -> int | None:
 def kernel_module(kernel: Kernel, storage: bool = False) -> Module:
     """Return a module with a function `call` that runs the kernel once, with all index operands 0.
 
-    storage: whether `call` takes a buffer for each result that is not updated in place. It then
+    storage: whether `call` takes a buffer for each result that is not updated in place. Then `call`
     allocates no memory for results.
     """
     module = Module("kernel")

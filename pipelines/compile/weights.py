@@ -84,9 +84,9 @@ def codecs_of(checkpoint: Checkpoint, weights: str, requantise: bool = False) ->
 
 
 def _fitting(tensor: Tensor, codec: str) -> str:
-    """Return `codec`, or one with smaller blocks, whose blocks divide a row of the tensor.
+    """Return a codec whose blocks divide a row of the tensor.
 
-    If there is no such codec, return the tensor's codec.
+    This is `codec` or one with smaller blocks. If neither fits, it is the tensor's present codec.
     """
     features = tensor.shape[-1]
     if features % codec_of(codec).block:

@@ -118,7 +118,7 @@ class Worker:
 
 
 def serve_engine(pipe: Connection, name: str, model: str, threads: int, context: int) -> None:
-    """Load an engine, and run requests from `pipe` until it is closed: the process of a `Worker`.
+    """Load an engine, and run requests from `pipe`: the main function of a `Worker`'s process.
 
     A request is (name of a method, arguments). The answer is (result, error message or None).
     """

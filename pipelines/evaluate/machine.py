@@ -165,7 +165,7 @@ def _matrix(isa: Isa) -> Kernel:
 def _probe(
     name: str, x: TensorType, result: tuple[int, ...], write: Callable[..., None], *, flops: int = 0, nbytes: int = 0
 ) -> Kernel:
-    """Return a probe kernel with operand x and result y; each row of y is a workgroup.
+    """Return a probe kernel with operand x and result y; a workgroup computes one row of y.
 
     flops: FLOP of one call. nbytes: bytes that one call reads. write: emits the kernel's body;
     called as write(body, x, y).
@@ -224,7 +224,7 @@ class TimedKernel:
         release_at_exit(self, "_results", "_arguments", "_buffers", "_function", "_context", "device")
 
     def seconds(self, min_seconds: float) -> tuple[float, int]:
-        """Run the kernel for at least `min_seconds`; return (mean seconds of a call, calls)."""
+        """Return (mean seconds of a call, number of calls), measured for at least `min_seconds`."""
         calls, start = 0, time.perf_counter()
         while (taken := time.perf_counter() - start) < min_seconds or not calls:
             self._context.invoke(self._function, self._arguments[calls % len(self._arguments)], self._results)
@@ -272,8 +272,8 @@ def peak_of(kernel: str) -> str:
 def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: Mapping[str, float]) -> tuple[str, float | None]:
     """Return (what limits a kernel's speed, fraction of this limit that the kernel reaches).
 
-    It is "memory", "compute", or "cache" if the kernel reads faster than memory can. For "cache"
-    the fraction is None.
+    The limit is "memory", "compute", or "cache" if the kernel reads faster than memory can. For
+    "cache", the fraction is None.
     """
     reading, computing = nbytes / limits["read_gb_s"] / 1e9, flops / limits[peak_of(kernel)] / 1e9
     bound = "compute" if computing >= reading else "memory" if reading <= seconds else "cache"
@@ -281,7 +281,7 @@ def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: M
 
 
 def of_limit(row: Mapping[str, Any]) -> str:
-    """Return the fraction of its limit that a kernel reaches as text: "75%", "in cache" or "?"."""
+    """Return as text what fraction of its limit a kernel reaches: "75%", "in cache" or "?"."""
     if row["bound"] == "cache":
         return "in cache"
     return "?" if row["limit_share"] is None else f"{row['limit_share']:.0%}"

@@ -201,7 +201,7 @@ def compare(model: Rows, base: Rows, chunks: Sequence[Chunk], progress: Progress
 def own_accuracy(bundle: Bundle, progress: Progress = lambda done, total: None) -> Accuracy | None:
     """Compare a bundle's verify functions with its decode steps, on the default text.
 
-    Returns None if the text is too short. Used for fast numerics, whose functions may differ.
+    With fast numerics, they give different logits. Returns None if the text is too short.
     """
     context = min(SHORT_CONTEXT, bundle.manifest.context)
     try:

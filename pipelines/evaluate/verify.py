@@ -96,9 +96,9 @@ def random_prompts(vocab: int) -> list[Prompt]:
 def encoded_prompts(
     bundle: Bundle, path: str | None = None, given: Sequence[Prompt] | None = None
 ) -> list[tuple[Prompt, list[int]]]:
-    """Return (prompt, token ids) for each of the prompts `given`, else of those in the file `path`.
+    """Return (prompt, token ids) of each prompt.
 
-    Without both, the default prompts are used.
+    The prompts are `given`, else those in the file `path`, else the default prompts.
     """
     vocab, text = bundle.manifest.vocab, load_tokenizer(bundle) if bundle.tokenizer else None
     prompts = given or (read_prompts(path) if path or text else random_prompts(vocab))
@@ -184,7 +184,7 @@ def _unchanged(bundle: Bundle, key: str, what: str, sha256: Callable[[Path], str
 
 
 def load_reference(path: Path, weights: str, threads: int | None, adapter: Path | None = None, calibrated: Path | None = None):
-    """Load a checkpoint with HF transformers, and round its weights as the bundle's weights.
+    """Load a checkpoint with HF transformers, and round its weights to the bundle's weights.
 
     weights: the bundle's value of --weights. adapter: LoRA adapter to merge with peft. calibrated:
     the bundle's calibration text.
