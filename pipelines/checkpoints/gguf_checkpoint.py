@@ -86,7 +86,7 @@ def _times(path: Path, tensor: Tensor, scale: Tensor) -> Tensor:
 
 
 def hf_tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Tensor]:
-    """Return the tensors by HF name. Unknown ones keep their GGUF name, which compiling rejects."""
+    """Return the tensors by HF name; unknown ones keep their GGUF name and are rejected later."""
     tensors: dict[str, Tensor] = {}
     for stored in file.tensors.values():
         # Skip blocks after the last layer, which are for multi-token prediction: castiron does not run it.

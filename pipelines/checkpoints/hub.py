@@ -113,7 +113,7 @@ def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | No
 
 
 def _matches(file: str, wanted: str) -> bool:
-    """Return whether `wanted` is the path, the name or the end of the name of a GGUF file.
+    """Return whether `wanted` is the path, the name or the end of the name of the file `file`.
 
     For example, Q4_K_M is the end of the name model-Q4_K_M.gguf.
     """

@@ -1,8 +1,8 @@
 """List the models of the catalogue, and the bundles on this machine.
 
 Bundles are listed from ./build and from the given folders: directories with a manifest.json, and
-files that castiron pack wrote. The bundles in castiron's cache, which run, chat, serve and
-castiron.load compiled, are listed with the time of their last use. castiron rm removes a bundle.
+files that castiron pack wrote. Then come the bundles in castiron's cache, with the time of their
+last use; castiron run, chat, serve and load put them there. castiron rm removes a bundle.
 """
 
 import argparse

@@ -92,7 +92,7 @@ def _source(model: str | Path, checkpoint: Checkpoint, options: Options) -> dict
 
 
 def _tool_format(checkpoint: Checkpoint) -> dict | None:
-    """Return the chat template's format of tool calls as JSON; None for an unknown format."""
+    """Return the chat template's format of tool calls as a JSON object; None if it is unknown."""
     added = (checkpoint.tokenizer or {}).get("added_tokens") or ()
     texts = {token["id"]: token["content"] for token in added}
     ids = {"bos_token": checkpoint.bos_token_id, "eos_token": next(iter(checkpoint.eos_token_ids), None)}

@@ -95,7 +95,10 @@ class Bench:
         return open_bundle(self.directory / name)
 
     def matmuls(self) -> dict[str, MatmulSearch]:
-        """Return a new search for each matmul, by name, in the first function with the matmul."""
+        """Return a new search for each matmul, by name of the matmul.
+
+        A matmul is timed in the first function that has it.
+        """
         return {name: MatmulSearch(matmul, function) for name, (matmul, function, _) in self.kernels.items()}
 
     def gains(self, tiles: TilesByMatmul, repeats: int) -> dict[str, tuple[float, float]]:
