@@ -71,7 +71,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Return the size of `data`; ValueError if a row is not a multiple of the codec's block."""
+        """Return the bytes of `data`; ValueError if a row is no multiple of the codec's block."""
         return math.prod(self.shape[:-1]) * row_bytes(self.codec, self.shape[-1])
 
     def dequantise(self) -> np.ndarray:

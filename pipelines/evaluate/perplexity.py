@@ -142,7 +142,7 @@ def text_of(path: str | None = None) -> str:
 
 
 def tokens_of(bundle: Bundle, path: str | None = None) -> list[int]:
-    """Return the token ids of the text `text_of(path)`, or random ids without a tokenizer."""
+    """Return the token ids of `text_of(path)`, or random ids if the bundle has no tokenizer."""
     if bundle.tokenizer is not None:
         return load_tokenizer(bundle).encode(text_of(path))
     if path is not None:
