@@ -50,10 +50,7 @@ class ChildProcess:
         self._pid = os.getpid()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run `function(*arguments)` in the child, and return its result.
-
-        The arguments and the result must be JSON values.
-        """
+        """Run `function(*arguments)` in the child; the arguments and the result are JSON values."""
         with self._lock:
             try:
                 answer = self._ask(function, arguments)

@@ -144,10 +144,7 @@ def model_name(path: Path) -> str:
 
 
 def parts_of(file: str) -> list[str]:
-    """Return the names of all parts of a split GGUF file; [file] for any other file.
-
-    file: the first part, such as NAME-00001-of-00003.gguf.
-    """
+    """Return the names of a split GGUF file's parts, given its first part; otherwise [file]."""
     found = GGUF_PART.search(file)
     if not found or int(found[1]) != 1:
         return [file]

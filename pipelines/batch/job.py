@@ -63,14 +63,11 @@ def run_job(
     records: Records, key: Callable[[Record], str], answer: Answer, output: Path | None,
     report: Callable[[Summary, float | None], None] = lambda summary, share: None,
 ) -> Summary:  # fmt: skip
-    """Answer all records, write the output, and return counts of the job.
+    """Answer the records of a job, write the output, and return counts.
 
-    Records that are in the output's journal have been answered by earlier runs, and are not
-    answered again. report: called after each answer with (counts so far, finished fraction or
-    None).
-
-    Raises PipelineError if another process writes the output. If the input is damaged, the error is
-    raised after the records before the damage are answered.
+    Records in the output's journal are skipped: earlier runs have answered them. report: called
+    with (counts so far, finished fraction or None). Raises PipelineError if another process writes
+    the output, and for damaged input after the records before the damage are answered.
     """
     start, summary, custom_ids, offsets = time.monotonic(), Summary(), array("q"), array("q")
     journal = Journal(output) if output else None
@@ -113,10 +110,7 @@ def run_job(
 
 
 def answering(engine: Engine | None, conversion: Conversion, window: int = MAX_REQUESTS) -> Answer:
-    """Return a function that answers the records of a job.
-
-    engine: None for an embedding model. window: max requests that are sorted by prompt at a time.
-    """
+    """Return a function that answers records with `engine`; engine: None for an embedding model."""
 
     works = lambda records: (record and conversion.work(record) for record in records)
     return lambda records: run(engine, in_windows(works(records), window))

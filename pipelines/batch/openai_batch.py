@@ -64,10 +64,7 @@ class OpenAI:
     """The `Format` of OpenAI's batch files. The answers are those that `castiron serve` gives."""
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer, names: list[str], embedder: Embedder | None = None):
-        """Create the API of one model; `embedder` is None for a model that generates text.
-
-        names: model names that requests may use.
-        """
+        """Create the API of one model; `embedder` is None for a model that generates text."""
         self.loop = asyncio.new_event_loop()
         self.api: ModelApi
         engine: Any = Collector(embedder)

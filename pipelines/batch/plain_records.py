@@ -105,11 +105,7 @@ class Embeddings:
     """The `Format` of records with a text to embed, or with its token ids."""
 
     def __init__(self, embedder: Embedder, prompt: str = "", dimensions: int | None = None):
-        """Set up embedding with `embedder`.
-
-        prompt: text to put before each text. dimensions: number of values of each vector to return,
-        from the first on; None for all.
-        """
+        """Output the first `dimensions` numbers of each vector; put `prompt` before each text."""
         embedder.check_dimensions(dimensions)
         self.embedder, self.prompt, self.dimensions = embedder, prompt, dimensions
 
@@ -146,10 +142,7 @@ def ids_of(value: Any, vocab: int) -> list[int] | None:
 
 
 def messages_of(value: Any) -> list[dict[str, Any]]:
-    """Return a record's messages. A message whose content is a list of text parts gets their text.
-
-    Raises PipelineError for invalid messages.
-    """
+    """Return a record's messages, with the parts of a content joined; PipelineError if invalid."""
     if not is_messages(value):
         raise PipelineError("messages must be a non-empty list of objects with role and content")
     return [{**message, "content": _content(message, index)} for index, message in enumerate(value)]
@@ -169,10 +162,7 @@ def _content(message: Mapping[str, Any], index: int) -> str:
 
 
 def column_of(fields: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return the only name in `names` with a value in `fields`.
-
-    Raises PipelineError if no name or several names have one.
-    """
+    """Return the only name in `names` with a value in `fields`; otherwise raise PipelineError."""
     found = [name for name in names if fields.get(name) is not None]
     if len(found) != 1:
         columns = " and ".join(found) if found else "no " + " and no ".join(names)

@@ -80,10 +80,7 @@ class Records(Protocol):
 
 
 def is_table(path: str) -> bool:
-    """Return whether a file is Parquet; False for JSON lines and "-".
-
-    Raises PipelineError for an unknown file name extension.
-    """
+    """Return True for Parquet, False for JSON lines and "-"; PipelineError for other extensions."""
     if path == "-" or path.lower().endswith(LINES):
         return False
     if path.lower().endswith(TABLE):
@@ -208,17 +205,11 @@ class Format(Protocol):
     """A format of records. It converts a record to `Work`, and an error to an `Outcome`."""
 
     def samples(self, record: Record) -> bool:
-        """Return whether the record's answer is sampled, and the record sets no seed of its own.
-
-        `work` then gets a seed of the job.
-        """
+        """Return whether the record's answer is sampled and needs a seed from the job."""
         ...
 
     def work(self, record: Record, seed: int) -> Work:
-        """Return a record with its engine requests; PipelineError or ApiError if it is invalid.
-
-        seed: seed for sampling, if `samples` is true.
-        """
+        """Return the record with its engine requests; PipelineError or ApiError if invalid."""
         ...
 
     def failed(self, record: Record, error: Exception) -> Outcome:
@@ -230,11 +221,7 @@ class Conversion:
     """A converter of plain records and records in OpenAI's format to `Work`."""
 
     def __init__(self, plain: Format, openai: Callable[[], Format], identity: bytes, seed: int):
-        """Set the formats, and the identity and seed of the job.
-
-        openai: returns OpenAI's format; called at the first record in this format. identity: result
-        of the function `identity`.
-        """
+        """Convert plain records with `plain`, and records in OpenAI's format with `openai()`."""
         self.plain, self.openai, self.identity, self.seed = plain, cache(openai), identity, seed
 
     def key(self, record: Record) -> str:
@@ -248,10 +235,7 @@ class Conversion:
         return hashlib.sha256(self.identity + (b"%d " % record.index if numbered else b"") + record.source).hexdigest()[:32]
 
     def work(self, record: Record) -> Work:
-        """Return a record with its engine requests.
-
-        An invalid record has no requests, and its outcome is an error.
-        """
+        """Return the record with its engine requests; an invalid record has an error instead."""
         format_ = self._format(record)
         seed = int.from_bytes(hashlib.sha256(f"{self.seed} {record.key}".encode()).digest()[:8]) >> 1
         try:

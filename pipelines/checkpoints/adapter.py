@@ -150,10 +150,7 @@ def _config(path: Path) -> dict:
 
 
 def _of_pattern(patterns: Mapping[str, float], module: str, default: float, path: Path) -> float:
-    """Return the value of the first pattern that matches the name `module`, or else `default`.
-
-    The patterns are regular expressions, and match as in peft.
-    """
+    """Return the value of the first regular expression that matches `module`, else `default`."""
     for key, value in patterns.items():
         try:
             if re.match(rf"(.*\.)?({key})$", module):

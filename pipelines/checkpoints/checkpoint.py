@@ -158,10 +158,7 @@ def reject_impossible_sizes(path: Path, config: Mapping, shapes: Mapping[str, tu
 
 
 def without_shared(tensors: dict[str, Tensor], config: Mapping) -> dict[str, Tensor]:
-    """Return the tensors without the K and V weights that Gemma 4 does not use.
-
-    Its last layers reuse the K and V of an earlier layer.
-    """
+    """Return the tensors without K and V weights of Gemma 4's layers that do not use them."""
     layers, shared = config.get("num_hidden_layers"), config.get("num_kv_shared_layers")
     if config.get("model_type") != "gemma4_text" or not isinstance(layers, int) or not isinstance(shared, int):
         return tensors
@@ -224,10 +221,7 @@ def tokenizer_of(content: Mapping[str, Any], path: object) -> Any:
 
 
 def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None = None) -> bytes:
-    """Return `content`, a parsed tokenizer.json, as JSON bytes.
-
-    Raises CheckpointError if the tokenizer is invalid, or if it has an id of `vocab` or above.
-    """
+    """Return a parsed tokenizer.json as bytes; CheckpointError if invalid or an id >= `vocab`."""
     try:
         text = json.dumps(content, ensure_ascii=False)
         data = text.encode()

@@ -215,10 +215,7 @@ def _exported(
 
 
 def _vector(tensor: Tensor, name: str, read: Read, order: np.ndarray | None) -> Tensor:
-    """Return an HF vector as the GGUF tensor `name`; A_log is converted to -exp(A_log).
-
-    order: the result of `tiled`.
-    """
+    """Return an HF vector as the GGUF tensor `name`; A_log is converted to -exp(A_log)."""
 
     def data() -> np.ndarray:
         values = read(tensor.name, "f32", None).view("<f4")
@@ -335,10 +332,7 @@ def _sentencepiece(found: dict, steps: list[dict], vocab: int) -> dict[str, Valu
 
 
 def _steps(step: dict | None, parts: str) -> Iterator[dict]:
-    """Yield the steps of a normalizer or pre-tokenizer, also those nested in a Sequence.
-
-    parts: the JSON key under which a Sequence has its steps.
-    """
+    """Yield the steps of a normalizer or pre-tokenizer; `parts`: key of the steps in a Sequence."""
     if step and step["type"] == "Sequence":
         for part in step[parts]:
             yield from _steps(part, parts)

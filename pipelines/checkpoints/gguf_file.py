@@ -107,7 +107,7 @@ class _Cursor:
         return count
 
     def value(self, kind: int, what: str):
-        """Read and return a metadata value; kind: GGUF's type number."""
+        """Read and return a metadata value of GGUF's type `kind`."""
         if kind == _STRING:
             return self.string(what)
         if kind != _ARRAY:
@@ -118,10 +118,7 @@ class _Cursor:
         return self.numbers(kind, what)
 
     def numbers(self, kind: int, what: str, count: int | None = None) -> np.ndarray:
-        """Read and return `count` numbers; if `count` is None, read it first.
-
-        kind: GGUF's type number.
-        """
+        """Read and return `count` numbers of GGUF's type `kind`; for None, first read the count."""
         if kind not in _NUMBERS:
             raise self.invalid(f"{what} has the unsupported value type {kind}")
         dtype = np.dtype(_NUMBERS[kind])
@@ -252,10 +249,7 @@ def _tensor(cursor: _Cursor, name: str) -> tuple[Tensor, int]:
 
 
 def write_gguf(out: BinaryIO, entries: Sequence[Buffer], tensors: Sequence[Tensor], progress: Callable[[float], None]) -> None:
-    """Write a GGUF file.
-
-    entries: encoded metadata, from `metadata_entry` or from another file's `GgufFile.entries`.
-    """
+    """Write a GGUF file; entries: encoded metadata, such as results of `metadata_entry`."""
     out.write(header(entries, tensors))
     written, total = 0, sum(padded(tensor.nbytes) for tensor in tensors)
     for tensor in tensors:

@@ -31,10 +31,7 @@ RULES_OF_ROPE_TENSOR = {
 
 
 def _factors(metadata: Metadata, name: str) -> np.ndarray | None:
-    """Return the divisors of rotary frequencies in the tensor `name`, f32 [rotary_dim / 2].
-
-    Returns None if the file lacks the tensor.
-    """
+    """Return the divisors of rotary frequencies in the tensor `name`, f32 [rotary_dim / 2]."""
     tensor = metadata.file.tensors.get(name)
     return None if tensor is None else tensor.dequantise().reshape(-1)
 
@@ -222,10 +219,7 @@ def smollm3_layers(config: dict, metadata: Metadata) -> None:
 
 
 def _kv_heads(config: dict, metadata: Metadata) -> list[int]:
-    """Return the number of KV heads of each layer, and set num_key_value_heads in the config.
-
-    A layer without attention has 0.
-    """
+    """Return each layer's number of KV heads (0: no attention); set num_key_value_heads."""
     kv_heads, heads = metadata.by_layer("attention.head_count_kv"), config["num_attention_heads"]
     counts = {count for count in kv_heads if count}
     if len(counts) > 1 or any(heads % count for count in counts):

@@ -1,4 +1,4 @@
-"""Read text, JSON and safetensors files of an HF directory, which may be damaged or malicious."""
+"""Read text, JSON and safetensors files of an HF directory; they may be damaged or malicious."""
 
 import json
 import re

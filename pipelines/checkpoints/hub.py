@@ -38,10 +38,7 @@ Progress = Callable[[str, float], None]
 
 
 class Unreachable(CheckpointError):
-    """Raised if the hub cannot be used, for example if it does not answer.
-
-    `fetch` then uses cached files.
-    """
+    """Raised if the hub does not answer or cannot be used; `fetch` then uses cached files."""
 
 
 class HubFile(NamedTuple):

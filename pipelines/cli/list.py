@@ -47,10 +47,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def bundles_at(path: Path) -> Iterator[Path]:
-    """Yield `path` if it is a bundle. If it is a folder, yield the bundles in it.
-
-    The bundles may be invalid.
-    """
+    """Yield `path` if it is a bundle, else the bundles in this folder, which may be invalid."""
     is_directory = lambda entry: (entry / "manifest.json").is_file() and not entry.name.startswith(".")
     is_bundle = lambda entry: is_directory(entry) or entry.suffix == ".castiron" and is_archive(entry)
     if is_bundle(path):
@@ -116,10 +113,7 @@ def table(result: dict) -> list[str]:
 
 
 def bundle_line(row: dict, width: int) -> str:
-    """Return the line to print for a bundle.
-
-    row: the bundle's object in the result of --json. width: number of characters for the path.
-    """
+    """Return the line to print for a bundle's object `row`; width: characters for the path."""
     used = f", used {row['last_used'][:16].replace('T', ' ')}" if "last_used" in row else ""
     if "error" in row:
         return f"  {row['path']:<{width}}  {row['error']}{used}"

@@ -152,10 +152,7 @@ def _parse(argv: Sequence[str], as_json: bool) -> argparse.Namespace:
 
 
 def command_parser(name: str, parser: Parser | None = None) -> Parser:
-    """Return the parser of the command `name`.
-
-    parser: a parser to which the command's options are added; None for a new one.
-    """
+    """Return the parser of a command. The command's options are added to `parser` if given."""
     module = importlib.import_module(f"castiron.pipelines.cli.{name}")
     parser = parser or Parser(prog=f"castiron {name}")
     parser.formatter_class, parser.description, parser.epilog = Formatter, module.__doc__, module.EXAMPLES
@@ -223,10 +220,7 @@ def _open_closed_streams() -> None:
 
 
 def _print_failure(message: str, kind: str, as_json: bool) -> None:
-    """Print an error as one line on stderr. With --json, also print it as an object on stdout.
-
-    kind: the error's type in this object.
-    """
+    """Print an error on stderr; with --json, also as an object with the type `kind` on stdout."""
     # Stdout may be closed, or its disk full.
     with contextlib.suppress(OSError):
         print(f"castiron: {sanitised(message)}", file=sys.stderr)

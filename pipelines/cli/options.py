@@ -128,10 +128,7 @@ SHARED: dict[str, dict[str, Any]] = {
 
 
 def add_options(parser: argparse._ActionsContainer, *options: str, **changes: Any) -> None:
-    """Add options from the table `SHARED`.
-
-    changes: arguments of add_argument that replace those of the table.
-    """
+    """Add options of the table `SHARED`; `changes` override the table's add_argument arguments."""
     for flags in options:
         parser.add_argument(*flags.split(), **SHARED[flags] | changes)
 

@@ -138,10 +138,7 @@ class BatchActor:
             return False
 
     def answers(self, records: list[Record], stored: Stored | None) -> list[tuple[int, Outcome]]:
-        """Return (index, outcome) of each record.
-
-        stored: the bundle in Ray's object store; None if this node has it at the job's path.
-        """
+        """Return (index, outcome) of each record; stored: the bundle, None if this node has it."""
         if self.answer is None:
             found = open_bundle(self.path if stored is None else bundle_at(stored), full_check=self.args.trust == "never")
             # Set the job's path, because requests may name the model by the file name of the bundle.

@@ -38,10 +38,7 @@ def manifest_of(
     tiles: TileFields,
     compile_info: dict,
 ) -> Manifest:
-    """Return a manifest without `files` and `accuracy`.
-
-    compile_info: entries for the manifest's field `compile`.
-    """
+    """Return a manifest without `files` and `accuracy`; compile_info: entries of its `compile`."""
     first, config, sizes = next(iter(module.functions.values())), checkpoint.config, encoder_sizes(checkpoint, options)
     context = sizes.context if sizes else context_of(config, options)
     max_context = sizes.context if sizes else max_context_of(config, options)

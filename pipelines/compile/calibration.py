@@ -185,10 +185,7 @@ def watched_experts(module: Module, function: Graph, known: Set[str]) -> list[tu
 
 
 def _run(loaded: Loaded, function: Graph, names: Sequence, chunks: Sequence[list[int]], progress: Progress) -> list[np.ndarray]:
-    """Run `function` on token sequences; return its last results, summed over all calls.
-
-    names: as many as there are such results.
-    """
+    """Run `function` on token sequences; return its last len(names) results, summed over calls."""
     results = len(function.outputs)
     assert function.entry is not None, "a model's function has a role"
     sums = [np.zeros(value.shape, np.float64) for value in function.outputs[results - len(names) :]]

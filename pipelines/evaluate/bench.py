@@ -29,10 +29,7 @@ from castiron.vmfb.manifest import Manifest
 def bench(
     bundle: Bundle, settings: Settings, against: Sequence[str], checkpoint: str | None, progress: Progress
 ) -> dict[str, Any]:
-    """Measure a bundle, and other engines with the checkpoint of the bundle.
-
-    against: names of the other engines. checkpoint: path to use in place of the manifest's path.
-    """
+    """Measure a bundle, and the engines `against` with the bundle's checkpoint."""
     if settings.context > bundle.manifest.max_context:
         raise PipelineError(
             f"--prompt, --gen and --depth need {settings.context} positions, but the bundle has "
@@ -64,10 +61,7 @@ def bench(
 
 
 def add_peers(engines: dict[str, Engine], against: Sequence[str], source: Path) -> dict[str, str]:
-    """Add to `engines` those of `against` that can run the model `source`.
-
-    Returns {engine: reason} of those that cannot.
-    """
+    """Add the engines that can run the model `source`; return {engine: reason} of the others."""
     from castiron.reference.peers import PEERS
 
     missing = {}
@@ -144,11 +138,10 @@ class Workload:
         """Return which fraction of the machine's limits castiron reaches, by name.
 
         decode_roofline: bytes of weights and KV cache read per second, divided by the read
-        bandwidth. prefill_peak_share: FLOP per second, divided by the f32 peak; it may exceed 1
-        with int8 activations. Both are None for the lowering `portable`, whose manifests have no
-        FLOP and bytes.
-
-        measured: result of `summarise`. limits: the machine's limits by name.
+        bandwidth.
+        prefill_peak_share: FLOP per second, divided by the f32 peak; it may exceed 1 with int8
+        activations.
+        Both are None for the lowering `portable`, whose manifests have no FLOP and bytes.
         """
         if not self._kernels() or not all("weights" in kernel for kernel in self._kernels()):
             return {"decode_roofline": None, "prefill_peak_share": None}

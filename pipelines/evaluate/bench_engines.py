@@ -145,10 +145,7 @@ def serve_engine(pipe: Connection, name: str, model: str, threads: int, context:
 
 
 def time_to_first_token(engine: str, model: str, settings: Settings, tokens: Sequence[int]) -> float:
-    """Return the seconds from the start of a new process until it has generated a first token.
-
-    This includes loading the model, and reading the prompt `tokens`.
-    """
+    """Return the seconds from the start of a new process to the first token after a prompt."""
     start = time.perf_counter()
     worker = Worker(engine, model, settings)
     worker.ask("first", tokens)

@@ -199,10 +199,7 @@ def compare(model: Rows, base: Rows, chunks: Sequence[Chunk], progress: Progress
 
 
 def own_accuracy(bundle: Bundle, progress: Progress = lambda done, total: None) -> Accuracy | None:
-    """Compare a bundle's verify functions with its decode steps, on the default text.
-
-    With fast numerics, they give different logits. Returns None if the text is too short.
-    """
+    """Compare a bundle's verify functions with its decode steps; None if the text is too short."""
     context = min(SHORT_CONTEXT, bundle.manifest.context)
     try:
         chunks = chunks_of(tokens_of(bundle), context, SHORT_CHUNKS, bundle.manifest.tokens.bos)

@@ -95,17 +95,11 @@ class Bench:
         return open_bundle(self.directory / name)
 
     def matmuls(self) -> dict[str, MatmulSearch]:
-        """Return a new search for each matmul, by name of the matmul.
-
-        A matmul is timed in the first function that has it.
-        """
+        """Return a new search for each matmul by name, in the first function with the matmul."""
         return {name: MatmulSearch(matmul, function) for name, (matmul, function, _) in self.kernels.items()}
 
     def gains(self, tiles: TilesByMatmul, repeats: int) -> dict[str, tuple[float, float]]:
-        """Return (seconds with default tiles, speed-up with `tiles`) of each matmul in `tiles`.
-
-        repeats: number of measurements; the shortest time counts.
-        """
+        """Return (seconds with default tiles, speed-up with `tiles`) of each matmul in `tiles`."""
         module = self._lowered(tiles)
         candidate = self.directory / "candidate.vmfb"
         compile_mlir(print_module(module), self.target, candidate, cache_dir=self.directory)

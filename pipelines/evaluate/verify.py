@@ -96,10 +96,7 @@ def random_prompts(vocab: int) -> list[Prompt]:
 def encoded_prompts(
     bundle: Bundle, path: str | None = None, given: Sequence[Prompt] | None = None
 ) -> list[tuple[Prompt, list[int]]]:
-    """Return (prompt, token ids) of each prompt.
-
-    The prompts are `given`, else those in the file `path`, else the default prompts.
-    """
+    """Return (prompt, token ids) for `given`, else for the file `path`, else default prompts."""
     vocab, text = bundle.manifest.vocab, load_tokenizer(bundle) if bundle.tokenizer else None
     prompts = given or (read_prompts(path) if path or text else random_prompts(vocab))
     return [(prompt, encode(prompt, text, vocab)) for prompt in prompts]
@@ -274,10 +271,7 @@ def greedy(session, prompt: Sequence[int], n: int) -> list[int]:
 
 
 def compare(session, model, prompt: Prompt, tokens: list[int], n: int) -> dict[str, Any]:
-    """Compare `n` greedy tokens of castiron and HF after a prompt; return an object for --json.
-
-    model: the HF model. tokens: token ids of the prompt.
-    """
+    """Compare `n` greedy tokens of castiron and HF after a prompt; return an object for --json."""
     ours = greedy(session, tokens, n)
     theirs = expect(model, tokens, ours)
     at = first_difference(theirs.tokens, ours)
