@@ -65,9 +65,11 @@ def run_job(
 ) -> Summary:  # fmt: skip
     """Answer the records of a job, write the output, and return counts.
 
-    Records in the output's journal are skipped: earlier runs have answered them. report: called
-    with (counts so far, finished fraction or None). Raises PipelineError if another process writes
-    the output, and for damaged input after the records before the damage are answered.
+    Records in the output's journal are skipped, because earlier runs have answered them. report:
+    called with (counts so far, finished fraction or None).
+
+    Raises PipelineError if another process writes the output. If the input is damaged, the error is
+    raised after the records before the damage are answered.
     """
     start, summary, custom_ids, offsets = time.monotonic(), Summary(), array("q"), array("q")
     journal = Journal(output) if output else None

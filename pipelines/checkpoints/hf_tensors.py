@@ -47,8 +47,7 @@ def text_config(config: dict, names: Collection[str]) -> dict:
     """Return the config of a multimodal model's text part; for a text model, return `config`.
 
     The result's tie_word_embeddings is true if this key is true in the model's config or in the
-    config of the text part. If neither has the key, the result's is true if `names` has no
-    lm_head.weight.
+    config of the text part. If both lack the key, it is true if `names` has no lm_head.weight.
     """
     inner, complete = config.get("text_config"), config["model_type"]
     if complete not in TEXT_PARTS or not isinstance(inner, dict):

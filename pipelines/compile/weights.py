@@ -84,9 +84,9 @@ def codecs_of(checkpoint: Checkpoint, weights: str, requantise: bool = False) ->
 
 
 def _fitting(tensor: Tensor, codec: str) -> str:
-    """Return a codec whose blocks divide a row of the tensor.
+    """Return `codec` or, if its blocks do not divide a row, a codec with smaller blocks.
 
-    This is `codec` or one with smaller blocks. If neither fits, it is the tensor's present codec.
+    If these do not divide a row either, return the codec that the tensor has.
     """
     features = tensor.shape[-1]
     if features % codec_of(codec).block:
