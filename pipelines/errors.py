@@ -101,7 +101,7 @@ def requirements(extra: str) -> list[str]:
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Return "; did you mean X?", where X is the known name most like `name`; "" if none is."""
+    """Return "; did you mean X?" with the known name X most like `name`; "" if none is similar."""
     from difflib import get_close_matches
 
     if RENAMED.get(name) in known:

@@ -1,6 +1,6 @@
 """Compute the known answer of a GPU bundle: results that its GPU must reproduce.
 
-They are those of a matmul for each codec, and of a short decode on this machine's CPU.
+These are the results of a small matmul for each codec, and logits of a decode on this CPU.
 """
 
 from __future__ import annotations
