@@ -53,8 +53,8 @@ def has_too_many_values(text: str | bytes, limit: int = MAX_VALUES) -> bool:
 def require_free_space(path: Path | str, needed: int, what: str) -> None:
     """Raise PipelineError if the disk of `path` has less than `needed` bytes free.
 
-    First deletes temporary files of killed processes in the folder of `path`. what: what needs the
-    bytes, for the error message.
+    First deletes temporary files of killed processes in the folder of `path`.
+    what: what needs the bytes, for the error message.
     """
     path = Path(path).absolute()
     remove_abandoned(path.parent)

@@ -99,8 +99,9 @@ def write(file: BinaryIO, entries: Callable[[], Iterable[Entry]]) -> None:
     """Write finished records to `file` as Parquet.
 
     An answer column replaces an input column of the same name. If the values of a column have
-    different types, all are written as JSON text. entries: returns an iterator over the records. It
-    is called twice: to find the types of the columns, and to write the records.
+    different types, all are written as JSON text.
+    entries: returns an iterator over the records. It is called twice: to find the types of the
+    columns, and to write the records.
     """
     json_columns: set[str] = set()
     found: dict[str, pa.DataType] = {}

@@ -207,8 +207,8 @@ def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
     """Return, for each row or column of an HF tensor, its index in the GGUF tensor.
 
     llama.cpp's converter reorders the value heads of linear attention; the result is None for a
-    tensor that it does not reorder. leaf: GGUF name without the block: `attn_qkv` for
-    `blk.0.attn_qkv`.
+    tensor that it does not reorder.
+    leaf: GGUF name without the block: `attn_qkv` for `blk.0.attn_qkv`.
     """
     kind = row.tiled.get(leaf.partition(".")[0])
     keys, values = config.get("linear_num_key_heads", 1), config.get("linear_num_value_heads", 1)
@@ -223,8 +223,8 @@ def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
 def key_head_parts(config: dict, parts: Mapping[str, str]) -> dict[str, np.ndarray]:
     """Return which rows of a GGUF tensor of linear attention belong to each HF tensor.
 
-    The rows are grouped by key head. parts: a value of `Architecture.grouped`. The result has row
-    indices for each key of `parts`.
+    The rows are grouped by key head.
+    parts: a value of `Architecture.grouped`. The result has row indices for each key of `parts`.
     """
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     sizes = {"h": values // keys, "k": config["linear_key_head_dim"], "v": values // keys * config["linear_value_head_dim"]}

@@ -137,7 +137,8 @@ GEMMA_TENSORS = {**COMMON_TENSORS, **POST_NORMS, "ffn_norm": "pre_feedforward_la
 def experts(parent: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Names:
     """Return HF's names of the matrices of experts, by the GGUF name of the stacked tensor.
 
-    An HF name has `{}` in place of the expert's index. parent: HF's name of the experts' module.
+    An HF name has `{}` in place of the expert's index.
+    parent: HF's name of the experts' module.
     """
     leaves = {"ffn_gate_exps": gate, "ffn_up_exps": up, "ffn_down_exps": down}
     return {leaf: f"{parent}.experts.{{}}.{own}" for leaf, own in leaves.items()}

@@ -280,7 +280,8 @@ def _merges_of_vocabulary(metadata: _Metadata, tokens: list[str], vocabulary: di
     """Return the BPE merges (left, right) of a SentencePiece vocabulary, by descending priority.
 
     The priority of a merge is the score of the token that it produces. For Gemma, the priority is
-    higher if this token's id is lower. tokens: text of each token. vocabulary: token ids by text.
+    higher if this token's id is lower.
+    tokens: text of each token. vocabulary: token ids by text.
     """
     if sum(len(token) ** 2 for token in tokens) > _MAX_SQUARES:
         raise metadata.error(f"the {len(tokens):,} tokens are too long for a SentencePiece vocabulary; fetch the file again")

@@ -80,8 +80,9 @@ def cached(name: HubName) -> Path | None:
 def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | None:
     """Return the path of the GGUF file that `name` selects, or None for safetensors files.
 
-    Raises CheckpointError if `name` selects no file or several files. sizes: bytes of each file of
-    the repository, by path. repository: what error messages call the repository.
+    Raises CheckpointError if `name` selects no file or several files.
+    sizes: bytes of each file of the repository, by path. repository: what error messages call the
+    repository.
     """
     files = {file: size for file, size in sizes.items() if file.endswith(".gguf") and not _NOT_A_MODEL.search(file)}
     # A model in parts is its first part, with the size of all.

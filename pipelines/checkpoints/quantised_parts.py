@@ -84,9 +84,9 @@ class Stored:
     def order(self, part: str, inner: int, groups: int) -> np.ndarray | None:
         """Return an order of the columns that puts the columns of each quantisation group together.
 
-        Returns None if the columns already have this order, or if there is no tensor `part`. part:
-        name of the tensor that has the group of each column. inner: number of columns. groups:
-        number of groups.
+        Returns None if the columns already have this order, or if there is no tensor `part`.
+        part: name of the tensor that has the group of each column. inner: number of columns.
+        groups: number of groups.
         """
         if (tensor := self.parts.get(part)) is None:
             return None

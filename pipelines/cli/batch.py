@@ -130,8 +130,8 @@ def engine(args: argparse.Namespace, bundle: "Bundle") -> "Iterator[tuple[Callab
 def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "tuple[Conversion, Engine | None]":
     """Return the converter of records to engine requests, and the engine that runs the requests.
 
-    The engine is None for an embedding model, or if `runs` is false. args: the command's options;
-    `args.json_schema` is the parsed schema, not a file name.
+    The engine is None for an embedding model, or if `runs` is false.
+    args: the command's options; `args.json_schema` is the parsed schema, not a file name.
     """
     from castiron.pipelines.batch.records import Conversion, identity
     from castiron.pipelines.engine.engine import Engine

@@ -57,7 +57,8 @@ def main(args: argparse.Namespace) -> int:
 def explain(bundle: Bundle, function_name: str, position: int, threads: int | None) -> dict[str, Any]:
     """Time each kernel in a call of a model function, and measure the limits of the machine.
 
-    Returns the object that --json prints. position: number of tokens in the KV cache.
+    Returns the object that --json prints.
+    position: number of tokens in the KV cache.
     """
     functions = {function.name: function for function in bundle.manifest.functions}
     if function_name not in functions:

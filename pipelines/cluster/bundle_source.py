@@ -90,7 +90,8 @@ def _fetched(key: str, source: str, fetch: Callable[[Path], Any]) -> Bundle:
     """Return the opened bundle that this node caches under `key`.
 
     If there is none, `fetch(path)` first writes it to `path`. If the bundle is invalid, it is
-    removed from the cache, and BundleError is raised. source: what error messages call the bundle.
+    removed from the cache, and BundleError is raised.
+    source: what error messages call the bundle.
     """
     path = cache_folder("fetched") / key
     lock = path.with_name(f".{key}.lock")

@@ -63,8 +63,8 @@ class Call:
 def prefix_hashes(body: bytes) -> tuple[bytes, ...]:
     """Return hashes of a prompt's prefixes: of the first block, of the first two blocks, and so on.
 
-    A block has `BLOCK` bytes, and an incomplete last block is left out. body: JSON of a generation
-    request. For any other body, the result is empty.
+    A block has `BLOCK` bytes, and an incomplete last block is left out.
+    body: JSON of a generation request. For any other body, the result is empty.
     """
     try:
         value = json.loads(body)

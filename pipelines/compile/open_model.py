@@ -86,8 +86,8 @@ def compile_to(
 ) -> Path:
     """Compile a model into the directory `out`, and return the path of the bundle.
 
-    First waits until other threads have finished compiling. message: line to print before
-    compiling.
+    First waits until other threads have finished compiling.
+    message: line to print before compiling.
     """
     from castiron.pipelines.compile.compiler import compile_model
 
