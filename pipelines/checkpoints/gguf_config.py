@@ -51,7 +51,7 @@ def architecture_of(file: GgufFile) -> Architecture:
 
 
 def encoding_of(file: GgufFile) -> Encoding | None:
-    """Return the pooling and later layers of an embedding model; None for other models."""
+    """Return the pooling of an embedding model, and the layers after it; None for other models."""
     metadata = Metadata(file)
     kind = metadata.integer("pooling_type", 0)
     if not kind:

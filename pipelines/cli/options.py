@@ -304,9 +304,10 @@ def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None =
     """Return the `Sampling` that the options set.
 
     generation: the model's generation_config with the defaults; None for greedy decoding by
-    default. Raises PipelineError for a value out of range and an empty stop string. An option that
-    has no effect in greedy decoding is also an error, but with --temperature 0 it only causes a
-    message.
+    default.
+
+    Raises PipelineError for a value out of range, or an empty stop string. An option that has no
+    effect in greedy decoding is also an error, but with --temperature 0 it only causes a message.
     """
     from castiron.pipelines.engine.sampling import Sampling, model_sampling
     from castiron.pipelines.text.text_output import StopStrings

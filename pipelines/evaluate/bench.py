@@ -29,7 +29,7 @@ from castiron.vmfb.manifest import Manifest
 def bench(
     bundle: Bundle, settings: Settings, against: Sequence[str], checkpoint: str | None, progress: Progress
 ) -> dict[str, Any]:
-    """Measure a bundle, and the engines `against` with the bundle's checkpoint."""
+    """Measure a bundle, and other engines (`against`) on the bundle's checkpoint."""
     if settings.context > bundle.manifest.max_context:
         raise PipelineError(
             f"--prompt, --gen and --depth need {settings.context} positions, but the bundle has "
