@@ -97,12 +97,11 @@ class Model:
         template_args: variables of the chat template.
         json_schema, regex, grammar: what the answer must match; a grammar is in Lark's syntax or
             GBNF. With compact_json=True, JSON has no spaces.
-        sampling: a `Sampling`, or its fields as options, such as temperature=0.7. Without these,
-            decoding is greedy.
+        sampling: a `Sampling`, or its fields as options: temperature=0.7. The default is greedy.
 
-    If prompts share a prefix, the prefix is computed only once. Several threads may use one model.
-    Their requests run in one batch, and each request generates the same tokens as if it ran by
-    itself. A request that cannot run raises PipelineError.
+    A prefix that prompts share is computed only once. Several threads may use one model: their
+    requests run in one batch, and each request generates the same tokens as if it ran by itself. A
+    request that cannot run raises PipelineError.
     """
 
     def __init__(
@@ -157,11 +156,10 @@ class Model:
     @overload
     def generate(self, prompts: Iterable[Prompt], **asking: Unpack[Asking]) -> list[Result]: ...
     def generate(self, prompts: Prompt | Iterable[Prompt], **asking: Unpack[Asking]) -> Result | list[Result]:
-        """Generate the answer to a prompt, or a list of answers to several prompts.
+        """Generate the answer to a prompt, or a list of answers to several prompts in their order.
 
-        Several prompts run in one batch; the results are in the order of the prompts. If a single
-        prompt cannot run, PipelineError is raised. If one of several prompts cannot run, its result
-        has an `error`.
+        Several prompts run in one batch. If a single prompt cannot run, PipelineError is raised. If
+        one of several prompts cannot run, its result has an `error`.
         """
         if not is_prompt(prompts):
             return sorted(self.generate_many(cast(Iterable[Prompt], prompts), **asking), key=lambda result: result.index)
