@@ -111,7 +111,7 @@ class CallableTools:
     forced: Mapping[str, Any]
 
     def answer_format(self, form: AnswerFormat | None) -> AnswerFormat | None:
-        """Return the format of an answer, which may call these functions.
+        """Return the format of an answer that may or must call these functions.
 
         `form`: format of an answer without calls, None for free text. Raises ApiError 400 if this
         format cannot be combined with calls.
@@ -129,11 +129,11 @@ class CallableTools:
         return form
 
     def _schemas_of_optional_calls(self) -> dict[str, Any]:
-        """Return the JSON schema that calls of each function must match, if calls are optional.
+        """Return the JSON schema of each function's arguments, by name, if calls are optional.
 
-        The result is empty if no function is strict, or if the model's tool format has no token
-        that starts a call. In a JSON tool format, the schema of a function that is not strict
-        allows any object.
+        The result is empty if no function is strict, or if the model's tool format has no text
+        that starts a call. If the format writes arguments as JSON, a function that is not strict
+        gets a schema that allows any object.
         """
         strict, form = {tool.function.name for tool in self.shown if tool.function.strict}, self.tools.form
         if not strict or not form.triggers:

@@ -76,9 +76,9 @@ def reserve_answer(
 
     Args:
         tokens: max tokens of the answer.
-        top: top_logprobs of each token of the answer, None without log-probabilities.
+        top: number of top_logprobs of each token of the answer, None without log-probabilities.
         prompt: number of tokens in the prompt.
-        prompt_top: top_logprobs of each token of the prompt, None without log-probabilities.
+        prompt_top: the same number for each token of the prompt.
         grammar: grammar of the answer, None without one.
 
     Raises:

@@ -128,7 +128,7 @@ class AllowedTools(Body):
 
 
 class Function(Body):
-    """A function; `parameters` is the JSON schema of its arguments, None if it has none."""
+    """A function. parameters: JSON schema of the arguments, None for a function without any."""
 
     name: FunctionIdentifier
     description: str | None = None
@@ -150,7 +150,7 @@ class Tool(Body):
 
 
 class Freeform(Body):
-    """A tool with a text as input; `format`, a grammar of this text, is not supported."""
+    """A tool whose input is a text; `format`, a grammar for this text, is not supported."""
 
     name: FunctionIdentifier
     description: str | None = None
@@ -180,8 +180,8 @@ def input_of(arguments: str) -> str:
     """Return the text that a call passes to a custom tool.
 
     The model calls a custom tool like a function with one argument, `input`. arguments: the
-    arguments of the call as JSON text. If they have no `input`, `arguments` itself is returned. An
-    input that is not a string is returned as JSON text.
+    arguments of the call as JSON text. Without an `input` in them, `arguments` itself is returned.
+    An input that is not a string is returned as JSON text.
     """
     found = _input(arguments)
     if found is None or isinstance(found, str):

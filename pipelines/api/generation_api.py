@@ -140,8 +140,9 @@ class GenerationApi(ModelApi):
             raise unsupported(param, str(error)) from None
 
     async def _prompt_ids(self, prompt: str | list[int], body: CompletionRequest, fim: Fim | None) -> list[int]:
-        """Return the token ids of `prompt`; with `fim`, of a FIM prompt whose prefix is `prompt`.
+        """Return the token ids of a request's prompt.
 
+        If `fim` is given, this is a fill-in-the-middle prompt, and `prompt` is its prefix.
         Raises ApiError 400 if the prompt and the max tokens of the answer do not fit in the
         context.
         """

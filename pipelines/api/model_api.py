@@ -91,7 +91,7 @@ class ModelApi:
     endpoint = "/v1/embeddings"
 
     def __init__(self, engine: ModelEngine, tokenizer: Tokenizer, names: list[str], manifest: Manifest, limits: Limits):
-        """Serve a model. `names`: its name in answers, followed by other names for requests."""
+        """Serve a model. `names`: names that requests may use; answers contain the first one."""
         self.engine, self.tokenizer, self.names, self.limits = engine, tokenizer, tuple(names), limits
         self.manifest, self.context, self.vocab = manifest, manifest.context, manifest.vocab
 
@@ -149,7 +149,10 @@ class ModelApi:
 
     @property
     def slots(self) -> list[dict[str, Any]]:
-        """The answer to llama.cpp's /slots: all slots; the first ones run the current requests."""
+        """The answer to llama.cpp's /slots: an object for each slot.
+
+        If n requests are unfinished, the first n slots are reported as processing.
+        """
         return [{"id": i, "n_ctx": self.context, "is_processing": i < self.engine.unfinished} for i in range(self.engine.slots)]
 
     @property

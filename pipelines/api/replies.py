@@ -19,7 +19,7 @@ FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
 
 
 def _finish_fields(end: Finished | None, has_calls: bool = False) -> dict:
-    """Return the field finish_reason, and stop_reason if a repetition loop ended the choice."""
+    """Return the field finish_reason; add stop_reason if a repetition loop ended the choice."""
     reason = end and FINISH_REASONS[end.reason]
     found = {"finish_reason": "tool_calls" if has_calls and reason == "stop" else reason}
     return found | {"stop_reason": "repetition"} if end and end.repeated else found
@@ -271,7 +271,7 @@ def _call_chunk(part: CallPart, is_custom: bool) -> dict:
 
 
 class Echo(NamedTuple):
-    """A prompt that is repeated at the start of a completion."""
+    """The text of a prompt that is repeated at the start of a completion."""
 
     text: str = ""
     # The character offset of each token of the prompt; empty without log-probabilities.

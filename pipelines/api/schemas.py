@@ -289,7 +289,10 @@ class ChatRequest(CompletionFields, UnsupportedChatFields):
 
 
 class CompletionRequest(CompletionFields):
-    """The body of POST /v1/completions; `prompt` is one text, one list of token ids, or many."""
+    """The body of POST /v1/completions.
+
+    A prompt is a text or a list of token ids; `prompt` is one prompt or a list of prompts.
+    """
 
     prompt: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     echo: bool | None = None

@@ -17,9 +17,9 @@ from castiron.vmfb.session import Session
 class Paused:
     """A copy of the states (KV cache) of a preempted request.
 
-    `rows`: the data of each state, an array each. `position`: number of tokens in the states.
-    `chunked_tokens`: how many of the first tokens came in calls of the widest prefill function
-    without padding. `prefilling`: whether a part of the prompt has not been read yet.
+    `rows`: an array for each state. `position`: number of tokens in the states.
+    `chunked_tokens`: number of tokens, from the first on, that full calls of the widest prefill
+    function read. `prefilling`: whether a part of the prompt has not been read yet.
     """
 
     rows: list[np.ndarray]
@@ -52,10 +52,10 @@ class PrefixCache:
     tokens of the prefix than every slot. The difference must be at least the tokens of one prefill
     call.
 
-    `self.sessions`: one for each slot. `self.tokens`: token ids in each slot, i32 [slots, context],
-    valid up to the position of its session. `self.scores`: the log-probabilities of the tokens in
-    each slot, from index 1 on. Only requests with prompt_logprobs compute scores, and they reuse
-    only a prefix that has scores. `top` in methods: `prompt_logprobs` of the request, or None.
+    `self.sessions`: the session of each slot. `self.tokens`: token ids in each slot, i32 [slots,
+    context]; ids after the position of the slot's session are meaningless. `self.scores`: the
+    log-probabilities of the tokens in each slot, from index 1 on. Only requests with
+    prompt_logprobs compute scores, and they reuse only a prefix that has scores.
     """
 
     def __init__(self, sessions: Sequence, store: PrefixStore | None = None, score_width: int = 1):
@@ -95,7 +95,7 @@ class PrefixCache:
         return max(0, cached - 1) // self.score_width * self.score_width
 
     def longest(self, prompt: np.ndarray, top: int | None = None) -> int:
-        """Return how many tokens of `prompt` the method `take` can reuse."""
+        """Return how many tokens of `prompt` the method `take` can reuse; `top`: as in `cached_in`."""
         return max(*self._cached(prompt, top), self._on_disk(prompt, top))
 
     def fetching(self, prompt: np.ndarray, top: int | None = None) -> bool:
@@ -174,7 +174,10 @@ class PrefixCache:
         return slot
 
     def load(self, rows: Sequence[np.ndarray], tokens: np.ndarray) -> None:
-        """Load states into the least recently used slot, while no request runs; tokens: i32 [n]."""
+        """Load states into the least recently used slot; call this only while no request runs.
+
+        rows: an array for each state. tokens: the tokens that the states contain, i32 [n].
+        """
         slot = self._unused_longest(range(len(self.sessions)))
         self.sessions[slot].take(rows, len(tokens))
         self._replace(slot, tokens)

@@ -79,8 +79,8 @@ class Scheduler:
         store: store on disk for the states of prefixes.
         draft: draft model for speculative decoding.
         ngrams: whether to speculate that the text repeats earlier text (prompt lookup).
-        fill_slots: whether to read all prompts that can have a slot before the next decode step,
-            in the widest chunks.
+        fill_slots: whether a turn reads all prompts that have or can get a slot, in the widest
+            chunks, before it decodes.
     """
 
     def __init__(

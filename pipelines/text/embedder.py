@@ -121,7 +121,7 @@ class Embedder:
             raise PipelineError(f"dimensions is {dimensions}; {self.name} supports 1 to {self.hidden}")
 
     def vector(self, tokens: Tokens, dimensions: int | None = None) -> np.ndarray:
-        """Return the vector of a text, f32 [dimensions]; `dimensions` None for all numbers."""
+        """Return the vector of a text, f32 [dimensions]; by default it has all dimensions."""
         self.check_dimensions(dimensions)
         with self._running:
             found = self.encoder.encode(tokens.ids)
@@ -149,7 +149,11 @@ def ranked(scores: np.ndarray) -> list[tuple[int, float]]:
 
 
 def cut_to(vector: np.ndarray, dimensions: int | None, normalised: bool) -> np.ndarray:
-    """Shorten a Matryoshka vector (arXiv:2205.13147); if `normalised`, scale it to length 1."""
+    """Return the first `dimensions` numbers of a Matryoshka vector (arXiv:2205.13147).
+
+    With None, the vector is returned unchanged. If `normalised`, a shortened vector is scaled to
+    length 1.
+    """
     if dimensions is None or dimensions == vector.size:
         return vector
     found = vector[:dimensions]

@@ -252,7 +252,10 @@ def open_draft(bundle: Bundle | Path | str, target: Bundle, threads: int | None 
 
 
 def check_draft(draft: Bundle, target: Bundle) -> None:
-    """Raise PipelineError if `draft` has another vocabulary, or `target` no verify functions."""
+    """Raise PipelineError if `draft` cannot be a draft model for `target`.
+
+    Both must have the same vocabulary, and `target` must have verify functions.
+    """
     if draft.manifest.encoder:
         raise PipelineError(f"{draft.path} is an embedding model and cannot be a draft; take one that generates text")
     if not target.manifest.widths("verify"):

@@ -152,7 +152,10 @@ class Grammar:
 
 
 class Grammars:
-    """A compiler of grammars for one vocabulary; a child process tries each grammar first."""
+    """A compiler of grammars for one vocabulary.
+
+    A child process compiles each grammar first, so that a crash of llguidance cannot end this one.
+    """
 
     def __init__(self, backend, vocabulary: Sequence[bytes], eos: Sequence[int]):
         """Prepare the vocabulary (bytes of every token); PipelineError without llguidance."""

@@ -17,7 +17,7 @@ class Reasoning(str):
 
 
 def marks_of(template: str, tokens: Iterable[str]) -> Marks:
-    """Return the (start, end) reasoning marks in a template, then those that are in `tokens`."""
+    """Return the (start, end) marks of reasoning that are in a template or in `tokens`."""
     ends = dict.fromkeys([*_END.findall(template), *(token for token in tokens if _END.fullmatch(token))])
     return tuple((_start_of(end), end) for end in ends)
 

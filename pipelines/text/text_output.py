@@ -176,7 +176,7 @@ def text_request(
         reasoning: whether to report reasoning separately from the answer.
         grammar: grammar of the answer; with `reasoning`, it starts after the reasoning.
         tools: functions whose calls are reported separately from the answer.
-        constraint: decides which tokens may come next; used without a grammar.
+        constraint: decides which tokens may come next; ignored if `grammar` is given.
         reasoning_budget: max tokens of reasoning, None for no limit.
         options: other arguments of `Request`.
 

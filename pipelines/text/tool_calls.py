@@ -154,7 +154,10 @@ class Calls:
         return None
 
     def _step_bare(self, pieces: list[Piece]) -> bool:
-        """Move JSON at the start of the pending text to `pieces`; return whether it is complete."""
+        """Parse JSON at the start of the pending text; return whether the JSON is complete.
+
+        Complete JSON is moved to `pieces`, as calls or, if it is not a call, as text.
+        """
         text = self._pending.lstrip()
         if not (start := BARE_CALL.match(text)):
             return False
@@ -243,7 +246,7 @@ class _Json:
         self.depth, self.quote, self.escaped, self.complete = 0, "", False, False
 
     def take(self, text: str) -> str:
-        """Return the start of `text` that is part of the JSON value, up to the value's end."""
+        """Scan the next `text`; return the part of it up to the end of the JSON value."""
         for at, letter in enumerate(text if not self.complete else ""):
             if self.quote:
                 if letter == self.quote and not self.escaped:
