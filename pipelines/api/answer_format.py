@@ -1,4 +1,4 @@
-"""What a request requires of its answer: a format, such as a JSON schema, and calls of functions."""
+"""What a request requires of its answer: a format, such as a JSON schema, and function calls."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ ANY_OBJECT = {"type": "object"}
 class AnswerFormat:
     """The format that an answer must have.
 
-    param: field of the request that sets the format. kind: name of an argument of
-    `Tokenizer.grammar`, such as "json_schema" or "regex". value: the argument, such as the schema.
+    param: field of the request that sets the format. kind: name of the argument of
+    `Tokenizer.grammar` that gets the format, such as "json_schema". value: the value of this
+    argument, such as the schema.
     """
 
     param: str
@@ -102,8 +103,9 @@ NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
 class CallableTools:
     """The functions that an answer may call.
 
-    shown: functions that the prompt describes. tools: parser of the calls in the answer. forced: if
-    the answer must call a function, the JSON schema of each possible function, by name; else empty.
+    shown: functions that the prompt describes. tools: parser of the calls in the answer. forced:
+    the functions of which the answer must call one, as {name: JSON schema of the arguments}; empty
+    if calls are optional.
     """
 
     shown: list[Tool]

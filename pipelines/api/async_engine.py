@@ -100,7 +100,10 @@ class AsyncEngine:
             self._draining = True
 
     def abort(self) -> None:
-        """Fail every unfinished request with `Stopping`; call this after `drain`, on the event loop."""
+        """Fail every unfinished request with `Stopping`.
+
+        Call this on the event loop, after `drain`.
+        """
         live = dict(self._listeners)
         self.cancel(list(live))
         for request, listener in live.items():

@@ -74,9 +74,10 @@ class Message(BaseModel):
 
 
 def _with_object(call: Any) -> Any:
-    """Return a tool call whose arguments are an object instead of the object's JSON text.
+    """Return a tool call with its arguments parsed from JSON text to an object.
 
-    The input of a custom tool becomes the argument `input`. Other values are returned unchanged.
+    The input of a custom tool becomes the argument `input`. If the arguments are not the JSON text
+    of an object, the call is returned unchanged.
     """
     if isinstance(call, dict) and isinstance(custom := call.get("custom"), dict):
         function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}

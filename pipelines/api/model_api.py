@@ -208,12 +208,12 @@ class ModelApi:
             raise self.too_long(param, f"the {param} {have} {characters} characters of at most {limit}: shorten the {param}")
 
     def too_long(self, param: str, reason: str) -> ApiError:
-        """Return an ApiError 400 for the field `param` of a request that is too long for the context."""
+        """Return an ApiError 400 for the field `param`, whose value is too long for the context."""
         message = f"this model's maximum context length is {self.context} tokens; {reason}"
         return ApiError(400, message, param, "context_length_exceeded")
 
     def check_ids(self, tokens: list[int], param: str) -> None:
-        """Raise ApiError 400 for the field `param` if one of its token ids is not in the vocabulary."""
+        """Raise ApiError 400 for the field `param` if a token id is not in the vocabulary."""
         if tokens and max(tokens) >= self.vocab:
             raise invalid(param, f"{param} has token {max(tokens)}, outside the vocabulary; use token ids below {self.vocab}")
 

@@ -95,7 +95,7 @@ class ChoicesReply(Reply):
 
     @abstractmethod
     def opening(self, index: int) -> dict | None:
-        """Return the chunk to send before the text of choice number `index`, or None for no chunk."""
+        """Return the chunk to send before the text of choice number `index`, None for no chunk."""
 
     @abstractmethod
     def delta(self, index: int, delta: Delta, end: Finished | None = None) -> dict:
@@ -133,7 +133,7 @@ class ChoicesReply(Reply):
         return {**self.head, "object": self.kind, "choices": choices, "usage": usage}
 
     def chunk(self, *choices: dict, usage: dict | None = None) -> dict:
-        """Return an event of a stream, which holds the chunks `choices`."""
+        """Return one event of a stream. choices: for each choice in the event, its new part."""
         return {**self.head, "object": self.chunk_kind, "choices": choices, "usage": usage}
 
     def begin(self, index: int, usage: dict) -> list[dict]:
@@ -233,7 +233,10 @@ class ChatReply(ChoicesReply):
         return {"id": _call_id(), "type": "function", "function": call}
 
     def _calls_to_send(self, index: int, parts: list[CallPart], is_end: bool) -> list[CallPart]:
-        """Return the parts of calls to stream; a custom tool's input replaces its arguments."""
+        """Return `parts` as they are sent in a stream, with a custom tool's input as arguments.
+
+        is_end: whether choice number `index` ends here; then the rest of its inputs is added.
+        """
         found = []
         for part in parts:
             if part.name in self.custom:
@@ -286,8 +289,8 @@ class CompletionReply(ChoicesReply):
     def __init__(self, model: str, token_bytes: TokenBytes, logprobs: int | None, echoes: list[Echo]):
         """Build the answer.
 
-        `logprobs`: number of top tokens for each token, None without log-probabilities. `echoes`:
-        the prompt to repeat at the start of each choice.
+        `logprobs`: number of most probable tokens to report at each position, None without
+        log-probabilities. `echoes`: the prompt to repeat at the start of each choice.
         """
         super().__init__(model, token_bytes, logprobs is not None)
         self.top, self.echoes = logprobs, echoes

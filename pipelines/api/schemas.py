@@ -1,7 +1,7 @@
 """Request bodies of OpenAI's API, with the fields that castiron, vLLM and llama.cpp add.
 
-Unknown fields and fields that only label the request or the customer are ignored. A field that would
-change the answer and is not supported is an error, unless its value changes nothing.
+Unknown fields and fields that only label the request or the customer are ignored. An unsupported
+field that would change the answer is an error, unless its value changes nothing.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -232,7 +232,7 @@ class CompletionFields(GenerationFields, UnsupportedFields):
 
     @property
     def limit(self) -> int | None:
-        """The max tokens of the answer: negative for no limit, None if the request sets none."""
+        """The max tokens in the request: negative for no limit, None if no field sets them."""
         return self.n_predict if self.max_tokens is None else self.max_tokens
 
     @property

@@ -79,7 +79,7 @@ class TokenFilter:
         return copy(self)
 
     def _excluded(self) -> set[int]:
-        """Return the tokens that may not come next, besides those outside `allowed`."""
+        """Return the tokens that `min_tokens` and `forbidden` exclude at the next position."""
         found = {token for before, token in self.forbidden if self._last[len(self._last) - len(before) :] == before}
         return found | self.stop_tokens if self.left else found
 
@@ -127,7 +127,7 @@ class Chooser:
         """Return the next token, without appending it.
 
         `argmax`: the token with the largest logit. `logits`: function that returns the logits, f32
-        [vocab]; it is called only if `argmax` is not already the answer.
+        [vocab]; it is called only if the choice needs more than `argmax`.
         """
         return self._pick(argmax, logits, False)[0]
 

@@ -95,7 +95,10 @@ class PrefixCache:
         return max(0, cached - 1) // self.score_width * self.score_width
 
     def longest(self, prompt: np.ndarray, top: int | None = None) -> int:
-        """Return how many tokens of `prompt` the method `take` can reuse; `top`: as in `cached_in`."""
+        """Return how many tokens of `prompt` the method `take` can reuse.
+
+        `top`: as in `cached_in`.
+        """
         return max(*self._cached(prompt, top), self._on_disk(prompt, top))
 
     def fetching(self, prompt: np.ndarray, top: int | None = None) -> bool:
@@ -146,8 +149,8 @@ class PrefixCache:
     def _storable(self, source: Session, prompt: np.ndarray, cached: int) -> int:
         """Return how many of the `cached` tokens in `source` to reuse.
 
-        The store takes only states after full chunks. If reusing fewer tokens lets it store a state
-        of `prompt`, the tokens after the last full chunk are not reused but read again.
+        The store takes only states after full chunks. If the store could then store a state of
+        `prompt`, the tokens after the last full chunk are read again instead of reused.
         """
         start = min(source.chunked_tokens, cached // self.store.width * self.store.width)
         is_near = cached - start < self.store.width and source.reachable(start) == start

@@ -124,11 +124,14 @@ class PrefixStore:
             self.save(session, prompt[:position])
 
     def will_store(self, session: Session, prompt: np.ndarray, start: int) -> bool:
-        """Return whether `offer` will store a state of `prompt` if all chunks from `start` on are full."""
+        """Return whether `offer` will store a state of `prompt` after the position `start`.
+
+        This assumes that all chunks from `start` on will be full.
+        """
         return self._writable and any(position > start for position in self._positions(session, prompt))
 
     def save(self, session: Session, tokens: np.ndarray) -> Future:
-        """Store the state of `session`, which has read `tokens`, in another thread.
+        """Start another thread that stores the state of `session` after `tokens`.
 
         The future's result is the size of the file in bytes, or 0 if it was not written.
         """
@@ -161,11 +164,11 @@ class PrefixStore:
         return found
 
     def _common(self, state: StateFile, prompt: np.ndarray) -> int:
-        """Return how many tokens a state and `prompt` have in common, rounded down to complete chunks."""
+        """Return how many tokens, in complete chunks, a state and `prompt` have in common."""
         return self._complete(common_prefix(state.tokens, prompt))
 
     def _complete(self, tokens: int) -> int:
-        """Return `tokens`, a number of tokens, rounded down to complete chunks."""
+        """Return a number of tokens rounded down to complete chunks."""
         return tokens // self.width * self.width
 
     def _states(self) -> Sequence[StateFile]:

@@ -66,7 +66,7 @@ class Access:
         self.names = {urlsplit(origin).hostname for origin in origins}
 
     def key(self, scope: Scope) -> int | None:
-        """Return the index in `self.keys` of the request's API key, or None if it has no valid key."""
+        """Return the index in `self.keys` of the request's API key, None without a valid key."""
         given = api_key(scope)
         # The request's key is compared with every key, so that the time reveals nothing about them.
         found = [hmac.compare_digest(given, known) for known in self.keys]

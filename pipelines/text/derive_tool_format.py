@@ -170,7 +170,7 @@ class _Probe:
         return prompt.rstrip().endswith(form.triggers or ("\0",))
 
     def gives_back(self, form: ToolFormat) -> bool:
-        """Return whether a parser for `form` reads the same calls that the template has rendered."""
+        """Return whether parsing rendered calls by `form` gives the same calls again."""
         schema = {"properties": {"k_one": {"type": "string"}, "k_two": {"type": "integer"}}}
         tools = Tools(form, dict.fromkeys(NAMES, schema))
         for arguments in ([ARGUMENTS], *([each] for each in DIFFICULT), [ARGUMENTS, DIFFICULT[0]]):

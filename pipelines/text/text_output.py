@@ -141,7 +141,10 @@ class TextOutput:
         return [delta] if delta.text or delta.reasoning or delta.calls or tokens else []
 
     def _separated(self, text: str, tokens: tuple[TextToken, ...], rest: bool) -> Delta:
-        """Return `text` as a delta in which reasoning and calls are separate; `rest`: as in `_release`."""
+        """Return `text` as a delta in which reasoning and calls are separate.
+
+        rest: whether no more text follows.
+        """
         reasoning, calls, thinking = "", (), False
         if self._reasoning:
             thinking = self._reasoning.reasoning

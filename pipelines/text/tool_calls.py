@@ -197,10 +197,9 @@ class Calls:
         self._may_start = True
 
     def _step_payload(self, pieces: list[Piece]) -> bool:
-        """Move pending text to the payload, up to the end mark; return whether the mark was found.
+        """Read pending text of calls, up to the end mark; return whether the mark was found.
 
-        The payload is the text of calls. The parts of calls in it that are now final are added to
-        `pieces`.
+        The text is moved to `_payload`. Parts of calls that are now final are added to `pieces`.
         """
         certain, end, self._pending = split_at_mark(self._pending, [self.close] if self.close else [])
         self._payload += certain + end

@@ -35,7 +35,8 @@ class ToolGrammar:
             schemas: JSON schemas of the functions' parameters, by function name.
             parallel: whether several calls are allowed.
             answer: a JSON schema; JSON of this schema is allowed instead of a call.
-            free: whether other text is allowed around calls; the format must have a start mark.
+            free: whether other text is allowed around calls; if so, the format must have a start
+                mark.
 
         Raises:
             PipelineError: the format does not write arguments in JSON and cannot enforce a schema.
@@ -58,9 +59,9 @@ class ToolGrammar:
     def _call(self, name: str, schema: Any) -> str:
         """Return the Lark expression for a call of the function `name`.
 
-        It starts at the function's name, because the text before the name is the same for all
-        functions. But in Harmony, or if JSON may be the answer (`self.mixed`), it includes text
-        before the name.
+        The expression starts at the function's name, because the text before the name is the same
+        for all functions. But in Harmony, or if the answer may be JSON instead of a call
+        (`self.mixed`), the expression includes the text before the name.
         """
         form = self.form
         if form.style == "harmony":
