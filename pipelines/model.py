@@ -100,8 +100,8 @@ class Model:
         sampling: a `Sampling`; or its fields by name, such as temperature. Greedy by default.
 
     A prefix that prompts share is computed only once. Several threads may use one model: their
-    requests run in one batch, and each generates the same tokens as on its own. A request that
-    cannot run raises PipelineError.
+    requests run in one batch, and each generates the same tokens as without the others. A request
+    that cannot run raises PipelineError.
     """
 
     def __init__(
@@ -158,8 +158,9 @@ class Model:
     def generate(self, prompts: Prompt | Iterable[Prompt], **asking: Unpack[Asking]) -> Result | list[Result]:
         """Generate the text that follows a prompt; return a list of results for several prompts.
 
-        Several prompts run in one batch, and the list has their order. A single prompt that cannot
-        run raises PipelineError. If one of several prompts cannot run, its result has an `error`.
+        Several prompts run in one batch; the results have the order of the prompts. A single prompt
+        that cannot run raises PipelineError. If one of several prompts cannot run, its result has
+        an `error`.
         """
         if not is_prompt(prompts):
             return sorted(self.generate_many(cast(Iterable[Prompt], prompts), **asking), key=lambda result: result.index)

@@ -41,7 +41,7 @@ def requested_format(body: CompletionFields) -> AnswerFormat | None:
     """Return the format that a request sets, or None for free text.
 
     OpenAI, vLLM, llama.cpp and castiron have different fields for the format. Raises ApiError 400
-    if a request sets two of them.
+    if a request sets two of these fields.
     """
     guided = StructuredOutputs(
         json=body.guided_json, regex=body.guided_regex, choice=body.guided_choice, grammar=body.guided_grammar

@@ -181,7 +181,7 @@ def input_of(arguments: str) -> str:
     """Return the text that a call passes to a custom tool.
 
     The model calls a custom tool like a function with one argument, `input`. arguments: the
-    arguments of the call as JSON text. Without an `input` in them, `arguments` itself is returned.
+    arguments of the call as JSON text. If this text has no key `input`, it is returned unchanged.
     An input that is not a string is returned as JSON text.
     """
     found = _input(arguments)

@@ -40,7 +40,7 @@ class GenerationApi(ModelApi):
     """The endpoints of a model that generates text."""
 
     def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer, names: list[str], manifest: Manifest, limits: Limits):
-        """Serve a model; raise PipelineError for an invalid generation_config in its manifest."""
+        """Serve a model; raise PipelineError if `manifest` has an invalid generation_config."""
         super().__init__(engine, tokenizer, names, manifest, limits)
         self.engine: AsyncEngine = engine
         self.sampling = default_sampling(manifest, limits)

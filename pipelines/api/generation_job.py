@@ -1,4 +1,4 @@
-"""`Job`, an API request in progress, which converts engine events to its answer."""
+"""`Job`, an API request in progress: it converts engine events to the answer."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -273,7 +273,7 @@ class MessagesReply(BlocksReply):
     prefix = "msg_"
 
     def __init__(self, model: str, token_bytes: TokenBytes, shows_reasoning: bool):
-        """Build an answer. `shows_reasoning`: whether it has thinking blocks."""
+        """Build an answer. `shows_reasoning`: whether the answer has thinking blocks."""
         super().__init__(model, token_bytes)
         self.shows_reasoning = shows_reasoning
         self.answer = {

@@ -133,7 +133,7 @@ class ChoicesReply(Reply):
         return {**self.head, "object": self.kind, "choices": choices, "usage": usage}
 
     def chunk(self, *choices: dict, usage: dict | None = None) -> dict:
-        """Return one event of a stream. choices: for each choice in the event, its new part."""
+        """Return one event of a stream. choices: the new part of each choice in the event."""
         return {**self.head, "object": self.chunk_kind, "choices": choices, "usage": usage}
 
     def begin(self, index: int, usage: dict) -> list[dict]:
@@ -235,7 +235,7 @@ class ChatReply(ChoicesReply):
     def _calls_to_send(self, index: int, parts: list[CallPart], is_end: bool) -> list[CallPart]:
         """Return `parts` as they are sent in a stream, with a custom tool's input as arguments.
 
-        is_end: whether choice number `index` ends here; then the rest of its inputs is added.
+        is_end: whether choice number `index` ends here; then the rest of the inputs is added.
         """
         found = []
         for part in parts:
@@ -337,7 +337,7 @@ class CompletionReply(ChoicesReply):
     def _top(self, token: TextToken) -> dict[str, float] | None:
         """Return {text: log-probability} of the top tokens and of the token itself.
 
-        If tokens have the same text, the result has the most probable one.
+        Of several tokens with the same text, only the most probable one is returned.
         """
         if token.logprob is None:
             return None

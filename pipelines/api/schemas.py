@@ -1,7 +1,7 @@
 """Request bodies of OpenAI's API, with the fields that castiron, vLLM and llama.cpp add.
 
 Unknown fields and fields that only label the request or the customer are ignored. An unsupported
-field that would change the answer is an error, unless its value changes nothing.
+field is an error if its value would change the answer.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -232,7 +232,7 @@ class CompletionFields(GenerationFields, UnsupportedFields):
 
     @property
     def limit(self) -> int | None:
-        """The max tokens in the request: negative for no limit, None if no field sets them."""
+        """The max tokens that the request sets: negative means no limit, None means not set."""
         return self.n_predict if self.max_tokens is None else self.max_tokens
 
     @property

@@ -89,8 +89,8 @@ class Admission:
     def preempted(self) -> int | None:
         """Return the slot whose request should be preempted, or None.
 
-        A request is preempted only for a waiting request of higher priority (a lower number), and
-        only if that one could use the slot now.
+        A request is preempted only if a waiting request of higher priority (a lower number) could
+        use the slot now.
         """
         if not self.waiting or self.free:
             return None

@@ -62,7 +62,7 @@ class TokenFilter:
         """Create a filter for one text.
 
         Args:
-            min_tokens: number of tokens before which no stop token is allowed.
+            min_tokens: number of tokens that must come before a stop token.
             stop_tokens: the stop tokens.
             allowed: the only allowed tokens, None for all.
             forbidden: sequences of tokens that the text must not contain.

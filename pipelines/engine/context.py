@@ -59,8 +59,8 @@ def move_after(session: Session, before: Snapshot, tokens: Sequence[int]) -> Non
 def common_prefix(cached: np.ndarray, prompt: np.ndarray) -> int:
     """Return the length of the common prefix of two token sequences, i32 [n] each.
 
-    The prefix never includes the last token of `prompt`, which the model must read to compute its
-    logits.
+    The prefix never includes the last token of `prompt`, because the model must read this token to
+    compute the logits of the next one.
     """
     length = max(0, min(len(cached), len(prompt) - 1))
     differs = cached[:length] != prompt[:length]

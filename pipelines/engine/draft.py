@@ -198,7 +198,7 @@ class Draft:
         """Return the draft model's guesses of the tokens after `text`.
 
         The model first reads the part of `text` from index `start` on, except tokens that it has
-        already read. It makes no guesses if one of these tokens is outside its vocabulary.
+        already read. There are no guesses if one of these tokens is outside its vocabulary.
         `chooser`: chooses the guesses; it is a copy of the request's chooser (`Chooser.lookahead`).
         `go_on`: called with the guesses so far; returns whether to make another.
         """

@@ -46,11 +46,10 @@ REWRITTEN = 16
 class PrefixCache:
     """The prefix cache, which reuses the states (KV caches) of the slots for later prompts.
 
-    States stay in a slot after the end of the request that filled them. A prompt that continues the
-    text in a slot reuses its states in place. A prompt that shares only a part of the text gets a
-    copy of that part in another slot. A prefix is read from `store`, on disk, if the store has more
-    tokens of the prefix than every slot. The difference must be at least the tokens of one prefill
-    call.
+    States stay in a slot after the end of the request that computed them. A prompt that continues
+    the text in a slot reuses the slot's states in place. A prompt that shares only a prefix of this
+    text gets a copy of the states in another slot. A prefix is read from `store`, on disk, if the
+    store has at least one prefill call more of its tokens than every slot has.
 
     `self.sessions`: the session of each slot. `self.tokens`: token ids in each slot, i32 [slots,
     context]; ids after the position of the slot's session are meaningless. `self.scores`: the
@@ -74,9 +73,9 @@ class PrefixCache:
     def cached_in(self, prompt: np.ndarray, slot: int, top: int | None = None) -> int:
         """Return how many of the first tokens of `prompt`, i32 [n], can be reused from a slot.
 
-        `top`: `prompt_logprobs` of the request; None if it needs no log-probabilities. If it needs
-        them, a token is reused only if its log-probability and those of the `top` most probable
-        tokens are cached. The number of reused tokens is then a multiple of `score_width`.
+        `top`: `prompt_logprobs` of the request. If `top` is not None, a token is reused only if its
+        log-probability and those of the `top` most probable tokens are cached. The number of reused
+        tokens is then a multiple of `score_width`.
         """
         session, scores = self.sessions[slot], self.scores[slot]
         found = common_prefix(self.tokens[slot, : session.position], prompt)
@@ -113,8 +112,8 @@ class PrefixCache:
     def _on_disk(self, prompt: np.ndarray, top: int | None) -> int:
         """Return how many tokens of `prompt` the store has on disk.
 
-        `top`: `prompt_logprobs` of the request. With it, the result is 0, because the store has no
-        log-probabilities.
+        `top`: `prompt_logprobs` of the request. If `top` is not None, the result is 0, because the
+        store has no log-probabilities.
         """
         return self.store.lookup(self.sessions[0], prompt) if self.store and top is None else 0
 

@@ -41,10 +41,10 @@ class PrefixStore:
         known = store.take(session, prompt)
         session.prefill(prompt[known:], progress=lambda *_: store.offer(session, prompt))
 
-    Here a state is the KV cache and any recurrent states of a sequence after its first tokens. A
-    chunk is the tokens of one full call of the widest prefill function. A stored state ends after a
-    complete chunk. So a run that continues from it makes the same calls as a run from the start,
-    and its logits have the same bits.
+    Here a state is the KV cache, and any recurrent states, after a prefix of a text. A chunk is the
+    tokens of one full call of the widest prefill function. A stored state ends after a complete
+    chunk. So a run that continues from a stored state makes the same calls as a run from the start,
+    and computes logits with the same bits.
 
     A state is stored only if it has at least `MIN_CHUNKS` chunks and `min_tokens` tokens, and if no
     other stored state contains more than half of its chunks. The state of a recurrent model cannot
@@ -131,7 +131,7 @@ class PrefixStore:
         return self._writable and any(position > start for position in self._positions(session, prompt))
 
     def save(self, session: Session, tokens: np.ndarray) -> Future:
-        """Start another thread that stores the state of `session` after `tokens`.
+        """Store the state of `session` after `tokens`; this happens in another thread.
 
         The future's result is the size of the file in bytes, or 0 if it was not written.
         """

@@ -71,7 +71,7 @@ class Scheduler:
     `Admission` chooses which prompt is read next. If reading a prompt fails, only the request of
     this prompt ends. If a decode step fails, all requests in this step end. A preempted request
     loses its slot and continues later from a copy of its states. With `draft` or `ngrams`, a
-    request that is the only one uses speculative decoding.
+    request uses speculative decoding while no other request runs.
 
     Args:
         batch: a `castiron.vmfb.batch.Batch` or a `SingleSlot`, which nothing else may use.

@@ -129,7 +129,7 @@ def open_app(
     shutdown ends this thread.
 
     Args:
-        api_keys: a request must have one of these keys; if there are none, it needs no key.
+        api_keys: a request must have one of these keys; without keys, every request is accepted.
         cors: origins whose pages may send requests, "*" for all.
         local: whether the server listens on this machine only.
         quiet: do not log requests on stderr.

@@ -1,7 +1,7 @@
 """Derive the tool format of a chat template from the text that it renders for tool calls.
 
-As in llama.cpp's autoparser, the rendered texts of conversations that differ in one thing are
-compared.
+As llama.cpp's autoparser does, it renders conversations that differ in one detail, and compares the
+texts.
 """
 
 from __future__ import annotations
@@ -117,9 +117,9 @@ class _Probe:
     def _form(self, style: str, before: str, head: str, body: str, after: str, rest: str) -> ToolFormat:
         """Return the tool format that follows from the texts of one call and of two calls.
 
-        The other arguments than `rest` are those that `_split` returned for the text of one call.
-        rest: the part of the text of two calls that follows the first function's name; "" if the
-        template allows only one call.
+        style, before, head, body, after: style and parts of one call, from `_split`. rest: the text
+        of two calls, from the end of the first function's name on; "" if the template allows only
+        one call.
         """
         fields: dict[str, Any] = {}
         if style == "tags":

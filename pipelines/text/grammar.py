@@ -154,7 +154,7 @@ class Grammar:
 class Grammars:
     """A compiler of grammars for one vocabulary.
 
-    A child process compiles each grammar first, so that a crash of llguidance cannot end this one.
+    Each grammar is first compiled in a child process, because llguidance may crash.
     """
 
     def __init__(self, backend, vocabulary: Sequence[bytes], eos: Sequence[int]):

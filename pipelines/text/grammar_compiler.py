@@ -185,7 +185,7 @@ def without_noops(schema: Any) -> Any:
 def json_options(compact: bool) -> dict[str, Any]:
     """Return llguidance's options for JSON.
 
-    They allow only one form of white space, because a model may otherwise repeat it endlessly.
+    They fix the white space, because a model could otherwise generate white space endlessly.
     """
     # Models are trained on ", " and ": ", and answer less accurately in compact JSON.
     item, key = (",", ":") if compact else (", ", ": ")

@@ -53,8 +53,8 @@ class CallReader:
     def argument(self) -> re.Pattern:
         """The pattern of one argument of a call in the style "tags".
 
-        The groups `key` and `value` match these. Each JSON type also has a group: it matches the
-        text between a key and a value of this type.
+        The groups `key` and `value` contain the key and the value. The text between them is in a
+        group whose name is the JSON type of the value.
         """
         form = self.form
         # White space next to a value may belong to the value, so it is matched exactly.

@@ -108,7 +108,7 @@ class Tokenizer:
     def offsets(self, prompt: str | Sequence[int]) -> list[int]:
         """Return for each token of `prompt` the index of its first character in the text.
 
-        If `prompt` is a list of token ids, the text is the one that they decode to.
+        If `prompt` is a list of token ids, the text is what these ids decode to.
         """
         found, end = [], 0
         if not isinstance(prompt, str):
@@ -231,7 +231,7 @@ class Tokenizer:
 def load_tokenizer(
     bundle: Bundle | Path | str, template_args: Mapping[str, object] | None = None, parse_special: bool = False
 ) -> Tokenizer:
-    """Return the tokenizer of a bundle; PipelineError if it has none or an invalid one."""
+    """Return the tokenizer of a bundle; PipelineError if the bundle has no valid tokenizer."""
     bundle = open_bundle(bundle)
     if bundle.tokenizer is None:
         raise PipelineError(f"{bundle.path} has no tokenizer, because its checkpoint had none; give token ids with --tokens")

@@ -73,7 +73,7 @@ class Calls:
     """A streaming reader that separates tool calls from the text of an answer.
 
     It holds back only text that may be part of a call. It also reads calls in JSON without the
-    format's marks, if they name a known function and their arguments fit its schema.
+    format's marks, if the function is known and the arguments match its schema.
     """
 
     def __init__(self, tools: Tools):
@@ -181,7 +181,7 @@ class Calls:
         return True
 
     def _fitted(self, name: str, arguments: dict) -> dict:
-        """Return the arguments of a call; ValueError if they don't match a known function."""
+        """Return the arguments of a call; ValueError if the call matches no known function."""
         found = self.calls.fitted(name, arguments)
         if found is None and not self.triggers and name in self.tools.schemas:
             # In a format without marks the name alone tells calls from other JSON.
@@ -245,7 +245,7 @@ class _Json:
         self.depth, self.quote, self.escaped, self.complete = 0, "", False, False
 
     def take(self, text: str) -> str:
-        """Scan the next `text`; return the part of it up to the end of the JSON value."""
+        """Scan the next `text` of the JSON value; return `text` up to the end of the value."""
         for at, letter in enumerate(text if not self.complete else ""):
             if self.quote:
                 if letter == self.quote and not self.escaped:

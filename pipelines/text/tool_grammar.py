@@ -200,7 +200,7 @@ def quoted(text: str) -> str:
 
 
 def type_of(schema: Any) -> str | None:
-    """Return the JSON type of a schema's values; None if they may have several types."""
+    """Return the JSON type of a schema's values; None if several types are allowed."""
     if not isinstance(schema, dict):
         return None
     if "type" not in schema and are_strings(schema.get("enum")):
