@@ -357,8 +357,9 @@ def load(
         model: a bundle or its path, the path of a GGUF file or HF directory, a name of castiron's
             catalogue, or org/name on the Hugging Face hub.
         threads: CPU threads, by default one per physical core.
-        context: max tokens of a prompt and its answer together, up to the model's limit; by default
-            the bundle's, which is at most 8192 unless it was compiled for more.
+        context: max tokens of a prompt and its answer together, up to the model's limit. The
+            default is stored in the bundle: 8192 or the model's limit, whichever is lower, unless
+            the bundle was compiled for another context.
         progress: called with (name of the stage, fraction done); by default prints a progress bar.
         prefix_cache: folder that stores the states (KV caches) of long prefixes.
         draft: a smaller model with the same vocabulary, which proposes tokens; given like `model`.

@@ -48,8 +48,8 @@ class PrefixCache:
 
     States stay in a slot after the end of the request that computed them. A prompt that continues
     the text in a slot reuses the slot's states in place. A prompt that shares only a prefix of this
-    text gets a copy of the states in another slot. A prefix is read from `store`, on disk, if the
-    store has at least one prefill call more of its tokens than every slot has.
+    text gets a copy of the states in another slot. If `store`, on disk, has a longer prefix of the
+    prompt than every slot, and this saves at least one prefill call, the states are read from disk.
 
     `self.sessions`: the session of each slot. `self.tokens`: token ids in each slot, i32 [slots,
     context]; ids after the position of the slot's session are meaningless. `self.scores`: the

@@ -1,7 +1,7 @@
 """Derive the tool format of a chat template from the text that it renders for tool calls.
 
-As llama.cpp's autoparser does, it renders conversations that differ in one detail, and compares the
-texts.
+As in llama.cpp's autoparser, the template renders conversations that differ in one detail, and the
+rendered texts are compared.
 """
 
 from __future__ import annotations
