@@ -148,8 +148,8 @@ class PrefixCache:
     def _storable(self, source: Session, prompt: np.ndarray, cached: int) -> int:
         """Return how many of the `cached` tokens in `source` to reuse.
 
-        The store takes only states after full chunks. If the store could then store a state of
-        `prompt`, the tokens after the last full chunk are read again instead of reused.
+        If the store lacks a state of `prompt`, only full chunks are reused, because the store
+        accepts only states that were computed in full chunks.
         """
         start = min(source.chunked_tokens, cached // self.store.width * self.store.width)
         is_near = cached - start < self.store.width and source.reachable(start) == start

@@ -146,7 +146,7 @@ class ToolGrammar:
         return self._gemma_value(name, {"type": "object", **schema})
 
     def _gemma_value(self, name: str, schema: Any) -> str:
-        """Return the Lark expression for a value in Gemma's JSON, whose strings have other quotes."""
+        """Return the Lark expression for a value in Gemma's JSON, whose quotes are different."""
         quote = self.mark(self.form.quote)
         match type_of(schema):
             case "object":
