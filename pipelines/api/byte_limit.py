@@ -82,8 +82,8 @@ def reserve_answer(
         grammar: grammar of the answer, None without one.
 
     Raises:
-        ApiError: 400 if this request alone exceeds the limit of a client, and 429 if all
-            requests in flight exceed a limit together.
+        ApiError: 400 if this request exceeds the limit of a client even without other requests;
+            429 if the sum over the requests in flight exceeds a limit.
     """
     count = sum(n * (TOKEN_BYTES + TOP_BYTES * each) for n, each in ((tokens, top), (prompt, prompt_top)) if each is not None)
     count += grammar.nbytes if grammar else 0

@@ -20,7 +20,7 @@ OLD_CALL = "function1"
 
 
 class TextPart(Body):
-    """A text; other fields, such as those for caching and citations, have no effect."""
+    """A part with text; fields for other purposes, such as citations, have no effect."""
 
     model_config = ConfigDict(extra="ignore", json_schema_extra={})
     type: Literal["text", "input_text", "output_text"]

@@ -140,7 +140,7 @@ async def count_response_tokens(api: ModelApi, body: PromptOfResponse, store: Re
 
 
 async def _chat(body: PromptOfResponse, store: ResponseStore, owner: bytes) -> tuple[ChatRequest, list[Message]]:
-    """Return the chat request for `body`, and the conversation: its messages, no instructions."""
+    """Return the chat request for `body`, and the conversation's messages without instructions."""
     before: Sequence[Message] = ()
     if (name := body.previous_response_id) is not None:
         if (found := store.get(owner, name)) is None:

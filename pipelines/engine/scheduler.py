@@ -65,7 +65,7 @@ class Scheduler:
 
     Only one thread at a time may call `turn`. A turn reads one chunk of one prompt and decodes one
     token of each other request. So a long prompt delays the others by only one chunk at a time.
-    Copying a prefix from another slot, or reading it from disk, takes the place of a chunk. If a
+    A turn that copies a prefix from another slot, or reads it from disk, reads no chunk. If a
     constraint forces several tokens, they are read in one call, like a chunk.
 
     `Admission` chooses which prompt is read next. If reading a prompt fails, only the request of

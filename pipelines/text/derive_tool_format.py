@@ -142,10 +142,9 @@ class _Probe:
     def _tags(self, head: str, body: str, after: str) -> tuple[str, str, dict[str, Any]]:
         """Return (head, after, fields of `ToolFormat`) of a call in style "tags".
 
-        The arguments are those that `_split` returned: the text between the function's name and
-        the first key, the text from the first key to the last value, and the text after that.
-        The returned `head` has no tag before a key, and `after` has no tag after a value. These
-        tags are in the fields.
+        head: text between the function's name and the first key. body: text from the first key to
+        the last value. after: text after the last value. In the result, the tag before a key is
+        removed from `head`, and the tag after a value from `after`: the fields have these tags.
         """
         first, _, rest = (head + body + after).partition("k_one")
         key_end, _, rest = rest.partition("v_one")

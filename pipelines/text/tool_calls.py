@@ -335,7 +335,7 @@ class Harmony:
 
 
 def joined(parts: Sequence[CallPart]) -> list[tuple[str, str]]:
-    """Return the calls that consist of `parts`, as (name, arguments in JSON)."""
+    """Join the `parts` of each call; return the calls as (name, arguments in JSON)."""
     found: dict[int, list[str]] = {}
     for part in parts:
         entry = found.setdefault(part.index, ["", ""])
