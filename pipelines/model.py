@@ -170,7 +170,7 @@ class Model:
         return result
 
     def generate_many(self, prompts: Iterable[Prompt], **asking: Unpack[Asking]) -> Iterator[Result]:
-        """Yield the result of each prompt when it ends; a prompt is taken when a slot is free."""
+        """Yield each prompt's result when it is complete; take a prompt when a slot is free."""
         return generate_many(self._open_engine(), prompts, self._requests(asking))
 
     def chat(self, messages: str | Sequence[Message], **asking: Unpack[Asking]) -> Result:

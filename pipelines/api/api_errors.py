@@ -32,8 +32,8 @@ def _shortened(text: str, limit: int) -> str:
 class ApiError(Exception):
     """An error that the server returns as the response to a request.
 
-    status: HTTP status in OpenAI's API. param: path of the invalid field in the request body, such
-    as `messages.0.role`. code: machine-readable error code.
+    status: HTTP status in OpenAI's API; `response` converts it for other APIs. param: path of the
+    invalid field in the request body, such as `messages.0.role`. code: machine-readable error code.
     """
 
     status: int

@@ -223,7 +223,7 @@ def check_fields_are_read(render: Render, messages: Sequence[Mapping[str, Any]],
 
     A role is ignored if changing the content of its messages does not change the rendered text. A
     field is ignored if removing it does not change the rendered text. Without `strict`, only the
-    content of messages and tool calls are checked. Each field of each role is checked once, in the
+    fields content and tool_calls are checked. Each field of each role is checked once, in the
     first message that has it.
     """
     # Pairs that are not checked. A template may ignore a tool result's name: the call has the function's name too.

@@ -104,8 +104,8 @@ class ChoicesReply(Reply):
     def prompt_fields(self, index: int) -> dict[str, Any]:
         """Return vLLM's field prompt_logprobs of choice number `index`, if it is requested.
 
-        The field is a list with log-probabilities by token id for each token of the prompt, and
-        None for the first token.
+        The field is a list with one entry for each token of the prompt: None for the first token,
+        and log-probabilities by token id for each of the others.
         """
         if self.prompt_top is None:
             return {}

@@ -40,7 +40,10 @@ class Constraint(Protocol):
         ...
 
     def masked(self, logits: np.ndarray) -> np.ndarray:
-        """Return `logits` with minus infinity for forbidden tokens; ConstraintError if all are."""
+        """Return `logits` with minus infinity for forbidden tokens.
+
+        Raises ConstraintError if all tokens are forbidden.
+        """
         ...
 
     def accept(self, token: int) -> None:

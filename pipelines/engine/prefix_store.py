@@ -155,7 +155,7 @@ class PrefixStore:
         return {position for position in wanted if position >= self.min_tokens and position > found}
 
     def _longest(self, session: Session, prompt: np.ndarray) -> tuple[int, StateFile | None]:
-        """Return (length of the longest stored prefix of `prompt`, its state or None)."""
+        """Return (length of the longest stored prefix of `prompt`, its state), or (0, None)."""
         found: tuple[int, StateFile | None] = 0, None
         for state in self._states():
             position = self._common(state, prompt)

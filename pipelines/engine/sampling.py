@@ -235,7 +235,7 @@ def _draw(weight: np.ndarray, number: float) -> tuple[int, bool]:
 
 
 def lead(logits: np.ndarray) -> float:
-    """Return the difference of the two largest `logits` [n], divided by the largest magnitude."""
+    """Return the difference of the two largest `logits` [n], divided by max(|logits|)."""
     best = int(logits.argmax())
     largest, smallest = logits[best], logits.min()
     if np.isinf(smallest):

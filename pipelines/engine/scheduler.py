@@ -105,7 +105,7 @@ class Scheduler:
         return not (self.waiting or self.prefilling or self.decoding)
 
     def submit(self, request: Request) -> None:
-        """Queue a request; `stop_tokens` of None are replaced by the model's end tokens."""
+        """Queue a request; if its `stop_tokens` is None, set it to the model's end tokens."""
         if request.stop_tokens is None:
             request.stop_tokens = frozenset(self.manifest.tokens.eos)
         self.requests.add(request)

@@ -169,7 +169,7 @@ class _Probe:
         return prompt.rstrip().endswith(form.triggers or ("\0",))
 
     def gives_back(self, form: ToolFormat) -> bool:
-        """Return whether parsing rendered calls by `form` gives the same calls again."""
+        """Return whether parsing the rendered test calls by `form` gives the test calls again."""
         schema = {"properties": {"k_one": {"type": "string"}, "k_two": {"type": "integer"}}}
         tools = Tools(form, dict.fromkeys(NAMES, schema))
         for arguments in ([ARGUMENTS], *([each] for each in DIFFICULT), [ARGUMENTS, DIFFICULT[0]]):
@@ -220,10 +220,11 @@ def _with_ids(text: str) -> str:
 
 
 def _without_turn(text: str, ends: Sequence[str], tail: str, marks: Marks) -> str:
-    """Return `text`, an assistant's turn with calls, without reasoning and without its end.
+    """Return the text of the calls in `text`, an assistant's turn.
 
-    ends: texts that end a turn. tail: the text after an answer without calls; it is removed if no
-    text of `ends` is found. marks: start and end marks of reasoning.
+    The reasoning before the calls and the text that ends the turn are removed. ends: texts that end
+    a turn. tail: the text after an answer without calls; it is removed if no text of `ends` is
+    found. marks: start and end marks of reasoning.
     """
     start = text.index(NAMES[0])
     for _, end in marks:

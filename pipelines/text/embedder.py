@@ -58,7 +58,10 @@ class Embedder:
         return "" if name is None else self.facts.prompts[name]
 
     def tokens(self, text: Given, prompt: str = "") -> Tokens:
-        """Return the tokens of `prompt` + `text`, or the given ids; PipelineError for too many."""
+        """Return the tokens of `prompt` + `text`; PipelineError for none or too many.
+
+        If `text` is a list of token ids, it is used as it is, without the prompt.
+        """
         if isinstance(text, str):
             # Remove white space at the ends, as sentence-transformers does.
             text = (prompt + text).strip()
@@ -133,7 +136,7 @@ class Embedder:
     ) -> np.ndarray:  # fmt: skip
         """Return the vectors of texts, f32 [texts, dimensions]; print how many were truncated.
 
-        prompt: text before each text, instead of the model's prompt `prompt_name`.
+        prompt: a text to put before each text, instead of the model's prompt `prompt_name`.
         """
         self.check_vectors()
         before = self.prompt(prompt_name) if prompt is None else prompt

@@ -190,7 +190,7 @@ class Scored:
 
 
 def generate_many(engine: Engine, prompts: Iterable[Prompt], make_request: Callable[[Prompt], Request]) -> Generator[Result]:
-    """Yield the result of each prompt when it ends; an invalid prompt has a result with an error.
+    """Yield each prompt's result when it is complete; an invalid prompt's result has an error.
 
     The next prompt is taken from the iterable when a slot is free. The model runs only while the
     caller waits for a result. Closing the iterator cancels unfinished prompts.

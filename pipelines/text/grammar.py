@@ -86,7 +86,7 @@ class GrammarConstraint:
         return np.where(self.mask(len(logits)), logits, np.float32(-np.inf))
 
     def accept(self, token: int) -> None:
-        """Append `token`; raise ConstraintError if it is not allowed, or takes too much work."""
+        """Append `token`; raise ConstraintError if it is not allowed, or too costly to check."""
         if self._ends:
             self._accept_reasoning(token)
         elif token in self._starts:

@@ -50,7 +50,7 @@ class Tools:
     single: bool = False
 
     def grammar(self, schemas: Mapping[str, Any], *, answer: Any = None, free: bool = False) -> dict[str, Any]:
-        """Return a grammar's definition for tool calls, which `Grammars.compile` takes as `tools`.
+        """Return the definition of a grammar for tool calls, for `Grammars.compile(tools=...)`.
 
         schemas: JSON schemas of the functions' parameters, by function name. answer: a JSON schema,
         or None; JSON of this schema is allowed instead of a call. free: whether other text is

@@ -39,7 +39,8 @@ class ToolGrammar:
                 mark.
 
         Raises:
-            PipelineError: the format does not write arguments in JSON and cannot enforce a schema.
+            PipelineError: a schema cannot be enforced, because the format does not write arguments
+                as JSON.
         """
         form, self.mixed = self.form, answer is not None and not self.form.triggers
         self.rules.append(f"call: {' | '.join(self._call(name, schema) for name, schema in schemas.items())}")
