@@ -235,7 +235,7 @@ def _draw(weight: np.ndarray, number: float) -> tuple[int, bool]:
 
 
 def lead(logits: np.ndarray) -> float:
-    """Return the difference of the two largest `logits` [n], divided by max(|logits|)."""
+    """Return the difference of the two largest `logits` [n], divided by the largest |logit|."""
     best = int(logits.argmax())
     largest, smallest = logits[best], logits.min()
     if np.isinf(smallest):

@@ -154,8 +154,8 @@ def ranked(scores: np.ndarray) -> list[tuple[int, float]]:
 def cut_to(vector: np.ndarray, dimensions: int | None, normalised: bool) -> np.ndarray:
     """Return the first `dimensions` numbers of a Matryoshka vector (arXiv:2205.13147).
 
-    With None, the vector is returned unchanged. If `normalised`, a shortened vector is scaled to
-    length 1.
+    If `dimensions` is None, the vector is returned unchanged. If `normalised`, a shortened vector
+    is scaled to length 1.
     """
     if dimensions is None or dimensions == vector.size:
         return vector
