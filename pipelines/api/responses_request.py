@@ -100,7 +100,7 @@ class FunctionTool(Function):
 
 
 class CustomTool(Freeform):
-    """A tool with a text as input."""
+    """A tool whose input is a text."""
 
     type: Literal["custom"]
     defer_loading: Literal[False] | None = None

@@ -114,7 +114,11 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 async def answer_request(request: Request, work: Awaitable[Any], stream: bool | None) -> Response:
-    """Return the response to a request: the JSON that `work` returns, or a stream of its job."""
+    """Return the response to a request, which `work` computes.
+
+    `work` returns the answer as a dict, or the job that computes the answer. With `stream`, the
+    response is a stream of the job's events.
+    """
     exchange = exchange_of(request.scope)
 
     async def finish(work: Awaitable[Any]) -> Any:

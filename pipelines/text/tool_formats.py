@@ -51,7 +51,7 @@ class ToolFormat:
 
     @staticmethod
     def of(manifest: Manifest) -> ToolFormat | None:
-        """Return the tool format of a bundle; PipelineError if its manifest has an invalid one."""
+        """Return the tool format of a bundle; PipelineError for an invalid format."""
         try:
             form = from_json(ToolFormat | None, manifest.tool_format, "tool_format")
             if form and form.style not in STYLES:
@@ -70,7 +70,7 @@ class ToolFormat:
 
     @property
     def close(self) -> str:
-        """The mark that ends calls; "" if they end at the end of the text."""
+        """The mark that ends calls; "" if calls end at the end of the text."""
         return "".join((self.section_end if self.section_begin else self.end).lstrip(" \n]})").split()[-1:])
 
     @property
@@ -84,7 +84,7 @@ class ToolFormat:
         )  # fmt: skip
 
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Return the text of calls (name, text of the arguments) in this format."""
+        """Return the text of `calls`, each (name, text of the arguments), in this format."""
         written = [f"{self.begin}{name}{self.head}{arguments}{self.end}" for name, arguments in calls]
         return self.section_begin + self.separator.join(written) + self.section_end
 
