@@ -73,7 +73,7 @@ class Weight:
 
 
 def source(weights: Sequence[Weight], pack: Callable[..., np.ndarray]) -> Source:
-    """Return the `Source` of a parameter that is packed from `weights`.
+    """Return the record of how a parameter is computed from the checkpoint's `weights`.
 
     pack: gets the bytes of each weight, u8 [*shape[:-1], row_bytes]; returns the stored array.
     """

@@ -150,7 +150,8 @@ class JsonLines:
 def _record(index: int, number: int, line: bytes, was_openai: bool) -> Record:
     """Return the record in a line of JSON lines. If the line is invalid, the record has an `error`.
 
-    number: number of the line, for the error. was_openai: `is_openai` of a record with an error.
+    number: number of the line, for the error. was_openai: the record's `is_openai` if
+    the line is invalid.
     """
     source = line.strip()
     invalid = lambda why: Record(index, {}, {}, source, was_openai, f"line {number} {why}")

@@ -238,7 +238,7 @@ def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Iter
 
     order: for each column of the result, its index in `tensor`; the columns of a head stay
     adjacent. If a codec block has columns of two heads, yields `tensor` unchanged, and then a
-    second tensor that has the order of the columns.
+    tensor with the order as numbers.
     """
     block = CODECS[tensor.codec].block
     if head_dim % block:

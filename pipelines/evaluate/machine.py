@@ -281,7 +281,10 @@ def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: M
 
 
 def of_limit(row: Mapping[str, Any]) -> str:
-    """Return as text what fraction of its limit a kernel reaches: "75%", "in cache" or "?"."""
+    """Return what fraction of its limit a kernel reaches, such as "75%".
+
+    The text is "in cache" if its data fit in the CPU's caches, and "?" if the limit is unknown.
+    """
     if row["bound"] == "cache":
         return "in cache"
     return "?" if row["limit_share"] is None else f"{row['limit_share']:.0%}"

@@ -199,7 +199,10 @@ def compare(model: Rows, base: Rows, chunks: Sequence[Chunk], progress: Progress
 
 
 def own_accuracy(bundle: Bundle, progress: Progress = lambda done, total: None) -> Accuracy | None:
-    """Compare a bundle's verify functions with its decode steps; None if the text is too short."""
+    """Measure how far the logits of functions for several tokens are from those of decode steps.
+
+    Returns None if the bundle's text is too short.
+    """
     context = min(SHORT_CONTEXT, bundle.manifest.context)
     try:
         chunks = chunks_of(tokens_of(bundle), context, SHORT_CHUNKS, bundle.manifest.tokens.bos)

@@ -114,10 +114,10 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 async def answer_request(request: Request, work: Awaitable[Any], stream: bool | None) -> Response:
-    """Return the response to a request, which `work` computes.
+    """Await `work`, and return its result as the response to a request.
 
-    `work` returns the answer as a dict, or the job that computes the answer. With `stream`, the
-    response is a stream of the job's events.
+    The result of `work` is the body of the response as a dict, or a `Job` that computes the body.
+    With `stream`, the response is a stream of the job's events.
     """
     exchange = exchange_of(request.scope)
 

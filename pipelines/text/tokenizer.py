@@ -262,7 +262,7 @@ class Detokeniser:
         self.start = self.done = 0
 
     def add(self, token: int) -> str:
-        """Return the text that is final with this token; empty while a character is incomplete."""
+        """Append a token; return the new text, which is empty while a character is incomplete."""
         self.tokens.append(token)
         returned, text = self._decode(self.done), self._decode(None)
         if len(text) <= len(returned) or text.endswith(REPLACEMENT):

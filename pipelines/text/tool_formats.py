@@ -98,10 +98,10 @@ class ToolFormat:
 
 
 def _trigger(text: str) -> str:
-    """Return the marks at the start of a text of the tool format.
+    """Return the beginning of `text` by which the start of a call is recognised.
 
-    If the text does not start with a mark, return the part before the first JSON object or
-    placeholder `ID` (for an identifier).
+    These are the marks, such as "<tool_call>", at the start of `text`. If it does not start with a
+    mark, return the part before the first JSON object or placeholder `ID` (for an identifier).
     """
     marks = _MARKS.match(text)
     return marks[0] if marks else re.split(rf"{ID}|(?<!\w)\[?\{{|\{{", text)[0].rstrip()

@@ -65,7 +65,7 @@ class Dot:
     def arranged(self, quads: Sequence[Ssa]) -> list[Ssa]:
         """Return `self.quads` vectors of codes, reordered for the method `code`.
 
-        quads: vectors i32 with four codes of an output in each lane. A panel can store the result.
+        quads: vectors i32 with four codes of an output in each lane.
         """
         return list(quads)
 

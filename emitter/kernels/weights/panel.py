@@ -195,7 +195,7 @@ class Bf16Panel(BasePanel):
 
     `words`: i32 [count, depth / 32, row blocks, 16, 16]. Dimension 3 has pairs of elements of
     in_features, dimension 4 has columns. An i32 has both bf16 of a pair. `count` is the number of
-    bf16 for each weight, here 1.
+    bf16 whose sum is one element of the weight, here 1.
     """
 
     count = 1
