@@ -30,7 +30,7 @@ _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from castir
 class LimitExceeded(Exception):
     """Raised if a function in a child process exceeds a limit, crashes, or raises an exception.
 
-    If the function raises PipelineError, this error is raised instead.
+    A PipelineError of the function is passed on as a PipelineError.
     """
 
 

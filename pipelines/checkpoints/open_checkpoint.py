@@ -20,7 +20,7 @@ from castiron.vmfb.archive import Part
 def open_checkpoint(
     model: str | Path, progress: Callable[[str, float], None] | None = None, ignore_keys: Sequence[str] = ()
 ) -> Checkpoint:
-    """Return the checkpoint at a path, or of a model's name, which is downloaded if necessary."""
+    """Open the checkpoint at a path or with a model's name; download it if necessary."""
     path = find_checkpoint(model, progress)
     return open_hf_directory(path, ignore_keys) if path.is_dir() else open_gguf(path, ignore_keys)
 

@@ -264,7 +264,7 @@ def peak_of(kernel: str) -> str:
     """Return the key of PEAKS for the arithmetic of a kernel, from the kernel's name.
 
     Exact matmuls on matrix units split x into three or more bf16 parts, so they can reach at most a
-    third of this peak.
+    third of the bf16 peak.
     """
     return next((peak for part, peak in _PEAK_OF.items() if part in kernel), "peak_gflop_s")
 

@@ -147,7 +147,10 @@ class Tokenizer:
         return self._encode_rendered(text, mark)
 
     def _render_broken(self, messages: Sequence[Mapping], variables: Mapping) -> tuple[str, str]:
-        """Return (rendered text with breaks, break character); see `SpecialTokens.broken`."""
+        """Return (rendered chat template, mark that breaks special tokens in messages).
+
+        The mark is "" if there is nothing to break; see `SpecialTokens.broken`.
+        """
         given, mark = {"messages": list(messages), **self.template_args, **variables}, ""
         if self.chat_template is not None and not self.parse_special:
             given, mark = self.special_tokens.broken(given)
