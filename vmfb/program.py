@@ -102,7 +102,10 @@ class Loaded:
         return device(threads)
 
     def _parameters(self, instance: rt.VmInstance, weights: Any) -> Callable[[], rt.VmModule]:
-        """Return a function that returns an IREE module with the weights, for one VmContext."""
+        """Return a function that creates an IREE module with the weights.
+
+        Each VmContext needs a new one.
+        """
         parameters = rt.ParameterIndex()
         parameters.load_from_file_handle(rt.FileHandle.wrap_memory(weights), "irpa")
         return lambda: rt.create_io_parameters_module(instance, parameters.create_provider(scope=SCOPE))
@@ -130,7 +133,7 @@ class Loaded:
 class Program(Loaded):
     """A bundle loaded on a device.
 
-    Methods that call functions of the bundle must have the decorator `exclusive`.
+    Methods that call the bundle's functions must have the decorator `exclusive`.
     """
 
     def __init__(self, source: Bundle | Path | str, threads: int | None = None):
@@ -205,9 +208,9 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def exclusive(method: Method) -> Method:
-    """Return a method that calls `method` while no other thread uses `self.program`.
+    """Return a method that runs `method` while no other thread can use `self.program`.
 
-    While another thread uses `self.program`, the returned method raises SessionError.
+    If another thread is using `self.program`, the returned method raises SessionError.
     """
 
     @wraps(method)

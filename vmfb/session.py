@@ -107,8 +107,8 @@ class Session:
     def _append(self, prepared: tuple[Call, Buffer], ids: np.ndarray) -> Call:
         """Append `ids` with one call and return the call.
 
-        prepared: the call and the buffer for its token ids, which must have space for `ids`. The
-        rest of this buffer is padding.
+        prepared: the call, and the buffer for its token ids. The buffer must have space for `ids`;
+        the rest of the buffer is padding.
         """
         call, tokens = prepared
         tokens.array[: ids.size], tokens.array[ids.size :] = ids, 0
@@ -279,11 +279,11 @@ class Session:
         self.chunked_tokens = self._chunked_before(position, other.chunked_tokens)
 
     def rows(self, position: int) -> list[np.ndarray]:
-        """Return, for each state, a view of its rows for the first `position` tokens."""
+        """Return, for each state, a view of its data for the first `position` tokens."""
         return [state.rows(position) for state in self._states]
 
     def begins(self, tokens: int, position: int) -> bool:
-        """Return whether `rows(tokens)` has all rows that another session needs at `position`.
+        """Return whether `rows(tokens)` has all the data that another session needs at `position`.
 
         tokens: this session's position when `rows` is called, at least `position`.
         """

@@ -98,7 +98,7 @@ class Body(BaseModel):
     @classmethod
     @cache
     def _names(cls) -> frozenset[str]:
-        """Return the names of the fields in JSON."""
+        """Return the names that the fields have in JSON."""
         return frozenset(field.alias or name for name, field in cls.model_fields.items())
 
 
