@@ -26,6 +26,9 @@ SHAPED = [
     Case(Matmul("q6_k", 13, 64, 512, numerics="int8"), GemmInt8Tiles(3, 2, 2, depth=96, tokens=6)),
     Case(Matmul("q4_k", 7, 64, 512, glu="silu", numerics="int8"), SmallBatchInt8Tiles(3, workgroups=3)),
     Case(Matmul("q5_1", 5, 64, 64, numerics="int8"), SmallBatchInt8Tiles(2, workgroups=1)),
+    # one token, as in decode_step
+    Case(Matmul("q4_0", 1, 50, 96, bias=True, residual=True, numerics="int8")),
+    Case(Matmul("q4_1", 1, 50, 96, glu="silu", numerics="int8")),
 ]
 # A codec for each kind of sums.
 KINDS = ("q4_1", "q8_0", "q6_k")

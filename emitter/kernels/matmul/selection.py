@@ -43,8 +43,8 @@ def _choice(matmul: Matmul) -> tuple[str, type[Tiles], type[Any]]:
 def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool) -> str:
     """Return the fastest of `matmul_spec.NUMERICS` for a matmul.
 
-    is_fast: whether x may be rounded to int8 or bf16. Rounding is not faster for one token or for
-    few (token, expert) pairs, because memory bandwidth limits these matmuls.
+    is_fast: whether x may be rounded to int8 or bf16. Rounding is not faster for few (token,
+    expert) pairs, nor for one token with most codecs, because memory bandwidth limits these matmuls.
 
     For an `isa` in canonical form (see `Isa`), the result is "canonical" or "exact". It is "exact"
     for few tokens and for float weights: their exact kernels add in canonical order.
@@ -59,9 +59,9 @@ def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool) -> str:
         is_grouped = matmul.tokens >= experts.MIN_INT8_PAIRS * matmul.experts
         return "int8" if is_fast and is_grouped and has_int8 else "exact"
     if matmul.tokens == 1:
-        # Decoding a code to f32 takes three instructions, and VNNI multiplies four codes in one.
-        is_faster = isa.dot == "vnni" and has_int8 and codec.code_bits == 4 and not codec.table and layout(codec).groups == 1
-        return "int8" if is_fast and is_faster else "exact"
+        # VNNI multiplies four codes in one instruction. K-quants, which have more scales, and wider codes are not faster.
+        is_faster = isa.dot == "vnni" and codec.code_bits == 4 and codec.group == codec.block
+        return "int8" if is_fast and has_int8 and is_faster else "exact"
     if isa.matrix and matmul.tokens >= gemm_matrix.MIN_TOKENS and (is_fast or codec.has_bf16_codes):
         return "bf16_matrix" if is_fast else "bf16_split"
     # AVX2 must widen 8-bit codes and table entries to s16, so that int8 measured 0.8 to 0.95 times the speed of f32.
