@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from math import prod
 
 # exact: activations stay f32. canonical: also f32, and every sum has one fixed order, so that the bits do not depend on the
-# machine or on the number of tokens in a call. fast: activations are rounded in calls of several tokens, and in calls of one
-# token where that is faster.
-NUMERICS = ("exact", "canonical", "fast")
+# machine or on the number of tokens in a call. fast: activations are rounded in calls of several tokens. draft: in calls of
+# one token too, where that is faster; for draft models.
+NUMERICS = ("exact", "canonical", "fast", "draft")
 # Element type of a state's buffer by storage; emitter/kv_cache.py has the row formats.
 STORAGE: dict[str, str] = {"f32": "f32", "f16": "f16", "q8_0": "i8"}
 ELEMENT_BYTES = {"f32": 4, "f16": 2, "i8": 1, "i32": 4}

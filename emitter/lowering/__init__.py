@@ -45,8 +45,8 @@ def lower(
     tiles(matmul): returns the tile sizes of a matmul kernel, or None for the default.
     numerics: "exact" keeps activations in f32; isa, threads and tiles change results by rounding
         only. "canonical" also fixes the order of additions, so that results have the same bits for
-        every isa, threads, tiles and number of tokens in a call. "fast" rounds activations to int8
-        or bf16 where that is faster.
+        every isa, threads, tiles and number of tokens in a call. "fast" rounds activations of several
+        tokens to int8 or bf16 where that is faster, and "draft" those of one token too.
 
     Raises EmitError for unknown values.
     """
@@ -61,7 +61,8 @@ def lower(
         raise EmitError(f"lowering {lowering!r} does not support numerics {numerics!r}; use --lowering kernels")
     check(module, LAYERS)
     unit = ISAS[isa].in_canonical_form if numerics == "canonical" else ISAS[isa]
-    project = Projector(lambda matmul: kernel_of(matmul, unit, threads, tiles(matmul)), unit, numerics == "fast")
+    is_fast = numerics in ("fast", "draft")
+    project = Projector(lambda matmul: kernel_of(matmul, unit, threads, tiles(matmul)), unit, is_fast, numerics == "draft")
     lowered = Module(module.name)
     for function in module.functions.values():
         if lowering == "portable":

@@ -90,19 +90,20 @@ class Projector:
     """An emitter of calls of matmul kernels for CPUs.
 
     kernel_of: returns the kernel of a matmul. fast: whether x may be rounded to int8 or bf16, where
-    a kernel supports that. rounded: results of kernels that convert x for a matmul, by (x, name of
+    a kernel supports that. draft: whether x of one token may be rounded too. rounded: results of kernels that convert x for a matmul, by (x, name of
     the kernel); several matmuls of x share a result.
     """
 
     kernel_of: Callable[[Matmul], Kernel]
     isa: Isa
     fast: bool = False
+    draft: bool = False
     rounded: dict[tuple[Value, str], Mapping[str, Value]] = field(default_factory=dict)
 
     def __call__(self, p: Projection) -> Value:
         """Return the result of a projection."""
         operands = p.operands(packed_param(p.weights, p.glu is not None, p.experts or 1))
-        matmul = replace(p.matmul, numerics=numerics_of(p.matmul, self.isa, self.fast))
+        matmul = replace(p.matmul, numerics=numerics_of(p.matmul, self.isa, self.fast, self.draft))
         if p.norm and matmul.numerics == "int8":
             # `round_x` reads the norm's result.
             weight, eps = p.norm

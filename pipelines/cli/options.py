@@ -111,7 +111,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "--max-context": {"type": int, "metavar": "N", "help": "largest context of run -c (default: the model's limit)"},
     "--cache": {"choices": CACHES, "default": "f32", "help": "type of the KV cache (default: f32; others may change tokens)"},
     "--numerics": {"choices": NUMERICS, "default": "exact", "metavar": "TYPE",
-                   "help": "exact (default): HF's tokens; canonical: same bits everywhere; fast: rounded"},
+                   "help": "exact (default): HF's tokens; canonical: same bits everywhere; fast, draft: rounded"},
     "--batch": {"type": sizes, "default": (4, 8), "metavar": "B[,B]",
                 "help": "batch sizes for serve and batch, or none (default: 4,8)"},
     "--speculate": {"type": sizes, "default": (2, 4, 8), "metavar": "T[,T]",

@@ -78,7 +78,7 @@ class Options:
     def for_draft(cls, target: str = "host") -> Options:
         """Return options for a fast draft model. The main model corrects its errors."""
         # Kernels for GPUs do not round activations.
-        numerics = "exact" if is_gpu(target) else "fast"
+        numerics = "exact" if is_gpu(target) else "draft"
         return cls(
             weights="q4_0", requantise=True, numerics=numerics, prefill=(8, 32), batch=(), speculate=(), target=target
         )  # fmt: skip

@@ -175,10 +175,10 @@ def test_fast_numerics_quantise_x_a_single_time_for_all_matmuls():
     ("q4_0", "avxvnni", "int8"), ("q4_1", "amx", "int8"), ("q4_0", "avx2", "exact"), ("q5_0", "avxvnni", "exact"),
     ("q8_0", "avxvnni", "exact"), ("f16", "avxvnni", "exact"),
 ])  # fmt: skip
-def test_fast_numerics_quantise_x_of_one_token_where_that_is_faster(codec, isa, numerics):
+def test_draft_numerics_quantise_x_of_one_token_where_that_is_faster(codec, isa, numerics):
     """VNNI multiplies 4-bit codes faster than f32. The logits of a decode step stay near the exact ones."""
     model, found = build(CONFIG, lambda name: codec, CONTEXT, []), {}
-    for name in ("exact", "fast"):
+    for name in ("exact", "draft"):
         module = lower(model, isa=isa, numerics=name)
         empty = np.zeros(model.functions["decode_step"].states[0].shape, np.float32)
         given = [np.int32(3), np.int32(0), empty, empty]
@@ -187,7 +187,7 @@ def test_fast_numerics_quantise_x_of_one_token_where_that_is_faster(codec, isa, 
     # x of qkv, of the output projection, of gate and up, and of down; and of the head
     rounded = sum(name.startswith("round_x") for name in ops_of(module, "decode_step"))
     assert rounded == (4 * 2 + 1 if numerics == "int8" else 0)
-    distance = np.sqrt(np.mean((found["fast"] - found["exact"]) ** 2)) / np.std(found["exact"])
+    distance = np.sqrt(np.mean((found["draft"] - found["exact"]) ** 2)) / np.std(found["exact"])
     assert 5e-4 < distance < 10 * 0.005 if numerics == "int8" else distance == 0
 
 

@@ -40,11 +40,12 @@ def _choice(matmul: Matmul) -> tuple[str, type[Tiles], type[Any]]:
     return next(choice[1:] for choice in _CHOICES if choice[0](matmul))
 
 
-def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool) -> str:
+def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool, is_draft: bool = False) -> str:
     """Return the fastest of `matmul_spec.NUMERICS` for a matmul.
 
-    is_fast: whether x may be rounded to int8 or bf16. Rounding is not faster for few (token,
-    expert) pairs, nor for one token with most codecs, because memory bandwidth limits these matmuls.
+    is_fast: whether x of several tokens may be rounded to int8 or bf16. Rounding is not faster for
+    few (token, expert) pairs, because memory bandwidth limits these matmuls. is_draft: whether x of
+    one token may be rounded too.
 
     For an `isa` in canonical form (see `Isa`), the result is "canonical" or "exact". It is "exact"
     for few tokens and for float weights: their exact kernels add in canonical order.
@@ -61,7 +62,7 @@ def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool) -> str:
     if matmul.tokens == 1:
         # VNNI multiplies four codes in one instruction. K-quants, which have more scales, and wider codes are not faster.
         is_faster = isa.dot == "vnni" and codec.code_bits == 4 and codec.group == codec.block
-        return "int8" if is_fast and has_int8 and is_faster else "exact"
+        return "int8" if is_draft and has_int8 and is_faster else "exact"
     if isa.matrix and matmul.tokens >= gemm_matrix.MIN_TOKENS and (is_fast or codec.has_bf16_codes):
         return "bf16_matrix" if is_fast else "bf16_split"
     # AVX2 must widen 8-bit codes and table entries to s16, so that int8 measured 0.8 to 0.95 times the speed of f32.
