@@ -90,8 +90,9 @@ class Projector:
     """An emitter of calls of matmul kernels for CPUs.
 
     kernel_of: returns the kernel of a matmul. fast: whether x may be rounded to int8 or bf16, where
-    a kernel supports that. draft: whether x of one token may be rounded too. rounded: results of kernels that convert x for a matmul, by (x, name of
-    the kernel); several matmuls of x share a result.
+    a kernel supports that. draft: whether x of one token may be rounded too. rounded: results of
+    kernels that convert x for a matmul, by (x, name of the kernel); several matmuls of x share a
+    result.
     """
 
     kernel_of: Callable[[Matmul], Kernel]

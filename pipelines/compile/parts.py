@@ -191,7 +191,7 @@ def _round_x(name: str, asked: KernelRequest) -> Kernel:
 
 
 def _split_x(name: str, asked: KernelRequest) -> Kernel:
-    count = PIECES["bf16_matrix" if asked.numerics == "fast" else "bf16_split"]
+    count = PIECES["bf16_matrix" if asked.numerics in ("fast", "draft") else "bf16_split"]
     codec = codec_of(asked.codec)
     group = codec.group if codec.minimum and count > 1 else 0
     return split_x(asked.tokens, asked.sizes[0], count, group, isa=ISAS[asked.isa])

@@ -243,7 +243,7 @@ def test_a_checkpoint_given_as_a_draft_is_compiled_for_speed(target, small, caps
         tokens.append(json.loads(capsys.readouterr().out)["tokens"])
     assert tokens[0] == tokens[1]
     manifest = open_bundle(cached_path(checkpoint, Options.for_draft())).manifest
-    assert (manifest.weights, manifest.numerics) == ("q4_0", "fast") and "q4_0" in manifest.codecs
+    assert (manifest.weights, manifest.numerics) == ("q4_0", "draft") and "q4_0" in manifest.codecs
 
 
 def bundle_with(tokens=None, vocab=3, verify=(4,), name="x"):
