@@ -130,7 +130,7 @@ def checkpoint_path(path: Path) -> Path:
             raise CheckpointError(f"{path} is a folder of the hub's cache; give the model's name, {name}")
         if files := sorted(path.glob("*.gguf")):
             names = short(", ".join(file.name for file in files))
-            raise CheckpointError(f"{path} has no config.json but GGUF files; give one of {names}")
+            raise CheckpointError(f"{path} has GGUF files and no config.json; give one of the files: {names}")
     return path
 
 

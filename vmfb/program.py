@@ -150,7 +150,7 @@ class Program(Loaded):
         try:
             read_irpa(weights := bundle.part(WEIGHTS).map())
             # Not logical cores: hyperthreads share the vector units.
-            modules = {name: _checked(bundle.part(name).read_bytes()) for name in self.manifest.modules}
+            modules = {name: _checked(bundle.path / name, bundle.part(name).read_bytes()) for name in self.manifest.modules}
             super().__init__(weights, modules, threads or physical_cores(), self._check)
         except WeightsError as error:
             raise BundleError(f"invalid weights: {bundle.path / WEIGHTS} ({error}); compile the bundle again") from None
@@ -186,15 +186,15 @@ def check_functions(path: Path, module: rt.VmModule, manifest: Manifest, functio
                 )
 
 
-def _checked(module: bytes) -> bytes:
-    """Return `module` unchanged; raise ValueError if a checksum in its zip archive differs."""
+def _checked(path: Path, module: bytes) -> bytes:
+    """Return `module` unchanged; raise BundleError if a checksum in its zip archive differs."""
     try:
         with zipfile.ZipFile(io.BytesIO(module)) as archive:
             damaged = archive.testzip()
     except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError) as error:
-        raise ValueError(f"its module is not a zip archive: {error}") from None
+        raise BundleError(f"{path} is damaged ({error}); compile the bundle again") from None
     if damaged is not None:
-        raise ValueError(f"the part {damaged!a} of its module is damaged")
+        raise BundleError(f"{path} is damaged (in {damaged!a}); compile the bundle again")
     return module
 
 

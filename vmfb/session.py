@@ -240,8 +240,11 @@ class Session:
     @exclusive
     def restore(self, snapshot: Snapshot) -> None:
         """Return to a snapshot's position; raise SessionError if the snapshot is stale."""
-        if snapshot not in self._snapshots or snapshot.stale:
-            raise SessionError(f"the snapshot of position {snapshot.position} is stale or of another session; take a new one")
+        cannot = f"cannot restore the snapshot of position {snapshot.position}"
+        if snapshot not in self._snapshots:
+            raise SessionError(f"{cannot}: another session took it; restore one of this session")
+        if snapshot.stale:
+            raise SessionError(f"{cannot}: the session has returned to an earlier position since; prefill the tokens again")
         for state, saved in zip(self._states, snapshot.saved, strict=True):
             state.restore(self.position, snapshot.position, saved)
         self._move_to(snapshot.position)

@@ -210,7 +210,9 @@ class ConfigReader:
         share = self.take("partial_rotary_factor", partial or 1.0, (int, float))
         share = entry.get("partial_rotary_factor") or share
         if partial is None and share != 1:
-            raise self._error("partial_rotary_factor", f"is {shorten(share)}; this family rotates complete heads")
+            raise self._error(
+                "partial_rotary_factor", f"is {shorten(share)}; it must be 1, because this family rotates complete heads"
+            )
         return self.frequencies(entry, int(head_dim * share), max_positions, self.number("rope_theta", theta))
 
     def rotaries(self, head_dims: Sequence[int], max_positions: int, full: Mapping, sliding: Mapping) -> tuple[Rotary, Rotary]:
@@ -305,7 +307,7 @@ class ConfigReader:
             more = f" and {len(unknown) - _MAX_KEYS_IN_ERROR} more" * (len(unknown) > _MAX_KEYS_IN_ERROR)
             raise EmitError(
                 f"the {self.model_type} config has {', '.join(unknown[:_MAX_KEYS_IN_ERROR])}{more}, which castiron does not "
-                "understand and which may change the results; ignore one with --ignore-key KEY, then check with castiron verify"
+                "understand and which may change the results; ignore each with --ignore-key KEY and check with castiron verify"
             )
         return tuple(rest)
 

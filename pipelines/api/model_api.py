@@ -186,7 +186,7 @@ class ModelApi:
         if self.tokenizer.chat_template is None:
             raise ApiError(400, "this model has no chat template; use /v1/completions", "messages", "no_chat_template")
         if len(messages) > self.context:
-            raise self.too_long("messages", f"there are {len(messages)} messages: send fewer")
+            raise self.too_long("messages", f"there are {len(messages)} messages; send fewer")
         plain = [message.plain() for message in messages]
         self.check_length(sum(len(message["content"]) for message in plain), "messages")
 

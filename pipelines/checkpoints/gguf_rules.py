@@ -223,7 +223,9 @@ def _kv_heads(config: dict, metadata: Metadata) -> list[int]:
     kv_heads, heads = metadata.by_layer("attention.head_count_kv"), config["num_attention_heads"]
     counts = {count for count in kv_heads if count}
     if len(counts) > 1 or any(heads % count for count in counts):
-        raise metadata.invalid("attention.head_count_kv", f"a divisor of {heads} heads, the same for all attention layers")
+        raise metadata.invalid(
+            "attention.head_count_kv", f"the same divisor of {heads} (the number of heads) in every attention layer"
+        )
     config["num_key_value_heads"] = counts.pop() if counts else heads
     return kv_heads
 

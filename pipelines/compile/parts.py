@@ -239,6 +239,7 @@ def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, Kern
 
 
 HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
+HEADS_SHAPE = "HEADSxKV_HEADSxHEAD_DIM"
 FEW = small_batch.MAX_TOKENS
 
 KINDS: dict[str, Kind] = {
@@ -246,9 +247,9 @@ KINDS: dict[str, Kind] = {
     "gemm_few": Kind("OUTxIN", "1536x576", (4, 2, FEW), _matmul),
     "gemm": Kind("OUTxIN", "1536x576", (128, FEW + 1, None), _matmul),
     "experts": Kind("EXPERTSxOUTxIN", "32x768x2048", (4, 1, None), _matmul),
-    "attention_decode": Kind("HEADSxKV_HEADSxHEAD_DIM", "9x3x64", (1, 1, None), _of_model("decode_batch", "llama", *HEADS)),
-    "attention_prefill": Kind("HEADSxKV_HEADSxHEAD_DIM", "9x3x64", (128, 2, None), _of_model("prefill", "llama", *HEADS)),
-    "rope_append": Kind("HEADSxKV_HEADSxHEAD_DIM", "9x3x64", (128, 2, None), _of_model("prefill", "llama", *HEADS)),
+    "attention_decode": Kind(HEADS_SHAPE, "9x3x64", (1, 1, None), _of_model("decode_batch", "llama", *HEADS)),
+    "attention_prefill": Kind(HEADS_SHAPE, "9x3x64", (128, 2, None), _of_model("prefill", "llama", *HEADS)),
+    "rope_append": Kind(HEADS_SHAPE, "9x3x64", (128, 2, None), _of_model("prefill", "llama", *HEADS)),
     "causal_conv": Kind("FEATURESxPOSITIONS", "6144x4", (1, 1, None), _recurrent),
     "gated_delta": Kind("K_HEADSxHEADSxK_DIMxV_DIM", "16x16x128x128", (1, 1, None), _recurrent),
     "selective_scan": Kind("GROUPSxHEADSxHEAD_DIMxN", "1x48x64x128", (1, 1, None), _recurrent),
@@ -274,6 +275,8 @@ def named_kernel(name: str, shape: str, *, tokens: int | None = None, **options:
     words = shape.split("x")
     if len(words) != len(kind.shape.split("x")) or not all(w.isascii() and w.isdigit() and int(w) for w in words):
         raise PipelineError(f"shape {shape!r} does not fit {name}; --shape takes {kind.shape}, such as {kind.example}")
+    if kind.shape == HEADS_SHAPE and (sizes := list(map(int, words)))[0] % sizes[1]:
+        raise PipelineError(f"shape {shape!r} does not fit {name}: {sizes[0]} heads are not a multiple of {sizes[1]} kv heads")
     default, minimum, maximum = kind.tokens
     tokens = default if tokens is None else tokens
     if tokens < minimum or (maximum is not None and tokens > maximum):

@@ -59,8 +59,10 @@ def quantise(model: str | Path, out: Path, options: Options, progress: Progress)
         raise PipelineError(f"{out} is the checkpoint itself; give another name with -o")
     copies = checkpoint.format == "gguf" and not options.adapter
     if checkpoint.encoding and not copies:
-        compile_ = f"castiron compile --weights {options.weights}"
-        raise PipelineError(f"{checkpoint.path} is an embedding model, which cannot be written as GGUF; use {compile_}")
+        raise PipelineError(
+            f"cannot write the embedding model {checkpoint.path} as GGUF, unless it is a GGUF file without an adapter; compile "
+            f"it: castiron compile --weights {options.weights}"
+        )
     # Reject an invalid checkpoint before anything is written.
     build_model(checkpoint, replace(options, context=1, prefill=(), batch=(), speculate=()))
     # Filled in after the checks below, and before the first tensor is read.

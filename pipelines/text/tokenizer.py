@@ -37,8 +37,8 @@ def check_utf8(text: str, name: str = "the prompt") -> str:
     """Return `text`; PipelineError if it has lone surrogates, which UTF-8 cannot encode."""
     try:
         text.encode()
-    except UnicodeEncodeError:
-        raise PipelineError(f"{name} is not valid UTF-8; encode it as UTF-8") from None
+    except UnicodeEncodeError as error:
+        raise PipelineError(f"{name} is not valid UTF-8 ({error.object[error.start]!a}); give text in UTF-8") from None
     return text
 
 
