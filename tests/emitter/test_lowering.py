@@ -176,7 +176,7 @@ def test_fast_numerics_quantise_x_a_single_time_for_all_matmuls():
     ("q8_0", "avxvnni", "exact"), ("f16", "avxvnni", "exact"),
 ])  # fmt: skip
 def test_draft_numerics_quantise_x_of_one_token_where_that_is_faster(codec, isa, numerics):
-    """VNNI multiplies 4-bit codes faster than f32. The logits of a decode step stay near the exact ones."""
+    """VNNI is faster for 4-bit codes, and the logits of a decode step stay near the exact ones."""
     model, found = build(CONFIG, lambda name: codec, CONTEXT, []), {}
     for name in ("exact", "draft"):
         module = lower(model, isa=isa, numerics=name)
