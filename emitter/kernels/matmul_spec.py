@@ -170,7 +170,7 @@ class Matmul:
         return x.astype(np.float64)
 
     def _unpacked(self, weight: np.ndarray) -> np.ndarray:
-        values = unpack(self.codec, weight, self.weight_rows, self.in_features)
+        values = unpack(self.codec, weight, self.weight_rows, self.in_features, self.numerics == "int8")
         return (nearest(values) if self.numerics == "bf16_matrix" else values).astype(np.float64)
 
     @property

@@ -196,7 +196,7 @@ class Step:
         group in the record).
         """
         codes = [Int8Codes(self.records, block, *group) for group in groups]
-        sides = [[self.records.scale_and_base(block, *group, v)] for group in groups]
+        sides = [[each.scale_and_base(v)] for each in codes]
         each = self.codec.group // 4
         return self.add(sums, list(rows), unit, lambda q: [codes[q // each].quads(q % each, v)], sides)
 

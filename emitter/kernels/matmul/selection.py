@@ -52,8 +52,7 @@ def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool) -> str:
         is_batched = matmul.experts or (matmul.format.quantised and matmul.tokens > small_batch.MAX_TOKENS)
         return "canonical" if is_batched else "exact"
     codec = matmul.format
-    # The int8 kernels have no code for minima of 8-bit codes.
-    has_int8 = codec.quantised and codec.has_integers and not (codec.code_bits == 8 and codec.minimum)
+    has_int8 = codec.quantised and not codec.e4m3
     if matmul.experts:
         is_grouped = matmul.tokens >= experts.MIN_INT8_PAIRS * matmul.experts
         return "int8" if is_fast and is_grouped and has_int8 else "exact"

@@ -173,7 +173,7 @@ class Int8Panel(BasePanel):
             at, v = self._group(first_block, k, i.index, g.index), vector.index
             column = b.add(b.mul(i.index, LANES), b.mul(v, self.lanes))
             codes = Int8Codes(records, *at)
-            scale, base = records.scale_and_base(*at, v)
+            scale, base = codes.scale_and_base(v)
             b.vstore(scale, self.scales, g.index, column)
             if base is not None and self.codec.minimum:
                 b.vstore(base, self.bases, g.index, column)
