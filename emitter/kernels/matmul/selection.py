@@ -64,7 +64,9 @@ def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool) -> str:
     is_slow_in_int8 = codec.code_bits == 8 and isa.dot == "madd" and isa.lanes == 8
     if is_fast and has_int8 and not is_slow_in_int8:
         return "int8"
-    return "bf16_pairs" if is_fast and isa.pairs else "exact"
+    # For few tokens, decoding weights into a panel of bf16 takes longer than it saves; bf16 weights are not decoded.
+    is_fast_in_bf16 = matmul.codec == "bf16" or matmul.tokens > small_batch.MAX_TOKENS
+    return "bf16_pairs" if is_fast and isa.pairs and is_fast_in_bf16 else "exact"
 
 
 def default_tiles(matmul: Matmul, isa: Isa, threads: int = 2) -> Tiles:
