@@ -42,7 +42,7 @@ def lower(
     numerics: "exact" keeps activations in f32; isa, threads and tiles change results by rounding
         only. "canonical" also fixes the order of additions, so that results have the same bits for
         every isa, threads, tiles and number of tokens in a call. "fast" rounds activations to int8
-        or bf16 where that is faster.
+        or bf16, and perhaps weights, where that is faster (`selection.numerics_of`).
 
     Raises EmitError for unknown values.
     """

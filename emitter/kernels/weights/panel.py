@@ -160,7 +160,7 @@ class CodePanel(BasePanel):
 class Int8Panel(BasePanel):
     """A panel of stored codes as int8, four in each i32: `codes` [depth / 4, columns].
 
-    `scales` and `bases` are f32 [groups, columns]; a weight is scale * code + base.
+    `scales` and `bases` are f32 [groups, columns]; see `Int8Codes.scale_and_base`.
     """
 
     def allocate(self, depth: int, columns: int) -> None:

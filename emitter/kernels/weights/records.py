@@ -291,7 +291,8 @@ class Int8Codes(GroupCodes):
     def scale_and_base(self, v: Index) -> tuple[Ssa, Ssa | None]:
         """Return (scale, base) of the group, f32 [lanes]; a base of None means 0.
 
-        A weight is scale * (code - self.dot.bias) + base. With minima it is scale * code + base.
+        With minima, a weight is scale * code + base, where code is a code of `quads`. Otherwise
+        callers subtract the codec's offset and `self.dot.bias` from the code.
         """
         b, codec, lanes = self.records.b, self.records.codec, self.records.lanes
         scale, base = self.records.scale_and_base(self.block, self.record, self.group, v)
