@@ -39,8 +39,7 @@ INT8 = [codec for codec in WAYS if not codec_of(codec).e4m3]
 FAST = {
     ("avx2",): {
         ("int4", "uint4"): ("int8", "int8", "int8"),
-        ("int8", "uint8", "nf4", "fp4"): ("exact", "exact", "int8"),
-        ("e4m3",): ("exact", "exact", "exact"),
+        ("int8", "uint8", "nf4", "fp4", "e4m3"): ("exact", "exact", "exact"),
     },
     ("avxvnni", "avx512", "avx512vnni", "neon"): {
         ("int4", "uint4", "int8", "uint8", "nf4", "fp4"): ("int8", "int8", "int8"),
