@@ -1,7 +1,8 @@
 """Compute Y = X W^T with x in int8 (`round_x`); the sums of a group are exact in s32.
 
 A weight is scale * code + base, where code is the stored code; each codec group has a scale and a
-base. A table of floats (NF4) is rounded to int8. `GemmInt8`, for a chunk of tokens, is like `gemm`, but its panel has codes as bytes:
+base. A table of floats, such as that of NF4, is rounded to int8. `GemmInt8`, for a chunk of tokens,
+is like `gemm`, but its panel has codes as bytes:
 
     each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
       for item in share:

@@ -249,9 +249,7 @@ def pack(codec_name: str, raw: np.ndarray) -> np.ndarray:
     return packed
 
 
-def unpack(
-    codec_name: str, packed: np.ndarray, out_features: int, in_features: int, in_int8: bool = False
-) -> np.ndarray:
+def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: int, in_int8: bool = False) -> np.ndarray:
     """Return a packed weight dequantised to f32 [out, in].
 
     The result has the same bits as that of `dequantise` for the weight before packing. in_int8:
