@@ -8,7 +8,7 @@ that are neighbours along k. The weights of a step along k stay in the L1 cache 
       for item in share:
         sums [tokens, 16 * row_blocks] = 0                                                             stack
         for k in steps of `depth`:
-          panel [depth / 2, 16 * row_blocks] = W[columns, k : k + depth]^T    stack, unless W is bf16
+          panel [depth / 2, 16 * row_blocks] = W[columns, k : k + depth]^T, if W is not bf16
           for tile of up to 16 tokens, `rows` of them at a time, for 16 * `wide` columns:
             acc [rows, 16 * wide] = sums[tile]                                                         registers
             for pair k, k + 1 in depth:                               16 pairs at a time
