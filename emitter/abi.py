@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from math import prod
 
 # exact: activations stay f32. canonical: also f32, and every sum has one fixed order, so that the bits do not depend on the
-# machine or on the number of tokens in a call. fast: activations are rounded in calls of several tokens. draft: in calls of
-# one token too, where that is faster; for draft models.
+# machine or on the number of tokens in a call. fast: activations, and perhaps weights, are rounded in calls of several tokens.
+# draft: in calls of one token too, where that is faster; for draft models.
 NUMERICS = ("exact", "canonical", "fast", "draft")
 # Element type of a state's buffer by storage; emitter/kv_cache.py has the row formats.
 STORAGE: dict[str, str] = {"f32": "f32", "f16": "f16", "q8_0": "i8"}

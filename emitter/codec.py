@@ -1,7 +1,8 @@
 """Formats of weights: `Codec` describes a format, and `Parts` has the arrays that blocks contain."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -82,6 +83,21 @@ class Codec:
     def has_bf16_codes(self) -> bool:
         """Return whether bf16 represents every code exactly."""
         return self.e4m3 or self.has_integers
+
+    @cached_property
+    def int8_scale(self) -> int:
+        """Return the number by which a table of floats is multiplied before it is rounded to int8.
+
+        The number, of those up to 127, has the smallest square error. It is 1 without such a table.
+        """
+        if self.has_integers:
+            return 1
+        return min(range(64, 128), key=lambda n: sum((round(n * value) / n - value) ** 2 for value in self.table))
+
+    @property
+    def in_int8(self) -> "Codec":
+        """Return this codec with a table of floats rounded to int8 / `int8_scale`."""
+        return replace(self, table=tuple(round(self.int8_scale * value) / self.int8_scale for value in self.table))
 
     @property
     def summed(self) -> bool:

@@ -15,9 +15,10 @@ from castiron.emitter.kernels.weights.packing import LANES, packed_shape, unpack
 from castiron.emitter.types import F32, I8, I32, TensorType
 
 # The format in which a kernel receives x:
-# exact: f32. int8: quantised by `round_x`. canonical: f32, and sums are added in the same order for any number of tokens.
-# bf16_pairs: rounded to bf16 by `split_x`, for a vector unit. bf16_matrix: the same for a matrix unit, and weights are
-# rounded to bf16 too. bf16_split: split by `split_x` into three bf16 whose sum is x, for a matrix unit.
+# exact: f32. canonical: f32, and sums are added in the same order for any number of tokens.
+# int8: quantised by `round_x`. A codec's table of floats is rounded to int8 too (`Codec.in_int8`).
+# bf16_pairs, bf16_matrix: rounded to bf16 by `split_x`, for a vector unit and for a matrix unit; weights are rounded too.
+# bf16_split: split by `split_x` into three bf16 whose sum is x, for a matrix unit.
 NUMERICS = ("exact", "int8", "bf16_pairs", "bf16_matrix", "bf16_split", "canonical")
 FAST = ("int8", "bf16_pairs", "bf16_matrix")
 PIECES = {"bf16_pairs": 1, "bf16_matrix": 1, "bf16_split": EXACT}
@@ -173,8 +174,8 @@ class Matmul:
         return x.astype(np.float64)
 
     def _unpacked(self, weight: np.ndarray) -> np.ndarray:
-        values = unpack(self.codec, weight, self.weight_rows, self.in_features)
-        return (nearest(values) if self.numerics == "bf16_matrix" else values).astype(np.float64)
+        values = unpack(self.codec, weight, self.weight_rows, self.in_features, self.numerics == "int8")
+        return (nearest(values) if PIECES.get(self.numerics) == 1 else values).astype(np.float64)
 
     @property
     def flops(self) -> int:

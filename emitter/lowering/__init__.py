@@ -46,7 +46,8 @@ def lower(
     numerics: "exact" keeps activations in f32; isa, threads and tiles change results by rounding
         only. "canonical" also fixes the order of additions, so that results have the same bits for
         every isa, threads, tiles and number of tokens in a call. "fast" rounds activations of
-        several tokens to int8 or bf16 where that is faster, and "draft" those of one token too.
+        several tokens to int8 or bf16, and perhaps weights, where that is faster
+        (`selection.numerics_of`). "draft" rounds activations of one token too.
 
     Raises EmitError for unknown values.
     """

@@ -131,7 +131,7 @@ def _arithmetic(matmuls: Sequence[Matmul], target: Target) -> dict[str, int]:
     isa = ISAS[target.isa]
     conversions = {
         "int8": f"x rounded to bytes by {isa.dot}",
-        "bf16_pairs": f"x rounded to bf16 by {isa.pairs}",
+        "bf16_pairs": f"x and weights rounded to bf16 by {isa.pairs}",
         "bf16_matrix": f"x and weights rounded to bf16 by {isa.matrix}",
         "bf16_split": f"x in exact pieces of bf16 by {isa.matrix}",
     }

@@ -142,7 +142,7 @@ def allowed_error(case: Case, given: Mapping[str, np.ndarray], reference: np.nda
     if eps is not None:
         x = rms_normed(x, given["norm"], eps)
     errors = [dot_error(case.matmul.codec, x, raw) for raw in case.weights()]
-    if case.matmul.numerics == "bf16_matrix":
+    if PIECES.get(case.matmul.numerics) == 1:
         errors = [error + np.abs(x) @ rounding_error(w).T for error, w in zip(errors, case.dequantised(), strict=True)]
     added = 2 * UNIT * (np.abs(given.get("bias", 0.0)) + np.abs(given.get("residual", 0.0))) + 4 * UNIT * np.abs(reference)
     if len(errors) == 1:

@@ -30,6 +30,9 @@ MATRIX = [
 ]
 PAIRS = draw(cases("bf16", st.integers(2, 40), 70, *FUSED, numerics="bf16_pairs"), 8) + [
     Case(Matmul("bf16", 150, 48, 601, length=True, numerics="bf16_pairs")),
+    Case(Matmul("f16", 150, 48, 601, length=True, numerics="bf16_pairs")),
+    Case(Matmul("f32", 19, 40, 65, glu="silu", numerics="bf16_pairs")),
+    Case(Matmul("e4m3_128_f32", 150, 40, 1280, length=True, numerics="bf16_pairs")),
     Case(Matmul("bf16", 13, 64, 129, glu="gelu_tanh", numerics="bf16_pairs"), GemmBf16Tiles(5, 1, 2, depth=64, tokens=13)),
 ]
 

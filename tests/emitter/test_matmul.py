@@ -62,7 +62,7 @@ FITTING = {  # numerics: codecs, tokens and experts, instruction sets
     "int8": (QUANTISED, SHAPES + EXPERTS, ISAS.values()),
     "bf16_split": (CODECS, SHAPES[1:], [AMX]),
     "bf16_matrix": (CODECS, SHAPES[1:], [AMX]),
-    "bf16_pairs": (["bf16"], SHAPES[1:], [AMX]),
+    "bf16_pairs": (CODECS, SHAPES, [AMX]),
 }
 
 

@@ -12,7 +12,7 @@ from castiron.emitter.finite import are_finite
 from castiron.emitter.kernels.embed import embed
 from castiron.emitter.kernels.matmul.selection import numerics_of
 from castiron.emitter.kernels.matmul_spec import Matmul
-from castiron.emitter.kernels.mlir.isa import AMX, AVX512, ISAS
+from castiron.emitter.kernels.mlir.isa import AMX, ISAS
 from castiron.emitter.kernels.weights.packing import pack, packed_shape, unpack
 from castiron.emitter.scaled_codecs import SCALED, join, scaled_codec
 from castiron.pipelines.evaluate.random_checkpoint import raw_rows
@@ -31,8 +31,29 @@ WAYS = (
     "e4m3_32_bf16",
     "e4m3_128_f32",
     "nf4_64_f32",
+    "fp4_32_bf16",
 )
-INT8 = [codec for codec in WAYS if numerics_of(Matmul(codec, 7, 16, 128), AVX512, True) == "int8"]
+INT8 = [codec for codec in WAYS if not codec_of(codec).e4m3]
+# The numerics of `--numerics fast` for 7 tokens, for 19 tokens and for experts, by instruction sets and kinds of code.
+# docs/kernels.md (What fast speeds up) has the same table.
+FAST = {
+    ("avx2",): {
+        ("int4", "uint4"): ("int8", "int8", "int8"),
+        ("int8", "uint8", "nf4", "fp4", "e4m3"): ("exact", "exact", "exact"),
+    },
+    ("avxvnni", "avx512", "avx512vnni", "neon"): {
+        ("int4", "uint4", "int8", "uint8", "nf4", "fp4"): ("int8", "int8", "int8"),
+        ("e4m3",): ("exact", "exact", "exact"),
+    },
+    ("avx512bf16", "neoni8mm"): {
+        ("int4", "uint4", "int8", "uint8", "nf4", "fp4"): ("int8", "int8", "int8"),
+        ("e4m3",): ("exact", "bf16_pairs", "exact"),
+    },
+    ("amx",): {
+        ("int4", "uint4", "int8", "uint8", "nf4", "fp4"): ("bf16_matrix", "bf16_matrix", "int8"),
+        ("e4m3",): ("bf16_matrix", "bf16_matrix", "exact"),
+    },
+}
 FUSED = {"bias": True, "residual": True, "glu": "silu"}
 
 
@@ -43,10 +64,10 @@ def cases(codecs, numerics: str = "exact", widths=(1, 7, 19)) -> list[Case]:
     ]
 
 
-def experts(codecs) -> list[Experts]:
+def experts(codecs, numerics: str = "exact") -> list[Experts]:
     """Return matmuls of a GEMV for each pair, and of pairs grouped by expert."""
     each = {"experts": 3, "per_row": 2, "glu": "silu", "length": True}
-    return [Experts(Matmul(codec, tokens, 33, 256, **each)) for codec, tokens in product(codecs, (4, 160))]
+    return [Experts(Matmul(codec, tokens, 33, 256, numerics=numerics, **each)) for codec, tokens in product(codecs, (4, 160))]
 
 
 @pytest.mark.parametrize("name", SCALED)
@@ -96,10 +117,39 @@ def test_kernels_match_the_definition(target, tmp_path):
     check(run_all(cases(WAYS), target, 2, tmp_path))
 
 
-@pytest.mark.parametrize("target", ["host", "x86-64-v4-vnni", "aarch64-i8mm"])
+@pytest.mark.parametrize("target", ["host", "x86-64-v4", "x86-64-v4-vnni", "aarch64-i8mm"])
 def test_int8_activations_match_the_definition(target, tmp_path):
-    assert "int4_128_bf16" in INT8 and "uint4_128_f32" in INT8 and "uint8_128_f16" not in INT8
     check(run_all(cases(INT8, "int8", (7, 19)), target, 2, tmp_path))
+
+
+@pytest.mark.parametrize("target", ["x86-64-v4-bf16", "aarch64-i8mm"])
+def test_bf16_pairs_match_the_definition(target, tmp_path):
+    check(run_all(cases(["e4m3_32_bf16", "e4m3_128_f32", "nf4_64_f32"], "bf16_pairs", (7, 19)), target, 2, tmp_path))
+
+
+def test_fast_experts_match_the_definition(tmp_path):
+    check_pairs(run_all(experts(INT8, "int8"), "host", 2, tmp_path))
+
+
+def test_each_kind_of_code_has_the_fast_form_of_the_table():
+    assert {name for names in FAST for name in names} == ISAS.keys()
+    for names, rows in FAST.items():
+        assert sorted(kind for kinds in rows for kind in kinds) == sorted({name.split("_")[0] for name in SCALED})
+        for isa, (kinds, wanted) in product(names, rows.items()):
+            for codec in (f"{kind}_128_f16" for kind in kinds):
+                shapes = {"few": (7, 0), "gemm": (19, 0), "experts": (160, 3)}.values()
+                matmuls = [Matmul(codec, tokens, 16, 128, experts=experts) for tokens, experts in shapes]
+                assert tuple(numerics_of(matmul, ISAS[isa], True) for matmul in matmuls) == wanted, (codec, isa)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_the_table_in_int8_is_as_near_as_int8_activations(kind):
+    """The rounding error of x in int8 is 0.5 % of its standard deviation."""
+    codec = codec_of(f"{kind}_64_f32")
+    table, rounded = np.array(codec.table), np.array(codec.in_int8.table)
+    assert np.sqrt(((table - rounded) ** 2).mean() / (table**2).mean()) < 0.005
+    codes = rounded * codec.int8_scale
+    assert np.abs(codes).max() <= 127 and np.allclose(codes, np.rint(codes))
 
 
 @pytest.mark.parametrize("numerics", ["bf16_split", "bf16_matrix"])

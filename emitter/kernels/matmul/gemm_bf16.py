@@ -1,13 +1,14 @@
-"""Compute Y = X W^T for bf16 weights and x rounded to bf16, with dot products of bf16 pairs.
+"""Compute Y = X W^T for x and weights rounded to bf16, with dot products of bf16 pairs.
 
-The kernel is for 2 or more tokens. Its loops are those of `gemm`, but weights are not decoded. Each
-i32 of the packed weight and of x (`split_x`) has a pair: two bf16 that are neighbours along k. The
-weights of a step along k stay in the L1 cache for all tiles:
+The kernel is for 2 or more tokens. Its loops are those of `gemm`. bf16 weights are not decoded,
+others are decoded into a panel. Each i32 of the weight and of x (`split_x`) has a pair: two bf16
+that are neighbours along k. The weights of a step along k stay in the L1 cache for all tiles:
 
     each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
       for item in share:
         sums [tokens, 16 * row_blocks] = 0                                                             stack
         for k in steps of `depth`:
+          panel [depth / 2, 16 * row_blocks] = W[columns, k : k + depth]^T, if W is not bf16
           for tile of up to 16 tokens, `rows` of them at a time, for 16 * `wide` columns:
             acc [rows, 16 * wide] = sums[tile]                                                         registers
             for pair k, k + 1 in depth:                               16 pairs at a time
@@ -23,11 +24,11 @@ from castiron.emitter.kernels.matmul.gemm import Gemm
 from castiron.emitter.kernels.matmul.tiles import Buffers, PanelTiles, even_share, even_tokens, panel_columns, panel_workgroups
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.bf16_pairs import Pairs
-from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
+from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.split_x import DEPTH, tile_rows
 from castiron.emitter.kernels.weights.packing import LANES
-from castiron.emitter.kernels.weights.panel import BasePanel
+from castiron.emitter.kernels.weights.panel import BLOCK_BYTES, BasePanel, Bf16Panel
 
 MAX_TOKENS = 128
 MAX_DEPTH = 256
@@ -44,15 +45,22 @@ class GemmBf16Tiles(PanelTiles):
     def units(self, matmul: Matmul) -> tuple[int, int]:
         return tile_rows(matmul.tokens), DEPTH
 
+    def stack_bytes(self, matmul: Matmul) -> int:
+        panel = 0 if matmul.codec == "bf16" else self.depth // DEPTH * self.row_blocks * BLOCK_BYTES
+        return super().stack_bytes(matmul) + panel
+
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
         """Return tiles whose accumulators leave two vector registers free for weights."""
         wide, row_blocks = panel_columns(matmul, isa.lanes == LANES)
-        tile, limit = tile_rows(matmul.tokens), 8 if isa.lanes == LANES else 6
+        tile, rows = tile_rows(matmul.tokens), 8 if isa.lanes == LANES else 6
         tokens = even_tokens(matmul.tokens, MAX_TOKENS, tile)
-        steps = even_share(-(-matmul.in_features // DEPTH), MAX_DEPTH // DEPTH)
+        limit = MAX_DEPTH // DEPTH
+        if matmul.codec != "bf16":
+            limit = min(limit, (STACK_BYTES // row_blocks - 4 * LANES * tokens) // BLOCK_BYTES)
+        steps = even_share(-(-matmul.in_features // DEPTH), limit)
         workgroups = panel_workgroups(matmul, row_blocks, tokens, threads)
-        return cls(-(-tile // -(-tile // limit)), wide, row_blocks, steps * DEPTH, tokens, workgroups=workgroups)
+        return cls(-(-tile // -(-tile // rows)), wide, row_blocks, steps * DEPTH, tokens, workgroups=workgroups)
 
 
 class _Weights(BasePanel):
@@ -66,16 +74,22 @@ class _Weights(BasePanel):
         """
         self.block, self.first = first_block, self.b.div(k, 2)
 
-    def pair(self, n: Index, pair: Index, v: int) -> Ssa:
-        return self.records.rows((self.b.add(self.block, n), self.b.add(self.first, pair), 0), v, "i32", 32)
+    def pair(self, n: Index, step: Index, pair: int, v: int) -> Ssa:
+        """Return pair `pair` of a step along k, i32 [lanes], for vector `v` of 16-row block `n`."""
+        b = self.b
+        return self.records.rows((b.add(self.block, n), b.add(self.first, b.add(b.mul(step, PAIRS), pair)), 0), v, "i32", 32)
+
+
+class _Panel(Bf16Panel):
+    def pair(self, n: Index, step: Index, pair: int, v: int) -> Ssa:
+        return self.b.vload(self.words, self.lanes, 0, step, n, pair, v * self.lanes)
 
 
 class GemmBf16(Gemm):
-    """A writer of the body of a kernel for bf16 weights and x rounded to bf16."""
-
-    panel_type = _Weights
+    """A writer of the body of a kernel for x and weights rounded to bf16."""
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: GemmBf16Tiles, buffers: Buffers):
+        self.panel_type = _Weights if matmul.codec == "bf16" else _Panel
         super().__init__(b, matmul, isa, tiles, buffers)
         self.full_rows = tile_rows(matmul.tokens)
 
@@ -101,7 +115,7 @@ class GemmBf16(Gemm):
 
             def step(sums: list[Ssa], number: Index, among: int) -> list[Ssa]:
                 for pair in range(among):
-                    weights = [self.panel.pair(n, b.add(b.mul(number, PAIRS), pair), v) for n, v in columns]
+                    weights = [self.panel.pair(n, number, pair, v) for n, v in columns]
                     for r in range(rows):
                         x = b.broadcast(b.load(self.buffers["x"], 0, tile, b.add(first_step, number), row + r, pair), lanes)
                         for i, weight in enumerate(weights, r * len(weights)):

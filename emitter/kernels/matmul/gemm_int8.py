@@ -1,7 +1,8 @@
 """Compute Y = X W^T with x in int8 (`round_x`); the sums of a group are exact in s32.
 
 A weight is scale * code + base, where code is the stored code; each codec group has a scale and a
-base. `GemmInt8`, for a chunk of tokens, is like `gemm`, but its panel has codes as bytes:
+base. A table of floats, such as that of NF4, is rounded to int8. `GemmInt8`, for a chunk of tokens,
+is like `gemm`, but its panel has codes as bytes:
 
     each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
       for item in share:
@@ -141,7 +142,7 @@ class Step:
     instruction multiplies n by c = code + bias, where `Dot.bias` makes codes unsigned. For each
     codec group (elements that share scale and base), a step adds
 
-        scale * x_scale * sum(c * n) + base * sum(x)                          if the codec has minima
+        scale * x_scale * sum(c * n) + (base - bias * scale) * sum(x)         if the codec has minima
         scale * x_scale * (sum(c * n) - (offset + bias) * sum(n))             otherwise
 
     where `offset` was added to a code to store it (`Codec.offset`).
@@ -196,7 +197,7 @@ class Step:
         block, group in the record).
         """
         codes = [Int8Codes(self.records, block, *group) for group in groups]
-        sides = [[self.records.scale_and_base(block, *group, v)] for group in groups]
+        sides = [[each.scale_and_base(v)] for each in codes]
         each = self.codec.group // 4
         return self.add(sums, list(rows), unit, lambda q: [codes[q // each].quads(q % each, v)], sides)
 

@@ -54,8 +54,9 @@ def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool, is_draft: bool = False)
         is_batched = matmul.experts or (matmul.format.quantised and matmul.tokens > small_batch.MAX_TOKENS)
         return "canonical" if is_batched else "exact"
     codec = matmul.format
-    # The int8 kernels have no code for minima of 8-bit codes.
-    has_int8 = codec.quantised and codec.has_integers and not (codec.code_bits == 8 and codec.minimum)
+    # AVX2 must widen 8-bit codes and table entries to s16, so that int8 measured 0.8 to 0.95 times the speed of f32.
+    is_slow_in_int8 = codec.code_bits == 8 and isa.dot == "madd" and isa.lanes == 8
+    has_int8 = codec.quantised and not codec.e4m3 and not is_slow_in_int8
     if matmul.experts:
         is_grouped = matmul.tokens >= experts.MIN_INT8_PAIRS * matmul.experts
         return "int8" if is_fast and is_grouped and has_int8 else "exact"
@@ -65,11 +66,11 @@ def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool, is_draft: bool = False)
         return "int8" if is_draft and has_int8 and is_faster else "exact"
     if isa.matrix and matmul.tokens >= gemm_matrix.MIN_TOKENS and (is_fast or codec.has_bf16_codes):
         return "bf16_matrix" if is_fast else "bf16_split"
-    # AVX2 must widen 8-bit codes and table entries to s16, so that int8 measured 0.8 to 0.95 times the speed of f32.
-    is_slow_in_int8 = codec.code_bits == 8 and isa.dot == "madd" and isa.lanes == 8
-    if is_fast and has_int8 and not is_slow_in_int8:
+    if is_fast and has_int8:
         return "int8"
-    return "bf16_pairs" if is_fast and isa.pairs and matmul.codec == "bf16" else "exact"
+    # For few tokens, decoding weights into a panel of bf16 takes longer than it saves; bf16 weights are not decoded.
+    is_fast_in_bf16 = matmul.codec == "bf16" or matmul.tokens > small_batch.MAX_TOKENS
+    return "bf16_pairs" if is_fast and isa.pairs and is_fast_in_bf16 else "exact"
 
 
 def default_tiles(matmul: Matmul, isa: Isa, threads: int = 2) -> Tiles:

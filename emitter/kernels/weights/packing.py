@@ -249,12 +249,13 @@ def pack(codec_name: str, raw: np.ndarray) -> np.ndarray:
     return packed
 
 
-def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: int) -> np.ndarray:
+def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: int, in_int8: bool = False) -> np.ndarray:
     """Return a packed weight dequantised to f32 [out, in].
 
-    The result has the same bits as that of `dequantise` for the weight before packing.
+    The result has the same bits as that of `dequantise` for the weight before packing. in_int8:
+    whether a table of floats is rounded to int8 (`Codec.in_int8`).
     """
-    codec = codec_of(codec_name)
+    codec = codec_of(codec_name).in_int8 if in_int8 else codec_of(codec_name)
     record = layout(codec)
     packed = np.ascontiguousarray(packed).view(np.uint8)
     row_blocks, count, _ = packed.shape

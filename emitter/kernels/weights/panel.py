@@ -161,7 +161,7 @@ class CodePanel(BasePanel):
 class Int8Panel(BasePanel):
     """A panel of stored codes as int8, four in each i32: `codes` [depth / 4, columns].
 
-    `scales` and `bases` are f32 [groups, columns]; a weight is scale * code + base.
+    `scales` and `bases` are f32 [groups, columns]; see `Int8Codes.scale_and_base`.
     """
 
     def allocate(self, depth: int, columns: int) -> None:
@@ -174,7 +174,7 @@ class Int8Panel(BasePanel):
             at, v = self._group(first_block, k, i.index, g.index), vector.index
             column = b.add(b.mul(i.index, LANES), b.mul(v, self.lanes))
             codes = Int8Codes(records, *at)
-            scale, base = records.scale_and_base(*at, v)
+            scale, base = codes.scale_and_base(v)
             b.vstore(scale, self.scales, g.index, column)
             if base is not None and self.codec.minimum:
                 b.vstore(base, self.bases, g.index, column)

@@ -289,6 +289,21 @@ class Int8Codes(GroupCodes):
     def __init__(self, records: Records, block: Index, record: Index, group: Index):
         self.dot = dot_of(records.isa)(records.b, records.isa, records.codec.code_bits)
         super().__init__(records, block, record, records.codes_at(group))
+        self.group = group
+
+    def scale_and_base(self, v: Index) -> tuple[Ssa, Ssa | None]:
+        """Return (scale, base) of the group, f32 [lanes]; a base of None means 0.
+
+        With minima, a weight is scale * code + base, where code is a code of `quads`. Otherwise
+        callers subtract the codec's offset and `self.dot.bias` from the code.
+        """
+        b, codec, lanes = self.records.b, self.records.codec, self.records.lanes
+        scale, base = self.records.scale_and_base(self.block, self.record, self.group, v)
+        if codec.int8_scale != 1:
+            scale = b.mulf(scale, b.splat(1 / codec.int8_scale, lanes))
+        if codec.minimum and base is not None and self.dot.bias:
+            base = b.fma(scale, b.splat(-self.dot.bias, lanes), base)
+        return scale, base
 
     def quads(self, q: int, v: Index) -> list[Ssa]:
         """Return `self.dot.quads` quads of codes from quad `q` on, for the method `Dot.code`.
@@ -319,7 +334,7 @@ class Int8Codes(GroupCodes):
             ]
         quad = reduce(r.b.either, parts)
         if r.codec.table:
-            return byte_entries(r.b, r.isa, [int(code) + self.dot.bias for code in r.codec.table], quad)
+            return byte_entries(r.b, r.isa, [round(r.codec.int8_scale * code) + self.dot.bias for code in r.codec.table], quad)
         return r.b.binary("xori", quad, r.b.isplat(-0x7F7F7F80, r.lanes)) if self.dot.bias else quad
 
     def _widened(self, k: int, v: Index) -> Ssa:
