@@ -221,7 +221,7 @@ REJECTED = {
         "unsupported format: 'marlin-24'; supported are .*pack-quantized",
     ),
     "a missing part": ({}, {"scales": lambda part: None}, "up_proj.weight has no scales; fetch"),
-    "3 bits": ({}, {"qzeros": lambda part: np.zeros((1, 24), np.int32)}, "has 3 bits; castiron reads 4 and 8 bits of gptq"),
+    "3 bits": ({}, {"qzeros": lambda part: np.zeros((1, 24), np.int32)}, "has 3 bits; supported are 4 and 8 bits of gptq"),
     "a part of another shape": (
         {},
         {"scales": lambda part: part[:, :-8]},

@@ -167,7 +167,7 @@ SPARE = Param("spare", CACHE, Source((("spare", "f32"),), lambda raw: raw))
 DAMAGE: list[tuple[Callable[[Module, Graph], object], str]] = [
     (
         lambda m, f: f.ops.append(op_of(f, "convert")),
-        "convert in model.embed_tokens: the value tensor<2x8xf32> is defined twice",
+        "convert in model.embed_tokens: the value tensor<1x8xf32> is defined twice",
     ),
     (lambda m, f: setattr(op_of(f, "iota"), "results", (f.inputs[0],)), "iota in no scope: the value token is defined twice"),
     (lambda m, f: f.ops.reverse(), "is no input or earlier result of this function"),
