@@ -30,7 +30,7 @@ def constant(value, dtype: DType, shape: Sequence[int] | None = None) -> Value:
         raise fail("constant", f"the array has shape {array.shape}, not {tuple(shape)}")
     stored = from_f32(array.astype(np.float32), dtype) if dtype.kind == "float" else array.astype(dtype.numpy)
     if dtype.kind != "float" and not np.array_equal(stored, array):
-        raise fail("constant", f"a value is outside the range of {dtype}")
+        raise fail("constant", f"{dtype} cannot represent {array[stored != array][0]}")
     type_ = TensorType(tuple(shape) if shape is not None else stored.shape, dtype)
     return _one("constant", (), type_, value=stored)
 
@@ -107,8 +107,10 @@ def transpose(x: Value, dims: Sequence[int]) -> Value:
 
 def concatenate(parts: Sequence[Value], dim: int) -> Value:
     """Concatenate `parts` along dimension `dim`; their other extents must be equal."""
-    if not parts or not 0 <= dim < parts[0].type.rank:
-        raise fail("concatenate", f"dimension {dim} is out of range", parts)
+    if not parts:
+        raise fail("concatenate", "there are no operands; give at least one")
+    if not 0 <= dim < parts[0].type.rank:
+        raise fail("concatenate", f"dim is {dim}; it must be at least 0 and below {parts[0].type.rank}", parts)
     first = parts[0]
     shape = (*first.shape[:dim], sum(v.shape[dim] for v in parts if dim < v.type.rank), *first.shape[dim + 1 :])
     return _one("concatenate", tuple(parts), TensorType(shape, first.dtype), dim=dim)
@@ -116,7 +118,9 @@ def concatenate(parts: Sequence[Value], dim: int) -> Value:
 
 def slice_(x: Value, starts: Sequence[int], limits: Sequence[int]) -> Value:
     """Return the elements of x with `starts[i] <= index < limits[i]` in every dimension i."""
-    if len(starts) != len(limits) or any(s >= e for s, e in zip(starts, limits)):
+    if len(starts) != len(limits):
+        raise fail("slice", f"there are {len(starts)} starts and {len(limits)} limits; give as many of both", (x,))
+    if any(s >= e for s, e in zip(starts, limits)):
         raise fail("slice", f"the slice from {tuple(starts)} to {tuple(limits)} is empty", (x,))
     type_ = TensorType(tuple(e - s for s, e in zip(starts, limits)), x.dtype)
     return _one("slice", (x,), type_, starts=tuple(starts))

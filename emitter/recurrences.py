@@ -109,8 +109,8 @@ def carry(step: Step, name: str, layer: int, after: Value) -> None:
     state of sequence i, and the states of idle sequences do not change.
     """
     state, before = step.states[name], recurrent(step, name, layer)
-    if after.shape != (step.tokens.shape[0], *state.shape[1:]):
-        raise fail("carry", f"needs state {name!r} after each token, [T, ...]", (after, state))
+    if after.shape != (wanted := (step.tokens.shape[0], *state.shape[1:])):
+        raise fail("carry", f"state {name!r} after each token must have the shape {list(wanted)}", (after, state))
     last = where_active(step.start, after, before) if step.mode == "batch" else last_row(step, after)
     step.states[name] = with_layer(state, _index(step, "carry", name, layer), last)
 

@@ -36,16 +36,18 @@ def _check_function(module: Module, function: Graph, table: Table, read: set[str
 
     def define(value, op) -> None:
         if value in defined:
-            raise wrong(op, "a value is defined twice")
+            raise wrong(op, f"the value {value.name or value.type} is defined twice")
         # Looked up in the table, so that an unknown type such as f64 is an error.
         if not isinstance(value.type, TensorType) or DTYPES.get(value.type.dtype.name) is not value.type.dtype:
             raise wrong(op, f"{value.type} has an unknown element type")
         defined.add(value)
 
     names = [v.name for v in function.inputs]
-    if len(set(names)) != len(names) or not all(names):
-        raise wrong(None, "names of inputs must be distinct and not empty")
-    for name in names:
+    for index, name in enumerate(names):
+        if not name:
+            raise wrong(None, f"input {index} has no name; give it one")
+        if name in names[:index]:
+            raise wrong(None, f"two inputs have the name {name!r}; rename one")
         # The printer uses `arg_0` and `index_0`, and may use names that begin with an underscore.
         if not re.fullmatch(r"[A-Za-z]\w*", name) or re.fullmatch(r"(arg|index)_\d+", name):
             raise wrong(None, f"invalid input name: {name!r}; use letters, digits and _, but not arg_N or index_N")
@@ -67,14 +69,19 @@ def _check_function(module: Module, function: Graph, table: Table, read: set[str
             raise wrong(op, f"{problem}; operands ({types}), results ({', '.join(str(v.type) for v in op.results)})")
         if op.kind == "parameter":
             param = module.params.get(op.attrs["name"])
-            if param is None or param.type != op.results[0].type:
-                raise wrong(op, f"parameter {op.attrs['name']!r} is not declared with this type")
+            if param is None:
+                raise wrong(op, f"parameter {op.attrs['name']!r} is not declared")
+            if param.type != op.results[0].type:
+                raise wrong(op, f"parameter {param.name!r} is declared as {param.type}, not {op.results[0].type}")
             read.add(param.name)
-    if not function.outputs or len(function.outputs) != len(set(function.output_names)):
-        raise wrong(None, "outputs must exist and have distinct names")
-    for value in function.outputs:
+    if not function.outputs:
+        raise wrong(None, "it has no outputs; return at least one value")
+    if len(function.outputs) != len(set(function.output_names)):
+        names = ", ".join(function.output_names)
+        raise wrong(None, f"{len(function.outputs)} outputs have the names {names}; give each its own")
+    for index, value in enumerate(function.outputs):
         if value not in defined:
-            raise wrong(None, "an output is not defined")
+            raise wrong(None, f"output {index} ({value.type}) is no input or result of this function")
         used.add(value)
     for value in function.inputs:
         # A role fixes the inputs of a model's function; a recurrent model may not use the position.
@@ -85,4 +92,4 @@ def _check_function(module: Module, function: Graph, table: Table, read: set[str
         if not known or value.type != function.outputs[index].type:
             raise wrong(None, f"output {index} cannot reuse the buffer of {value.name!r}")
     if len(set(function.storage.values())) != len(function.storage):
-        raise wrong(None, "two outputs reuse the buffer of one input")
+        raise wrong(None, "two outputs reuse the buffer of one input; give each its own")

@@ -134,12 +134,18 @@ def open_archive(path: Path) -> dict[str, Part]:
                 magic, name, extra = _LOCAL.unpack(file.read(_LOCAL.size))
                 offset, size = entry.header_offset + _LOCAL.size + name + extra, entry.file_size
                 stored = entry.compress_type == zipfile.ZIP_STORED and entry.compress_size == size
-                if magic != b"PK\3\4" or not stored or offset % ALIGNMENT or offset + size > archive_file.size:
-                    raise invalid(f"{entry.filename} is compressed, cut off or not aligned to {ALIGNMENT} bytes")
+                for is_wrong, problem in (
+                    (magic != b"PK\3\4", "has a damaged header"),
+                    (not stored, "is compressed"),
+                    (offset + size > archive_file.size, "is cut off"),
+                    (offset % ALIGNMENT, f"is not aligned to {ALIGNMENT} bytes"),
+                ):
+                    if is_wrong:
+                        raise invalid(f"{entry.filename} {problem}")
                 found[entry.filename] = Part(path, archive_file.file, offset, size, archive_file.lock)
     except (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError) as error:
         # zipfile raises NotImplementedError for features of later versions of the format.
-        raise invalid(error) from None
+        raise invalid("an entry is cut off" if isinstance(error, struct.error) else error) from None
     if MANIFEST not in found:
         raise invalid("no manifest.json")
     return found

@@ -136,7 +136,7 @@ def _read(path: Path) -> tuple[dict[str, Part], bytes]:
 
 def _manifest_bytes(path: Path, parts: Mapping[str, Part]) -> bytes:
     if (size := parts[MANIFEST].size) > _MAX_MANIFEST:
-        raise BundleError(f"manifest of {path} has {size} bytes, the limit is {_MAX_MANIFEST}; compile the bundle again")
+        raise BundleError(f"manifest of {path} has {size} bytes, but the limit is {_MAX_MANIFEST}; compile the bundle again")
     return parts[MANIFEST].read_bytes()
 
 
@@ -234,10 +234,11 @@ def _check_files(path: Path, manifest: Manifest, data: bytes, parts: Mapping[str
     marks = {}
     for name, file in manifest.files.items():
         if name not in parts:
-            raise BundleError(f"missing or unreadable file: {path / name}; compile the bundle again")
+            problem = "unreadable" if os.path.lexists(path / name) else "missing"
+            raise BundleError(f"{problem} file: {path / name}; compile the bundle again")
         if parts[name].size != file.size:
             raise BundleError(
-                f"{path / name} has {parts[name].size} bytes, the manifest has {file.size}; compile the bundle again"
+                f"{path / name} has {parts[name].size} bytes, but {file.size} in the manifest; compile the bundle again"
             )
         status = parts[name].stat()
         marks[name] = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]

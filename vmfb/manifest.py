@@ -331,7 +331,7 @@ def check(manifest: Manifest) -> None:
     _check_functions(manifest)
     for name, file in manifest.files.items():
         if name not in FILES and name not in map(module_name, manifest.functions):
-            raise RecordError(f"files has {name}, which is neither a file that bundles have nor the module of a function")
+            raise RecordError(f"files has {short(name)}, which is not a file of this bundle")
         if file.size < 0:
             raise RecordError(f"files.{name}.size is {file.size}; it must be at least 0")
         if not re.fullmatch("[0-9a-f]{64}", file.sha256):

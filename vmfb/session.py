@@ -354,7 +354,9 @@ class Session:
             raise SessionError(f"tokens are {ids.dtype}{list(ids.shape)}, not a list of integers")
         if ids.min() < 0 or ids.max() >= self.vocab:
             outside = next(int(t) for t in ids if not 0 <= t < self.vocab)
-            raise SessionError(f"token {outside} is outside the vocabulary of {self.vocab}")
+            raise SessionError(
+                f"token {outside} is outside the vocabulary of {self.vocab}; give ids from 0 to {self.vocab - 1}"
+            )
         if self.position + ids.size > self.context:
             raise SessionError(
                 f"{ids.size} token{'s' * (ids.size > 1)} from position {self.position} would end past the context of "

@@ -98,7 +98,7 @@ def read_rows(state: StateFile, like: Sequence[np.ndarray]) -> list[np.ndarray]:
     data = Part.of(state.path).map()
     digest = bytes(data[len(FORMAT) : len(FORMAT) + _DIGEST])
     if len(data) != file_bytes(state.tokens, like) or hashlib.sha256(data[_HASHED:]).hexdigest().encode() != digest:
-        raise StateError(f"damaged state file: {state.path} (sha256 differs); delete it")
+        raise StateError(f"damaged state file: {state.path}; delete it")
     return [
         np.frombuffer(data, array.dtype, array.size, file_bytes(state.tokens, like[:n])).reshape(array.shape)
         for n, array in enumerate(like)

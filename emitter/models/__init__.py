@@ -119,8 +119,9 @@ def build(
     if pooling is not None:
         _drop_unread_weights(module)
     if unread := sorted(orders.keys() - module.reordered):
-        reordered = f"the columns of {shorten_list(unread)} are in another order (desc_act)"
-        raise EmitError(f"{reordered}, which no layer here reads; use a checkpoint with desc_act false")
+        raise EmitError(
+            f"cannot apply the column order (desc_act) of {shorten_list(unread)}; use a checkpoint with desc_act false"
+        )
     return module
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from castiron.emitter.rotary import WITH_ORIGINAL_LENGTH, Rotary, check_entry, proportional, rotary
-from castiron.emitter.shorten import shorten
+from castiron.emitter.shorten import shorten, shorten_list
 from castiron.emitter.types import EmitError, is_number, is_positive
 
 # Keys of training, bookkeeping and generation defaults, which do not change the forward pass.
@@ -48,6 +48,7 @@ POSITIVE = frozenset(
     swiglu_limit block_ffn_dim_multiplier
     """.split()
 )
+_JSON_NAMES = {str: "a string", bool: "true or false", list: "a list", tuple: "a list", dict: "an object", float: "a number"}
 _ROPE_ENTRIES = ("rope_scaling", "rope_parameters")
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Names of `layer_types` before transformers 5.
@@ -63,6 +64,12 @@ ACTIVATION_NAMES = {
     "relu2": "relu2",
 }
 C = TypeVar("C")
+
+
+def _json_names(kinds: tuple[type, ...]) -> str:
+    """Return the names of types of JSON values; a number may be an integer."""
+    names = (_JSON_NAMES.get(kind, "an integer") for kind in kinds if kind is not int or float not in kinds)
+    return " or ".join(dict.fromkeys(names))
 
 
 class ConfigReader:
@@ -94,7 +101,7 @@ class ConfigReader:
             return default
         kinds = kinds if isinstance(kinds, tuple) else (kinds,)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise self._error(key, f"is {shorten(value)}, not {' or '.join(k.__name__ for k in kinds)}")
+            raise self._error(key, f"is {shorten(value)}, not {_json_names(kinds)}")
         if problem := self._problem(key, value, minimum if kinds == (int,) else None):
             raise self._error(key, f"is {shorten(value)}, {problem}")
         if key in _ROPE_ENTRIES and isinstance(value, dict):
@@ -224,10 +231,10 @@ class ConfigReader:
         """
         nested, defaults = self.take("rope_parameters", {}, dict), (full, sliding)
         if nested and set(nested) != {FULL, SLIDING}:
-            raise self._error("rope_parameters", f"must have the keys {FULL!r} and {SLIDING!r} only")
+            raise self._error("rope_parameters", f"has {shorten_list(sorted(nested))}; it must have {FULL} and {SLIDING} only")
         entries = [nested.get(kind) or default for kind, default in zip((FULL, SLIDING), defaults)]
-        if not all(isinstance(entry, Mapping) for entry in entries):
-            raise self._error("rope_parameters", "must have an object for each type of layer")
+        if wrong := [entry for entry in entries if not isinstance(entry, Mapping)]:
+            raise self._error("rope_parameters", f"has {shorten(wrong[0])} for a type of layer; it must be an object")
         entries[0] = {**entries[0], **self.take("rope_scaling", {}, dict)}
         of_full, of_sliding = (
             self.frequencies(entry, head_dim, max_positions, default["rope_theta"])

@@ -66,10 +66,16 @@ def _given(prefix: str, **values: Any) -> Iterator[AnswerFormat]:
 
 def _response_format(form: ResponseFormat) -> Iterator[AnswerFormat]:
     if (form.json_schema is None) == (form.type == "json_schema") and form.schema_ is None:
-        message = f"response_format.json_schema must be given with the type json_schema, and only then; the type is {form.type}"
+        if form.type == "json_schema":
+            message = "response_format.json_schema is missing; give it, because the type is json_schema"
+        else:
+            message = f"response_format.json_schema needs the type json_schema, but the type is {form.type}; change one of them"
         raise invalid("response_format.json_schema", message)
-    if form.schema_ is not None and (form.json_schema is not None or form.type == "text"):
-        message = "response_format.schema goes with the type json_object, or json_schema without a field json_schema; use one"
+    if form.schema_ is not None and form.json_schema is not None:
+        message = "response_format.schema and response_format.json_schema each give a schema; leave one out"
+        raise invalid("response_format.schema", message)
+    if form.schema_ is not None and form.type == "text":
+        message = "response_format.schema needs the type json_schema, but the type is text; change one of them"
         raise invalid("response_format.schema", message)
     if form.type != "text":
         schema = form.json_schema.schema_ if form.json_schema else ANY_OBJECT if form.schema_ is None else form.schema_

@@ -90,7 +90,7 @@ def reserve_answer(
     if share.count + count > share.limit.per_client:
         message = (
             f"{share.limit.content} of this request need {megabytes(share.count + count)} or more; the limit is "
-            f"{megabytes(share.limit.per_client)} for a client: use a smaller max_tokens, n, top_logprobs or grammar"
+            f"{megabytes(share.limit.per_client)} for a client; use a smaller max_tokens, n, top_logprobs or grammar"
         )
         raise ApiError(400, message, "max_tokens", "too_many_bytes")
     if count:

@@ -325,7 +325,7 @@ class GenerationApi(ModelApi):
             have = "have" if param == "messages" else "has"
             requested = "" if limit is None else f" and the request asks for {limit} more"
             advice = f"ask for at most {free}" if free >= 1 else f"shorten the {param}"
-            raise self.too_long(param, f"the {param} {have} {len(prompt)} tokens{requested}: {advice}")
+            raise self.too_long(param, f"the {param} {have} {len(prompt)} tokens{requested}; {advice}")
         return free
 
     def sampling_of(self, body: CompletionFields, choice: int = 0) -> Sampling:

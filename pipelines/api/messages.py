@@ -243,7 +243,7 @@ def _tools(body: PromptOfMessage) -> dict[str, Any]:
     if choice is None:
         return {"tools": tools or None}
     if choice.type == "tool" and choice.name is None:
-        raise unsupported("tool_choice.name", "the type tool needs the name of a tool; give one of tools")
+        raise unsupported("tool_choice.name", "the type tool needs a name; give the name of one of tools")
     return {
         "tools": tools or None,
         "tool_choice": CHOICES.get(choice.type) or {"type": "function", "function": {"name": choice.name}},

@@ -205,7 +205,7 @@ class ModelApi:
         """
         if characters > COUNTED and characters > (limit := self.context * self.tokenizer.longest_token):
             have = "have" if param == "messages" else "has"
-            raise self.too_long(param, f"the {param} {have} {characters} characters of at most {limit}: shorten the {param}")
+            raise self.too_long(param, f"the {param} {have} {characters} characters; shorten to {limit} or fewer")
 
     def too_long(self, param: str, reason: str) -> ApiError:
         """Return an ApiError 400 for the field `param`, whose value is too long for the context."""

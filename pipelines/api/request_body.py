@@ -1,5 +1,6 @@
 """Parse and validate request bodies, whose classes are derived from `Body`."""
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -205,6 +206,8 @@ def parse_record(record: type[Model], value: Any, ignored: set[str] | None = Non
         raise invalid(param, f"{name} must be a JSON object")
     if kind == "too_short" and isinstance(error["input"], list):
         raise invalid(param, f"{name} has {len(error['input'])} items; send at least {error['ctx']['min_length']}")
+    if (wanted := error["msg"].removeprefix("Input should be ")) != error["msg"]:
+        raise invalid(param, f"{name} is {json.dumps(error['input'], default=str):.60}; it must be {wanted}")
     raise invalid(param, f"{name}: {error['msg'][0].lower()}{error['msg'][1:]}")
 
 

@@ -106,7 +106,7 @@ def merge(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
         if codec_of(own.codec).quantised:
             raise CheckpointError(f"{checkpoint.path} has {name} quantised ({own.codec}); give a base in f32, bf16 or f16")
         if own.shape != shape:
-            raise CheckpointError(f"{adapter.path} adapts {name} as {list(shape)}, the base has {list(own.shape)}; {_BASE}")
+            raise CheckpointError(f"{adapter.path} adapts {name} as {list(shape)}, but the base has {list(own.shape)}; {_BASE}")
     shared = sorted({name for name, _ in shapes} & {EMBEDDING, HEAD})
     if shared and checkpoint.config.get("tie_word_embeddings"):
         # Training changed only one of the two, so they can no longer share a weight.

@@ -43,14 +43,17 @@ def read_4_bits(stored: Stored) -> tuple[Tensor, ...]:
     quant_map, absmax = stored["weight.quant_map"], stored["weight.absmax"]
     blocks, codec = -(-out * inner // size), "U8" if "nested_blocksize" in fields else "f32"
     if quant_map.codec != "f32" or quant_map.data.tobytes() != np.array(_TABLES[kind], "<f4").tobytes():
-        raise stored.error(f"has another quant_map than that of {kind}")
+        raise stored.error(f"has a quant_map that differs from that of {kind}")
     if prod(packed.shape) * 2 != out * inner or inner % 2 or absmax.shape != (blocks,) or absmax.codec != codec:
-        raise stored.error(f"is {[out, inner]} with {prod(packed.shape)} bytes and absmax {list(absmax.shape)}")
+        found = f"{prod(packed.shape)} bytes and absmax {list(absmax.shape)} of type {absmax.codec}"
+        raise stored.error(f"has {found}, which do not fit the shape {[out, inner]}")
     if codec == "U8":
         of_nested = stored["weight.nested_absmax"], stored["weight.nested_quant_map"]
         sizes = [prod(part.shape) for part in of_nested]
         if {part.codec for part in of_nested} != {"f32"} or sizes != [-(-blocks // nested), 256]:
-            raise stored.error("has a nested_absmax or nested_quant_map of another size")
+            raise stored.error(
+                f"has {sizes[0]} nested_absmax and {sizes[1]} nested_quant_map, not {-(-blocks // nested)} and 256 f32 numbers"
+            )
 
     def scales() -> np.ndarray:
         if codec == "U8":
@@ -79,5 +82,7 @@ def read_int8(stored: Stored) -> tuple[Tensor, ...]:
     read = lambda: (largest.data.view("<f4") / _LARGEST_INT8).view(np.uint8)
     scales = replace(largest, shape=(prod(largest.shape), 1), read=read)
     if largest.codec != "f32" or weight.codec != "I8" or len(weight.shape) != 2 or scales.shape[0] != weight.shape[0]:
-        raise stored.error(f"is {list(weight.shape)} with SCB {list(largest.shape)}")
+        raise stored.error(
+            f"has SCB {list(largest.shape)} of type {largest.codec}, which does not fit the shape {list(weight.shape)}"
+        )
     return stored.tensor("int8", weight.shape, scales, lambda: weight.data)

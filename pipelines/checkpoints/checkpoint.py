@@ -226,8 +226,9 @@ def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None
         text = json.dumps(content, ensure_ascii=False)
         data = text.encode()
         largest = _child.call(largest_id, text)
-    except (ValueError, RecursionError):
-        raise CheckpointError(f"{path}: its tokenizer nests too deep or is not UTF-8; download it again") from None
+    except (ValueError, RecursionError) as error:
+        problem = "nests too deep" if isinstance(error, RecursionError) else "is not UTF-8"
+        raise CheckpointError(f"{path}: its tokenizer {problem}; download it again") from None
     except LimitExceeded as error:
         raise CheckpointError(f"{path}: the tokenizers library fails on its tokenizer: {error}; download it again") from None
     except PipelineError as error:

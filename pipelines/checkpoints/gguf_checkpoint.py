@@ -129,7 +129,8 @@ def _named(file: GgufFile, row: Architecture, config: dict, tensor: Tensor) -> I
     elif layer and (leaves := next((leaves for leaves in row.absorbed if leaf in leaves), None)):
         keys, values = (file.tensors.get(f"blk.{layer}.{name}.{suffix}") for name in leaves)
         if keys is None or values is None:
-            raise CheckpointError(f"{file.path} has {shorten_text(tensor.name)} without the other of {leaves}; fetch it again")
+            absent = f"blk.{layer}.{leaves[0] if keys is None else leaves[1]}.{suffix}"
+            raise CheckpointError(f"{file.path} has {shorten_text(tensor.name)} without {absent}; fetch it again")
         if leaf == leaves[0]:
             yield joined_key_values(file, keys, values, f"{prefix}{row.absorbed[leaves]}.{suffix}")
     elif layer and leaf in row.grouped:

@@ -90,7 +90,8 @@ def hf_config(file: GgufFile) -> dict:
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
-        raise CheckpointError(f"{file.path} has no two-dimensional token_embd.weight; fetch the complete model")
+        found = "is missing" if embedding is None else f"has {len(embedding.shape)} dimensions, not 2"
+        raise CheckpointError(f"{file.path}: token_embd.weight {found}; fetch the complete model")
     config["vocab_size"] = embedding.shape[0]
     if unread := metadata.unread():
         raise metadata.error(f"unknown metadata may change the result: {shorten_list(unread)}; ignore a key with --ignore-key")

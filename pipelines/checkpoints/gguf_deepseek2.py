@@ -73,7 +73,9 @@ def latent_attention(config: dict, metadata: Metadata) -> None:
                 raise metadata.invalid(f"attention.{side}_length", f"{expected}, for attention.kv_lora_rank {latent}")
         key, value = own
     if not key or not value or key <= rotated:
-        raise metadata.error(f"its heads have keys of {key} and values of {value} features, {rotated} rotated; fetch it again")
+        raise metadata.error(
+            f"a head has {value or 0} value features, and {key or 0} key features of which {rotated} rotate; fetch it again"
+        )
     config |= {"qk_nope_head_dim": key - rotated, "v_head_dim": value, "head_dim": rotated}
     config["num_key_value_heads"] = config["num_attention_heads"]
 

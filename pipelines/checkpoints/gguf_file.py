@@ -229,7 +229,7 @@ def _tensor(cursor: _Cursor, name: str) -> tuple[Tensor, int]:
     what = shorten(name)
     rank = cursor.number(_U32, f"the rank of {what}")
     if not 1 <= rank <= _MAX_DIMENSIONS:
-        raise cursor.invalid(f"{what} has {rank} dimensions, GGUF allows 1 to {_MAX_DIMENSIONS}")
+        raise cursor.invalid(f"{what} has {rank} dimensions, not 1 to {_MAX_DIMENSIONS}")
     # GGUF writes the fastest dimension first
     shape = tuple(cursor.number(_U64, f"the shape of {what}") for _ in range(rank))[::-1]
     if 0 in shape:

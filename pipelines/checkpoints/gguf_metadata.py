@@ -57,9 +57,9 @@ class Metadata:
 
         An array of equal integers counts as one integer.
         """
-        value = self._typed(key, numbers.Integral, "a whole number", default)
+        value = self._typed(key, numbers.Integral, "an integer", default)
         if value is not None and value < 0:
-            raise self.invalid(key, "0 or more")
+            raise self.invalid(key, "an integer of at least 0")
         return value
 
     def real(self, key: str, default: float | None = None) -> float | None:
@@ -69,7 +69,7 @@ class Metadata:
         """
         value = self._typed(key, numbers.Real, "a number", default)
         if value is not None and not math.isfinite(value):
-            raise self.invalid(key, "finite")
+            raise self.invalid(key, "a finite number")
         return None if value is None else float(value)
 
     def string(self, key: str, default: str | None = None) -> str | None:
@@ -84,7 +84,7 @@ class Metadata:
         """Return the positive integer under a key; CheckpointError if the file lacks the key."""
         value = self.integer(key)
         if not value:
-            raise self.error(f"metadata key {self.prefix}{key} is missing or 0; fetch the file again")
+            raise self.error(f"metadata key {self.prefix}{key} is {'missing' if value is None else 0}; fetch the file again")
         return value
 
     def by_layer(self, key: str) -> list[int]:
@@ -92,7 +92,7 @@ class Metadata:
         blocks, stated = self.required("block_count"), self.get(key)
         found = [stated] * blocks if isinstance(stated, int) else np.asarray(stated).tolist()
         if not isinstance(found, list) or len(found) != blocks or not all(isinstance(n, int) and n >= 0 for n in found):
-            raise self.invalid(key, f"a number for each of {blocks} blocks")
+            raise self.invalid(key, f"an integer of at least 0 for each of {blocks} blocks")
         return found
 
     def has(self, layer: int, leaf: str) -> bool:

@@ -63,7 +63,7 @@ def rope_factors(config: dict, metadata: Metadata) -> None:
     if factors is None or np.all(factors == 1):
         return
     if config.get("rope_scaling"):
-        raise metadata.error("has rope_freqs.weight and rope.scaling keys, but only one of them can apply; convert it again")
+        raise metadata.error("rope_freqs.weight and rope.scaling keys are both given, but only one can apply; convert it again")
     factor = float(factors.max())
     if len(factors) * 2 == head_dim(config):
         expected = llama3_factors(head_dim(config), config["rope_theta"], factor, *_LLAMA3.values())
@@ -109,7 +109,9 @@ def _yarn(config: dict, metadata: Metadata, factor: float, original: int | None)
 def full_rotary(config: dict, metadata: Metadata) -> None:
     """Raise CheckpointError if the rotary embedding covers only a part of each head."""
     if metadata.integer("rope.dimension_count") not in (None, head_dim(config)):
-        raise metadata.invalid("rope.dimension_count", f"{head_dim(config)}: {config['model_type']} rotates complete heads")
+        raise metadata.invalid(
+            "rope.dimension_count", f"{head_dim(config)}, because {config['model_type']} rotates complete heads"
+        )
 
 
 def partial_rotary(config: dict, metadata: Metadata) -> None:
@@ -126,7 +128,8 @@ def phi3_rope(config: dict, metadata: Metadata) -> None:
     config["original_max_position_embeddings"] = original
     long, short = (_factors(metadata, f"rope_factors_{length}.weight") for length in ("long", "short"))
     if (long is None) != (short is None):
-        raise metadata.error("has only one of rope_factors_long.weight and rope_factors_short.weight; convert it again")
+        absent = "long" if long is None else "short"
+        raise metadata.error(f"rope_factors_{absent}.weight is missing; convert it again")
     if long is not None:
         config["rope_scaling"] = {"rope_type": "longrope", "long_factor": long.tolist(), "short_factor": short.tolist()}
         if attention_factor is not None:
@@ -142,7 +145,8 @@ def gemma4_ropes(config: dict, metadata: Metadata) -> None:
     factors, local = _factors(metadata, "rope_freqs.weight"), metadata.real("rope.freq_base_swa", _LOCAL_ROPE_BASE)
     rotated = 0 if factors is None else int((factors == 1).sum())
     if factors is None or len(factors) * 2 != config["global_head_dim"] or (factors[rotated:] < _NO_ROTATION).any():
-        raise metadata.error("rope_freqs.weight is missing or has invalid factors; convert the model again")
+        problem = "is missing" if factors is None else "has invalid factors"
+        raise metadata.error(f"rope_freqs.weight {problem}; convert the model again")
     for key, length in (("", "global_head_dim"), ("_swa", "head_dim")):
         if metadata.integer(f"rope.dimension_count{key}") not in (None, config[length]):
             raise metadata.invalid(f"rope.dimension_count{key}", f"{config[length]}, the size of a head")
@@ -199,7 +203,7 @@ def layer_types(config: dict, metadata: Metadata) -> None:
     elif isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
         config["layer_types"] = _periodic_layers(layers, pattern)
     else:
-        raise metadata.invalid("attention.sliding_window_pattern", "a whole number, or a flag per layer")
+        raise metadata.invalid("attention.sliding_window_pattern", "an integer above 0, or true or false for each layer")
 
 
 def gpt_oss_yarn(config: dict, metadata: Metadata) -> None:
@@ -234,7 +238,7 @@ def lfm2_layers(config: dict, metadata: Metadata) -> None:
     """Set the config's `layer_types` for LFM2: layers without KV heads are convolutions."""
     heads = _kv_heads(config, metadata)
     if not any(heads):
-        raise metadata.invalid("attention.head_count_kv", "a number above 0 for at least one layer")
+        raise metadata.invalid("attention.head_count_kv", "a list with a number above 0")
     config["layer_types"] = ["full_attention" if count else "conv" for count in heads]
 
 
@@ -293,7 +297,7 @@ def delta_layers(config: dict, metadata: Metadata) -> None:
     """
     further = metadata.integer("nextn_predict_layers", 0) or 0
     if further >= config["num_hidden_layers"]:
-        raise metadata.invalid("nextn_predict_layers", "less than block_count")
+        raise metadata.invalid("nextn_predict_layers", f"less than {config['num_hidden_layers']} (block_count)")
     config["num_hidden_layers"] -= further
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     if values % keys:
@@ -313,7 +317,9 @@ def gemma4_layers(config: dict, metadata: Metadata) -> None:
     config["layer_types"] = kinds = _gemma4_kinds(config["num_hidden_layers"], metadata)
     by_kind = dict(zip(kinds, kv_heads))
     if kv_heads != [by_kind[kind] for kind in kinds] or any(not n or heads % n for n in kv_heads):
-        raise metadata.invalid("attention.head_count_kv", f"a divisor of {heads} heads, one for each type of layer")
+        raise metadata.invalid(
+            "attention.head_count_kv", f"a divisor of {heads} (the number of heads), equal in layers of one type"
+        )
     config["num_global_key_value_heads"] = by_kind["full_attention"]
     config["num_key_value_heads"] = by_kind.get("sliding_attention", by_kind["full_attention"])
     config["attention_k_eq_v"] = not metadata.has(kinds.index("full_attention"), "attn_v.weight")
@@ -347,7 +353,9 @@ def _gemma4_widths(config: dict, metadata: Metadata) -> None:
     width = config["intermediate_size"] = widths[0]
     config["use_double_wide_mlp"] = wide = widths[-1] == 2 * width
     if not width or widths != [width] * (layers - shared) + [width * (2 if wide else 1)] * shared:
-        raise metadata.invalid("feed_forward_length", "one number, or twice it in layers that share keys and values")
+        raise metadata.invalid(
+            "feed_forward_length", "the same in all layers, or twice as much in all layers that share keys and values"
+        )
 
 
 def _gemma4_head(metadata: Metadata, ending: str) -> int:

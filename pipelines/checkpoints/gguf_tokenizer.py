@@ -162,7 +162,8 @@ class _Metadata(Metadata):
         """Return the list of strings under a key; CheckpointError if it is missing or empty."""
         value = self.get(key)
         if not isinstance(value, list) or not value:
-            raise self.error(f"{_PREFIX}{key} is missing or empty; fetch the file again")
+            problem = "missing" if value is None else "empty" if isinstance(value, list) else "not a list of strings"
+            raise self.error(f"{_PREFIX}{key} is {problem}; fetch the file again")
         return value
 
     def numbers(self, key: str) -> np.ndarray | None:
@@ -171,7 +172,9 @@ class _Metadata(Metadata):
         if value is None:
             return None
         if not isinstance(value, np.ndarray) or len(value) != len(self.tokens):
-            raise self.error(f"{_PREFIX}{key} is not a list of {len(self.tokens)} numbers, one for each token")
+            raise self.error(
+                f"{_PREFIX}{key} is not a list of {len(self.tokens)} numbers, one for each token; convert it again"
+            )
         return value
 
     def token(self, key: str) -> str | None:

@@ -115,7 +115,9 @@ def tensors_of(path: Path, is_quantised: bool) -> dict[str, Tensor]:
         if absent := sorted(name for name in set(expected or ()) - set(stored) if not is_ignorable(name)):
             raise CheckpointError(f"{path / shard} lacks {shorten_list(absent)}, which {INDEX} lists for it; fetch it again")
         if twice := stored.keys() & tensors.keys():
-            raise CheckpointError(f"{path / shard} has {shorten_text(min(twice))}, as another shard has; fetch both again")
+            raise CheckpointError(
+                f"{path / shard} has {shorten_text(min(twice))}, which another shard has too; fetch both again"
+            )
         tensors |= stored
     return tensors
 

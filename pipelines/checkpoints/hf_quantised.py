@@ -85,12 +85,12 @@ def _packed_by_columns(stored: Stored) -> tuple[Tensor, ...]:
     groups, out = scales.shape
     bits = 32 * qzeros.shape[-1] // out
     if bits not in ((4,) if is_awq else (4, 8)):
-        raise stored.error(f"has {bits} bits; castiron reads {'4 bits of awq' if is_awq else '4 and 8 bits of gptq'}")
+        raise stored.error(f"has {bits} bits", f"supported are {'4 bits of awq' if is_awq else '4 and 8 bits of gptq'}")
     inner = qweight.shape[0] if is_awq else qweight.shape[0] * 32 // bits
     words = (inner, out * bits // 32) if is_awq else (inner * bits // 32, out)
     if qweight.shape != words or qzeros.shape != (groups, out * bits // 32) or {qweight.codec, qzeros.codec} != {"I32"}:
         found = f"qweight {list(qweight.shape)} and qzeros {list(qzeros.shape)}"
-        raise stored.error(f"has {found} with scales {list(scales.shape)}")
+        raise stored.error(f"has {found}, which do not fit scales {list(scales.shape)}")
     if is_awq:
         ordered = lambda numbers: numbers.reshape(len(numbers), -1, 8)[:, :, _AWQ_INDICES].reshape(len(numbers), -1)
         zeros = lambda: ordered(_unpacked(qzeros, bits)).view(np.int8)
@@ -125,11 +125,11 @@ def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
     integers = {"I64": "<i8", "I32": "<i4"}.get(of_shape.codec)
     shape = tuple(of_shape.data.view(integers).reshape(-1).tolist()) if integers else ()
     if len(shape) != 2 or len(packed.shape) != 2 or packed.codec != "I32" or min(shape) < 1:
-        raise stored.error(f"has weight_packed {list(packed.shape)} for the shape {list(shape)}")
+        raise stored.error(f"has weight_packed {list(packed.shape)}, which does not fit its weight_shape {list(shape)}")
     out, inner = shape
     bits = 32 * packed.shape[1] // inner
     if bits not in (4, 8) or packed.shape != (out, -(-inner * bits // 32)):
-        raise stored.error(f"has weight_packed {list(packed.shape)} for the shape {list(shape)}; 4 and 8 bits are supported")
+        raise stored.error(f"has weight_packed {list(packed.shape)}, which is not {list(shape)} in 4 or 8 bits")
     order = stored.order("weight_g_idx", inner, scales.shape[1])
     codes = lambda: _codes(_unpacked(packed, bits)[:, :inner], bits)
     zero_points = stored.parts.get("weight_zero_point")
@@ -141,7 +141,7 @@ def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
     elif zero_points.codec == "I32" and zero_points.shape == (-(-out * bits // 32), scales.shape[1]):
         zeros = lambda: _codes(_unpacked(zero_points, bits, by_rows=True)[:, :out].T, bits).view(np.int8)
     else:
-        raise stored.error(f"has weight_zero_point {list(zero_points.shape)} with scales {list(scales.shape)}")
+        raise stored.error(f"has weight_zero_point {list(zero_points.shape)}, which does not fit scales {list(scales.shape)}")
     return stored.tensor(f"uint{bits}", shape, scales, codes, zeros, order=order)
 
 
@@ -151,7 +151,8 @@ def _nvfp4(stored: Stored) -> tuple[Tensor, ...]:
     out, inner = packed.shape[0], 2 * packed.shape[-1]
     types = packed.codec, scales.codec, divisor.codec
     if scales.shape != (out, inner // 16) or inner % 64 or types != ("U8", "F8_E4M3", "f32") or prod(divisor.shape) != 1:
-        raise stored.error(f"has weight_packed {list(packed.shape)} with weight_scale {list(scales.shape)} of {scales.codec}")
+        found = f"weight_packed {list(packed.shape)} of {packed.codec} and weight_scale {list(scales.shape)} of {scales.codec}"
+        raise stored.error(f"has {found}, which are not nvfp4")
 
     @np.errstate(divide="ignore")  # `check_finite` finds a divisor of 0
     def read() -> np.ndarray:
@@ -179,7 +180,8 @@ def _scaled(stored: Stored) -> tuple[Tensor, ...]:
         )
     if zero_points is not None:
         if zero_points.codec != "I8" or weight.codec != "I8" or prod(zero_points.shape) != prod(scales.shape):
-            raise stored.error(f"is {weight.codec} with weight_zero_point {list(zero_points.shape)} of {zero_points.codec}")
+            found = f"weight_zero_point {list(zero_points.shape)} of {zero_points.codec}"
+            raise stored.error(f"has {found}, which does not fit a weight of {weight.codec} with scales {list(scales.shape)}")
         zeros = lambda: zero_points.data.view(np.int8).reshape(scales.shape)
         return stored.tensor("uint8", weight.shape, scales, lambda: weight.data, zeros)
     kind = "e4m3" if weight.codec == "F8_E4M3" else "int8"

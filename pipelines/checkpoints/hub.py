@@ -102,7 +102,7 @@ def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | No
             raise CheckpointError(
                 f"{repository} is an adapter; give its base model as the model, and the adapter with --adapter DIR"
             )
-        raise CheckpointError(f"{repository} has neither {CONFIG} with {SINGLE} or {INDEX}, nor a GGUF file; choose another")
+        raise CheckpointError(f"{repository} has no GGUF file, and no {CONFIG} with {SINGLE} or {INDEX}; choose another")
     matching = [file for file in files if _matches(file, name.wanted)]
     if len(matching) == 1:
         return matching[0]

@@ -26,8 +26,8 @@ class Stored:
     config: Mapping  # the quantization_config
     parts: Mapping[str, Tensor]
 
-    def error(self, problem: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {shorten_text(self.name)} {problem}; fetch the checkpoint again")
+    def error(self, problem: str, remedy: str = "fetch the checkpoint again") -> CheckpointError:
+        return CheckpointError(f"{self.path}: {shorten_text(self.name)} {problem}; {remedy}")
 
     def __getitem__(self, part: str) -> Tensor:
         if (tensor := self.parts.get(part)) is None:
@@ -38,7 +38,8 @@ class Stored:
         """Return the scales in the tensor `part` as two dimensions; a vector becomes [n, 1]."""
         tensor = self[part]
         if tensor.codec not in SCALE_TYPES or len(tensor.shape) > 2:
-            raise self.error(f"has {part} {list(tensor.shape)} of type {tensor.codec}")
+            known = f"supported are 1 or 2 dimensions of {', '.join(SCALE_TYPES)}"
+            raise self.error(f"has {part} {list(tensor.shape)} of type {tensor.codec}", known)
         return replace(tensor, shape=tensor.shape if len(tensor.shape) == 2 else (tensor.shape[0], 1))
 
     def tensor(
@@ -62,7 +63,7 @@ class Stored:
         rows, columns = self._group(found, shape)
         codec_name = scaled_codec(kind, gcd(columns, shape[1]), scales.codec)
         if codec_name is None:
-            raise self.error(f"has groups of {columns} in rows of {shape[1]}; supported are multiples of 32")
+            raise self.error(f"has groups of {columns} in rows of {shape[1]}", "supported are multiples of 32")
         codec = codec_of(codec_name)
         of_blocks = np.arange(shape[0])[:, None] // rows, np.arange(shape[1] // codec.block) * codec.block // columns
 
@@ -93,7 +94,7 @@ class Stored:
         indices = tensor.data.view("<i4").reshape(-1) if tensor.codec == "I32" else np.zeros(0, np.int32)
         order = np.argsort(indices, kind="stable")
         if len(indices) != inner or inner % groups or (indices[order] != np.arange(inner) // (inner // groups)).any():
-            raise self.error(f"has {part} without {groups} groups of equal size")
+            raise self.error(f"has {part} that does not divide {inner} columns into equal groups")
         return None if (order == np.arange(inner)).all() else order
 
     def _group(self, scales: tuple[int, ...], shape: tuple[int, int]) -> tuple[int, int]:
@@ -106,7 +107,7 @@ class Stored:
             return block
         if scales[0] == out and inner % scales[1] == 0:
             return 1, inner // scales[1]
-        raise self.error(f"is {list(shape)} with scales {list(scales)}")
+        raise self.error(f"has scales {list(scales)}, which do not fit the shape {list(shape)}")
 
 
 def block_of(config: Mapping) -> tuple[int, int]:

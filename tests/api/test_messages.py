@@ -230,7 +230,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": [{"role": "user", "content": "x" * 300}]}, "254 tokens"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305' is not supported"),
         ({"messages": [*HI, {"role": "assistant", "content": [{"type": []}]}]}, "[] is not supported"),
-        ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "the type tool needs the name of a tool"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "the type tool needs a name"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "does not edit conversations"),
         ({"system": [IMAGE]}, "system.0.type: 'image' is not supported"),
         ({"container": "x"}, "container is not supported"),

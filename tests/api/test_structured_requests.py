@@ -88,14 +88,14 @@ def test_takes_the_fields_of_vllm_and_llama_cpp(client, body):
     [
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"contains": {}}}}}, "response_format",
          '"contains" cannot be honoured'),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "must be given with"),
-        ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format.json_schema", "only then"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing; give it"),
+        ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format.json_schema", "needs the type json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "'json_object'"),
         ({"grammar": "root ::= x"}, "grammar", "'x' not found"),
         ({"regex": "a", "grammar": "start: A"}, "regex", "give one"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.regex", "give one"),
         ({"guided_json": "{"}, "guided_json", "must be a JSON schema"),
-        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "goes with"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "needs the type json_schema"),
     ],
 )  # fmt: skip
 def test_an_unsupported_grammar_is_a_400(client, body, param, error_message):

@@ -130,7 +130,7 @@ def test_a_model_in_parts_is_opened_by_its_first(tmp_path):
 INVALID_METADATA = {
     ("general.architecture", "mamba"): "has a mamba model",
     ("llama.attention.clamp_kqv", 8.0): "llama.attention.clamp_kqv",
-    ("llama.block_count", 0): "llama.block_count is missing or 0",
+    ("llama.block_count", 0): "llama.block_count is 0",
     ("llama.block_count", "two"): "is 'two'",
     ("llama.attention.head_count", (4, 2)): r"is \[4, 2\]",
     ("llama.attention.head_count_kv", 3): "not a multiple of 3 key-value heads",
@@ -139,8 +139,8 @@ INVALID_METADATA = {
     ("llama.rope.dimension_count", 8): "dimension_count is 8, not 16",
     ("llama.rope.scaling.type", "x"): "'x'",
     ("llama.attention.value_length", 8): "value_length is 8",
-    ("llama.rope.freq_base", float("nan")): "not finite",
-    ("tokenizer.ggml.eos_token_id", "</s>"): "not a whole number",
+    ("llama.rope.freq_base", float("nan")): "not a finite number",
+    ("tokenizer.ggml.eos_token_id", "</s>"): "not an integer",
 }
 INVALID_TENSORS = {"blk.0.attn_k.weight": ((6, HIDDEN), "has 6 rows"), "blk.00.ffn_up.weight": ((1, 1), "both contain")}
 

@@ -133,7 +133,7 @@ BAD_DIRECTORIES = {
             shutil.copy(d / "model.safetensors", d / "b.safetensors"),
             _sharded(d, {"model.norm.weight": "a.safetensors", "model.embed_tokens.weight": "b.safetensors"}),
         ),
-        "as another shard has",
+        "which another shard has too",
     ),
     **{
         name: (lambda d, data=data: (d / "model.safetensors").write_bytes(data), "/model.safetensors")

@@ -165,21 +165,24 @@ EMBED = "embed.weight"
 SPARE = Param("spare", CACHE, Source((("spare", "f32"),), lambda raw: raw))
 # What is done to a module and its function, and what the verifier reports.
 DAMAGE: list[tuple[Callable[[Module, Graph], object], str]] = [
-    (lambda m, f: f.ops.append(op_of(f, "convert")), "convert in model.embed_tokens: a value is defined twice"),
-    (lambda m, f: setattr(op_of(f, "iota"), "results", (f.inputs[0],)), "iota in no scope: a value is defined twice"),
+    (
+        lambda m, f: f.ops.append(op_of(f, "convert")),
+        "convert in model.embed_tokens: the value tensor<1x8xf32> is defined twice",
+    ),
+    (lambda m, f: setattr(op_of(f, "iota"), "results", (f.inputs[0],)), "iota in no scope: the value token is defined twice"),
     (lambda m, f: f.ops.reverse(), "is no input or earlier result of this function"),
     (lambda m, f: setattr(op_of(f, "convert"), "results", (Value(CACHE), Value(CACHE))), "has 2 results, needs 1"),
     (undefined_operand, "convert in model.embed_tokens: operand 0 (tensor<1x8xbf16>) is no input or earlier result"),
     (
         lambda m, f: setattr(f, "outputs", (*f.outputs[:2], Value(CACHE))),
-        "function step, its signature: an output is not defined",
+        "function step, its signature: output 2 (tensor<2x6x8xf32>) is no input or result",
     ),
     (lambda m, f: f.inputs.append(Value(TensorType((), I32), "spare")), "input 'spare' is never used"),
     (lambda m, f: m.add_param(SPARE), "module small: no function reads parameter spare"),
-    (lambda m, f: m.params.clear(), "parameter 'embed.weight' is not declared with this type"),
+    (lambda m, f: m.params.clear(), "parameter 'embed.weight' is not declared"),
     (
         lambda m, f: m.params.update({EMBED: Param(EMBED, CACHE, m.params[EMBED].source)}),
-        "parameter 'embed.weight' is not declared with this type",
+        "parameter 'embed.weight' is declared as ",
     ),
     (
         lambda m, f: retype(op_of(f, "reduce"), TensorType((8,), F64)),
@@ -190,10 +193,10 @@ DAMAGE: list[tuple[Callable[[Module, Graph], object], str]] = [
     (lambda m, f: setattr(f, "storage", {7: f.inputs[2]}), "output 7 cannot reuse the buffer of 'cache'"),
     (lambda m, f: setattr(f, "storage", {2: f.outputs[2]}), "output 2 cannot reuse the buffer of ''"),
     (storage_twice, "two outputs reuse the buffer of one input"),
-    (lambda m, f: setattr(f, "output_names", f.output_names[:1]), "outputs must exist and have distinct names"),
-    (lambda m, f: setattr(f, "output_names", ("a", "b", "a")), "outputs must exist and have distinct names"),
-    (lambda m, f: f.returns(), "outputs must exist and have distinct names"),
-    (lambda m, f: setattr(f.inputs[1], "name", f.inputs[0].name), "names of inputs must be distinct"),
+    (lambda m, f: setattr(f, "output_names", f.output_names[:1]), "outputs have the names"),
+    (lambda m, f: setattr(f, "output_names", ("a", "b", "a")), "3 outputs have the names a, b, a; give each its own"),
+    (lambda m, f: f.returns(), "it has no outputs; return at least one value"),
+    (lambda m, f: setattr(f.inputs[1], "name", f.inputs[0].name), "two inputs have the name"),
     (lambda m, f: setattr(op_of(f, "convert"), "kind", "rms_norm"), "rms_norm in model.embed_tokens: unknown operation"),
     (lambda m, f: m.functions.clear(), "module small has no function"),
     (swapped_operands, "the types of operands or results are not the kernel's"),

@@ -161,4 +161,4 @@ def test_rejects_small_files_over_the_limit(toy):
     os.truncate(toy / "tokenizer.json", 10**10)
     assert "files.tokenizer.json has 10000000000 bytes; the limit is" in rejection(toy)
     os.truncate(toy / "manifest.json", 10**10)
-    assert "has 10000000000 bytes, the limit is" in rejection(toy)
+    assert "has 10000000000 bytes, but the limit is" in rejection(toy)

@@ -85,8 +85,9 @@ def read_tiles(matmul: Matmul, values: Mapping[str, int]) -> Tiles:
     Raises ValueError for unknown or missing fields and for values that are not integers.
     """
     _, kind, _ = _choice(matmul)
-    if set(values) != {field.name for field in fields(kind)} or any(type(v) is not int for v in values.values()):
-        raise ValueError(f"{dict(values)} are not the fields of {kind.__name__}; give an integer for each of them")
+    names = [field.name for field in fields(kind)]
+    if set(values) != set(names) or any(type(v) is not int for v in values.values()):
+        raise ValueError(f"{matmul.name} has {dict(values)}, not an integer for each of {', '.join(names)}")
     return kind(**values)
 
 
@@ -99,7 +100,7 @@ def kernel_of(matmul: Matmul, isa: Isa, threads: int = 2, tiles: Tiles | None = 
     prefix, _, writer = _choice(matmul)
     tiles = tiles or default_tiles(matmul, isa, threads)
     if any(type(value) is not int or value < 1 for value in astuple(tiles)) or not tiles.fit(matmul):
-        raise ValueError(f"tiles {tiles.name} are not valid for {matmul.name}; see the class {type(tiles).__name__}")
+        raise ValueError(f"tiles {tiles.name} do not fit {matmul.name}")
     by_tables = prefix == "gemv" and is_summed_by_tables(matmul.format, isa)
     return Kernel(
         f"{prefix}_{matmul.name}_{isa.name}_{tiles.name}",
