@@ -112,23 +112,27 @@ def _live(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
 
 def _continued(f: _Function) -> dict[Op, Value]:
     """Return the kernels whose result only element-wise operations use, with their last value."""
-    found: dict[Op, Value] = {}
+    found, inside = dict[Op, Value](), set[Value]()
     for op in f.graph.ops:
         kernel = op.attrs.get("kernel")
         if isinstance(kernel, GpuKernel) and kernel.stores_once and len(op.results) == 1:
-            root = _last(f, op.results[0])
+            root, own = _last(f, op.results[0], inside)
             if root is not None:
                 found[op] = f.stored[root] = root
+                inside |= own
     return found
 
 
-def _last(f: _Function, result: Value) -> Value | None:
-    """Return the last value that a kernel can compute in place of `result`, or None."""
+def _last(f: _Function, result: Value, inside: set[Value]) -> tuple[Value | None, set[Value]]:
+    """Return the last value that a kernel can compute in place of `result`, and those before it.
+
+    The value is None if there is none. inside: values that are only computed inside other kernels.
+    """
     cone, order = {result}, [result]
     for value in order:
         for user in f.users.get(value, []):
             ok = user.kind in ELEMENTWISE and user.results[0].type == result.type and result.dtype is F32
-            if ok and user.results[0] not in (*cone, *f.stored):
+            if ok and user.results[0] not in cone | inside | f.stored.keys():
                 cone.add(user.results[0])
                 order.append(user.results[0])
     for root in sorted(cone - {result}, key=f.position.__getitem__, reverse=True):
@@ -136,8 +140,8 @@ def _last(f: _Function, result: Value) -> Value | None:
         inner_users = (user for v in within - {root} for user in f.users.get(v, []))
         is_closed = not (within - {root}) & set(f.graph.outputs) and all(user.results[0] in within for user in inner_users)
         if result in within and is_closed and f.is_cheap(root, result):
-            return root
-    return None
+            return root, within - {root}
+    return None, set()
 
 
 def _between(f: _Function, root: Value, cone: set[Value]) -> set[Value]:
