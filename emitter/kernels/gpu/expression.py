@@ -50,7 +50,8 @@ _NARROW = {"f16": 2, "bf16": 2, "i8": 4}  # elements in a word
 
 def is_supported(op: Op) -> bool:
     """Return whether an expression may have the operation `op`."""
-    numbers = all(v.dtype.name in ("f32", "i32", *_NARROW) for v in (*op.operands, *op.results))
+    per_word = {"f32": 1, "i32": 1, **_NARROW}
+    numbers = all(v.type.elements % per_word.get(v.dtype.name, v.type.elements + 1) == 0 for v in (*op.operands, *op.results))
     if op.kind == "convert":
         return numbers and op.results[0].dtype.name == "f32"
     if op.kind == "constant" and op.attrs["value"].ndim:

@@ -76,7 +76,7 @@ class GpuBody(Body):
 
     def words(self, buffer: Ssa) -> Ssa:
         """Return the memory of operand `buffer` as a memref i32 [words]."""
-        bits = {"f32": 32, "i32": 32, "f16": 16, "i8": 8}[buffer.type.element]
+        bits = {"f32": 32, "i32": 32, "f16": 16, "bf16": 16, "i8": 8}[buffer.type.element]
         return self.view(buffer, (prod(buffer.type.shape) * bits // 32,))
 
     def load(self, buffer: Ssa | Virtual, *indices: Index) -> Ssa:
