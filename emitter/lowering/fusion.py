@@ -9,11 +9,14 @@ Patterns, for T tokens:
 - GLU: act(linear(x)) * linear(x).
 - residual: y + linear(x).
 - norm: an RMS norm whose result only linear layers use, for few tokens (T = 1 on CPUs).
-- for GPUs: residual of a norm or of experts: y + norm(x), or y + experts(x); an RMS norm that experts use too; gate and
-  up of a GLU beside other linear layers of the same input; factors of the input of linear layers, which become factors of
-  their result; RMS norms of short rows that are only reshaped, which become StableHLO (attribute `inline`).
 - convolution: act(causal_conv(x)).
 - gated norm: rms_norm(gated_delta(...)) * silu(z), the norm over a head.
+- for GPUs also:
+  - residual of a norm or of experts: y + norm(x), or y + experts(x);
+  - a norm that experts use too;
+  - gate and up of a GLU, if other linear layers have the same input: all of them become one matmul;
+  - factors of the input of linear layers (see `factors`);
+  - an RMS norm of a short row that is only reshaped: it becomes StableHLO.
 
 The result may have two new kinds of operations, and some kinds may get more operands or attributes:
 
@@ -26,7 +29,9 @@ The result may have two new kinds of operations, and some kinds may get more ope
     causal_conv(...)
       another attribute: activation: name of the activation of the result, if there is one
     rms_norm, layer_norm and experts(..., residual)
-      another attribute: residual: True, if there is one
+      other attributes: residual: True, if there is one; inline: True, if the norm is to become StableHLO
+    experts(x, (norm weight), chosen, weights, stacked ...)
+      another attribute: eps: epsilon of the RMS norm of x, if there is one
     gated_delta(..., (norm weight, z), state, ...)
       another attribute: norm_eps: epsilon of the gated norm, if there is one
 """
@@ -43,7 +48,6 @@ from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.epilogue import ACTIVATIONS
 from castiron.emitter.lowering.factors import with_factors_after
 from castiron.emitter.types import F32, TensorType
-
 
 # The longest row whose RMS norm a GPU computes again for each of its elements.
 INLINE_LIMIT = 1024

@@ -221,7 +221,9 @@ def test_operations_that_kernels_compute(tmp_path):
             if name == "weight":
                 given[name] = values.view(np.int32)
             elif t.dtype in (I8, I32):
-                given[name] = rng.integers(-128 if t.dtype is I8 else 0, 127 if t.dtype is I8 else 4, t.shape).astype(t.dtype.numpy)
+                given[name] = rng.integers(-128 if t.dtype is I8 else 0, 127 if t.dtype is I8 else 4, t.shape).astype(
+                    t.dtype.numpy
+                )
             else:
                 given[name] = from_f32(values, t.dtype)
         check(run, kernel, given)

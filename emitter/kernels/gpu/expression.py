@@ -253,7 +253,7 @@ class _Elements:
             for side, tensor in enumerate((x, y)):
                 own = self._split(loop.index, contract[side], extents) | dict(zip(batch[side], index))
                 found.append(self.at(tensor, [own[d] if d in own else free.pop(0) for d in range(tensor.type.rank)]))
-            loop.give(b.fma(*found, loop.values[0]))
+            loop.give(b.fma(found[0], found[1], loop.values[0]))
         return loop.results[0]
 
 
@@ -295,7 +295,7 @@ def _dot(op: Op, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 _NUMPY: dict[str, Callable[..., np.ndarray]] = {
-    "constant": lambda op: np.float64(op.attrs["value"]),
+    "constant": lambda op: np.asarray(op.attrs["value"], np.float64),
     "convert": lambda op, x: x.astype(np.float64),
     "reshape": lambda op, x: np.broadcast_to(x, op.operands[0].shape).reshape(op.results[0].shape),
     "transpose": lambda op, x: x.transpose(op.attrs["dims"]),

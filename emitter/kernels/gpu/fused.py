@@ -19,7 +19,9 @@ from castiron.emitter.types import TensorType
 THREADS = 64
 
 
-def fused(kernel: GpuKernel, inputs: Mapping[str, Expression], output: Expression | None, more: Mapping[str, Value]) -> GpuKernel:
+def fused(
+    kernel: GpuKernel, inputs: Mapping[str, Expression], output: Expression | None, more: Mapping[str, Value]
+) -> GpuKernel:
     """Return a kernel with computed operands and a continued result.
 
     inputs: the expressions of computed operands, by name. output: the expression that continues the

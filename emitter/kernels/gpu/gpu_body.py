@@ -38,7 +38,10 @@ class SharedType(Type):
 class Virtual:
     """A tensor that is not in memory, in place of a memref."""
 
-    type: Type
+    @property
+    def type(self) -> Type:
+        """Return the type of the memref that this tensor stands for."""
+        raise NotImplementedError
 
     def load(self, b: GpuBody, *index: Index) -> Ssa:
         """Emit code that computes an element of an operand."""

@@ -23,8 +23,9 @@ THREADS = 128
 
 @cache
 def route(
-    T: int, experts: int, top_k: int, scores: str, normalised: bool, correction: bool, groups: tuple[int, int] = (1, 1), best: int = 0
-) -> GpuKernel:
+    T: int, experts: int, top_k: int, scores: str, normalised: bool, correction: bool, groups: tuple[int, int] = (1, 1),
+    best: int = 0,
+) -> GpuKernel:  # fmt: skip
     """Return the kernel that chooses `top_k` experts of each of T tokens.
 
     Operands: logits f32 [T, experts], correction f32 [experts] if `correction`. Results: chosen i32
