@@ -21,13 +21,13 @@ def with_factors_after(function: Graph) -> Graph:
 
     def factor_of(linear: Op) -> Op | None:
         """Return the constant by which the input of `linear` is multiplied, or None."""
-        product = producer.get(linear.operands[0])
-        if product is None or product.kind != "multiply":
+        scaled = producer.get(linear.operands[0])
+        if scaled is None or scaled.kind != "multiply":
             return None
-        constant, others = producer.get(product.operands[1]), readers[product.results[0]]
+        constant, others = producer.get(scaled.operands[1]), readers[scaled.results[0]]
         is_scalar = constant is not None and constant.kind == "constant" and not constant.attrs["value"].ndim
         plain = all(op.kind == "linear" and len(op.operands) == 2 for op in others)
-        return constant if is_scalar and plain and uses[product.results[0]] == len(others) else None
+        return constant if is_scalar and plain and uses[scaled.results[0]] == len(others) else None
 
     ops: list[Op] = []
     for op in function.ops:

@@ -18,22 +18,26 @@ Patterns, for T tokens:
   - factors of the input of linear layers (see `factors`);
   - an RMS norm of a short row that is only reshaped: it becomes StableHLO.
 
-The result may have two new kinds of operations, and some kinds may get more operands or attributes:
+The result may have two new kinds of operations, with these operands and attributes:
 
     matmul(x, (norm weight), weights ..., biases ..., (residual)) -> [T, out]
-      attributes: weights, biases: numbers of these operands; eps: epsilon of the RMS norm of x, or None; residual:
-      whether there is a residual; glu: the activation of a GLU of two weights, or None
+      weights, biases   numbers of these operands
+      eps               epsilon of the RMS norm of x, or None
+      residual          whether there is a residual
+      glu               activation of a GLU of two weights, or None
     fused_attention(q, k and v rows, in one value or several, prepared ..., k_cache, v_cache, start, (length), (sinks))
-      attributes: rows: the number of values with q, k and v rows; layout: the `HeadLayout` of a row; prepared: the names
-      of the operands in `HeadLayout.operands`; and those of attention
-    causal_conv(...)
-      another attribute: activation: name of the activation of the result, if there is one
-    rms_norm, layer_norm and experts(..., residual)
-      other attributes: residual: True, if there is one; inline: True, if the norm is to become StableHLO
-    experts(x, (norm weight), chosen, weights, stacked ...)
-      another attribute: eps: epsilon of the RMS norm of x, if there is one
-    gated_delta(..., (norm weight, z), state, ...)
-      another attribute: norm_eps: epsilon of the gated norm, if there is one
+      rows              number of values with q, k and v rows
+      layout            the `HeadLayout` of a row
+      prepared          names of the operands in `HeadLayout.operands`
+      the attributes of attention
+
+Other kinds of operations may get more operands, and another attribute:
+
+    causal_conv(...)                                 activation: name of the activation of the result
+    rms_norm, layer_norm and experts(..., residual)  residual: True
+    rms_norm(...)                                    inline: True; it becomes StableHLO
+    experts(x, (norm weight), chosen, ...)           eps: epsilon of an RMS norm of x
+    gated_delta(..., (norm weight, z), state, ...)   norm_eps: epsilon of the gated norm
 """
 
 from __future__ import annotations
@@ -55,7 +59,7 @@ INLINE_LIMIT = 1024
 
 @dataclass
 class _Heads:
-    """The inputs of a fused attention operation, and how it normalises and rotates q and k.
+    """The inputs of a fused attention operation, and the norm and rotation of q and k.
 
     sources: where the q, k and v rows come from, in order. A source is a value, or a list of linear
         operations that become one matmul.
@@ -92,7 +96,7 @@ class _Uses:
         self.norms: dict[Value, Op] = {}
 
     def only(self, value: Value, kind: str) -> Op | None:
-        """Return the operation of kind `kind` that computes `value`, or None.
+        """Return the operation that computes `value`, if it is of kind `kind`; otherwise None.
 
         The result is also None if `value` has more than one use.
         """
@@ -103,8 +107,8 @@ class _Uses:
 def fuse(function: Graph, norm_limit: int, norm_tokens: int = 1, gpu: bool = False) -> Graph:
     """Return a copy of a function in which all patterns of this module are fused.
 
-    norm_limit, norm_tokens: max numbers of features and of tokens of an RMS norm that is fused.
-    gpu: whether to fuse the patterns for GPUs.
+    norm_limit, norm_tokens: an RMS norm is fused if x has at most these numbers of features and of
+    tokens. gpu: whether to fuse the patterns for GPUs too.
     """
     if gpu:
         function = with_factors_after(function)
@@ -232,9 +236,10 @@ def _apart(graph: _Uses, linear: Op, order: tuple[int, int]) -> list[Op]:
 
 
 def _chain(graph: _Uses, value: Value) -> list[Op]:
-    """Return the operations that compute `value`, a q or k, from a projection; the last one first.
+    """Return the operations between a projection and `value` (q or k), from the last to the first.
 
-    They are rope, norm over a head, reshape, norm over the row, in this order; each may be missing.
+    Seen from `value`, they are rope, norm over a head, reshape, norm over the row. Each may be
+    missing.
     """
     chain: list[Op] = []
     for kind in ("rope", "rms_norm", "reshape", "rms_norm"):
@@ -246,17 +251,20 @@ def _chain(graph: _Uses, value: Value) -> list[Op]:
 
 
 def _alike(q: Op, k: Op) -> bool:
-    """Return whether q and k are operations of one kind, with the same rotary tables or epsilon."""
+    """Return whether two operations on q and k are of one kind and have equal settings.
+
+    The settings are the rotary tables of rope, or the epsilon of a norm.
+    """
     if q.kind != k.kind:
         return False
     return q.operands[1:] == k.operands[1:] if q.kind == "rope" else q.attrs.get("eps") == k.attrs.get("eps")
 
 
 def _stacks(graph: _Uses, values: list[Value]) -> list[Value | list[Op]]:
-    """Return `values`, but with each result of a linear operation replaced by the operation.
+    """Return `values`, with results of linear operations replaced by lists of these operations.
 
-    Linear operations of consecutive values that have the same input and codec are in one list,
-    which becomes one matmul.
+    A list becomes one matmul. It has the linear operations of consecutive values, if these
+    operations have the same input and codec.
     """
     sources: list[Value | list[Op]] = []
     for value in values:
@@ -335,7 +343,7 @@ def _norm(graph: _Uses, op: Op, limit: int, tokens: int, kinds: tuple[str, ...])
 
 
 def _inline_norm(graph: _Uses, op: Op) -> None:
-    """Mark the RMS norm of a short row that is only reshaped, as that of attention's latent vectors."""
+    """Mark the RMS norm of a short row that is only reshaped, as for latent attention."""
     norm = graph.only(op.operands[0], "rms_norm")
     tokens, features = op.operands[0].shape if op.operands[0].type.rank == 2 else (1, INLINE_LIMIT + 1)
     if norm and norm not in graph.absorbed and tokens == 1 and features <= INLINE_LIMIT:

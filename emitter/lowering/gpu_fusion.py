@@ -28,8 +28,9 @@ MAX_OPERANDS = 16  # max operands and results of a kernel
 class _Function:
     """A function under fusion.
 
-    producer, position: the operation that computes a value, and its index. users: the operations that use a value. stored:
-    values that kernels of this pass store, by the value that they replace.
+    producer, position: the operation that computes a value, and its index. users: the operations
+    that use a value. stored: values that kernels of this pass store, by the value that they
+    replace.
     """
 
     graph: Graph
@@ -115,7 +116,7 @@ def _continued(f: _Function) -> dict[Op, Value]:
     found, inside = dict[Op, Value](), set[Value]()
     for op in f.graph.ops:
         kernel = op.attrs.get("kernel")
-        if isinstance(kernel, GpuKernel) and kernel.stores_once and len(op.results) == 1:
+        if isinstance(kernel, GpuKernel) and kernel.single_store and len(op.results) == 1:
             root, own = _last(f, op.results[0], inside)
             if root is not None:
                 found[op] = f.stored[root] = root
@@ -189,7 +190,7 @@ def _is_computed(f: _Function, kernel: GpuKernel, name: str, x: Value) -> bool:
 
 
 def _separate(f: _Function, op: Op, values: Sequence[Value]) -> list[Op]:
-    """Return a call of a kernel that computes the f32 operands `values` of `op`, if there are any."""
+    """Return a call of a kernel that computes the f32 values among `values`, if there are any."""
     values = [value for value in dict.fromkeys(values) if value.dtype is F32]
     if not values:
         return []

@@ -19,13 +19,13 @@ class GpuKernel(Kernel):
     `stream.executable`, an operand may begin at an offset in a binding; IREE's SPIR-V backend does
     not compile such an offset.
 
-    stores_once: whether the code stores each element of the only result once and never reads it.
+    single_store: whether the code stores each element of the only result once and never reads it.
     reads_often: operands that many workgroups read; computing them there would cost more than a
     separate kernel.
     """
 
     threads: int = 64
-    stores_once: bool = False
+    single_store: bool = False
     reads_often: tuple[str, ...] = ()
 
     @property

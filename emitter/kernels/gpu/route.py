@@ -5,7 +5,7 @@ each workgroup: one token
   with groups: rated = -inf outside the best groups, which have the largest sums of best experts
   for expert: rank = number of experts that are rated higher, or as high with a lower index
     if rank < top_k: chosen[rank], weights[rank] = expert, likely[expert]                     shared
-  weights = weights / sum(weights), if they are normalised                                    memory
+  weights = weights / sum(weights), if `normalised`                                           memory
 """
 
 from functools import cache
@@ -119,8 +119,8 @@ def _drop_groups(b: GpuBody, thread: Ssa, rated: Ssa, experts: int, groups: tupl
     b.barrier()
     with b.strided(thread, experts) as e:
         rank = _rank(b, sums, count, b.div(e.index, each))
-        kept = b.select(b.less(rank, groups[1]), b.load(rated, e.index), b.f32(float("-inf")))
-        b.store(kept, rated, e.index)
+        score = b.select(b.less(rank, groups[1]), b.load(rated, e.index), b.f32(float("-inf")))
+        b.store(score, rated, e.index)
     b.barrier()
 
 
