@@ -19,6 +19,7 @@ from castiron.emitter.layer_operations import LAYERS
 from castiron.emitter.lowering import gpu, kernels, portable
 from castiron.emitter.lowering.canonical import canonical
 from castiron.emitter.lowering.fusion import fuse
+from castiron.emitter.lowering.gpu_fusion import fuse_kernels
 from castiron.emitter.lowering.projection import NORM_LIMIT, Projector
 from castiron.emitter.lowering.rewrite import rewrite
 from castiron.emitter.operations import LOWERED
@@ -69,7 +70,8 @@ def lower(
         if lowering == "portable":
             rewrite(function, portable.RULES, lowered)
         elif lowering == "gpu":
-            rewrite(fuse(function, gpu.NORM_LIMIT, MAX_TOKENS, residuals=True), gpu.rules(), lowered)
+            rewrite(fuse(function, gpu.NORM_LIMIT, MAX_TOKENS, gpu=True), gpu.rules(), lowered)
+            lowered.functions[function.name] = fuse_kernels(lowered.functions[function.name])
         else:
             rewrite(fuse(function, NORM_LIMIT), kernels.Context(unit, threads, project).rules(), lowered)
     if numerics == "canonical":

@@ -9,9 +9,14 @@ Patterns, for T tokens:
 - GLU: act(linear(x)) * linear(x).
 - residual: y + linear(x).
 - norm: an RMS norm whose result only linear layers use, for few tokens (T = 1 on CPUs).
-- residual of a norm or of experts (for GPUs): y + norm(x), or y + experts(x).
 - convolution: act(causal_conv(x)).
 - gated norm: rms_norm(gated_delta(...)) * silu(z), the norm over a head.
+- for GPUs also:
+  - residual of a norm or of experts: y + norm(x), or y + experts(x);
+  - a norm that experts use too;
+  - gate and up of a GLU, if other linear layers have the same input: all of them become one matmul;
+  - factors of the input of linear layers (see `factors`);
+  - an RMS norm of a short row that is only reshaped: it becomes StableHLO.
 
 The result may have two new kinds of operations, with these operands and attributes:
 
@@ -30,6 +35,8 @@ Other kinds of operations may get more operands, and another attribute:
 
     causal_conv(...)                                 activation: name of the activation of the result
     rms_norm, layer_norm and experts(..., residual)  residual: True
+    rms_norm(...)                                    inline: True; it becomes StableHLO
+    experts(x, (norm weight), chosen, ...)           eps: epsilon of an RMS norm of x
     gated_delta(..., (norm weight, z), state, ...)   norm_eps: epsilon of the gated norm
 """
 
@@ -43,7 +50,11 @@ import numpy as np
 from castiron.emitter.ir import Graph, Op, Value, users
 from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.epilogue import ACTIVATIONS
+from castiron.emitter.lowering.factors import with_factors_after
 from castiron.emitter.types import F32, TensorType
+
+# The longest row whose RMS norm a GPU computes again for each of its elements.
+INLINE_LIMIT = 1024
 
 
 @dataclass
@@ -93,28 +104,36 @@ class _Uses:
         return op if op is not None and op.kind == kind and self.uses[value] == 1 else None
 
 
-def fuse(function: Graph, norm_limit: int, norm_tokens: int = 1, residuals: bool = False) -> Graph:
+def fuse(function: Graph, norm_limit: int, norm_tokens: int = 1, gpu: bool = False) -> Graph:
     """Return a copy of a function in which all patterns of this module are fused.
 
     norm_limit, norm_tokens: an RMS norm is fused if x has at most these numbers of features and of
-    tokens. residuals: whether to fuse a norm or experts with the addition of the result to a
-    residual.
+    tokens. gpu: whether to fuse the patterns for GPUs too.
     """
+    if gpu:
+        function = with_factors_after(function)
     graph = _Uses(function)
     for op in function.ops:
         if op.kind == "attention":
             graph.replaced[op] = _fused_attention(graph, op, _heads(graph, op))
         elif op.kind == "multiply":
-            _glu(graph, op)
+            _glu(graph, op, apart=gpu and op.results[0].shape[0] <= norm_tokens)
             _gated_norm(graph, op)
         elif op.kind == "activation":
             _activated_conv(graph, op)
         elif op.kind == "add":
             _residual(graph, op)
-            if residuals:
+            if gpu:
                 _residual_of_other(graph, op)
+        elif op.kind == "experts" and op.operands[0] in graph.norms:
+            norm = graph.norms[op.operands[0]]
+            operands, attrs = (*norm.operands, *op.operands[1:]), {**op.attrs, "eps": norm.attrs["eps"]}
+            graph.replaced[op] = [replace(op, operands=operands, attrs=attrs)]
         elif op.kind == "rms_norm":
-            _norm(graph, op, norm_limit, norm_tokens)
+            _norm(graph, op, norm_limit, norm_tokens, ("linear", "experts") if gpu else ("linear",))
+    for op in function.ops:
+        if gpu and op.kind == "reshape":
+            _inline_norm(graph, op)
     _siblings(graph, function)
     fused: list[Op] = []
     for op in function.ops:
@@ -270,12 +289,20 @@ def _codec(graph: _Uses, linear: Op) -> str:
     return graph.producer[linear.operands[1]].attrs["weight"].codec
 
 
-def _glu(graph: _Uses, op: Op) -> None:
+def _glu(graph: _Uses, op: Op, apart: bool) -> None:
+    """Turn gate and up of a GLU into one matmul.
+
+    apart: whether they stay linear layers if these become one matmul with others of the same input.
+    """
     for a, b in (op.operands, op.operands[::-1]):
         act, up = graph.only(a, "activation"), graph.only(b, "linear")
         gate = graph.only(act.operands[0], "linear") if act else None
         if act is None or gate is None or up is None or gate is up or gate.operands[0] is not up.operands[0]:
             continue
+        readers = graph.readers[gate.operands[0]]
+        free = [o for o in readers if o.kind == "linear" and o not in graph.absorbed and o not in (gate, up)]
+        if apart and any(_stackable(graph, o, gate) and _stackable(graph, up, gate) for o in free):
+            return
         plain = len(gate.operands) == len(up.operands) == 2 and act.attrs["function"] in ACTIVATIONS
         if plain and gate.operands[1].type == up.operands[1].type and _codec(graph, gate) == _codec(graph, up):
             graph.replaced[op] = [_matmul(graph, [gate, up], op.results[0], op.path, glu=act.attrs["function"])]
@@ -298,20 +325,29 @@ def _residual_of_other(graph: _Uses, op: Op) -> None:
         before = next(filter(None, (graph.only(value, kind) for kind in ("rms_norm", "layer_norm", "experts"))), None)
         ready = before and op not in graph.replaced and before not in graph.absorbed
         if before and ready and value.type.rank == 2 and value is not other:
-            attrs = {**before.attrs, "residual": True}
-            graph.replaced[op] = [Op(before.kind, (*before.operands, other), op.results, attrs, op.path)]
+            current = graph.replaced.pop(before, [before])[0]
+            attrs = {**current.attrs, "residual": True}
+            graph.replaced[op] = [Op(before.kind, (*current.operands, other), op.results, attrs, op.path)]
             graph.absorbed.add(before)
             return
 
 
-def _norm(graph: _Uses, op: Op, limit: int, tokens: int) -> None:
+def _norm(graph: _Uses, op: Op, limit: int, tokens: int, kinds: tuple[str, ...]) -> None:
     x = op.results[0]
     readers = graph.readers.get(x, [])
     if op in graph.absorbed or x.type.rank != 2 or x.shape[0] > tokens or x.shape[1] > limit or not readers:
         return
-    if all(reader.kind == "linear" and reader.operands[0] is x for reader in readers) and graph.uses[x] == len(readers):
+    if all(reader.kind in kinds and reader.operands[0] is x for reader in readers) and graph.uses[x] == len(readers):
         graph.norms[x] = op
         graph.absorbed.add(op)
+
+
+def _inline_norm(graph: _Uses, op: Op) -> None:
+    """Mark the RMS norm of a short row that is only reshaped, as for latent attention."""
+    norm = graph.only(op.operands[0], "rms_norm")
+    tokens, features = op.operands[0].shape if op.operands[0].type.rank == 2 else (1, INLINE_LIMIT + 1)
+    if norm and norm not in graph.absorbed and tokens == 1 and features <= INLINE_LIMIT:
+        graph.replaced[norm] = [replace(norm, attrs={**norm.attrs, "inline": True})]
 
 
 def _activated_conv(graph: _Uses, op: Op) -> None:

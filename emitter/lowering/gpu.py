@@ -77,20 +77,43 @@ def projected(p: Projection, factors: Value | None = None) -> Value:
     return ops.kernel_call(kernel, x=p.x, **given)["y"]
 
 
-def experts(op: Op, x: Value, chosen: Value, weights: Value, *stacked: Any) -> Value:
-    residual = stacked[-1] if op.attrs.get("residual") else None
-    stacked, count = stacked[: len(stacked) - (residual is not None)], 2 if op.attrs["gated"] else 1
-    if len(stacked) > count + 1:  # biases, or orders of columns
+def experts(op: Op, x: Value, *operands: Any) -> Value:
+    norm, eps, given = None, op.attrs.get("eps"), list(operands)
+    if eps is not None:
+        norm = (given.pop(0).value(), eps)
+    residual = given.pop() if op.attrs.get("residual") else None
+    (chosen, weights, *stacked), count = given, 2 if op.attrs["gated"] else 1
+    if any(op.attrs["ordered"]):
+        if norm is not None:
+            x = ops.kernel_call(norm_kernel("rms_norm", *x.shape, eps), x=x, weight=norm[0])["y"]
         y = kernels.experts(_CONTEXT, op, x, chosen, weights, *stacked)
         return y if residual is None else ops.add(y, residual)
     pairs, function = ops.reshape(chosen, (chosen.type.elements,)), op.attrs["function"]
-    into, down = [part.weight for part in stacked[:count]], stacked[count].weight
+    into, down, biases = [part.weight for part in stacked[:count]], stacked[count].weight, stacked[count + 1 :]
     through = partial(Projection, chosen=pairs, experts=op.attrs["experts"])
-    if count == 2 and into[0].codec == into[1].codec and function in ACTIVATIONS:
-        inner = projected(through(x, into, glu=function))
+    of_pairs = [bias.value(lambda part: ops.gather_rows(part, pairs)) for bias in biases]
+    if len({weight.codec for weight in into}) == 1 and function in ACTIVATIONS and not biases:
+        inner = projected(through(x, into, norm=norm, glu=function if count == 2 else None))
+        inner = inner if count == 2 else portable.into_down([inner], function)
     else:
-        inner = portable.into_down([projected(through(x, [weight])) for weight in into], function)
-    return projected(through(inner, [down], residual=residual), weights)
+        parts = _parts(partial(through, x, norm=norm), into)
+        parts = [ops.add(y, bias) for y, bias in zip(parts, of_pairs)] if biases else parts
+        inner = portable.into_down(parts, function)
+    y = projected(through(inner, [down], residual=residual), weights)
+    if not biases:
+        return y
+    shares = ops.reshape(of_pairs[count], (*chosen.shape, y.shape[1]))
+    shares = ops.multiply(shares, ops.broadcast_in_dim(weights, shares.shape, (0, 1)))
+    return ops.add(y, ops.reduce("add", shares, (1,)))
+
+
+def _parts(through: Callable[[list[Weight]], Projection], weights: list[Weight]) -> list[Value]:
+    """Return the projection by each weight; weights of one codec share a kernel call."""
+    if len({weight.codec for weight in weights}) > 1:
+        return [projected(through([weight])) for weight in weights]
+    y = projected(through(weights))
+    width = y.shape[1] // len(weights)
+    return [ops.slice_(y, (0, i * width), (y.shape[0], (i + 1) * width)) for i in range(len(weights))]
 
 
 def embedding(op: Op, tokens: Value, weight: Stored) -> Value:
@@ -102,7 +125,7 @@ def embedding(op: Op, tokens: Value, weight: Stored) -> Value:
 def norm(op: Op, x: Value, *operands: Any) -> Value:
     residual = operands[-1] if op.attrs.get("residual") else None
     stored = operands[:-1] if residual is not None else operands
-    if x.type.rank != 2:
+    if x.type.rank != 2 or op.attrs.get("inline"):
         return portable.RULES[op.kind](op, x, *stored)
     given = {name: part.value() for name, part in zip(("weight", "bias"), stored)}
     if residual is not None:
@@ -144,10 +167,9 @@ def _ordered(kernel: Kernel, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Value, Value]:
     attrs = op.attrs
-    if attrs["groups"][0] > 1:
-        return portable.route(op, logits, correction)
     given = {} if correction is None else {"correction": correction.value()}
-    kernel = route_kernel(*logits.shape, attrs["top_k"], attrs["scores"], attrs["normalised"], bool(given))
+    chosen_from = (attrs["groups"], attrs["rated"]) if attrs["groups"][0] > 1 else ()
+    kernel = route_kernel(*logits.shape, attrs["top_k"], attrs["scores"], attrs["normalised"], bool(given), *chosen_from)
     found = ops.kernel_call(kernel, logits=logits, **given)
     return found["chosen"], found["weights"]
 

@@ -22,10 +22,8 @@ from tests.emitter.family_harness import pair
 from tests.emitter.test_models import SHAPES
 
 TARGETS = ("cuda:sm_80", "rocm:gfx942", "metal")
-FAMILIES = sorted(SHAPES) if os.environ.get("CASTIRON_VULKAN") == "all" else ("llama", "qwen3_5_moe_text")
-
-
-CASES = [(family, target) for family in FAMILIES for target in TARGETS]
+CASES = [(family, target) for family in sorted(SHAPES) for target in TARGETS]
+PREFILLED = sorted(SHAPES) if os.environ.get("CASTIRON_VULKAN") == "all" else ("llama", "qwen3_5_moe_text")
 
 
 # Other architectures compile the same text.
@@ -33,8 +31,10 @@ CASES = [(family, target) for family in FAMILIES for target in TARGETS]
 def test_a_family_compiles(family, target, tmp_path):
     made = pair(family, tmp_path / "checkpoint", **SHAPES[family][0])
     options = Options(context=64, prefill=(8,), batch=(), speculate=(), target=target)
-    text = print_module(build_module(made.checkpoint, options))
-    result = compile_mlir(text, resolve(target), tmp_path / "model.vmfb")
+    module = build_module(made.checkpoint, options)
+    # The prefill of other families has hardly any other kernels, and takes longer to compile.
+    part = module if family in PREFILLED else module.part("decode_step")
+    result = compile_mlir(print_module(part), resolve(target), tmp_path / "model.vmfb")
     assert (tmp_path / "model.vmfb").stat().st_size > 1000
     assert any("iree-hal-target-device" in flag for flag in result.flags)
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kv_cache import CACHES
+from castiron.emitter.types import BF16, TensorType
 from castiron.vmfb.drivers import find_device, open_device
 from tests.emitter.kernel_runner import INDEX, compile_kernels
 
@@ -34,10 +35,22 @@ class GpuRunner:
 
     def __call__(self, kernel: Kernel, operands: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Call a kernel and return its results by name; index operands are INDEX."""
-        given = [rt.asdevicearray(self.device, np.array(operands[name], order="C")) for name in kernel.tensors]
+        given = [self._operand(np.array(operands[name], order="C"), type_) for name, type_ in kernel.tensors.items()]
         results = self.modules[f"call_{kernel.name}"](*given)
         results = results if isinstance(results, tuple | list) else (results,)
         return {name: self._read(result) for name, result in zip(kernel.results, results, strict=True)}
+
+    def _operand(self, array: np.ndarray, type_: TensorType) -> rt.DeviceArray | rt.HalBufferView:
+        if type_.dtype is not BF16:
+            return rt.asdevicearray(self.device, array)
+        # NumPy has no type for bf16.
+        return self.device.allocator.allocate_buffer_copy(
+            memory_type=rt.MemoryType.DEVICE_LOCAL,
+            allowed_usage=rt.BufferUsage.DEFAULT,
+            device=self.device,
+            buffer=array,
+            element_type=rt.HalElementType.BFLOAT_16,
+        )
 
     def _read(self, array: rt.DeviceArray) -> np.ndarray:
         source = array._buffer_view.get_buffer()

@@ -7,7 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from castiron.emitter import ops
 from castiron.emitter.codecs import codec_of, row_bytes
+from castiron.emitter.ir import Module, current_function
 from castiron.emitter.kernels.attention.decode import DecodeTokens
 from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.attention.rows import Caches
@@ -26,8 +28,9 @@ from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.recurrent.tokens import Columns, Tokens
 from castiron.emitter.kv_cache import CACHES
+from castiron.emitter.lowering.gpu_fusion import fuse_kernels
 from castiron.emitter.quantise import encode
-from castiron.emitter.types import F32
+from castiron.emitter.types import BF16, F16, F32, I8, I32, TensorType, from_f32
 from tests.vulkan.kernel_runner import GpuRunner, check
 
 # One codec of each form that no checkpoint's blocks have: f32 scales, with minima, 16-bit codes.
@@ -177,11 +180,52 @@ def test_routes(tmp_path):
         route(3, 200, 8, "softmax", True, False),
         route(2, 9, 2, "softmax", False, False),
         route(2, 64, 4, "sigmoid", True, True),
+        route(3, 160, 6, "sigmoid", True, True, (8, 4), 2),
+        route(2, 12, 3, "softmax", False, False, (3, 2), 1),
     ]
     run = GpuRunner(kernels, tmp_path)
     for kernel in kernels:
         given = {n: rng.normal(size=t.shape).astype(np.float32) for n, t in kernel.tensors.items()}
         given["logits"][0, 3:5] = 1.0
+        check(run, kernel, given)
+
+
+def test_operations_that_kernels_compute(tmp_path):
+    """Before a matmul in its loads, after it in its stores, and in a kernel of their own."""
+    tokens, module = 9, Module("fused")
+    types = {
+        "rows": ((1, 48), F32), "other": ((1, 40), F32), "weight": ((40, 24), I32), "chosen": ((1,), I32),
+        "table": ((5, 24), F16), "codes": ((4, 6, 8), I8), "keys": ((tokens, 4, 6), BF16), "many": ((40, 32), I32),
+    }  # fmt: skip
+    with module.function("f", **{name: TensorType(*t) for name, t in types.items()}) as (rows, other, weight, chosen, *rest):
+        table, codes, keys, many = rest
+        gate, up = ops.slice_(rows, (0, 0), (1, 24)), ops.slice_(rows, (0, 24), (1, 48))
+        x = ops.add(ops.multiply(ops.multiply(gate, ops.logistic(gate)), up), ops.convert(ops.gather_rows(table, chosen), F32))
+        y = ops.kernel_call(matvec(Matmul("f32", 1, 40, 24)), x=x, weight=weight)["y"]
+        y = ops.subtract(ops.maximum(ops.tanh(y), ops.constant(0.1, F32, y.shape)), ops.multiply(other, ops.rsqrt(ops.abs_(y))))
+        # [tokens, heads, 6] . [heads, 6, 8] -> [heads, tokens, 8]
+        dots = ops.dot_general(ops.convert(keys, F32), ops.convert(codes, F32), ((2,), (1,)), ((1,), (0,)))
+        start = ops.reshape(chosen, ())
+        cut = ops.dynamic_slice(ops.transpose(dots, (1, 0, 2)), (start, start, start), (tokens, 4, 4))
+        sums = ops.broadcast_in_dim(ops.reduce("maximum", dots, (0,)), (tokens, 4, 8), (0, 2))
+        wide = ops.reshape(ops.concatenate((ops.slice_(sums, (0, 0, 2), (tokens, 4, 6)), cut), 2), (tokens, 32))
+        z = ops.kernel_call(gemm(Matmul("f32", tokens, 40, 32)), x=wide, weight=many)["y"]
+        current_function().returns(y=y, z=z)
+    kernels = [op.attrs["kernel"] for op in fuse_kernels(module.functions["f"]).ops if op.kind == "kernel"]
+    assert [list(kernel.results) for kernel in kernels] == [["y"], ["y0"], ["y"]]
+    run, rng = GpuRunner(kernels, tmp_path), np.random.default_rng(8)
+    for kernel in kernels:
+        given = {}
+        for name, t in kernel.tensors.items():
+            values = rng.normal(size=t.shape).astype(np.float32)
+            if name == "weight":
+                given[name] = values.view(np.int32)
+            elif t.dtype in (I8, I32):
+                given[name] = rng.integers(-128 if t.dtype is I8 else 0, 127 if t.dtype is I8 else 4, t.shape).astype(
+                    t.dtype.numpy
+                )
+            else:
+                given[name] = from_f32(values, t.dtype)
         check(run, kernel, given)
 
 

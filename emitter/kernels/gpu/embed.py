@@ -42,4 +42,4 @@ def embed(codec: str, vocab: int, hidden: int, T: int) -> Kernel:
         return {"y": weight_values(layout, weight[np.clip(ids, 0, vocab - 1)], hidden)}
 
     name, result = f"gpu_embed_{codec}_{T}_{vocab}x{hidden}", TensorType((T, hidden), F32)
-    return GpuKernel(name, operands, {"y": result}, T * blocks, write, reference=reference, threads=THREADS)
+    return GpuKernel(name, operands, {"y": result}, T * blocks, write, reference=reference, threads=THREADS, single_store=True)

@@ -99,4 +99,6 @@ def gemm(matmul: Matmul) -> Kernel:
         flops=2 * tokens * halves * out * inner,
         nbytes=4 * (layout.row_words(inner) * out * halves + tokens * (inner + out)),
         threads=THREADS,
+        single_store=True,
+        reads_often=("x",),
     )

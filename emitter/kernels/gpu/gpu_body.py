@@ -35,6 +35,23 @@ class SharedType(Type):
         return f"memref<{'x'.join((*map(str, self.shape), self.element))}, #gpu.address_space<workgroup>>"
 
 
+class Virtual:
+    """A tensor that is not in memory, in place of a memref."""
+
+    @property
+    def type(self) -> Type:
+        """Return the type of the memref that this tensor stands for."""
+        raise NotImplementedError
+
+    def load(self, b: GpuBody, *index: Index) -> Ssa:
+        """Emit code that computes an element of an operand."""
+        raise NotImplementedError
+
+    def store(self, b: GpuBody, value: Ssa, *index: Index) -> None:
+        """Emit code that computes with an element of a result, and stores what it finds."""
+        raise NotImplementedError
+
+
 class GpuBody(Body):
     """The body of a GPU kernel under construction; its code runs in each thread of a workgroup.
 
@@ -62,8 +79,17 @@ class GpuBody(Body):
 
     def words(self, buffer: Ssa) -> Ssa:
         """Return the memory of operand `buffer` as a memref i32 [words]."""
-        bits = {"f32": 32, "i32": 32, "f16": 16, "i8": 8}[buffer.type.element]
+        bits = {"f32": 32, "i32": 32, "f16": 16, "bf16": 16, "i8": 8}[buffer.type.element]
         return self.view(buffer, (prod(buffer.type.shape) * bits // 32,))
+
+    def load(self, buffer: Ssa | Virtual, *indices: Index) -> Ssa:
+        return buffer.load(self, *indices) if isinstance(buffer, Virtual) else super().load(buffer, *indices)
+
+    def store(self, value: Ssa, buffer: Ssa | Virtual, *indices: Index) -> None:
+        if isinstance(buffer, Virtual):
+            buffer.store(self, value, *indices)
+        else:
+            super().store(value, buffer, *indices)
 
     def workgroup(self) -> Ssa:
         x = self.let("hal.interface.workgroup.id[0] : index", INDEX)

@@ -18,9 +18,15 @@ class GpuKernel(Kernel):
     The kernel is a `hal.executable.source`, so that each operand is a separate binding. In a
     `stream.executable`, an operand may begin at an offset in a binding; IREE's SPIR-V backend does
     not compile such an offset.
+
+    single_store: whether the code stores each element of the only result once and never reads it.
+    reads_often: operands that many workgroups read; computing them there would cost more than a
+    separate kernel.
     """
 
     threads: int = 64
+    single_store: bool = False
+    reads_often: tuple[str, ...] = ()
 
     @property
     def index_type(self) -> str:

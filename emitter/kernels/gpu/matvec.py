@@ -72,7 +72,7 @@ def load_x(b: GpuBody, x: Ssa, row: Index, unit: Index) -> list[Ssa]:
     """
     inner = x.type.shape[-1]
     lead = [row] if len(x.type.shape) > 1 else []
-    if inner % UNIT == 0:
+    if inner % UNIT == 0 and isinstance(x, Ssa):
         fours = b.view(x, (*x.type.shape[:-1], inner // 4), "vector<4xf32>")
         return [e for i in range(2) for e in b.four(fours, *lead, b.add(b.mul(unit, 2), i))]
     first = b.mul(unit, UNIT)
@@ -185,6 +185,7 @@ def matvec(matmul: Matmul, summed: int = 0) -> Kernel:
         flops=2 * matmul.tokens * halves * out * inner,
         nbytes=4 * layout.row_words(inner) * out * halves,
         threads=THREADS,
+        single_store=True,
     )
 
 

@@ -60,4 +60,4 @@ def norm(kind: str, T: int, hidden: int, eps: float, bias: bool = False, residua
         return {"y": y.astype(np.float32)}
 
     name = f"gpu_{kind}_{T}x{hidden}_{number(eps)}" + "_bias" * bias + "_residual" * residual
-    return GpuKernel(name, operands, {"y": rows}, T, write, reference=reference, threads=THREADS)
+    return GpuKernel(name, operands, {"y": rows}, T, write, reference=reference, threads=THREADS, single_store=True)

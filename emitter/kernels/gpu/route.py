@@ -1,7 +1,8 @@
-"""Choose the experts of each token on a GPU, as `lowering.portable.route` does without groups.
+"""Choose the experts of each token on a GPU, as `lowering.portable.route` does.
 
 each workgroup: one token
   likely [experts] = softmax or sigmoid of the logits; rated = likely + correction            shared
+  with groups: rated = -inf outside the best groups, which have the largest sums of best experts
   for expert: rank = number of experts that are rated higher, or as high with a lower index
     if rank < top_k: chosen[rank], weights[rank] = expert, likely[expert]                     shared
   weights = weights / sum(weights), if `normalised`                                           memory
@@ -14,18 +15,23 @@ import numpy as np
 from castiron.emitter.kernels.gpu.activations import sigmoid
 from castiron.emitter.kernels.gpu.gpu_body import GpuBody
 from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
-from castiron.emitter.kernels.mlir.body import Ssa
+from castiron.emitter.kernels.mlir.body import Index, Ssa
 from castiron.emitter.types import F32, I32, TensorType
 
 THREADS = 128
 
 
 @cache
-def route(T: int, experts: int, top_k: int, scores: str, normalised: bool, correction: bool) -> GpuKernel:
+def route(
+    T: int, experts: int, top_k: int, scores: str, normalised: bool, correction: bool, groups: tuple[int, int] = (1, 1),
+    best: int = 0,
+) -> GpuKernel:  # fmt: skip
     """Return the kernel that chooses `top_k` experts of each of T tokens.
 
     Operands: logits f32 [T, experts], correction f32 [experts] if `correction`. Results: chosen i32
-    [T, top_k], best first, and weights f32 [T, top_k]. scores: "softmax" or "sigmoid".
+    [T, top_k], best first, and weights f32 [T, top_k]. scores: "softmax" or "sigmoid". groups,
+    best: experts are chosen from groups[1] of groups[0] groups, those with the largest sums of
+    their `best` largest scores.
     """
     operands = {"logits": TensorType((T, experts), F32)}
     if correction:
@@ -47,14 +53,10 @@ def route(T: int, experts: int, top_k: int, scores: str, normalised: bool, corre
             score = b.load(likely, e.index)
             b.store(b.addf(score, b.load(given["correction"], e.index)) if correction else score, rated, e.index)
         b.barrier()
+        if groups[0] > 1:
+            _drop_groups(b, thread, rated, experts, groups, best)
         with b.strided(thread, experts) as e:
-            score = b.load(rated, e.index)
-            with b.loop(0, experts, carry=[b.i32(0)]) as other:
-                x = b.load(rated, other.index)
-                first = b.both(b.compare("oeq", x, score), b.less(other.index, e.index))
-                before = b.either(b.compare("ogt", x, score), first)
-                other.give(b.binary("addi", other.values[0], b.select(before, b.i32(1), b.i32(0))))
-            rank = b.to_index(other.results[0])
+            rank = _rank(b, rated, experts, e.index)
             with b.when(b.less(rank, top_k)):
                 b.store(b.to_i32(e.index), slots, rank)
                 b.store(b.load(likely, e.index), own, rank)
@@ -71,14 +73,55 @@ def route(T: int, experts: int, top_k: int, scores: str, normalised: bool, corre
         wide = logits.astype(np.float64)
         likely = 1 / (1 + np.exp(-wide)) if scores == "sigmoid" else np.exp(wide - wide.max(1, keepdims=True))
         likely = likely if scores == "sigmoid" else likely / likely.sum(1, keepdims=True)
-        found = np.argsort(-(likely + given.get("correction", 0)), 1, kind="stable")[:, :top_k]
+        rated = likely + given.get("correction", 0)
+        if groups[0] > 1:
+            sums = np.sort(rated.reshape(T, groups[0], -1), 2)[:, :, -best:].sum(2)
+            order = np.argsort(np.argsort(-sums, 1, kind="stable"), 1)
+            rated = np.where(np.repeat(order < groups[1], experts // groups[0], 1), rated, -np.inf)
+        found = np.argsort(-rated, 1, kind="stable")[:, :top_k]
         weights = np.take_along_axis(likely, found, 1)
         weights = weights / weights.sum(1, keepdims=True) if normalised else weights
         return {"chosen": found.astype(np.int32), "weights": weights.astype(np.float32)}
 
     results = {"chosen": TensorType((T, top_k), I32), "weights": TensorType((T, top_k), F32)}
     name = f"gpu_route_{T}x{experts}_{top_k}_{scores}" + "_normalised" * normalised + "_correction" * correction
+    name += f"_best{groups[1]}of{groups[0]}by{best}" if groups[0] > 1 else ""
     return GpuKernel(name, operands, results, T, write, reference=reference, threads=THREADS)
+
+
+def _rank(b: GpuBody, scores: Ssa, count: int, i: Index) -> Ssa:
+    """Return the rank of score `i` among `count` scores; equal scores are ranked by index."""
+    score = b.load(scores, i)
+    with b.loop(0, count, carry=[b.i32(0)]) as other:
+        x = b.load(scores, other.index)
+        first = b.both(b.compare("oeq", x, score), b.less(other.index, i))
+        before = b.either(b.compare("ogt", x, score), first)
+        other.give(b.binary("addi", other.values[0], b.select(before, b.i32(1), b.i32(0))))
+    return b.to_index(other.results[0])
+
+
+def _drop_groups(b: GpuBody, thread: Ssa, rated: Ssa, experts: int, groups: tuple[int, int], best: int) -> None:
+    """Emit code that sets the scores of experts outside the best groups to -inf."""
+    count, each = groups[0], experts // groups[0]
+    sums = b.shared(count)
+    with b.strided(thread, count) as group:
+        with b.loop(0, each, carry=[b.f32(float("-inf"))] * best) as e:
+            x, largest = b.load(rated, b.add(b.mul(group.index, each), e.index)), []
+            for y in e.values:
+                is_larger = b.compare("ogt", x, y)
+                largest.append(b.select(is_larger, x, y))
+                x = b.select(is_larger, y, x)
+            e.give(*largest)
+        total = e.results[0]
+        for y in e.results[1:]:
+            total = b.addf(total, y)
+        b.store(total, sums, group.index)
+    b.barrier()
+    with b.strided(thread, experts) as e:
+        rank = _rank(b, sums, count, b.div(e.index, each))
+        score = b.select(b.less(rank, groups[1]), b.load(rated, e.index), b.f32(float("-inf")))
+        b.store(score, rated, e.index)
+    b.barrier()
 
 
 def _softmax(b: GpuBody, thread: Ssa, read, target: Ssa, count: int) -> None:

@@ -1,0 +1,309 @@
+"""Tensors that a GPU kernel computes element by element where it reads or writes them.
+
+An expression is a graph of StableHLO operations over operands of the kernel. In place of a memref a
+kernel may get a `Computed` operand, whose loads compute the element, or a `Finished` result, whose
+stores compute one more element-wise expression. So activations, gates, multipliers, and slices need
+no dispatch and no memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from castiron.emitter.ir import Op, Value
+from castiron.emitter.kernels.gpu.activations import sigmoid
+from castiron.emitter.kernels.gpu.gpu_body import GpuBody, Virtual
+from castiron.emitter.kernels.mlir.body import Index, Ssa, Type, memref_type
+from castiron.emitter.types import I32, to_f32
+
+# Functions of f32: MLIR and NumPy.
+_UNARY: dict[str, tuple[Callable[..., Ssa], Callable[..., np.ndarray]]] = {
+    "negate": (lambda b, x: b.subf(b.f32(0.0), x), np.negative),
+    "exponential": (lambda b, x: b.math("exp", x), np.exp),
+    "log_plus_one": (lambda b, x: b.math("log1p", x), np.log1p),
+    "sqrt": (lambda b, x: b.math("sqrt", x), np.sqrt),
+    "rsqrt": (lambda b, x: b.divf(b.f32(1.0), b.math("sqrt", x)), lambda x: 1 / np.sqrt(x)),
+    "tanh": (lambda b, x: b.math("tanh", x), np.tanh),
+    "logistic": (sigmoid, lambda x: 1 / (1 + np.exp(-x))),
+    "abs": (lambda b, x: b.math("absf", x), np.abs),
+}
+_BINARY: dict[str, tuple[Callable[..., Ssa], Callable[..., np.ndarray]]] = {
+    "add": (lambda b, x, y: b.addf(x, y), np.add),
+    "subtract": (lambda b, x, y: b.subf(x, y), np.subtract),
+    "multiply": (lambda b, x, y: b.mulf(x, y), np.multiply),
+    "divide": (lambda b, x, y: b.divf(x, y), np.divide),
+    "maximum": (lambda b, x, y: b.maxf(x, y), np.maximum),
+    "minimum": (lambda b, x, y: b.select(b.compare("olt", x, y), x, y), np.minimum),
+}
+ELEMENTWISE = {**_UNARY, **_BINARY}
+_MOVES = ("reshape", "transpose", "slice", "concatenate", "broadcast_in_dim", "dynamic_slice", "gather", "convert")
+# The operations in an expression; all but `dot_general` and `reduce` cost little.
+KINDS = (*ELEMENTWISE, *_MOVES, "constant", "reduce", "dot_general")
+_NARROW = {"f16": 2, "bf16": 2, "i8": 4}  # elements in a word
+
+
+def is_supported(op: Op) -> bool:
+    """Return whether an expression may have the operation `op`."""
+    per_word = {"f32": 1, "i32": 1, **_NARROW}
+    numbers = all(v.type.elements % per_word.get(v.dtype.name, v.type.elements + 1) == 0 for v in (*op.operands, *op.results))
+    if op.kind == "convert":
+        return numbers and op.results[0].dtype.name == "f32"
+    if op.kind == "constant" and op.attrs["value"].ndim:
+        return False
+    floats = all(v.dtype.name == "f32" for v in op.results) or op.kind in _MOVES
+    return op.kind in KINDS and numbers and floats
+
+
+@dataclass(frozen=True, eq=False)
+class Expression:
+    """A tensor as a graph of operations over operands of a kernel.
+
+    root: the tensor. producers: the operation that computes each value that is not an operand.
+    names: the name of each operand. hole: the result of the kernel that the expression continues,
+    or None.
+    """
+
+    root: Value
+    producers: Mapping[Value, Op]
+    names: Mapping[Value, str]
+    hole: Value | None = None
+
+    def key(self) -> str:
+        """Return a digest that equal expressions share."""
+        found = hashlib.sha256(self._text(self.root).encode())
+        return found.hexdigest()[:10]
+
+    def _text(self, value: Value) -> str:
+        if value is self.hole:
+            return "hole"
+        if value in self.names:
+            return f"{self.names[value]}:{value.type}"
+        op = self.producers[value]
+        attrs = {key: part.tobytes() if isinstance(part, np.ndarray) else part for key, part in op.attrs.items()}
+        return f"{op.kind}{sorted(attrs.items())}:{value.type}({', '.join(map(self._text, op.operands))})"
+
+    def array(self, given: Mapping[str, np.ndarray], hole: np.ndarray | None = None) -> np.ndarray:
+        """Return the tensor for operands given by name, computed in f64."""
+        return _array(self, self.root, given, hole)
+
+
+@dataclass(frozen=True, eq=False)
+class Computed(Virtual):
+    """An operand of a kernel that is computed where it is loaded.
+
+    given: the kernel's memrefs by name.
+    """
+
+    expression: Expression
+    given: Mapping[str, Any]
+
+    @property
+    def type(self) -> Type:
+        root = self.expression.root
+        return memref_type(root.shape, root.dtype.name)
+
+    def load(self, b: GpuBody, *index: Index) -> Ssa:
+        return _Elements(b, self.expression, self.given).at(self.expression.root, index)
+
+
+@dataclass(frozen=True, eq=False)
+class Finished(Virtual):
+    """A result of a kernel whose elements are computed further before they are stored.
+
+    target: memref of the final result.
+    """
+
+    expression: Expression
+    given: Mapping[str, Any]
+    target: Ssa
+
+    @property
+    def type(self) -> Type:
+        return self.target.type
+
+    def store(self, b: GpuBody, value: Ssa, *index: Index) -> None:
+        elements = _Elements(b, self.expression, self.given, value)
+        b.store(elements.at(self.expression.root, index), self.target, *index)
+
+
+@dataclass(frozen=True, eq=False)
+class _Elements:
+    """An emitter of code that computes elements of an expression.
+
+    b: the `GpuBody`. hole: the element of the kernel's result.
+    """
+
+    b: GpuBody
+    expression: Expression
+    given: Mapping[str, Any]
+    hole: Ssa | None = None
+
+    def at(self, value: Value, index: Sequence[Index]) -> Ssa:
+        """Return an element of `value`: an i32, or a number of any other type as f32."""
+        if value is self.expression.hole:
+            assert self.hole is not None, "only a result of a kernel is continued"
+            return self.hole
+        if value in self.expression.names:
+            return self._loaded(self.given[self.expression.names[value]], value, index)
+        op = self.expression.producers[value]
+        if op.kind in ELEMENTWISE:
+            return ELEMENTWISE[op.kind][0](self.b, *(self.at(x, index) for x in op.operands))
+        return getattr(self, f"_{op.kind}")(op, index)
+
+    def _loaded(self, buffer: Any, value: Value, index: Sequence[Index]) -> Ssa:
+        per_word = _NARROW.get(value.dtype.name)
+        if per_word is None:
+            return self.b.load(buffer, *index)
+        b, linear = self.b, self._linear(value.shape, index)
+        word, part = b.load(b.words(buffer), b.div(linear, per_word)), b.rem(linear, per_word)
+        shift = b.to_i32(b.mul(part, 32 // per_word))
+        bits = b.binary("shrui", word, shift)
+        if value.dtype.name == "i8":
+            return b.number(b.bits("xori", b.bits("andi", bits, 0xFF), 0x80), 0x80)
+        if value.dtype.name == "bf16":
+            return b.bf16s(bits)[0]
+        return b.half(b.bits("andi", bits, 0xFFFF))
+
+    def _linear(self, shape: Sequence[int], index: Sequence[Index]) -> Index:
+        linear: Index = 0
+        for n, i in zip(shape, index, strict=True):
+            linear = self.b.add(self.b.mul(linear, n), i) if n > 1 else linear
+        return linear
+
+    def _constant(self, op: Op, index: Sequence[Index]) -> Ssa:
+        return self.b.f32(float(op.attrs["value"]))
+
+    def _convert(self, op: Op, index: Sequence[Index]) -> Ssa:
+        x = self.at(op.operands[0], index)
+        return self.b.convert("sitofp", x, "f32") if op.operands[0].dtype is I32 else x
+
+    def _reshape(self, op: Op, index: Sequence[Index]) -> Ssa:
+        b, shape = self.b, op.operands[0].shape
+        linear, found = self._linear(op.results[0].shape, index), list[Index]()
+        for i in reversed(range(len(shape))):
+            rest = prod(shape[:i])
+            found.insert(0, 0 if shape[i] == 1 else linear if rest == 1 else b.rem(linear, shape[i]))
+            linear = b.div(linear, shape[i]) if rest > 1 else 0
+        return self.at(op.operands[0], found)
+
+    def _transpose(self, op: Op, index: Sequence[Index]) -> Ssa:
+        found = dict(zip(op.attrs["dims"], index, strict=True))
+        return self.at(op.operands[0], [found[d] for d in range(len(found))])
+
+    def _slice(self, op: Op, index: Sequence[Index]) -> Ssa:
+        return self.at(op.operands[0], [self.b.add(i, first) for i, first in zip(index, op.attrs["starts"], strict=True)])
+
+    def _broadcast_in_dim(self, op: Op, index: Sequence[Index]) -> Ssa:
+        shape = op.operands[0].shape
+        return self.at(op.operands[0], [0 if n == 1 else index[d] for n, d in zip(shape, op.attrs["dims"], strict=True)])
+
+    def _concatenate(self, op: Op, index: Sequence[Index]) -> Ssa:
+        b, dim, first, found = self.b, op.attrs["dim"], 0, None
+        for part in op.operands:
+            n, own = part.shape[dim], list(index)
+            # An index outside this part is moved into it; its element is not selected.
+            own[dim] = b.min(b.max(b.sub(index[dim], first), 0), n - 1)
+            x = self.at(part, own)
+            found = x if found is None else b.select(b.less(index[dim], first), found, x)
+            first += n
+        assert found is not None
+        return found
+
+    def _dynamic_slice(self, op: Op, index: Sequence[Index]) -> Ssa:
+        b, (x, *starts), found = self.b, op.operands, list[Index]()
+        for i, start, n, size in zip(index, starts, x.shape, op.results[0].shape, strict=True):
+            first = 0 if n == size else b.max(b.min(b.to_index(self.at(start, ())), n - size), 0)
+            found.append(b.add(first, i))
+        return self.at(x, found)
+
+    def _gather(self, op: Op, index: Sequence[Index]) -> Ssa:
+        b, (table, ids) = self.b, op.operands
+        row = b.max(b.min(b.to_index(self.at(ids, index[:1])), table.shape[0] - 1), 0)
+        return self.at(table, (row, index[1]))
+
+    def _reduce(self, op: Op, index: Sequence[Index]) -> Ssa:
+        b, x, dims = self.b, op.operands[0], op.attrs["dims"]
+        extents = [x.shape[d] for d in dims]
+        is_sum = op.attrs["reducer"] == "add"
+        with b.loop(0, prod(extents), carry=[b.f32(0.0 if is_sum else -np.inf)]) as loop:
+            rest, own = iter(index), self._split(loop.index, dims, extents)
+            element = self.at(x, [own[d] if d in own else next(rest) for d in range(x.type.rank)])
+            loop.give((b.addf if is_sum else b.maxf)(loop.values[0], element))
+        return loop.results[0]
+
+    def _split(self, linear: Index, dims: Sequence[int], extents: Sequence[int]) -> dict[int, Index]:
+        """Return the index along each of `dims` of element `linear` of a tensor of `extents`."""
+        found: dict[int, Index] = {}
+        for i in reversed(range(len(dims))):
+            found[dims[i]] = self.b.rem(linear, extents[i]) if i else linear
+            linear = self.b.div(linear, extents[i]) if i else 0
+        return found
+
+    def _dot_general(self, op: Op, index: Sequence[Index]) -> Ssa:
+        b, (x, y), contract, batch = self.b, op.operands, op.attrs["contract"], op.attrs["batch"]
+        extents = [x.shape[d] for d in contract[0]]
+        with b.loop(0, prod(extents), carry=[b.f32(0.0)]) as loop:
+            free, found = list(index[len(batch[0]) :]), []
+            for side, tensor in enumerate((x, y)):
+                own = self._split(loop.index, contract[side], extents) | dict(zip(batch[side], index))
+                found.append(self.at(tensor, [own[d] if d in own else free.pop(0) for d in range(tensor.type.rank)]))
+            loop.give(b.fma(found[0], found[1], loop.values[0]))
+        return loop.results[0]
+
+
+def _array(e: Expression, value: Value, given: Mapping[str, np.ndarray], hole: np.ndarray | None) -> np.ndarray:
+    """Return `value` in f64, or in i32 if it is of that type."""
+    if value is e.hole and hole is not None:
+        return np.asarray(hole, np.float64)
+    if value in e.names:
+        array = given[e.names[value]]
+        return array if value.dtype is I32 else to_f32(array, value.dtype).astype(np.float64)
+    op = e.producers[value]
+    args = [_array(e, x, given, hole) for x in op.operands]
+    if op.kind in ELEMENTWISE:
+        return ELEMENTWISE[op.kind][1](*args)
+    return _NUMPY[op.kind](op, *args)
+
+
+def _broadcast(op: Op, x: np.ndarray) -> np.ndarray:
+    shape = [1] * op.results[0].type.rank
+    for n, d in zip(x.shape, op.attrs["dims"]):
+        shape[d] = n
+    return np.broadcast_to(x.reshape(shape), op.results[0].shape)
+
+
+def _dynamic(op: Op, x: np.ndarray, *starts: np.ndarray) -> np.ndarray:
+    at = [min(max(int(s), 0), n - size) for s, n, size in zip(starts, x.shape, op.results[0].shape)]
+    return x[tuple(slice(s, s + size) for s, size in zip(at, op.results[0].shape))]
+
+
+def _dot(op: Op, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    (cx, cy), (bx, by) = op.attrs["contract"], op.attrs["batch"]
+    labels = "abcdefghijklmnop"
+    own = list(labels[: x.ndim])
+    other = list(labels[x.ndim : x.ndim + y.ndim])
+    for i, j in zip((*cx, *bx), (*cy, *by)):
+        other[j] = own[i]
+    free = [own[i] for i in range(x.ndim) if i not in (*cx, *bx)] + [other[i] for i in range(y.ndim) if i not in (*cy, *by)]
+    return np.einsum(f"{''.join(own)},{''.join(other)}->{''.join([own[i] for i in bx] + free)}", x, y)
+
+
+_NUMPY: dict[str, Callable[..., np.ndarray]] = {
+    "constant": lambda op: np.asarray(op.attrs["value"], np.float64),
+    "convert": lambda op, x: x.astype(np.float64),
+    "reshape": lambda op, x: np.broadcast_to(x, op.operands[0].shape).reshape(op.results[0].shape),
+    "transpose": lambda op, x: x.transpose(op.attrs["dims"]),
+    "slice": lambda op, x: x[tuple(slice(s, s + n) for s, n in zip(op.attrs["starts"], op.results[0].shape))],
+    "concatenate": lambda op, *parts: np.concatenate(parts, op.attrs["dim"]),
+    "broadcast_in_dim": _broadcast,
+    "dynamic_slice": _dynamic,
+    "gather": lambda op, table, ids: table[np.clip(ids, 0, len(table) - 1)],
+    "reduce": lambda op, x, init: (np.sum if op.attrs["reducer"] == "add" else np.max)(x, axis=tuple(op.attrs["dims"])),
+    "dot_general": _dot,
+}

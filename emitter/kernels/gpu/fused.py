@@ -1,0 +1,85 @@
+"""Kernels that compute operands where they load them, and continue a result where they store it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from castiron.emitter.ir import Value
+from castiron.emitter.kernels.gpu.expression import Computed, Expression, Finished
+from castiron.emitter.kernels.gpu.gpu_body import GpuBody
+from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
+from castiron.emitter.kernels.mlir.body import Ssa
+from castiron.emitter.types import TensorType
+
+THREADS = 64
+
+
+def fused(
+    kernel: GpuKernel, inputs: Mapping[str, Expression], output: Expression | None, more: Mapping[str, Value]
+) -> GpuKernel:
+    """Return a kernel with computed operands and a continued result.
+
+    inputs: the expressions of computed operands, by name. output: the expression that continues the
+    only result, or None. more: the operands of the expressions that `kernel` does not have.
+    """
+    stored = {name: t for name, t in kernel.operands.items() if name not in inputs}
+    (result, *others), results = kernel.results, dict(kernel.results)
+    assert output is None or not others, "only a kernel with one result is continued"
+    keys = [*(f"{name}={e.key()}" for name, e in inputs.items()), *([output.key()] if output else [])]
+
+    def write(b: GpuBody, **given: Ssa) -> None:
+        arguments: dict[str, Any] = {name: x for name, x in given.items() if name not in more}
+        arguments |= {name: Computed(e, given) for name, e in inputs.items()}
+        if output:
+            arguments[result] = Finished(output, given, given[result])
+        kernel.write(b, **arguments)
+
+    def reference(**given: Any) -> Mapping[str, np.ndarray]:
+        own = {name: x for name, x in given.items() if name not in more}
+        own |= {name: np.asarray(_typed(e, e.array(given))) for name, e in inputs.items()}
+        found = dict(kernel.reference(**own))
+        if output:
+            found[result] = _typed(output, output.array(given, found[result]))
+        return found
+
+    return replace(
+        kernel,
+        name="_".join((kernel.name, *keys)).replace("=", "_"),
+        operands={**stored, **{name: value.type for name, value in more.items()}},
+        results=results,
+        write=write,
+        reference=reference,
+    )
+
+
+def pointwise(roots: Sequence[Expression], leaves: Mapping[str, Value]) -> GpuKernel:
+    """Return a kernel that computes each expression: results y0, y1, and so on.
+
+    leaves: the operands of the expressions by name. Each thread computes one element of each result
+    at a time.
+    """
+    results = {f"y{i}": e.root.type for i, e in enumerate(roots)}
+    largest = max(t.elements for t in results.values())
+
+    def write(b: GpuBody, **given: Ssa) -> None:
+        first = b.add(b.mul(b.workgroup(), THREADS), b.thread())
+        for (name, t), e in zip(results.items(), roots):
+            with b.when(b.less(first, t.elements)):
+                index = [b.rem(b.div(first, prod(t.shape[i + 1 :])), n) for i, n in enumerate(t.shape)]
+                b.store(Computed(e, given).load(b, *index), given[name], *index)
+
+    def reference(**given: np.ndarray) -> Mapping[str, np.ndarray]:
+        return {name: _typed(e, e.array(given)) for name, e in zip(results, roots)}
+
+    name = "_".join(("gpu_pointwise", *(e.key() for e in roots)))
+    operands: dict[str, TensorType | str] = {name: value.type for name, value in leaves.items()}
+    return GpuKernel(name, operands, results, -(-largest // THREADS), write, reference, threads=THREADS)
+
+
+def _typed(e: Expression, array: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(array, e.root.shape).astype(e.root.dtype.numpy)

@@ -1,0 +1,203 @@
+"""Fuse StableHLO operations of a lowered function into the GPU kernels around them.
+
+- A kernel continues its result with element-wise operations (`Finished`).
+- A kernel computes an operand from a cheap expression where it loads it (`Computed`).
+- The other operands of a kernel that StableHLO computes become the results of one more kernel.
+
+Operations that are in no expression stay StableHLO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from castiron.emitter.ir import Graph, Op, Value
+from castiron.emitter.kernels.gpu.expression import ELEMENTWISE, Expression, is_supported
+from castiron.emitter.kernels.gpu.fused import fused, pointwise
+from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
+from castiron.emitter.types import F32
+
+MAX_LOADS = 16  # max loads of an expression that is computed again for each use
+MAX_SUM = 16  # max terms of a sum in such an expression
+MAX_OPERANDS = 16  # max operands and results of a kernel
+
+
+@dataclass
+class _Function:
+    """A function under fusion.
+
+    producer, position: the operation that computes a value, and its index. users: the operations
+    that use a value. stored: values that kernels of this pass store, by the value that they
+    replace.
+    """
+
+    graph: Graph
+    producer: dict[Value, Op] = field(default_factory=dict)
+    position: dict[Value, int] = field(default_factory=dict)
+    users: dict[Value, list[Op]] = field(default_factory=dict)
+    stored: dict[Value, Value] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for i, op in enumerate(self.graph.ops):
+            self.position |= dict.fromkeys(op.results, i)
+            self.producer |= dict.fromkeys(op.results, op)
+            for value in op.operands:
+                self.users.setdefault(value, []).append(op)
+
+    def expression(self, root: Value, names: dict[Value, str], hole: Value | None = None) -> Expression:
+        """Return the expression of `root`; add the operands that it needs to `names`."""
+        producers: dict[Value, Op] = {}
+
+        def visit(value: Value) -> None:
+            if value is hole or value in names or value in producers:
+                return
+            op = self.producer.get(value)
+            if op is None or not is_supported(op) or (value in self.stored and value is not root):
+                names[value] = f"in{len(names)}"
+                return
+            producers[value] = op
+            for operand in op.operands:
+                visit(operand)
+
+        visit(root)
+        return Expression(root, producers, dict(names), hole)
+
+    def is_cheap(self, root: Value, hole: Value | None = None) -> bool:
+        """Return whether `root` may be computed wherever it is used."""
+        op = self.producer[root]
+        return sum(self._repeats(op) * self._loads(x, hole) for x in op.operands) <= MAX_LOADS
+
+    def _loads(self, value: Value, hole: Value | None) -> int:
+        """Return the number of loads for an element of `value`."""
+        op = self.producer.get(value)
+        if value is hole:
+            return 0
+        if op is None or not is_supported(op) or value in self.stored:
+            return 1
+        return sum(self._repeats(op) * self._loads(x, hole) for x in op.operands)
+
+    def _repeats(self, op: Op) -> int:
+        """Return how often an element of the result of `op` needs an element of an operand."""
+        if op.kind != "reduce":
+            return MAX_LOADS + 1 if op.kind == "dot_general" else 1
+        terms = prod(op.operands[0].shape[d] for d in op.attrs["dims"])
+        return terms if terms <= MAX_SUM else MAX_LOADS + 1
+
+
+def fuse_kernels(graph: Graph) -> Graph:
+    """Return a function with the same results and fewer dispatches."""
+    f, ops = _Function(graph), list[Op]()
+    continued = _continued(f)
+    moved = {root: op for op, root in continued.items()}
+    for op in graph.ops:
+        kernel = op.attrs.get("kernel")
+        if isinstance(kernel, GpuKernel) and op not in continued:
+            ops += _rewritten(f, op, None)
+        elif op.results and op.results[0] in moved:
+            ops += _rewritten(f, moved[op.results[0]], op.results[0])
+        else:
+            ops.append(op)
+    return replace(graph, ops=_live(ops, graph.outputs))
+
+
+def _live(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
+    live, found = set(outputs), list[Op]()
+    for op in reversed(ops):
+        if live.intersection(op.results):
+            live.update(op.operands)
+            found.append(op)
+    return found[::-1]
+
+
+def _continued(f: _Function) -> dict[Op, Value]:
+    """Return the kernels whose result only element-wise operations use, with their last value."""
+    found, inside = dict[Op, Value](), set[Value]()
+    for op in f.graph.ops:
+        kernel = op.attrs.get("kernel")
+        if isinstance(kernel, GpuKernel) and kernel.single_store and len(op.results) == 1:
+            root, own = _last(f, op.results[0], inside)
+            if root is not None:
+                found[op] = f.stored[root] = root
+                inside |= own
+    return found
+
+
+def _last(f: _Function, result: Value, inside: set[Value]) -> tuple[Value | None, set[Value]]:
+    """Return the last value that a kernel can compute in place of `result`, and those before it.
+
+    The value is None if there is none. inside: values that are only computed inside other kernels.
+    """
+    cone, order = {result}, [result]
+    for value in order:
+        for user in f.users.get(value, []):
+            ok = user.kind in ELEMENTWISE and user.results[0].type == result.type and result.dtype is F32
+            if ok and user.results[0] not in cone | inside | f.stored.keys():
+                cone.add(user.results[0])
+                order.append(user.results[0])
+    for root in sorted(cone - {result}, key=f.position.__getitem__, reverse=True):
+        within = _between(f, root, cone)
+        inner_users = (user for v in within - {root} for user in f.users.get(v, []))
+        is_closed = not (within - {root}) & set(f.graph.outputs) and all(user.results[0] in within for user in inner_users)
+        if result in within and is_closed and f.is_cheap(root, result):
+            return root, within - {root}
+    return None, set()
+
+
+def _between(f: _Function, root: Value, cone: set[Value]) -> set[Value]:
+    """Return the values of `cone` from which `root` is computed, with `root`."""
+    found, todo = {root}, [root]
+    while todo:
+        op = f.producer[todo.pop()]
+        for operand in op.operands if op.kind in ELEMENTWISE else ():
+            if operand in cone and operand not in found:
+                found.add(operand)
+                todo.append(operand)
+    return found
+
+
+def _rewritten(f: _Function, op: Op, root: Value | None) -> list[Op]:
+    """Return the operations that replace a kernel call.
+
+    root: the value in which the kernel's result ends, or None.
+    """
+    kernel: GpuKernel = op.attrs["kernel"]
+    given = dict(zip(kernel.tensors, op.operands, strict=True))
+    computed = [name for name, x in given.items() if _is_computed(f, kernel, name, x)]
+    inline = [name for name in computed if name not in kernel.reads_often and f.is_cheap(given[name])]
+    made = _separate(f, op, [given[name] for name in computed if name not in inline])
+    names = {x: name for name, x in given.items() if name not in inline}
+    inputs = {name: f.expression(given[name], names) for name in inline}
+    if len(names) + len(kernel.results) > MAX_OPERANDS:
+        made += _separate(f, op, [given[name] for name in inline])
+        names, inputs = {x: name for name, x in given.items()}, {}
+    output = None if root is None else f.expression(root, names, op.results[0])
+    more = {name: x for x, name in names.items() if name not in given}
+    new = fused(kernel, inputs, output, more) if inputs or output else kernel
+    values = given | more
+    operands = tuple(f.stored.get(values[name], values[name]) for name in new.tensors)
+    results = op.results if root is None else (root,)
+    return [*made, Op("kernel", operands, results, {**op.attrs, "kernel": new}, op.path)]
+
+
+def _is_computed(f: _Function, kernel: GpuKernel, name: str, x: Value) -> bool:
+    """Return whether StableHLO computes operand `name`; a reshape alone costs nothing."""
+    while (op := f.producer.get(x)) is not None and x not in f.stored and op.kind == "reshape":
+        x = op.operands[0]
+    is_known = op is None or x in f.stored or not is_supported(op) or op.kind == "constant"
+    return not is_known and name not in kernel.in_place.values()
+
+
+def _separate(f: _Function, op: Op, values: Sequence[Value]) -> list[Op]:
+    """Return a call of a kernel that computes the f32 values among `values`, if there are any."""
+    values = [value for value in dict.fromkeys(values) if value.dtype is F32]
+    if not values:
+        return []
+    names: dict[Value, str] = {}
+    roots = [f.expression(value, names) for value in values]
+    kernel = pointwise(roots, {name: value for value, name in names.items()})
+    results = tuple(Value(value.type) for value in values)
+    operands = tuple(f.stored.get(value, value) for value in names)
+    f.stored |= dict(zip(values, results))
+    return [Op("kernel", operands, results, {"kernel": kernel, "indices": {}}, op.path)]
