@@ -113,7 +113,7 @@ class Gemv:
         with b.loop(0, min(self.tiles.ahead, self.count)) as record:
             for line in range(0, self.size, CACHE_LINE):
                 for block in row_blocks:
-                    self.records.prefetch(block, record.index, line)
+                    self.records.prefetch(block, record.index, line, not self.by_tables)
         self.x: PreparedX
         if self.by_tables:
             self.x = self.tables = SumTables(b, self.matmul, self.isa, self.buffers, chunk * elements, self.x_row)
@@ -194,7 +194,8 @@ class Gemv:
         next_block = self.together if self.matmul.glu else 1
         skipped, record = b.mul(b.div(then, last - first), next_block), b.add(b.rem(then, last - first), first)
         return [
-            partial(self.records.prefetch, b.add(block, skipped), record, b.add(offset, line))
+            # Tables fill most of L1; weights prefetched into it measured slower.
+            partial(self.records.prefetch, b.add(block, skipped), record, b.add(offset, line), not self.by_tables)
             for line in range(0, nbytes, CACHE_LINE)
             for block in row_blocks
         ]
