@@ -67,15 +67,15 @@ PYTEST = -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_AR
 test: $(TEST_INSTALLED)
 	@$(BIN)/python $(PYTEST) --tier quick
 
-# The variables with which the Vulkan loader finds llvmpipe; empty if this system cannot get it.
-LLVMPIPE = $$($(BIN)/python -m tests.mesa build/mesa)
+# Exports the variables with which the Vulkan loader finds llvmpipe, or nothing if this system cannot get it.
+LLVMPIPE = eval "$$($(BIN)/python -m tests.mesa build/mesa)" &&
 
 # CI, which has run the quick tests, adds PYTEST_ARGS='--tier full'.
 test-all: $(ALL_INSTALLED)
-	@env $(LLVMPIPE) $(BIN)/python $(PYTEST)
+	@$(LLVMPIPE) $(BIN)/python $(PYTEST)
 
 test-vulkan: $(TEST_INSTALLED)
-	@env $(LLVMPIPE) CASTIRON_VULKAN=all $(BIN)/python $(PYTEST) tests/vulkan tests/compile/test_gpu_targets.py tests/compile/test_gpu_dispatches.py
+	@$(LLVMPIPE) CASTIRON_VULKAN=all $(BIN)/python $(PYTEST) tests/vulkan tests/compile/test_gpu_targets.py tests/compile/test_gpu_dispatches.py
 
 # Of both tiers, because most shapes of a family's tiny models are in the full one.
 test-family: $(TEST_INSTALLED)

@@ -78,9 +78,9 @@ class State:
         return prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
     def of(self, sequences: int) -> Tensor:
-        """Return the type of a buffer that holds this state for `sequences` sequences.
+        """Return the type of a buffer that holds this state of several sequences.
 
-        The sequences are concatenated along dimension 0.
+        sequences: the number of sequences. They are concatenated along dimension 0.
         """
         return Tensor(self.name, (sequences * self.shape[0], *self.shape[1:]), self.dtype)
 
@@ -108,12 +108,13 @@ def ring_rows(window: int, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Role:
-    """A kind of function, such as prefill: the pattern of its name, its operands and its results.
+    """A kind of function, such as prefill.
 
-    name: such as "prefill_{}", where {} stands for the number of tokens. operands, results: shapes
-    by name, without the states, which every function takes and returns. A shape has "T" for the
-    number of tokens of a call, "V" for the vocabulary size and "H" for the size of hidden states.
-    every_token: whether results need every token of the call, not only the last one.
+    name: pattern of the functions' names, such as "prefill_{}"; {} stands for the number of tokens.
+    operands, results: shapes by name. They omit the states, which every function takes and returns.
+    In a shape, "T" is the number of tokens of a call, "V" the vocabulary size and "H" the size of
+    hidden states. every_token: whether the results need the hidden states of all tokens of a call,
+    and not only of the last one.
     """
 
     name: str
@@ -179,9 +180,9 @@ class Function:
 
 
 def functions(widths: Mapping[str, Iterable[int]]) -> tuple[Function, ...]:
-    """Return a `Function` for each role and each of its widths.
+    """Return the `Function` records of a module, in the order in which modules export them.
 
-    widths: for each role (a key of `ROLES`), the numbers of tokens that its functions take. The
-    result has the order in which modules export functions.
+    widths: maps a role (a key of `ROLES`) to the numbers of tokens for which the module has a
+    function with this role.
     """
     return tuple(Function(role, width) for role in ROLES for width in widths.get(role, ()))

@@ -49,7 +49,7 @@ def _signed(codes: np.ndarray, offset: int) -> np.ndarray:
 def _split_32(bits: int, offset: int) -> Callable[[np.ndarray], Parts]:
     """Return the splitter of q4_0, q4_1, q5_0 or q5_1.
 
-    A block stores d, then m (only if `offset` is 0), then the fifth bits of all codes (only for 5
+    A block stores d, then m (if `offset` is 0), then the fifth bits of all codes (if codes have 5
     bits), then the low four bits of all codes.
     """
 
@@ -129,7 +129,7 @@ def _split_nvfp4(b: np.ndarray) -> Parts:
 
 
 def with_scale(raw: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Return rows of the codec nvfp4 as rows of nvfp4_scaled, whose blocks end with an f32 scale.
+    """Convert rows of nvfp4 to nvfp4_scaled, in which each block ends with an f32 scale.
 
     raw: u8 [..., row_bytes]. scale: f32 that can be broadcast to [..., blocks of a row].
     """
@@ -149,8 +149,8 @@ def _split_q2_0(b: np.ndarray) -> Parts:
 def _ternary(columns: np.ndarray, digits: int) -> np.ndarray:
     """Unpack bytes [n, b] to numbers -1, 0 and 1, [n, b * digits].
 
-    A byte is about 256 times the base-3 fraction 0.d1d2..., where digit d stands for d - 1. The
-    result has the first digit of every byte, then the second digit of every byte, and so on.
+    The fraction byte / 256 has the base-3 digits 0.d1d2...; digit d stands for the number d - 1.
+    The result has the first digit of every byte, then the second digit of every byte, and so on.
     """
     powers = (3 ** np.arange(digits)).astype(np.uint8)
     found = (columns[:, None, :] * powers[:, None]).astype(np.uint16) * 3 >> 8
@@ -166,7 +166,7 @@ def _split_tq2_0(b: np.ndarray) -> Parts:
     return Parts(_signed(_bit_plane(b[:, :64], 32, 2), 1), _f16(b[:, 64:]))
 
 
-# Values of the codes: of 4 bits ggml's kvalues_iq4nl, and the values of OCP's E2M1 times 2; of 1 bit the signs.
+# Values of codes. 4 bits: ggml's kvalues_iq4nl, and 2 times OCP's E2M1. 1 bit: the signs.
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 SIGNS = (-1, 1)
@@ -237,7 +237,7 @@ def row_bytes(codec_name: str, in_features: int) -> int:
 
 
 def in_features_of(codec: Codec, raw: np.ndarray) -> int:
-    """Return the number of elements in a row of `raw` [..., row_bytes].
+    """Return the number of elements in each row of `raw`, u8 [..., row_bytes].
 
     Raises ValueError if the last block is partial.
     """
@@ -261,11 +261,10 @@ def powers_of_two(exponents: np.ndarray) -> np.ndarray:
 
 
 def numbers(codec: Codec, parts: Parts) -> Parts:
-    """Return `parts` with every array converted to f16, f32, u8 or i8.
+    """Return `parts` with encoded arrays replaced by the numbers that they encode.
 
-    Scales that are stored as exponents, bf16 or E4M3 are converted to floats. A zero point m
-    becomes d * m. Codes that are stored as E4M3, or as indices in a table of floats, are replaced
-    by the floats.
+    Scales that are stored as exponents, bf16 or E4M3 become floats. A zero point m becomes d * m.
+    Codes that are stored as E4M3, or as indices in a table of floats, become floats.
     """
     d, m, scales, codes = parts.d, parts.m, parts.scales, parts.codes
     if codec.exponents:
@@ -284,7 +283,7 @@ def numbers(codec: Codec, parts: Parts) -> Parts:
 
 
 def values(codec: Codec, parts: Parts) -> np.ndarray:
-    """Dequantise n split blocks to f32 [n, block], with the same roundings as ggml."""
+    """Dequantise the `parts` of n blocks to f32 [n, block], with the same roundings as ggml."""
     parts = numbers(codec, parts)
     scale = parts.d.astype(np.float32)[:, None]
     if parts.scales is not None:
@@ -300,7 +299,10 @@ def values(codec: Codec, parts: Parts) -> np.ndarray:
 
 
 def dequantise(codec_name: str, raw: np.ndarray) -> np.ndarray:
-    """Return rows `raw`, u8 [..., row_bytes], as f32 [..., in], like `gguf.quants.dequantize`."""
+    """Dequantise rows `raw`, u8 [..., row_bytes], to f32 [..., in].
+
+    The result equals that of `gguf.quants.dequantize`.
+    """
     codec = codec_of(codec_name)
     result = np.empty((*raw.shape[:-1], in_features_of(codec, raw)), np.float32)
     if result.size:

@@ -1,4 +1,4 @@
-"""Quantisation of f32 to signed bytes as in ggml's Q8_0: scale = max |x| of the group / 127."""
+"""Quantisation of f32 to signed bytes as in ggml's Q8_0: a group has the scale max |x| / 127."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def as_bytes(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     peak = np.abs(groups).max(axis=-1)
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.where(peak < MIN_SCALED, np.float32(0), np.float32(MAX_BYTE) / peak).astype(np.float32)
-    # The product is exact in f64, so that rounding to the integer is the only one, as with an fma.
+    # The product is exact in f64, so that only the integer is rounded, as with an fma.
     numbers = np.rint(groups.astype(np.float64) * inverse[..., None])
     return numbers, (peak / np.float32(MAX_BYTE)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Split blocks of ggml's IQ1, IQ2 and IQ3 types, whose codes are entries of a grid.
+"""Split blocks of ggml's IQ1, IQ2 and IQ3 types, whose codes are values in a grid.
 
 A grid is a list of vectors of four or eight values. A block stores one index of a vector for each
 four or eight elements. `iq_grids.json` has ggml's grids (ggml-common.h), in base64: each value of a
@@ -49,9 +49,9 @@ def _signed(codes: np.ndarray, signs: np.ndarray) -> np.ndarray:
 
 
 def _eight_signs(seven: np.ndarray) -> np.ndarray:
-    """Return bytes with eight sign bits each, from numbers whose low seven bits are signs.
+    """Return bytes with eight sign bits, from numbers whose low seven bits are sign bits.
 
-    ggml stores no eighth sign: it is 1 if the number of ones in the other seven is odd.
+    ggml does not store the eighth sign bit. It is 1 if the number of ones in the seven bits is odd.
     """
     seven = seven & 127
     return (seven | (np.bitwise_count(seven) & 1) << 7).astype(np.uint8)
@@ -113,10 +113,10 @@ def _iq3_s(b: np.ndarray) -> Parts:
 
 
 def _shifted(indices: np.ndarray, minus: np.ndarray) -> np.ndarray:
-    """Return the codes of an IQ1 type, i8 [n, 256]: 8 times an entry of the grid, plus or minus 1.
+    """Return the codes of an IQ1 type, i8 [n, 256]: 8 times a value of the grid, plus or minus 1.
 
-    indices: [n, 32], one vector of the grid for every eight codes. minus: [n, k], one number for
-    every 256 / k codes: 0 means plus 1, any other number means minus 1.
+    indices: [n, 32], the index of a vector of the grid for every eight codes. minus: [n, k], a
+    number for every 256 / k codes: 0 adds 1 to the codes, any other number subtracts 1.
     """
     return 8 * _entries("iq1_s", indices) + np.where(np.repeat(minus, 256 // minus.shape[1], axis=1), -1, 1).astype(np.int8)
 

@@ -90,7 +90,7 @@ class Graph:
     def returns(self, storage: Mapping[int, Value] = MappingProxyType({}), **outputs: Value) -> None:
         """Set the outputs of this function, by name.
 
-        storage: maps the index of an output to the input whose buffer that output overwrites.
+        storage: maps the index of an output to the input whose buffer this output overwrites.
         """
         self.outputs = tuple(outputs.values())
         self.output_names = tuple(outputs)
@@ -114,7 +114,7 @@ class Module:
 
     @contextmanager
     def defining(self, function: Graph) -> Iterator[None]:
-        """Add `function`, with the operations of the `with` block, to this module."""
+        """Add `function` to this module; the `with` block appends operations to the function."""
         if function.name in self.functions:
             raise EmitError(f"module {self.name}: function {function.name!r} is defined twice; give one of them another name")
         with building(self, function):
@@ -189,7 +189,10 @@ def current_path() -> str:
 
 
 def fail(kind: str, message: str, operands: Sequence[Value] = ()) -> EmitError:
-    """Return an EmitError that names the operation, its operands' types and its module path."""
+    """Return an EmitError for an operation.
+
+    The message names the kind, the types of the operands and the module path of the operation.
+    """
     args = ", ".join(f"{v.name + ': ' if v.name else ''}{v.type}" for v in operands)
     path = current_path()
     return EmitError(f"{kind}({args}){' in ' + path if path else ''}: {message}")
@@ -224,7 +227,7 @@ def parameter(param: Param) -> Value:
 
 
 def users(function: Graph) -> dict[Value, int]:
-    """Return how often `function` uses each of its values, as an operand or as an output."""
+    """Count the uses of each value of `function`, as an operand or as an output."""
     counts: dict[Value, int] = {}
     for value in [v for op in function.ops for v in op.operands] + list(function.outputs):
         counts[value] = counts.get(value, 0) + 1

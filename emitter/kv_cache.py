@@ -127,7 +127,7 @@ def cut_to_rings(states: Sequence[State], tokens: int) -> tuple[State, ...]:
 
 
 def stored_as(states: Sequence[State], cache: str) -> tuple[State, ...]:
-    """Return `states` with their KV caches in the row format `cache`, such as "f16" or "q8_0".
+    """Return `states` with KV caches in the row format `cache`, such as "f16" or "q8_0".
 
     Recurrent states stay f32, because their rounding errors would add up from token to token.
     """

@@ -79,8 +79,10 @@ def _attention(op: Op) -> str | None:
     out = TensorType((tokens, heads * head_dim), F32)
     if [v.type for v in op.results] != [out, k_cache.type, v_cache.type]:
         return "the results are not f32 [T, heads * head_dim] and the two caches"
-    if k.shape != v.shape or k.shape != (tokens, kv_heads, head_dim) or heads % kv_heads:
-        return "k and v are not [T, kv_heads, head_dim], or kv_heads does not divide heads"
+    if k.shape != v.shape or k.shape != (tokens, kv_heads, head_dim):
+        return "k and v are not [T, kv_heads, head_dim]"
+    if heads % kv_heads:
+        return f"{heads} heads are not a multiple of {kv_heads} kv heads"
     if (
         any(n.dtype is not I32 for n in numbers)
         or not _placed(op, tokens)

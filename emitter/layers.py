@@ -29,7 +29,8 @@ from castiron.emitter.types import F32, I32, TensorType
 class ClampedSwiGLU:
     """The gated activation of gpt-oss.
 
-    With g = min(gate, limit), it is (clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g).
+    For gate and up, the result is (clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g), where g
+    = min(gate, limit).
     """
 
     alpha: float
@@ -45,7 +46,10 @@ def embedding(step: Step, name: str, vocab: int, hidden: int, scale: float = 1.0
 
 
 def positions(step: Step) -> Value:
-    """Return the position of each token, i32 [T], clamped to the context for padding."""
+    """Return the position of each token, i32 [T].
+
+    The positions of padding and of idle sequences are clamped to the context.
+    """
     shape = step.tokens.shape
     if step.mode == "batch":
         return ops.maximum(step.start, ops.constant(0, I32, shape))
@@ -85,8 +89,8 @@ def linear_parts(
     """Apply a fused `torch.nn.Linear`, such as one for q, k and v; return one tensor for each part.
 
     parts: by name, the number of rows of each part, in the order of the fused weight. A part of n
-    rows gives a tensor [T, n]. groups: number of groups of rows of the fused weight. Each group has
-    an equal share of the rows of every part: with 2 groups, the order is q0, k0, q1, k1.
+    rows gives a tensor [T, n]. groups: number of groups of rows in the fused weight. The rows of
+    every part are divided equally among the groups: with 2 groups, the order is q0, k0, q1, k1.
     """
     path, total = current_path(), sum(parts.values())
 
@@ -216,15 +220,15 @@ def attention(
     """Append k, v [T, kv_heads, head_dim] to the KV cache; apply causal grouped-query attention.
 
     q is [T, heads, head_dim]; the result is [T, heads * head_dim]. Keys and values are rounded to
-    the cache's storage format before any query reads them; everything else is f32.
+    the cache's storage format before any query reads them. All other values are f32.
 
     layer: index of the layer in the model; `State.layers` has the layers that use a cache.
     window: a query at position p attends to positions j with p - window < j <= p.
     softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2, arXiv:2408.00118).
     sinks: [heads], an extra score in the softmax of each head (gpt-oss, arXiv:2508.10925).
-    bidirectional: a query attends to all j with |p - j| < window. This is possible only in
-    functions that take a complete text (role encode), whose KV cache has space for one layer only
-    and is overwritten by every layer.
+    bidirectional: a query attends to all j with |p - j| < window. Only functions that take a
+        complete text (role encode) may use this. Their KV cache has space for one layer, and every
+        layer overwrites it.
     """
     cache, layer = step.cache_of(0 if bidirectional else layer)
     k_cache, v_cache = (step.states[name] for name in cache)
@@ -255,10 +259,10 @@ def route(
 
     logits: [T, experts]. scores: "softmax" over all experts, or "sigmoid" of each logit.
     normalised: whether to divide the chosen weights by their sum. correction: [experts], added to
-    the scores for choosing only (arXiv:2408.15664). groups: (n, m), where the experts are divided
-    into n equal groups, and experts of only the m best groups are chosen. rated: a group is rated
-    by the sum of its `rated` best scores (1 in arXiv:2405.04434, 2 in arXiv:2412.19437). On a tie
-    the lower index comes first.
+    the scores when experts are chosen, but not to the weights (arXiv:2408.15664). groups: (n, m),
+    where the experts are divided into n equal groups, and experts of only the m best groups are
+    chosen. rated: a group is rated by the sum of its `rated` best scores (1 in arXiv:2405.04434, 2
+    in arXiv:2412.19437). On a tie the lower index comes first.
     """
     tokens, experts = logits.shape
     operands = (logits,) if correction is None else (logits, correction)
@@ -372,5 +376,8 @@ def lm_head(step: Step, x: Value, vocab: int, tied: bool, embedding: str = "mode
 
 
 def argmax(logits: Value) -> Value:
-    """Return the lowest index of the largest logit in each row of [T, vocab], as i32 [T]."""
+    """Return the index of the largest logit of each row of [T, vocab], i32 [T].
+
+    On a tie it is the lowest index.
+    """
     return build(LAYERS, "argmax_rows", (logits,), (TensorType(logits.shape[:-1], I32),))[0]

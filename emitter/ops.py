@@ -134,7 +134,7 @@ def dynamic_slice(x: Value, starts: Sequence[Value], sizes: Sequence[int]) -> Va
 
 
 def dynamic_update_slice(x: Value, update: Value, starts: Sequence[Value]) -> Value:
-    """Return x with the slice that begins at the run-time indices `starts` replaced by `update`.
+    """Return x in which `update` replaces the slice that begins at the run-time indices `starts`.
 
     starts: an i32 scalar for each dimension, clamped so that `update` fits in x.
     """

@@ -22,11 +22,11 @@ from castiron.emitter.types import I32
 
 
 def causal_conv(step: Step, layer: int, x: Value, name: str, bias: bool) -> Value:
-    """Apply the depthwise causal `torch.nn.Conv1d` called `name` to x; return [T, features].
+    """Apply the depthwise causal `torch.nn.Conv1d` called `name` to x [T, features].
 
-    y_t = bias + sum over i of w_i x_(t - n + 1 + i), for x [T, features] and filters of n
-    positions, `<name>.weight` [features, 1, n]. The state `conv` [layers, n - 1, features] has the
-    latest n - 1 rows of x, oldest first.
+    Return y [T, features], where y_t = bias + sum over i of w_i x_(t - n + 1 + i). The filters w
+    are `<name>.weight` [features, 1, n], with n positions. The state `conv` [layers, n - 1,
+    features] has the latest n - 1 rows of x, oldest first.
     """
     positions = step.states["conv"].shape[1] + 1
     with scope(name):
@@ -86,7 +86,7 @@ def _recur(step: Step, kind: str, operands: Sequence[Value], layer: int, name: s
 def _index(step: Step, kind: str, name: str, layer: int, operands: Sequence[Value] = ()) -> int:
     """Return the index of the model's layer `layer` in dimension 0 of the recurrent state `name`.
 
-    kind, operands: those of the operation being built, for error messages.
+    kind, operands: kind and operands of the operation being built, for error messages.
     """
     record = step.records[name]
     if record.kind != "recurrent" or layer not in record.layers:
@@ -95,9 +95,9 @@ def _index(step: Step, kind: str, name: str, layer: int, operands: Sequence[Valu
 
 
 def recurrent(step: Step, name: str, layer: int) -> Value:
-    """Return a layer's part of the recurrent state `name`, as it was before the step.
+    """Return a layer's part of the recurrent state `name`, as it was before this call's tokens.
 
-    It is [1, ...], or [T, ...] in a batch of T sequences.
+    The part is [1, ...], or [T, ...] in a batch of T sequences.
     """
     return of_layer(step.states[name], _index(step, "recurrent", name, layer), step.sequences)
 
@@ -105,7 +105,7 @@ def recurrent(step: Step, name: str, layer: int) -> Value:
 def carry(step: Step, name: str, layer: int, after: Value) -> None:
     """Set a layer's part of the state `name` to the state after the last token that is not padding.
 
-    after: the layer's state after each of the step's tokens, [T, ...]. In a batch, row i is the new
+    after: the layer's state after each token of the call, [T, ...]. In a batch, row i is the new
     state of sequence i, and the states of idle sequences do not change.
     """
     state, before = step.states[name], recurrent(step, name, layer)

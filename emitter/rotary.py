@@ -1,7 +1,7 @@
 """Rotary frequencies and tables for every supported `rope_scaling` (HF `modeling_rope_utils`).
 
-Frequencies are rounded to f32 after each operation, as in torch, so that they differ from the
-frequencies of HF by at most one or two units in the last place.
+Frequencies are rounded to f32 after each operation, as in torch. So they differ from those of HF by
+at most one or two units in the last place.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _llama3(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
 
 
 def _yarn(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
-    """Return YaRN's frequencies (arXiv:2309.00071) and attention factor (its section 3.4)."""
+    """Return YaRN's frequencies (arXiv:2309.00071), with the attention factor of section 3.4."""
     factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
 
     def mscale(scale: float, m: float = 1.0) -> float:
@@ -146,8 +146,9 @@ def _yarn(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
 def _longrope(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
     """Return LongRoPE's frequencies (arXiv:2402.13753): each is divided by its `short_factor`.
 
-    HF switches all tokens to `long_factor` once a sequence exceeds the original length, which would
-    invalidate cached keys. So only `short_factor` is used, and only up to the original length.
+    HF divides by `long_factor` instead, for all tokens, once a sequence exceeds the original
+    length. That would invalidate cached keys. So castiron uses `short_factor` only, and supports
+    only positions up to the original length.
     """
     original = scaling["original_max_position_embeddings"]
     short, long = (np.array(scaling[f"{length}_factor"], np.float32) for length in ("short", "long"))

@@ -1,7 +1,7 @@
 """Codecs of quantised HF checkpoints: codes with a scale, and perhaps a zero point, for each block.
 
-A block has 32, 64 or 128 elements. A larger group of a checkpoint, or a row with one scale, has
-several blocks with the same scale, so that one codec covers groups of every multiple of 32.
+A block has 32, 64 or 128 elements. If more elements share a scale in the checkpoint, such as a
+complete row, several blocks repeat this scale. So a codec covers groups of any multiple of 32.
 """
 
 from collections.abc import Callable
@@ -78,9 +78,9 @@ def splitter(bits: int, offset: int, scale: str, zeros: bool) -> Callable[[np.nd
 
 
 def join(codec: Codec, codes: np.ndarray, d: np.ndarray, m: np.ndarray | None) -> np.ndarray:
-    """Return blocks u8 [n, block_bytes]: d, m if the codec has zero points, then codes.
+    """Return blocks u8 [n, block_bytes], which have d, m (if the codec has zero points) and codes.
 
-    codes: stored codes u8 [n, block]; those of 4 bits are packed 32 at a time, the first 16 of them
+    codes: stored codes u8 [n, block]. Codes of 4 bits are packed 32 at a time, the first 16 of them
     in the low halves of 16 bytes. d, m: as in `Parts`. q4_0 and q8_0 have this layout, too.
     """
     if codec.bits == 4:

@@ -1,4 +1,4 @@
-"""Shortening of values from files for error messages: one line of limited length."""
+"""Shorten values from files to one line of limited length, for error messages."""
 
 import re
 import reprlib

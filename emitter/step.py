@@ -51,7 +51,7 @@ class Weight:
     def raw(self, *tensors: np.ndarray) -> np.ndarray:
         """Return the stored bytes of this weight, u8 [*shape[:-1], row_bytes].
 
-        tensors: the bytes of the tensors that `self.tensors` lists, in this order, all in one
+        tensors: the bytes of the tensors that `self.tensors` lists, in this order and in the same
         codec.
         """
         if self.rows is None and self.apart is None and len(tensors) == 1:
@@ -73,7 +73,7 @@ class Weight:
 
 
 def source(weights: Sequence[Weight], pack: Callable[..., np.ndarray]) -> Source:
-    """Return the `Source` of a parameter that is packed from `weights`.
+    """Return the record of how a parameter is computed from the checkpoint's `weights`.
 
     pack: gets the bytes of each weight, u8 [*shape[:-1], row_bytes]; returns the stored array.
     """
@@ -86,7 +86,7 @@ def source(weights: Sequence[Weight], pack: Callable[..., np.ndarray]) -> Source
 
 
 class ModelModule(Module):
-    """A module of layer operations, which are not lowered yet.
+    """A module of layer operations before lowering.
 
     codecs: maps the name of a checkpoint tensor to the codec in which the bundle stores it.
     orders: maps the name of each weight with reordered columns to the name of the tensor with the
@@ -139,8 +139,9 @@ class Step:
     start: the first token's position, i32; in a batch the positions i32 [T] of T sequences,
         negative for an idle sequence.
     length: how many tokens are not padding, i32; None if there is no padding.
-    states: the current value of each state by name. Layer operations replace it. In a batch,
-        dimension 0 has the layers of the first sequence, then those of the second, and so on.
+    states: the current value of each state, by name. Layer operations replace this value. In a
+        batch, dimension 0 has the layers of the first sequence, then those of the second, and so
+        on.
     records: the `State` of each value in `states`, by name.
     context: the max number of positions. hidden: the hidden states that `layers.lm_head` got.
     reordered: values whose features were reordered for a weight (see `ModelModule.orders`), by the

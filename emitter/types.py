@@ -28,7 +28,10 @@ def is_positive(value: object) -> bool:
 
 @dataclass(frozen=True)
 class DType:
-    """An element type: its StableHLO name, bits, and NumPy dtype (uint16 for the bits of bf16)."""
+    """An element type: StableHLO name, number of bits, and NumPy dtype.
+
+    The NumPy dtype of bf16 is uint16, for the bits of a number.
+    """
 
     name: str
     bits: int

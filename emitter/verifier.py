@@ -52,9 +52,9 @@ def _check_function(module: Module, function: Graph, table: Table, read: set[str
     for value in function.inputs:
         define(value, None)
     for op in function.ops:
-        for operand in op.operands:
+        for index, operand in enumerate(op.operands):
             if operand not in defined:
-                raise wrong(op, "an operand is used before it is defined")
+                raise wrong(op, f"operand {index} ({operand.type}) is no input or earlier result of this function")
             used.add(operand)
         for result in op.results:
             define(result, op)

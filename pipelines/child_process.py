@@ -1,4 +1,4 @@
-"""Run functions that may crash or never return in a child process with time and memory limits."""
+"""Run functions that may crash or hang in a child process, with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from castir
 class LimitExceeded(Exception):
     """Raised if a function in a child process exceeds a limit, crashes, or raises an exception.
 
-    A PipelineError that the function raises is passed on instead.
+    A PipelineError of the function is passed on as a PipelineError.
     """
 
 
 class ChildProcess:
-    """A child process that runs one function at a time. `call` starts the process if needed."""
+    """A child process that runs one function at a time. It is started when it is needed."""
 
     def __init__(self, seconds: float, max_bytes: int, initialise: Callable[..., Any] = bool, *arguments: Any):
-        """Set the limits; `initialise(*arguments)` runs in each new process before the first call.
+        """Set the limits.
 
-        seconds: limit of a call's processor time; the limit of its wall-clock time is `PATIENCE`
-        times as much. max_bytes: limit of the process's memory, if the system has such limits.
+        seconds: max processor time of a call; its max wall-clock time is `PATIENCE` times as much.
+        max_bytes: max memory of the process, on systems that can limit it. initialise: called with
+        `arguments` in each new process, before the first call.
         """
         self.seconds, self.max_bytes, self._initialise = seconds, max_bytes, (name_of(initialise), arguments)
         self._process: subprocess.Popen | None = None
@@ -49,7 +50,7 @@ class ChildProcess:
         self._pid = os.getpid()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return `function(*arguments)`, run in the child; arguments and result are JSON values."""
+        """Run `function(*arguments)` in the child; the arguments and the result are JSON values."""
         with self._lock:
             try:
                 answer = self._ask(function, arguments)
@@ -65,7 +66,7 @@ class ChildProcess:
         return answer["value"]
 
     def stop(self) -> None:
-        """Kill the process; a call in progress raises LimitExceeded."""
+        """Kill the process. A call in progress raises LimitExceeded."""
         if (process := self._process) is not None and self._pid == os.getpid():
             process.kill()
             process.wait()
@@ -115,7 +116,7 @@ class ChildProcess:
 
 
 def run_on_large_stack(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return `function(*arguments)`, run in a low-priority thread with `STACK_BYTES` of stack."""
+    """Run a function in a low-priority thread with `STACK_BYTES` of stack; return its result."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -151,9 +152,10 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def main() -> None:
-    """Run as the child process: call the functions that stdin names, and write results to stdout.
+    """Run as the child process: read functions from stdin, call them, and write results to stdout.
 
-    A line of stdin has a function and its arguments as JSON, and a line of stdout has its result.
+    A line of stdin is JSON with a function's name and arguments. A line of stdout is JSON with the
+    result.
     """
     # The parent handles Ctrl-C. What libraries print goes to the null device, so that the pipe to
     # the parent has answers only.
@@ -208,6 +210,6 @@ def _limit_memory(max_bytes: int) -> None:
 
 
 def _limit_time(seconds: float) -> None:
-    """Let the system kill this process after `seconds` of processor time; 0 removes the limit."""
+    """Make the system kill this process after `seconds` of processor time; 0 removes the limit."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)

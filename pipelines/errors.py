@@ -1,4 +1,4 @@
-"""Errors whose text is shown to the user, and the commands that install missing packages."""
+"""Errors whose message is shown to the user, and commands that install missing packages."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ RENAMED = {
 
 
 class PipelineError(Exception):
-    """Raised if a command or request cannot be carried out; its text is one line for the user."""
+    """Raised if a command or request cannot be carried out; the message is for the user."""
 
 
 class CheckpointError(Exception):
-    """Raised if a checkpoint cannot be used; its text is one line for the user."""
+    """Raised if a checkpoint is invalid or not supported; the message is one line for the user."""
 
 
 # Module and class of each error. A class is looked up only in modules that are already imported: a module that isn't
@@ -61,7 +61,7 @@ def user_errors() -> tuple[type[Exception], ...]:
 
 
 def error_message(error: Exception) -> str | None:
-    """Return the message for an error of the user or the machine; None for castiron's bugs."""
+    """Return the message to show for an error; None if the error is a bug of castiron."""
     from castiron.vmfb.disk import reason
 
     if isinstance(error, user_errors()):
@@ -80,7 +80,7 @@ def error_message(error: Exception) -> str | None:
 
 
 def install_command(module: str | None) -> str | None:
-    """Return the command that installs a module; None if no extra of castiron provides it."""
+    """Return the command that installs a module; None if it is not in an extra of castiron."""
     names = {module, (module or "").partition(".")[0]}
     extra = next((extra for extra, modules in EXTRAS.items() if not names.isdisjoint(modules.split())), None)
     if extra is None:
@@ -92,7 +92,7 @@ def install_command(module: str | None) -> str | None:
 
 
 def requirements(extra: str) -> list[str]:
-    """Return the packages that an extra of castiron requires, according to castiron's metadata."""
+    """Return the packages that an extra of castiron requires, from castiron's package metadata."""
     import importlib.metadata
 
     marker = f'extra == "{extra}"'
@@ -101,7 +101,7 @@ def requirements(extra: str) -> list[str]:
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Return "; did you mean X?" with the known name that is most similar to `name`, or ""."""
+    """Return "; did you mean X?" with the known name X most like `name`; "" if none is similar."""
     from difflib import get_close_matches
 
     if RENAMED.get(name) in known:
@@ -112,7 +112,7 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 
 
 def check_names(given: Iterable[str], known: Collection[str]) -> None:
-    """Raise TypeError for an unknown keyword argument; the error suggests a known one."""
+    """Raise TypeError for a keyword argument that is not in `known`; the message suggests one."""
     for name in given:
         if name not in known:
             raise TypeError(f"unknown option: {name}{did_you_mean(name, known)}")

@@ -1,6 +1,7 @@
-"""Read small files in bounded memory, check free disk space, and hash castiron's own sources.
+"""Read small files, check free disk space, and hash castiron's source files.
 
-A path that a user or a checkpoint names may be a pipe, a device or a file as large as the disk.
+A path from a user or a checkpoint may be a pipe, a device or a file as large as the disk. So only
+regular files of limited size are read.
 """
 
 from __future__ import annotations
@@ -44,15 +45,16 @@ def read_regular(path: Path) -> bytes:
 
 
 def has_too_many_values(text: str | bytes, limit: int = MAX_VALUES) -> bool:
-    """Return whether JSON text may have more than `limit` values, without parsing it."""
+    """Return whether a JSON text may have more than `limit` values. The text is not parsed."""
     marks = ",[{" if isinstance(text, str) else (b",", b"[", b"{")
     return sum(map(text.count, marks)) > limit
 
 
 def require_free_space(path: Path | str, needed: int, what: str) -> None:
-    """Remove abandoned files; raise PipelineError if the disk of `path` lacks `needed` bytes.
+    """Raise PipelineError if the disk of `path` has less than `needed` bytes free.
 
-    what: what the bytes are needed for, for the error message.
+    First deletes temporary files of killed processes in the folder of `path`.
+    what: what needs the bytes, for the error message.
     """
     path = Path(path).absolute()
     remove_abandoned(path.parent)
@@ -64,7 +66,7 @@ def require_free_space(path: Path | str, needed: int, what: str) -> None:
 
 @cache
 def sources_hash(*paths: str) -> str:
-    """Return a hash of the paths and contents of source files or folders, relative to `ROOT`."""
+    """Return a hash of the paths and contents of source files; a folder stands for its files."""
     digest = hashlib.sha256()
     for path in (ROOT / path for path in paths):
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:

@@ -1,4 +1,4 @@
-"""Classify a path or model name from a user: a bundle, a checkpoint, a hub name or a mistake."""
+"""Find out what a path or model name is: a bundle, a checkpoint, a hub name or a mistake."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _NAME = re.compile(
 class HubName(NamedTuple):
     """A model name on Hugging Face's hub: `[hf.co/]ORG/NAME[@REVISION][:WANTED]`.
 
-    revision: a branch, tag or commit. wanted: a GGUF file: its path or, as in llama.cpp, the end of
-    its name without .gguf, such as Q4_K_M.
+    revision: a branch, tag or commit. wanted: a GGUF file, by its path or, as in llama.cpp, by the
+    end of its name without .gguf, such as Q4_K_M.
     """
 
     repository: str
@@ -40,7 +40,7 @@ class HubName(NamedTuple):
 
     @staticmethod
     def read(text: str) -> HubName | None:
-        """Parse a hub name; return None for other text, such as a path into an existing folder."""
+        """Parse a hub name; None for other text, such as a path into an existing folder."""
         found = _NAME.fullmatch(text)
         if found is None or (not found["wanted"] and found["repository"].endswith(".gguf")):
             return None
@@ -50,7 +50,7 @@ class HubName(NamedTuple):
 
     @property
     def short(self) -> str:
-        """The model's local name: NAME, NAME-WANTED, or the name of the GGUF file without .gguf."""
+        """A short name of the model: NAME, NAME-WANTED, or the GGUF file's name without .gguf."""
         name = self.repository.partition("/")[2]
         if self.wanted is None:
             return name
@@ -79,9 +79,10 @@ def folder_of(repository: str) -> Path:
 
 
 def source_of(path: Path) -> dict[str, str] | None:
-    """Return the origin of a path in the hub's cache; None for a path elsewhere.
+    """Return the hub repository of a path in the hub's cache; None for any other path.
 
-    The keys are `repository`, `revision` (a commit) and, except for a snapshot folder, `file`.
+    The keys are `repository`, `revision` (a commit) and, unless `path` is a snapshot folder,
+    `file`.
     """
     path = Path(os.path.abspath(path))
     for snapshot in (path, *path.parents):
@@ -93,7 +94,7 @@ def source_of(path: Path) -> dict[str, str] | None:
 
 
 def is_bundle(path: Path) -> bool:
-    """Return whether `path` is a packed bundle, or a directory with a bundle's manifest."""
+    """Return whether `path` is a packed bundle, or a directory with the manifest of a bundle."""
     if path.is_file():
         return is_archive(path)
     manifest_path = path / "manifest.json"
@@ -104,15 +105,15 @@ def is_bundle(path: Path) -> bool:
 
 
 def is_archive(path: Path) -> bool:
-    """Return whether a file starts like a zip file, which is the format of packed bundles."""
+    """Return whether a file begins like a zip file. A packed bundle is a zip file."""
     return _head(path) == b"PK\3\4"
 
 
 def checkpoint_path(path: Path) -> Path:
     """Return `path` if it may be a checkpoint; otherwise raise CheckpointError.
 
-    The error explains what users mistake for a checkpoint: a bundle, an adapter, one file of a
-    checkpoint, a folder of GGUF files, or a model's folder in the hub's cache.
+    The error explains the mistake: `path` is a bundle, an adapter, one file of a checkpoint, a
+    folder of GGUF files, or a model's folder in the hub's cache.
     """
     if path.is_file() and path.name.endswith(PARTS) and _head(path) != b"GGUF":
         raise CheckpointError(f"{path} is one file of a checkpoint; give its directory, {path.absolute().parent}")
@@ -129,12 +130,12 @@ def checkpoint_path(path: Path) -> Path:
             raise CheckpointError(f"{path} is a folder of the hub's cache; give the model's name, {name}")
         if files := sorted(path.glob("*.gguf")):
             names = short(", ".join(file.name for file in files))
-            raise CheckpointError(f"{path} has no config.json but GGUF files; give one of {names}")
+            raise CheckpointError(f"{path} has GGUF files and no config.json; give one of the files: {names}")
     return path
 
 
 def model_name(path: Path) -> str:
-    """Return the name of a model's hub repository, or else of its file or folder, without .gguf."""
+    """Return a model's name: that of its hub repository, file or folder, without .gguf."""
     path = Path(os.path.abspath(path))
     source = source_of(path)
     if source and "file" not in source:
@@ -143,7 +144,7 @@ def model_name(path: Path) -> str:
 
 
 def parts_of(file: str) -> list[str]:
-    """Return the names of all parts of a split GGUF file, NAME-00001-of-00003.gguf; else [file]."""
+    """Return the names of a split GGUF file's parts, given its first part; otherwise [file]."""
     found = GGUF_PART.search(file)
     if not found or int(found[1]) != 1:
         return [file]
@@ -156,7 +157,7 @@ def as_text(name: str | os.PathLike) -> str:
 
 
 def _json(path: Path) -> Any:
-    """Return the value of a JSON file; None if it is missing or invalid."""
+    """Return the value in a JSON file; None if the file is missing or invalid."""
     try:
         data = read_regular(path)
         return None if has_too_many_values(data) else json.loads(data)

@@ -1,4 +1,4 @@
-"""The Python API: load a model by path or name, and generate from a text, messages or token ids."""
+"""The Python API: load a model by path or name, and generate from text, messages or token ids."""
 
 # The function `overload` below is not typing's, so ruff takes overloads for redefinitions.
 # ruff: noqa: F811
@@ -55,7 +55,7 @@ POOLINGS = get_args(Pooling)
 
 
 class Asking(TypedDict, total=False):
-    """The options of a generation, as keyword arguments; `Model` describes them."""
+    """The options of `Model.generate` and similar methods; `Model` describes them."""
 
     max_tokens: int | None
     stop_strings: str | Iterable[str]
@@ -92,23 +92,23 @@ class Model:
     {"role": "user", "content": "Hello"}.
 
     Options of a generation:
-        max_tokens: 1024 by default; with None the text may fill the context.
-        stop_strings, stop_tokens: what ends the text; stop_tokens=() ignores the model's end token.
+        max_tokens: max tokens of the answer, 1024 by default; None: until the context is full.
+        stop_strings, stop_tokens: what ends the answer; stop_tokens=() disables the end token.
         template_args: variables of the chat template.
-        json_schema, regex, grammar: what the text must match; a grammar is in Lark's syntax or
+        json_schema, regex, grammar: what the answer must match; a grammar is in Lark's syntax or
             GBNF. With compact_json=True, JSON has no spaces.
-        sampling: a `Sampling`; or its fields by name, such as temperature. Greedy by default.
+        sampling: a `Sampling`, or its fields as options: temperature=0.7. The default is greedy.
 
     A prefix that prompts share is computed only once. Several threads may use one model: their
-    requests run in one batch, and each generates the same tokens as on its own. A request that
-    cannot run raises PipelineError.
+    requests run in one batch, and each request generates the same tokens as if it ran by itself. A
+    request that cannot run raises PipelineError.
     """
 
     def __init__(
         self, bundle: Bundle | Path | str, threads: int | None = None, prefix_cache: str | Path | None = None,
         draft: Bundle | Path | str | None = None, parse_special: bool = False,
     ):  # fmt: skip
-        """Open a bundle; `castiron.load` describes the other arguments."""
+        """Open a bundle. The other arguments are those of `castiron.load`."""
         self.bundle = open_bundle(bundle)
         # A model either embeds texts or generates them: one of the two stays None.
         self._embedder: Embedder | None = None
@@ -137,7 +137,7 @@ class Model:
 
     @property
     def context(self) -> int:
-        """The max number of tokens of a prompt and its answer together."""
+        """Max number of tokens of a prompt and its answer together."""
         return self.bundle.manifest.context
 
     @property
@@ -156,10 +156,10 @@ class Model:
     @overload
     def generate(self, prompts: Iterable[Prompt], **asking: Unpack[Asking]) -> list[Result]: ...
     def generate(self, prompts: Prompt | Iterable[Prompt], **asking: Unpack[Asking]) -> Result | list[Result]:
-        """Generate the text that follows a prompt; return a list of results for several prompts.
+        """Generate the answer to a prompt, or a list of answers to several prompts in their order.
 
-        Several prompts run in one batch, and the list has their order. A single prompt that cannot
-        run raises PipelineError. If one of several prompts cannot run, its result has an `error`.
+        Several prompts run in one batch. If a single prompt cannot run, PipelineError is raised. If
+        one of several prompts cannot run, its result has an `error`.
         """
         if not is_prompt(prompts):
             return sorted(self.generate_many(cast(Iterable[Prompt], prompts), **asking), key=lambda result: result.index)
@@ -169,15 +169,15 @@ class Model:
         return result
 
     def generate_many(self, prompts: Iterable[Prompt], **asking: Unpack[Asking]) -> Iterator[Result]:
-        """Yield the result of each prompt when it ends; a prompt is taken when a slot is free."""
+        """Yield the result of each prompt when it ends. A prompt is read when a slot is free."""
         return generate_many(self._open_engine(), prompts, self._requests(asking))
 
     def chat(self, messages: str | Sequence[Message], **asking: Unpack[Asking]) -> Result:
-        """Generate the answer to a conversation, or to a single user message."""
+        """Generate the answer to a conversation. A text stands for one message of the user."""
         return self.generate([{"role": "user", "content": messages}] if isinstance(messages, str) else messages, **asking)
 
     def stream(self, prompt: Prompt, **asking: Unpack[Asking]) -> Stream:
-        """Return an iterator over pieces of the text that follows a prompt.
+        """Generate the answer to a prompt; return an iterator over pieces of its text.
 
         The model runs only while the caller waits for a piece. Closing the iterator ends the
         request.
@@ -192,7 +192,7 @@ class Model:
     @overload
     def score(self, texts: Iterable[Prompt], *, top: int = 0) -> list[Scored]: ...
     def score(self, texts: Prompt | Iterable[Prompt], *, top: int = 0) -> Scored | list[Scored]:
-        """Return the log-probability of each token of a text, or a list of these for several texts.
+        """Return the log-probability of each token of a text, or of each of several texts.
 
         Args:
             texts: a text, token ids or messages, or several of these.
@@ -218,9 +218,9 @@ class Model:
     ) -> np.ndarray:  # fmt: skip
         """Return the embedding of a text, f32 [dimensions], or of n texts, f32 [n, dimensions].
 
-        An embedding model computes the same vectors as sentence-transformers; it truncates long
-        texts. A generating model, compiled with `--embed`, pools the hidden states after its last
-        layer.
+        An embedding model computes the same vectors as sentence-transformers, and truncates long
+        texts. A generating model must be compiled with `--embed`. Its embedding is pooled from the
+        hidden states after the last layer.
 
         Args:
             texts: a text or token ids, or several of these.
@@ -230,8 +230,8 @@ class Model:
             normalise: whether to scale vectors to length 1; a generating model's default is True.
 
         Raises:
-            PipelineError: the model has no such prompt, pooling or dimensions, or a text has no
-                tokens or, for a generating model, more than the context.
+            PipelineError: the model does not support the prompt, pooling or dimensions; a text has
+                no tokens; or a text for a generating model has more tokens than the context.
         """
         one = is_prompt(texts)
         embed = self._encoded if self.bundle.manifest.encoder else self._pooled
@@ -239,7 +239,7 @@ class Model:
         return rows[0] if one else rows
 
     def _pooled(self, texts, prompt_name, prompt, dimensions, pooling, normalise) -> np.ndarray:
-        """Return the embeddings of a generating model; the arguments are those of `embed`."""
+        """Return the embeddings of a model that generates text; arguments as in `embed`."""
         if prompt_name is not None:
             raise PipelineError(f"{self.name} has no prompts for embeddings; put a prefix before the texts yourself")
         pooling, normalise = pooling or "mean", normalise is not False
@@ -264,17 +264,17 @@ class Model:
         return np.stack(rows) if rows else np.empty((0, dimensions or hidden), np.float32)
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[tuple[int, float]]:
-        """Return (index, relevance) of the documents, the most relevant first.
+        """Return (index, relevance) of each document, beginning with the most relevant.
 
-        The relevance is the score of a reranking model, or the cosine of embeddings. Raises
-        PipelineError for a model that generates text.
+        The relevance is a reranker's score or, for an embedding model, the cosine of two
+        embeddings. Raises PipelineError for a model that generates text.
         """
         if self._embedder is None:
             raise PipelineError(f"{self.name} {'is closed; load it again' if self.bundle.manifest.encoder else NO_RERANKER}")
         return self._embedder.rerank(query, documents)
 
     def _encoded(self, texts, prompt_name, prompt, dimensions, pooling, normalise) -> np.ndarray:
-        """Return the embeddings of an embedding model; the arguments are those of `embed`."""
+        """Return the embeddings of an embedding model; arguments as in `embed`."""
         embedder = self._embedder
         if embedder is None:
             raise PipelineError("this model is closed; load it again")
@@ -286,7 +286,7 @@ class Model:
         return embedder.embed(texts, prompt_name, prompt, dimensions)
 
     def close(self) -> None:
-        """Release the weights and caches; requests that are running end with an error."""
+        """Free the weights and caches. Requests in progress end with an error."""
         if self._engine:
             self._engine.close()
         self._reader = self._embedder = None
@@ -305,7 +305,7 @@ class Model:
         return self._engine
 
     def _requests(self, asking: Asking) -> Callable[[Prompt], Request]:
-        """Return a function that makes a prompt's request with the options `asking`."""
+        """Return a function that makes a request from a prompt, with the options `asking`."""
         engine, options = self._open_engine(), dict[str, Any](asking)
         check_names(options, Asking.__annotations__)
         limit = options.pop("max_tokens", DEFAULT_MAX_TOKENS)
@@ -350,15 +350,15 @@ def load(
     parse_special: bool = False,
     **options: Any,
 ) -> Model:
-    """Load a model; if it is not a bundle, compile it first and store the bundle in the cache.
+    """Load a model. If it is not a bundle, compile it first, and cache the bundle.
 
     Args:
         model: a bundle or its path, the path of a GGUF file or HF directory, a name of castiron's
             catalogue, or org/name on the Hugging Face hub.
         threads: CPU threads, by default one per physical core.
-        context: max tokens of a prompt and its answer together, up to the model's limit; by default
-            the bundle's, which is at most 8192 unless it was compiled for more.
-        progress: called with (name of the stage, fraction done); by default prints a progress bar.
+        context: max tokens of a prompt and its answer together, up to the model's limit. The
+            default is the bundle's context, at most 8192 unless it was compiled with more.
+        progress: called with (name of a stage, fraction done); by default prints a progress bar.
         prefix_cache: folder that stores the states (KV caches) of long prefixes.
         draft: a smaller model with the same vocabulary, which proposes tokens; given like `model`.
         parse_special: whether special tokens in messages, such as <|im_end|>, become tokens instead
@@ -383,9 +383,9 @@ def compile_bundle(
 ) -> Bundle:
     """Compile a GGUF file, an HF directory or a named model into the bundle directory `out`.
 
-    `options` are the fields of `castiron.pipelines.compile.options.Options`: context, weights,
-    adapter, calibrate, numerics, cache, lowering, target, batch, speculate, embed, threads, tuned.
-    An up-to-date bundle is left as it is. If an error is raised, nothing is written.
+    options: fields of `castiron.pipelines.compile.options.Options`: context, weights, adapter,
+    calibrate, numerics, cache, lowering, target, batch, speculate, embed, threads, tuned. An
+    up-to-date bundle is not compiled again. After an error, no files are left.
     """
     check_names(options, _option_names("progress"))
     path = compile_to(Path(model).expanduser(), Path(out).expanduser(), options_of(**options), progress, own_accuracy)
@@ -394,7 +394,7 @@ def compile_bundle(
 
 
 def _option_names(*more: str) -> list[str]:
-    """Return the names of all options of `castiron.compile`, followed by `more`."""
+    """Return the names `more`, and the names of all options of `castiron.compile`."""
     from castiron.pipelines.compile.options import Options
 
     return [*more, *(field.name for field in fields(Options))]

@@ -19,12 +19,12 @@ _CONTROLS = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def sanitised(text: str) -> str:
-    """Return `text` in which control characters except tab and line feed are escaped."""
+    """Return `text` with control characters escaped, except tab and line feed."""
     return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text.replace("\r\n", "\n"))
 
 
 def print_message(line: str) -> None:
-    """Print one line on stderr, after the prefix `castiron: `."""
+    """Print one line on stderr, after the text `castiron: `."""
     print(f"castiron: {sanitised(line)}", file=sys.stderr, flush=True)
 
 
@@ -34,12 +34,12 @@ def megabytes(size: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with a noun as text: `1 row`, `2,000 rows`."""
+    """Return a number and a noun as text, in the plural if necessary: `1 row`, `2,000 rows`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 class Progress:
-    """A progress bar on stderr for the current stage of long work, if stderr is a terminal.
+    """A progress bar on stderr for stages of long work; it does nothing if stderr is no terminal.
 
     Use it in a `with` statement. Call it with the name of the stage, and the fraction of the stage
     that is done, 0 to 1. A stage ends when the fraction reaches 1 or the next stage begins; its bar
@@ -63,7 +63,7 @@ class Progress:
         self.close()
 
     def close(self) -> None:
-        """Erase the bar and stop drawing."""
+        """Erase the bar, and stop showing it."""
         if self._thread:
             self._over.set()
             self._thread.join()
@@ -86,7 +86,7 @@ class Progress:
             self._thread.start()
 
     def print(self, line: str) -> None:
-        """Erase the bar, and print a line on stdout, which may be the same terminal."""
+        """Print a line on stdout. First erase the bar, because stdout may be the same terminal."""
         with self._lock:
             self._erase()
             print(line, flush=True)

@@ -119,7 +119,10 @@ def _compare(op: Op, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def convert(array: np.ndarray, source: DType, target: DType) -> np.ndarray:
-    """Convert element by element; floats to integers round towards zero, integers wrap."""
+    """Convert an array from element type `source` to `target`.
+
+    Floats are rounded towards zero to become integers. Integers wrap to the range of `target`.
+    """
     if source.kind == "float":
         array = to_f32(array, source)
     if target.kind == "float":
@@ -194,10 +197,11 @@ def _reduce(op: Op, x: np.ndarray, init: np.ndarray) -> np.ndarray:
 
 
 def _argmax(op: Op, values: np.ndarray, indices: np.ndarray, *_start: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return the max of the values after the last NaN, and the lowest index of this max.
+    """Return the max and its lowest index, with NaN as in StableHLO's reduction.
 
-    If the last value is NaN, the result is NaN and the index of this value. StableHLO's reduction
-    gives the same: a NaN replaces the max, and the next value replaces the NaN.
+    There, a NaN replaces the max, and the next value replaces the NaN. So the result is the max of
+    the values after the last NaN. If the last value is NaN, the result is NaN and the index of this
+    value.
     """
     nans = np.flatnonzero(np.isnan(values))
     first = min(int(nans[-1]) + 1, len(values) - 1) if len(nans) else 0

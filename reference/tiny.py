@@ -192,8 +192,8 @@ def _spread(model: torch.nn.Module, seed: int) -> None:
     """Set random weights for which greedy tokens vary from position to position.
 
     Most matrices preserve the scale of x. Matrices whose output is added to the residual stream are
-    larger. Otherwise the last token's embedding would outweigh their output, and a model with a
-    tied head would repeat that token. Norms and biases vary around HF's constants.
+    larger. Otherwise the last token's embedding would outweigh this output, and a model with a tied
+    head would repeat that token. Norms and biases vary around HF's constants.
     """
     generator = torch.Generator().manual_seed(seed)
     embeddings = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}

@@ -45,9 +45,9 @@ def compile_stablehlo(text: str, function: str) -> Callable[[Sequence[np.ndarray
 
 
 def _entry(text: str, function: str) -> tuple[str, list[tuple[tuple[int, ...], np.dtype]]]:
-    """Return (the module's text with only `function`, renamed to `main`; its argument types).
+    """Return the text of the module with only `function`, and the types of its arguments.
 
-    An argument type is (shape, NumPy dtype).
+    In the text, the function is called `main`. A type is (shape, NumPy dtype).
     """
     from jax.extend.mlir import ir
     from jax.interpreters.mlir import make_ir_context

@@ -1,13 +1,14 @@
 """Mesa's llvmpipe, a Vulkan device on the CPU: of the system, or fetched into a folder.
 
-`python -m tests.mesa FOLDER` prints the variables with which the Vulkan loader finds it, as lines
-of NAME=VALUE for `env`. It fetches Debian's packages into the folder once; this needs no root.
+`python -m tests.mesa FOLDER` prints shell commands that export the variables with which the Vulkan
+loader finds it. It fetches Debian's packages into the folder once; this needs no root.
 """
 
 from __future__ import annotations
 
 import ctypes.util
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -65,4 +66,5 @@ def fetch(folder: Path, status: Path = Path("/var/lib/dpkg/status")) -> bool:
 
 
 if __name__ == "__main__":
-    print(*(f"{name}={value}" for name, value in variables(Path(sys.argv[1]).resolve()).items()))
+    for name, value in variables(Path(sys.argv[1]).resolve()).items():
+        print(f"export {name}={shlex.quote(value)}")

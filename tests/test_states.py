@@ -158,11 +158,11 @@ def test_a_snapshot_is_stale_after_an_earlier_rewind(compiled, expected):
     session.prefill(TOKENS[18:25])
     session.restore(late)
     session.restore(early)
-    with pytest.raises(SessionError, match="snapshot of position 18 is stale"):
+    with pytest.raises(SessionError, match="snapshot of position 18: the session has returned to an earlier position"):
         session.restore(late)
     session.prefill(TOKENS[12:30])
     agrees(session, expected)
-    with pytest.raises(SessionError, match="snapshot of position 12"):
+    with pytest.raises(SessionError, match="snapshot of position 12: another session took it"):
         Session(session.program).restore(early)
 
 

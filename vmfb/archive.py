@@ -42,7 +42,8 @@ class Part:
     """A range of bytes of an open file.
 
     The part stays readable if another file replaces the file at `path`. offset, size: the range in
-    bytes. lock: guards the position of `file`, which the parts of one archive share.
+    bytes. lock: must be locked while `file` is read, because the parts of an archive share `file`
+    and its position.
     """
 
     path: Path
@@ -178,7 +179,10 @@ def write_archive(
 
 
 def _entry(name: str, offset: int, size: int) -> zipfile.ZipInfo:
-    """Return a zip entry with the header at `offset`, padded so that the data starts on a page."""
+    """Return a zip entry for a file whose header is at byte `offset` of the archive.
+
+    The header is padded so that the file's data starts on a page.
+    """
     entry = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
     entry.external_attr, entry.file_size = 0o644 << 16, size
     padding = -(offset + _LOCAL.size + len(name.encode()) + _ZIP64_EXTRA + _PADDING.size) % ALIGNMENT

@@ -55,7 +55,7 @@ class Cover:
 
 
 def costs_of(manifest: Manifest) -> dict[int, float]:
-    """Return the estimated time of a decode call by its width, the number of sequences.
+    """Return the estimated time of a decode call for each width (number of sequences).
 
     The unit is the time of one floating-point operation. A kernel's time is its compute time or its
     memory read time, whichever is longer, in a decode step at position 0. All times are 0 if the

@@ -293,13 +293,13 @@ class BundleWriter:
         return BundleError(f"cannot write {self.target}: {reason(error)}")
 
     def path(self, name: str) -> Path:
-        """Return the path for the file `name`; raise ValueError if no bundle can have such a file."""
+        """Return the path for the file `name`; raise ValueError for an invalid file name."""
         if not is_bundle_file(name):
             raise ValueError(f"{name} is not a file of a bundle")
         return self.directory / name
 
     def write(self, name: str, data: bytes | str) -> None:
-        """Write the file `name`; text as UTF-8."""
+        """Write the file `name`; a str is written as UTF-8."""
         with naming(self.path(name)):
             self.path(name).write_bytes(data.encode() if isinstance(data, str) else data)
 

@@ -88,9 +88,9 @@ def cache_folder(kind: str) -> Path:
 
 
 def keep(path: Path, data: bytes) -> bool:
-    """Write `data` to the file `path` in the cache; return whether that worked.
+    """Write `data` to the file `path` in the cache; return whether the file was written.
 
-    If it did not, a message is printed.
+    If the file cannot be written, a message is printed.
     """
     try:
         write_file(path, data)

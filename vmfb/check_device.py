@@ -1,4 +1,7 @@
-"""Check that a GPU gives the known answer of a bundle, before it runs the model."""
+"""Check a GPU before it runs a model: its results must equal those stored in the bundle.
+
+The stored results are the bundle's known answer (`vmfb.known_answer`).
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from castiron.vmfb.known_answer import KnownAnswer
 def check_device(program: DeviceProgram) -> None:
     """Raise DeviceError if the program's device does not give the bundle's known answer.
 
-    The cache stores that a device with this driver version has passed, so that later calls return
-    at once.
+    The cache stores which devices and driver versions have passed this check. For these, later
+    calls return at once.
     """
     info, manifest = program.info, program.manifest
     answer = manifest.known_answer

@@ -15,8 +15,8 @@ def chunks(total: int, start: int, context: int, widths: Sequence[int], padding:
     Only the last call may have padding. No call ends past `context`, padding included.
 
     widths: the numbers of tokens that the prefill functions take; a decode step of width 1 always
-    exists. padding: the cost of a padding token as a fraction of the cost of a real token: 0 if the
-    kernels skip padding, 1 if they compute it.
+    exists. padding: the cost of a padding token, relative to a real token: 0 if the kernels skip
+    padding, 1 if they compute it.
     """
     widths = sorted({1, *widths})
     widest = widths[-1]

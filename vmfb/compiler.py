@@ -93,9 +93,9 @@ def compile_modules(
 
     texts: MLIR text by the name of the file to write. As many processes run at a time as the
     machine has cores, because iree-compile itself hardly runs in parallel. Compiled files are
-    cached by text, flags, compiler and target. A cached file whose sha256 differs is compiled
-    again. cache_dir: default: the folder `compile` in castiron's cache. cancelled: set it to stop.
-    Raise CompileError with the first errors and the path of the log, or if `cancelled` is set.
+    cached by text, flags, compiler and target. A damaged file in the cache is compiled again.
+    cache_dir: default: the folder `compile` in castiron's cache. cancelled: set it to stop. Raise
+    CompileError with the first errors and the path of the log, or if `cancelled` is set.
     """
     cancelled = cancelled or threading.Event()
     flags = compile_flags(target, extra_flags)

@@ -68,7 +68,7 @@ def shared_device(key: int | str, create: Callable[[], rt.HalDevice]) -> rt.HalD
 
 
 def release_devices() -> None:
-    """Drop all devices of this process, which must not be in use."""
+    """Drop all devices of this process; none of the devices may be in use."""
     with _lock:
         _devices.clear()
 

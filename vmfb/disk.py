@@ -28,7 +28,7 @@ def reason(error: OSError) -> str:
 
 @contextlib.contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Add the file name `path` to an OSError from the `with` body, if the error has no file name.
+    """Add the file name `path` to an OSError of the `with` body that has no file name.
 
     For example, the error for a full disk has no file name.
     """

@@ -102,7 +102,10 @@ def allocating(nbytes: int, info: DeviceInfo) -> AbstractContextManager[None]:
 
 
 def _describe(driver: str, number: int, name: str, text: str) -> DeviceInfo:
-    """Return the facts in `text`, a driver's description of a device with lines of `key: value`."""
+    """Return the `DeviceInfo` of a device.
+
+    text: the driver's description of the device, with lines of `key: value`.
+    """
     fields = dict(re.findall(r"^[- ]*([\w-]+): (.+)$", text, re.MULTILINE))
     # Flag 1 of a heap of Vulkan: the heap is the device's own memory.
     heaps = [int(size) for size in re.findall(r"\] size=(\d+) flags=0x\d*[13579bdf]$", text, re.MULTILINE)]
@@ -119,7 +122,10 @@ def _describe(driver: str, number: int, name: str, text: str) -> DeviceInfo:
 
 
 def _cuda_facts(number: int) -> tuple[int | None, str]:
-    """Return (bytes of memory, version) of an NVIDIA GPU, which IREE's driver does not report."""
+    """Return (bytes of memory, CUDA version) of an NVIDIA GPU, from NVIDIA's driver.
+
+    IREE's driver does not report them.
+    """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
         version, device, size = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()

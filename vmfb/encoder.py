@@ -36,7 +36,10 @@ class Encoder:
 
     @exclusive
     def encode(self, tokens: Sequence[int]) -> np.ndarray:
-        """Return the embedding of a text's `tokens`, f32 `[hidden]`; SessionError if invalid."""
+        """Return the embedding of a text's `tokens`, f32 `[hidden]`.
+
+        Raise SessionError if the tokens are invalid.
+        """
         ids, max_tokens, vocab = np.asarray(tokens), self.facts.max_tokens, self.manifest.vocab
         if ids.ndim != 1 or not 1 <= ids.size <= max_tokens:
             raise SessionError(f"text has {ids.size} tokens; the model accepts 1 to {max_tokens}")

@@ -144,7 +144,8 @@ class Manifest:
         config, generation, source, speed, accuracy: data for commands; running does not need them.
         context: number of positions that a session uses, unless it is opened with another number.
         max_context: number of positions that the compiled functions support; a limit for `context`.
-        compile: how the bundle was compiled; batched decoding reads the kernels' `work` in it.
+        compile: how the bundle was compiled, and how many FLOP and bytes each kernel takes; batched
+            decoding plans by these.
         numerics: a key of `emitter.abi.NUMERICS`.
         codecs: number of tensors by codec.
         functions: each has a role, such as prefill, and a width, its number of tokens or sequences.

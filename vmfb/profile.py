@@ -38,7 +38,10 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Profile:
-    """The time of a call of `function` at `position`, and of its dispatches, longest first."""
+    """The time of a call of `function` at `position`, and the times of the call's dispatches.
+
+    dispatches: the longest first.
+    """
 
     function: str
     position: int

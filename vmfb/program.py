@@ -102,7 +102,10 @@ class Loaded:
         return device(threads)
 
     def _parameters(self, instance: rt.VmInstance, weights: Any) -> Callable[[], rt.VmModule]:
-        """Return a function that returns an IREE module with the weights, for one VmContext."""
+        """Return a function that creates an IREE module with the weights.
+
+        Each VmContext needs a new one.
+        """
         parameters = rt.ParameterIndex()
         parameters.load_from_file_handle(rt.FileHandle.wrap_memory(weights), "irpa")
         return lambda: rt.create_io_parameters_module(instance, parameters.create_provider(scope=SCOPE))
@@ -130,7 +133,7 @@ class Loaded:
 class Program(Loaded):
     """A bundle loaded on a device.
 
-    Methods that call functions of the bundle must have the decorator `exclusive`.
+    Methods that call the bundle's functions must have the decorator `exclusive`.
     """
 
     def __init__(self, source: Bundle | Path | str, threads: int | None = None):
@@ -147,7 +150,7 @@ class Program(Loaded):
         try:
             read_irpa(weights := bundle.part(WEIGHTS).map())
             # Not logical cores: hyperthreads share the vector units.
-            modules = {name: _checked(bundle.part(name).read_bytes()) for name in self.manifest.modules}
+            modules = {name: _checked(bundle.path / name, bundle.part(name).read_bytes()) for name in self.manifest.modules}
             super().__init__(weights, modules, threads or physical_cores(), self._check)
         except WeightsError as error:
             raise BundleError(f"invalid weights: {bundle.path / WEIGHTS} ({error}); compile the bundle again") from None
@@ -183,15 +186,15 @@ def check_functions(path: Path, module: rt.VmModule, manifest: Manifest, functio
                 )
 
 
-def _checked(module: bytes) -> bytes:
-    """Return `module` unchanged; raise ValueError if a checksum in its zip archive differs."""
+def _checked(path: Path, module: bytes) -> bytes:
+    """Return `module` unchanged; raise BundleError if a checksum in its zip archive differs."""
     try:
         with zipfile.ZipFile(io.BytesIO(module)) as archive:
             damaged = archive.testzip()
     except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError) as error:
-        raise ValueError(f"its module is not a zip archive: {error}") from None
+        raise BundleError(f"{path} is damaged ({error}); compile the bundle again") from None
     if damaged is not None:
-        raise ValueError(f"the part {damaged!a} of its module is damaged")
+        raise BundleError(f"{path} is damaged (in {damaged!a}); compile the bundle again")
     return module
 
 
@@ -205,9 +208,9 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def exclusive(method: Method) -> Method:
-    """Return a method that calls `method` while no other thread uses `self.program`.
+    """Return a method that runs `method` while no other thread can use `self.program`.
 
-    While another thread uses `self.program`, the returned method raises SessionError.
+    If another thread is using `self.program`, the returned method raises SessionError.
     """
 
     @wraps(method)

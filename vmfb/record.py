@@ -76,7 +76,7 @@ def _dataclass(kind: Any, value: Json, path: str) -> Any:
 
 
 def _expect(kind: type, value: Json, path: str) -> Any:
-    """Return `value` if it is a `kind`; a bool is not an int."""
+    """Return `value`; raise RecordError unless it has the type `kind` (a bool is not an int)."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise RecordError(f"{path or 'the value'} is {short(repr(value))}, not {_JSON_NAMES[kind]}")
     return value

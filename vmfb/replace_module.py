@@ -24,8 +24,8 @@ def replace_module(bundle: Bundle, module: Path, out: Path) -> Bundle:
     out: directory of the copy, which may be the directory of `bundle`. The bundle's other files are
     linked or copied. The manifest's `compile.custom_module` records the new module's path, sha256
     and runtime; measurements of the old module are dropped. Raise BundleError if this runtime
-    cannot read the new module, or if the module lacks a function of the manifest or has one with
-    other types. If this machine can run the bundle, also raise BundleError if the module reads a
+    cannot read the new module, or if a function of the manifest is missing there or has other
+    types. If this machine can run the bundle, also raise BundleError if the module reads a
     parameter that the weights file lacks.
     """
     _check_module(module, bundle.manifest)

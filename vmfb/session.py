@@ -107,8 +107,8 @@ class Session:
     def _append(self, prepared: tuple[Call, Buffer], ids: np.ndarray) -> Call:
         """Append `ids` with one call and return the call.
 
-        prepared: the call and the buffer for its token ids, which must have space for `ids`. The
-        rest of this buffer is padding.
+        prepared: the call, and the buffer for its token ids. The buffer must have space for `ids`;
+        the rest of the buffer is padding.
         """
         call, tokens = prepared
         tokens.array[: ids.size], tokens.array[ids.size :] = ids, 0
@@ -240,8 +240,11 @@ class Session:
     @exclusive
     def restore(self, snapshot: Snapshot) -> None:
         """Return to a snapshot's position; raise SessionError if the snapshot is stale."""
-        if snapshot not in self._snapshots or snapshot.stale:
-            raise SessionError(f"the snapshot of position {snapshot.position} is stale or of another session; take a new one")
+        cannot = f"cannot restore the snapshot of position {snapshot.position}"
+        if snapshot not in self._snapshots:
+            raise SessionError(f"{cannot}: another session took it; restore one of this session")
+        if snapshot.stale:
+            raise SessionError(f"{cannot}: the session has returned to an earlier position since; prefill the tokens again")
         for state, saved in zip(self._states, snapshot.saved, strict=True):
             state.restore(self.position, snapshot.position, saved)
         self._move_to(snapshot.position)
@@ -279,11 +282,11 @@ class Session:
         self.chunked_tokens = self._chunked_before(position, other.chunked_tokens)
 
     def rows(self, position: int) -> list[np.ndarray]:
-        """Return, for each state, a view of its rows for the first `position` tokens."""
+        """Return, for each state, a view of its data for the first `position` tokens."""
         return [state.rows(position) for state in self._states]
 
     def begins(self, tokens: int, position: int) -> bool:
-        """Return whether `rows(tokens)` has all rows that another session needs at `position`.
+        """Return whether `rows(tokens)` has all the data that another session needs at `position`.
 
         tokens: this session's position when `rows` is called, at least `position`.
         """

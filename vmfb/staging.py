@@ -39,7 +39,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def replace_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that replaces `path` when the block ends; after an error nothing is left."""
+    """Yield a file that replaces `path` when the block ends; an error leaves `path` unchanged."""
     with naming(path), _staging(path) as staging:
         with open(staging / _NEW, "wb") as file:
             yield file

@@ -35,7 +35,7 @@ class StateError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class StateFile:
-    """The head of the state file at `path`.
+    """The header of the state file at `path`, and its tokens.
 
     bundle: the `identity` of the bundle. tokens: i32 `[n]`, all tokens of the saved sequence.
     """
@@ -75,7 +75,7 @@ def file_bytes(tokens: np.ndarray, rows: Sequence[np.ndarray]) -> int:
 
 
 def read_head(path: Path) -> StateFile:
-    """Return the head of a state file (bundle, tokens) without a check of the file's sha256."""
+    """Read the header and tokens of a state file; the file's sha256 is not checked."""
     file = Part.of(path)
     head = file.read(0, _HEAD)
     try:

@@ -1,7 +1,7 @@
 """How each kind of state (`emitter.abi.KINDS`) is rewound, copied and saved.
 
-- positional `[layers, context, ...]`: row p belongs to position p. Rows past the position are never
-  read, so that going back costs nothing, and the state of any earlier position can be copied.
+- positional `[layers, context, ...]`: row p belongs to position p. A sequence never reads rows past
+  its position. So it can go back at no cost, and the state of any earlier position can be copied.
 - window `[layers, n, ...]`: a ring buffer of n rows; position p is in row p mod n. The next token
   attends to itself and to the last `window - 1` positions. After the ring has wrapped, a sequence
   can go back by at most `n - window + 1` tokens without a snapshot.
@@ -24,8 +24,8 @@ class Positional:
     """A state with one row for each position of a sequence.
 
     In all methods, `now` is the position of the sequence, that is, its number of tokens. furthest:
-    the largest position that the sequence had before a rewind, 0 if there was no rewind; it is 0
-    for states other than ring buffers.
+    for ring buffers, the largest position that the sequence had before a rewind, or 0 if there was
+    no rewind; for other states always 0.
     """
 
     furthest = 0
@@ -55,7 +55,10 @@ class Positional:
         return None if self.can_return(now + ahead, now) else (self.rows(now).copy(), self.furthest)
 
     def restore(self, now: int, position: int, saved: Saved | None) -> None:
-        """Go back from position `now` to `position`; `saved`: the result of `save` there."""
+        """Go back from position `now` to `position`.
+
+        saved: the result of `save` when the sequence was at `position`.
+        """
         if saved is None:
             self.go_back(now, position)
         else:
@@ -64,8 +67,8 @@ class Positional:
     def copy(self, other: Positional, now: int, position: int, saved: Saved | None) -> None:
         """Set this state to the one that `other` had at `position`.
 
-        now: the current position of `other`. saved: the result of `other.save` at `position`, or
-        None.
+        now: the current position of `other`. saved: the result of `other.save` when `other` was at
+        `position`, or None.
         """
         rows, furthest = saved or (other.array, max(other.furthest, now))
         self.load(rows, position, furthest)

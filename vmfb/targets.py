@@ -152,7 +152,10 @@ def is_gpu(name: str) -> bool:
 
 
 def _gpu(name: str) -> Target:
-    """Return the target for a GPU: a key of `_GPUS`, with or without an architecture."""
+    """Return the target for a GPU.
+
+    name: a key of `_GPUS`, or a key and an architecture, such as "cuda:sm_90".
+    """
     kind, colon, architecture = name.partition(":")
     driver, flag, default, pattern = _GPUS[kind]
     if colon and not re.fullmatch(pattern, architecture):
@@ -168,8 +171,9 @@ def _gpu(name: str) -> Target:
 
 
 def missing_features(target: Target) -> tuple[str, ...]:
-    """Return what `target` needs and this machine lacks: LLVM's names of features, or its arch.
+    """Return what `target` needs and this machine lacks: LLVM's names of features.
 
+    If the machine has another architecture, return the name of the target's architecture instead.
     For a GPU, always return the name of its driver: this function does not check drivers.
     """
     if target.driver or target.arch != host_arch():

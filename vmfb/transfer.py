@@ -160,7 +160,7 @@ class Transfer:
         release_at_exit(self, "_staging", "_functions", "_context", "_module", "device")
 
     def part(self, view: rt.HalBufferView, offset: int, length: int) -> rt.HalBuffer:
-        """Return `length` bytes of a buffer from `offset` on, in the same memory."""
+        """Return a view of `length` bytes of a buffer from `offset` on; nothing is copied."""
         return self._call("part", view, offset, length).get_as_object(0, rt.HalBuffer)
 
     def fill(self, view: rt.HalBufferView, offset: int, length: int) -> None:

@@ -33,7 +33,7 @@ class Upload:
         tensors: Mapping[str, memoryview],
         progress: Callable[[int, int], None] | None = None,
     ):
-        """Prepare to upload `tensors`, bytes by name.
+        """Prepare to upload `tensors`, the bytes of each tensor by name.
 
         progress: called with (bytes uploaded, total) after every tensor.
         """

@@ -44,9 +44,9 @@ ACTIVATIONS = {
 def combine(b: Body, glu: str | None, dots: list[list[Ssa]]) -> list[Ssa]:
     """Return 16 results of a matmul as f32 vectors, after the activation of a GLU if there is one.
 
-    glu: name of the activation, or None. dots: for each block of 16 rows of the weight, the vectors
-    of its 16 dot products. Without a GLU the results are `dots[0]`. With a GLU they are act(gate) *
-    up, where `dots[0]` is gate and `dots[1]` is up.
+    glu: name of the activation, or None. dots: a list of vectors for each 16 rows of the weight,
+    with the 16 dot products of these rows. Without a GLU the results are `dots[0]`. With a GLU they
+    are act(gate) * up, where `dots[0]` is gate and `dots[1]` is up.
     """
     if glu is None:
         return dots[0]

@@ -34,9 +34,11 @@ class Matmul:
         rows of gate and of up, gate first (`weights.packing.interleave_rows`).
     length: whether an operand `length` gives the number of rows of x that are not padding. The
         results of padding are zero.
-    experts: number of experts, whose weights are concatenated, or 0. With experts, `tokens` is the
-        number of (token, expert) pairs, and each row of x has `per_row` consecutive pairs.
-    numerics: one of `NUMERICS`: the format of the operand x, and perhaps the order of additions.
+    experts: number of experts, or 0. With experts, the weights of all experts are concatenated,
+        `tokens` is the number of (token, expert) pairs, and each row of x has `per_row` consecutive
+        pairs.
+    numerics: one of `NUMERICS`, the format of the operand x; "canonical" is f32 with a fixed order
+        of additions.
 
     Raises ValueError for an unknown codec, and if the codec's block size does not divide
     `in_features`.
@@ -81,15 +83,15 @@ class Matmul:
 
     @property
     def weight_rows(self) -> int:
-        """Return the number of rows of the packed weight; with experts, of one expert."""
+        """Return the number of rows of the packed weight; with experts, of one expert's weight."""
         return -(-self.out_features // LANES) * 2 * LANES if self.glu else self.out_features
 
     @property
     def weight_shape(self) -> tuple[int, int, int]:
         """Return the shape of the packed weight: (16-row blocks, records, bytes of a record).
 
-        With experts, it is the shape of one expert's weight. A record packs one codec block of each
-        of 16 rows.
+        A record packs one codec block of each of 16 rows. With experts, the shape is that of one
+        expert's weight.
         """
         return packed_shape(self.codec, self.weight_rows, self.in_features)
 
@@ -97,9 +99,10 @@ class Matmul:
         """Return the types of the kernel's operands by name, in order.
 
         x: activations in f32, or the result of `round_x` or `split_x`. x_scales: scales of x, if x
-        is int8. x_sums: sums of x over each codec group. norm: weight of the RMS norm. weight:
-        packed weight. chosen: index of the expert of each (token, expert) pair. bias, residual:
-        what is added to the result. length: number of rows of x that are not padding.
+        is int8. x_sums: sums of x over each codec group (elements that share a scale). norm: weight
+        of the RMS norm. weight: packed weight. chosen: index of the expert of each (token, expert)
+        pair. bias, residual: what is added to the result. length: number of rows of x that are not
+        padding.
         """
         row_blocks, *record = self.weight_shape
         every = {
@@ -159,9 +162,9 @@ class Matmul:
         return {"y": y}
 
     def x_of(self, x: np.ndarray, scales: np.ndarray | None = None) -> np.ndarray:
-        """Return the activations as f64 [rows, in].
+        """Return the activations as f64 [rows, in], from the kernel's operands x and x_scales.
 
-        x, scales: the operands x and x_scales of the kernel, in the format `numerics`.
+        x, scales: these operands, in the format that `numerics` requires.
         """
         if self.numerics == "int8" and scales is not None:
             return of_bytes(x, scales)

@@ -6,7 +6,9 @@ each workgroup: `ROWS` rows of x [T, in]
     n = round(x / scale)                         to nearest, ties to even; 0 if the scale is almost 0
     y = four n in an i32; each eight n in the order 0, 2, 4, 6, 1, 3, 5, 7 (`EVEN_ODD`)
     scales = scale
-    sums = scale * sum(n) over each codec group in the 32 if the codec has minima, otherwise sum(n)
+    sums = for each codec group in the 32: scale * sum(n) if the codec has minima, otherwise sum(n)
+
+A codec group is the elements of a row of the weight that share a scale.
 """
 
 from functools import cache

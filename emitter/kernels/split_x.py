@@ -2,7 +2,7 @@
 
 each workgroup: a tile of up to 16 rows of x [T, in]
   for row, for each step of 32 elements x of the row:
-    sums = sum(x) over each codec group in the step, if the codec has minima
+    sums = sum(x) over each group of elements with one scale in the weight, if the codec has minima
     for i in 0 .. count - 1:                                 count is 3, or 1 to round x
       y[i] = the high 16 bits of x, or the bf16 nearest to x if count is 1
       x -= y[i]
@@ -72,7 +72,7 @@ def split(x: np.ndarray, count: int) -> np.ndarray:
 def joined(words: np.ndarray, rows: int, in_features: int) -> np.ndarray:
     """Return x as f64 [rows, in] from the result y of the kernel `split_x`.
 
-    Each element of x is the sum of the bf16 of this element in y. words: the result y.
+    words: the result y. It has several bf16 for each element of x; their sum is the element.
     """
     count, tiles, steps, tile, _ = words.shape
     halves = np.ascontiguousarray(words.transpose(0, 1, 3, 2, 4)).view(np.uint16).reshape(count, tiles * tile, steps * DEPTH)

@@ -1,4 +1,8 @@
-"""Lower layer operations: to StableHLO (`portable`), CPU (`kernels`) or GPU kernels (`gpu`)."""
+"""Lower the layer operations of a module.
+
+The lowering "portable" uses StableHLO, "kernels" uses kernels for CPUs, and "gpu" uses kernels for
+GPUs.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from castiron.emitter.types import F32, LARGEST, EmitError
 def multiply(op: Op, a: Value, b: Value) -> Value:
     """Return a * b in a form that compilers do not fuse with an addition.
 
-    An infinite f32 result becomes the largest finite f32, with its sign.
+    An infinite f32 result becomes the largest finite f32 with the same sign.
     """
     y = ops.multiply(a, b)
     if y.dtype is not F32:
@@ -32,7 +32,7 @@ def reduce(op: Op, x: Value, init: Value) -> Value:
     """Return the reduction of x; a sum is computed in an order that no compiler changes.
 
     The code adds the two halves of a dimension until one element is left. Maxima, and sums without
-    rounding errors, are the same in every order, so their operations are unchanged.
+    rounding errors, are the same in every order, so these reductions stay as they are.
     """
     if op.attrs["reducer"] != "add" or op.attrs["exact"]:
         return ops.reduce(op.attrs["reducer"], x, op.attrs["dims"], op.attrs["exact"])

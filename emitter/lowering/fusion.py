@@ -13,20 +13,24 @@ Patterns, for T tokens:
 - convolution: act(causal_conv(x)).
 - gated norm: rms_norm(gated_delta(...)) * silu(z), the norm over a head.
 
-The result may have two new kinds of operations, and some kinds may get more operands or attributes:
+The result may have two new kinds of operations, with these operands and attributes:
 
     matmul(x, (norm weight), weights ..., biases ..., (residual)) -> [T, out]
-      attributes: weights, biases: numbers of these operands; eps: epsilon of the RMS norm of x, or None; residual:
-      whether there is a residual; glu: the activation of a GLU of two weights, or None
+      weights, biases   numbers of these operands
+      eps               epsilon of the RMS norm of x, or None
+      residual          whether there is a residual
+      glu               activation of a GLU of two weights, or None
     fused_attention(q, k and v rows, in one value or several, prepared ..., k_cache, v_cache, start, (length), (sinks))
-      attributes: rows: the number of values with q, k and v rows; layout: the `HeadLayout` of a row; prepared: the names
-      of the operands in `HeadLayout.operands`; and those of attention
-    causal_conv(...)
-      another attribute: activation: name of the activation of the result, if there is one
-    rms_norm, layer_norm and experts(..., residual)
-      another attribute: residual: True, if there is one
-    gated_delta(..., (norm weight, z), state, ...)
-      another attribute: norm_eps: epsilon of the gated norm, if there is one
+      rows              number of values with q, k and v rows
+      layout            the `HeadLayout` of a row
+      prepared          names of the operands in `HeadLayout.operands`
+      the attributes of attention
+
+Other kinds of operations may get more operands, and another attribute:
+
+    causal_conv(...)                                 activation: name of the activation of the result
+    rms_norm, layer_norm and experts(..., residual)  residual: True
+    gated_delta(..., (norm weight, z), state, ...)   norm_eps: epsilon of the gated norm
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ from castiron.emitter.types import F32, TensorType
 
 @dataclass
 class _Heads:
-    """The inputs of a fused attention operation, and how it normalises and rotates q and k.
+    """The inputs of a fused attention operation, and the norm and rotation of q and k.
 
     sources: where the q, k and v rows come from, in order. A source is a value, or a list of linear
         operations that become one matmul.
@@ -81,7 +85,7 @@ class _Uses:
         self.norms: dict[Value, Op] = {}
 
     def only(self, value: Value, kind: str) -> Op | None:
-        """Return the operation of kind `kind` that computes `value`, or None.
+        """Return the operation that computes `value`, if it is of kind `kind`; otherwise None.
 
         The result is also None if `value` has more than one use.
         """
@@ -92,9 +96,9 @@ class _Uses:
 def fuse(function: Graph, norm_limit: int, norm_tokens: int = 1, residuals: bool = False) -> Graph:
     """Return a copy of a function in which all patterns of this module are fused.
 
-    norm_limit, norm_tokens: max numbers of features and of tokens of an RMS norm that is fused.
-    residuals: whether norms and experts whose result is only added to a residual become one
-    operation with the addition.
+    norm_limit, norm_tokens: an RMS norm is fused if x has at most these numbers of features and of
+    tokens. residuals: whether to fuse a norm or experts with the addition of the result to a
+    residual.
     """
     graph = _Uses(function)
     for op in function.ops:
@@ -213,9 +217,10 @@ def _apart(graph: _Uses, linear: Op, order: tuple[int, int]) -> list[Op]:
 
 
 def _chain(graph: _Uses, value: Value) -> list[Op]:
-    """Return the operations that compute `value`, a q or k, from a projection; the last one first.
+    """Return the operations between a projection and `value` (q or k), from the last to the first.
 
-    They are rope, norm over a head, reshape, norm over the row, in this order; each may be missing.
+    Seen from `value`, they are rope, norm over a head, reshape, norm over the row. Each may be
+    missing.
     """
     chain: list[Op] = []
     for kind in ("rope", "rms_norm", "reshape", "rms_norm"):
@@ -227,17 +232,20 @@ def _chain(graph: _Uses, value: Value) -> list[Op]:
 
 
 def _alike(q: Op, k: Op) -> bool:
-    """Return whether q and k are operations of one kind, with the same rotary tables or epsilon."""
+    """Return whether two operations on q and k are of one kind and have equal settings.
+
+    The settings are the rotary tables of rope, or the epsilon of a norm.
+    """
     if q.kind != k.kind:
         return False
     return q.operands[1:] == k.operands[1:] if q.kind == "rope" else q.attrs.get("eps") == k.attrs.get("eps")
 
 
 def _stacks(graph: _Uses, values: list[Value]) -> list[Value | list[Op]]:
-    """Return `values`, but with each result of a linear operation replaced by the operation.
+    """Return `values`, with results of linear operations replaced by lists of these operations.
 
-    Linear operations of consecutive values that have the same input and codec are in one list,
-    which becomes one matmul.
+    A list becomes one matmul. It has the linear operations of consecutive values, if these
+    operations have the same input and codec.
     """
     sources: list[Value | list[Op]] = []
     for value in values:

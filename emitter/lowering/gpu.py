@@ -64,8 +64,9 @@ def words_param(weights: Sequence[Weight], experts: int = 1) -> Param:
 def projected(p: Projection, factors: Value | None = None) -> Value:
     """Return the result of a projection, computed by a GPU kernel. Padding is computed too.
 
-    factors: f32 [T, n], or None. With factors, x has a row for each pair of a token and one of its
-    n experts, and a row of the result [T, out] is the weighted sum over the n experts of a token.
+    factors: f32 [T, n], or None. With factors, x has one row for each pair of a token and one of
+    its n experts. A row of the result [T, out] is then the sum over a token's experts, weighted by
+    the factors.
     """
     p = replace(p, length=None)
     matmul, given = p.matmul, p.operands(words_param(p.weights, p.experts or 1))

@@ -215,9 +215,10 @@ def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple
 
 
 def _columns(x: Value) -> tuple[Value, Columns]:
-    """Return (value [T, width] that x is a slice of, the columns of x in that value).
+    """Return the value [T, width] of which x is a slice, and the columns of x in this value.
 
-    x: [T, ...]. If x is not a slice of another value, the value is x itself, as [T, width].
+    x: [T, ...]. If x is not a slice of another value, return x itself as [T, width], and all
+    columns.
     """
     tokens, first, made = x.shape[0], 0, current_function().ops
     rows = x

@@ -25,7 +25,7 @@ _FLOATS: dict[str, DType] = {"f32": F32, "f16": F16, "bf16": BF16}
 
 
 class Stored:
-    """A weight that is stored as codes, scales and minima, and dequantised where it is used."""
+    """A weight of which codes, scales and minima are stored; it is dequantised where it is used."""
 
     def __init__(self, weight: Weight) -> None:
         self.weight = weight
@@ -39,7 +39,8 @@ class Stored:
     def value(self, pick: Callable[[Value], Value] = lambda part: part) -> Value:
         """Return the dequantised weight as f32.
 
-        pick(part): selects rows of each part of the stored weight, [rows, ...].
+        pick(part): selects rows of an array of the stored weight (codes, scales or minima), [rows,
+        ...].
         """
         weight, codec = self.weight, self.codec
         if not codec.quantised:
@@ -48,7 +49,7 @@ class Stored:
         blocks, groups = inner // codec.block, inner // codec.group
 
         def split(raw: np.ndarray) -> dict[str, np.ndarray]:
-            """Decode codec blocks `raw`, u8, to numeric arrays by field name of `Parts`."""
+            """Decode codec blocks `raw`, u8; return the arrays of `Parts` by field name."""
             parts = numbers(codec, codec.split(raw.reshape(-1, codec.block_bytes)))
             return {name: part for name, part in vars(parts).items() if part is not None}
 
@@ -57,7 +58,7 @@ class Stored:
         def part(name: str, width: int) -> Value:
             """Return array `name` of `Parts` as f32 [rows, width].
 
-            The parameter has the element type of the array, such as i8.
+            The array is read from a parameter that has the array's element type, such as i8.
             """
             dtype = {"<f2": F16, "<f4": F32}.get(sample[name].dtype.str, I8)
             take = lambda raw: split(raw)[name].view(np.int8) if dtype == I8 else split(raw)[name]
@@ -220,8 +221,8 @@ def _erf(x: Value) -> Value:
 def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Value, Value]:
     """Return the experts chosen for each token, i32 [T, top_k], and their weights, f32 [T, top_k].
 
-    logits: router logits [T, experts]. correction: added to the scores by which experts are chosen,
-    but not to their weights.
+    logits: router logits [T, experts]. correction: a term that is added to the scores when experts
+    are chosen. It does not change the weights of the experts.
     """
     tokens, experts = logits.shape
     if op.attrs["scores"] == "sigmoid":
@@ -247,9 +248,9 @@ def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Valu
 
 
 def gated(gate: Value, up: Value, function: str | ClampedSwiGLU) -> Value:
-    """Return the input of a down projection, computed from the gate and up projections.
+    """Return the input of a down projection, computed from the results of gate and up.
 
-    If `function` is the name of an activation, the result is function(gate) * up. A ClampedSwiGLU
+    If `function` is the name of an activation, the input is function(gate) * up. A ClampedSwiGLU
     clamps gate and up, and computes gate * sigmoid(alpha * gate) * (up + 1).
     """
     if isinstance(function, str):
@@ -263,7 +264,7 @@ def gated(gate: Value, up: Value, function: str | ClampedSwiGLU) -> Value:
 def into_down(projected: Sequence[Value], function: str | ClampedSwiGLU) -> Value:
     """Return the input of a down projection, computed with the activation `function`.
 
-    projected: results of the gate and up projections, or only of the up projection.
+    projected: the results of the gate and up projections; without a gate, only that of up.
     """
     gate, *up = projected
     return gated(gate, up[0], function) if up else activated(gate, str(function))
@@ -289,9 +290,10 @@ def experts(op: Op, x: Value, chosen: Value, weights: Value, *stacked: Stored) -
 
 
 def split_orders(op: Op, stacked: tuple[Stored, ...]) -> tuple[tuple[Stored, ...], list[Stored | None]]:
-    """Return the weights and biases of `experts`, and the two orders of columns or None.
+    """Split the last operands of `experts`: return (weights and biases, orders of columns).
 
-    The first order is that of gate and up, the second that of down.
+    There are two orders, one for gate and up, and one for down. An order is None if the columns are
+    in the order of x.
     """
     count = sum(op.attrs["ordered"])
     orders = iter(stacked[len(stacked) - count :])

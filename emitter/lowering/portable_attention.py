@@ -160,7 +160,7 @@ def _over_ring(
 
 
 def _ring_positions(end: Value, rows: int) -> Value:
-    """Return the position whose key or value each row of a ring buffer stores, i32 [rows].
+    """Return, for each row of a ring buffer, the position of the key or value there, i32 [rows].
 
     All positions below `end` have been stored in order. The result is negative for rows in which
     nothing has been stored.

@@ -1,7 +1,7 @@
 """Lower recurrent layers to StableHLO, for one token of each sequence or a chunk of tokens.
 
-A chunk is computed by a few matmuls. They need the decay between each two tokens, the exponential
-of a sum of logarithms of decays. Padding does not change the state.
+A chunk is computed by a few matmuls. They need the decay between every two tokens, which is the
+exponential of the sum of the logarithms between them. Padding does not change the state.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Tokens:
 
 
 def _recurrence(rule: Callable[..., tuple[Value, Value]]) -> Rule:
-    """Return the lowering rule of a recurrent operation that `rule` computes.
+    """Return a lowering rule that computes a recurrent operation with `rule`.
 
     rule(tokens, *operands): returns the result, and the layer's state after the tokens. operands:
     the operation's operands, without the state, the positions and the length.
@@ -65,7 +65,7 @@ def _recurrence(rule: Callable[..., tuple[Value, Value]]) -> Rule:
 
 
 def softplus(x: Value) -> Value:
-    """Return log(1 + exp(x)), which is accurate for small results too."""
+    """Return log(1 + exp(x)), accurate also for small results."""
     zero = ops.constant(0.0, F32, x.shape)
     return ops.add(ops.maximum(x, zero), ops.log_plus_one(ops.exponential(ops.negate(ops.abs_(x)))))
 
@@ -210,7 +210,7 @@ def gated_delta(tokens: _Tokens, q: Value, k: Value, v: Value, a: Value, b: Valu
     """Return the result [T, heads, v_dim] and the state of the gated delta rule.
 
     q, k: [T, k_heads, k_dim]. v: [T, heads, v_dim]. a, b: [T, heads]. rate, bias: weights [heads].
-    One token uses HF's recurrent form, several use its chunk form.
+    One token is computed in HF's recurrent form, several tokens in HF's chunk form.
     """
     heads = v.shape[1]
     log = ops.multiply(softplus(ops.add(a, _along(bias.value(), a, 1))), _along(rate.value(), a, 1))
@@ -242,9 +242,9 @@ def _delta_of_token(q: Value, k: Value, v: Value, decay: Value, beta: Value, sta
 
 
 def _read(x: Value, state: Value, dim: int) -> Value:
-    """Return x [sequences, heads, n] times the state of each head, summed over n.
+    """Return the product of x [sequences, heads, n] and the state of each head, summed over n.
 
-    state: [sequences, heads, ., .]; its dimension `dim` has size n.
+    state: [sequences, heads, ., .]. dim: the dimension of the state that has size n.
     """
     return ops.dot_general(x, state, ((2,), (dim,)), ((0, 1), (0, 1)))
 
@@ -256,8 +256,8 @@ def _delta_of_chunk(q: Value, k: Value, v: Value, log: Value, beta: Value, state
     [heads, C, 1]. state: [heads, k_dim, v_dim].
 
     The update by a token depends on the updates by earlier tokens, so all updates are the solution
-    of a triangular system. Its right side is beta * (v - decay * k @ S), where S is the state
-    before the chunk.
+    of a triangular system. The system's right side is beta * (v - decay * k @ S), where S is the
+    state before the chunk.
     """
     decays, written = _decays(log), _times(k, beta)
     system = ops.multiply(_dot(written, k, 2, 2), decays.between)
@@ -272,7 +272,7 @@ def selective_scan(tokens: _Tokens, x: Value, dt: Value, b: Value, c: Value, rat
     """Return the result [T, heads, head_dim] and the state of the scan of Mamba 2.
 
     x: [T, heads, head_dim]. dt: [T, heads]. b, c: [T, groups, n]. rate, bias, skip: weights
-    [heads]. One token uses HF's recurrent form, several use its chunk form.
+    [heads]. One token is computed in HF's recurrent form, several tokens in HF's chunk form.
     """
     heads, state = x.shape[1], tokens.before
     step = tokens.real(softplus(ops.add(dt, _along(bias.value(), dt, 1))))
@@ -290,8 +290,8 @@ def selective_scan(tokens: _Tokens, x: Value, dt: Value, b: Value, c: Value, rat
 def _scan_of_chunk(written: Value, b: Value, c: Value, log: Value, state: Value) -> tuple[Value, Value]:
     """Return result [heads, C, head_dim] and state [heads, head_dim, n] after a chunk of C tokens.
 
-    written: x times its step, [heads, C, head_dim]. b, c: [heads, C, n]. log: [heads, C], the
-    logarithm of each token's decay. state: [heads, head_dim, n], before the chunk.
+    written: x times the time step of each token, [heads, C, head_dim]. b, c: [heads, C, n]. log:
+    [heads, C], the logarithm of each token's decay. state: [heads, head_dim, n], before the chunk.
     """
     decays = _decays(log)
     inside = _dot(ops.multiply(_dot(c, b, 2, 2), decays.between), written, 2, 1)

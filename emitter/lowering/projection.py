@@ -26,7 +26,7 @@ NORM_LIMIT = 8192
 
 @dataclass(frozen=True)
 class Projection:
-    """A projection of x: x [T, in] times each weight [n, in] transposed, side by side.
+    """A projection of x [T, in]: x times each weight [n, in] transposed, with concatenated results.
 
     The result is [T, sum of all n]. With a GLU, the two weights give one result [T, n]. All weights
     have the same codec.
@@ -89,8 +89,8 @@ class Projector:
     """An emitter of calls of matmul kernels for CPUs.
 
     kernel_of: returns the kernel of a matmul. fast: whether x may be rounded to int8 or bf16, where
-    a kernel supports it. rounded: results of kernels that prepare x, by x and name of the kernel,
-    so that several matmuls of x share them.
+    a kernel supports that. rounded: results of kernels that convert x for a matmul, by (x, name of
+    the kernel); several matmuls of x share a result.
     """
 
     kernel_of: Callable[[Matmul], Kernel]
@@ -163,7 +163,7 @@ def joined_name(names: list[str]) -> str:
 
 
 def bias_param(biases: Sequence[Weight]) -> Param:
-    """Return one parameter with the biases of stacked projections in order: f32 [sum of out]."""
+    """Return one parameter with all `biases`, concatenated in order, f32."""
     type_ = TensorType((sum(w.shape[0] for w in biases),), F32)
     joined = source(biases, lambda *raws: np.concatenate([r.view(np.float32) for r in raws]))
     return Param(joined_name([w.name for w in biases]), type_, joined)

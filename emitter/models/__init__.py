@@ -153,9 +153,9 @@ def _results(step: Step, model: ModuleType, c: Any, pooling: Pooling | None) -> 
 
 
 def _hidden(step: Step, model: ModuleType) -> Value:
-    """Return the hidden states [T, hidden] that the head reads.
+    """Return the hidden states [T, hidden] that the output head reads.
 
-    The operations of the head are removed from the function that is being built.
+    The operations of the output head are removed from the function being built.
     """
     hidden, made = step.hidden, current_function().ops
     if hidden is None:

@@ -80,11 +80,11 @@ class ConfigReader:
         return EmitError(f"{key!r} in the {self.model_type} config {problem}")
 
     def take(self, key: str, default: Any = ..., kinds: type | tuple[type, ...] = (int,), minimum: int = 1) -> Any:
-        """Return the value of `key`, or `default` if it is absent or null.
+        """Return the value of `key`, or `default` if the key is absent or null.
 
-        Raise EmitError if there is neither a value nor a default. The value must be an instance of
-        `kinds`, at least `minimum` if it is an integer, and in the range of f32; otherwise raise
-        EmitError.
+        The value must be an instance of `kinds`, at least `minimum` if it is an integer, and in the
+        range of f32. Raise EmitError for any other value, or if there is neither a value nor a
+        default.
         """
         self._taken.add(key)
         value = self.config.get(key)
@@ -116,7 +116,10 @@ class ConfigReader:
         return None
 
     def nullable(self, key: str, default: Any, kinds: type | tuple[type, ...] = (int,)) -> Any:
-        """Return the value of `key`, None if it is null, and HF's `default` if it is absent."""
+        """Return the value of `key`, or HF's `default` if the key is absent.
+
+        The value null is returned as None.
+        """
         self._taken.add(key)
         if key in self.config and self.config[key] is None:
             return None
@@ -158,8 +161,8 @@ class ConfigReader:
         """Return each layer's sliding window in tokens, None for full attention.
 
         The config's `layer_types` determines which layers have the window. If the config has no
-        `layer_types`, these are the layers for which `slides(layer)` is true. window: the size of
-        the window in tokens.
+        `layer_types`, the layers with the window are those for which `slides(layer)` is true.
+        window: the size of the window in tokens.
         """
         types = self.layer_types(layers, (FULL, SLIDING), [SLIDING if slides(layer) else FULL for layer in range(layers)])
         if SLIDING in types and window is None:
@@ -199,15 +202,17 @@ class ConfigReader:
 
         The config has them in `rope_parameters` (since transformers 5), or in `rope_theta` and
         `rope_scaling` (earlier versions). theta: HF's default of `rope_theta`. partial: HF's
-        default of the fraction of a head that rotates, None if the family rotates complete heads
-        only.
+        default of the fraction of a head that is rotated; None if the family always rotates
+        complete heads.
         """
         entry = self.take("rope_scaling", None, dict) or self.take("rope_parameters", None, dict) or {}
         self._taken |= {"rope_parameters", "rope_scaling"}
         share = self.take("partial_rotary_factor", partial or 1.0, (int, float))
         share = entry.get("partial_rotary_factor") or share
         if partial is None and share != 1:
-            raise self._error("partial_rotary_factor", f"is {shorten(share)}; this family rotates complete heads")
+            raise self._error(
+                "partial_rotary_factor", f"is {shorten(share)}; it must be 1, because this family rotates complete heads"
+            )
         return self.frequencies(entry, int(head_dim * share), max_positions, self.number("rope_theta", theta))
 
     def rotaries(self, head_dims: Sequence[int], max_positions: int, full: Mapping, sliding: Mapping) -> tuple[Rotary, Rotary]:
@@ -233,8 +238,8 @@ class ConfigReader:
     def frequencies(self, entry: Mapping, rotary_dim: int, max_positions: int, theta: float) -> Rotary:
         """Return the rotary frequencies that one object of rope parameters defines.
 
-        entry: the object. theta: used if `entry` has no `rope_theta`. As in HF, the config's
-        `original_max_position_embeddings` overrides that of `entry`.
+        entry: the object. theta: default of `rope_theta` in `entry`. As in HF, the config's
+        `original_max_position_embeddings` overrides the one in `entry`.
         """
         original = self.take("original_max_position_embeddings", None)
         kind = entry.get("rope_type") or entry.get("type")
@@ -253,10 +258,10 @@ class ConfigReader:
         """Return an instance of the family's dataclass `config`.
 
         own: values of fields that the family computes itself. All other fields are read from the
-        config. The key of a field with a default is the field's name. The keys of fields without a
-        default, such as those of `DecoderConfig`, are the usual ones in HF's configs. positions,
-        theta, partial: HF's defaults of `max_position_embeddings` (`...`: the key is required),
-        `rope_theta` and `partial_rotary_factor`.
+        config. If a field has a default, its key in the config is the field's name. If not (as in
+        `DecoderConfig`), the key is the usual one in HF's configs. positions, theta, partial: HF's
+        defaults of `max_position_embeddings` (`...`: the key is required), `rope_theta` and
+        `partial_rotary_factor`.
         """
         hidden = own.get("hidden") or self.take("hidden_size")
         layers = own.get("layers") or self.take("num_hidden_layers")
@@ -294,14 +299,15 @@ class ConfigReader:
     def finish(self) -> tuple[str, ...]:
         """Return the unread keys that are not in `IGNORABLE`.
 
-        Raise EmitError if HF's model may read one of them, because it could change the logits.
+        Raise EmitError if HF's model may read one of these keys, because the key could change the
+        logits.
         """
         rest = sorted(set(self.config) - self._taken - IGNORABLE)
         if unknown := [shorten(key, 60) for key in rest if self._has_effect(key)]:
             more = f" and {len(unknown) - _MAX_KEYS_IN_ERROR} more" * (len(unknown) > _MAX_KEYS_IN_ERROR)
             raise EmitError(
                 f"the {self.model_type} config has {', '.join(unknown[:_MAX_KEYS_IN_ERROR])}{more}, which castiron does not "
-                "understand and which may change the results; ignore one with --ignore-key KEY, then check with castiron verify"
+                "understand and which may change the results; ignore each with --ignore-key KEY and check with castiron verify"
             )
         return tuple(rest)
 

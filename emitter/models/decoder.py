@@ -126,11 +126,12 @@ def residual_block(
 ) -> Block[C]:
     """Return a block that first adds attention(x) to x, and then adds mlp(x) to the sum.
 
-    mixers: the attention of every layer, which is in the module `self_attn`. If the model has
-    layers of several types: for each type in `HybridConfig.layer_types`, the name of the module and
-    the function that computes its attention or recurrence. norms: the names of four norms, before
-    and after attention and before and after the MLP; None for no norm. `PRE_NORM` is as in Llama,
-    `POST_NORM` as in OLMo 2, `SANDWICH_NORM` as in Gemma 2. mlp_name: the MLP's module name.
+    mixers: the function that computes attention, in the module `self_attn` of every layer. For a
+    model with layers of several types (`HybridConfig.layer_types`), a dictionary from the type to
+    (module name, function); the function computes attention or a recurrence.
+    norms: the names of four norms: before attention, after it, before the MLP, after it; None for
+    no norm. `PRE_NORM` is as in Llama, `POST_NORM` as in OLMo 2, `SANDWICH_NORM` as in Gemma 2.
+    mlp_name: the MLP's module name.
     """
 
     def residual(step: Step, c: C, x: Value, name: str, branch: Callable[[Value], Value], names: Sequence[str | None]) -> Value:

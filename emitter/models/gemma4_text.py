@@ -76,7 +76,8 @@ class Config(SlidingConfig):
     def source(self, layer: int) -> int:
         """Return the layer whose keys and values `layer` uses.
 
-        It is the layer itself, or the last layer of its attention type that has a KV cache.
+        It is `layer` itself if this layer computes keys and values. Otherwise it is the last layer
+        that computes them and has the same type of attention.
         """
         kind = self.windows[layer] is None
         return layer if layer < self.own else max(i for i in range(self.own) if (self.windows[i] is None) == kind)
@@ -129,8 +130,8 @@ def read_experts(c: ConfigReader) -> Experts | None:
 def full_heads(c: ConfigReader, windows: list[int | None], keys_are_values: bool) -> dict[str, int]:
     """Return `head_dim` and `num_key_value_heads` of layers with full attention, by these names.
 
-    A name is missing if the config has no separate value for these layers. keys_are_values: whether
-    these layers use their attention keys as values.
+    The result lacks a name if the config has no separate value for these layers. keys_are_values:
+    whether these layers use their attention keys as values.
     """
     kv_heads, head_dim = c.take("num_global_key_value_heads", None), c.take("global_head_dim", 512)
     if "per_layer_config" not in c.config:

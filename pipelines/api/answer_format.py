@@ -1,4 +1,4 @@
-"""What a request requires of its answer: a format, such as a JSON schema, and calls of functions."""
+"""What a request requires of its answer: a format, such as a JSON schema, and function calls."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ ANY_OBJECT = {"type": "object"}
 class AnswerFormat:
     """The format that an answer must have.
 
-    param: field of the request that sets the format. kind: name of an argument of
-    `Tokenizer.grammar`, such as "json_schema" or "regex". value: the argument, such as the schema.
+    param: field of the request that sets the format. kind: name of the argument of
+    `Tokenizer.grammar` that gets the format, such as "json_schema". value: the value of this
+    argument, such as the schema.
     """
 
     param: str
@@ -40,7 +41,7 @@ def requested_format(body: CompletionFields) -> AnswerFormat | None:
     """Return the format that a request sets, or None for free text.
 
     OpenAI, vLLM, llama.cpp and castiron have different fields for the format. Raises ApiError 400
-    if a request sets two of them.
+    if a request sets two of these fields.
     """
     guided = StructuredOutputs(
         json=body.guided_json, regex=body.guided_regex, choice=body.guided_choice, grammar=body.guided_grammar
@@ -102,8 +103,9 @@ NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
 class CallableTools:
     """The functions that an answer may call.
 
-    shown: functions that the prompt describes. tools: parser of the calls in the answer. forced: if
-    the answer must call a function, the JSON schema of each possible function, by name; else empty.
+    shown: functions that the prompt describes. tools: parser of the calls in the answer. forced:
+    the functions of which the answer must call one, as {name: JSON schema of the arguments}; empty
+    if calls are optional.
     """
 
     shown: list[Tool]
@@ -111,7 +113,7 @@ class CallableTools:
     forced: Mapping[str, Any]
 
     def answer_format(self, form: AnswerFormat | None) -> AnswerFormat | None:
-        """Return the format of an answer, which may call these functions.
+        """Return the format of an answer that may or must call these functions.
 
         `form`: format of an answer without calls, None for free text. Raises ApiError 400 if this
         format cannot be combined with calls.
@@ -129,11 +131,11 @@ class CallableTools:
         return form
 
     def _schemas_of_optional_calls(self) -> dict[str, Any]:
-        """Return the JSON schema that calls of each function must match, if calls are optional.
+        """Return the JSON schema of each function's arguments, by name, if calls are optional.
 
-        The result is empty if no function is strict, or if the model's tool format has no token
-        that starts a call. In a JSON tool format, the schema of a function that is not strict
-        allows any object.
+        The result is empty if no function is strict, or if the model's tool format has no text
+        that starts a call. If the format writes arguments as JSON, a function that is not strict
+        gets a schema that allows any object.
         """
         strict, form = {tool.function.name for tool in self.shown if tool.function.strict}, self.tools.form
         if not strict or not form.triggers:

@@ -32,8 +32,8 @@ def _shortened(text: str, limit: int) -> str:
 class ApiError(Exception):
     """An error that the server returns as the response to a request.
 
-    status: HTTP status in OpenAI's API. param: path of the invalid field in the request body, such
-    as `messages.0.role`. code: machine-readable error code.
+    status: HTTP status in OpenAI's API; `response` converts it for other APIs. param: path of the
+    invalid field in the request body, such as `messages.0.role`. code: machine-readable error code.
     """
 
     status: int
@@ -111,7 +111,7 @@ FAILURES: dict[type[PipelineError], tuple[int, str]] = {
 
 
 def api_error(error: PipelineError) -> ApiError:
-    """Convert a PipelineError to an ApiError; errors that are not in `FAILURES` get status 400."""
+    """Convert a PipelineError to an ApiError with the status that `FAILURES` gives, or 400."""
     status, code = FAILURES.get(type(error), (400, None))
     return ApiError(status, str(error), code=code)
 

@@ -67,7 +67,7 @@ class AsyncEngine:
     def submit(self, requests: list[Request], listener: Listener) -> None:
         """Queue `requests` of one client and pass their events to `listener`.
 
-        Raises QueueFull if they do not all fit in the queue, and Stopping after `drain`. In both
+        Raises QueueFull if not all requests fit in the queue, and Stopping after `drain`. In both
         cases no request is queued.
         """
         with self._wake:
@@ -100,7 +100,10 @@ class AsyncEngine:
             self._draining = True
 
     def abort(self) -> None:
-        """Fail every unfinished request with `Stopping`; call this after `drain`, on the event loop."""
+        """Fail every unfinished request with `Stopping`.
+
+        Call this on the event loop, after `drain`.
+        """
         live = dict(self._listeners)
         self.cancel(list(live))
         for request, listener in live.items():

@@ -17,7 +17,8 @@ from castiron.pipelines.text.tokenizer import TokenBytes
 class Block:
     """A part of an answer.
 
-    kind: "reasoning", "text" or "call". name: called function. text: text, or arguments of a call.
+    kind: "reasoning", "text" or "call". name: the function that a call names. text: the text of
+    the block; for a call, the arguments as JSON.
     """
 
     kind: str

@@ -76,14 +76,14 @@ def reserve_answer(
 
     Args:
         tokens: max tokens of the answer.
-        top: top_logprobs of each token of the answer, None without log-probabilities.
+        top: number of top_logprobs of each token of the answer, None without log-probabilities.
         prompt: number of tokens in the prompt.
-        prompt_top: top_logprobs of each token of the prompt, None without log-probabilities.
+        prompt_top: the same number for each token of the prompt.
         grammar: grammar of the answer, None without one.
 
     Raises:
-        ApiError: 400 if this request alone exceeds the limit of a client, and 429 if all
-            requests in flight exceed a limit together.
+        ApiError: 400 if this request exceeds the limit of a client even without other requests;
+            429 if the sum over the requests in flight exceeds a limit.
     """
     count = sum(n * (TOKEN_BYTES + TOP_BYTES * each) for n, each in ((tokens, top), (prompt, prompt_top)) if each is not None)
     count += grammar.nbytes if grammar else 0

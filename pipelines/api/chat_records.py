@@ -20,7 +20,7 @@ OLD_CALL = "function1"
 
 
 class TextPart(Body):
-    """A text; other fields, such as those for caching and citations, have no effect."""
+    """A part with text; fields for other purposes, such as citations, have no effect."""
 
     model_config = ConfigDict(extra="ignore", json_schema_extra={})
     type: Literal["text", "input_text", "output_text"]
@@ -74,9 +74,10 @@ class Message(BaseModel):
 
 
 def _with_object(call: Any) -> Any:
-    """Return a tool call whose arguments are an object instead of the object's JSON text.
+    """Return a tool call with its arguments parsed from JSON text to an object.
 
-    The input of a custom tool becomes the argument `input`. Other values are returned unchanged.
+    The input of a custom tool becomes the argument `input`. If the arguments are not the JSON text
+    of an object, the call is returned unchanged.
     """
     if isinstance(call, dict) and isinstance(custom := call.get("custom"), dict):
         function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
@@ -128,7 +129,7 @@ class AllowedTools(Body):
 
 
 class Function(Body):
-    """A function; `parameters` is the JSON schema of its arguments, None if it has none."""
+    """A function. parameters: JSON schema of the arguments, None for a function without any."""
 
     name: FunctionIdentifier
     description: str | None = None
@@ -150,7 +151,7 @@ class Tool(Body):
 
 
 class Freeform(Body):
-    """A tool with a text as input; `format`, a grammar of this text, is not supported."""
+    """A tool whose input is a text; `format`, a grammar for this text, is not supported."""
 
     name: FunctionIdentifier
     description: str | None = None
@@ -180,8 +181,8 @@ def input_of(arguments: str) -> str:
     """Return the text that a call passes to a custom tool.
 
     The model calls a custom tool like a function with one argument, `input`. arguments: the
-    arguments of the call as JSON text. If they have no `input`, `arguments` itself is returned. An
-    input that is not a string is returned as JSON text.
+    arguments of the call as JSON text. If this text has no key `input`, it is returned unchanged.
+    An input that is not a string is returned as JSON text.
     """
     found = _input(arguments)
     if found is None or isinstance(found, str):

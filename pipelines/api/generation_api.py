@@ -40,7 +40,7 @@ class GenerationApi(ModelApi):
     """The endpoints of a model that generates text."""
 
     def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer, names: list[str], manifest: Manifest, limits: Limits):
-        """Serve a model; raise PipelineError for an invalid generation_config in its manifest."""
+        """Serve a model; raise PipelineError if `manifest` has an invalid generation_config."""
         super().__init__(engine, tokenizer, names, manifest, limits)
         self.engine: AsyncEngine = engine
         self.sampling = default_sampling(manifest, limits)
@@ -140,8 +140,9 @@ class GenerationApi(ModelApi):
             raise unsupported(param, str(error)) from None
 
     async def _prompt_ids(self, prompt: str | list[int], body: CompletionRequest, fim: Fim | None) -> list[int]:
-        """Return the token ids of `prompt`; with `fim`, of a FIM prompt whose prefix is `prompt`.
+        """Return the token ids of a request's prompt.
 
+        If `fim` is given, this is a fill-in-the-middle prompt, and `prompt` is its prefix.
         Raises ApiError 400 if the prompt and the max tokens of the answer do not fit in the
         context.
         """

@@ -1,4 +1,4 @@
-"""`Job`, an API request in progress, which converts engine events to its answer."""
+"""`Job`, an API request in progress: it converts engine events to the answer."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -46,7 +46,7 @@ class Job:
 
     @property
     def usage(self) -> dict:
-        """OpenAI's `usage` object so far; a prompt counts once, also with several choices."""
+        """OpenAI's `usage` object so far; prompt tokens count once, even for several choices."""
         # Use the first request of each prompt: later ones count the prompt as cached.
         prompts = dict(reversed(list(zip(self.prompts, self.requests)))).values()
         prompt, generated = sum(len(r.prompt) for r in prompts), sum(len(r.tokens) for r in self.requests)

@@ -36,8 +36,8 @@ class ExtraFile(Body):
 class InfillRequest(CompletionFields):
     """The body of POST /infill.
 
-    The fields for the order of llama.cpp's samplers and for its slots are accepted and have no
-    effect. The defaults differ from those of chats: greedy decoding without a repeat penalty.
+    llama.cpp's fields for slots and for the order of samplers are accepted and have no effect. The
+    defaults differ from those of chats: greedy decoding without a repeat penalty.
     """
 
     model_config = ConfigDict(extra="ignore", json_schema_extra={})

@@ -142,7 +142,10 @@ class PromptOfMessage(Body):
 
     @property
     def continues_last_message(self) -> bool:
-        """Whether the answer continues the last message: an assistant's text without tool calls."""
+        """Whether the answer continues the last message.
+
+        It does if the last message is an assistant's text without tool calls.
+        """
         last = self.messages[-1]
         has_text = any(isinstance(block, TextPart) and block.text for block in last.content)
         return last.role == "assistant" and has_text and not any(isinstance(block, ToolUseBlock) for block in last.content)
@@ -207,7 +210,10 @@ def chat_request(body: PromptOfMessage, variables: Collection[str]) -> ChatReque
 
 
 def _messages_of(turn: Turn) -> list[dict[str, Any]]:
-    """Convert a turn to messages: one per tool result, one per group of adjacent other blocks."""
+    """Convert a turn to chat messages.
+
+    Each tool result becomes a message. Consecutive blocks of other kinds become one message.
+    """
     found: list[dict[str, Any]] = []
     for block in turn.content:
         if isinstance(block, ToolResultBlock):
@@ -267,7 +273,7 @@ class MessagesReply(BlocksReply):
     prefix = "msg_"
 
     def __init__(self, model: str, token_bytes: TokenBytes, shows_reasoning: bool):
-        """Build an answer. `shows_reasoning`: whether it has thinking blocks."""
+        """Build an answer. `shows_reasoning`: whether the answer has thinking blocks."""
         super().__init__(model, token_bytes)
         self.shows_reasoning = shows_reasoning
         self.answer = {

@@ -91,7 +91,7 @@ class ModelApi:
     endpoint = "/v1/embeddings"
 
     def __init__(self, engine: ModelEngine, tokenizer: Tokenizer, names: list[str], manifest: Manifest, limits: Limits):
-        """Serve a model. `names`: its name in answers, followed by other names for requests."""
+        """Serve a model. `names`: names that requests may use; answers contain the first one."""
         self.engine, self.tokenizer, self.names, self.limits = engine, tokenizer, tuple(names), limits
         self.manifest, self.context, self.vocab = manifest, manifest.context, manifest.vocab
 
@@ -149,7 +149,10 @@ class ModelApi:
 
     @property
     def slots(self) -> list[dict[str, Any]]:
-        """The answer to llama.cpp's /slots: all slots; the first ones run the current requests."""
+        """The answer to llama.cpp's /slots: an object for each slot.
+
+        If n requests are unfinished, the first n slots are reported as processing.
+        """
         return [{"id": i, "n_ctx": self.context, "is_processing": i < self.engine.unfinished} for i in range(self.engine.slots)]
 
     @property
@@ -183,7 +186,7 @@ class ModelApi:
         if self.tokenizer.chat_template is None:
             raise ApiError(400, "this model has no chat template; use /v1/completions", "messages", "no_chat_template")
         if len(messages) > self.context:
-            raise self.too_long("messages", f"there are {len(messages)} messages: send fewer")
+            raise self.too_long("messages", f"there are {len(messages)} messages; send fewer")
         plain = [message.plain() for message in messages]
         self.check_length(sum(len(message["content"]) for message in plain), "messages")
 
@@ -205,12 +208,12 @@ class ModelApi:
             raise self.too_long(param, f"the {param} {have} {characters} characters of at most {limit}: shorten the {param}")
 
     def too_long(self, param: str, reason: str) -> ApiError:
-        """Return an ApiError 400 for the field `param` of a request that is too long for the context."""
+        """Return an ApiError 400 for the field `param`, whose value is too long for the context."""
         message = f"this model's maximum context length is {self.context} tokens; {reason}"
         return ApiError(400, message, param, "context_length_exceeded")
 
     def check_ids(self, tokens: list[int], param: str) -> None:
-        """Raise ApiError 400 for the field `param` if one of its token ids is not in the vocabulary."""
+        """Raise ApiError 400 for the field `param` if a token id is not in the vocabulary."""
         if tokens and max(tokens) >= self.vocab:
             raise invalid(param, f"{param} has token {max(tokens)}, outside the vocabulary; use token ids below {self.vocab}")
 
@@ -220,7 +223,7 @@ def check_fields_are_read(render: Render, messages: Sequence[Mapping[str, Any]],
 
     A role is ignored if changing the content of its messages does not change the rendered text. A
     field is ignored if removing it does not change the rendered text. Without `strict`, only the
-    content of messages and tool calls are checked. Each field of each role is checked once, in the
+    fields content and tool_calls are checked. Each field of each role is checked once, in the
     first message that has it.
     """
     # Pairs that are not checked. A template may ignore a tool result's name: the call has the function's name too.

@@ -83,8 +83,8 @@ class OllamaChatRequest(OllamaGeneration):
 class OllamaGenerateRequest(OllamaGeneration):
     """The body of POST /api/generate; a request without a prompt only loads the model.
 
-    raw: whether the chat template is not applied to the prompt. context: token ids to put before
-    the prompt, from the answer to an earlier request.
+    raw: whether to use the prompt as it is, without the chat template. context: token ids from the
+    answer to an earlier request, to put before the prompt.
     """
 
     prompt: str = ""

@@ -19,7 +19,7 @@ FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
 
 
 def _finish_fields(end: Finished | None, has_calls: bool = False) -> dict:
-    """Return the field finish_reason, and stop_reason if a repetition loop ended the choice."""
+    """Return the field finish_reason; add stop_reason if a repetition loop ended the choice."""
     reason = end and FINISH_REASONS[end.reason]
     found = {"finish_reason": "tool_calls" if has_calls and reason == "stop" else reason}
     return found | {"stop_reason": "repetition"} if end and end.repeated else found
@@ -95,7 +95,7 @@ class ChoicesReply(Reply):
 
     @abstractmethod
     def opening(self, index: int) -> dict | None:
-        """Return the chunk to send before the text of choice number `index`, or None for no chunk."""
+        """Return the chunk to send before the text of choice number `index`, None for no chunk."""
 
     @abstractmethod
     def delta(self, index: int, delta: Delta, end: Finished | None = None) -> dict:
@@ -104,8 +104,8 @@ class ChoicesReply(Reply):
     def prompt_fields(self, index: int) -> dict[str, Any]:
         """Return vLLM's field prompt_logprobs of choice number `index`, if it is requested.
 
-        The field is a list with log-probabilities by token id for each token of the prompt, and
-        None for the first token.
+        The field is a list with one entry for each token of the prompt: None for the first token,
+        and log-probabilities by token id for each of the others.
         """
         if self.prompt_top is None:
             return {}
@@ -133,7 +133,7 @@ class ChoicesReply(Reply):
         return {**self.head, "object": self.kind, "choices": choices, "usage": usage}
 
     def chunk(self, *choices: dict, usage: dict | None = None) -> dict:
-        """Return an event of a stream, which holds the chunks `choices`."""
+        """Return one event of a stream. choices: the new part of each choice in the event."""
         return {**self.head, "object": self.chunk_kind, "choices": choices, "usage": usage}
 
     def begin(self, index: int, usage: dict) -> list[dict]:
@@ -233,7 +233,10 @@ class ChatReply(ChoicesReply):
         return {"id": _call_id(), "type": "function", "function": call}
 
     def _calls_to_send(self, index: int, parts: list[CallPart], is_end: bool) -> list[CallPart]:
-        """Return the parts of calls to stream; a custom tool's input replaces its arguments."""
+        """Return `parts` as they are sent in a stream, with a custom tool's input as arguments.
+
+        is_end: whether choice number `index` ends here; then the rest of the inputs is added.
+        """
         found = []
         for part in parts:
             if part.name in self.custom:
@@ -271,7 +274,7 @@ def _call_chunk(part: CallPart, is_custom: bool) -> dict:
 
 
 class Echo(NamedTuple):
-    """A prompt that is repeated at the start of a completion."""
+    """The text of a prompt that is repeated at the start of a completion."""
 
     text: str = ""
     # The character offset of each token of the prompt; empty without log-probabilities.
@@ -286,8 +289,8 @@ class CompletionReply(ChoicesReply):
     def __init__(self, model: str, token_bytes: TokenBytes, logprobs: int | None, echoes: list[Echo]):
         """Build the answer.
 
-        `logprobs`: number of top tokens for each token, None without log-probabilities. `echoes`:
-        the prompt to repeat at the start of each choice.
+        `logprobs`: number of most probable tokens to report at each position, None without
+        log-probabilities. `echoes`: the prompt to repeat at the start of each choice.
         """
         super().__init__(model, token_bytes, logprobs is not None)
         self.top, self.echoes = logprobs, echoes
@@ -334,7 +337,7 @@ class CompletionReply(ChoicesReply):
     def _top(self, token: TextToken) -> dict[str, float] | None:
         """Return {text: log-probability} of the top tokens and of the token itself.
 
-        If tokens have the same text, the result has the most probable one.
+        Of several tokens with the same text, only the most probable one is returned.
         """
         if token.logprob is None:
             return None

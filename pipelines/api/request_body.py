@@ -98,7 +98,7 @@ class Body(BaseModel):
     @classmethod
     @cache
     def _names(cls) -> frozenset[str]:
-        """Return the names of the fields in JSON."""
+        """Return the names that the fields have in JSON."""
         return frozenset(field.alias or name for name, field in cls.model_fields.items())
 
 
@@ -200,7 +200,12 @@ def parse_record(record: type[Model], value: Any, ignored: set[str] | None = Non
         raise ApiError(400, f"Unrecognized request argument supplied: {param}", param, "unknown_parameter")
     if "unsupported" in kind:
         raise ApiError(400, f"{param} {error['msg']}", param, kind)
-    raise invalid(param, f"{param or 'the body'}: {error['msg'][0].lower()}{error['msg'][1:]}")
+    name = param or "the body"
+    if kind in ("dict_type", "model_type"):
+        raise invalid(param, f"{name} must be a JSON object")
+    if kind == "too_short" and isinstance(error["input"], list):
+        raise invalid(param, f"{name} has {len(error['input'])} items; send at least {error['ctx']['min_length']}")
+    raise invalid(param, f"{name}: {error['msg'][0].lower()}{error['msg'][1:]}")
 
 
 @contextmanager

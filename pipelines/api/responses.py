@@ -85,7 +85,7 @@ class ResponseStore:
             self._drop(next(iter(self._stored)))
 
     def get(self, owner: bytes, name: str) -> Stored | None:
-        """Return the response with the id `name`, or None if `owner` has none."""
+        """Return the response with the id `name`, or None if `owner` has no such response."""
         found = self._stored.get(name)
         if found is None or found.owner != owner:
             return None
@@ -93,7 +93,7 @@ class ResponseStore:
         return found
 
     def item(self, owner: bytes, name: str) -> StoredItem | None:
-        """Return the output item with the id `name`, or None if `owner` has none."""
+        """Return the output item with the id `name`, or None if `owner` has no such item."""
         found = self.get(owner, self._items.get(name, ""))
         return found.items[name] if found else None
 
@@ -140,7 +140,7 @@ async def count_response_tokens(api: ModelApi, body: PromptOfResponse, store: Re
 
 
 async def _chat(body: PromptOfResponse, store: ResponseStore, owner: bytes) -> tuple[ChatRequest, list[Message]]:
-    """Return the chat request for `body`, and its conversation (messages except instructions)."""
+    """Return the chat request for `body`, and the conversation's messages without instructions."""
     before: Sequence[Message] = ()
     if (name := body.previous_response_id) is not None:
         if (found := store.get(owner, name)) is None:
@@ -165,7 +165,7 @@ class ResponsesReply(BlocksReply):
         self, model: str, token_bytes: TokenBytes, body: ResponsesRequest, sampling: Sampling, is_stored: bool,
         put: Callable[[dict], None],
     ):  # fmt: skip
-        """Build the response to `body`, and call `put` with its JSON object when it is complete.
+        """Build the response to `body`; call `put` with the complete response as a JSON object.
 
         sampling: sampling options that the response states. is_stored: whether `put` stores the
         response.

@@ -100,7 +100,7 @@ class FunctionTool(Function):
 
 
 class CustomTool(Freeform):
-    """A tool with a text as input."""
+    """A tool whose input is a text."""
 
     type: Literal["custom"]
     defer_loading: Literal[False] | None = None
@@ -305,7 +305,7 @@ def full_name(namespace: str | None, name: str) -> str:
 
 
 def names_in_namespaces(tools: Iterable[AnyTool]) -> dict[str, dict[str, str]]:
-    """Return {"name": ..., "namespace": ...} of each function in a namespace, by full name."""
+    """Map the full name of each function in a namespace to its name and its namespace."""
     return {
         full_name(space.name, function.name): {"name": function.name, "namespace": space.name}
         for space in tools

@@ -1,7 +1,7 @@
 """Request bodies of OpenAI's API, with the fields that castiron, vLLM and llama.cpp add.
 
-Unknown fields and fields that only label the request or the customer are ignored. A field that would
-change the answer and is not supported is an error, unless its value changes nothing.
+Unknown fields and fields that only label the request or the customer are ignored. An unsupported
+field is an error if its value would change the answer.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -232,7 +232,7 @@ class CompletionFields(GenerationFields, UnsupportedFields):
 
     @property
     def limit(self) -> int | None:
-        """The max tokens of the answer: negative for no limit, None if the request sets none."""
+        """The max tokens that the request sets: negative means no limit, None means not set."""
         return self.n_predict if self.max_tokens is None else self.max_tokens
 
     @property
@@ -289,7 +289,10 @@ class ChatRequest(CompletionFields, UnsupportedChatFields):
 
 
 class CompletionRequest(CompletionFields):
-    """The body of POST /v1/completions; `prompt` is one text, one list of token ids, or many."""
+    """The body of POST /v1/completions.
+
+    A prompt is a text or a list of token ids; `prompt` is one prompt or a list of prompts.
+    """
 
     prompt: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     echo: bool | None = None

@@ -1,4 +1,4 @@
-"""A batch job: answer the records that earlier runs have not answered, and write the output."""
+"""Run a batch job: answer the records that earlier runs have not answered, and write the output."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ Answer = Callable[[Iterator[Record | None]], Iterable[Answered]]
 
 @dataclass
 class Summary:
-    """Counts of a job's records. Tokens and seconds are of this run only.
+    """Counts of a job. Tokens and seconds are counted in this run only.
 
-    records: records finished by all runs. before: records finished by earlier runs. failed: records
-    whose answer is an error.
+    records: records finished in all runs. before: records finished in earlier runs. failed: records
+    whose result is an error. duplicates: records with the custom_id of an earlier record.
     """
 
     records: int = 0
@@ -47,11 +47,11 @@ class Summary:
 
     @property
     def tokens_per_second(self) -> float:
-        """Prompt and generated tokens per second of this run."""
+        """Tokens of prompts and answers per second, in this run."""
         return (self.prompt_tokens + self.generated_tokens) / self.seconds if self.seconds else 0.0
 
     def count(self, outcome: Outcome) -> None:
-        """Add the counts of a record that this run has finished."""
+        """Count a record that this run has finished."""
         self.records += 1
         self.failed += outcome.failed
         self.prompt_tokens += outcome.prompt
@@ -63,10 +63,13 @@ def run_job(
     records: Records, key: Callable[[Record], str], answer: Answer, output: Path | None,
     report: Callable[[Summary, float | None], None] = lambda summary, share: None,
 ) -> Summary:  # fmt: skip
-    """Answer the records that are not in the output's journal, write the output, and return counts.
+    """Answer the records of a job, write the output, and return counts.
 
-    Raises PipelineError if another process is writing the output, or if the input is damaged; the
-    readable records are answered first.
+    Records in the output's journal are skipped, because earlier runs have answered them.
+    report: called with (counts so far, finished fraction or None).
+
+    Raises PipelineError if another process writes the output. If the input is damaged, the error is
+    raised after the records before the damage are answered.
     """
     start, summary, custom_ids, offsets = time.monotonic(), Summary(), array("q"), array("q")
     journal = Journal(output) if output else None
@@ -109,18 +112,18 @@ def run_job(
 
 
 def answering(engine: Engine | None, conversion: Conversion, window: int = MAX_REQUESTS) -> Answer:
-    """Return a function that answers records with `engine` (None for an embedding model)."""
+    """Return a function that answers records with `engine`; engine: None for an embedding model."""
 
     works = lambda records: (record and conversion.work(record) for record in records)
     return lambda records: run(engine, in_windows(works(records), window))
 
 
 def run(engine: Engine | None, works: Iterator[Work | None]) -> Iterator[Answered]:
-    """Run the requests of each record; yield (record, outcome) when all its requests have ended.
+    """Run the requests of records; yield (record, outcome) when a record's requests have ended.
 
-    works: records with their requests, or None while no record is available. The next item is taken
-    when the engine has a free slot. Closing the iterator cancels unfinished records. engine: may be
-    None if no record has requests.
+    works: records with their requests, or None while no record is available; an item is read when
+    the engine has a free slot. engine: None if no record has requests. Closing the iterator cancels
+    the requests that are running.
     """
     stream, owners, ended = engine.stream() if engine else None, dict[Request, Work](), False
     try:
@@ -153,11 +156,11 @@ def run(engine: Engine | None, works: Iterator[Work | None]) -> Iterator[Answere
 
 
 def in_windows(works: Iterable[Work | None], max_requests: int = MAX_REQUESTS) -> Iterator[Work | None]:
-    """Yield records with their requests, sorted by prompt within each window.
+    """Yield records with their requests, sorted by prompt in windows.
 
-    A window is a group of consecutive items of `works` with about `max_requests` requests. A window
-    ends early if it is WAIT seconds old and no more items are available. While no item is available
-    and the window has not ended, None is yielded.
+    A window has the next items of `works`, with about `max_requests` requests in all. It ends
+    earlier if no more items are available and it is WAIT seconds old. Before that, None is yielded
+    while no item is available.
     """
     window, size, tokens, began = list[Work](), 0, 0, 0.0
     for work in works:
@@ -177,14 +180,14 @@ def in_windows(works: Iterable[Work | None], max_requests: int = MAX_REQUESTS) -
 
 
 def arranged(works: Iterable[Work]) -> list[Work]:
-    """Return records sorted by prompt, so that prompts with a common prefix run together."""
+    """Return records sorted by their prompts, so that those with a common prefix run together."""
     # Big-endian bytes compare like the lists of token ids that they encode.
     prompt = lambda work: work.requests[0].prompt.astype(">u4").tobytes() if work.requests else b""
     return sorted(works, key=lambda work: (prompt(work), work.record.index))
 
 
 def open_records(path: str) -> Records:
-    """Return the records of a file, or of stdin for "-"; PipelineError for an unknown extension."""
+    """Return the records of a file, or of stdin for "-"; PipelineError for another extension."""
     if is_table(path):
         from castiron.pipelines.batch.parquet import Table
 
@@ -195,7 +198,8 @@ def open_records(path: str) -> Records:
 def write_output(output: Path, entries: Callable[[], Iterable[Entry]]) -> None:
     """Write finished records to the file `output` atomically.
 
-    entries: returns an iterator over the records; it is called twice for Parquet, else once.
+    entries: returns an iterator over the records. It is called twice for Parquet, and otherwise
+    once.
     """
     with replace_file(output) as file:
         if is_table(output.name):
@@ -209,7 +213,7 @@ def write_output(output: Path, entries: Callable[[], Iterable[Entry]]) -> None:
 
 
 def line_of(entry: Entry) -> bytes:
-    """Return a finished record as a JSON line: its input columns, then its answer columns."""
+    """Return a finished record as a JSON line, with the input columns before the answer columns."""
     own = entry.own
     if isinstance(own, str):
         from castiron.pipelines.batch.parquet import plain, unpack

@@ -1,8 +1,8 @@
-"""The journal of a job: a file beside the output with a line for each finished record.
+"""The journal of a batch job: a file next to the output with a line for each finished record.
 
-A line is a CRC-32 in hex, a space and a JSON object. Incomplete and damaged lines are ignored, so
-their records run again. The journal is not deleted when the output is complete, so that a later
-run, for example with more records, takes finished results from it.
+A line is a CRC-32 in hex, a space and a JSON object. Incomplete and damaged lines are ignored, and
+their records are answered again. The journal stays when the output is complete. So a later run, for
+example with more records, can use the finished results.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ MAX_LINE = 1 << 28
 class Entry:
     """A finished record.
 
-    own: the input columns by name; for Parquet, a one-row Arrow stream in base64. added: columns
-    of the answer by name.
+    own: the input columns by name; for Parquet, a one-row Arrow stream in base64. added: the
+    columns of the answer by name.
     """
 
     own: Mapping[str, Any] | str
@@ -50,7 +50,7 @@ class Entry:
 
 
 class Journal:
-    """The journal of a batch job: a file of its finished records, locked by this process."""
+    """The journal file of a batch job, locked by this process."""
 
     def __init__(self, output: Path):
         """Open or create the journal of `output`; PipelineError if another process uses it."""
@@ -71,9 +71,9 @@ class Journal:
         os.truncate(self.file.fileno(), self.end)
 
     def _write_title(self) -> int:
-        """Write or complete the journal's title line; return the offset after the line.
+        """Write the title line, or the missing part of it; return the file offset after this line.
 
-        Raises PipelineError if the file starts with something other than the title.
+        Raises PipelineError if the file begins with other text.
         """
         with open(self.path, "rb") as file:
             begin = file.read(len(TITLE))
@@ -97,7 +97,7 @@ class Journal:
             pass
 
     def _scan(self) -> Iterator[tuple[int, int, bytes, bool]]:
-        """Yield (offset, length in bytes, key, whether the record failed) for each valid line."""
+        """Yield (offset, size in bytes, record's key, whether the record failed) of valid lines."""
         offset = 0
         with open(self.path, "rb") as file:
             while line := file.readline(MAX_LINE):
@@ -107,12 +107,12 @@ class Journal:
                 offset += len(line)
 
     def find(self, key: str) -> tuple[int, bool] | None:
-        """Return (offset of a record's line, whether it failed); None for an unfinished record."""
+        """Return (file offset of the line of a finished record, whether it failed), or None."""
         offset = self.finished.get(bytes.fromhex(key))
         return None if offset is None else (offset, bytes.fromhex(key) in self.failed)
 
     def add(self, key: str, entry: Entry, failed: bool) -> int:
-        """Append a line for a finished record, and return the file offset of the line."""
+        """Append the line of a finished record, and return the file offset of this line."""
         line = dumps({"key": key, "failed": failed, "own": entry.own, "added": entry.added}) + b"\n"
         line = b"%08x " % zlib.crc32(line) + line
         offset = self.end
@@ -130,7 +130,7 @@ class Journal:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def entries(self, offsets: Iterable[int]) -> Iterator[Entry]:
-        """Yield the finished records whose lines are at these file offsets."""
+        """Yield the finished records whose lines are at the given file offsets."""
         with open(self.path, "rb") as file:
             for offset in offsets:
                 if file.tell() != offset:
@@ -144,7 +144,7 @@ class Journal:
 
 
 def dumps(value: Any) -> bytes:
-    """Return a value as JSON on one line."""
+    """Return a value as JSON in one line, without the line feed."""
     try:
         return json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:

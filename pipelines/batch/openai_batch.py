@@ -1,4 +1,4 @@
-"""Records in OpenAI's batch format, answered without HTTP; needs the extra `serve`.
+"""Answer records in OpenAI's batch format without HTTP; needs the extra `serve`.
 
 The format is that of https://platform.openai.com/docs/api-reference/batch. A request has custom_id,
 method, url and body; a result has id, custom_id, response {status_code, request_id, body}, error.
@@ -44,10 +44,10 @@ ENDPOINTS: dict[str, tuple[type[schemas.Body], Callable[[Any, Any], Coroutine[An
 
 
 class Collector:
-    """A substitute for the server's engine, with which the API classes prepare requests.
+    """A substitute for an engine, which the server's API classes use to prepare requests.
 
-    It ignores generation requests, because the batch job runs them itself. It computes embedding
-    vectors immediately.
+    It drops generation requests, because the batch job runs them. It computes embedding vectors
+    immediately.
     """
 
     def __init__(self, embedder: Embedder | None):
@@ -61,10 +61,10 @@ class Collector:
 
 
 class OpenAI:
-    """The `Format` of OpenAI's batch files; it gives the same answers as `castiron serve`."""
+    """The `Format` of OpenAI's batch files. The answers are those that `castiron serve` gives."""
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer, names: list[str], embedder: Embedder | None = None):
-        """Set up the endpoints of one model; `embedder` is None for a model that generates text."""
+        """Create the API of one model; `embedder` is None for a model that generates text."""
         self.loop = asyncio.new_event_loop()
         self.api: ModelApi
         engine: Any = Collector(embedder)
@@ -129,7 +129,7 @@ class OpenAI:
 
 
 def _request(fields: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return (body, URL) of a record; raise PipelineError for invalid fields."""
+    """Return (body, URL) of a record's request; PipelineError for invalid fields."""
     if unknown := [name for name in fields if name not in FIELDS]:
         raise PipelineError(f"unknown field: {unknown[0][:40]!r}; use {', '.join(FIELDS)}")
     if not isinstance(fields.get("custom_id"), str):

@@ -1,4 +1,4 @@
-"""Parquet tables as input and output of batch jobs; needs pyarrow, from the extra `parquet`."""
+"""Parquet files as input and output of batch jobs; needs pyarrow, from the extra `parquet`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Table:
     """An iterable over the records of a Parquet file."""
 
     def __init__(self, path: Path):
-        """Open a file; raise PipelineError if it is not Parquet."""
+        """Open a file; raise PipelineError if it is not a valid Parquet file."""
         try:
             self.file = pq.ParquetFile(path)
         except (pa.ArrowException, OSError) as error:
@@ -72,7 +72,7 @@ def _one_line(error: Exception) -> str:
 
 
 def plain(record: pa.Table) -> dict[str, Any]:
-    """Return the values of a one-row table by column name, as JSON values."""
+    """Return the row of a one-row table as JSON values by column name."""
     columns = {
         name: column.cast(pa.string()) if pa.types.is_temporal(column.type) else column
         for name, column in zip(record.schema.names, record.columns)
@@ -81,9 +81,9 @@ def plain(record: pa.Table) -> dict[str, Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a JSON value without dict keys whose value is None, also in nested dicts.
+    """Return a JSON value without the keys whose value is None, at all levels.
 
-    In Arrow, all structs of a column have the same fields. A field that a record lacks is null.
+    In Arrow, all structs of a column have the same fields; a field that a record lacks is null.
     """
     if isinstance(value, dict):
         return {name: without_nulls(member) for name, member in value.items() if member is not None}
@@ -91,16 +91,17 @@ def without_nulls(value: Any) -> Any:
 
 
 def unpack(own: str) -> pa.Table:
-    """Return the one-row table in `own`, which is an Arrow stream in base64 (`Record.own`)."""
+    """Decode a one-row table; own: an Arrow stream in base64, from `Record.own`."""
     return pa.ipc.open_stream(base64.b64decode(own)).read_all()
 
 
 def write(file: BinaryIO, entries: Callable[[], Iterable[Entry]]) -> None:
     """Write finished records to `file` as Parquet.
 
-    An answer column replaces an input column of the same name. A column whose values have different
-    types is written as JSON text. `entries` is called twice: first to find the types of the
-    columns, then to write the records.
+    An answer column replaces an input column of the same name. If the values of a column have
+    different types, all are written as JSON text.
+    entries: returns an iterator over the records. It is called twice: to find the types of the
+    columns, and to write the records.
     """
     json_columns: set[str] = set()
     found: dict[str, pa.DataType] = {}
@@ -129,7 +130,7 @@ def _groups_of(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
 
 
 def _table(group: Sequence[Entry], json_columns: Collection[str]) -> pa.Table:
-    """Return finished records as a table, one row each; columns in `json_columns` are JSON text."""
+    """Return finished records as a table with a row each; the `json_columns` have JSON text."""
     records = [entry.added for entry in group]
     columns: dict[str, pa.Array | pa.ChunkedArray] = {}
     if not any(isinstance(entry.own, str) for entry in group):
@@ -143,7 +144,7 @@ def _table(group: Sequence[Entry], json_columns: Collection[str]) -> pa.Table:
 
 
 def _column(values: list[Any], as_json: bool) -> pa.Array:
-    """Return JSON values as an Arrow array: as JSON text if `as_json` or if their types differ."""
+    """Return JSON values as an Arrow array: as JSON text if `as_json`, or if the types differ."""
     if not as_json and not any(isinstance(value, dict) for value in values):
         try:
             return pa.array(values)

@@ -1,4 +1,4 @@
-"""Plain records, which are not in OpenAI's format: prompts to answer, and texts to embed."""
+"""Records that are not in OpenAI's format: prompts to answer, and texts to embed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from castiron.vmfb.manifest import Manifest
 
 @dataclass
 class Prompts:
-    """The `Format` of records with a column `messages`, or `prompt` as text or token ids.
+    """The `Format` of records with a column `messages` or `prompt` (text or token ids).
 
-    max_tokens: max tokens of an answer; None for no limit. The context limits it in any case.
+    max_tokens: max tokens of an answer; None for no limit except the context.
     raw: whether prompts are encoded without the chat template.
     system: system message before each prompt.
-    json_schema: JSON schema that answers match; None for plain text.
+    json_schema: JSON schema that answers must match; None for free text.
     """
 
     manifest: Manifest
@@ -102,7 +102,7 @@ class Prompts:
 
 
 class Embeddings:
-    """The `Format` of records with text or token ids to embed."""
+    """The `Format` of records with a text to embed, or with its token ids."""
 
     def __init__(self, embedder: Embedder, prompt: str = "", dimensions: int | None = None):
         """Output the first `dimensions` numbers of each vector; put `prompt` before each text."""
@@ -142,7 +142,7 @@ def ids_of(value: Any, vocab: int) -> list[int] | None:
 
 
 def messages_of(value: Any) -> list[dict[str, Any]]:
-    """Return a record's messages with their content as text; PipelineError if they are invalid."""
+    """Return a record's messages, with the parts of a content joined; PipelineError if invalid."""
     if not is_messages(value):
         raise PipelineError("messages must be a non-empty list of objects with role and content")
     return [{**message, "content": _content(message, index)} for index, message in enumerate(value)]
@@ -162,7 +162,7 @@ def _content(message: Mapping[str, Any], index: int) -> str:
 
 
 def column_of(fields: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return the only name in `names` that has a value in `fields`; else raise PipelineError."""
+    """Return the only name in `names` with a value in `fields`; otherwise raise PipelineError."""
     found = [name for name in names if fields.get(name) is not None]
     if len(found) != 1:
         columns = " and ".join(found) if found else "no " + " and no ".join(names)

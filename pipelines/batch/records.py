@@ -37,10 +37,10 @@ class Record:
 
     index: number of the record in the input, from 0.
     fields: values by column name; empty if the record cannot be parsed.
-    own: the record's columns, which are copied to the output. For Parquet they are an Arrow stream
-        in base64, otherwise they are `fields`.
-    source: the record's bytes in the input, from which `key` is computed.
-    is_openai: whether the record is in OpenAI's format. A record that cannot be parsed gets the
+    own: the columns that are copied to the output: `fields` or, for Parquet, an Arrow stream in
+        base64.
+    source: the bytes of the record in the input, from which `key` is computed.
+    is_openai: whether the record is in OpenAI's format. A record that cannot be parsed has the
         format of the record before it.
     error: why the record cannot be parsed, or None.
     key: the record's key in the journal, from `Conversion.key`.
@@ -58,17 +58,18 @@ class Record:
 def has_openai_columns(names: Collection[str]) -> bool:
     """Return whether a record with the columns `names` is in OpenAI's format.
 
-    Such a record has custom_id, url and body, or two of these and no column of a plain record.
+    This is so if it has custom_id, url and body. Two of these are enough if there is no column of a
+    plain record.
     """
     found = len(OPENAI.intersection(names))
     return found == 3 or (found == 2 and not {*PROMPTS, *TEXTS}.intersection(names))
 
 
 class Records(Protocol):
-    """An iterable over the records of an input. It yields None while no record is available.
+    """An iterable over the records of an input, which yields None while no record is available.
 
-    share: fraction of the input that has been read, 0 to 1; None if the size is unknown. fault: the
-    error because of which reading stopped before the end of the input, or None.
+    share: fraction of the input that has been read, 0 to 1; None if the input's size is unknown.
+    fault: the error that stopped reading before the end of the input, or None.
     """
 
     fault: PipelineError | None
@@ -88,7 +89,7 @@ def is_table(path: str) -> bool:
 
 
 class JsonLines:
-    """An iterable over the records of a JSON lines file or pipe; empty lines are skipped."""
+    """An iterable over the records in a file or pipe of JSON lines; empty lines are skipped."""
 
     fault = None
 
@@ -119,7 +120,7 @@ class JsonLines:
                 index, is_openai = index + 1, record.is_openai
 
     def _lines(self) -> Iterator[bytes]:
-        """Yield the lines of a regular file, each cut after `MAX_LINE` + 1 bytes."""
+        """Yield the lines of a file; a line is cut if it has more than `MAX_LINE` + 1 bytes."""
         while line := self.file.readline(MAX_LINE + 1):
             rest = line
             while len(rest) > MAX_LINE and not rest.endswith(b"\n"):
@@ -127,7 +128,7 @@ class JsonLines:
             yield line
 
     def _arriving(self) -> Iterator[bytes | None]:
-        """Yield the lines of a pipe, and None each time that no data is available."""
+        """Yield the lines of a pipe, and None while the pipe has no data."""
         line = bytearray()
         while True:
             if not select.select([self.file], [], [], 0)[0]:
@@ -147,10 +148,10 @@ class JsonLines:
 
 
 def _record(index: int, number: int, line: bytes, was_openai: bool) -> Record:
-    """Return the record in a line of a JSON lines file, or a record with an error.
+    """Return the record in a line of JSON lines. If the line is invalid, the record has an `error`.
 
-    number: number of the line, for errors. was_openai: whether an invalid record counts as one in
-    OpenAI's format.
+    number: number of the line, for the error. was_openai: the record's `is_openai` if
+    the line is invalid.
     """
     source = line.strip()
     invalid = lambda why: Record(index, {}, {}, source, was_openai, f"line {number} {why}")
@@ -175,8 +176,8 @@ def _no_constant(name: str) -> NoReturn:
 class Outcome:
     """The result of a record.
 
-    added: output columns by name, which contain the answer. prompt, generated, cached: numbers of
-    prompt tokens, generated tokens, and prompt tokens from the prefix cache.
+    added: the answer as output columns by name. prompt, generated, cached: numbers of prompt
+    tokens, of generated tokens, and of prompt tokens from the prefix cache.
     """
 
     added: Mapping[str, Any]
@@ -188,11 +189,11 @@ class Outcome:
 
 @dataclass
 class Work:
-    """A record with the engine requests that answer it.
+    """A record with the engine requests that are needed to answer it.
 
     requests: empty if the answer needs no generation.
     listen: called as `listen(request, event)` for each event of these requests.
-    outcome: called once, after the last request has ended; returns the record's result.
+    outcome: called once, after all requests have ended; returns the result of the record.
     """
 
     record: Record
@@ -202,10 +203,10 @@ class Work:
 
 
 class Format(Protocol):
-    """A record format: it converts records to `Work`, and errors to an `Outcome`."""
+    """A format of records. It converts a record to `Work`, and an error to an `Outcome`."""
 
     def samples(self, record: Record) -> bool:
-        """Return whether the answer is sampled with the job's seed: the record sets no seed."""
+        """Return whether the record's answer is sampled and needs a seed from the job."""
         ...
 
     def work(self, record: Record, seed: int) -> Work:
@@ -218,7 +219,7 @@ class Format(Protocol):
 
 
 class Conversion:
-    """A converter of records, plain or in OpenAI's format, to journal keys and to `Work`."""
+    """A converter of plain records and records in OpenAI's format to `Work`."""
 
     def __init__(self, plain: Format, openai: Callable[[], Format], identity: bytes, seed: int):
         """Convert plain records with `plain`, and records in OpenAI's format with `openai()`."""
@@ -227,15 +228,15 @@ class Conversion:
     def key(self, record: Record) -> str:
         """Return a hash of the record, the model and the options, as 32 hex digits.
 
-        If the answer is sampled, the hash includes the record's index, so that equal records get
-        different answers. The hash of an invalid record includes the index too, because the error
+        If the answer is sampled, the record's index is hashed too, so that equal records get
+        different answers. The index of an invalid record is also hashed, because its error message
         names the line.
         """
         numbered = record.error is not None or self._format(record).samples(record)
         return hashlib.sha256(self.identity + (b"%d " % record.index if numbered else b"") + record.source).hexdigest()[:32]
 
     def work(self, record: Record) -> Work:
-        """Return the record with its requests; for an invalid record, an error without requests."""
+        """Return the record with its engine requests; an invalid record has an error instead."""
         format_ = self._format(record)
         seed = int.from_bytes(hashlib.sha256(f"{self.seed} {record.key}".encode()).digest()[:8]) >> 1
         try:
@@ -254,7 +255,7 @@ class Conversion:
 
 
 def identity(manifest: Manifest, options: Mapping[str, Any]) -> bytes:
-    """Return a SHA-256 hash of what affects answers: the bundle's manifest, and `options`."""
+    """Return a SHA-256 hash of what affects the answers: the bundle and the `options`."""
     files = {name: file.sha256 for name, file in manifest.files.items() if name not in IDLE_FILES}
     facts = [files, manifest.name, manifest.context, manifest.numerics, manifest.generation, repr(manifest.tokens),
              repr(manifest.encoder), manifest.tool_format, dict(options)]  # fmt: skip

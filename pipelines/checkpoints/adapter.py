@@ -44,7 +44,7 @@ _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter."""
+    """A LoRA adapter: (B, A, scale) of each adapted weight, and tensors that replace others."""
 
     path: Path
     rank: int  # the config's `r`
@@ -55,13 +55,13 @@ class Adapter:
 
 
 def adapter_sha256(path: Path) -> str:
-    """Return one SHA-256 (hex) over the config and the weights of an adapter."""
+    """Return one SHA-256 (hex) of an adapter's config file and weight file."""
     hashes = [bytes.fromhex(Part.of(path / name).sha256()) for name in (CONFIG, WEIGHTS)]
     return hashlib.sha256(b"".join(hashes)).hexdigest()
 
 
 def open_adapter(path: Path) -> Adapter:
-    """Return the adapter in the directory `path`; CheckpointError if it is not plain LoRA."""
+    """Return the adapter in the directory `path`; CheckpointError for variants such as DoRA."""
     config = _config(path)
     if not (path / WEIGHTS).exists():
         raise CheckpointError(f"{path} has no {WEIGHTS}; save the adapter as safetensors")
@@ -89,7 +89,7 @@ def open_adapter(path: Path) -> Adapter:
 
 
 def merge(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
-    """Return the checkpoint with the adapter merged; merged weights are computed at each read."""
+    """Return the checkpoint with the adapter merged. A merged weight is computed at each read."""
     tensors = dict(checkpoint.tensors)
     # Ignore saved tensors that equal the base: peft saves embeddings even if they were not trained.
     replaced = {
@@ -126,7 +126,7 @@ _MERGE = "merge it with peft (merge_and_unload, save_pretrained) and give the di
 
 
 def _config(path: Path) -> dict:
-    """Return an adapter's config with defaults; raise CheckpointError if it is not plain LoRA."""
+    """Return an adapter's config with defaults; raise CheckpointError for variants such as DoRA."""
     config = json_object(path / CONFIG)
     if config is None:
         raise CheckpointError(f"{path} has no {CONFIG}; give an adapter's directory, as peft's save_pretrained writes it")
@@ -150,7 +150,7 @@ def _config(path: Path) -> dict:
 
 
 def _of_pattern(patterns: Mapping[str, float], module: str, default: float, path: Path) -> float:
-    """Return the value of the first pattern that matches a module's name, as peft does."""
+    """Return the value of the first regular expression that matches `module`, else `default`."""
     for key, value in patterns.items():
         try:
             if re.match(rf"(.*\.)?({key})$", module):

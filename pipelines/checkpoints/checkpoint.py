@@ -1,4 +1,4 @@
-"""The class `Checkpoint`, into which files of every format are read, and checks of its content.
+"""The class `Checkpoint`, which holds a model from a file of any format, and checks of its content.
 
 The codec of a tensor is its element type or quantisation, such as bf16 or q4_k.
 """
@@ -56,7 +56,7 @@ _child = ChildProcess(seconds=10, max_bytes=2 << 30)
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A tensor, whose name is HF's in a Checkpoint and GGUF's in a GgufFile."""
+    """A tensor of a file. In a `Checkpoint` its name is HF's, and in a `GgufFile` it is GGUF's."""
 
     name: str
     shape: tuple[int, ...]  # (out, in) for a linear layer
@@ -66,22 +66,22 @@ class Tensor:
 
     @property
     def data(self) -> np.ndarray:
-        """Return the data in `codec`, u8 [*shape[:-1], row_bytes], which may be memory-mapped."""
+        """Return the stored bytes, u8 [*shape[:-1], row_bytes]; the array may be memory-mapped."""
         return self.read()
 
     @property
     def nbytes(self) -> int:
-        """Return the number of bytes of `data`; ValueError if a row has an incomplete block."""
+        """Return the bytes of `data`; ValueError if a row is no multiple of the codec's block."""
         return math.prod(self.shape[:-1]) * row_bytes(self.codec, self.shape[-1])
 
     def dequantise(self) -> np.ndarray:
-        """Return the values, f32 [*shape]."""
+        """Return the dequantised values, f32 [*shape]."""
         return dequantise(self.codec, self.data)
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """The layers after the transformer of an embedding model or reranker, and the prompts."""
+    """The pooling, the layers after it and the prompts of an embedding model or reranker."""
 
     pooling: Pooling
     prompts: Mapping[str, str] = field(default_factory=dict)  # text to put before an input, by the prompt's name
@@ -95,7 +95,7 @@ class Encoding:
 
 @dataclass
 class Checkpoint:
-    """A model's config, tensors and tokenizer, with the names that HF transformers uses."""
+    """A model's config, tensors and tokenizer. Tensors and config keys have HF's names."""
 
     path: Path
     format: str  # "gguf" or "hf"
@@ -114,7 +114,7 @@ class Checkpoint:
 
 
 def map_file(path: Path) -> memoryview:
-    """Return a regular file, mapped read-only; CheckpointError if it is empty or unreadable."""
+    """Map a regular file read-only; CheckpointError if the file is empty or unreadable."""
     try:
         return Part.of(path).map()
     except ValueError:
@@ -124,7 +124,7 @@ def map_file(path: Path) -> memoryview:
 
 
 def without(keys: Mapping, ignored: Sequence[str], where: Path) -> dict:
-    """Return `keys` without those in `ignored`; raise CheckpointError if one of these is absent."""
+    """Return `keys` without the `ignored` keys; raise CheckpointError if one of these is absent."""
     if absent := [key for key in ignored if key not in keys]:
         raise CheckpointError(f"{where} has no key {shorten(absent[0])}; remove it from --ignore-key")
     return {key: value for key, value in keys.items() if key not in ignored}
@@ -158,7 +158,7 @@ def reject_impossible_sizes(path: Path, config: Mapping, shapes: Mapping[str, tu
 
 
 def without_shared(tensors: dict[str, Tensor], config: Mapping) -> dict[str, Tensor]:
-    """Return the tensors, except Gemma 4's K and V weights in layers that reuse earlier K and V."""
+    """Return the tensors without K and V weights of Gemma 4's layers that do not use them."""
     layers, shared = config.get("num_hidden_layers"), config.get("num_kv_shared_layers")
     if config.get("model_type") != "gemma4_text" or not isinstance(layers, int) or not isinstance(shared, int):
         return tensors
@@ -191,7 +191,7 @@ def missing_and_left_over(required: Mapping[str, tuple[int, ...]], checkpoint: C
 
 
 def validate(checkpoint: Checkpoint, vocab: int) -> None:
-    """Raise CheckpointError for invalid token ids or tokenizer, or weights that are not finite."""
+    """Raise CheckpointError if token ids or the tokenizer are invalid or weights are not finite."""
     tokens = [("bos_token_id", checkpoint.bos_token_id), *(("eos_token_id", eos) for eos in checkpoint.eos_token_ids)]
     tokens += [(f"fim_{role}_token_id", token) for role, token in checkpoint.fim_token_ids.items()]
     for key, token in tokens:
@@ -221,7 +221,7 @@ def tokenizer_of(content: Mapping[str, Any], path: object) -> Any:
 
 
 def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None = None) -> bytes:
-    """Return the bytes of a tokenizer.json; CheckpointError if invalid or with ids >= `vocab`."""
+    """Return a parsed tokenizer.json as bytes; CheckpointError if invalid or an id >= `vocab`."""
     try:
         text = json.dumps(content, ensure_ascii=False)
         data = text.encode()
@@ -239,9 +239,9 @@ def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None
 
 
 def largest_id(content: str) -> int:
-    """Return the largest token id in the encoding of a test text; -1 if the tokenizer fails on it.
+    """Return the largest token id in the encoding of a test text; -1 if encoding fails.
 
-    content: text of a tokenizer.json; PipelineError if it is invalid.
+    content: text of a tokenizer.json. Raises PipelineError if this text is invalid.
     """
     from tokenizers import Tokenizer
 

@@ -1,4 +1,4 @@
-"""Read from an HF directory what an embedding model or reranker has after the transformer."""
+"""Read the layers after the transformer of an embedding model or reranker from an HF directory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def read_encoding(path: Path) -> Encoding | None:
 
 
 def _module(path: Path, entry: Any) -> tuple[str, str]:
-    """Return (class name without its Python package, folder) of an entry of modules.json."""
+    """Return (class name without its Python package, folder) for an element of modules.json."""
     if isinstance(entry, dict) and isinstance(entry.get("type"), str) and isinstance(entry.get("path"), str):
         folder = entry["path"]
         if folder == Path(folder).name != ".." and len(folder) < 100 and folder.isprintable():
@@ -104,19 +104,19 @@ def _config(folder: Path) -> dict:
 
 
 def tokenizer_limit(path: Path) -> int | None:
-    """Return the max number of tokens of a text that tokenizer_config.json states, or None."""
+    """Return the max tokens of a text according to tokenizer_config.json; None if not stated."""
     return _tokens((json_object(path / "tokenizer_config.json") or {}).get("model_max_length"))
 
 
 def _tokens(value: Any) -> int | None:
-    """Return `value` if it is a valid number of tokens, else None; some files have 1e30."""
+    """Return `value` if it is a number of tokens, else None (some files have 1e30 for no limit)."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31 else None
 
 
 def base_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors by name, after adding the prefix `model.` if the names lack it.
+    """Return the tensors by name, with the prefix `model.` added to names that lack it.
 
-    Names lack it if the model was saved without its output head, for example as a Qwen3Model.
+    The prefix is missing if a model was saved without its output head, for example as a Qwen3Model.
     """
     if "embed_tokens.weight" not in tensors:
         return dict(tensors)
@@ -178,7 +178,7 @@ def read_classifier(path: Path, config: dict, stored: Mapping[str, Tensor]) -> E
 
 
 def _relevance(path: Path, config: dict) -> str:
-    """Return the function from a CrossEncoder's logit to its score: "sigmoid" or "identity"."""
+    """Return the function from a CrossEncoder's logit to a score: "sigmoid" or "identity"."""
     own = config.get("sentence_transformers")
     named = own.get("activation_fn") if isinstance(own, dict) else None
     named = str(named or config.get("sbert_ce_default_activation_function") or "Sigmoid").rpartition(".")[2]

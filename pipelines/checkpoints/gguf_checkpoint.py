@@ -1,7 +1,6 @@
-"""Open a GGUF file as a Checkpoint, with HF's tensor names and order of rows.
+"""Open a GGUF file as a Checkpoint, with HF's tensor names and HF's order of rows.
 
-llama.cpp's converter changes some tensors, such as the order of rows. Reading a tensor here undoes
-these changes.
+llama.cpp's converter rearranges some tensors. Reading such a tensor here restores HF's order.
 """
 
 import re
@@ -63,10 +62,10 @@ def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
 
 
 def scaled(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a file, with each weight in NVFP4 multiplied by its scale.
+    """Return the tensors of a file, with each NVFP4 weight multiplied by its scale.
 
-    The file has the scale of `x.weight` as `x.scale`, one number or one for each expert. The tensor
-    `x.input_scale` is dropped, because castiron does not quantise activations to FP4.
+    The scale of `x.weight` is the tensor `x.scale`, which has one number, or one for each expert.
+    The tensor `x.input_scale` is dropped, because castiron does not quantise activations to FP4.
     """
     found = dict(tensors)
     for name, tensor in tensors.items():
@@ -87,7 +86,7 @@ def _times(path: Path, tensor: Tensor, scale: Tensor) -> Tensor:
 
 
 def hf_tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Tensor]:
-    """Return the tensors by HF name; unknown tensors keep their GGUF name, for a later error."""
+    """Return the tensors by HF name; unknown ones keep their GGUF name and are rejected later."""
     tensors: dict[str, Tensor] = {}
     for stored in file.tensors.values():
         # Skip blocks after the last layer, which are for multi-token prediction: castiron does not run it.
@@ -167,10 +166,9 @@ def _minus_one(tensor: Tensor) -> Tensor:
 
 
 def _vector(tensor: Tensor, order: np.ndarray | None) -> Tensor:
-    """Return a tensor as an f32 vector.
+    """Return a tensor as an f32 vector; A_log is computed from the stored -exp(A_log).
 
-    order: for each element its index in the stored tensor, or None for the same order. For the
-    tensor A_log, a GGUF file stores -exp(A_log), and the vector has A_log itself.
+    order: for each element of the vector, its index in `tensor`; None if the order is the same.
     """
 
     def read() -> np.ndarray:
@@ -183,9 +181,9 @@ def _vector(tensor: Tensor, order: np.ndarray | None) -> Tensor:
 
 
 def _filter(tensor: Tensor, order: np.ndarray | None) -> Tensor:
-    """Return the filters of a convolution, stored as [features, n], reshaped to [features, 1, n].
+    """Reshape the filters of a convolution from [features, n] to [features, 1, n].
 
-    order: for each feature its index in the stored tensor, or None for the same order.
+    order: for each feature of the result, its index in `tensor`; None if the order is the same.
     """
     features, positions = tensor.shape
     read = lambda: tensor.data[slice(None) if order is None else order].reshape(features, 1, -1)
@@ -193,7 +191,7 @@ def _filter(tensor: Tensor, order: np.ndarray | None) -> Tensor:
 
 
 def _joined(file: GgufFile, parts: list[Tensor], name: str) -> Tensor:
-    """Return the concatenated rows of several matrices, in f32 if their codecs differ."""
+    """Concatenate the rows of several matrices; the result is f32 if their codecs differ."""
     for part in parts:
         _check_rank(file, part, 2)
     codecs = {part.codec for part in parts}
@@ -208,9 +206,9 @@ def _joined(file: GgufFile, parts: list[Tensor], name: str) -> Tensor:
 def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
     """Return, for each row or column of an HF tensor, its index in the GGUF tensor.
 
-    llama.cpp's converter reorders the value heads of linear attention. The result is None if both
-    tensors have the same order. leaf: the tensor's GGUF name without the block, such as `attn_qkv`
-    for `blk.0.attn_qkv`.
+    llama.cpp's converter reorders the value heads of linear attention; the result is None for a
+    tensor that it does not reorder.
+    leaf: GGUF name without the block: `attn_qkv` for `blk.0.attn_qkv`.
     """
     kind = row.tiled.get(leaf.partition(".")[0])
     keys, values = config.get("linear_num_key_heads", 1), config.get("linear_num_value_heads", 1)
@@ -223,10 +221,10 @@ def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
 
 
 def key_head_parts(config: dict, parts: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """Return the indices of the rows of each part of a tensor whose rows are grouped by key head.
+    """Return which rows of a GGUF tensor of linear attention belong to each HF tensor.
 
-    parts: the letters of each part by HF's leaf; see `Architecture.grouped`. The result is by HF's
-    leaf too.
+    The rows are grouped by key head.
+    parts: a value of `Architecture.grouped`. The result has row indices for each key of `parts`.
     """
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     sizes = {"h": values // keys, "k": config["linear_key_head_dim"], "v": values // keys * config["linear_value_head_dim"]}
@@ -238,8 +236,9 @@ def key_head_parts(config: dict, parts: Mapping[str, str]) -> dict[str, np.ndarr
 def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Iterator[Tensor]:
     """Yield a tensor with its columns reordered.
 
-    If a codec block spans two heads, yield the tensor as it is, and the order of its columns.
-    order: for each column its index in the stored tensor; the columns of a head stay adjacent.
+    order: for each column of the result, its index in `tensor`; the columns of a head stay
+    adjacent. If a codec block has columns of two heads, yields `tensor` unchanged, and then a
+    tensor with the order as numbers.
     """
     block = CODECS[tensor.codec].block
     if head_dim % block:
@@ -259,9 +258,9 @@ def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Iter
 def _stacked(tensor: Tensor, found: str | tuple[str, ...], prefix: str, suffix: str) -> Iterator[Tensor]:
     """Yield the HF tensors that are stacked in one GGUF tensor, for example one for each expert.
 
-    found: the HF name, with `{}` for the index in the stack. If `found` has several names, each
-    stacked matrix is split by rows into as many tensors of equal size, in the order of the names.
-    prefix, suffix: the parts of the HF name before and after the name in `found`.
+    found: the middle of the HF name, with `{}` for the index in the stack. With several names, each
+    stacked matrix is split by rows into tensors of equal size, one for each name in this order.
+    prefix, suffix: the start and the end of the HF name.
     """
     names = (found,) if isinstance(found, str) else found
     shape = tensor.shape[1:]

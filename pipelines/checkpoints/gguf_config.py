@@ -34,7 +34,7 @@ _MAX_OPTION = 2**31
 
 
 def architecture_of(file: GgufFile) -> Architecture:
-    """Return the entry of ARCHITECTURES for the file's model."""
+    """Return the row of the table ARCHITECTURES for the file's model."""
     name = architecture_name(file)
     softmax = name == "deepseek2" and not chooses_by_sigmoid(file)
     experts = file.metadata.get("llama.expert_count")
@@ -51,7 +51,7 @@ def architecture_of(file: GgufFile) -> Architecture:
 
 
 def encoding_of(file: GgufFile) -> Encoding | None:
-    """Return how an embedding model computes its vectors; None for other models."""
+    """Return the pooling of an embedding model, and the layers after it; None for other models."""
     metadata = Metadata(file)
     kind = metadata.integer("pooling_type", 0)
     if not kind:
@@ -64,7 +64,7 @@ def encoding_of(file: GgufFile) -> Encoding | None:
 
 
 def hf_config(file: GgufFile) -> dict:
-    """Return what the model's config.json contains, from the metadata of a GGUF file."""
+    """Return the content of the model's config.json, built from the metadata of a GGUF file."""
     row, metadata = architecture_of(file), Metadata(file)
     config: dict = {"model_type": row.model_type, **row.constants}
     for names, read in ((row.ints, metadata.integer), (row.floats, metadata.real)):
@@ -117,7 +117,7 @@ def sampling_metadata(generation: Mapping) -> dict[str, int | float]:
 
 
 def _check_sizes(config: dict, metadata: Metadata, row: Architecture) -> None:
-    """Check sizes and attention heads; set num_key_value_heads if it is missing."""
+    """Check sizes and numbers of heads; set num_key_value_heads if the config lacks it."""
     sizes = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "context_length")
     for key in (*sizes, *(key for key in row.ints if key.startswith(("ssm.", "shortconv.")))):
         if key not in row.by_layer:

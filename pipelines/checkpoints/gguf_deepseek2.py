@@ -1,7 +1,6 @@
-"""The table row, rules and tensors of llama.cpp's architecture deepseek2.
+"""Read llama.cpp's architecture deepseek2: DeepSeek V2, DeepSeek V3 and GLM-4.7-Flash.
 
-These are DeepSeek V2 and V3 and GLM-4.7-Flash. Sources: llama.cpp's `DeepseekV2Model` in
-convert_hf_to_gguf.py, and src/models/deepseek2.cpp.
+Sources: llama.cpp's `DeepseekV2Model` in convert_hf_to_gguf.py, and src/models/deepseek2.cpp.
 """
 
 from dataclasses import replace
@@ -50,7 +49,7 @@ V2 = replace(V3, model_type="deepseek_v2", constants={**V3.constants, "mlp_bias"
 
 
 def chooses_by_sigmoid(file: GgufFile) -> bool:
-    """Return whether the experts of a deepseek2 file are chosen by sigmoids, not by a softmax."""
+    """Return whether the router of a deepseek2 file uses a sigmoid, not a softmax."""
     metadata, embedding = Metadata(file), file.tensors.get("token_embd.weight")
     is_glm = embedding is not None and (metadata.integer("block_count"), embedding.shape[0]) == _GLM_SIZES
     gating = metadata.integer("expert_gating_func", 0) or (2 if is_glm else 1)
@@ -60,11 +59,10 @@ def chooses_by_sigmoid(file: GgufFile) -> bool:
 
 
 def latent_attention(config: dict, metadata: Metadata) -> None:
-    """Set the config's head sizes for DeepSeek V2 and V3.
+    """Set the config's head sizes for the latent attention (MLA) of DeepSeek V2 and V3.
 
-    Older files have the sizes of HF's heads in metadata such as attention.key_length. Files with
-    absorbed projections have the sizes of the latent head there, and the sizes of HF's heads in
-    metadata such as attention.key_length_mla.
+    In older files, attention.key_length and attention.value_length are the sizes of HF's heads. In
+    newer files, these sizes are in attention.key_length_mla and attention.value_length_mla.
     """
     rotated, latent = metadata.required("rope.dimension_count"), metadata.required("attention.kv_lora_rank")
     key, value = (metadata.integer(f"attention.{side}_length") for side in ("key", "value"))
@@ -97,7 +95,7 @@ def latent_yarn(config: dict, metadata: Metadata) -> None:
 
 
 def joined_key_values(file: GgufFile, keys: Tensor, values: Tensor, name: str) -> Tensor:
-    """Return latent attention's `kv_b_proj` [heads * (k + v), latent].
+    """Return `kv_b_proj` of latent attention, [heads * (k + v), latent], from its two halves.
 
     keys: [heads, latent, k]; values: [heads, v, latent], where k and v are the sizes of a key and a
     value. Quantised keys and values are converted to f32, because a quantised block of the keys

@@ -1,7 +1,7 @@
 """Convert an HF checkpoint to GGUF: metadata, tensors and tokenizer.
 
-Metadata and tokenizer are parsed again before they are written, so that a model that GGUF cannot
-represent is an error.
+The new metadata and tokenizer are read back before they are written. If they differ from those of
+the checkpoint, GGUF cannot represent the model, and CheckpointError is raised.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Read = Callable[[str, str, np.ndarray | None], np.ndarray]
 
 
 def architecture_for(checkpoint: Checkpoint) -> tuple[str, Architecture]:
-    """Return the model's `general.architecture` and its entry in ARCHITECTURES."""
+    """Return the model's `general.architecture`, and its row of the table ARCHITECTURES."""
     model_type = checkpoint.config["model_type"]
     # Of the architectures with `vectors`, only those of Qwen 3.5 are supported: this module cannot make the other changes.
     known = ((name, row) for name, row in reversed(ARCHITECTURES.items()) if row.tiled or not row.vectors)
@@ -60,7 +60,7 @@ def architecture_for(checkpoint: Checkpoint) -> tuple[str, Architecture]:
 
 
 def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
-    """Return the GGUF metadata under the architecture's prefix; config: a flat config."""
+    """Return the GGUF metadata of the model's config; config: result of `flat_config`."""
     name, row = architecture_for(checkpoint)
     size, read = head_dim(config), read_config(checkpoint.config)
     keys: dict[str, Value] = {}
@@ -88,10 +88,9 @@ def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
 
 
 def flat_config(config: dict) -> dict:
-    """Return a config in the form that transformers 4 uses, with rope parameters at the top level.
+    """Return a config as transformers 4 writes it, with rope parameters at the top level.
 
-    If the model family's config has a size under another name, such as n_embd, the result also has
-    the size under HF's usual name.
+    A size under a model family's own name, such as n_embd, is added under HF's usual name.
     """
     entry = config.get("rope_parameters") or {}
     local = entry.get("sliding_attention", {})
@@ -134,7 +133,7 @@ def _rope_keys(config: dict) -> dict[str, Value]:
 
 
 def _rope_tensors(config: dict) -> Iterator[Tensor]:
-    """Yield the GGUF tensors with the divisors of rotary frequencies, if the model has any."""
+    """Yield GGUF's tensors with the divisors of rotary frequencies, if the model has any."""
     entry = config.get("rope_scaling") or {}
     factors: dict[str, np.ndarray] = {}
     if entry.get("rope_type") == "llama3":
@@ -150,8 +149,8 @@ def _rope_tensors(config: dict) -> Iterator[Tensor]:
 def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, str], read: Read) -> list[Tensor]:
     """Return the tensors with GGUF's names, rearranged as llama.cpp's converter does.
 
-    config: result of `flat_config`. codecs: codec of each matrix, by HF name. read: returns a
-    tensor's data by HF name and codec.
+    config: result of `flat_config`. codecs: codec of each matrix, by HF name. read: function that
+    returns a tensor's data in a codec.
     """
     _, row = architecture_for(checkpoint)
     leaves, tops, vectors = ({own: leaf for leaf, own in names.items()} for names in (row.tensors, row.top, row.vectors))
@@ -189,7 +188,7 @@ def _exported(
     heads: int = 0,
     order: np.ndarray | None = None,
 ) -> Tensor:
-    """Return an HF tensor as the GGUF tensor `name`, converted to its codec.
+    """Return an HF tensor as the GGUF tensor `name`, in the codec that `codecs` has for it.
 
     codecs, read: as in `export_tensors`. heads: number of heads if llama.cpp's converter permutes
     the rows of each head, else 0. order: the result of `tiled`.
@@ -216,7 +215,7 @@ def _exported(
 
 
 def _vector(tensor: Tensor, name: str, read: Read, order: np.ndarray | None) -> Tensor:
-    """Return a vector as the GGUF tensor `name`; the vector A_log is converted to -exp(A_log)."""
+    """Return an HF vector as the GGUF tensor `name`; A_log is converted to -exp(A_log)."""
 
     def data() -> np.ndarray:
         values = read(tensor.name, "f32", None).view("<f4")
@@ -235,10 +234,9 @@ def _stack(name: str, codec: str, parts: dict[int, Tensor], read: Read) -> Tenso
 
 
 def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tensors: list[Tensor]) -> None:
-    """Raise CheckpointError if GGUF cannot represent the model's config.
+    """Raise CheckpointError if reading the new GGUF file would give another config.
 
-    The config that castiron reads from the GGUF file must equal that of the HF checkpoint.
-    metadata, tensors: the content of the GGUF file. checkpoint: the HF checkpoint, its source.
+    checkpoint: the HF checkpoint. metadata, tensors: the content of the GGUF file made from it.
     """
     file = GgufFile(checkpoint.path, as_read(metadata), {tensor.name: tensor for tensor in tensors})
     ours, theirs = (read_config(config) for config in (checkpoint.config, hf_config(file)))
@@ -264,7 +262,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def export_tokenizer(checkpoint: Checkpoint, vocab: int) -> dict[str, Value]:
-    """Return the GGUF metadata of a tokenizer; vocab: rows of the embedding."""
+    """Return the GGUF metadata of a tokenizer; vocab: number of rows of the token embedding."""
     if checkpoint.tokenizer is None:
         return {_PREFIX + "model": "no_vocab"}
     tokenizer = tokenizer_of(checkpoint.tokenizer, checkpoint.path)
@@ -310,9 +308,9 @@ def _byte_level(checkpoint: Checkpoint, found: dict, steps: list[dict], vocab: i
 
 
 def _sentencepiece(found: dict, steps: list[dict], vocab: int) -> dict[str, Value]:
-    """Return the metadata of a SentencePiece BPE tokenizer, which has scores instead of merges.
+    """Return the metadata of a SentencePiece BPE tokenizer, with scores in place of merges.
 
-    The score of a token is minus the index of the first merge that produces it.
+    The score of a token is -i if merge number i is the first that produces the token.
     """
     tokens, kinds = _tokens(found, vocab)
     ranks: dict[str, int] = {}
@@ -334,7 +332,7 @@ def _sentencepiece(found: dict, steps: list[dict], vocab: int) -> dict[str, Valu
 
 
 def _steps(step: dict | None, parts: str) -> Iterator[dict]:
-    """Yield the steps of a normalizer or pre-tokenizer; `parts`: the key of a Sequence's steps."""
+    """Yield the steps of a normalizer or pre-tokenizer; `parts`: key of the steps in a Sequence."""
     if step and step["type"] == "Sequence":
         for part in step[parts]:
             yield from _steps(part, parts)
@@ -343,9 +341,10 @@ def _steps(step: dict | None, parts: str) -> Iterator[dict]:
 
 
 def _tokens(found: dict, vocab: int) -> tuple[list[str], list[int]]:
-    """Return (text of each token, llama.cpp's type of each token), by id.
+    """Return (text of each token, llama.cpp's type of each token), two lists in the order of ids.
 
-    There are at least `vocab` tokens; an id without a token, such as 7, gets the text [PAD7].
+    Both lists have at least `vocab` elements. An id without a token, such as 7, has the text
+    [PAD7].
     """
     by_id = {number: (token, _NORMAL) for token, number in found["model"]["vocab"].items()}
     for token in found["added_tokens"]:

@@ -50,7 +50,7 @@ Value = int | float | bool | str | Sequence[str] | Sequence[int] | Sequence[floa
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A GGUF file; its tensors are views of the memory-mapped file."""
+    """A GGUF file that is mapped into memory; the data of its tensors are views of the file."""
 
     path: Path
     metadata: dict  # by key a str, int, float, bool, list[str], or NumPy array of numbers
@@ -61,7 +61,7 @@ class GgufFile:
 class _Cursor:
     """A sequential reader of a memory-mapped file, which never reads past its end.
 
-    The parameter `what` of its methods is a name of the value for error messages.
+    The parameter `what` of the methods names the value that is read, for error messages.
     """
 
     def __init__(self, path: Path, view: memoryview):
@@ -79,11 +79,11 @@ class _Cursor:
         return start
 
     def number(self, form: struct.Struct, what: str) -> int | float:
-        """Read one number of the type `form`, and return it."""
+        """Read and return one number; form: its binary type."""
         return form.unpack_from(self.view, self.take(form.size, what))[0]
 
     def string(self, what: str) -> str:
-        """Read a string (its length as u64, then UTF-8), and return it."""
+        """Read and return a string: its length as u64, then its UTF-8 bytes."""
         size = self.number(_U64, what)
         start = self.take(size, what)
         self.string_bytes += size + _STRING_OVERHEAD
@@ -95,7 +95,7 @@ class _Cursor:
             raise self.invalid(f"{what} is not UTF-8") from None
 
     def count(self, smallest: int, what: str, limit: int = 2**64) -> int:
-        """Read and return a number of items; raise an error if the rest of the file is too short.
+        """Read and return a number of items; CheckpointError if the file cannot contain so many.
 
         smallest: min bytes of an item. limit: max number of items.
         """
@@ -107,7 +107,7 @@ class _Cursor:
         return count
 
     def value(self, kind: int, what: str):
-        """Read a metadata value of GGUF's type `kind`, and return it."""
+        """Read and return a metadata value of GGUF's type `kind`."""
         if kind == _STRING:
             return self.string(what)
         if kind != _ARRAY:
@@ -118,7 +118,7 @@ class _Cursor:
         return self.numbers(kind, what)
 
     def numbers(self, kind: int, what: str, count: int | None = None) -> np.ndarray:
-        """Read and return `count` numbers of type `kind`; for None, first read the count."""
+        """Read and return `count` numbers of GGUF's type `kind`; for None, first read the count."""
         if kind not in _NUMBERS:
             raise self.invalid(f"{what} has the unsupported value type {kind}")
         dtype = np.dtype(_NUMBERS[kind])
@@ -132,9 +132,9 @@ class _Cursor:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Memory-map a GGUF file, or all parts of a split model if `path` is its first part.
+    """Memory-map a GGUF file. If `path` is the first part of a split model, map all its parts.
 
-    The metadata are those of the first part, without the keys about the split.
+    The metadata come from the first part, without the keys that describe the split.
     """
     file = _read_part(path)
     split = {key: file.metadata.pop(key, None) for key in ("split.count", "split.no", "split.tensors.count")}
@@ -178,7 +178,7 @@ def _read_part(path: Path) -> GgufFile:
 
 
 def _metadata(cursor: _Cursor, count: int) -> tuple[dict, int, dict[str, memoryview]]:
-    """Return (metadata by key, alignment in bytes, bytes of each metadata entry by key)."""
+    """Return (metadata by key, alignment in bytes, encoded bytes of each metadata entry by key)."""
     metadata, alignment, entries = {}, ALIGNMENT, {}
     for _ in range(count):
         start = cursor.at
@@ -198,7 +198,7 @@ def _metadata(cursor: _Cursor, count: int) -> tuple[dict, int, dict[str, memoryv
 
 
 def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tensor]:
-    """Return the tensors by name, after checking that their data is aligned and inside the file."""
+    """Return the tensors by name; CheckpointError if data is unaligned or outside the file."""
     found: dict[str, tuple[Tensor, int]] = {}  # with the offset in the data section
     for _ in range(count):
         name = cursor.string("a tensor's name")
@@ -220,15 +220,12 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tensor]:
 
 
 def _reader(data: np.ndarray, tensor: Tensor) -> Callable[[], np.ndarray]:
-    """Return a function that returns the tensor's bytes; they are at the start of `data`."""
+    """Return a function that returns the tensor's bytes, which are the first bytes of `data`."""
     return lambda: data[: tensor.nbytes].reshape(*tensor.shape[:-1], -1)
 
 
 def _tensor(cursor: _Cursor, name: str) -> tuple[Tensor, int]:
-    """Read what follows a tensor's name in the file header; return (tensor, offset of its data).
-
-    The tensor has no data yet.
-    """
+    """Read the header entry of the tensor `name`; return (tensor without data, data offset)."""
     what = shorten(name)
     rank = cursor.number(_U32, f"the rank of {what}")
     if not 1 <= rank <= _MAX_DIMENSIONS:
@@ -252,7 +249,7 @@ def _tensor(cursor: _Cursor, name: str) -> tuple[Tensor, int]:
 
 
 def write_gguf(out: BinaryIO, entries: Sequence[Buffer], tensors: Sequence[Tensor], progress: Callable[[float], None]) -> None:
-    """Write a GGUF file; entries: results of `metadata_entry`, or entries of another file."""
+    """Write a GGUF file; entries: encoded metadata, such as results of `metadata_entry`."""
     out.write(header(entries, tensors))
     written, total = 0, sum(padded(tensor.nbytes) for tensor in tensors)
     for tensor in tensors:
@@ -277,12 +274,12 @@ def header(entries: Sequence[Buffer], tensors: Sequence[Tensor]) -> bytes:
 
 
 def padded(nbytes: int) -> int:
-    """Return how many bytes a tensor of `nbytes` bytes takes in the file, padding included."""
+    """Return the size in the file of a tensor of `nbytes` bytes, including padding."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def metadata_entry(key: str, value: Value) -> bytes:
-    """Return the bytes of a metadata entry; integers are u32 (in arrays i32), other numbers f32."""
+    """Encode a metadata entry. Integers become u32, or i32 in arrays; other numbers become f32."""
     match value:
         case bool():
             typed = struct.pack("<I?", _BOOL, value)

@@ -19,7 +19,10 @@ _SILENT_KEYS |= {f"dense_{n}_feat_{end}" for n in (2, 3) for end in ("in", "out"
 
 
 class Metadata:
-    """The metadata keys under a prefix, by default the architecture's, such as `llama.`."""
+    """The metadata of a file under a prefix, by default the architecture's, such as `llama.`.
+
+    Methods take keys without the prefix.
+    """
 
     def __init__(self, file: GgufFile, prefix: str | None = None):
         self.file = file
@@ -27,7 +30,7 @@ class Metadata:
         self._read: set[str] = set()  # `unread` lists the other keys
 
     def error(self, message: str) -> CheckpointError:
-        """Return an error whose text is the file's path and `message`."""
+        """Return an error with `message` after the file's path."""
         return CheckpointError(f"{self.file.path}: {message}")
 
     def invalid(self, key: str, wanted: str) -> CheckpointError:
@@ -50,7 +53,7 @@ class Metadata:
         return value
 
     def integer(self, key: str, default: int | None = None) -> int | None:
-        """Return the non-negative integer under a key.
+        """Return the non-negative integer under a key; `default` if the file lacks the key.
 
         An array of equal integers counts as one integer.
         """
@@ -60,7 +63,7 @@ class Metadata:
         return value
 
     def real(self, key: str, default: float | None = None) -> float | None:
-        """Return the finite number under a key.
+        """Return the finite number under a key; `default` if the file lacks the key.
 
         An array of equal numbers counts as one number.
         """
@@ -78,14 +81,14 @@ class Metadata:
         return self._typed(key, bool, "true or false", default)
 
     def required(self, key: str) -> int:
-        """Return the positive integer under a key that the file must have."""
+        """Return the positive integer under a key; CheckpointError if the file lacks the key."""
         value = self.integer(key)
         if not value:
             raise self.error(f"metadata key {self.prefix}{key} is missing or 0; fetch the file again")
         return value
 
     def by_layer(self, key: str) -> list[int]:
-        """Return one number per block; a single number in the file applies to every block."""
+        """Return one number for each layer; a single number in the file applies to all layers."""
         blocks, stated = self.required("block_count"), self.get(key)
         found = [stated] * blocks if isinstance(stated, int) else np.asarray(stated).tolist()
         if not isinstance(found, list) or len(found) != blocks or not all(isinstance(n, int) and n >= 0 for n in found):
@@ -132,10 +135,10 @@ GEMMA_TENSORS = {**COMMON_TENSORS, **POST_NORMS, "ffn_norm": "pre_feedforward_la
 
 
 def experts(parent: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Names:
-    """Return HF's name for each of GGUF's stacks of experts, by GGUF name.
+    """Return HF's names of the matrices of experts, by the GGUF name of the stacked tensor.
 
-    HF has one matrix per expert, so `{}` in its name is the expert's index. parent: HF's name of
-    the module with the experts.
+    An HF name has `{}` in place of the expert's index.
+    parent: HF's name of the experts' module.
     """
     leaves = {"ffn_gate_exps": gate, "ffn_up_exps": up, "ffn_down_exps": down}
     return {leaf: f"{parent}.experts.{{}}.{own}" for leaf, own in leaves.items()}
@@ -192,7 +195,7 @@ LLAMA_FLAGS = {**ATTENTION_BIAS, "mlp_bias": "ffn_up.bias"}
 
 @dataclass(frozen=True)
 class Architecture:
-    """The rules to convert a GGUF file's keys and tensors to HF's for one `general.architecture`.
+    """The rules that convert GGUF keys and tensors of one `general.architecture` to HF's.
 
     A leaf is the name of a tensor in its block, without ".weight": `attn_q` in
     `blk.0.attn_q.weight`. The default values fit most architectures.

@@ -1,4 +1,4 @@
-"""Rules: functions that set values in HF's config for which `gguf_architectures` needs code.
+"""Rules: functions that set HF config values which the table in gguf_architectures cannot express.
 
 A rule takes the config, which it modifies, and the metadata of the GGUF file. Sources: llama.cpp's
 converter and src/models; HF's config classes and modeling_rope_utils.
@@ -56,8 +56,8 @@ def llama3_factors(rotary_dim: int, theta: float, factor: float, low: float, hig
 def rope_factors(config: dict, metadata: Metadata) -> None:
     """Set the config's `rope_scaling` from the tensor rope_freqs.weight, if the file has it.
 
-    The tensor has a divisor for each frequency. The scaling's type is llama3 if Llama 3's
-    formula gives the same divisors, else longrope with these divisors.
+    The tensor has a divisor for each frequency. If Llama 3's formula gives the same divisors, the
+    scaling's type is llama3. Otherwise it is longrope with the tensor's divisors.
     """
     factors = _factors(metadata, "rope_freqs.weight")
     if factors is None or np.all(factors == 1):
@@ -119,7 +119,7 @@ def partial_rotary(config: dict, metadata: Metadata) -> None:
 
 
 def phi3_rope(config: dict, metadata: Metadata) -> None:
-    """Set the config's rope scaling to longrope if the file has tensors with longrope factors."""
+    """Set Phi-3's window and context, and longrope scaling if the file has the factors for it."""
     config["sliding_window"] = config.get("sliding_window") or None
     original = metadata.integer("rope.scaling.original_context_length") or config["max_position_embeddings"]
     attention_factor = metadata.real("rope.scaling.attn_factor")
@@ -134,10 +134,10 @@ def phi3_rope(config: dict, metadata: Metadata) -> None:
 
 
 def gemma4_ropes(config: dict, metadata: Metadata) -> None:
-    """Set the config's `rope_parameters` for Gemma 4's layers with full and with sliding attention.
+    """Set the config's `rope_parameters` of Gemma 4: one entry for each of the two layer types.
 
-    In the tensor rope_freqs.weight, the value is 1 for each frequency that rotates in layers with
-    full attention, and 1e30 for the others.
+    The tensor rope_freqs.weight has the divisors for layers with full attention: 1, or 1e30 for a
+    frequency that these layers do not use.
     """
     factors, local = _factors(metadata, "rope_freqs.weight"), metadata.real("rope.freq_base_swa", _LOCAL_ROPE_BASE)
     rotated = 0 if factors is None else int((factors == 1).sum())
@@ -154,9 +154,9 @@ def gemma4_ropes(config: dict, metadata: Metadata) -> None:
 
 
 def olmo3_ropes(config: dict, metadata: Metadata) -> None:
-    """Set the config's `rope_parameters` for OLMo 3.
+    """Set the config's `rope_parameters` of OLMo 3: one entry for each of the two layer types.
 
-    Only layers with full attention use `rope_scaling`.
+    Layers with a sliding window do not use `rope_scaling`.
     """
     theta = {"rope_theta": config.pop("rope_theta")}
     scaling = config.pop("rope_scaling", {"rope_type": "default"})
@@ -164,9 +164,9 @@ def olmo3_ropes(config: dict, metadata: Metadata) -> None:
 
 
 def mistral3_ropes(config: dict, metadata: Metadata) -> None:
-    """Set the config's `rope_parameters` for Ministral 3, which scales queries by position.
+    """Set the config's `rope_parameters` of Ministral 3, which scales queries by position.
 
-    If the file has no such scale, the model type is set to mistral instead.
+    If the file has no scale of queries, the model is a Mistral, and `model_type` is set to that.
     """
     beta, multiplier = metadata.real("attention.temperature_scale"), metadata.real("rope.scaling.yarn_log_multiplier")
     if beta is None:
@@ -185,9 +185,9 @@ def _periodic_layers(layers: int, period: int, other: str = "sliding_attention")
 def layer_types(config: dict, metadata: Metadata) -> None:
     """Set the config's `layer_types` from the metadata attention.sliding_window_pattern.
 
-    The value is an array with a flag for each layer (true for a sliding window), or a number n,
-    which means that every n-th layer has full attention. Without a sliding window, all layers have
-    full attention.
+    Its value is an array with a flag for each layer (true for a sliding window), or a number n if
+    every n-th layer has full attention. A model without a sliding window has full attention in all
+    layers.
     """
     layers, period = config["num_hidden_layers"], config.pop(PERIOD, _PERIOD)
     pattern = metadata.get("attention.sliding_window_pattern", period)
@@ -203,7 +203,7 @@ def layer_types(config: dict, metadata: Metadata) -> None:
 
 
 def gpt_oss_yarn(config: dict, metadata: Metadata) -> None:
-    """Set `truncate` to false in the config's `rope_scaling` of gpt-oss; GGUF files do not have it."""
+    """Set `truncate` to false in gpt-oss's YaRN scaling, because GGUF files do not store it."""
     scaling = config.setdefault("rope_scaling", {"rope_type": "default"})
     if scaling["rope_type"] == "yarn":
         scaling["truncate"] = False
@@ -219,17 +219,19 @@ def smollm3_layers(config: dict, metadata: Metadata) -> None:
 
 
 def _kv_heads(config: dict, metadata: Metadata) -> list[int]:
-    """Return each layer's number of key-value heads (0: no attention), and set it in the config."""
+    """Return each layer's number of KV heads (0: no attention); set num_key_value_heads."""
     kv_heads, heads = metadata.by_layer("attention.head_count_kv"), config["num_attention_heads"]
     counts = {count for count in kv_heads if count}
     if len(counts) > 1 or any(heads % count for count in counts):
-        raise metadata.invalid("attention.head_count_kv", f"a divisor of {heads} heads, the same for all attention layers")
+        raise metadata.invalid(
+            "attention.head_count_kv", f"the same divisor of {heads} (the number of heads) in every attention layer"
+        )
     config["num_key_value_heads"] = counts.pop() if counts else heads
     return kv_heads
 
 
 def lfm2_layers(config: dict, metadata: Metadata) -> None:
-    """Set the config's `layer_types` for LFM2: a layer without key-value heads is a convolution."""
+    """Set the config's `layer_types` for LFM2: layers without KV heads are convolutions."""
     heads = _kv_heads(config, metadata)
     if not any(heads):
         raise metadata.invalid("attention.head_count_kv", "a number above 0 for at least one layer")
@@ -237,7 +239,7 @@ def lfm2_layers(config: dict, metadata: Metadata) -> None:
 
 
 def _inner_head_dim(metadata: Metadata, heads: int) -> int:
-    """Return the size of a head of a recurrent layer: ssm.inner_size divided by `heads`."""
+    """Return the head size of a recurrent layer: ssm.inner_size divided by `heads`."""
     features = metadata.required("ssm.inner_size")
     if features % heads:
         raise metadata.invalid("ssm.inner_size", f"a multiple of {heads} heads (ssm.time_step_rank)")
@@ -255,7 +257,7 @@ def mamba_heads(config: dict, metadata: Metadata) -> None:
 
 
 def granite_layers(config: dict, metadata: Metadata) -> None:
-    """Set the config's `layer_types` for Granite 4: a layer without key-value heads is Mamba."""
+    """Set the config's `layer_types` for Granite 4: layers without KV heads are Mamba layers."""
     metadata.get("rope.dimension_count")  # the model has no rotary embedding
     config["layer_types"] = kinds = ["full_attention" if n else "linear_attention" for n in _kv_heads(config, metadata)]
     first = kinds.index("linear_attention") if "linear_attention" in kinds else 0
@@ -287,7 +289,7 @@ def nemotron_layers(config: dict, metadata: Metadata) -> None:
 def delta_layers(config: dict, metadata: Metadata) -> None:
     """Set the config's layer types and number of layers for Qwen 3.5.
 
-    Layers for multi-token prediction are left out.
+    Layers for multi-token prediction do not count.
     """
     further = metadata.integer("nextn_predict_layers", 0) or 0
     if further >= config["num_hidden_layers"]:
@@ -302,10 +304,10 @@ def delta_layers(config: dict, metadata: Metadata) -> None:
 
 
 def gemma4_layers(config: dict, metadata: Metadata) -> None:
-    """Set the config's values for what differs between Gemma 4's layers.
+    """Set the config values in which Gemma 4's layers differ.
 
-    These are the layer types, the numbers and sizes of heads, the MLP's width, and which layers use
-    the K and V of an earlier layer.
+    These are the layer types, the numbers and sizes of heads, the widths of MLPs, and how many
+    layers use the K and V of an earlier layer.
     """
     heads, kv_heads = config["num_attention_heads"], metadata.by_layer("attention.head_count_kv")
     config["layer_types"] = kinds = _gemma4_kinds(config["num_hidden_layers"], metadata)
@@ -326,7 +328,7 @@ def gemma4_layers(config: dict, metadata: Metadata) -> None:
 
 
 def _gemma4_kinds(layers: int, metadata: Metadata) -> list[str]:
-    """Return the type of each layer; raise CheckpointError if the last is not full attention."""
+    """Return the type of each layer; CheckpointError if the last layer has a sliding window."""
     slides = metadata.get("attention.sliding_window_pattern")
     stated = isinstance(slides, np.ndarray) and slides.dtype == bool and len(slides) == layers
     if not stated or slides[-1]:
@@ -337,7 +339,7 @@ def _gemma4_kinds(layers: int, metadata: Metadata) -> list[str]:
 
 
 def _gemma4_widths(config: dict, metadata: Metadata) -> None:
-    """Set the config's MLP width, and whether layers that reuse earlier layers' K and V double it."""
+    """Set the config's MLP width, and whether layers that reuse K and V have twice this width."""
     layers, widths = config["num_hidden_layers"], metadata.by_layer("feed_forward_length")
     shared = config.setdefault("num_kv_shared_layers", 0)
     if shared >= layers:
@@ -349,9 +351,9 @@ def _gemma4_widths(config: dict, metadata: Metadata) -> None:
 
 
 def _gemma4_head(metadata: Metadata, ending: str) -> int:
-    """Return the size of an attention head in Gemma 4, for one type of layer.
+    """Return the size of Gemma 4's attention heads in one type of layer.
 
-    ending: the end of the metadata's names: "_swa" for layers with a sliding window, "" for others.
+    ending: the end of the metadata key: "_swa" for layers with a sliding window, "" for others.
     """
     length = metadata.required(f"attention.key_length{ending}")
     if metadata.integer(f"attention.value_length{ending}", length) != length:
@@ -365,9 +367,9 @@ def llama_head_dim(config: dict, metadata: Metadata) -> None:
 
 
 def gemma_scale(config: dict, metadata: Metadata) -> None:
-    """Set the config's `query_pre_attn_scalar`, which a GGUF file does not have.
+    """Set the config's `query_pre_attn_scalar`, which GGUF files do not store.
 
-    It is hidden size / heads for the two 27B models, and `head_dim` for other models.
+    The value is hidden size / heads for the two 27B models, and `head_dim` for other models.
     """
     # GGUF has no key for it, so the number of layers decides (llama.cpp, src/models/gemma2.cpp and gemma3.cpp).
     large = {"gemma2": 46, "gemma3_text": 62}[config["model_type"]]
@@ -376,6 +378,6 @@ def gemma_scale(config: dict, metadata: Metadata) -> None:
 
 
 def stablelm_residual(config: dict, metadata: Metadata) -> None:
-    """Set StableLM's `use_parallel_residual`: whether a block has one norm, not two."""
+    """Set StableLM's `use_parallel_residual`: true if a block has one norm, false if it has two."""
     metadata.get("use_parallel_residual")  # repeats what the tensors show
     config["use_parallel_residual"] = not metadata.has(0, "ffn_norm.weight")

@@ -1,4 +1,4 @@
-"""Convert the tokenizer in a GGUF file to the tokenizer.json that the model has on the hub.
+"""Convert the tokenizer of a GGUF file to a tokenizer.json like the one of the HF model.
 
 Supported are byte-level BPE ("gpt2"), SentencePiece BPE ("llama"), and Gemma 4's SentencePiece BPE
 with merges ("gemma4"). transformers' own conversion is not used, because it ignores three
@@ -62,10 +62,10 @@ _DEEPSEEK_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
 
 def _step(kind: str, **fields: Any) -> dict:
-    """Return the object in tokenizer.json for a pre-tokenizer of type `kind`.
+    """Return tokenizer.json's object for a pre-tokenizer of the type `kind`.
 
-    fields: the fields of the object besides `type`. For the type Split, pass only `regex`; each
-    match of this regular expression becomes a word.
+    fields: the object's other fields. For the type Split, pass only `regex`; each match of this
+    regular expression becomes a word.
     """
     if kind == "Split":
         fields = {"pattern": {"Regex": fields["regex"]}, "behavior": "Isolated", "invert": False}
@@ -110,7 +110,7 @@ _FALCON = (
 def _words(regex: str | None = None, digits: bool = False) -> tuple[dict, ...]:
     """Return pre-tokenizers that split text into the matches of a regex (default: GPT-2's).
 
-    digits: whether every digit is a word of its own.
+    digits: whether each digit becomes a separate word.
     """
     before = [_step("Digits", individual_digits=True)] if digits else []
     before += [_step("Split", regex=regex)] if regex else []
@@ -152,14 +152,14 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 
 class _Metadata(Metadata):
-    """The metadata of a tokenizer; `tokens`: text of each token."""
+    """The tokenizer metadata of a file. The attribute `tokens` has the text of each token."""
 
     def __init__(self, file: GgufFile):
         super().__init__(file, _PREFIX)
         self.tokens: list[str] = self.strings("tokens")
 
     def strings(self, key: str) -> list[str]:
-        """Return the list of strings under a key that the file must have."""
+        """Return the list of strings under a key; CheckpointError if it is missing or empty."""
         value = self.get(key)
         if not isinstance(value, list) or not value:
             raise self.error(f"{_PREFIX}{key} is missing or empty; fetch the file again")
@@ -185,7 +185,7 @@ class _Metadata(Metadata):
 
 
 def eos_token_ids(file: GgufFile) -> tuple[int, ...]:
-    """Return the ids of tokens that end generation; for Gemma 4 also those in `_GEMMA4_ENDS`."""
+    """Return the ids of the tokens that end generation. Gemma 4 has more than its file states."""
     metadata = Metadata(file, _PREFIX)
     found = [metadata.get(key) for key in ("eos_token_id", "eot_token_id")]
     if metadata.string("model") == "gemma4":
@@ -195,14 +195,14 @@ def eos_token_ids(file: GgufFile) -> tuple[int, ...]:
 
 
 def fim_token_ids(file: GgufFile) -> dict[str, int]:
-    """Return the ids of the FIM tokens that the file names, by role (a key of `_FIM`)."""
+    """Return the ids of the file's fill-in-the-middle tokens, by role (a key of `_FIM`)."""
     metadata = Metadata(file, _PREFIX)
     found = {role: [metadata.integer(f"{key}_token_id") for key in (f"fim_{role}", old)] for role, old in _FIM.items()}
     return {role: number for role, numbers in found.items() for number in reversed(numbers) if number is not None}
 
 
 def tokenizer_json(file: GgufFile) -> dict | None:
-    """Return the tokenizer as the content of a tokenizer.json; None if the file has none."""
+    """Return the content of a tokenizer.json; None if the file has no tokenizer."""
     model = Metadata(file, _PREFIX).string("model")
     if model in (None, "no_vocab"):
         return None
@@ -279,8 +279,9 @@ def _sentencepiece(metadata: _Metadata, gemma4: bool) -> dict:
 def _merges_of_vocabulary(metadata: _Metadata, tokens: list[str], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
     """Return the BPE merges (left, right) of a SentencePiece vocabulary, by descending priority.
 
-    A merge that produces a token with a higher score has priority; for Gemma, one that produces a
-    token with a lower id. tokens: text of each token. vocabulary: id of each token by text.
+    The priority of a merge is the score of the token that it produces. For Gemma, the priority is
+    higher if this token's id is lower.
+    tokens: text of each token. vocabulary: token ids by text.
     """
     if sum(len(token) ** 2 for token in tokens) > _MAX_SQUARES:
         raise metadata.error(f"the {len(tokens):,} tokens are too long for a SentencePiece vocabulary; fetch the file again")
@@ -321,7 +322,10 @@ def _tokenizer(metadata: _Metadata, *, adds_bos: bool | None, **parts: Any) -> d
 
 
 def _post_processor(metadata: _Metadata, adds_bos: bool | None) -> dict | None:
-    """Return the post-processor that adds BOS or EOS if the file asks for it; None if not."""
+    """Return the post-processor that adds BOS or EOS; None if the tokenizer adds neither.
+
+    adds_bos: whether to add BOS if the file does not state it; None if BOS is never added.
+    """
     adds_bos = adds_bos is not None and metadata.flag("add_bos_token", adds_bos)
     sides = (adds_bos, "bos_token_id"), (metadata.flag("add_eos_token", False), "eos_token_id")
     before, after = ([token] if adds and (token := metadata.token(key)) is not None else [] for adds, key in sides)

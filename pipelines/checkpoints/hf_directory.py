@@ -76,7 +76,10 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
 
 
 def shards_of(path: Path) -> dict[str, list[str] | None]:
-    """Return the tensor names in each safetensors file, by file name; None without an index."""
+    """Return the names of the tensors in each safetensors file, by file name.
+
+    If the model is one file without an index, the value is None.
+    """
     if (path / SINGLE).exists():
         return {SINGLE: None}
     index = json_object(path / INDEX)
@@ -118,7 +121,7 @@ def tensors_of(path: Path, is_quantised: bool) -> dict[str, Tensor]:
 
 
 def chat_template(path: Path) -> str | None:
-    """Return the template in chat_template.jinja, or else in tokenizer_config.json, or None."""
+    """Return the template in chat_template.jinja or else in tokenizer_config.json, or None."""
     if (template := text_of(path / "chat_template.jinja")) is not None:
         return template
     template = (json_object(path / "tokenizer_config.json") or {}).get("chat_template")
@@ -129,9 +132,10 @@ def chat_template(path: Path) -> str | None:
 
 
 def _token_ids(path: Path, key: str, *sources: dict) -> tuple[int, ...]:
-    """Return the token ids under `key` in the first of the `sources` that has this key.
+    """Return the token ids under `key` in the first of `sources` that has this key.
 
-    HF's generate uses the same order. sources: parsed JSON files. path: the directory, for errors.
+    sources: parsed JSON files, in the order in which HF's generate uses them. path: the directory,
+    for error messages.
     """
     value = next((source[key] for source in sources if source.get(key) is not None), [])
     tokens = value if isinstance(value, list) else [value]

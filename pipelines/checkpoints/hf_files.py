@@ -75,8 +75,9 @@ def json_object(path: Path) -> dict | None:
 def read_safetensors(path: Path, allow_parts: bool = False) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file by name, as views of the mapped file.
 
-    Buffers that castiron computes itself (`is_ignorable`) are left out. allow_parts: whether to
-    accept tensors that only quantised weights have: those of PART_TYPES, and scalars.
+    Buffers that castiron computes itself (`is_ignorable`) are left out.
+    allow_parts: whether the file may have scalars and tensors of the types PART_TYPES, as quantised
+    checkpoints do.
     """
     from safetensors import SafetensorError, safe_open
 

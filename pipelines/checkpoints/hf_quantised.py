@@ -2,11 +2,12 @@
 
 Tensors such as `q_proj.qweight`, `q_proj.scales` and `q_proj.qzeros` become one tensor
 `q_proj.weight` in a codec of `emitter.scaled_codecs`, with the same codes, scales and zero points.
-The shapes of these tensors determine the bits and the group size. A layer is quantised if it has
-such tensors instead of a plain `weight`.
+The shapes of the stored tensors determine the bits of a code and the group size. A layer with a
+plain `weight` instead of such tensors is not quantised.
 
 Sources of the layouts: compressed-tensors (compressors/pack_quantized), GPTQModel
-(nn_modules/qlinear/torch.py), AutoAWQ (utils/packing_utils.py), and HF's integrations/finegrained_fp8.py.
+(nn_modules/qlinear/torch.py), AutoAWQ (utils/packing_utils.py), and HF's
+integrations/finegrained_fp8.py.
 """
 
 import json
@@ -46,7 +47,7 @@ _LARGEST_E4M3 = 0x7E
 
 
 def describe(config: Mapping) -> str:
-    """Return a quantization_config in one line: `gptq, bits 4, group_size 128, sym true`."""
+    """Return a quantization_config as one line: `gptq, bits 4, group_size 128, sym true`."""
     values = {**config, **{key: value for key, value in weights_of(config).items() if value is not None}}
     given = [(key, values[key]) for key in _DESCRIBED if values.get(key) is not None]
     listed = [f"{key} {shorten_text(value if isinstance(value, str) else json.dumps(value), 30)}" for key, value in given]
@@ -54,10 +55,10 @@ def describe(config: Mapping) -> str:
 
 
 def _unpacked(tensor: Tensor, bits: int, by_rows: bool = False) -> np.ndarray:
-    """Return the numbers, u8 [n, m * 32 / bits], that a tensor i32 [n, m] packs.
+    """Return the numbers that are packed in a tensor i32 [n, m], as u8 [n, m * 32 / bits].
 
-    An i32 packs 32 / bits numbers of one row, the first in its lowest bits. by_rows: whether an i32
-    packs numbers of one column instead; then the result is transposed, u8 [m, n * 32 / bits].
+    An i32 packs 32 / bits numbers of one row, the first in its lowest bits. With `by_rows`, an i32
+    packs numbers of one column, and the result is transposed: u8 [m, n * 32 / bits].
     """
     words = tensor.data.reshape(*tensor.shape, 4)
     packed = np.ascontiguousarray(words.swapaxes(0, 1) if by_rows else words)
@@ -66,15 +67,15 @@ def _unpacked(tensor: Tensor, bits: int, by_rows: bool = False) -> np.ndarray:
 
 
 def _codes(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """Convert stored numbers, u8, to castiron's codes, u8.
+    """Convert unsigned numbers n to castiron's codes: n - 128 in two's complement if `bits` is 8.
 
-    Only 8-bit numbers change: castiron stores n - 128 in two's complement.
+    Both arrays are u8. Numbers of 4 bits do not change.
     """
     return numbers ^ np.uint8(128) if bits == 8 else numbers
 
 
 def _packed_by_columns(stored: Stored) -> tuple[Tensor, ...]:
-    """Return a weight of GPTQ or AWQ.
+    """Return a weight that GPTQ or AWQ quantised.
 
     qweight is [in, out / 8] in AWQ, and [in * bits / 32, out] in GPTQ. scales are [groups, out];
     qzeros are [groups, out * bits / 32].
@@ -115,7 +116,7 @@ def _packed_by_columns(stored: Stored) -> tuple[Tensor, ...]:
 def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
     """Return a weight of compressed-tensors' format pack-quantized.
 
-    An i32 of weight_packed has numbers of one row, and an i32 of weight_zero_point has numbers of
+    An i32 of weight_packed packs numbers of one row. An i32 of weight_zero_point packs numbers of
     one column.
     """
     if "weight_global_scale" in stored.parts:
@@ -145,7 +146,7 @@ def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
 
 
 def _nvfp4(stored: Stored) -> tuple[Tensor, ...]:
-    """Return a weight of compressed-tensors' nvfp4-pack-quantized, as blocks of GGUF's NVFP4."""
+    """Return a weight of compressed-tensors' nvfp4-pack-quantized, as GGUF's NVFP4 blocks."""
     packed, scales, divisor = stored["weight_packed"], stored["weight_scale"], stored["weight_global_scale"]
     out, inner = packed.shape[0], 2 * packed.shape[-1]
     types = packed.codec, scales.codec, divisor.codec
@@ -166,7 +167,7 @@ def _nvfp4(stored: Stored) -> tuple[Tensor, ...]:
 
 
 def _scaled(stored: Stored) -> tuple[Tensor, ...]:
-    """Return a weight stored as F8_E4M3 or I8 with scales, by fp8 or compressed-tensors."""
+    """Return a weight with scales, whose type is F8_E4M3, I8 or, for bitsandbytes, also U8."""
     weight = stored["weight"]
     if stored.config["quant_method"] == "bitsandbytes":
         return bitsandbytes_weights.read_int8(stored) if weight.codec == "I8" else bitsandbytes_weights.read_4_bits(stored)
@@ -197,12 +198,14 @@ _LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Stored], tuple[Tensor, ...]
 
 
 def quantised_weights(path: Path, config: Mapping, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Return (tensors by name, number of left-out tensors by the end of their name).
+    """Return (tensors by name, {end of a tensor name: number of left-out tensors}).
 
-    Each quantised weight is one tensor. Scales of activations and of the KV cache, such as
-    "input_scale", are left out. A weight whose columns are reordered also has a tensor
-    `*.column_order`. config: the quantization_config. Raises CheckpointError for an unsupported
-    method, and for a weight whose tensors have wrong shapes or types.
+    The tensors of each quantised weight become one tensor. If the columns of a weight are
+    reordered, there is also a tensor `*.column_order`. Scales of activations and of the KV cache,
+    such as "input_scale", are left out.
+
+    config: the quantization_config. Raises CheckpointError for an unsupported method, and for a
+    weight whose tensors have wrong shapes or types.
     """
     method = config.get("quant_method")
     if method not in METHODS:
@@ -225,10 +228,10 @@ def quantised_weights(path: Path, config: Mapping, tensors: Mapping[str, Tensor]
 
 
 def column_orders(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return (`tensors` without duplicate column orders, the order's tensor name by weight name).
+    """Return (`tensors` without duplicate column orders, {weight's name: its order's name}).
 
     A tensor `*.column_order` has the order of the columns of the weight `*.weight`. Weights with
-    equal orders share the first of these tensors.
+    equal orders share one such tensor.
     """
     found, orders, names = dict(tensors), dict[str, str](), dict[bytes, str]()
     for name, tensor in tensors.items():

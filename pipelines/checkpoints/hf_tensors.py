@@ -1,8 +1,8 @@
 """Rename and rearrange the tensors of HF directories for castiron's model code.
 
-The code of a model family (`emitter.models`) reads matrices as [out, in] and one tensor for each
-expert. HF's `conversion_mapping` and modules show in which other ways checkpoints store them. Only
-the text part of models with vision or audio is read.
+The code of a model family (`emitter.models`) reads matrices as [out, in], and one tensor for each
+expert. Some checkpoints store them differently; HF's `conversion_mapping` and modules show how. Of
+models with vision or audio, only the text part is read.
 """
 
 import re
@@ -44,11 +44,10 @@ _OTHERS = (
 
 
 def text_config(config: dict, names: Collection[str]) -> dict:
-    """Return the config of the text part of a multimodal model, or `config` of a text model.
+    """Return the config of a multimodal model's text part; for a text model, return `config`.
 
-    The output head is tied to the embedding if tie_word_embeddings is true in the config of the
-    model or of the text part. If both lack this key, the head is tied if there is no tensor
-    lm_head.weight.
+    The result's tie_word_embeddings is true if this key is true in the model's config or in the
+    config of the text part. If both lack the key, it is true if `names` has no lm_head.weight.
     """
     inner, complete = config.get("text_config"), config["model_type"]
     if complete not in TEXT_PARTS or not isinstance(inner, dict):
@@ -61,7 +60,7 @@ def text_config(config: dict, names: Collection[str]) -> dict:
 
 
 def text_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Return (tensors of the text part by name, number of dropped tensors by name prefix)."""
+    """Return (tensors of the text part by name, {name prefix: number of dropped tensors})."""
     if model_type not in (*TEXT_PARTS, *_TEXT_ONLY):
         return dict(tensors), {}
     found: dict[str, Tensor] = {}
@@ -95,12 +94,12 @@ _ODD: Rows = lambda rows: slice(1, rows, 2)
 
 @dataclass(frozen=True)
 class Layout:
-    """A rule to split stored tensors with names that match `pattern` into tensors of the model.
+    """A rule that splits stored tensors with names that match `pattern` into new tensors.
 
-    parts: for each new tensor, a template of its name, and a function that maps the number of rows
-    of the stored matrix to the slice of rows to take. A template may refer to groups of `pattern`.
-    If the stored tensor stacks all experts, `{}` stands for the expert's index. A stored tensor
-    without parts is dropped.
+    parts: for each new tensor, a template of its name, and a function that takes the number of rows
+    of the stored matrix and returns the slice of rows to use. A template may refer to groups of
+    `pattern`, and `{}` stands for the expert's index if the stored tensor stacks all experts.
+    Without parts, the stored tensor is dropped.
     """
 
     pattern: str
@@ -179,7 +178,7 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
 
 
 def family_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with the names and shapes that castiron reads for this model type."""
+    """Return the tensors with the names and shapes that the code of this model type reads."""
     found: dict[str, Tensor] = {}
     replaced: set[str] = set()
     for tensor in tensors.values():
@@ -195,9 +194,9 @@ def family_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _parts(layout: Layout, match: re.Match, tensor: Tensor, scales: Tensor | None) -> Iterator[Tensor]:
-    """Yield the parts of a stored tensor.
+    """Yield the tensors into which `layout` splits a stored tensor.
 
-    match: the match of the tensor's name with `layout.pattern`.
+    match: the match of the stored tensor's name with `layout.pattern`.
     """
     for template, rows in layout.parts.items():
         name = match.expand(template)
@@ -209,7 +208,7 @@ def _parts(layout: Layout, match: re.Match, tensor: Tensor, scales: Tensor | Non
 
 
 def _part(name: str, tensor: Tensor, index: int | None, rows: Rows, transposed: bool) -> Tensor:
-    """Return a tensor called `name` that consists of some rows of a stored tensor.
+    """Return a tensor called `name` with the rows of a stored matrix that `rows` selects.
 
     index: index of the expert in a stack of experts, else None. transposed: whether the stored
     matrix is [in, out].
@@ -229,11 +228,11 @@ def _part(name: str, tensor: Tensor, index: int | None, rows: Rows, transposed: 
 
 
 def _blocks(name: str, blocks: Tensor, scales: Tensor, index: int, rows: Rows) -> Tensor:
-    """Return those rows of an expert's MXFP4 matrix that `rows` selects, as GGUF's blocks.
+    """Return an expert's MXFP4 matrix as GGUF blocks, with the rows that `rows` selects.
 
-    `blocks`: u8 [experts, rows, groups, 16], with codes 2 i and 2 i + 1 in byte i. `scales`: the
-    exponents, u8 [experts, rows, groups]. A GGUF block of 32 elements has the exponent, then 16
-    bytes with codes i and i + 16 in byte i.
+    blocks: u8 [experts, rows, groups, 16], with codes 2 i and 2 i + 1 in byte i. scales: the
+    exponents, u8 [experts, rows, groups]. A GGUF block of 32 codes has the exponent, then 16 bytes
+    with codes i and i + 16 in byte i.
     """
     _, count, groups, width = blocks.shape
     taken = rows(count)

@@ -38,7 +38,7 @@ Progress = Callable[[str, float], None]
 
 
 class Unreachable(CheckpointError):
-    """An error that means that the hub does not answer; `fetch` then uses cached files."""
+    """Raised if the hub does not answer or cannot be used; `fetch` then uses cached files."""
 
 
 class HubFile(NamedTuple):
@@ -49,7 +49,7 @@ class HubFile(NamedTuple):
 
 
 def fetch(name: HubName, progress: Progress | None = None) -> Path:
-    """Return the path of a model's snapshot or file, after downloading what is missing."""
+    """Return the path of a model's snapshot or GGUF file; download the files that are missing."""
     try:
         return _fetch(name, progress or (lambda stage, done: None))
     except Unreachable as error:
@@ -61,7 +61,7 @@ def fetch(name: HubName, progress: Progress | None = None) -> Path:
 
 
 def cached(name: HubName) -> Path | None:
-    """Return the path of a cached model's snapshot or GGUF file; None if files are missing."""
+    """Return the path of a cached model's snapshot or GGUF file; None if a file is missing."""
     folder = folder_of(name.repository)
     try:
         commit = (folder / "refs" / name.revision).read_text(errors="replace").strip() or name.revision
@@ -78,9 +78,11 @@ def cached(name: HubName) -> Path | None:
 
 
 def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | None:
-    """Return the only GGUF file that `name` matches, or None if safetensors files are to be used.
+    """Return the path of the GGUF file that `name` selects, or None for safetensors files.
 
-    Raises CheckpointError if no file or several files match.
+    Raises CheckpointError if `name` selects no file or several files.
+    sizes: bytes of each file of the repository, by path. repository: what error messages call the
+    repository.
     """
     files = {file: size for file, size in sizes.items() if file.endswith(".gguf") and not _NOT_A_MODEL.search(file)}
     # A model in parts is its first part, with the size of all.
@@ -109,7 +111,7 @@ def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | No
 
 
 def _matches(file: str, wanted: str) -> bool:
-    """Return whether `wanted` is the path or the name of `file`, or the end of the name.
+    """Return whether `wanted` is the path, the name or the end of the name of the file `file`.
 
     For example, Q4_K_M is the end of the name model-Q4_K_M.gguf.
     """
@@ -145,7 +147,7 @@ def _fetch(name: HubName, progress: Progress) -> Path:
 
 
 def _repository_files(name: HubName) -> tuple[str, dict[str, HubFile]]:
-    """Return (commit of the revision, files of the repository by path), from the hub."""
+    """Return (commit of the revision, files of the repository by path), as the hub reports them."""
     with _hub_errors(name):
         from huggingface_hub import HfApi
 
@@ -195,7 +197,7 @@ def _download(name: HubName, snapshot: Path, files: Mapping[str, HubFile], progr
 
 
 class _Bar:
-    """A tqdm bar for huggingface_hub that draws nothing and passes the progress to `report`."""
+    """A substitute for a tqdm bar, which draws nothing and reports the progress to `report`."""
 
     def __init__(self, file: str, size: int, report: Callable[[int], None]):
         self._file, self._size, self._report, self._done = file, size, report, 0
@@ -223,9 +225,9 @@ def _endpoint() -> str:
 
 @contextmanager
 def _hub_errors(name: HubName) -> Iterator[None]:
-    """Convert errors of huggingface_hub in the `with` body to CheckpointError.
+    """Convert huggingface_hub's errors in the `with` body to CheckpointError.
 
-    If cached files may help, for example if the hub does not answer, raise Unreachable.
+    Raises Unreachable instead if cached files may help, for example if the hub does not answer.
     """
     try:
         from huggingface_hub import errors

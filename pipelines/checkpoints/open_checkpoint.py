@@ -20,7 +20,7 @@ from castiron.vmfb.archive import Part
 def open_checkpoint(
     model: str | Path, progress: Callable[[str, float], None] | None = None, ignore_keys: Sequence[str] = ()
 ) -> Checkpoint:
-    """Return an open GGUF file or HF directory; a model that is given by name is downloaded."""
+    """Open the checkpoint at a path or with a model's name; download it if necessary."""
     path = find_checkpoint(model, progress)
     return open_hf_directory(path, ignore_keys) if path.is_dir() else open_gguf(path, ignore_keys)
 
@@ -39,7 +39,7 @@ def find_checkpoint(model: str | Path, progress: Callable[[str, float], None] | 
 
 
 def checkpoint_sha256(path: Path) -> str:
-    """Return one sha256, in hex, over the files of a checkpoint that decide the logits."""
+    """Return one SHA-256 (hex) of the files of a checkpoint that determine the logits."""
     if path.is_file() and len(parts := parts_of(path.name)) == 1:
         return Part.of(path).sha256()
     if path.is_file():

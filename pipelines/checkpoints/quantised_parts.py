@@ -1,4 +1,4 @@
-"""The class `Stored`, the tensors of one quantised weight of an HF directory."""
+"""The class `Stored`: the tensors of one quantised weight in an HF directory."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ ORDER = "column_order"
 
 @dataclass(frozen=True)
 class Stored:
-    """The tensors of one quantised weight by the end of their names, such as "qweight"."""
+    """The tensors of one quantised weight, by the end of their names, such as "qweight"."""
 
     path: Path
     name: str  # name of the weight, as model.layers.0.mlp.up_proj.weight
@@ -35,7 +35,7 @@ class Stored:
         return tensor
 
     def scales(self, part: str) -> Tensor:
-        """Return the tensor of scales called `part`, with two dimensions."""
+        """Return the scales in the tensor `part` as two dimensions; a vector becomes [n, 1]."""
         tensor = self[part]
         if tensor.codec not in SCALE_TYPES or len(tensor.shape) > 2:
             raise self.error(f"has {part} {list(tensor.shape)} of type {tensor.codec}")
@@ -53,10 +53,10 @@ class Stored:
     ) -> tuple[Tensor, ...]:
         """Return the weight [out, in] and, if `order` is given, `order` as a tensor f32 [in].
 
-        kind: kind of codes in `scaled_codecs`. codes: returns stored codes u8 [out, in]. scales: a
-        tensor with a scale for each group or block. zeros: returns zero points i8 in the shape of
-        the scales. turned: whether scales and zero points are [groups, out] instead of
-        [out, groups]. order: column order[i] of the codes becomes column i of the weight.
+        kind: the type of the codes, as in `scaled_codec`. codes: returns the stored codes, u8 [out,
+        in]. scales: a scale for each group or block. zeros: returns zero points, i8 in the shape of
+        the scales. turned: whether scales and zero points are [groups, out] instead of [out,
+        groups]. order: column i of the weight is column order[i] of the codes.
         """
         found = scales.shape[::-1] if turned else scales.shape
         rows, columns = self._group(found, shape)
@@ -82,10 +82,10 @@ class Stored:
         return weight, Tensor(name, (shape[1],), "f32", scales.source, lambda: order.astype("<f4").view(np.uint8))
 
     def order(self, part: str, inner: int, groups: int) -> np.ndarray | None:
-        """Return an order of the columns in which those of each quantisation group are adjacent.
+        """Return an order of the columns that puts the columns of each quantisation group together.
 
-        The result is None if the columns are already in this order, or if the tensor `part` is
-        absent. part: name of the tensor with the group of each column. inner: number of columns.
+        Returns None if the columns already have this order, or if there is no tensor `part`.
+        part: name of the tensor that has the group of each column. inner: number of columns.
         groups: number of groups.
         """
         if (tensor := self.parts.get(part)) is None:
@@ -97,7 +97,7 @@ class Stored:
         return None if (order == np.arange(inner)).all() else order
 
     def _group(self, scales: tuple[int, ...], shape: tuple[int, int]) -> tuple[int, int]:
-        """Return how many rows and columns share a scale; scales: shape of the scales."""
+        """Return how many rows and how many columns share a scale; scales: shape of the scales."""
         out, inner = shape
         if prod(scales) == 1:
             return shape
@@ -110,14 +110,14 @@ class Stored:
 
 
 def block_of(config: Mapping) -> tuple[int, int]:
-    """Return the numbers of rows and columns of a block that has one FP8 scale."""
+    """Return (rows, columns) of the blocks of a weight that have one FP8 scale each."""
     sizes = config.get("weight_block_size") or weights_of(config).get("block_structure") or _BLOCK
     is_valid = isinstance(sizes, list | tuple) and len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
     return tuple(sizes) if is_valid else _BLOCK
 
 
 def weights_of(config: Mapping) -> Mapping:
-    """Return the options for weights in the first group of a compressed-tensors config."""
+    """Return a compressed-tensors config's options for weights: those of its first group."""
     groups = config.get("config_groups")
     first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
     weights = first.get("weights") if isinstance(first, dict) else None

@@ -1,8 +1,9 @@
 """Answer every record of a file; a bundle with batch functions answers several at once.
 
-A record has a column prompt (text or token ids) or messages; its other columns are copied to its
-result. Or it is a request in OpenAI's batch format, with custom_id, method, url and body. IN and
-OUT are JSON lines or Parquet, by their file name extension; - is JSON lines on stdin or stdout.
+A record has a column `prompt` (text or token ids) or `messages`. Other columns are copied to the
+output. Requests in OpenAI's batch format (custom_id, method, url and body) are also records. IN and
+OUT are JSON lines or Parquet, according to their file name extension; - is JSON lines on stdin or
+stdout.
 
 The result of a failed record has an error message. OUT is written when all records are finished;
 until then the results are in OUT.journal. After an interruption, run the same command again: it
@@ -110,7 +111,7 @@ def main(args: argparse.Namespace) -> int:
 def engine(args: argparse.Namespace, bundle: "Bundle") -> "Iterator[tuple[Callable[[Record], str], Answer]]":
     """Yield two functions for `run_job`: one returns a record's key, the other answers records.
 
-    With --ray, the second function answers the records on the Ray cluster.
+    With --ray, the Ray cluster answers the records.
     """
     from castiron.pipelines.batch.job import answering
 
@@ -127,10 +128,10 @@ def engine(args: argparse.Namespace, bundle: "Bundle") -> "Iterator[tuple[Callab
 
 
 def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "tuple[Conversion, Engine | None]":
-    """Return the converter of records to engine requests, and the engine that runs these requests.
+    """Return the converter of records to engine requests, and the engine that runs the requests.
 
-    The engine is None for an embedding model, or if `runs` is false. args: the command's options,
-    in which json_schema must be the schema itself, not the path of its file.
+    The engine is None for an embedding model, or if `runs` is false.
+    args: the command's options; `args.json_schema` is the parsed schema, not a file name.
     """
     from castiron.pipelines.batch.records import Conversion, identity
     from castiron.pipelines.engine.engine import Engine
@@ -153,8 +154,8 @@ def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "t
 def text_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, Callable[[], Format]]":
     """Return the `Format` of plain prompts, and a function that returns OpenAI's `Format`.
 
-    The function is called at the first record in OpenAI's format. It also prints a message that
-    names those options of the command that have no effect on such records.
+    The function is called when the first record in OpenAI's format is read. It also prints which of
+    the given options have no effect on such records.
     """
     from castiron.pipelines.batch.openai_batch import OpenAI
     from castiron.pipelines.batch.plain_records import Prompts
@@ -183,7 +184,7 @@ def text_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, C
 
 
 def embedding_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, Callable[[], Format]]":
-    """Return the `Format` of texts to embed, and a function that returns OpenAI's `Format`."""
+    """Return the `Format` of texts to embed, and a function that returns the `Format` of OpenAI."""
     from castiron.pipelines.batch.openai_batch import OpenAI
     from castiron.pipelines.batch.plain_records import Embeddings
     from castiron.pipelines.text.embedder import Embedder
@@ -197,17 +198,17 @@ def embedding_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Form
 
 
 def names(args: argparse.Namespace, bundle: "Bundle") -> list[str]:
-    """Return the model names that requests in OpenAI's format may use for this bundle."""
+    """Return the model names that may be in the field `model` of a request in OpenAI's format."""
     from castiron.pipelines.api.model_api import names_of
 
     return [args.name] if args.name else names_of(bundle, args.bundle)
 
 
 def progress_reporter(progress: Progress) -> "Callable[[Summary, float | None], None]":
-    """Return a callback that draws a bar at a terminal, and otherwise prints a line once a minute.
+    """Return a callback that reports a job: a bar at a terminal, else one line a minute.
 
-    The callback is called with the counts of the job, and the finished fraction of the input, which
-    is None if unknown.
+    The callback takes the counts of the job, and the finished fraction of the input or None if it
+    is unknown.
     """
     last = time.monotonic()
 
@@ -228,7 +229,7 @@ def progress_reporter(progress: Progress) -> "Callable[[Summary, float | None], 
 
 
 def summary_line(summary: "Summary") -> str:
-    """Return the counts and the speed of a job as one line."""
+    """Return the counts and the speed of a job as one line of text."""
     counts = [f"{number:,} {what}" for number, what in ((summary.failed, "failed"), (summary.before, "done before")) if number]
     records = counted(summary.records, "record") + (f" ({', '.join(counts)})" if counts else "")
     cached = f" ({summary.cached_tokens:,} cached)" if summary.cached_tokens else ""

@@ -1,10 +1,9 @@
 """Measure decode and prefill speed, time to first token and memory, beside the machine's limits.
 
---shape measures a model with random weights and the shape of a known model instead of a bundle; its
-bundle is cached. --kernel times one kernel on weights larger than the CPU's caches. Each engine
-runs in its own process. The engines take turns: the first turn warms up, and the result is the
-median of the other turns. The machine's limits, which are its read bandwidth and its f32 peak, are
-measured between turns.
+With --shape, a model with random weights and the shape of a known model is measured instead of a
+bundle. With --kernel, one kernel is timed on weights larger than the CPU's caches. Each engine runs
+in its own process, and engines take turns: the first turn warms up, and the result is the median of
+the others. The machine's limits, its read bandwidth and its f32 peak, are measured between turns.
 """
 
 import argparse
@@ -73,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def peers(text: str) -> tuple[str, ...]:
-    """Parse a comma-separated list of engines to compare with, such as "llama.cpp,hf"."""
+    """Parse a list of engines to compare with, such as "llama.cpp,hf"."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if unknown := [name for name in names if name not in NAMES]:
         raise argparse.ArgumentTypeError(f"unknown engine: {unknown[0]!r}; choose from {', '.join(NAMES)}")
@@ -110,7 +109,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise PipelineError if options exclude each other, or if there is nothing to measure."""
+    """Raise PipelineError if options exclude each other, or if no option states what to measure."""
     if args.kernel and not args.shape:
         raise PipelineError(f"--kernel {args.kernel} needs --shape; see castiron bench --help")
     if args.bundle is None and not args.shape:
@@ -128,9 +127,9 @@ def check(args: argparse.Namespace) -> None:
 
 
 def compiled_shape(settings, args: argparse.Namespace, progress: Progress):
-    """Return a bundle with random weights and the model shape of --shape, compiled if not cached.
+    """Return a bundle with random weights in the shape of --shape, and compile it if not cached.
 
-    Without --context, the bundle's context is at least `settings.context`.
+    settings: by default, the bundle's context is at least `settings.context`.
     """
     from castiron.pipelines.compile.open_model import open_or_compile
     from castiron.pipelines.compile.options import Options

@@ -1,7 +1,7 @@
 """List and clear the files that castiron caches.
 
-The folder is $CASTIRON_CACHE, else $XDG_CACHE_HOME/castiron, else ~/.cache/castiron. castiron makes
-a cleared file again when it needs it, except the history of chats.
+The cache is the folder $CASTIRON_CACHE, else $XDG_CACHE_HOME/castiron, else ~/.cache/castiron.
+Except for the history of chats, castiron makes deleted files again when it needs them.
 """
 
 import argparse

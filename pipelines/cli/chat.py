@@ -95,7 +95,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 class Console:
-    """The loop of a chat: it reads messages from stdin, and prints answers to stdout."""
+    """The loop of a chat, which reads messages from stdin and prints answers to stdout."""
 
     def __init__(self, chat: "Chat", quiet: bool = False, history: Path | None = None):
         self.chat, self.quiet = chat, quiet
@@ -135,7 +135,7 @@ class Console:
                 failed = failed or not self.input.terminal
 
     def turn(self, message: str, may_command: bool = True) -> None:
-        """Answer a message, or run it as a command if it is one and `may_command` is true."""
+        """Answer a message, or run it if it is a command; without `may_command`, always answer."""
         command, _, rest = message.strip().partition(" ")
         if not command:
             return
@@ -160,7 +160,7 @@ class Console:
             print(f"{setting:15}{shown}", file=sys.stderr)
 
     def show(self, _: str) -> None:
-        """Describe the model, then the settings."""
+        """Print facts about the model, and the settings."""
         chat, manifest = self.chat, self.chat.engine.manifest
         used = f"{chat.engine.position} of {chat.engine.context} positions"
         facts = {"model": manifest.name, "family": manifest.config.get("model_type"), "weights": manifest.weights,
@@ -184,8 +184,9 @@ class Console:
     def answer(self, ask: Callable[[Callable[[int, int], None]], Iterator[str]]) -> None:
         """Print an answer while the model generates it.
 
-        ask: function that starts the answer, and returns an iterator over its text. Its argument is
-        a callback that reports prefill, called with (prompt tokens read, all prompt tokens).
+        ask: starts the answer and returns an iterator over its text. The argument of `ask` is a
+        callback for progress, which `ask` calls with (prompt tokens read so far, all prompt
+        tokens).
         """
         from castiron.pipelines.cli.run import AnswerOutput
 
@@ -216,7 +217,7 @@ class Console:
             self._print_speed()
 
     def _print_speed(self) -> None:
-        """Print the speed, the used positions of the context, and why the answer ended."""
+        """Print the speed of an answer, how full the context is, and why the answer ended."""
         from castiron.pipelines.cli.run import rate
 
         chat, stream = self.chat, self.chat.stream
@@ -236,7 +237,7 @@ class Console:
 
 
 def settings(chat: "Chat", name: str = "") -> dict[str, str]:
-    """Return {name: value as text} of all settings, or of the setting `name` only.
+    """Return {name: value as text} of all settings, or of the setting `name`.
 
     Raises PipelineError for an unknown name.
     """
@@ -280,9 +281,9 @@ def _number(name: str, value: str, kind: type) -> float:
 
 
 class ChatInput:
-    """A reader of messages from stdin.
+    """A reader of messages from stdin, which may be a terminal.
 
-    history: file to which typed messages are added at a terminal; None for no history.
+    history: file to which messages typed at a terminal are added; None for no history.
     """
 
     def __init__(self, history: Path | None = None):
@@ -290,10 +291,10 @@ class ChatInput:
         self.session = _prompt_session(history) if self.terminal else None
 
     def message(self) -> tuple[str, bool] | None:
-        """Return the next message, and whether it may be a command; None at the end of stdin.
+        """Return (next message, whether it may be a command), or None at the end of stdin.
 
-        A message is a line, the lines of one paste, or the lines between triple quotes. Ctrl-C
-        discards an unfinished message and raises KeyboardInterrupt.
+        A message is a line, several lines that are pasted at once, or the lines between triple
+        quotes. Ctrl-C discards an unfinished message and raises KeyboardInterrupt.
         """
         if (line := self._line(PROMPT)) is None:
             return None
@@ -303,7 +304,7 @@ class ChatInput:
         return message, "\n" not in message
 
     def _block(self, line: str | None) -> str:
-        """Return the text from `line` up to closing triple quotes; read more lines to find them."""
+        """Return the text of `line` and further lines from stdin, up to closing triple quotes."""
         lines: list[str] = []
         while line is not None and not line.rstrip().endswith(BLOCK):
             lines.append(line)
@@ -324,7 +325,7 @@ class ChatInput:
 
 
 def _prompt_session(history: Path | None) -> Any:
-    """Return a prompt_toolkit session with completion and history; None without prompt_toolkit."""
+    """Return a prompt_toolkit session with completion and history; None if not installed."""
     try:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import Completer, DummyCompleter, PathCompleter, WordCompleter
@@ -339,7 +340,7 @@ def _prompt_session(history: Path | None) -> Any:
         return None
 
     class LineCompleter(Completer):
-        """A completer of commands, of settings after /set, and of files after /save and /load."""
+        """A completer of commands, settings (after /set), and files (after /save and /load)."""
 
         commands = WordCompleter([f"{name} " if needed else name for name, (needed, _) in COMMANDS.items()], sentence=True)
         arguments = {

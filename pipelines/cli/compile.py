@@ -1,7 +1,7 @@
 """Compile a checkpoint into a bundle, which runs without torch, transformers or a compiler.
 
-A model that is given by name is fetched first, and its hash checked. A bundle that is up to date is
-not compiled again.
+If the model is given by name, it is downloaded first and its hash is checked. A bundle that is up
+to date is not compiled again.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def replace_module(args: argparse.Namespace) -> int:
-    """Run `castiron compile --module`: replace a bundle's .vmfb file; return the exit status."""
+    """Replace the .vmfb file of a bundle (`castiron compile --module`); return the exit status."""
     from castiron.pipelines.errors import PipelineError
     from castiron.vmfb import replace_module as compiled
     from castiron.vmfb.bundle import open_bundle

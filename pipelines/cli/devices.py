@@ -1,7 +1,7 @@
 """List the devices that can run bundles: this CPU, and the GPUs that the IREE runtime finds.
 
-A bundle runs on the kind of device that it was compiled for. The option --device of other commands
-chooses among several GPUs.
+A bundle runs on the kind of device that it was compiled for. If there are several GPUs, the option
+--device of other commands selects one.
 """
 
 import argparse

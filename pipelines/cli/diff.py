@@ -1,8 +1,8 @@
 """Run a model with castiron and HF transformers, and show the first module that differs.
 
-castiron interprets the emitted graph with NumPy in f32, so a difference comes from the mathematics
-of the model, not from a kernel. --lowering kernels runs the NumPy definition of each kernel. Use a
-small model, because the interpreter is slow.
+castiron interprets the emitted graph with NumPy in f32, so a difference comes from the graph and
+not from a kernel. With --lowering kernels, it runs the NumPy definition of each kernel instead. Use
+a small model, because the interpreter is slow.
 """
 
 import argparse
@@ -67,9 +67,10 @@ def tokens_of(args: argparse.Namespace, checkpoint) -> list[int]:
 
 
 def report(found: dict) -> list[str]:
-    """Return the lines to print: the first module that differs, and the modules just before it.
+    """Return the lines to print: the modules up to the first that differs, at most four.
 
-    If no module differs, the lines show the last modules. found: the result of `compare`.
+    If no module differs, these are the last four modules.
+    found: the result of `compare`.
     """
     modules, first = found["modules"], found["first"]
     width = max(len(each["module"]) for each in modules)

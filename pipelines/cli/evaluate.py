@@ -1,9 +1,9 @@
 """Measure a bundle's perplexity on a text, and its KL divergence from a base model.
 
-The default text is four chapters of a novel. The text is divided into chunks of --context tokens.
-As in llama.cpp's perplexity tool, the second half of each chunk is scored. The base is another
-bundle, HF transformers in f32, or llama.cpp. The divergence from a more exact base is the cost of
-quantisation or of --numerics fast.
+The default text is four chapters of a novel. The text is split into chunks of --context tokens, and
+the second half of each chunk is scored, as in llama.cpp's perplexity tool. The base model is
+another bundle, HF transformers in f32, or llama.cpp. If the base is more exact, the divergence
+shows the error that quantisation or --numerics fast causes.
 """
 
 from __future__ import annotations
@@ -117,25 +117,25 @@ def report(facts: dict) -> list[str]:
 
 
 def plus_minus(value: dict[str, float]) -> str:
-    """Return `value`, {"mean": ..., "error": ...}, as the text "mean ± error"."""
+    """Return the text "mean ± error" for a `value` {"mean": ..., "error": ...}."""
     return f"{value['mean']:10.6f} ± {value['error']:10.6f}"
 
 
 def percent(value: dict[str, float]) -> str:
-    """Return the fractions `value`, {"mean": ..., "error": ...}, as text in percent."""
+    """Return the text "mean ± error %" for a `value` {"mean": ..., "error": ...} of fractions."""
     return f"{100 * value['mean']:6.3f} ± {100 * value['error']:5.3f} %"
 
 
 def arithmetic(numerics: str, cache: str) -> str:
     """Return a bundle's numerics and KV cache type as text, such as "fast, cache of f16".
 
-    The type f32 is left out.
+    For a cache of f32, the text is only the numerics.
     """
     return numerics + f", cache of {cache}" * (cache != "f32")
 
 
 def hf_rows(checkpoint: Path, weights: str, threads: int, adapter: Path | None) -> Rows:
-    """Return a function that yields the logits of HF transformers for a text."""
+    """Return a function that runs HF transformers on a text, and yields its logits."""
     model = load_reference(checkpoint, weights, threads, adapter)
 
     def rows(tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
@@ -150,7 +150,7 @@ def hf_rows(checkpoint: Path, weights: str, threads: int, adapter: Path | None) 
 
 
 def llama_cpp_rows(checkpoint: Path, context: int, threads: int) -> Rows:
-    """Return a function that yields the logits of llama.cpp for a text."""
+    """Return a function that runs llama.cpp on a text, and yields its logits."""
     from llama_cpp import Llama
 
     try:
@@ -169,10 +169,11 @@ def llama_cpp_rows(checkpoint: Path, context: int, threads: int) -> Rows:
 
 
 def base_of(bundle: Bundle, named: str, context: int, threads: int, checkpoint: str | None = None) -> tuple[str, Rows]:
-    """Return the name of the base model, and a function that yields its logits.
+    """Return the name of the base model, and a function that runs it on a text and yields logits.
 
-    named: the value of --against: hf, llama.cpp or the path of a bundle. context: min context
-    length of the base. checkpoint: the value of --checkpoint, for hf and llama.cpp.
+    named: the value of --against: hf, llama.cpp or the path of a bundle. context: number of tokens
+    that the base model must be able to read. checkpoint: the value of --checkpoint, for hf and
+    llama.cpp.
     """
     if named == "hf":
         # HF's weights are not quantised, so that the divergence shows the cost of quantisation. A float type is applied.

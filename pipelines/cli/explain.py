@@ -2,9 +2,9 @@
 
 A kernel's limit is the time to read its bytes at the machine's read bandwidth, or to compute its
 FLOP at the machine's peak, whichever is longer. "in cache" means that the kernel reads faster than
-memory can deliver. Bandwidth and peak are measured in turns with the call. Times of kernels come
-from IREE's profiler, which slows short kernels down a little. "no kernel" is the rest of the call's
-time, which is measured without the profiler.
+memory can. Bandwidth, peak and call are measured in turns. The times of kernels come from IREE's
+profiler, which slows short kernels down a little. "no kernel" is the rest of the call's time, which
+is measured without the profiler.
 """
 
 import argparse
@@ -55,9 +55,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def explain(bundle: Bundle, function_name: str, position: int, threads: int | None) -> dict[str, Any]:
-    """Measure the kernels of one call of a model function, and the limits of the machine.
+    """Time each kernel in a call of a model function, and measure the limits of the machine.
 
-    Returns the object that --json prints. position: number of tokens in the KV cache.
+    Returns the object that --json prints.
+    position: number of tokens in the KV cache.
     """
     functions = {function.name: function for function in bundle.manifest.functions}
     if function_name not in functions:
@@ -79,7 +80,7 @@ def explain(bundle: Bundle, function_name: str, position: int, threads: int | No
 
 
 def described(measured: Profile, rows: list[dict], limits: Mapping[str, float]) -> dict[str, Any]:
-    """Return the object that --json prints."""
+    """Return the object that --json prints; rows: its list `dispatches`."""
     flops = sum(row["flops"] or 0 for row in rows)
     return {
         "function": measured.function,
@@ -95,7 +96,7 @@ def described(measured: Profile, rows: list[dict], limits: Mapping[str, float]) 
 
 
 def kernel_row(dispatch: Dispatch, work: Mapping[str, Mapping], position: int, limits: Mapping[str, float]) -> dict[str, Any]:
-    """Return the object that --json prints for one kernel, in its list `dispatches`.
+    """Return the object for one kernel in the list `dispatches` that --json prints.
 
     The object's time, bytes and FLOP are sums over all calls of the kernel.
 
@@ -119,7 +120,7 @@ def kernel_row(dispatch: Dispatch, work: Mapping[str, Mapping], position: int, l
 
 
 def table(result: Mapping[str, Any]) -> list[str]:
-    """Return the result of `explain` as lines of at most WIDTH columns."""
+    """Return the result of `explain` as lines of text, each at most WIDTH characters long."""
     machine, rows, rest = result["machine"], result["dispatches"], result["rest_ms"]
     total = sum(row["ms"] for row in rows) + rest
     threads = result["threads"]

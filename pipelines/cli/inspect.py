@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def bundle(path: str) -> tuple[dict, list[str]]:
-    """Return a bundle's manifest as JSON values, and the lines that describe it."""
+    """Return a bundle's manifest as JSON values, and the lines to print about the bundle."""
     from castiron.pipelines.checkpoints.hf_tensors import in_words
     from castiron.pipelines.engine.memory import mapped_weights, needed, slots_of, warn_of_shortage
     from castiron.vmfb.bundle import open_bundle
@@ -102,7 +102,7 @@ def tool_call_example(manifest: Manifest) -> str:
 
 
 def encoder(manifest: Manifest) -> list[tuple[str, str]]:
-    """Return rows (name, text) about an embedding or reranking model; none for other models."""
+    """Return pairs (name, text) about an embedding model or reranker; [] for other models."""
     if (facts := manifest.encoder) is None:
         return []
     if facts.relevance:
@@ -116,7 +116,7 @@ def encoder(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
-    """Return the object that --json prints for a checkpoint, and the lines that describe it.
+    """Return the object that --json prints for a checkpoint, and the lines to print about it.
 
     tensors: whether to add a line for every tensor.
     """
@@ -196,12 +196,12 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
 
 
 def table(rows: Sequence[tuple[str, object]]) -> list[str]:
-    """Return a line "name  value" for each row that has a value; values start in one column."""
+    """Return a line "name  value" for each pair with a value; the values are aligned."""
     rows = [(name, value) for name, value in rows if value]
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {value}" for name, value in rows]
 
 
 def _device_of(target: Target) -> str:
-    """Return what runs a bundle for `target`: the CPU and its instruction set, or a driver."""
+    """Return what runs a bundle for `target`, as text: a GPU driver, or a CPU's instruction set."""
     return f"{target.driver} driver" if target.driver else f"{target.arch}, {target.isa or 'no kernels'}"

@@ -1,8 +1,8 @@
-"""List the models of the catalogue, and bundles.
+"""List the models of the catalogue, and the bundles on this machine.
 
 Bundles are listed from ./build and from the given folders: directories with a manifest.json, and
-files that castiron pack wrote. Bundles in castiron's cache are listed with the time of their last
-use; run, chat, serve and castiron.load compiled them. castiron rm removes a bundle.
+files that castiron pack wrote. Then come the bundles in castiron's cache, with the time of their
+last use; castiron run, chat, serve and load put them there. castiron rm removes a bundle.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def bundles_at(path: Path) -> Iterator[Path]:
-    """Yield `path` if it is a bundle, or else the bundles in this folder; they may be invalid."""
+    """Yield `path` if it is a bundle, otherwise the bundles in the folder `path`, unchecked."""
     is_directory = lambda entry: (entry / "manifest.json").is_file() and not entry.name.startswith(".")
     is_bundle = lambda entry: is_directory(entry) or entry.suffix == ".castiron" and is_archive(entry)
     if is_bundle(path):
@@ -57,7 +57,7 @@ def bundles_at(path: Path) -> Iterator[Path]:
 
 
 def catalogue() -> list[dict]:
-    """Return the models that can be fetched by name, each as the object that --json prints."""
+    """Return the catalogue's models, each as an object that --json prints."""
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE
 
     return [
@@ -73,7 +73,7 @@ def last_use(path: Path) -> str:
 
 
 def bundle(path: Path) -> dict:
-    """Return the object that --json prints for a bundle; an invalid one has only path and error."""
+    """Return the object that --json prints for a bundle; an invalid bundle has an `error`."""
     from castiron.vmfb.bundle import read_manifest
     from castiron.vmfb.manifest import BundleError
 
@@ -113,7 +113,7 @@ def table(result: dict) -> list[str]:
 
 
 def bundle_line(row: dict, width: int) -> str:
-    """Return the line for a bundle. row: its object in --json. width: columns for its path."""
+    """Return the line to print for a bundle's object `row`; width: characters for the path."""
     used = f", used {row['last_used'][:16].replace('T', ' ')}" if "last_used" in row else ""
     if "error" in row:
         return f"  {row['path']:<{width}}  {row['error']}{used}"

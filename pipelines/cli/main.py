@@ -72,7 +72,7 @@ COMPLETION = "--print-completion"
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser with one-line errors."""
+    """An argument parser that prints one line for an error."""
 
     as_json = False
 
@@ -81,7 +81,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
-    """A help formatter with one line per option, up to 110 columns."""
+    """A help formatter that prints one line per option, of up to 110 characters."""
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=30, width=110)
@@ -93,7 +93,7 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line, and return its exit status.
+    """Run a command, and return its exit status.
 
     argv: the arguments after the program's name; None for those of this process.
     """
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str], as_json: bool) -> argparse.Namespace:
-    """Return the parsed arguments of a command.
+    """Parse the command line; return the arguments of the command.
 
     Raises SystemExit after printing help, the version, a completion script or a usage error.
     """
@@ -152,7 +152,7 @@ def _parse(argv: Sequence[str], as_json: bool) -> argparse.Namespace:
 
 
 def command_parser(name: str, parser: Parser | None = None) -> Parser:
-    """Return the parser of the command `name`; with `parser`, add the command's options to it."""
+    """Return the parser of a command. The command's options are added to `parser` if given."""
     module = importlib.import_module(f"castiron.pipelines.cli.{name}")
     parser = parser or Parser(prog=f"castiron {name}")
     parser.formatter_class, parser.description, parser.epilog = Formatter, module.__doc__, module.EXAMPLES
@@ -165,7 +165,7 @@ def command_parser(name: str, parser: Parser | None = None) -> Parser:
 
 
 def completion(shell: str) -> str:
-    """Return the completion script for a shell, which completes every command and option."""
+    """Return a script that completes every command and option in a shell, such as "bash"."""
     import shtab
 
     if shell not in shtab.SUPPORTED_SHELLS:
@@ -178,7 +178,7 @@ def completion(shell: str) -> str:
 
 
 def help_text() -> str:
-    """Return the text of `castiron --help`, which lists every command in its group."""
+    """Return the text of `castiron --help`: all commands in groups."""
     lines = []
     for title, group in GROUPS.items():
         for name, summary in group.items():
@@ -207,8 +207,8 @@ def _print_and_exit(text: str) -> NoReturn:
 def _open_closed_streams() -> None:
     """Open the null device for each standard stream that is closed.
 
-    Otherwise the next file that is opened would get the file descriptor of the stream, and messages
-    would be written to that file.
+    Otherwise the next file to be opened would get the stream's file descriptor, and messages would
+    be written to that file.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -220,7 +220,7 @@ def _open_closed_streams() -> None:
 
 
 def _print_failure(message: str, kind: str, as_json: bool) -> None:
-    """Print an error as a line on stderr; with --json, also as an object with `kind` on stdout."""
+    """Print an error on stderr; with --json, also as an object with the type `kind` on stdout."""
     # Stdout may be closed, or its disk full.
     with contextlib.suppress(OSError):
         print(f"castiron: {sanitised(message)}", file=sys.stderr)

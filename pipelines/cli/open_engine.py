@@ -1,4 +1,4 @@
-"""Open the models of a command on the device of its options; checkpoints are compiled first."""
+"""Open the models that a command line names, on the device that it selects."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False, draft: bool = False) -> "Bundle":
     """Return the opened bundle `model`; if `model` is a checkpoint, compile it first.
 
-    args: sets the context (--context), the device (--device), and when hashes are checked
-    (--trust). one_sequence, draft: what to compile, as in `open_or_compile`.
+    args: its options set the context, the device, and when hashes are checked (--trust).
+    one_sequence, draft: as in `open_or_compile`.
     """
     from castiron.pipelines.compile.open_model import is_bundle, open_or_compile
 
@@ -35,7 +35,7 @@ def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False,
 
 
 def with_device(bundle: "Bundle", device: str | None) -> "Bundle":
-    """Return the bundle, opened for the device of --device, with a progress bar for its upload."""
+    """Return the bundle for the device of --device. A progress bar shows the upload of weights."""
     bar = Progress()
 
     def report(done: int, total: int) -> None:
@@ -47,9 +47,9 @@ def with_device(bundle: "Bundle", device: str | None) -> "Bundle":
 
 
 def open_engine(args: argparse.Namespace) -> "tuple[Bundle, Engine]":
-    """Return the opened bundle of `castiron run` or `chat`, and its engine.
+    """Return the opened bundle of `castiron run` or `castiron chat`, and its engine.
 
-    The engine uses the draft model --draft, and the prefix cache --prefix-cache.
+    The engine uses the model of --draft and the folder of --prefix-cache.
     """
     from castiron.pipelines.compile.open_model import require_generation
     from castiron.pipelines.engine.engine import Engine

@@ -45,7 +45,7 @@ def token_ids(text: str) -> list[int]:
 
 
 def template_arg(text: str) -> tuple[str, Any]:
-    """Return (name, value) of the text "name=value"; a value that is not JSON stays text."""
+    """Return (name, value) for the text "name=value". The value is parsed as JSON if possible."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"invalid variable: {text!r}; give NAME=VALUE, such as enable_thinking=false")
@@ -56,7 +56,7 @@ def template_arg(text: str) -> tuple[str, Any]:
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """Return the numbers of a text such as "4,8"; the text "none" gives an empty tuple."""
+    """Return the numbers in a text such as "4,8"; () for the text "none"."""
     try:
         return () if text == "none" else tuple(int(part) for part in text.split(",") if part)
     except ValueError:
@@ -64,14 +64,14 @@ def sizes(text: str) -> tuple[int, ...]:
 
 
 def target_name(text: str) -> str:
-    """Return `text` if it names a CPU of TARGETS, or a GPU, which may have an architecture."""
+    """Return `text` if it is in TARGETS or a GPU target, such as "vulkan" or "cuda:sm_80"."""
     if text not in TARGETS and text.partition(":")[0] not in GPUS.values():
         raise argparse.ArgumentTypeError(f"unknown target: {text!r}; choose from {', '.join((*TARGETS, *GPUS.values()))}")
     return text
 
 
 def device_name(text: str) -> str:
-    """Return `text` if it is "cpu", or a driver for GPUs with or without a number: "vulkan:1"."""
+    """Return `text` if it is "cpu" or a GPU driver, with or without a number, as "vulkan:1"."""
     if text.partition(":")[0] not in ("cpu", *GPUS):
         raise argparse.ArgumentTypeError(f"unknown device: {text!r}; castiron devices lists those of this machine")
     return text
@@ -141,9 +141,9 @@ def add_checkpoint(parser: argparse.ArgumentParser, **changes: str) -> None:
 
 
 def model_first(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """Return `argv` with the values of -m and --model moved to its start, as positional arguments.
+    """Return `argv` with the value of -m or --model moved to the start, as a positional argument.
 
-    So a command that takes the model as its first argument also takes -m MODEL, as llama.cpp does.
+    So a command that takes the model as its first argument also accepts -m MODEL, like llama.cpp.
     """
     models: list[str] = []
     others: list[str] = []
@@ -163,13 +163,13 @@ def model_first(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[st
 
 
 def note_ignored(args: argparse.Namespace) -> None:
-    """Print that -ngl has no effect, if it is given and not 0."""
+    """Print that -ngl has no effect, if a value other than 0 is given."""
     if getattr(args, "n_gpu_layers", "0") != "0":
         print_message(f"no effect: -ngl {args.n_gpu_layers}; castiron compile --target vulkan compiles for a GPU")
 
 
 def check_models_exist(args: argparse.Namespace) -> None:
-    """Check the arguments that name models, and correct the case of catalogue names.
+    """Check the arguments that name models. A catalogue name is replaced by its correct spelling.
 
     Raises CheckpointError for an argument that is neither an existing path nor a known name.
     """
@@ -182,10 +182,10 @@ def check_models_exist(args: argparse.Namespace) -> None:
 
 
 def existing_model(model: str) -> str:
-    """Return `model`, which may be an existing path, a name on the hub or one in the catalogue.
+    """Return `model` if it is an existing path or a name on the hub or in the catalogue.
 
-    A catalogue name is returned in its correct upper and lower case. Raises CheckpointError for a
-    path that does not exist and for an unknown name.
+    A catalogue name is returned with its correct upper and lower case. For anything else,
+    CheckpointError is raised.
     """
     if Path(model).exists() or HubName.read(model):
         return model
@@ -199,7 +199,7 @@ def existing_model(model: str) -> str:
 def check_threads(args: argparse.Namespace) -> None:
     """Raise PipelineError if --threads exceeds the number of this machine's CPUs.
 
-    Does nothing if the threads would not run on this machine.
+    A command that runs its threads on another machine is not checked.
     """
     threads, cpus = getattr(args, "threads", None), os.cpu_count() or 1
     elsewhere = getattr(args, "target", "host") != "host" or getattr(args, "ray", None) not in (None, "local")
@@ -208,7 +208,7 @@ def check_threads(args: argparse.Namespace) -> None:
 
 
 def add_compile_options(parser: argparse.ArgumentParser) -> None:
-    """Add the compiler's command-line options."""
+    """Add the options of the compiler."""
     add_options(parser, "--weights", "--requantise", "--context", "--cache", "--numerics")
     group = parser.add_argument_group("what is compiled")
     add_options(group, "--max-context", "--adapter", "--calibrate", "--batch", "--speculate", "--embed", "--ignore-key")
@@ -235,26 +235,26 @@ def compile_options(args: argparse.Namespace) -> "Options":
 
 
 def default_bundle(model: str) -> Path:
-    """Return the default output path of a model: build/NAME."""
+    """Return the path build/NAME, where a model's bundle is written by default."""
     hub = None if Path(model).exists() else HubName.read(model)
     return Path("build") / (hub.short if hub else model_name(Path(model)))
 
 
 def add_model(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    """Add the MODEL argument of commands that run models; `open_model` opens its value."""
+    """Add the MODEL argument of commands that run models. `open_model` opens this model."""
     parser.add_argument("bundle", metavar="DIR|MODEL", nargs=nargs,
                         help="bundle, GGUF file, HF directory, catalogue name, or org/name on the hub")  # fmt: skip
     _add_model_option(parser)
 
 
 def _add_model_option(parser: argparse.ArgumentParser) -> None:
-    """Add -m; `model_first` makes its value a positional argument before the parser sees it."""
+    """Add -m to the help. `model_first` has replaced -m before the parser reads the arguments."""
     parser.add_argument("-m", "--model", dest=argparse.SUPPRESS, default=argparse.SUPPRESS, metavar="MODEL",
                         help="the model, as in llama.cpp")  # fmt: skip
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
-    """Add --threads, --device, --trust and -ngl, in a group with the title "loading"."""
+    """Add --threads, --device, --trust and -ngl, in an option group "loading"."""
     group = parser.add_argument_group("loading")
     add_options(group, "--threads", "--device", "--trust")
     group.add_argument(
@@ -276,7 +276,7 @@ def answer_limit(max_tokens: int | None) -> int | None:
 def add_sampling_options(parser: argparse.ArgumentParser, *, model_default: bool = False, speculates: bool = True) -> None:
     """Add the options for sampling, stopping and speculative decoding.
 
-    model_default: whether the defaults come from the model's generation_config, and repetition
+    model_default: whether defaults are taken from the model's generation_config, and repetition
     loops are stopped by default. speculates: whether to add --speculate and --draft.
     """
     own = "the model's, else " if model_default else ""
@@ -303,9 +303,11 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, model_default: bool
 def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None = None) -> "Sampling":
     """Return the `Sampling` that the options set.
 
-    generation: the model's generation_config, which sets the defaults; None to decode greedily by
-    default. Raises PipelineError for a value out of its range, an empty stop string, or an option
-    without effect in greedy decoding. With --temperature 0, such an option only prints a message.
+    generation: the model's generation_config with the defaults; None for greedy decoding by
+    default.
+
+    Raises PipelineError for a value out of range, or an empty stop string. An option that has no
+    effect in greedy decoding is also an error, but with --temperature 0 it only causes a message.
     """
     from castiron.pipelines.engine.sampling import Sampling, model_sampling
     from castiron.pipelines.text.text_output import StopStrings
@@ -325,10 +327,10 @@ def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None =
 
 
 def prefix_store(args: argparse.Namespace, manifest: "Manifest", is_automatic: bool = False) -> "PrefixStore | None":
-    """Return the store on disk for the states of prefixes, in the folder --prefix-cache.
+    """Return the store for states of prefixes in the folder --prefix-cache.
 
-    Returns None without this option, except if `is_automatic`: then the store is in castiron's
-    cache folder, and has long prefixes only.
+    Without this option, return None or, if `is_automatic` is true, a store in castiron's cache
+    folder, for long prefixes only.
     """
     if not 0 < args.prefix_cache_size < float("inf"):
         raise PipelineError(f"--prefix-cache-size is {args.prefix_cache_size:g}; give a number of gigabytes above 0")

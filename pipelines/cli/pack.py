@@ -1,8 +1,8 @@
 """Write a bundle as one file, which every command accepts in place of the directory.
 
-The file is a zip archive. Its parts are uncompressed and page-aligned, so that weights can be
-memory-mapped; unzip restores the directory. castiron pack first compares the bundle's files with
-the hashes in the manifest.
+castiron pack first compares the bundle's files with the hashes in the manifest. The new file is a
+zip archive; unzip restores the directory. The files in it are uncompressed and page-aligned, so
+that weights can be memory-mapped.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Write a checkpoint with quantised weights as a GGUF file, for castiron and llama.cpp.
 
-MODEL is an HF directory or a GGUF file. castiron itself does not need the file: castiron compile
---weights quantises the same way.
+MODEL is an HF directory or a GGUF file. To use the model only with castiron, no GGUF file is
+needed, because castiron compile --weights quantises in the same way.
 """
 
 import argparse

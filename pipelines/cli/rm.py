@@ -1,9 +1,9 @@
-"""Remove a bundle that castiron list shows; for a catalogue name, also the downloaded checkpoint.
+"""Remove a bundle; with the name of a catalogue model, also remove the downloaded checkpoint.
 
-NAME is a name in castiron's cache, a bundle's path, or the model that was compiled: its catalogue
-name, org/name or path. castiron rm does not remove checkpoints that were given by path, or files in
-the cache of Hugging Face Hub. It does not ask for confirmation. If a process uses the bundle,
-castiron rm fails.
+NAME is a name that castiron list shows, the path of a bundle, or the model that was compiled: its
+catalogue name, org/name or path. castiron rm does not remove checkpoints that were given by path,
+or files in the cache of Hugging Face Hub. It does not ask for confirmation. It fails if a process
+uses the bundle.
 """
 
 import argparse
@@ -52,9 +52,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def paths_of(name: str) -> list[Path]:
-    """Return the paths to remove for a name or path.
+    """Return the paths that `castiron rm` removes for a name or path.
 
-    They are bundles, and the checkpoint that was fetched by this name.
+    These are bundles and, for a catalogue name, the downloaded checkpoint.
     """
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, canonical_name
     from castiron.pipelines.compile.open_model import cached_path
@@ -77,7 +77,7 @@ def paths_of(name: str) -> list[Path]:
 def process_using(path: Path) -> int | None:
     """Return the id of another process that uses a file of the bundle at `path`, or None.
 
-    Reads the opened and memory-mapped files of all processes from /proc, which only Linux has.
+    Searches the open and memory-mapped files of all processes in /proc, which only Linux has.
     """
     location = os.path.realpath(path)
     for process in Path("/proc").glob("[0-9]*"):
@@ -92,7 +92,7 @@ def process_using(path: Path) -> int | None:
 
 
 def remove(path: Path) -> int:
-    """Remove a bundle or a fetched file, and return its size in bytes."""
+    """Remove a bundle or a downloaded file, and return the number of bytes that it had."""
     if path.is_file() or path.is_symlink():
         files = [path]
     elif path.parent == cache_path("bundles"):

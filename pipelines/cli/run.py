@@ -1,8 +1,8 @@
 """Answer PROMPT with a model, and stream the text to stdout.
 
-The prompt is rendered with the model's chat template, unless --raw is given. A checkpoint is
-compiled at its first use, with castiron compile's default options, and its bundle is cached. Text
-on stdin is appended to the prompt. Reasoning is dimmed at a terminal, and left out of piped output.
+The prompt is rendered with the model's chat template, unless --raw is given. Text on stdin is
+appended to the prompt. A checkpoint is compiled at its first use, with castiron compile's default
+options, and its bundle is cached. Reasoning is dimmed on a terminal and left out of piped output.
 The last line on stderr reports the speed.
 """
 
@@ -121,7 +121,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def check_prompt(args: argparse.Namespace) -> None:
-    """Set args.prompt to PROMPT, or to "-" for stdin if no prompt is given.
+    """Check the options of the prompt, and set args.prompt to PROMPT, or to "-" to read stdin.
 
     Raises PipelineError for options that exclude each other, and if there is no prompt.
     """
@@ -143,8 +143,8 @@ def check_prompt(args: argparse.Namespace) -> None:
 def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], Tokenizer | None, tuple[int, ...]]:
     """Return (token ids of the prompt, tokenizer, further end tokens).
 
-    The further end tokens are ids that end the answer to a prompt with --suffix. With --tokens, the
-    tokenizer is None if the bundle has none or if no option needs one.
+    The further end tokens are for a prompt with --suffix: generation stops at each of these ids.
+    With --tokens, the tokenizer is None if the bundle has none or no option needs it.
     """
     if args.tokens:
         vocab = bundle.manifest.vocab
@@ -166,7 +166,7 @@ def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], Tokenizer 
 
 
 def read_grammar(args: argparse.Namespace, text: Tokenizer | None) -> Grammar | None:
-    """Return the grammar of --json-schema, --regex or --grammar; PipelineError if unsupported."""
+    """Return the grammar of --json-schema, --regex or --grammar; None without these options."""
     if args.json_schema is args.regex is args.grammar is None:
         return None
     if text is None:
@@ -181,7 +181,7 @@ def read_grammar(args: argparse.Namespace, text: Tokenizer | None) -> Grammar | 
 
 
 def prompt_text(args: argparse.Namespace) -> str:
-    """Return the prompt, from --file, from stdin, or from the command line with stdin appended."""
+    """Return the prompt of --file, of stdin, or of the command line followed by stdin."""
     if args.file:
         prompt, source = decoded(Path(args.file).read_bytes()), args.file
     elif args.prompt == "-":
@@ -196,7 +196,7 @@ def prompt_text(args: argparse.Namespace) -> str:
 
 
 def decoded(data: bytes) -> str:
-    """Return the text of UTF-8 bytes, without a byte order mark.
+    """Decode UTF-8 bytes, without the byte order mark.
 
     Invalid bytes become lone surrogates, which the tokenizer rejects with an error message.
     """
@@ -204,7 +204,7 @@ def decoded(data: bytes) -> str:
 
 
 def read_stdin() -> bytes:
-    """Return all bytes of stdin; print a message after STDIN_SECONDS without input."""
+    """Return all bytes of stdin. If no input comes within STDIN_SECONDS, print a message."""
     try:
         if not select.select([STDIN], [], [], STDIN_SECONDS)[0]:
             print_message("waiting for stdin; end it with Ctrl-D, or run the command with < /dev/null")
@@ -216,15 +216,15 @@ def read_stdin() -> bytes:
 
 
 def rate(tokens: int, seconds: float) -> float | None:
-    """Return tokens per second; None without tokens."""
+    """Return tokens per second; None for 0 tokens or 0 seconds."""
     return tokens / seconds if tokens and seconds else None
 
 
 def report(stream: Stream, text: str | None, reasoning: str | None, load_seconds: float) -> dict:
     """Return the object that --json prints.
 
-    text, reasoning: the answer and its reasoning; None if absent. load_seconds: time until the
-    model was loaded.
+    text, reasoning: the answer and its reasoning; None if there is none. load_seconds: time to load
+    the model.
     """
     request = stream.request
     return {
@@ -244,9 +244,9 @@ def report(stream: Stream, text: str | None, reasoning: str | None, load_seconds
 
 
 def speed(stream: Stream, thinking: bool) -> str:
-    """Return the line printed after an answer: its speed, and why it ended.
+    """Return the line that is printed after an answer: its speed, and why it ended.
 
-    thinking: whether generation ended before the reasoning did.
+    thinking: whether generation ended inside the reasoning.
     """
     request = stream.request
     cached = f" ({request.cached} cached)" if request.cached else ""
@@ -266,10 +266,10 @@ def speed(stream: Stream, thinking: bool) -> str:
 
 
 class AnswerOutput:
-    """A writer of a streamed answer on stdout.
+    """A writer that prints an answer while it is generated.
 
-    At a terminal, control characters are escaped and reasoning is dimmed. A pipe gets the text
-    unchanged, without reasoning.
+    On a terminal, control characters are escaped and reasoning is dimmed. In a pipe, the text is
+    unchanged and reasoning is left out.
     """
 
     def __init__(self, out: TextIO | None = None):
@@ -280,7 +280,7 @@ class AnswerOutput:
         self.thinking = False
 
     def write(self, part: str) -> None:
-        """Print a part of the answer; text of type `Reasoning` is dimmed, or left out of a pipe."""
+        """Print a piece of the answer. A piece of the type `Reasoning` is dimmed or left out."""
         text = sanitised(part) if self.shown else part
         if isinstance(part, Reasoning):
             self.thinking = True

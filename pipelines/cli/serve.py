@@ -2,8 +2,8 @@
 
 Endpoints: /v1/models, /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages,
 /v1/embeddings, /api/chat, /api/generate, /tokenize, /health, /metrics for Prometheus, and
-/openapi.json, which describes all paths and fields. A field that has no effect is logged. A field
-that would change the answer and is not supported gets status 400.
+/openapi.json, which describes all paths and fields. If a request has a field that has no effect,
+the field is logged. If the field is unsupported and would change the answer, the status is 400.
 
 A bundle compiled with --batch 4,8 decodes up to 8 requests at once. The default sampling is the
 model's generation_config. With several bundles, the server opens a bundle when a request names it
@@ -147,7 +147,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def origins(args: argparse.Namespace) -> list[str]:
-    """Return the origins of --cors in lower case, as browsers send them."""
+    """Return the origins given by --cors in lower case, as browsers send them."""
     for origin in args.cors:
         if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
             raise PipelineError(f"--cors is {origin!r}; give an origin as browsers send it, such as https://example.com, or *")
@@ -155,7 +155,7 @@ def origins(args: argparse.Namespace) -> list[str]:
 
 
 def api_keys(args: argparse.Namespace) -> list[str]:
-    """Return the keys of --api-key and of the environment; PipelineError for an empty one."""
+    """Return the API keys of --api-key and of the environment; PipelineError if one is empty."""
     if not all(key.strip() for key in args.api_key):
         raise PipelineError("--api-key is empty; give a key, or leave the option out to serve without authentication")
     given = os.environ.get(KEY_VARIABLE)

@@ -1,10 +1,10 @@
 """Search for faster tiles of a model's matmuls on this machine, for castiron compile.
 
 Candidates are timed in the model's functions, with its weights. castiron compile uses a candidate
-if two measurements found it over 3 % faster than the shipped tiles, and if the model with all such
-candidates generates the same greedy tokens. Results are stored at the end. The next run skips
-matmuls that have a result; castiron cache clear tuned deletes all results. Run no other programs
-during the search.
+if two measurements found that it is over 3 % faster than the default tiles, and if the model with
+all such candidates generates the same greedy tokens. Results are stored at the end. The next run
+skips matmuls that have a result; castiron cache clear tuned deletes all results. Run no other
+programs during the search.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Compare a bundle's greedy tokens with those of HF transformers, which reads the same checkpoint.
+"""Compare a bundle's greedy tokens with those of HF transformers on the same checkpoint.
 
 Both generate N tokens after each prompt, also after an end-of-text token; HF computes in f32. The
-exit status is 1 if any token differs. Prompts that do not fit the bundle's largest context are
+exit status is 1 if any token differs. Prompts that do not fit in the bundle's largest context are
 skipped, with a message.
 """
 
@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def line(facts: dict) -> str:
-    """Return the line to print for one prompt; facts: the result of `compare` for this prompt."""
+    """Return the line to print for one prompt; facts: the result of `verify.compare`."""
     head = f"{facts['name']:<20.20}  {facts['prompt_tokens']:>5} + {len(facts['tokens'])} tokens  "
     if facts["exact"]:
         return f"exact   {head}HF's smallest margin {facts['smallest_hf_margin']:.4f}"

@@ -1,1 +1,1 @@
-"""castiron on a Ray cluster: actors for dataset rows, Ray Serve replicas, and bundle transfer."""
+"""castiron on a Ray cluster: actors that answer the rows of datasets, and Ray Serve replicas."""

@@ -59,7 +59,8 @@ class Generate:
 
     A row has a column `prompt` (text) or `messages` (a list of objects with role and content). The
     answer is in new columns `generated`, `finish_reason` and `generated_tokens`. If a row fails,
-    the new column `error` has the message. Answers do not depend on the other rows or the actor.
+    the error message is in the new column `error`. The answer to a row does not depend on other
+    rows, or on the actor.
     """
 
     def __init__(
@@ -69,8 +70,8 @@ class Generate:
         """Load the bundle.
 
         Args:
-            bundle: its path on every node, a URL for fsspec, or the result of `castiron.ray.store`.
-            prompt, messages: names of the columns for the prompt and for chat messages.
+            bundle: path on every node, URL for fsspec, or result of `castiron.ray.store`.
+            prompt, messages: names of the columns with prompts and with chat messages.
             threads: number of threads; by default the number of the actor's CPUs.
             options: options of `Model.generate`.
         """
@@ -78,7 +79,7 @@ class Generate:
         self.model = Model(bundle_at(bundle), threads or cpus_of_actor())
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        """Return the rows of `batch` with the answer columns appended."""
+        """Return the rows of `batch` with the answer columns added."""
         if not hasattr(batch, "column_names"):
             raise PipelineError(f'unsupported batch: {type(batch).__name__}; give batch_format="pyarrow" to map_batches')
         names = batch.column_names
@@ -104,7 +105,7 @@ def cpus_of_actor() -> int | None:
 
 
 def _prompt(values: Sequence[Any]) -> Any:
-    """Return the only one of `values` that is not None. If there is no such value, return None."""
+    """Return the value that is not None; None if there is no such value, or more than one."""
     from castiron.pipelines.batch.parquet import without_nulls
 
     given = [value for value in values if value is not None]
@@ -112,7 +113,7 @@ def _prompt(values: Sequence[Any]) -> Any:
 
 
 def _with_answers(batch: pa.Table, results: Sequence[Result]) -> pa.Table:
-    """Return `batch` with the columns `ANSWER` appended; results: one for each row."""
+    """Return `batch` with the columns `ANSWER` added; results: a result for each row."""
     import pyarrow as pa
 
     rows = [(r.text, None, None, str(r.error)) if r.error else (r.text, r.finish_reason, len(r.tokens), None) for r in results]
@@ -123,21 +124,21 @@ def _with_answers(batch: pa.Table, results: Sequence[Result]) -> pa.Table:
 
 
 class BatchActor:
-    """A Ray actor that runs records of a batch job; the first `answers` call opens the bundle."""
+    """A Ray actor that answers records of a batch job. The first `answers` opens the bundle."""
 
     def __init__(self, args: argparse.Namespace, path: Path, manifest: bytes, prepare: Prepare):
         self.args, self.path, self.manifest, self.prepare = args, path, manifest, prepare
         self.answer: Answer | None = None
 
     def has_bundle(self) -> bool:
-        """Return whether this node has the job's bundle at the same path."""
+        """Return whether the job's bundle exists on this node, at the same path."""
         try:
             return dump(open_bundle(self.path, run=False).manifest) == self.manifest
         except (BundleError, OSError):
             return False
 
     def answers(self, records: list[Record], stored: Stored | None) -> list[tuple[int, Outcome]]:
-        """Return (index, outcome) of each record."""
+        """Return (index, outcome) of each record; stored: the bundle, None if this node has it."""
         if self.answer is None:
             found = open_bundle(self.path if stored is None else bundle_at(stored), full_check=self.args.trust == "never")
             # Set the job's path, because requests may name the model by the file name of the bundle.
@@ -149,7 +150,7 @@ class BatchActor:
 class Engines:
     """The actors of a batch job.
 
-    A node runs one actor for every T of its CPUs, where T is the value of --threads.
+    If the value of --threads is T, a node with C CPUs runs C // T actors.
     """
 
     def __init__(self, args: argparse.Namespace, bundle: Bundle, prepare: Prepare):
@@ -164,7 +165,7 @@ class Engines:
         self.message_time = time.monotonic() + NODE_WAIT
 
     def start_missing(self) -> None:
-        """Start actors on the CPUs of new nodes, and restart actors that have died."""
+        """Start actors on new nodes, and replace actors that have died."""
         for node in ray.nodes():
             cpus = int(node["Resources"].get("CPU", 0)) if node["Alive"] else 0
             threads = min(self.args["threads"] or cpus, cpus)
@@ -177,7 +178,7 @@ class Engines:
                     self.starting[self.actors[slot].has_bundle.remote()] = slot
 
     def finish_start(self, call: ray.ObjectRef) -> None:
-        """Mark an actor as ready when its call of `has_bundle` has ended; remove a dead actor."""
+        """Mark the actor of an ended `has_bundle` call as ready, or remove the actor if it died."""
         slot = self.starting.pop(call)
         try:
             has_bundle = ray.get(call)
@@ -189,9 +190,9 @@ class Engines:
         self.ready[slot] = None if has_bundle else self._stored
 
     def wait(self, running: list[ray.ObjectRef], seconds: float) -> list[ray.ObjectRef]:
-        """Wait up to `seconds` for an actor's call to end; return [the call], or [] if none ended.
+        """Wait up to `seconds` for a call to end; return [the call], or [] if none ended.
 
-        running: calls in progress. Calls of starting actors are waited for too.
+        running: calls of `answers`. The `has_bundle` calls of actors that are starting also count.
         """
         if not running and not self.ready and time.monotonic() > self.message_time:
             print_message("no node of the cluster has free CPUs for this job yet; waiting for one")
@@ -208,7 +209,7 @@ class Engines:
 
 
 class Windows:
-    """The records of a job, grouped into windows: the records for one call of an actor.
+    """The records of a job in groups ("windows"). A window is the input of one call of an actor.
 
     Windows get smaller towards the end of the input, so that all actors finish at about the same
     time.
@@ -221,9 +222,9 @@ class Windows:
         self.ended = False
 
     def next(self, actors: int) -> list[Record]:
-        """Return the records of the next window; an empty list if no records are available.
+        """Return the records of the next window; [] if no records are available now.
 
-        actors: number of actors that share the remaining records.
+        actors: number of actors among which the remaining records are divided.
         """
         if self.again:
             return self.again.popleft()
@@ -248,8 +249,8 @@ class Windows:
 def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prepare) -> Answer:
     """Return a function that answers the records of a batch job on the connected Ray cluster.
 
-    args: command-line arguments of `castiron batch`. prepare: called by each actor; returns its
-    converter of records and its engine.
+    args: the options of `castiron batch`. prepare: called in each actor; returns the converter of
+    records and the engine that the actor uses.
     """
 
     def answer(records: Iterator[Record | None]) -> Iterator[Answered]:
@@ -299,7 +300,7 @@ def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prep
 
 
 def _result(call: ray.ObjectRef) -> Any:
-    """Return the result of a Ray call; raise castiron's errors without Ray's wrapper."""
+    """Return the result of a Ray call; raise an error of castiron without Ray's wrapper."""
     try:
         return ray.get(call)
     except RayTaskError as error:
@@ -310,7 +311,7 @@ def _result(call: ray.ObjectRef) -> Any:
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Connect to the Ray cluster at `address`, if necessary; "local" starts one here."""
+    """Connect to the Ray cluster at `address` if not connected; "local" starts one here."""
     if ray.is_initialized():
         yield
         return

@@ -1,7 +1,7 @@
 """Open bundles on the nodes of a cluster: from a path, from a URL, or from Ray's object store.
 
-Each node downloads a bundle once into its cache. A lock prevents a second download by another
-process of the node. A rename publishes the file after the download. The bundle's hashes are
+Each node downloads a bundle once into its cache. A lock keeps other processes of the node from
+downloading it too. After the download, a rename makes the file visible. The bundle's hashes are
 checked before it runs.
 """
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stored:
-    """A packed bundle in Ray's object store.
+    """A packed bundle in Ray's object store, which nodes can fetch.
 
-    key: SHA-256 of its manifest in hex. data: reference to its bytes, u8 [size].
+    key: SHA-256 of the bundle's manifest in hex. data: reference to the packed file, u8 [size].
     """
 
     name: str
@@ -42,7 +42,7 @@ BundleSource = str | os.PathLike[str] | Stored
 
 
 def store(bundle: Bundle | Path | str) -> Stored:
-    """Put a local bundle into Ray's object store; return a `Stored`, with which nodes fetch it."""
+    """Put a local bundle into Ray's object store, and return a `Stored` for the nodes."""
     import numpy as np
     import ray
 
@@ -58,7 +58,7 @@ def store(bundle: Bundle | Path | str) -> Stored:
 
 
 def bundle_at(source: BundleSource) -> Bundle:
-    """Return the opened bundle at `source`, after fetching it to this node if necessary."""
+    """Return the opened bundle at `source`. A bundle that is not on this node is fetched first."""
     if isinstance(source, Stored):
         import ray
 
@@ -89,9 +89,9 @@ def bundle_at(source: BundleSource) -> Bundle:
 def _fetched(key: str, source: str, fetch: Callable[[Path], Any]) -> Bundle:
     """Return the opened bundle that this node caches under `key`.
 
-    If the bundle is not cached, `fetch(path)` first writes it to `path`. An invalid bundle is
-    removed from the cache, and BundleError is raised. source: where the bundle comes from, for the
-    error message.
+    If there is none, `fetch(path)` first writes it to `path`. If the bundle is invalid, it is
+    removed from the cache, and BundleError is raised.
+    source: what error messages call the bundle.
     """
     path = cache_folder("fetched") / key
     lock = path.with_name(f".{key}.lock")

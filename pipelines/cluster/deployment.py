@@ -1,7 +1,7 @@
 """A Ray Serve deployment of a bundle.
 
-Ingress processes ("fronts") read HTTP requests and forward them to replicas of the model. They
-prefer the replica whose prefix cache has the longest prefix of a request's prompt.
+HTTP requests arrive at processes called fronts, which forward them to replicas of the model. A
+front prefers the replica whose prefix cache has the longest prefix of the request's prompt.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SCOPE_KEYS = (
 
 @dataclass(frozen=True)
 class Call:
-    """An HTTP request for a replica. prefixes: the prompt's hashes, from `prefix_hashes`."""
+    """An HTTP request for a replica; prefixes: the result of `prefix_hashes` for the body."""
 
     scope: Mapping[str, Any]
     body: bytes
@@ -61,10 +61,10 @@ class Call:
 
 
 def prefix_hashes(body: bytes) -> tuple[bytes, ...]:
-    """Return hashes of a prompt's prefixes: of its first block, its first two blocks, and so on.
+    """Return hashes of a prompt's prefixes: of the first block, of the first two blocks, and so on.
 
-    A block has `BLOCK` bytes, and an incomplete last block is left out. body: JSON of a generation
-    request; the result is empty for other bodies.
+    A block has `BLOCK` bytes, and an incomplete last block is left out.
+    body: JSON of a generation request. For any other body, the result is empty.
     """
     try:
         value = json.loads(body)
@@ -81,24 +81,25 @@ def prefix_hashes(body: bytes) -> tuple[bytes, ...]:
 
 
 class PrefixRouter(RequestRouter):
-    """A router that prefers the replica that has the longest prefix of a prompt in its cache.
+    """A router that prefers the replica with the longest prefix of the prompt in its cache.
 
-    Each front has its own router, which knows only the requests that this front sent to replicas.
+    Each front has its own router, which knows only which requests this front sent to which replica.
     Ray's prefix router (in ray.serve.llm) is not used, because it imports vLLM or SGLang.
     """
 
     def initialize_state(self, slots: int) -> None:  # type: ignore[override]
-        """Set up the router; slots: number of requests that a replica runs at the same time."""
+        """Initialise the router; slots: number of requests that a replica runs at the same time."""
         self.slots = slots
         self.replica_of: OrderedDict[bytes, ReplicaID] = OrderedDict()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return groups of replicas, which Ray tries in order.
+        """Return lists of replicas, which Ray tries in this order.
 
-        The first group is the replica with the longest cached prefix, unless it has no free slot.
-        The second is two random replicas, the third all replicas.
+        The first list has the replica with the longest cached prefix. This list is left out if the
+        replica has no free slot but another replica has one. Then come a list of two random
+        replicas, and a list of all replicas.
         """
         two = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
         if pending_request is None:
@@ -110,7 +111,7 @@ class PrefixRouter(RequestRouter):
         return [two, candidate_replicas] if reader is None or self._is_full(reader) else [[reader], two, candidate_replicas]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Record that `replica_id` has the prefixes of this request's prompt in its cache."""
+        """Record that replica `replica_id` now has the prefixes of this prompt in its cache."""
         for prefix in _prefixes(pending_request):
             self.replica_of[prefix] = replica_id
             self.replica_of.move_to_end(prefix)
@@ -118,7 +119,7 @@ class PrefixRouter(RequestRouter):
             self.replica_of.popitem(last=False)
 
     def _is_full(self, replica: RunningReplica) -> bool:
-        """Return whether this replica has no free slot, and another replica has one."""
+        """Return whether this replica has no free slot although another replica has one."""
         lengths = {found: self.replica_queue_len_cache.get(found) or 0 for found in self.curr_replicas}
         return lengths[replica.replica_id] >= self.slots > min(lengths.values())
 
@@ -128,17 +129,17 @@ def _prefixes(pending: PendingRequest) -> tuple[bytes, ...]:
 
 
 class Front:
-    """The ingress of the deployment, which forwards each HTTP request to a replica."""
+    """An ingress process of the deployment, which forwards HTTP requests to replicas."""
 
     def __init__(self, replicas: DeploymentHandle, body_bytes: int):
-        """Set the replicas, and the max bytes of a request body."""
+        """Set the handle of the replicas, and the max bytes of a request body."""
         self.replicas, self.body_bytes = replicas, body_bytes
 
     def __serve_build_asgi_app__(self) -> Starlette:
         return Starlette(routes=[Route("/metrics", self.metrics), Mount("/", self.forward)])
 
     async def metrics(self, request: Request) -> Response:
-        """Return the Prometheus metrics of all replicas, with a label `replica` on each sample."""
+        """Return the Prometheus metrics of all replicas; a label has the name of the replica."""
         call = Call(_plain_scope(request.scope), b"", ())
         answers = await self.replicas.broadcast("complete_answer", call).results_async(return_exceptions=True)
         pages = dict(answer for answer in answers if not isinstance(answer, BaseException))
@@ -149,14 +150,14 @@ class Front:
         return PlainTextResponse(text, media_type=MEDIA_TYPE)
 
     async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request for any path but /metrics; cancel it when the client disconnects."""
+        """Answer a request for any path except /metrics; cancel it if the client disconnects."""
         body = await _read_body(receive, self.body_bytes)
         call = Call(_plain_scope(scope), body, prefix_hashes(body) if scope["method"] == "POST" else ())
         with contextlib.suppress(ClientDisconnect):
             await while_connected(receive, self._answer(call, scope, receive, send))
 
     async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the call to a replica; if the replica dies, try another, up to `ATTEMPTS` in all."""
+        """Send the call to a replica. If the replica dies, try others, up to `ATTEMPTS` in all."""
         started: Message | None = None
         status, reason = 502, f"{ATTEMPTS} replicas ended before they answered this request"
         for attempt in range(ATTEMPTS):
@@ -183,10 +184,10 @@ class Front:
 
 
 async def _send_lost(started: Message, path: str, send: Send) -> None:
-    """Report to the client that the replica died after it had sent a part of the response.
+    """Report to the client that the replica died in the middle of its response.
 
-    If the response is an event stream, sends an error event. Otherwise raises ConnectionResetError,
-    because a normal end would make the response look complete.
+    In an event stream, this is an error event. For any other response, ConnectionResetError is
+    raised, because a normal end would make the response look complete.
     """
     if not any(value.startswith(b"text/event-stream") for name, value in started["headers"] if name == b"content-type"):
         raise ConnectionResetError("the replica ended in the middle of its answer")
@@ -197,7 +198,7 @@ async def _send_lost(started: Message, path: str, send: Send) -> None:
 
 
 async def _read_body(receive: Receive, limit: int) -> bytes:
-    """Return the request body; stop reading when it exceeds `limit` bytes."""
+    """Return the request body. If it exceeds `limit` bytes, the rest is not read."""
     data, more = bytearray(), True
     while more and len(data) <= limit:
         message = await receive()
@@ -207,7 +208,7 @@ async def _read_body(receive: Receive, limit: int) -> bytes:
 
 
 def _plain_scope(scope: Scope) -> dict[str, Any]:
-    """Return the part of an ASGI scope that can be serialised."""
+    """Return the values of an ASGI scope that can be serialised."""
     return {name: scope[name] for name in SCOPE_KEYS if name in scope} | {"headers": list(scope["headers"])}
 
 
@@ -220,7 +221,7 @@ class Replica:
         self.name = serve.get_replica_context().replica_id.unique_id
 
     async def answer(self, call: Call) -> AsyncIterator[list[Message]]:
-        """Yield the application's ASGI messages; each list has all messages that are ready."""
+        """Yield the application's ASGI messages in lists: each has the messages that are ready."""
         queue: asyncio.Queue[Message | None] = asyncio.Queue()
         running = asyncio.create_task(self._run(call, queue))
         try:
@@ -237,12 +238,12 @@ class Replica:
             await asyncio.gather(running, return_exceptions=True)
 
     async def complete_answer(self, call: Call) -> tuple[str, tuple[int, bytes]]:
-        """Return the replica's name, and (HTTP status, body) of its complete response."""
+        """Return (name of the replica, (HTTP status, body) of the complete response)."""
         messages = [message async for found in self.answer(call) for message in found]
         return self.name, (messages[0]["status"], b"".join(message.get("body", b"") for message in messages))
 
     async def _run(self, call: Call, queue: asyncio.Queue) -> None:
-        """Run the application for a call; put its ASGI messages into `queue`, then None."""
+        """Run the application for a call; put its ASGI messages and a last None into `queue`."""
         bodies: Iterator[Message] = iter([{"type": "http.request", "body": call.body, "more_body": False}])
 
         async def receive() -> Message:
@@ -279,14 +280,15 @@ def deployment(
     ray_actor_options: Mapping[str, Any] = {},
     **options: Any,
 ) -> serve.Application:
-    """Return a Ray Serve application with the endpoints of `castiron serve`, for `ray.serve.run`.
+    """Return a Ray Serve application with the endpoints of `castiron serve`, for `serve.run`.
 
     Args:
-        bundle: its path on every node, a URL for fsspec, or the result of `castiron.ray.store`.
-        replicas: number of replicas, or (minimum, maximum). Between these, Ray starts and stops
-            replicas so that each has about `slots` requests.
+        bundle: path on every node, URL for fsspec, or result of `castiron.ray.store`.
+        replicas: number of replicas, or (minimum, maximum). In the second case, Ray starts and
+            stops replicas so that each has about `slots` requests.
         fronts: number of processes that read and route requests.
-        cpus, threads, ray_actor_options: resources of a replica; threads default to `cpus`.
+        cpus, threads, ray_actor_options: resources of a replica; by default, threads is the number
+            of CPUs.
         slots: requests that a replica runs at the same time: the bundle's largest batch size.
         queue: max requests that wait in each front.
         limits: limits on requests, as in `castiron.open_app`.

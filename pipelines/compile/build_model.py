@@ -33,7 +33,7 @@ def open_source(model: str | Path, options: Options, progress: Progress | None =
 
 @dataclass(frozen=True)
 class EncoderSizes:
-    """The sizes of the encode functions of an embedding model or reranker."""
+    """The sizes of the encode functions of an embedding model or reranker, in tokens."""
 
     context: int  # positions of the states
     widths: tuple[int, ...]  # tokens per call of each encode function
@@ -42,7 +42,7 @@ class EncoderSizes:
 
 
 def encoder_sizes(checkpoint: Checkpoint, options: Options) -> EncoderSizes | None:
-    """Return the sizes of an embedding model's functions; None for a model that generates text."""
+    """Return the sizes of an encoder's functions; None for a model that generates text."""
     if checkpoint.encoding is None:
         return None
     config, context = read_config(checkpoint.config), context_of(checkpoint.config, options)
@@ -59,7 +59,7 @@ def encoder_sizes(checkpoint: Checkpoint, options: Options) -> EncoderSizes | No
 
 
 def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
-    """Return the graph of a model; CheckpointError if tensors are missing or unused."""
+    """Return the graph of a model; CheckpointError if a tensor is missing or unknown."""
     codecs = codecs_of(checkpoint, options.weights, options.requantise)
     codec, cache, orders = lambda name: codecs.get(name, "f32"), options.cache, checkpoint.column_orders
     if sizes := encoder_sizes(checkpoint, options):
@@ -84,7 +84,7 @@ def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
 def build_module(
     checkpoint: Checkpoint, options: Options, target: Target | None = None, tuned: TileFields = MappingProxyType({})
 ) -> Module:
-    """Return a checkpoint's model, lowered for `target`; tuned: tiles by matmul name."""
+    """Return a checkpoint's model as a module lowered for `target`; tuned: tiles by matmul name."""
     # A GPU has no instruction set of castiron's kernels, and its lowering reads none.
     isa, threads = (target or resolve(options.target)).isa or "avx2", options.threads_or_cores
     tiles = lambda matmul: tiles_for(matmul, tuned, ISAS[isa], threads)

@@ -1,4 +1,4 @@
-"""Build the manifest of a new bundle: the model, its source, and FLOP and bytes of its kernels."""
+"""Build a new bundle's manifest: model, source, and the FLOP and bytes of each kernel."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def manifest_of(
     tiles: TileFields,
     compile_info: dict,
 ) -> Manifest:
-    """Return a manifest without `files` and `accuracy`; `compile_info` is added to `compile`."""
+    """Return a manifest without `files` and `accuracy`; compile_info: entries of its `compile`."""
     first, config, sizes = next(iter(module.functions.values())), checkpoint.config, encoder_sizes(checkpoint, options)
     context = sizes.context if sizes else context_of(config, options)
     max_context = sizes.context if sizes else max_context_of(config, options)
@@ -89,7 +89,7 @@ def _source(model: str | Path, checkpoint: Checkpoint, options: Options) -> dict
 
 
 def _tool_format(checkpoint: Checkpoint) -> dict | None:
-    """Return the fields of the chat template's `ToolFormat`, or None if it is not known."""
+    """Return the chat template's format of tool calls as a JSON object; None if it is unknown."""
     added = (checkpoint.tokenizer or {}).get("added_tokens") or ()
     texts = {token["id"]: token["content"] for token in added}
     ids = {"bos_token": checkpoint.bos_token_id, "eos_token": next(iter(checkpoint.eos_token_ids), None)}
@@ -108,7 +108,7 @@ def _encoder(checkpoint: Checkpoint, sizes: EncoderSizes) -> EncoderConfig:
 
 
 def _module_facts(module: Module, options: Options, target: Target, tiles: TileFields, context: int) -> dict:
-    """Return the entries about a module's kernels for the manifest's `compile`."""
+    """Return the entries about a module's kernels in the manifest's field `compile`."""
     kernels = [op.attrs["kernel"] for f in module.functions.values() for op in f.ops if op.kind == "kernel"]
     matmuls = list(dict.fromkeys(kernel.matmul for kernel in kernels if kernel.matmul))
     names = [matmul.name for matmul in matmuls]
@@ -122,10 +122,9 @@ def _module_facts(module: Module, options: Options, target: Target, tiles: TileF
 
 
 def _arithmetic(matmuls: Sequence[Matmul], target: Target) -> dict[str, int]:
-    """Return how many matmuls convert their f32 activations x, by the kind of conversion.
+    """Return the number of matmuls that convert their f32 activations x, by kind of conversion.
 
-    A key describes the conversion: "x rounded to bf16 by ...". Matmuls that do not convert x are
-    not counted.
+    A kind is a text such as "x rounded to bf16 by ...". Other matmuls are not counted.
     """
     if not target.isa:
         return {}
@@ -140,10 +139,10 @@ def _arithmetic(matmuls: Sequence[Matmul], target: Target) -> dict[str, int]:
 
 
 def work_of(function: Graph, context: int) -> dict[str, dict]:
-    """Return the fields of `vmfb.manifest.KernelWork` for each kernel of a function, by kernel.
+    """Return the work of each kernel of a function by name: the fields of `manifest.KernelWork`.
 
-    FLOP and bytes of one call are [value at position 0, increase per position, value at the last
-    position of `context`]. Layer numbers in module paths are replaced by `*`.
+    FLOP and bytes of one call are [value at position 0, increase per position, value at position
+    `context` - 1]. In module paths, `*` stands for the layer's number.
     """
     found: dict[str, dict] = {}
     weights = {value for op in function.ops if op.kind == "parameter" for value in op.results}

@@ -1,9 +1,10 @@
 """Measure the importance of each column of a weight on a text (llama.cpp's importance matrix).
 
 An error in a column of a weight changes the matmul's result in proportion to the input of that
-column. So the unquantised model reads the text, and each matmul also returns, for each column, the
-sum of its squared inputs over all tokens. For the down projection of an expert, the sum is over the
-tokens that are routed to it. `progress`: called with (name of a stage, fraction done).
+column. So the unquantised model reads the text, and each matmul gets an extra result: for each
+column, the sum of its squared inputs over all tokens. For the down projection of an expert, only
+tokens that are routed to this expert count.
+`progress`: called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ MIN_SHARE = 1e-3
 
 
 def text_sha256(text: str | Path) -> str:
-    """Return the SHA-256 of a text file in hex."""
+    """Return the SHA-256 (hex) of a text file."""
     return hashlib.sha256(Path(text).read_bytes()).hexdigest()
 
 
 def calibrate(checkpoint: Checkpoint, options: Options, progress: Progress) -> Importance:
     """Return the importance of each weight's columns, measured on the text `options.calibrate`.
 
-    The importance of a column is the mean square of its input, divided by the mean over all
-    columns. The result is cached on disk; it is empty without a text.
+    The importance of a column is the mean square of its input, divided by the average of this value
+    over all columns. The result is cached on disk. It is empty if no text is given.
     """
     text = options.calibrate
     if not text:
@@ -128,10 +129,10 @@ def measure(checkpoint: Checkpoint, chunks: Sequence[list[int]], progress: Progr
 
 
 def watched(model: ModelModule, function: Graph) -> list[tuple[str, ...]]:
-    """Add a result to `function` for each input x of its matmuls: the sum of x² over tokens.
+    """Add results to `function`: the sum of x² over tokens, for each input x of its matmuls.
 
-    Each result is f32 [in]. Returns, for each result, the names of the weights by which this x is
-    multiplied.
+    A result is f32 [in]. Returns, for each new result, the names of the weights that multiply this
+    x.
     """
     weights = {op.results[0]: op.attrs["weight"] for op in function.ops if op.kind == "weight"}
     # Gate and up projections of experts read the operation's x. The input of the down projection
@@ -153,11 +154,11 @@ def watched(model: ModelModule, function: Graph) -> list[tuple[str, ...]]:
 
 
 def watched_experts(module: Module, function: Graph, known: Set[str]) -> list[tuple[tuple[str, ...], ...]]:
-    """Add a result to a lowered function for each matmul that multiplies by the weights of experts.
+    """Add results to a lowered function: the sum of x², for each input x of an expert matmul.
 
-    Matmuls with weights in `known` are left out. A result is the sum of x² over the tokens that are
-    routed to each expert, f32 [experts, in]. Returns, for each result and each expert, the names of
-    the expert's weights.
+    A result is f32 [experts, in]: for each expert, the sum over the tokens that are routed to it.
+    Matmuls whose weights are in `known` get no result. Returns, for each new result, the names of
+    the weights of each expert.
     """
     made = {result: op for op in function.ops for result in op.results}
     names, sums = [], []

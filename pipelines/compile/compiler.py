@@ -70,16 +70,16 @@ def compile_model(
 ) -> CompileReport:
     """Compile a GGUF file, an HF directory or a named model into the bundle directory `out`.
 
-    Does nothing if `out` is already a bundle of the same inputs, unless `keep` is given. An error
-    leaves no files.
+    If `out` is an up-to-date bundle of the same inputs and `keep` is None, nothing is compiled.
+    After an error, no new files are left.
 
     Args:
-        progress: called with the name of a stage and its finished fraction, 0 to 1.
-        tiles: tiles of matmuls to use instead of those that `castiron tune` stored.
-        keep: folder to which the MLIR and a script that compiles it are written.
-        evaluate: called to measure the accuracy of fast numerics, if this machine can run them.
-        packed: another bundle, whose weights file is linked if the new file would be identical.
-        announce: called after reading the checkpoint, unless an up-to-date bundle exists.
+        progress: called with (name of a stage, fraction done).
+        tiles: tiles by matmul name, in place of those that `castiron tune` stored.
+        keep: folder for the MLIR and a script that compiles it.
+        evaluate: measures the accuracy of a bundle with fast numerics, if this machine can run it.
+        packed: another bundle; if its weights file is what this bundle needs, the file is linked.
+        announce: called before the compilation starts, unless nothing is compiled.
     """
     report = progress or (lambda stage, done: None)
     seconds: dict[str, float] = {}
@@ -126,7 +126,7 @@ def compile_model(
             report(name, done)
 
     def pack(writer: BundleWriter) -> str:
-        """Validate the checkpoint and write all files except modules; return the weights' SHA-256."""
+        """Validate the checkpoint and write all files but modules; return the weights' SHA-256."""
         validate(checkpoint, vocab)
         if checkpoint.tokenizer is not None:
             writer.write(TOKENIZER, json.dumps(checkpoint.tokenizer, ensure_ascii=False))
@@ -174,9 +174,9 @@ def compile_model(
 
 @contextmanager
 def _beside(work: Callable[[], Any], cancelled: threading.Event) -> Iterator[Future]:
-    """Run `work` in a thread during the `with` body; yield the future of `work`.
+    """Run `work` in a thread during the `with` body, and yield its future.
 
-    An error in `work` or in the body sets `cancelled`.
+    If `work` or the body fails, `cancelled` is set.
     """
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(work)
@@ -193,7 +193,7 @@ def _beside(work: Callable[[], Any], cancelled: threading.Event) -> Iterator[Fut
 
 
 def module_texts(module: Module) -> dict[str, str]:
-    """Return the MLIR text of each module of a bundle, by file name; the first is `model.vmfb`."""
+    """Return the MLIR text of each module of a bundle by file name; the first is `model.vmfb`."""
     by_file: dict[str, list[str]] = {}
     for function in module.functions.values():
         assert function.entry is not None, "a model's function has a role"
@@ -202,7 +202,7 @@ def module_texts(module: Module) -> dict[str, str]:
 
 
 def existing(out: Path) -> Bundle | None:
-    """Return the bundle at `out`; None if there is no bundle or it is invalid."""
+    """Return the bundle at `out`; None if there is none, or if it is invalid."""
     try:
         return open_bundle(out, run=False)
     except BundleError:
@@ -210,14 +210,14 @@ def existing(out: Path) -> Bundle | None:
 
 
 def _weights_key(path: Path, options: Options, target: Target, module: Module) -> str:
-    """Return a hash (hex) of all inputs of the packed weights."""
+    """Return a hash (hex) of all that the packed weights depend on; path: the checkpoint."""
     types = sorted((param.name, str(param.type)) for param in module.params.values())
     of_weights = replace(options, context=None, prefill=(), batch=(), speculate=(), embed=(), iree_flags=())
     return hashlib.sha256(json.dumps([_key(path, of_weights, target), types]).encode()).hexdigest()
 
 
 def _key(path: Path, options: Options, target: Target) -> str:
-    """Return a hash (hex) of all inputs of a bundle except tiles; path: the checkpoint."""
+    """Return a hash (hex) of all that a bundle depends on except tiles; path: the checkpoint."""
     path = path.resolve()
     # The layers after an encoder's pooling are in separate folders.
     own = [*path.iterdir(), *(path.glob("*/*") if (path / MODULES).exists() else ())] if path.is_dir() else []
@@ -235,7 +235,7 @@ def _key(path: Path, options: Options, target: Target) -> str:
 
 
 def _write_sources(folder: Path, model: ModelModule, text: str, flags: tuple[str, ...], bundle: Path) -> None:
-    """Write the layer operations, iree-compile's input, and a script that compiles this input."""
+    """Write the model's layer operations, the MLIR `text`, and a script that compiles this text."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / LAYERS).write_text(print_layers(model), encoding="utf-8")
     (folder / TEXT).write_text(text, encoding="utf-8")

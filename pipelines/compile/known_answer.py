@@ -1,4 +1,7 @@
-"""Make the known answer of a GPU bundle: a matmul of each codec, and a short decode on this CPU."""
+"""Compute the known answer of a GPU bundle: results that its GPU must reproduce.
+
+These are the results of a small matmul for each codec, and logits of a decode on this CPU.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +42,10 @@ SCOPE = "known_answer"
 
 @dataclass(frozen=True)
 class Probes:
-    """The matmuls of a known answer.
+    """The matmuls of a known answer, which the module device.vmfb computes.
 
-    text: the MLIR of device.vmfb. parameters: the arrays that device.vmfb reads from the bundle's
-    weights, by name. expected: the results of the matmuls, by codec.
+    text: the MLIR of device.vmfb. parameters: the operands, by their name in the bundle's weights.
+    expected: the result of each matmul, by codec of its weight.
     """
 
     text: str
@@ -51,7 +54,7 @@ class Probes:
 
 
 def make_probes(checkpoint: Checkpoint, options: Options) -> Probes:
-    """Return a small matmul for each codec of the bundle, with weights of the model."""
+    """Return small matmuls with weights of the model, one for each codec of the bundle."""
     codecs = codecs_of(checkpoint, options.weights, options.requantise)
     matrices = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) == 2]
     raw, expected, module = dict[str, np.ndarray](), dict[str, tuple[float, ...]](), ModelModule("device", lambda name: "f32")
@@ -86,10 +89,10 @@ def _activations(count: int) -> np.ndarray:
 
 
 def decode_on_cpu(checkpoint: Checkpoint, options: Options, importance: Importance) -> Decode | None:
-    """Compile the model for this machine's CPU, and run decode steps.
+    """Compile the model for this machine's CPU, run decode steps, and return some of their logits.
 
-    Returns None for an embedding model, and for weights above `MAX_BYTES`, because this function
-    packs the weights a second time.
+    Packs the weights a second time. So it returns None for weights of more than `MAX_BYTES` bytes,
+    and also for an embedding model.
     """
     target = TARGETS["host"]
     own = replace(

@@ -1,4 +1,4 @@
-"""Open the bundle that a user names; compile a checkpoint at its first use and cache the bundle."""
+"""Open the bundle that a user names. A checkpoint is compiled at its first use, and cached."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def open_or_compile(
 ) -> Bundle:
     """Return an open bundle for `model`: a bundle, or a checkpoint that is compiled if necessary.
 
-    options: options to compile a checkpoint with; PipelineError if `model` is a bundle. announce:
-    whether to print a line before compiling. one_sequence: whether to compile only the functions
-    for one prompt at a time, unless the complete bundle is cached. draft, target: the default options
-    are `Options(target=target)`, or `Options.for_draft(target)` if `draft` is true.
+    options: compiler options, by default `Options(target=target)` or, with `draft`,
+    `Options.for_draft(target)`; PipelineError if `model` is a bundle. announce: whether to print a
+    line before compiling. one_sequence: whether to compile only the functions for one prompt at a
+    time; has no effect if the bundle with all functions is cached.
     """
     path = model.path if isinstance(model, Bundle) else Path(model).expanduser()
     if is_bundle(model):
@@ -86,7 +86,8 @@ def compile_to(
 ) -> Path:
     """Compile a model into the directory `out`, and return the path of the bundle.
 
-    Waits for compilations of other threads. message: line to print before compiling.
+    First waits until other threads have finished compiling.
+    message: line to print before compiling.
     """
     from castiron.pipelines.compile.compiler import compile_model
 
@@ -97,7 +98,7 @@ def compile_to(
 
 
 def options_of(**options: Any) -> Options:
-    """Return Options from keyword arguments; for a tuple of sizes, an int or None is accepted."""
+    """Return `Options` from keyword arguments; an int or None is accepted as a tuple of sizes."""
     from castiron.pipelines.compile.options import Options
 
     for name in {"prefill", "batch", "speculate", "embed"} & options.keys():
@@ -107,7 +108,7 @@ def options_of(**options: Any) -> Options:
 
 
 def is_bundle(model: str | Path | Bundle) -> bool:
-    """Return whether `model` is a bundle, or the path of a bundle, which may be damaged."""
+    """Return whether `model` is a bundle or the path of one. The bundle may be damaged."""
     if isinstance(model, Bundle):
         return True
     path = Path(model).expanduser()
@@ -122,7 +123,7 @@ def require_generation(bundle: Bundle) -> Bundle:
 
 
 def require_cpu(bundle: Bundle, command: str) -> Bundle:
-    """Return the bundle; raise PipelineError if it is compiled for a GPU."""
+    """Return the bundle; PipelineError if it is compiled for a GPU. command: for the message."""
     if bundle.manifest.target.driver:
         raise PipelineError(
             f"castiron {command} measures CPU kernels, and this bundle is compiled for a GPU: {bundle.path}; "
@@ -132,7 +133,7 @@ def require_cpu(bundle: Bundle, command: str) -> Bundle:
 
 
 def cached_path(model: str | Path, options: Options) -> Path:
-    """Return the path in the cache for the bundle of a checkpoint compiled with `options`."""
+    """Return the cache path of a bundle compiled from the checkpoint `model` with `options`."""
     path = Path(model)
     if path.exists():
         name = f"{path.resolve().name.removesuffix('.gguf')}-{_digest(bytes(path.resolve()))}"

@@ -1,4 +1,4 @@
-"""The options of `castiron compile`, and the values that depend on them."""
+"""The options of `castiron compile`, and values computed from them."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ class Options:
             raise EmitError(f"{bad[0]!r} is not a flag of iree-compile; give one, as --iree-flag=--iree-opt-level=O2")
 
     def for_one_sequence(self) -> Options:
-        """Return these options with only the functions that one prompt at a time needs."""
+        """Return a copy of these options with only the functions for one prompt at a time."""
         return replace(self, prefill=self.prefill[1:2] or self.prefill, batch=(), speculate=())
 
     @classmethod
     def for_draft(cls, target: str = "host") -> Options:
-        """Return options for a fast draft model, whose errors change no token of the main model."""
+        """Return options for a fast draft model. The main model corrects its errors."""
         # Kernels for GPUs do not round activations.
         numerics = "exact" if is_gpu(target) else "fast"
         return cls(
@@ -90,9 +90,9 @@ class Options:
 
 
 def context_of(config: dict, options: Options) -> int:
-    """Return the bundle's default context, the max tokens of a sequence.
+    """Return the bundle's default context: the max tokens of a sequence.
 
-    Without `options.context`, it is the model's limit, but at most 8192.
+    If `options.context` is None, this is the model's limit, but at most 8192.
     """
     if options.context is not None:
         return options.context
@@ -100,10 +100,10 @@ def context_of(config: dict, options: Options) -> int:
 
 
 def max_context_of(config: dict, options: Options) -> int:
-    """Return the largest context with which the bundle can be opened, in tokens.
+    """Return the largest context, in tokens, with which the bundle can be opened.
 
-    Without `options.max_context`, it is the model's limit, but at most 131,072. With the portable
-    lowering, or for a GPU, it is `context_of` instead.
+    If `options.max_context` is None, this is the model's limit, but at most 131,072. For the
+    portable lowering or a GPU, it is the default context instead.
     """
     if options.max_context is not None:
         return options.max_context

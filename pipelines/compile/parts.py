@@ -34,7 +34,7 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
 
 def extract_function(module: Module, name: str) -> Module:
-    """Return a module with the function `name` and its parameters."""
+    """Return a module with only the function `name` and the parameters that it reads."""
     if name not in module.functions:
         raise PipelineError(f"the model has no function {name!r}; --function takes {', '.join(module.functions)}")
     return module.part(name)
@@ -43,7 +43,8 @@ def extract_function(module: Module, name: str) -> Module:
 def extract_layer(module: Module, layer: int) -> Module:
     """Return a module whose functions have only the operations of one layer.
 
-    Values from outside the layer become arguments; values that later layers read become results.
+    Values that come from outside the layer become arguments. Values that are used after the layer
+    become results.
     """
     layers = {layer_of(op) for function in module.functions.values() for op in function.ops} - {None}
     if layer not in layers:
@@ -56,16 +57,16 @@ def extract_layer(module: Module, layer: int) -> Module:
 
 
 def layer_of(op: Op) -> int | None:
-    """Return the index of the layer that an operation belongs to, or None."""
+    """Return the index of an operation's layer; None for an operation outside the layers."""
     found = LAYER.search(op.path)
     return int(found[1]) if found else None
 
 
 def kernel_module(kernel: Kernel, storage: bool = False) -> Module:
-    """Return a module with a function `call` that runs the kernel once; index operands are 0.
+    """Return a module with a function `call` that runs the kernel once, with all index operands 0.
 
-    storage: whether `call` also takes a buffer for each result that is not updated in place, so
-    that `call` allocates no memory for results.
+    storage: whether `call` takes a buffer for each result that is not updated in place. Then `call`
+    allocates no memory for results.
     """
     module = Module("kernel")
     in_place = {**{name: f"{name}_storage" for name in kernel.results if storage}, **kernel.in_place}
@@ -79,7 +80,7 @@ def kernel_module(kernel: Kernel, storage: bool = False) -> Module:
 
 
 def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None:
-    """Add to `into` the operations of `function` in one layer, with the parameters they read."""
+    """Add to `into` a function with one layer's operations, and the parameters that they read."""
     block = [op for op in function.ops if layer_of(op) == layer]
     read = {v for op in block for v in op.operands}
     # Operations without operands are copied if the layer reads them: rotary tables, for example, are in the first layer.
@@ -102,10 +103,10 @@ def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None
 
 
 def _names(function: Graph) -> dict[Value, str]:
-    """Return names for the inputs of a function, and for values that other layers read.
+    """Return names for a function's inputs, and for values that are used outside their layer.
 
-    An updated state has the name of the input that it replaces. Other values have the module path
-    of their operation.
+    A state after an update has the name of the input state. Other values have the module path of
+    the operation that computes them.
     """
     readers: dict[Value, set[int | None]] = {value: {None} for value in function.outputs}
     for op in function.ops:
@@ -128,7 +129,7 @@ def _names(function: Graph) -> dict[Value, str]:
 
 
 def _updated(op: Op, result: int) -> Value | None:
-    """Return the operand that result number `result` of an operation updates in place, or None."""
+    """Return the operand that `op` updates in place to give its result number `result`, or None."""
     if op.kind == "kernel":
         kernel = op.attrs["kernel"]
         operand = kernel.in_place.get(list(kernel.results)[result])
@@ -138,7 +139,7 @@ def _updated(op: Op, result: int) -> Value | None:
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """The options of `castiron emit` that select one kernel."""
+    """The options of `castiron emit --kernel`, which select a kernel."""
 
     sizes: tuple[int, ...]  # the numbers of --shape
     tokens: int  # rows of x; for attention_decode, sequences; for experts, (token, expert) pairs
@@ -152,7 +153,7 @@ class KernelRequest:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of kernel that `castiron emit --kernel` prints."""
+    """A kind of kernel for the option --kernel of `castiron emit`."""
 
     shape: str  # names of the sizes in --shape, for the help
     example: str  # a value of --shape
@@ -212,11 +213,10 @@ def _recurrent(name: str, asked: KernelRequest) -> Kernel:
 
 
 def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, KernelRequest], Kernel]:
-    """Return a function that builds a one-layer model, and returns the model's kernel by name.
+    """Return a function that builds a one-layer model and takes a kernel, given by name, from it.
 
-    function: name of the model function that has the kernel, such as "prefill", without the number
-    of tokens. For one token, the kernel is always taken from decode_step. keys: keys of the config
-    to which the sizes of --shape are assigned.
+    function: the model function to take the kernel from, such as "prefill"; for one token, it is
+    always decode_step. keys: keys of the config that get the sizes of --shape.
     """
 
     def make(name: str, asked: KernelRequest) -> Kernel:
@@ -238,6 +238,7 @@ def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, Kern
 
 
 HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
+HEADS_SHAPE = "HEADSxKV_HEADSxHEAD_DIM"
 FEW = small_batch.MAX_TOKENS
 
 KINDS: dict[str, Kind] = {
@@ -245,9 +246,9 @@ KINDS: dict[str, Kind] = {
     "gemm_few": Kind("OUTxIN", "1536x576", (4, 2, FEW), _matmul),
     "gemm": Kind("OUTxIN", "1536x576", (128, FEW + 1, None), _matmul),
     "experts": Kind("EXPERTSxOUTxIN", "32x768x2048", (4, 1, None), _matmul),
-    "attention_decode": Kind("HEADSxKV_HEADSxHEAD_DIM", "9x3x64", (1, 1, None), _of_model("decode_batch", "llama", *HEADS)),
-    "attention_prefill": Kind("HEADSxKV_HEADSxHEAD_DIM", "9x3x64", (128, 2, None), _of_model("prefill", "llama", *HEADS)),
-    "rope_append": Kind("HEADSxKV_HEADSxHEAD_DIM", "9x3x64", (128, 2, None), _of_model("prefill", "llama", *HEADS)),
+    "attention_decode": Kind(HEADS_SHAPE, "9x3x64", (1, 1, None), _of_model("decode_batch", "llama", *HEADS)),
+    "attention_prefill": Kind(HEADS_SHAPE, "9x3x64", (128, 2, None), _of_model("prefill", "llama", *HEADS)),
+    "rope_append": Kind(HEADS_SHAPE, "9x3x64", (128, 2, None), _of_model("prefill", "llama", *HEADS)),
     "causal_conv": Kind("FEATURESxPOSITIONS", "6144x4", (1, 1, None), _recurrent),
     "gated_delta": Kind("K_HEADSxHEADSxK_DIMxV_DIM", "16x16x128x128", (1, 1, None), _recurrent),
     "selective_scan": Kind("GROUPSxHEADSxHEAD_DIMxN", "1x48x64x128", (1, 1, None), _recurrent),
@@ -262,9 +263,10 @@ KINDS: dict[str, Kind] = {
 
 
 def named_kernel(name: str, shape: str, *, tokens: int | None = None, **options: Any) -> Kernel:
-    """Return the kernel of kind `name` (a key of KINDS) with default tiles.
+    """Return a kernel of the kind `name`, a key of KINDS, with default tiles.
 
-    shape: sizes joined by "x", such as "1536x576".
+    shape: sizes joined by "x", such as "1536x576". tokens: None for the kind's default. options:
+    other fields of `KernelRequest`.
     """
     kind = KINDS.get(name)
     if kind is None:
@@ -272,6 +274,8 @@ def named_kernel(name: str, shape: str, *, tokens: int | None = None, **options:
     words = shape.split("x")
     if len(words) != len(kind.shape.split("x")) or not all(w.isascii() and w.isdigit() and int(w) for w in words):
         raise PipelineError(f"shape {shape!r} does not fit {name}; --shape takes {kind.shape}, such as {kind.example}")
+    if kind.shape == HEADS_SHAPE and (sizes := list(map(int, words)))[0] % sizes[1]:
+        raise PipelineError(f"shape {shape!r} does not fit {name}: {sizes[0]} heads are not a multiple of {sizes[1]} kv heads")
     default, minimum, maximum = kind.tokens
     tokens = default if tokens is None else tokens
     if tokens < minimum or (maximum is not None and tokens > maximum):

@@ -39,7 +39,7 @@ _OWN = ("general.file_type", "general.quantization_version")
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `quantise`."""
+    """The result of `quantise`: the new file, and how it was made."""
 
     file: Path
     bytes: int
@@ -48,10 +48,10 @@ class Report:
 
 
 def quantise(model: str | Path, out: Path, options: Options, progress: Progress) -> Report:
-    """Write a model to the GGUF file `out` atomically, converted as `options.weights` states.
+    """Write a model to the GGUF file `out` atomically, with weights converted to `options.weights`.
 
-    The metadata of a GGUF file is copied. With an adapter or from an HF directory, metadata is made
-    from the config and the tokenizer.
+    If `model` is a GGUF file without an adapter, its metadata is copied. Otherwise the metadata is
+    made from the config and the tokenizer.
     """
     start = time.perf_counter()
     checkpoint = open_source(model, options, progress)
@@ -59,8 +59,10 @@ def quantise(model: str | Path, out: Path, options: Options, progress: Progress)
         raise PipelineError(f"{out} is the checkpoint itself; give another name with -o")
     copies = checkpoint.format == "gguf" and not options.adapter
     if checkpoint.encoding and not copies:
-        compile_ = f"castiron compile --weights {options.weights}"
-        raise PipelineError(f"{checkpoint.path} is an embedding model, which cannot be written as GGUF; use {compile_}")
+        raise PipelineError(
+            f"cannot write the embedding model {checkpoint.path} as GGUF, unless it is a GGUF file without an adapter; compile "
+            f"it: castiron compile --weights {options.weights}"
+        )
     # Reject an invalid checkpoint before anything is written.
     build_model(checkpoint, replace(options, context=1, prefill=(), batch=(), speculate=()))
     # Filled in after the checks below, and before the first tensor is read.
@@ -80,7 +82,7 @@ def quantise(model: str | Path, out: Path, options: Options, progress: Progress)
 
 
 def _copied(checkpoint: Checkpoint, options: Options, importance: Importance) -> tuple[list[Buffer], list[Tensor]]:
-    """Return the metadata of a GGUF file, and its tensors in the codecs of --weights."""
+    """Return encoded metadata and converted tensors for a checkpoint that is a GGUF file."""
     file, codecs = read_gguf(checkpoint.path), codecs_of(checkpoint, options.weights, options.requantise)
     # A GGUF tensor may be a stack of several HF tensors, such as the experts of a layer, in one codec.
     names: dict[str, list[str]] = {}
@@ -97,7 +99,7 @@ def _copied(checkpoint: Checkpoint, options: Options, importance: Importance) ->
 def _converted(file: GgufFile, tensor: Tensor, codec: str, names: list[str], importance: Importance) -> Tensor:
     """Return a tensor of a GGUF file, converted to `codec`.
 
-    names: the HF names of the matrices in `tensor`, which may stack the matrices of all experts.
+    names: the HF names of the matrices that are stored in `tensor`, several for stacked experts.
     """
 
     def read() -> np.ndarray:
@@ -115,7 +117,7 @@ def _converted(file: GgufFile, tensor: Tensor, codec: str, names: list[str], imp
 
 
 def _exported(checkpoint: Checkpoint, options: Options, importance: Importance) -> tuple[list[Buffer], list[Tensor]]:
-    """Return GGUF metadata and tensors for a checkpoint of any format."""
+    """Return encoded GGUF metadata and converted tensors for a checkpoint of any format."""
     config, codecs = gguf_export.flat_config(checkpoint.config), codecs_of(checkpoint, options.weights, options.requantise)
 
     def read(name: str, codec: str, columns: np.ndarray | None) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Compute what a checkpoint's bundle needs before it is compiled."""
+"""Compute the disk space and memory that a checkpoint's bundle will need."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Requirements:
     """What a bundle with the default options needs.
 
     weights: bytes of the packed weights, on disk and mapped into memory. largest: bytes of the
-    largest packed weight; during packing, one weight at a time is in memory. states: the states of
-    a sequence, which have space for `max_context` positions, of which `context` are used.
+    largest weight; packing has one weight at a time in memory. states: the states of a sequence,
+    with space for `max_context` positions. context: number of positions that are used by default.
     """
 
     weights: int
@@ -27,7 +27,7 @@ class Requirements:
 
 
 def requirements_of(checkpoint: Checkpoint) -> Requirements:
-    """Return what a checkpoint's bundle needs.
+    """Return the needs of a checkpoint's bundle, before it is compiled.
 
     Raises EmitError or CheckpointError for a checkpoint that cannot be compiled.
     """

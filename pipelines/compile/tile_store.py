@@ -1,4 +1,4 @@
-"""Read and write `tuned.json` in the cache, which has the tiles that `castiron tune` found."""
+"""Read and write the tiles that `castiron tune` found: the file `tuned.json` in the cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCHEMA = 2
 
 @dataclass(frozen=True)
 class Key:
-    """The conditions under which measured tiles are valid."""
+    """The conditions of a measurement. Tiles are used only under the same conditions."""
 
     cpu: str  # model of the CPU
     isa: str
@@ -59,12 +59,12 @@ def store_path() -> Path:
 
 
 def key_of(target: Target, threads: int) -> Key:
-    """Return the key for tiles measured on this machine with a target and a number of threads."""
+    """Return the key of measurements on this machine, for a target and a number of threads."""
     return Key(host_cpu(), target.isa, compiler_version(), sources_hash(*KERNEL_SOURCES)[:16], threads)
 
 
 def read_findings() -> tuple[Finding, ...]:
-    """Return all stored findings; () without a readable file, PipelineError for an invalid one."""
+    """Return all stored findings; PipelineError if the file is invalid, () if it cannot be read."""
     path = store_path()
     try:
         value = json.loads(path.read_bytes())
@@ -78,9 +78,9 @@ def read_findings() -> tuple[Finding, ...]:
 
 
 def add_findings(findings: Iterable[Finding]) -> bool:
-    """Store findings; return whether that worked.
+    """Store findings in the file; return whether it could be written.
 
-    New findings replace earlier findings of the same key and matmul.
+    A new finding replaces an earlier one with the same key and matmul.
     """
     found = {(finding.key, finding.product): finding for finding in (*read_findings(), *findings)}
     text = json.dumps(to_json(_Store(SCHEMA, tuple(found.values()))), indent=1)
@@ -88,12 +88,12 @@ def add_findings(findings: Iterable[Finding]) -> bool:
 
 
 def findings_of(key: Key) -> dict[str, Finding]:
-    """Return the stored findings for `key`, by the name of the matmul."""
+    """Return the stored findings for `key`, by matmul name."""
     return {finding.product: finding for finding in read_findings() if finding.key == key}
 
 
 def tuned_tiles(options: Options, target: Target) -> TileFields:
-    """Return the stored tiles for a model that is compiled with these options, by matmul name."""
+    """Return the stored tiles by matmul name, or {} if these options do not use tuned tiles."""
     if not options.tuned or options.target != "host" or options.lowering != "kernels":
         return {}
     found = findings_of(key_of(target, options.threads_or_cores))
@@ -101,7 +101,7 @@ def tuned_tiles(options: Options, target: Target) -> TileFields:
 
 
 def tiles_for(matmul: Matmul, tuned: TileFields, isa: Isa, threads: int) -> Tiles | None:
-    """Return the tiles in `tuned` for a matmul, or None to use the default tiles."""
+    """Return the tiles of a matmul in `tuned`; None if `tuned` lacks it, to use default tiles."""
     if matmul.name not in tuned:
         return None
     try:

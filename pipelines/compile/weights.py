@@ -1,11 +1,11 @@
-"""Choose the codec of each weight for a value of --weights, and convert and pack the weights.
+"""Choose the codec of each weight for a value of --weights; convert and pack the weights.
 
-A codec is an element type or a quantisation, such as bf16 or q4_k. For a mix such as `q4_k_m`, the
-codecs are those that llama.cpp chooses (src/llama-quant.cpp), also for rows whose length is not a
-multiple of a codec's block. So a bundle is as large and as accurate as a GGUF file of that type.
+A codec is an element type or a quantisation, such as bf16 or q4_k. A mix, such as `q4_k_m`, gives
+different codecs to different weights, as in llama.cpp (src/llama-quant.cpp). So a bundle is as
+large and as accurate as a GGUF file of the same type.
 
-`Importance` has, by the name of a weight, a factor for the quantisation errors of each column, f32
-[in], from `calibration`. Without an entry, all columns of a weight count equally.
+An `Importance` has, by name of a weight, factors f32 [in]: how much quantisation errors count in
+each column (see `calibration`). If a name is absent, all columns of the weight count equally.
 """
 
 from __future__ import annotations
@@ -49,15 +49,14 @@ _SMALLER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 
 
 def codecs_of(checkpoint: Checkpoint, weights: str, requantise: bool = False) -> dict[str, str]:
-    """Return the codec of every tensor by name.
+    """Return the codec of each tensor in the bundle, by name.
 
-    Vectors keep the codec that they have in the checkpoint. With a quantised `weights`, some
-    matrices keep it too: routers, other small matrices, experts trained in MXFP4, and matrices
-    whose rows are not a multiple of a block.
+    weights: the value of --weights. Vectors keep the checkpoint's codec. If `weights` is a
+    quantisation, some matrices keep it too: routers, other small matrices, experts trained in
+    MXFP4, and matrices whose row length is not a multiple of a block.
 
-    requantise: whether quantised matrices are quantised again, if this makes them smaller. Raises
-    CheckpointError if `weights` is a quantisation, matrices of the checkpoint are quantised
-    already, and `requantise` is false.
+    requantise: whether quantised matrices are quantised again, if this makes them smaller. If it is
+    false, CheckpointError is raised for a quantisation of matrices that are already quantised.
     """
     matrices = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1]
     codecs = {tensor.name: tensor.codec for tensor in checkpoint.tensors.values()}
@@ -85,10 +84,9 @@ def codecs_of(checkpoint: Checkpoint, weights: str, requantise: bool = False) ->
 
 
 def _fitting(tensor: Tensor, codec: str) -> str:
-    """Return `codec` if its blocks divide a row of the tensor.
+    """Return `codec` or, if its blocks do not divide a row, a codec with smaller blocks.
 
-    Otherwise return a codec with smaller blocks. If these do not divide a row either, return the
-    codec that the tensor has.
+    If these do not divide a row either, return the codec that the tensor has.
     """
     features = tensor.shape[-1]
     if features % codec_of(codec).block:
@@ -97,7 +95,7 @@ def _fitting(tensor: Tensor, codec: str) -> str:
 
 
 def _mixed(checkpoint: Checkpoint, matrices: list[Tensor], mix: str) -> dict[str, str]:
-    """Return the codec that `mix` (a key of MIXES) gives to each matrix, by name."""
+    """Return the codec of each matrix by name; mix: a key of MIXES."""
     base, config = MIXES[mix], checkpoint.config
     eight_experts = (config.get("num_local_experts") or config.get("num_experts")) == 8
     tied = config.get("tie_word_embeddings") or _HEAD not in checkpoint.tensors
@@ -108,10 +106,9 @@ def _mixed(checkpoint: Checkpoint, matrices: list[Tensor], mix: str) -> dict[str
     }
 
     def more_bits(name: str, pattern: re.Pattern) -> bool:
-        """Return whether a tensor gets more bits than others of its kind, because of its layer.
+        """Return whether a tensor is in a layer that gets more bits; pattern: the tensor's kind.
 
-        The first and last eighth of the layers get more, and so does every third layer between
-        them.
+        These are the first eighth of the layers, the last eighth, and every third layer between.
         """
         layer, layers = found[pattern].index(_layer_of(name)), len(found[pattern])
         return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
@@ -136,7 +133,7 @@ def _layer_of(name: str) -> int:
 
 
 def convert_tensor(checkpoint: Checkpoint, name: str, codec: str, importance: Importance = UNIFORM) -> np.ndarray:
-    """Return the data of a tensor in `codec`, converted through f32 if it has another codec."""
+    """Return a tensor's data in `codec`; data in another codec is dequantised and encoded."""
     tensor = checkpoint.tensors[name]
     if tensor.codec == codec:
         return tensor.data
@@ -154,9 +151,9 @@ def write_parameters(
     progress: Callable[[float], None],
     more: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> str:
-    """Write a module's packed parameters to the IRPA file `path`, and return its SHA-256.
+    """Write a module's packed parameters to the IRPA file `path`, and return the file's SHA-256.
 
-    more: arrays to write too, by name.
+    more: further arrays to write, by name.
     """
     params = sorted(module.params.values(), key=lambda param: param.name)
     pack = lambda param: lambda: pack_parameter(checkpoint, param, importance)
@@ -166,7 +163,7 @@ def write_parameters(
 
 
 def pack_parameter(checkpoint: Checkpoint, param: Param, importance: Importance = UNIFORM) -> np.ndarray:
-    """Return the array of one parameter, as the compiled functions read it."""
+    """Convert and pack the weights of one parameter into the array that the functions read."""
     # A parameter may name a tensor several times. Convert it only once, because quantising is slow.
     read = {source: convert_tensor(checkpoint, *source, importance) for source in dict.fromkeys(param.source.tensors)}
     return np.ascontiguousarray(param.source.pack(*(read[source] for source in param.source.tensors)))

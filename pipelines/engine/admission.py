@@ -89,8 +89,8 @@ class Admission:
     def preempted(self) -> int | None:
         """Return the slot whose request should be preempted, or None.
 
-        Only a waiting request of higher priority (a lower number) that could use the slot now
-        preempts it.
+        A request is preempted only if a waiting request of higher priority (a lower number) could
+        use the slot now.
         """
         if not self.waiting or self.free:
             return None

@@ -40,7 +40,10 @@ class Constraint(Protocol):
         ...
 
     def masked(self, logits: np.ndarray) -> np.ndarray:
-        """Return `logits` with minus infinity for forbidden tokens; ConstraintError if all are."""
+        """Return `logits` with minus infinity for forbidden tokens.
+
+        Raises ConstraintError if all tokens are forbidden.
+        """
         ...
 
     def accept(self, token: int) -> None:
@@ -62,7 +65,7 @@ class TokenFilter:
         """Create a filter for one text.
 
         Args:
-            min_tokens: number of tokens before which no stop token is allowed.
+            min_tokens: number of tokens that must come before a stop token.
             stop_tokens: the stop tokens.
             allowed: the only allowed tokens, None for all.
             forbidden: sequences of tokens that the text must not contain.
@@ -79,7 +82,7 @@ class TokenFilter:
         return copy(self)
 
     def _excluded(self) -> set[int]:
-        """Return the tokens that may not come next, besides those outside `allowed`."""
+        """Return the tokens that `min_tokens` and `forbidden` exclude at the next position."""
         found = {token for before, token in self.forbidden if self._last[len(self._last) - len(before) :] == before}
         return found | self.stop_tokens if self.left else found
 
@@ -127,7 +130,7 @@ class Chooser:
         """Return the next token, without appending it.
 
         `argmax`: the token with the largest logit. `logits`: function that returns the logits, f32
-        [vocab]; it is called only if `argmax` is not already the answer.
+        [vocab]; it is called only if the choice needs more than `argmax`.
         """
         return self._pick(argmax, logits, False)[0]
 

@@ -17,17 +17,20 @@ DEFAULT_MAX_TOKENS = 1024
 
 
 def free_positions(context: int, prompt_tokens: int) -> int:
-    """Return how many tokens can follow a prompt in `context`; below 1 if it does not fit."""
+    """Return how many tokens can follow a prompt; below 1 if the prompt does not fit.
+
+    `context`: max tokens of prompt and answer together.
+    """
     # The last generated token needs no position, because the model never reads it.
     return context - prompt_tokens + 1
 
 
 def move_to(session: Session, position: int, fed: Sequence[int] = (), source: Session | None = None) -> None:
-    """Move `session` back to `position`, or copy the states (KV cache) of `source` at `position`.
+    """Set `session` to `position`: move it back, or copy the states (KV cache) of `source`.
 
-    `fed`: the tokens before `position`. Recurrent states cannot return to every position. If they
-    cannot return to `position`, the session goes back further and reads the last tokens of `fed`
-    again.
+    `fed`: the tokens before `position`. Recurrent states can return to some positions only. If
+    they cannot return to `position`, they return to an earlier one, and the session reads the last
+    tokens of `fed` again.
     """
     source = source or session
     found = source.reachable(position)
@@ -40,7 +43,10 @@ def move_to(session: Session, position: int, fed: Sequence[int] = (), source: Se
 
 
 def move_after(session: Session, before: Snapshot, tokens: Sequence[int]) -> None:
-    """Move `session` back to the position after `tokens`; before: a snapshot before `tokens`."""
+    """Move `session` back to the position after `tokens`.
+
+    before: a snapshot of the session from before it read `tokens`.
+    """
     position = before.position + len(tokens)
     if session.reachable(position) == position:
         session.rewind(position)
@@ -53,8 +59,8 @@ def move_after(session: Session, before: Snapshot, tokens: Sequence[int]) -> Non
 def common_prefix(cached: np.ndarray, prompt: np.ndarray) -> int:
     """Return the length of the common prefix of two token sequences, i32 [n] each.
 
-    The prefix never includes the last token of `prompt`, which the model must read to compute its
-    logits.
+    The prefix never includes the last token of `prompt`, because the model must read this token to
+    compute the logits of the next one.
     """
     length = max(0, min(len(cached), len(prompt) - 1))
     differs = cached[:length] != prompt[:length]

@@ -178,8 +178,8 @@ class Draft:
         """Return (index in `text` from which the draft model should read, seconds that this takes).
 
         Tokens that the draft model has already read take no time. Returns None if reading takes
-        more than `seconds`. The draft model may read only the last `WINDOW` tokens of a long text.
-        It reads more tokens if that takes at most a quarter of `seconds`.
+        more than `seconds`. Of a long text, only the last `WINDOW` tokens are read, unless reading
+        more takes at most a quarter of `seconds`.
         """
         affordable, length = int(min(seconds / self._read_seconds, 1e9)), len(text)
         cached = length - self._start
@@ -198,7 +198,7 @@ class Draft:
         """Return the draft model's guesses of the tokens after `text`.
 
         The model first reads the part of `text` from index `start` on, except tokens that it has
-        already read. It makes no guesses if one of these tokens is outside its vocabulary.
+        already read. There are no guesses if one of these tokens is outside its vocabulary.
         `chooser`: chooses the guesses; it is a copy of the request's chooser (`Chooser.lookahead`).
         `go_on`: called with the guesses so far; returns whether to make another.
         """

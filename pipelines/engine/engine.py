@@ -201,7 +201,10 @@ class Engine:
                 path.unlink(missing_ok=True)
 
     def load_state(self, path: Path) -> None:
-        """Load a file of `save_state` into the prefix cache; StateError for a different bundle."""
+        """Load the tokens and states in a file of `save_state` into the prefix cache.
+
+        Raises StateError if the file belongs to another bundle.
+        """
         state = read_head(path)
         if state.bundle != identity(self.manifest):
             raise StateError(f"{path} is a state of another bundle; load it with that bundle")

@@ -45,7 +45,10 @@ def needed(manifest: Manifest, slots: int = 1) -> Needed:
 
 
 def state_bytes(states: Iterable[State], context: int, max_context: int) -> int:
-    """Return the bytes of states with space for `max_context` positions, if `context` are used."""
+    """Return the bytes of a sequence's states (KV cache) that `context` positions use.
+
+    `max_context`: number of positions that the states have space for.
+    """
     used = {"positional": context / max_context}
     return sum(int(state.nbytes * used.get(state.kind, 1)) for state in states)
 

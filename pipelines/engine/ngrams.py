@@ -1,4 +1,4 @@
-"""Proposals from the text so far: the tokens that followed an earlier occurrence of its end."""
+"""Propose the tokens that followed an earlier occurrence of the text's last tokens."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ from castiron.vmfb.session import Session
 class Paused:
     """A copy of the states (KV cache) of a preempted request.
 
-    `rows`: the data of each state, an array each. `position`: number of tokens in the states.
-    `chunked_tokens`: how many of the first tokens came in calls of the widest prefill function
-    without padding. `prefilling`: whether a part of the prompt has not been read yet.
+    `rows`: an array for each state. `position`: number of tokens in the states.
+    `chunked_tokens`: number of tokens, from the first on, that full calls of the widest prefill
+    function read. `prefilling`: whether a part of the prompt has not been read yet.
     """
 
     rows: list[np.ndarray]
@@ -46,16 +46,15 @@ REWRITTEN = 16
 class PrefixCache:
     """The prefix cache, which reuses the states (KV caches) of the slots for later prompts.
 
-    States stay in a slot after the end of the request that filled them. A prompt that continues the
-    text in a slot reuses its states in place. A prompt that shares only a part of the text gets a
-    copy of that part in another slot. A prefix is read from `store`, on disk, if the store has more
-    tokens of the prefix than every slot. The difference must be at least the tokens of one prefill
-    call.
+    States stay in a slot after the end of the request that computed them. A prompt that continues
+    the text in a slot reuses the slot's states in place. A prompt that shares only a prefix of this
+    text gets a copy of the states in another slot. If `store`, on disk, has a longer prefix of the
+    prompt than every slot, and this saves at least one prefill call, the states are read from disk.
 
-    `self.sessions`: one for each slot. `self.tokens`: token ids in each slot, i32 [slots, context],
-    valid up to the position of its session. `self.scores`: the log-probabilities of the tokens in
-    each slot, from index 1 on. Only requests with prompt_logprobs compute scores, and they reuse
-    only a prefix that has scores. `top` in methods: `prompt_logprobs` of the request, or None.
+    `self.sessions`: the session of each slot. `self.tokens`: token ids in each slot, i32 [slots,
+    context]; ids after the position of the slot's session are meaningless. `self.scores`: the
+    log-probabilities of the tokens in each slot, from index 1 on. Only requests with
+    prompt_logprobs compute scores, and they reuse only a prefix that has scores.
     """
 
     def __init__(self, sessions: Sequence, store: PrefixStore | None = None, score_width: int = 1):
@@ -74,9 +73,9 @@ class PrefixCache:
     def cached_in(self, prompt: np.ndarray, slot: int, top: int | None = None) -> int:
         """Return how many of the first tokens of `prompt`, i32 [n], can be reused from a slot.
 
-        `top`: `prompt_logprobs` of the request; None if it needs no log-probabilities. If it needs
-        them, a token is reused only if its log-probability and those of the `top` most probable
-        tokens are cached. The number of reused tokens is then a multiple of `score_width`.
+        `top`: `prompt_logprobs` of the request. If `top` is not None, a token is reused only if its
+        log-probability and those of the `top` most probable tokens are cached. The number of reused
+        tokens is then a multiple of `score_width`.
         """
         session, scores = self.sessions[slot], self.scores[slot]
         found = common_prefix(self.tokens[slot, : session.position], prompt)
@@ -95,7 +94,10 @@ class PrefixCache:
         return max(0, cached - 1) // self.score_width * self.score_width
 
     def longest(self, prompt: np.ndarray, top: int | None = None) -> int:
-        """Return how many tokens of `prompt` the method `take` can reuse."""
+        """Return how many tokens of `prompt` the method `take` can reuse.
+
+        `top`: as in `cached_in`.
+        """
         return max(*self._cached(prompt, top), self._on_disk(prompt, top))
 
     def fetching(self, prompt: np.ndarray, top: int | None = None) -> bool:
@@ -110,8 +112,8 @@ class PrefixCache:
     def _on_disk(self, prompt: np.ndarray, top: int | None) -> int:
         """Return how many tokens of `prompt` the store has on disk.
 
-        `top`: `prompt_logprobs` of the request. With it, the result is 0, because the store has no
-        log-probabilities.
+        `top`: `prompt_logprobs` of the request. If `top` is not None, the result is 0, because the
+        store has no log-probabilities.
         """
         return self.store.lookup(self.sessions[0], prompt) if self.store and top is None else 0
 
@@ -146,8 +148,8 @@ class PrefixCache:
     def _storable(self, source: Session, prompt: np.ndarray, cached: int) -> int:
         """Return how many of the `cached` tokens in `source` to reuse.
 
-        The store takes only states after full chunks. If reusing fewer tokens lets it store a state
-        of `prompt`, the tokens after the last full chunk are not reused but read again.
+        If the store lacks a state of `prompt`, only full chunks are reused, because the store
+        accepts only states that were computed in full chunks.
         """
         start = min(source.chunked_tokens, cached // self.store.width * self.store.width)
         is_near = cached - start < self.store.width and source.reachable(start) == start
@@ -174,7 +176,10 @@ class PrefixCache:
         return slot
 
     def load(self, rows: Sequence[np.ndarray], tokens: np.ndarray) -> None:
-        """Load states into the least recently used slot, while no request runs; tokens: i32 [n]."""
+        """Load states into the least recently used slot; call this only while no request runs.
+
+        rows: an array for each state. tokens: the tokens that the states contain, i32 [n].
+        """
         slot = self._unused_longest(range(len(self.sessions)))
         self.sessions[slot].take(rows, len(tokens))
         self._replace(slot, tokens)

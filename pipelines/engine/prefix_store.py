@@ -41,10 +41,10 @@ class PrefixStore:
         known = store.take(session, prompt)
         session.prefill(prompt[known:], progress=lambda *_: store.offer(session, prompt))
 
-    Here a state is the KV cache and any recurrent states of a sequence after its first tokens. A
-    chunk is the tokens of one full call of the widest prefill function. A stored state ends after a
-    complete chunk. So a run that continues from it makes the same calls as a run from the start,
-    and its logits have the same bits.
+    Here a state is the KV cache, and any recurrent states, after a prefix of a text. A chunk is the
+    tokens of one full call of the widest prefill function. A stored state ends after a complete
+    chunk. So a run that continues from a stored state makes the same calls as a run from the start,
+    and computes logits with the same bits.
 
     A state is stored only if it has at least `MIN_CHUNKS` chunks and `min_tokens` tokens, and if no
     other stored state contains more than half of its chunks. The state of a recurrent model cannot
@@ -124,11 +124,14 @@ class PrefixStore:
             self.save(session, prompt[:position])
 
     def will_store(self, session: Session, prompt: np.ndarray, start: int) -> bool:
-        """Return whether `offer` will store a state of `prompt` if all chunks from `start` on are full."""
+        """Return whether `offer` will store a state of `prompt` after the position `start`.
+
+        This assumes that all chunks from `start` on will be full.
+        """
         return self._writable and any(position > start for position in self._positions(session, prompt))
 
     def save(self, session: Session, tokens: np.ndarray) -> Future:
-        """Store the state of `session`, which has read `tokens`, in another thread.
+        """Store the state of `session` after `tokens`; this happens in another thread.
 
         The future's result is the size of the file in bytes, or 0 if it was not written.
         """
@@ -152,7 +155,7 @@ class PrefixStore:
         return {position for position in wanted if position >= self.min_tokens and position > found}
 
     def _longest(self, session: Session, prompt: np.ndarray) -> tuple[int, StateFile | None]:
-        """Return (length of the longest stored prefix of `prompt`, its state or None)."""
+        """Return (length of the longest stored prefix of `prompt`, its state), or (0, None)."""
         found: tuple[int, StateFile | None] = 0, None
         for state in self._states():
             position = self._common(state, prompt)
@@ -161,11 +164,11 @@ class PrefixStore:
         return found
 
     def _common(self, state: StateFile, prompt: np.ndarray) -> int:
-        """Return how many tokens a state and `prompt` have in common, rounded down to complete chunks."""
+        """Return how many tokens, in complete chunks, a state and `prompt` have in common."""
         return self._complete(common_prefix(state.tokens, prompt))
 
     def _complete(self, tokens: int) -> int:
-        """Return `tokens`, a number of tokens, rounded down to complete chunks."""
+        """Return a number of tokens rounded down to complete chunks."""
         return tokens // self.width * self.width
 
     def _states(self) -> Sequence[StateFile]:

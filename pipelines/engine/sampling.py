@@ -235,7 +235,7 @@ def _draw(weight: np.ndarray, number: float) -> tuple[int, bool]:
 
 
 def lead(logits: np.ndarray) -> float:
-    """Return the difference of the two largest `logits` [n], divided by the largest magnitude."""
+    """Return the difference of the two largest `logits` [n], divided by the largest |logit|."""
     best = int(logits.argmax())
     largest, smallest = logits[best], logits.min()
     if np.isinf(smallest):
@@ -346,8 +346,8 @@ def score_width(widths: Sequence[int], max_width: int) -> int:
     """Return how many tokens a call should read if the logits after every token are needed.
 
     widths: numbers of tokens that verify functions take. The result is the largest width that is at
-    most `max_width`, or the smallest if all are larger. Without widths it is 1, which is a decode
-    step.
+    most `max_width`, or the smallest if all are larger. Without widths, the result is 1 (a
+    decode step).
     """
     return max((width for width in widths if width <= max_width), default=min(widths, default=1))
 

@@ -65,13 +65,13 @@ class Scheduler:
 
     Only one thread at a time may call `turn`. A turn reads one chunk of one prompt and decodes one
     token of each other request. So a long prompt delays the others by only one chunk at a time.
-    Copying a prefix from another slot, or reading it from disk, takes the place of a chunk. If a
+    A turn that copies a prefix from another slot, or reads it from disk, reads no chunk. If a
     constraint forces several tokens, they are read in one call, like a chunk.
 
     `Admission` chooses which prompt is read next. If reading a prompt fails, only the request of
     this prompt ends. If a decode step fails, all requests in this step end. A preempted request
     loses its slot and continues later from a copy of its states. With `draft` or `ngrams`, a
-    request that is the only one uses speculative decoding.
+    request uses speculative decoding while no other request runs.
 
     Args:
         batch: a `castiron.vmfb.batch.Batch` or a `SingleSlot`, which nothing else may use.
@@ -79,8 +79,8 @@ class Scheduler:
         store: store on disk for the states of prefixes.
         draft: draft model for speculative decoding.
         ngrams: whether to speculate that the text repeats earlier text (prompt lookup).
-        fill_slots: whether to read all prompts that can have a slot before the next decode step,
-            in the widest chunks.
+        fill_slots: whether a turn reads all prompts that have or can get a slot, in the widest
+            chunks, before it decodes.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Scheduler:
         return not (self.waiting or self.prefilling or self.decoding)
 
     def submit(self, request: Request) -> None:
-        """Queue a request; `stop_tokens` of None are replaced by the model's end tokens."""
+        """Queue a request; if its `stop_tokens` is None, set it to the model's end tokens."""
         if request.stop_tokens is None:
             request.stop_tokens = frozenset(self.manifest.tokens.eos)
         self.requests.add(request)

@@ -1,7 +1,7 @@
 """Measure a bundle and other engines ("peers"): speed, time to first token and memory.
 
-For castiron, the result also has the fractions of the machine's bandwidth and peak that it reaches.
-They are computed from the FLOP and bytes of each kernel in the bundle's manifest.
+For castiron, the result also has the fractions of the machine's read bandwidth and peak FLOP/s that
+it reaches. They are computed from the FLOP and bytes of each kernel in the bundle's manifest.
 `progress`: called with (name of a stage, fraction done).
 """
 
@@ -29,7 +29,7 @@ from castiron.vmfb.manifest import Manifest
 def bench(
     bundle: Bundle, settings: Settings, against: Sequence[str], checkpoint: str | None, progress: Progress
 ) -> dict[str, Any]:
-    """Return measurements of a bundle, and of other engines on the bundle's checkpoint."""
+    """Measure a bundle, and other engines (`against`) on the bundle's checkpoint."""
     if settings.context > bundle.manifest.max_context:
         raise PipelineError(
             f"--prompt, --gen and --depth need {settings.context} positions, but the bundle has "
@@ -61,7 +61,7 @@ def bench(
 
 
 def add_peers(engines: dict[str, Engine], against: Sequence[str], source: Path) -> dict[str, str]:
-    """Add the engines of `against` that can run `source`; return {engine: reason} of others."""
+    """Add the engines that can run the model `source`; return {engine: reason} of the others."""
     from castiron.reference.peers import PEERS
 
     missing = {}
@@ -92,7 +92,7 @@ def summarise(engine: Engine) -> dict[str, Any]:
 
 
 def ratios(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> dict[str, float]:
-    """Return castiron's results relative to another engine's; above 1 castiron is better."""
+    """Return castiron's results relative to another engine's; above 1 means castiron is better."""
     return {
         "decode": round(ours["decode_tok_s"] / peer["decode_tok_s"], 3),
         "prefill": round(ours["prefill_tok_s"] / peer["prefill_tok_s"], 3),
@@ -130,17 +130,18 @@ def table(result: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a bundle's kernels: bytes read by a decode step, and FLOP to prefill a prompt."""
+    """The work of a bundle's kernels: bytes read by decode steps, and FLOP of a prefill."""
 
     manifest: Manifest
 
     def shares(self, settings: Settings, measured: Mapping[str, Any], limits: Mapping[str, float]) -> dict[str, float | None]:
-        """Return decode_roofline and prefill_peak_share, as fractions of the machine's limits.
+        """Return which fraction of the machine's limits castiron reaches, by name.
 
-        decode_roofline: bytes of weights and KV cache read per second, as a fraction of the read
-        bandwidth. prefill_peak_share: FLOP per second, as a fraction of the f32 peak; it may exceed
-        1 if activations are int8. Both are None for a bundle of the lowering `portable`, whose
-        manifest has no FLOP and bytes.
+        decode_roofline: bytes of weights and KV cache read per second, divided by the read
+        bandwidth.
+        prefill_peak_share: FLOP per second, divided by the f32 peak; it may exceed 1 with int8
+        activations.
+        Both are None for the lowering `portable`, whose manifests have no FLOP and bytes.
         """
         if not self._kernels() or not all("weights" in kernel for kernel in self._kernels()):
             return {"decode_roofline": None, "prefill_peak_share": None}
@@ -152,10 +153,10 @@ class Workload:
         }
 
     def decode_bytes(self, depth: int, tokens: int) -> float:
-        """Return the mean bytes of weights and KV cache that a decode step reads.
+        """Return the bytes of weights and KV cache that a decode step reads on average.
 
-        The weights of a step include one row of the embedding and, of the experts, only those that
-        are used.
+        depth, tokens: position of the first step, and number of steps. Of the embedding, only one
+        row counts. Of the experts, only those count that a token is routed to.
         """
         weights = sum(kernel["calls"] * kernel["weights"] for kernel in self._kernels())
         # Only kernels that read the KV cache have bytes that grow with the position; at position 0 they read one entry.
@@ -170,8 +171,8 @@ class Workload:
     def prefill_flops(self, tokens: int) -> float:
         """Return the FLOP to prefill `tokens` tokens from position 0 and compute the last logits.
 
-        Padding does not count: the FLOP of a padded chunk are multiplied by the fraction of its
-        tokens that are not padding.
+        Padding does not count: if a quarter of a chunk's tokens are padding, three quarters of the
+        chunk's FLOP count.
         """
         names = {function.width: function.name for function in self.manifest.functions if function.role == "prefill"}
         names[1] = "decode_step"

@@ -1,4 +1,4 @@
-"""Measure engines alternately on one machine, each in its own process.
+"""Measure several engines on one machine. Each has its own process, and they run in turns.
 
 `progress`: called with (name of a stage, fraction done).
 """
@@ -37,7 +37,10 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings: CPU threads, tokens to prefill and decode, first position to decode, and rounds."""
+    """What is measured: `rounds` times, a prefill of `prompt` tokens and `gen` decode steps.
+
+    threads: CPU threads. depth: position of the first decode step.
+    """
 
     threads: int
     prompt: int = 512
@@ -47,15 +50,15 @@ class Settings:
 
     @property
     def context(self) -> int:
-        """The context, in positions, that every engine needs for this measurement."""
+        """The context length, in tokens, that every engine needs for this measurement."""
         return max(self.prompt, self.depth + self.gen, FIRST_PROMPT + 1)
 
 
 class EngineError(PipelineError):
-    """The error of an engine whose process failed."""
+    """Raised if an engine's process crashed or reported an error."""
 
     def __init__(self, engine: str, reason: str, status: int | None):
-        """Describe the failure of `engine`; status: exit status of its process, None if alive."""
+        """Describe an engine's failure; status: exit status of its process, None if it is alive."""
         crash = f"crashed ({signal.Signals(-status).name})" if status and status < 0 else None
         self.engine, self.reason = engine, crash or f"ended: {reason or 'it gave no reason'}"
         super().__init__(f"{engine} {self.reason}")
@@ -63,9 +66,10 @@ class EngineError(PipelineError):
 
 @dataclass
 class Engine:
-    """An engine, the path of its model, and its measurements, one value per round.
+    """An engine with the path of its model and its measurements.
 
-    decode, prefill: tokens/s. first: milliseconds to the first token. rss_mb: peak memory in MB.
+    decode, prefill: tokens/s of each round. first: milliseconds to the first token of each round.
+    rss_mb: peak memory in MB.
     """
 
     name: str
@@ -77,10 +81,10 @@ class Engine:
 
 
 class Worker:
-    """The process of one engine, which answers requests over a pipe."""
+    """A process that runs one engine. It receives requests and returns results over a pipe."""
 
     def __init__(self, engine: str, model: str, settings: Settings):
-        """Start the process; raise EngineError if it cannot load `model`, a path."""
+        """Start the process; EngineError if it cannot load the model. model: path of the model."""
         self.engine = engine
         self.pipe, end = _SPAWN.Pipe()
         arguments = end, engine, model, settings.threads, settings.context
@@ -90,7 +94,7 @@ class Worker:
         self._answer()
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Return the result of the engine's `method(*arguments)`; raise EngineError if it fails."""
+        """Call a method of the engine and return its result; EngineError if the engine fails."""
         # If the process has ended, `_answer` reports why.
         with contextlib.suppress(BrokenPipeError):
             self.pipe.send((method, arguments))
@@ -114,9 +118,9 @@ class Worker:
 
 
 def serve_engine(pipe: Connection, name: str, model: str, threads: int, context: int) -> None:
-    """Load an engine and run requests from `pipe`: the main function of an engine's process.
+    """Load an engine, and run requests from `pipe`: the main function of a `Worker`'s process.
 
-    A request is (method, arguments); the answer is (result, error message or None).
+    A request is (name of a method, arguments). The answer is (result, error message or None).
     """
     # Discard stdout and stderr, to which libraries print progress and warnings.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -153,11 +157,12 @@ def time_to_first_token(engine: str, model: str, settings: Settings, tokens: Seq
 def measure(
     engines: dict[str, Engine], settings: Settings, tokens: Sequence[int], machine: Machine, progress: Progress
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Measure engines alternately, and add the measurements to `engines`.
+    """Measure engines in turns, and append the measurements to the lists in `engines`.
 
-    An engine that fails is removed from `engines`; if castiron fails, EngineError is raised.
+    An engine that fails is removed from `engines`. If castiron fails, EngineError is raised.
 
-    Returns the machine's read_gb_s and peak_gflop_s of each round, and {engine: why it failed}.
+    Returns two dicts: the machine's limits read_gb_s and peak_gflop_s, with one value per round,
+    and the errors of the engines that failed.
     """
     workers: dict[str, Worker] = {}
     limits: dict[str, list[float]] = {"read_gb_s": [], "peak_gflop_s": []}
@@ -209,9 +214,9 @@ def measure(
 
 
 class Castiron:
-    """castiron's engine with the methods that `serve_engine` calls.
+    """castiron as an engine of the benchmark. `serve_engine` calls its methods.
 
-    The other engines, in `reference.peers`, have the same methods.
+    The other engines are in `reference.peers`, and have the same methods.
     """
 
     def __init__(self, model: str, threads: int, context: int):

@@ -1,4 +1,4 @@
-"""Time one kernel on operands like those of a model, and compare it with the machine's limits.
+"""Time one kernel on operands like a model's, and compare the time with the machine's limits.
 
 `progress`: called with (name of a stage, fraction done).
 """
@@ -36,9 +36,9 @@ Progress = Callable[[str, float], None]
 
 
 def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, position: int) -> dict[str, np.ndarray]:
-    """Return random operands for a kernel, as arrays by operand name.
+    """Return random operands of a kernel by name. Ids of experts and tokens are 0, 1, 2, ...
 
-    Ids of experts and tokens are not random, but 0, 1, 2, ...
+    sizes: the numbers of --shape. position: KV cache position of the first token.
     """
     rng = np.random.default_rng(0)
     full = {"length": tokens, "start": position, "position": position, "counters": 0}
@@ -70,7 +70,7 @@ def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, posi
 
 @dataclass(frozen=True)
 class KernelRun:
-    """A kernel, the settings that --json prints, and the KV cache position at which it runs."""
+    """A kernel to time, with the settings that --json prints, and the KV cache position to use."""
 
     kernel: Kernel
     settings: Mapping[str, Any]
@@ -80,11 +80,10 @@ class KernelRun:
 def kernel_run(
     kind: str, shape: str, tokens: int | None, codec: str, numerics: str, threads: int, context: int, cache: str = "f32"
 ) -> KernelRun:
-    """Return a kernel for this machine, with its settings and the position at which it runs.
+    """Return a kernel for this machine, given by the options of `castiron bench --kernel`.
 
-    The position is the last one at which the kernel's tokens still fit in the context. The
-    arguments are the options of `castiron bench --kernel`: kind is a key of KINDS, shape is like
-    "1536x576", and tokens is None for the kind's default.
+    kind: a key of KINDS. shape: for example "1536x576". tokens: None for the kind's default. The
+    result's position is the last one at which this many tokens fit in the context.
     """
     from castiron.vmfb.targets import resolve
 
@@ -103,7 +102,7 @@ def kernel_run(
 
 
 def measure(run: KernelRun, rounds: int, machine: Any, progress: Progress) -> dict[str, Any]:
-    """Return the measurements of a kernel and of the machine's limits, as --json prints them."""
+    """Time a kernel and measure the machine's limits; return the object that --json prints."""
     kernel, settings, position = run.kernel, run.settings, run.position
     threads, codec = settings["threads"], settings["codec"]
     progress("compiling the kernel", 0.0)

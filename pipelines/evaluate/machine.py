@@ -1,6 +1,6 @@
 """Time kernels, and measure the machine's limits with probe kernels.
 
-The limits are the read bandwidth, and the peak arithmetic rates in f32, int8 and bf16.
+The limits are the read bandwidth in GB/s, and the peak rates of arithmetic in f32, int8 and bf16.
 """
 
 import os
@@ -57,7 +57,7 @@ _PEAK_OF = {
 
 
 def chains_of(isa: Isa) -> int:
-    """Return how many accumulators hide a multiply-add's latency and still fit in registers."""
+    """Return a number of accumulators that hides a multiply-add's latency and fits in registers."""
     return 24 if isa.lanes == 4 else 12
 
 
@@ -165,25 +165,25 @@ def _matrix(isa: Isa) -> Kernel:
 def _probe(
     name: str, x: TensorType, result: tuple[int, ...], write: Callable[..., None], *, flops: int = 0, nbytes: int = 0
 ) -> Kernel:
-    """Return a probe kernel, with one workgroup per row of its result.
+    """Return a probe kernel with operand x and result y; a workgroup computes one row of y.
 
-    flops: FLOP of one call. nbytes: bytes that one call reads. write: emits the body; called as
-    write(body, x, y).
+    flops: FLOP of one call. nbytes: bytes that one call reads. write: emits the kernel's body;
+    called as write(body, x, y).
     """
     y = {"y": TensorType(result, F32)}
     return Kernel(f"probe_{name}", {"x": x}, y, result[0], write, dict, flops=flops, nbytes=nbytes)
 
 
 class TimedKernel:
-    """A kernel compiled for this machine, with its operands.
+    """A kernel that is compiled for this machine, with its operands.
 
-    results: arrays by result name, without results that are updated in place. copies: several
-    copies of the operands, each as arrays by operand name. Each call uses the next copy, so that
-    large operands are not in the CPU's cache.
+    results: arrays by result name, except results that are updated in place. copies: equal sets of
+    operands, each with arrays by operand name. Each call uses the next set, so that large operands
+    are not in the CPU's cache.
     """
 
     def __init__(self, kernel: Kernel, values: Mapping[str, np.ndarray], threads: int):
-        """Compile and load the kernel; `values` are its tensor operands by name."""
+        """Compile and load the kernel. values: arrays of its operands, by name."""
         import iree.runtime as rt
 
         from castiron.vmfb.compiler import compile_mlir
@@ -224,7 +224,7 @@ class TimedKernel:
         release_at_exit(self, "_results", "_arguments", "_buffers", "_function", "_context", "device")
 
     def seconds(self, min_seconds: float) -> tuple[float, int]:
-        """Return (mean seconds of a call, number of calls), measured for `min_seconds` or more."""
+        """Return (mean seconds of a call, number of calls), measured for at least `min_seconds`."""
         calls, start = 0, time.perf_counter()
         while (taken := time.perf_counter() - start) < min_seconds or not calls:
             self._context.invoke(self._function, self._arguments[calls % len(self._arguments)], self._results)
@@ -233,7 +233,7 @@ class TimedKernel:
 
 
 class Machine:
-    """The probe kernels, compiled for this machine, on `threads` threads."""
+    """This machine's probe kernels, compiled for `threads` threads."""
 
     def __init__(self, threads: int):
         from castiron.vmfb.targets import resolve
@@ -250,9 +250,10 @@ class Machine:
             self.probes[limit] = TimedKernel(kernel, {"x": values}, threads)
 
     def measure(self, limit: str, seconds: float = LOAD_SECONDS) -> float:
-        """Return a limit of the machine, measured for `seconds`; 0 if the CPU cannot run the probe.
+        """Measure a limit of the machine for `seconds`; return 0 if the CPU cannot run its probe.
 
-        limit: `read_gb_s` in GB/s, or a key of PEAKS in 10^9 operations/s; a multiply-add is two.
+        limit: `read_gb_s` in GB/s, or a key of PEAKS in 10^9 operations/s; a multiply-add counts as
+        two.
         """
         if (probe := self.probes.get(limit)) is None:
             return 0.0
@@ -260,18 +261,19 @@ class Machine:
 
 
 def peak_of(kernel: str) -> str:
-    """Return the limit that bounds a kernel's arithmetic, as a key of PEAKS.
+    """Return the key of PEAKS for the arithmetic of a kernel, from the kernel's name.
 
     Exact matmuls on matrix units split x into three or more bf16 parts, so they can reach at most a
-    third of the limit.
+    third of the bf16 peak.
     """
     return next((peak for part, peak in _PEAK_OF.items() if part in kernel), "peak_gflop_s")
 
 
 def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: Mapping[str, float]) -> tuple[str, float | None]:
-    """Return (what bounds a kernel, fraction of this limit that the kernel reaches).
+    """Return (what limits a kernel's speed, fraction of this limit that the kernel reaches).
 
-    The bound is "memory", "compute" or "cache"; for "cache" the fraction is None.
+    The limit is "memory", "compute", or "cache" if the kernel reads faster than memory can. For
+    "cache", the fraction is None.
     """
     reading, computing = nbytes / limits["read_gb_s"] / 1e9, flops / limits[peak_of(kernel)] / 1e9
     bound = "compute" if computing >= reading else "memory" if reading <= seconds else "cache"
@@ -279,14 +281,17 @@ def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: M
 
 
 def of_limit(row: Mapping[str, Any]) -> str:
-    """Return a kernel's fraction of its limit as text: "75%", "in cache", or "?" if unknown."""
+    """Return what fraction of its limit a kernel reaches, such as "75%".
+
+    The text is "in cache" if its data fit in the CPU's caches, and "?" if the limit is unknown.
+    """
     if row["bound"] == "cache":
         return "in cache"
     return "?" if row["limit_share"] is None else f"{row['limit_share']:.0%}"
 
 
 def amount(kernel: Mapping, unit: str, position: int) -> int:
-    """Return the FLOP or bytes of one call of a kernel at `position`.
+    """Return the FLOP or bytes of one call of a kernel at KV cache position `position`.
 
     unit: "flops" or "bytes". kernel[unit]: [amount at position 0, increase per position, maximum].
     """
@@ -295,7 +300,7 @@ def amount(kernel: Mapping, unit: str, position: int) -> int:
 
 
 def describe(limits: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return CPU name, cores, memory in GB, system, and medians of the measured limits."""
+    """Return CPU name, cores, memory in GB, operating system, and medians of measured limits."""
     import platform
 
     from castiron.vmfb.cpu import host_cpu, physical_cores
@@ -312,6 +317,6 @@ def describe(limits: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict:
-    """Return the median, min and max of measurements, and all values in order."""
+    """Return the median, min and max of measurements, and the measurements in order."""
     digits = [round(value, 3) for value in values]
     return {"median": round(statistics.median(values), 3), "min": min(digits), "max": max(digits), "values": digits}

@@ -40,11 +40,10 @@ Rows = Callable[[Sequence[int], int], Iterator[np.ndarray]]
 
 @dataclass(frozen=True)
 class Compared:
-    """Statistics of a model and a base model for each scored token, all [tokens].
+    """Statistics of a model and a base model for each scored token; all arrays are [tokens].
 
-    nll, nll_base: the token's negative log-likelihood by the model and by the base. kld: KL
-    divergence KL(base || model). same_top: whether the model and the base have the same most
-    probable token.
+    nll, nll_base: negative log-likelihood of the token by the model and by the base model. kld: KL
+    divergence KL(base || model). same_top: whether both models have the same most probable token.
     """
 
     nll: np.ndarray
@@ -54,26 +53,26 @@ class Compared:
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Return the log-probability of each token, f64 [vocab], from its `logits` [vocab]."""
+    """Return the log-probabilities, f64 [vocab], of all tokens from `logits` [vocab]."""
     x = logits.astype(np.float64)
     x -= x.max()
     return x - np.log(np.exp(x).sum())
 
 
 def compare_row(logits: np.ndarray, base: np.ndarray, token: int) -> tuple[float, float, float, bool]:
-    """Return the fields of `Compared` for one `token`, from the logits [vocab] that predict it."""
+    """Return the fields of `Compared` for one token, from both models' logits [vocab] for it."""
     q, p = log_softmax(logits), log_softmax(base)
     return -float(q[token]), -float(p[token]), float(np.exp(p) @ (p - q)), bool(q.argmax() == p.argmax())
 
 
 def mean_and_error(values: np.ndarray) -> dict[str, float]:
-    """Return the mean and its standard error, which is 0 for up to ten values as in llama.cpp."""
+    """Return the mean and its standard error (0 for up to ten values, as in llama.cpp)."""
     error = np.sqrt(values.var() / (values.size - 1)) if values.size > 10 else 0.0
     return {"mean": float(values.mean()), "error": float(error)}
 
 
 def perplexity(nll: np.ndarray) -> dict[str, float]:
-    """Return the perplexity, exp of the mean negative log-likelihood, and its standard error."""
+    """Return the perplexity and its standard error; nll: negative log-likelihoods of tokens."""
     found = mean_and_error(nll)
     value = float(np.exp(found["mean"]))
     return {"mean": value, "error": value * found["error"]}
@@ -82,8 +81,9 @@ def perplexity(nll: np.ndarray) -> dict[str, float]:
 def statistics(found: Compared) -> dict:
     """Return the statistics that `llama-perplexity --kl-divergence` prints, by name.
 
-    Probabilities are 0 to 1, not percentages. As in llama.cpp, the error of the perplexity ratio is
-    computed from each token's difference of log-likelihoods, so it includes the covariance.
+    Probabilities are from 0 to 1, not percentages. As in llama.cpp, the error of the perplexity
+    ratio comes from the difference of the two log-likelihoods of each token, so it includes the
+    covariance.
     """
     log_ratio = mean_and_error(found.nll - found.nll_base)
     ratio = float(np.exp(log_ratio["mean"]))
@@ -104,7 +104,7 @@ def statistics(found: Compared) -> dict:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of the text; targets: the token that follows each of `tokens[first:]` in the text."""
+    """A part of the text. targets: for each of `tokens[first:]`, the next token of the text."""
 
     tokens: list[int]
     targets: list[int]
@@ -114,7 +114,7 @@ class Chunk:
 def bundle_rows(session: Session, steps: bool = False) -> Rows:
     """Return a function that yields a bundle's logits, f32 [vocab], after each token of a text.
 
-    It calls the verify functions or, if `steps` is true, decode_step.
+    The logits come from the verify functions or, if `steps` is true, from decode_step.
     """
 
     def rows(tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
@@ -133,7 +133,7 @@ def bundle_rows(session: Session, steps: bool = False) -> Rows:
 
 
 def text_of(path: str | None = None) -> str:
-    """Return the text in `path`, by default in DEFAULT_TEXT, without the last line feed."""
+    """Return the text of the file `path`, by default DEFAULT_TEXT, without the last line feed."""
     try:
         text = (Path(path) if path else files("castiron.pipelines.evaluate") / DEFAULT_TEXT).read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -142,7 +142,7 @@ def text_of(path: str | None = None) -> str:
 
 
 def tokens_of(bundle: Bundle, path: str | None = None) -> list[int]:
-    """Return the token ids of the text `text_of(path)`; random ids without a tokenizer."""
+    """Return the token ids of `text_of(path)`, or random ids if the bundle has no tokenizer."""
     if bundle.tokenizer is not None:
         return load_tokenizer(bundle).encode(text_of(path))
     if path is not None:
@@ -151,15 +151,15 @@ def tokens_of(bundle: Bundle, path: str | None = None) -> list[int]:
 
 
 def text_name(bundle: Bundle, path: str | None = None) -> str:
-    """Return the name of the text that `tokens_of` reads, for reports."""
+    """Return the name of the text that `tokens_of` encodes, for reports."""
     return path or (DEFAULT_TEXT if bundle.tokenizer else "random tokens")
 
 
 def chunks_of(tokens: Sequence[int], context: int, max_chunks: int | None = None, bos: int | None = None) -> list[Chunk]:
-    """Return a text split into chunks of `context` tokens, without an incomplete last one.
+    """Split a text into chunks of `context` tokens; an incomplete last chunk is left out.
 
     As in llama.cpp, the tokens of a chunk from index context // 2 + 1 on are scored. If the text
-    begins with the token `bos`, `bos` replaces the first token of every chunk.
+    begins with the token `bos`, the first token of every chunk is replaced by `bos`.
     """
     if context < 4:
         raise PipelineError(f"--context is {context}; a chunk needs at least 4 tokens")
@@ -180,7 +180,7 @@ def chunks_of(tokens: Sequence[int], context: int, max_chunks: int | None = None
 
 
 def _scored(chunks: Sequence[Chunk], progress: Progress, *models: Rows) -> Iterator[tuple]:
-    """Yield (logits of each model, ..., token id) for every scored token."""
+    """Yield (logits [vocab] of each model, ..., token id) for every scored token."""
     for done, chunk in enumerate(chunks):
         progress(done, len(chunks))
         yield from zip(*(model(chunk.tokens, chunk.first) for model in models), chunk.targets, strict=True)
@@ -193,13 +193,16 @@ def likelihoods(model: Rows, chunks: Sequence[Chunk], progress: Progress = lambd
 
 
 def compare(model: Rows, base: Rows, chunks: Sequence[Chunk], progress: Progress = lambda done, total: None) -> Compared:
-    """Return statistics of a model and a base model for every scored token."""
+    """Return the statistics of a model and a base model for every scored token."""
     found = [compare_row(*each) for each in _scored(chunks, progress, model, base)]
     return Compared(*map(np.array, zip(*found, strict=True)))
 
 
 def own_accuracy(bundle: Bundle, progress: Progress = lambda done, total: None) -> Accuracy | None:
-    """Return the accuracy of verify functions against decode steps; None for too short a text."""
+    """Measure how far the logits of functions for several tokens are from those of decode steps.
+
+    Returns None if the bundle's text is too short.
+    """
     context = min(SHORT_CONTEXT, bundle.manifest.context)
     try:
         chunks = chunks_of(tokens_of(bundle), context, SHORT_CHUNKS, bundle.manifest.tokens.bos)

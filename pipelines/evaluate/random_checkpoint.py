@@ -1,7 +1,7 @@
-"""Write checkpoints with random weights and the shapes of known models to the cache.
+"""Write GGUF files with random weights in the shapes of known models to the cache.
 
-They are GGUF files, which llama.cpp can read too. `progress`: called with (name of a stage,
-fraction done).
+llama.cpp can read these files too.
+`progress`: called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations
@@ -87,9 +87,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def random_checkpoint(name: str, codec: str, progress: Progress) -> Path:
-    """Return the path of a random GGUF file, which the first use writes to the cache.
+    """Return the path in the cache of a random GGUF file, which is written at its first use.
 
-    codec: codec of every matrix, except that q4_k mixes codecs as llama.cpp's Q4_K_M does.
+    name: a key of SHAPES. codec: codec of every matrix; q4_k is a mix of codecs, llama.cpp's
+    Q4_K_M.
     """
     if (config := SHAPES.get(name)) is None:
         raise PipelineError(f"unknown shape: {name}; without --kernel, --shape takes {', '.join(SHAPES)}")
@@ -100,16 +101,16 @@ def random_checkpoint(name: str, codec: str, progress: Progress) -> Path:
 
 
 def checkpoint_of(name: str, config: dict[str, Any]) -> Checkpoint:
-    """Return a checkpoint with the tensors of a model `config`, in bf16 and without data."""
+    """Return a checkpoint with the tensors of a model `config`, in bf16 but without data."""
     weights = build(dict(config), lambda weight: "bf16", 1, ()).weights.values()
     shapes = {tensor: shape for weight in weights for tensor, shape in weight.tensors}
     return Checkpoint(Path(name), "hf", config, {t: Tensor(t, shape, "bf16", t, bytes) for t, shape in shapes.items()})
 
 
 def gguf_parts(checkpoint: Checkpoint, weights: str) -> tuple[bytes, list[Tensor]]:
-    """Return the header bytes of a GGUF file, and its random tensors.
+    """Return the header bytes of a GGUF file, and its tensors with random data.
 
-    The metadata has the vocabulary size but no tokens; llama.cpp generates placeholder tokens.
+    The metadata has a vocabulary size but no tokens, so llama.cpp generates placeholder tokens.
     """
     (architecture, _), config = gguf_export.architecture_for(checkpoint), gguf_export.flat_config(checkpoint.config)
     vocab = read_config(checkpoint.config).vocab
@@ -122,7 +123,7 @@ def gguf_parts(checkpoint: Checkpoint, weights: str) -> tuple[bytes, list[Tensor
 
 
 def _tensor(name: str, shape: tuple[int, ...], codec: str) -> Tensor:
-    """Return a tensor whose data repeats one random tile; a 1-D tensor is filled with ones."""
+    """Return a tensor filled with copies of a random tile, or with ones if it has one dimension."""
 
     def read() -> np.ndarray:
         if len(shape) == 1:
@@ -133,7 +134,7 @@ def _tensor(name: str, shape: tuple[int, ...], codec: str) -> Tensor:
 
 
 def _write(file: str, header: bytes, tensors: Sequence[Tensor], progress: Progress) -> Path:
-    """Write a header and tensors to the cache file `file`, unless it has them; return its path."""
+    """Write a header and tensors to the cache file `file` if it is absent; return its path."""
     path = cache_path(KIND) / file
     size = len(header) + sum(gguf_file.padded(tensor.nbytes) for tensor in tensors)
     if path.is_file() and path.stat().st_size == size and path.open("rb").read(len(header)) == header:
@@ -152,7 +153,7 @@ def _write(file: str, header: bytes, tensors: Sequence[Tensor], progress: Progre
 
 
 def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndarray:
-    """Return random weights in a codec, u8 [rows, row_bytes], with scales as in trained weights."""
+    """Return random weights in a codec, u8 [rows, row_bytes], with scales as in a real model."""
     codec, rng = codec_of(codec_name), np.random.default_rng(seed)
     if not codec.quantised:
         values = (rng.standard_normal((rows, in_features)) * 0.05).astype(np.float32)
@@ -194,9 +195,9 @@ def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndar
 
 @cache
 def random_tile(codec_name: str) -> np.ndarray:
-    """Return about TILE_BYTES of random blocks, which are repeated to fill a tensor.
+    """Return about TILE_BYTES of random blocks in a codec, u8. Copies of this tile fill a tensor.
 
-    Their number is odd, so that rows of a power of two blocks do not all have the same content.
+    The number of blocks is odd. Otherwise many rows would have the same content.
     """
     codec = codec_of(codec_name)
     blocks = TILE_BYTES // codec.block_bytes | 1

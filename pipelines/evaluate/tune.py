@@ -1,9 +1,10 @@
 """Search for tile sizes that make a model's matmuls faster on this machine.
 
-Matmuls are timed inside the model's own functions, on its own weights. A round compiles one module
-with one candidate for every matmul. IREE's profiler times every dispatch alternately with default
-tiles and with the candidate. The fastest candidate of each matmul is measured again. It is used if
-it is faster again and a bundle with all chosen tiles generates the same tokens.
+Matmuls are timed inside the model's own functions, with its weights. Each round compiles one
+module, in which every matmul has one candidate for its tiles. IREE's profiler then times this
+module and the module with default tiles in turns. After all rounds, the fastest candidate of each
+matmul is timed again. It is used if it is faster again, and if a bundle with all such candidates
+generates the same tokens.
 `progress`: called with (name of a stage, fraction done).
 """
 
@@ -50,7 +51,7 @@ Progress = Callable[[str, float], None]
 class MatmulSearch:
     """The search for the best tiles of one matmul.
 
-    function: name of the model function in which it is timed. tiles: the fastest tiles; None for
+    function: the model function in which the matmul is timed. tiles: the fastest tiles; None for
     the default tiles. gain: speed-up of `tiles` over the default tiles.
     """
 
@@ -62,12 +63,12 @@ class MatmulSearch:
 
 
 class Bench:
-    """A bundle with default tiles, whose matmuls are timed against modules with other tiles."""
+    """A model compiled with default tiles. Its matmuls are timed with default and other tiles."""
 
     def __init__(self, model: str | Path, options: Options, functions: Sequence[str], directory: Path, progress: Progress):
-        """Compile `model` with default tiles.
+        """Compile `model` with default tiles into a subdirectory of `directory`.
 
-        functions: names of the model functions in which matmuls are searched; [] for all.
+        functions: names of the model functions whose matmuls are tuned; [] for all functions.
         """
         self.model, self.options, self.directory = model, options, directory
         checkpoint = open_source(model, options, progress)
@@ -88,17 +89,17 @@ class Bench:
         self._runs: dict[str, int] = {}
 
     def compiled(self, tiles: TilesByMatmul, name: str, progress: Progress) -> Bundle:
-        """Return a bundle compiled with `tiles` in the subdirectory `name`."""
+        """Compile the model with `tiles`, in the subdirectory `name`, and return the bundle."""
         chosen = {matmul: asdict(found) for matmul, found in tiles.items()}
         compile_model(self.model, self.directory / name, self.options, progress, tiles=chosen)
         return open_bundle(self.directory / name)
 
     def matmuls(self) -> dict[str, MatmulSearch]:
-        """Return a new search by matmul name; it uses the first function that has the matmul."""
+        """Return a new search for each matmul by name, in the first function with the matmul."""
         return {name: MatmulSearch(matmul, function) for name, (matmul, function, _) in self.kernels.items()}
 
     def gains(self, tiles: TilesByMatmul, repeats: int) -> dict[str, tuple[float, float]]:
-        """Return (seconds with default tiles, speed-up with `tiles`) of each matmul, by name."""
+        """Return (seconds with default tiles, speed-up with `tiles`) of each matmul in `tiles`."""
         module = self._lowered(tiles)
         candidate = self.directory / "candidate.vmfb"
         compile_mlir(print_module(module), self.target, candidate, cache_dir=self.directory)
@@ -120,7 +121,7 @@ class Bench:
         return found
 
     def _times(self, model: Path, function: Function) -> Iterator[tuple[str, float]]:
-        """Yield (name, seconds of one call) of the kernels that `function` in a module runs."""
+        """Run a function of the module file `model`; yield (name, seconds of a call) of kernels."""
         measure = lambda runs: dispatches(
             model, self.bundle.file(WEIGHTS), self.bundle.manifest, function, POSITION, self.threads, runs
         )
@@ -135,7 +136,7 @@ class Bench:
         return lower(self._layers, isa=self.target.isa, threads=self.threads, tiles=tiled, numerics=self.options.numerics)
 
     def _kernels_of(self, module: Module) -> dict[str, tuple[Matmul, str, str]]:
-        """Return (matmul, name of the first function that has it, kernel name) by matmul name."""
+        """Return (matmul, name of the first function with it, kernel name there) by matmul name."""
         found: dict[str, tuple[Matmul, str, str]] = {}
         for function in self.functions:
             for op in module.functions[function.name].ops:
@@ -148,9 +149,9 @@ class Bench:
 def search(bench: Bench, searches: dict[str, MatmulSearch], progress: Progress) -> int:
     """Find the best tiles of each matmul, and store them in `searches`.
 
-    Each round compiles a module with one candidate for the tiles of each matmul, and times the
-    module's kernels. In the end, the fastest candidates are timed again to confirm them. Returns
-    the number of rounds that did not compile.
+    Each round compiles a module in which every matmul has one candidate for its tiles, and times
+    the kernels. In the end, the fastest candidates are timed again. Returns the number of rounds
+    whose module did not compile.
     """
     refused = 0
     candidates = {name: list(neighbours(found.matmul, bench.isa, bench.threads)) for name, found in searches.items()}
@@ -158,7 +159,7 @@ def search(bench: Bench, searches: dict[str, MatmulSearch], progress: Progress) 
     best: dict[str, tuple[float, Tiles]] = {}
 
     def measured(tiles: TilesByMatmul, repeats: int) -> Iterator[tuple[str, float]]:
-        """Yield (matmul name, speed-up with `tiles`); store the times with default tiles."""
+        """Yield (matmul name, speed-up with `tiles`), and store the times with default tiles."""
         nonlocal refused
         try:
             gains = bench.gains(tiles, repeats) if tiles else {}
@@ -190,7 +191,7 @@ _STEPS: dict[str, Steps] = {"together": _NEXT, "chains": _NEXT, "rows": _NEXT}
 
 
 def neighbours(matmul: Matmul, isa: Isa, threads: int) -> Iterator[Tiles]:
-    """Yield tiles that differ from the default ones in one field and give other kernel code."""
+    """Yield tiles that differ from the default tiles in one field, and give a different kernel."""
     default = default_tiles(matmul, isa, threads)
     seen = {None, _code(matmul, isa, threads, default)}
     for tile in fields(default):
@@ -202,9 +203,9 @@ def neighbours(matmul: Matmul, isa: Isa, threads: int) -> Iterator[Tiles]:
 
 
 def _code(matmul: Matmul, isa: Isa, threads: int, tiles: Tiles) -> str | None:
-    """Return the MLIR of the matmul's kernel; None if `tiles` are invalid.
+    """Return the MLIR of the matmul's kernel without the kernel's name; None for invalid `tiles`.
 
-    The symbol's name is removed, so that kernels with equal code have equal text.
+    Without the name, kernels with the same code have the same text.
     """
     try:
         kernel = kernel_of(matmul, isa, threads, tiles)
@@ -214,7 +215,7 @@ def _code(matmul: Matmul, isa: Isa, threads: int, tiles: Tiles) -> str | None:
 
 
 def prompts_of(bundle: Bundle) -> list[list[int]]:
-    """Return the token ids of up to PROMPTS prompts of `castiron verify` that fit the context."""
+    """Return up to PROMPTS prompts of `castiron verify`, as token ids, that fit in the context."""
     context = bundle.manifest.context
     limit = context - TOKENS - max(bundle.manifest.widths("verify"), default=0)
     if found := [tokens for _, tokens in encoded_prompts(bundle) if len(tokens) <= limit][:PROMPTS]:
@@ -223,7 +224,7 @@ def prompts_of(bundle: Bundle) -> list[list[int]]:
 
 
 def answers(bundle: Bundle, threads: int, prompts: list[list[int]]) -> list[list[int]]:
-    """Return the tokens after `prompts` from decode steps, verify and batch functions."""
+    """Return the tokens after `prompts` from decode steps, verify functions and batch functions."""
     session, found = Session(bundle, threads), []
     for prompt in prompts:
         tokens = greedy(session, prompt, TOKENS)

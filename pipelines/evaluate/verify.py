@@ -37,7 +37,7 @@ RANDOM_LENGTHS = (1, 2, 3, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 63, 6
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt for castiron and HF transformers, as `tokens` (ids) or as `text`.
+    """A prompt for castiron and HF transformers: either token ids in `tokens`, or a text.
 
     raw: whether the text is encoded without the chat template.
     """
@@ -49,12 +49,12 @@ class Prompt:
 
 
 def first_difference(theirs: Sequence[int], ours: Sequence[int]) -> int | None:
-    """Return the index of the first token that differs; None if the sequences are equal."""
+    """Return the index of the first different token; None if the sequences are equal."""
     return next((index for index, pair in enumerate(zip(theirs, ours, strict=True)) if pair[0] != pair[1]), None)
 
 
 def read_prompts(path: str | Path | None = None) -> list[Prompt]:
-    """Return the prompts in the file `path`; None reads the file that is part of castiron.
+    """Return the prompts in the file `path`, by default in a file that castiron includes.
 
     A line is the text of a prompt, or a JSON object with "prompt" (text) or "tokens" (ids), and
     optionally "name" and "raw".
@@ -85,7 +85,7 @@ def _prompt(line: str, where: str) -> Prompt:
 
 
 def random_prompts(vocab: int) -> list[Prompt]:
-    """Return prompts of random token ids with a fixed seed, for bundles without a tokenizer."""
+    """Return prompts of random token ids, always the same, for bundles without a tokenizer."""
     random = np.random.default_rng(0)
     return [
         Prompt(f"{length} random tokens", tokens=tuple(int(token) for token in random.integers(vocab, size=length)))
@@ -96,14 +96,14 @@ def random_prompts(vocab: int) -> list[Prompt]:
 def encoded_prompts(
     bundle: Bundle, path: str | None = None, given: Sequence[Prompt] | None = None
 ) -> list[tuple[Prompt, list[int]]]:
-    """Return (prompt, token ids) of `given`, or of the file `path`, or of default prompts."""
+    """Return (prompt, token ids) for `given`, else for the file `path`, else default prompts."""
     vocab, text = bundle.manifest.vocab, load_tokenizer(bundle) if bundle.tokenizer else None
     prompts = given or (read_prompts(path) if path or text else random_prompts(vocab))
     return [(prompt, encode(prompt, text, vocab)) for prompt in prompts]
 
 
 def encode(prompt: Prompt, text, vocab: int) -> list[int]:
-    """Return the token ids of a prompt; text: the bundle's tokenizer, or None without one."""
+    """Return the token ids of a prompt; text: the bundle's tokenizer, or None if it has none."""
     if prompt.tokens:
         if (largest := max(prompt.tokens)) >= vocab:
             raise PipelineError(
@@ -120,10 +120,10 @@ def encode(prompt: Prompt, text, vocab: int) -> list[int]:
 def checkpoint_of(bundle: Bundle, given: str | None = None, *, any_format: bool = False) -> Path:
     """Return the path of the checkpoint that the bundle was compiled from.
 
-    The path is `given`, or else the path in the manifest. If the path in the manifest does not
-    exist, the checkpoint is downloaded again. Raises PipelineError if the checkpoint's SHA-256
-    differs from that in the manifest. With `any_format`, `given` may be the same model in the other
-    format (GGUF file or HF directory), whose hash is not checked.
+    This is `given`, or else the path in the manifest. If the path in the manifest does not exist,
+    the checkpoint is downloaded again. Raises PipelineError if the checkpoint's SHA-256 is not that
+    of the manifest. With `any_format`, `given` may also be the same model in the other format (GGUF
+    file or HF directory); its SHA-256 is then not checked.
     """
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, canonical_name, fetch
     from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256, find_checkpoint
@@ -160,7 +160,7 @@ def text_of(bundle: Bundle) -> Path | None:
 
 
 def adapter_of(bundle: Bundle) -> Path | None:
-    """Return the path of the LoRA adapter merged into the bundle's weights; None without one."""
+    """Return the path of the LoRA adapter that the bundle was compiled with, or None."""
     from castiron.pipelines.checkpoints.adapter import adapter_sha256
 
     return _unchanged(bundle, "adapter", "adapter", lambda path: adapter_sha256(path) if path.is_dir() else None)
@@ -169,7 +169,8 @@ def adapter_of(bundle: Bundle) -> Path | None:
 def _unchanged(bundle: Bundle, key: str, what: str, sha256: Callable[[Path], str | None]) -> Path | None:
     """Return the path of a file that the bundle was compiled with; PipelineError if it has changed.
 
-    key: the file's key in the manifest's `source`. what: what the error calls the file.
+    key: the file's key in the manifest's `source`; without this key, the result is None. what: name
+    of the file in error messages.
     """
     if (recorded := bundle.manifest.source.get(key)) is None:
         return None
@@ -180,9 +181,10 @@ def _unchanged(bundle: Bundle, key: str, what: str, sha256: Callable[[Path], str
 
 
 def load_reference(path: Path, weights: str, threads: int | None, adapter: Path | None = None, calibrated: Path | None = None):
-    """Return a checkpoint loaded with HF transformers, with the same weights as the bundle.
+    """Load a checkpoint with HF transformers, and round its weights to the bundle's weights.
 
-    weights: codec to which matrices are rounded. adapter: a LoRA adapter to merge with peft.
+    weights: the bundle's value of --weights. adapter: LoRA adapter to merge with peft. calibrated:
+    the bundle's calibration text.
     """
     # Set before transformers is imported, because its progress bar would overwrite castiron's.
     os.environ.setdefault("TQDM_DISABLE", "1")
@@ -207,7 +209,7 @@ def load_reference(path: Path, weights: str, threads: int | None, adapter: Path 
 
 
 def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[str, np.ndarray]) -> None:
-    """Round an HF model's matrices in place to what a bundle with `weights` stores."""
+    """Round an HF model's matrices in place to the values that a bundle with `weights` stores."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
@@ -225,8 +227,8 @@ def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[s
             continue
         if codec is None:
             raise PipelineError(
-                f"cannot quantise {name} of the HF model like the bundle: castiron has no tensor of that name; use castiron "
-                "evaluate --against hf to compare with the unquantised model"
+                f"cannot give {name} of the HF model the quantisation of the bundle: castiron has no tensor of that name; "
+                "compare with the unquantised model by castiron evaluate --against hf"
             )
         if name in checkpoint.tensors and codec == checkpoint.tensors[name].codec:
             continue
@@ -240,9 +242,9 @@ def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[s
 def expect(model, prompt: list[int], ours: list[int]):
     """Return HF's greedy tokens after a prompt, valid up to the first difference from `ours`.
 
-    ours: the tokens that castiron generated. HF reads `ours` in one forward pass, which gives the
-    token that HF would choose at each position. If two logits are closer than `CERTAIN`, HF
-    generates token by token instead.
+    ours: the tokens that castiron generated. HF reads the prompt and `ours` in one forward pass,
+    which gives HF's choice at each position. If the two largest logits at a position are closer
+    than `CERTAIN`, HF generates token by token instead.
     """
     import torch
 
@@ -260,7 +262,7 @@ def expect(model, prompt: list[int], ours: list[int]):
 
 
 def greedy(session, prompt: Sequence[int], n: int) -> list[int]:
-    """Return `n` greedy tokens after a prompt; generation does not stop at an end token."""
+    """Return `n` greedy tokens after a prompt, also beyond an end token."""
     session.rewind(0)
     tokens = [session.prefill(prompt)]
     while len(tokens) < n:
@@ -269,7 +271,7 @@ def greedy(session, prompt: Sequence[int], n: int) -> list[int]:
 
 
 def compare(session, model, prompt: Prompt, tokens: list[int], n: int) -> dict[str, Any]:
-    """Compare `n` greedy tokens of castiron and HF; return the prompt's object for --json."""
+    """Compare `n` greedy tokens of castiron and HF after a prompt; return an object for --json."""
     ours = greedy(session, tokens, n)
     theirs = expect(model, tokens, ours)
     at = first_difference(theirs.tokens, ours)
@@ -293,10 +295,10 @@ _OTHER_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.js
 
 @contextmanager
 def dequantised(path: Path) -> Iterator[Path]:
-    """Yield an HF directory with the same model that transformers reads without other libraries.
+    """Yield an HF directory of the model that transformers can read without other libraries.
 
-    If the model's quantisation needs a library, as GPTQ does, this is a temporary copy with weights
-    in f32, which is deleted at the end. Otherwise it is `path` itself.
+    If transformers needs a library for the model's quantisation, such as GPTQ, this is a temporary
+    copy with weights in f32. Otherwise it is `path`.
     """
     full_config = json_object(path / CONFIG) if path.is_dir() else None
     config = quantization_config(full_config or {})

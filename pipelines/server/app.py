@@ -66,7 +66,7 @@ class Access:
         self.names = {urlsplit(origin).hostname for origin in origins}
 
     def key(self, scope: Scope) -> int | None:
-        """Return the index in `self.keys` of the request's API key, or None if it has no valid key."""
+        """Return the index in `self.keys` of the request's API key, None without a valid key."""
         given = api_key(scope)
         # The request's key is compared with every key, so that the time reveals nothing about them.
         found = [hmac.compare_digest(given, known) for known in self.keys]
@@ -129,7 +129,7 @@ def open_app(
     shutdown ends this thread.
 
     Args:
-        api_keys: a request must have one of these keys; if there are none, it needs no key.
+        api_keys: a request must have one of these keys; without keys, every request is accepted.
         cors: origins whose pages may send requests, "*" for all.
         local: whether the server listens on this machine only.
         quiet: do not log requests on stderr.

@@ -114,7 +114,11 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 async def answer_request(request: Request, work: Awaitable[Any], stream: bool | None) -> Response:
-    """Return the response to a request: the JSON that `work` returns, or a stream of its job."""
+    """Await `work`, and return its result as the response to a request.
+
+    The result of `work` is the body of the response as a dict, or a `Job` that computes the body.
+    With `stream`, the response is a stream of the job's events.
+    """
     exchange = exchange_of(request.scope)
 
     async def finish(work: Awaitable[Any]) -> Any:

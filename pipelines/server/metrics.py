@@ -162,7 +162,7 @@ class ModelMetrics(Observer):
 
 
 class _MergedPages(Collector):
-    """A Prometheus collector that merges metrics pages; a label of each sample names its page."""
+    """A Prometheus collector that merges metrics pages; each sample gets a label for its page."""
 
     def __init__(self, label: str, pages: Mapping[str, str]):
         self.label, self.pages = label, pages
@@ -177,8 +177,8 @@ class _MergedPages(Collector):
 
 
 def labelled(label: str, pages: Mapping[str, str]) -> str:
-    """Merge metrics pages into one page, in which each sample has a label that names the server.
+    """Merge metrics pages of several servers; add a label with the server's name to each sample.
 
-    pages: the text of each page, by server.
+    label: name of the label. pages: the text of each page, by server.
     """
     return generate_latest(_MergedPages(label, pages)).decode()

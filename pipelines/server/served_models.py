@@ -126,8 +126,8 @@ class ModelPool:
     def find(self, name: str | None) -> ServedModel:
         """Return the model `name`, or the first model if `name` is None or empty.
 
-        llama.vim sends an empty name by default. Raises ApiError 404 if no model has the name, or if
-        several models have it.
+        llama.vim sends an empty name by default. Raises ApiError 404 if no model or several models
+        have the name.
         """
         found = self.models[:1] if not name else [model for model in self.models if model.name == name]
         found = found or [model for model in self.models if name in model.names]

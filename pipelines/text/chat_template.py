@@ -157,7 +157,7 @@ def check_variables(template: str | None, given: Mapping[str, object]) -> None:
 
 @lru_cache(maxsize=8)
 def _names(template: str) -> tuple[set[str], set[str]]:
-    """Return (variables a template reads, Jinja's globals); two empty sets if it is invalid."""
+    """Return (names that the template reads, names that Jinja defines); both empty if invalid."""
     from jinja2 import TemplateError, meta
 
     environment = _environment()

@@ -143,7 +143,7 @@ class Chat:
         return messages, prompt, dropped
 
     def save(self, path: str | Path) -> None:
-        """Write the messages to a JSON file, and their states (KV cache) to a file beside it."""
+        """Write the messages to a JSON file, and the states (KV cache) to a file beside it."""
         text = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=2) + "\n"
         file = Path(path).resolve()
         try:

@@ -1,7 +1,7 @@
 """Derive the tool format of a chat template from the text that it renders for tool calls.
 
-As in llama.cpp's autoparser, the rendered texts of conversations that differ in one thing are
-compared.
+As in llama.cpp's autoparser, the template renders conversations that differ in one detail, and the
+rendered texts are compared.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _Probe:
     def calls(self, arguments: Sequence[Mapping[str, Any]]) -> str | None:
         """Return the text that the template renders for calls; None if it renders none.
 
-        The text is without the turn around the calls.
+        arguments: the arguments of each call. The marks of the assistant's turn are left out.
         """
         given = [
             {"id": id_, "type": "function", "function": {"name": name, "arguments": json.dumps(each) if self.as_text else each}}
@@ -117,10 +117,9 @@ class _Probe:
     def _form(self, style: str, before: str, head: str, body: str, after: str, rest: str) -> ToolFormat:
         """Return the tool format that follows from the texts of one call and of two calls.
 
-        style: `ToolFormat.style`. before: text of one call before the function's name. head: text
-        between name and arguments. body: the arguments. after: text after the arguments. rest: of
-        the text of two calls, everything after the first function's name; "" if the template allows
-        only one call.
+        style, before, head, body, after: style and parts of one call, from `_split`. rest: the text
+        of two calls, from the end of the first function's name on; "" if the template allows only
+        one call.
         """
         fields: dict[str, Any] = {}
         if style == "tags":
@@ -143,10 +142,9 @@ class _Probe:
     def _tags(self, head: str, body: str, after: str) -> tuple[str, str, dict[str, Any]]:
         """Return (head, after, fields of `ToolFormat`) of a call in style "tags".
 
-        Tags around keys and values are moved from `head` and `after` to the fields. head, body,
-        after: text between the function's name and the arguments, the arguments, and text after
-        them, as `_split` returned them. There, `head` ends with the tag before the first key, and
-        `after` starts with the tag after the last value.
+        head: text between the function's name and the first key. body: text from the first key to
+        the last value. after: text after the last value. In the result, the tag before a key is
+        removed from `head`, and the tag after a value from `after`: the fields have these tags.
         """
         first, _, rest = (head + body + after).partition("k_one")
         key_end, _, rest = rest.partition("v_one")
@@ -171,7 +169,7 @@ class _Probe:
         return prompt.rstrip().endswith(form.triggers or ("\0",))
 
     def gives_back(self, form: ToolFormat) -> bool:
-        """Return whether parsing by `form` gives the same calls that the template has written."""
+        """Return whether parsing the rendered test calls by `form` gives the test calls again."""
         schema = {"properties": {"k_one": {"type": "string"}, "k_two": {"type": "integer"}}}
         tools = Tools(form, dict.fromkeys(NAMES, schema))
         for arguments in ([ARGUMENTS], *([each] for each in DIFFICULT), [ARGUMENTS, DIFFICULT[0]]):
@@ -188,10 +186,10 @@ class _Probe:
 
 
 def _split(text: str) -> tuple[str, str, str, str, str] | None:
-    """Return the style of a call (`ToolFormat.style`) and the parts of its text; None if unknown.
+    """Return the style of a call and the parts of its text; None for an unknown style.
 
-    The result is (style, text before the function's name, text between name and arguments,
-    arguments, text after the arguments).
+    The result is (`ToolFormat.style`, `before`: text before the function's name, `head`: text
+    between the name and the arguments, `body`: the arguments, `after`: text after the arguments).
     """
     before, _, rest = text.partition(NAMES[0])
     before = _with_ids(before)
@@ -206,7 +204,10 @@ def _split(text: str) -> tuple[str, str, str, str, str] | None:
 
 
 def _after_arguments(text: str, fields: Mapping[str, Any]) -> str:
-    """Return what follows a call's arguments in `text`, which starts after the function's name."""
+    """Return the part of `text` after a call's arguments.
+
+    `text` starts after the name of the called function.
+    """
     for pattern in STYLES.values():
         if found := pattern.search(text):
             return _with_ids(text[found.end() :])
@@ -219,11 +220,11 @@ def _with_ids(text: str) -> str:
 
 
 def _without_turn(text: str, ends: Sequence[str], tail: str, marks: Marks) -> str:
-    """Return `text`, which has calls, without the parts that belong to the turn around the calls.
+    """Return the text of the calls in `text`, an assistant's turn.
 
-    These parts are empty reasoning before the calls, and the end of the turn after them. ends:
-    texts that end a turn. tail: the text that follows an answer without calls. marks: start and end
-    marks of reasoning.
+    The reasoning before the calls and the text that ends the turn are removed. ends: texts that end
+    a turn. tail: the text after an answer without calls; it is removed if no text of `ends` is
+    found. marks: start and end marks of reasoning.
     """
     start = text.index(NAMES[0])
     for _, end in marks:

@@ -58,7 +58,10 @@ class Embedder:
         return "" if name is None else self.facts.prompts[name]
 
     def tokens(self, text: Given, prompt: str = "") -> Tokens:
-        """Return the tokens of `prompt` + `text`, or the given ids; PipelineError for too many."""
+        """Return the tokens of `prompt` + `text`; PipelineError for none or too many.
+
+        If `text` is a list of token ids, it is used as it is, without the prompt.
+        """
         if isinstance(text, str):
             # Remove white space at the ends, as sentence-transformers does.
             text = (prompt + text).strip()
@@ -121,7 +124,7 @@ class Embedder:
             raise PipelineError(f"dimensions is {dimensions}; {self.name} supports 1 to {self.hidden}")
 
     def vector(self, tokens: Tokens, dimensions: int | None = None) -> np.ndarray:
-        """Return the vector of a text, f32 [dimensions]; `dimensions` None for all numbers."""
+        """Return the vector of a text, f32 [dimensions]; by default it has all dimensions."""
         self.check_dimensions(dimensions)
         with self._running:
             found = self.encoder.encode(tokens.ids)
@@ -133,7 +136,7 @@ class Embedder:
     ) -> np.ndarray:  # fmt: skip
         """Return the vectors of texts, f32 [texts, dimensions]; print how many were truncated.
 
-        prompt: text before each text, instead of the model's prompt `prompt_name`.
+        prompt: a text to put before each text, instead of the model's prompt `prompt_name`.
         """
         self.check_vectors()
         before = self.prompt(prompt_name) if prompt is None else prompt
@@ -149,7 +152,11 @@ def ranked(scores: np.ndarray) -> list[tuple[int, float]]:
 
 
 def cut_to(vector: np.ndarray, dimensions: int | None, normalised: bool) -> np.ndarray:
-    """Shorten a Matryoshka vector (arXiv:2205.13147); if `normalised`, scale it to length 1."""
+    """Return the first `dimensions` numbers of a Matryoshka vector (arXiv:2205.13147).
+
+    If `dimensions` is None, the vector is returned unchanged. If `normalised`, a shortened vector
+    is scaled to length 1.
+    """
     if dimensions is None or dimensions == vector.size:
         return vector
     found = vector[:dimensions]

@@ -45,7 +45,8 @@ class Fim:
     """A builder of a model's prompts for fill-in-the-middle (FIM).
 
     Attributes:
-        prefix, suffix, middle: ids of the tokens before these parts of a prompt; None: no token.
+        prefix, suffix: ids of the tokens before these parts of a prompt.
+        middle: id of the token at the end of a prompt, after which the answer starts.
         repository, file: ids of the tokens before the name of a repository and of each file.
         ends: ids of the tokens that end an answer, besides the model's end tokens.
         suffix_first: whether the suffix comes before the prefix.
@@ -70,9 +71,9 @@ class Fim:
             prefix, suffix: the texts before and after the answer. Spellings of special tokens in
                 them are encoded as plain text.
             files: (name, text) of other files.
-            max_tokens: max length of the prompt. To shorten a prompt, files are left out, the first
-                one first. Then the start of the prefix and the end of the suffix are cut off. If
-                both are long, the prefix gets three quarters of the space.
+            max_tokens: max length of the prompt. To shorten a prompt, files are left out, starting
+                with the first one. Then the start of the prefix and the end of the suffix are cut
+                off. If both are long, the prefix gets three quarters of the space.
         """
         head = [self.tokenizer.bos] if self.tokenizer.encode("")[:1] == [self.tokenizer.bos] else []
         before, after = self._encode(prefix), self._encode(suffix, joined=True)
@@ -124,10 +125,10 @@ class Fim:
 
 
 def _last(tokens: list[int], space: int) -> list[int]:
-    """Return the last tokens, at most `space` of them.
+    """Return at most `space` tokens from the end of `tokens`.
 
-    The number of tokens that are cut off is a multiple of space // CUTS. So while a user types, the
-    prompts of several requests begin with the same tokens, whose states (KV cache) are reused.
+    The number of tokens that are cut off at the start is a multiple of space // CUTS. So while a
+    user types, consecutive requests cut off the same tokens, and can reuse the KV cache.
     """
     step = max(space // CUTS, 1)
     return tokens[-(-max(len(tokens) - space, 0) // step) * step :]

@@ -190,7 +190,7 @@ class Scored:
 
 
 def generate_many(engine: Engine, prompts: Iterable[Prompt], make_request: Callable[[Prompt], Request]) -> Generator[Result]:
-    """Yield the result of each prompt when it ends; an invalid prompt has a result with an error.
+    """Yield each prompt's result when it is complete; an invalid prompt's result has an error.
 
     The next prompt is taken from the iterable when a slot is free. The model runs only while the
     caller waits for a result. Closing the iterator cancels unfinished prompts.
@@ -252,7 +252,10 @@ def open_draft(bundle: Bundle | Path | str, target: Bundle, threads: int | None 
 
 
 def check_draft(draft: Bundle, target: Bundle) -> None:
-    """Raise PipelineError if `draft` has another vocabulary, or `target` no verify functions."""
+    """Raise PipelineError if `draft` cannot be a draft model for `target`.
+
+    Both must have the same vocabulary, and `target` must have verify functions.
+    """
     if draft.manifest.encoder:
         raise PipelineError(f"{draft.path} is an embedding model and cannot be a draft; take one that generates text")
     if not target.manifest.widths("verify"):

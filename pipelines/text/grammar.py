@@ -86,7 +86,7 @@ class GrammarConstraint:
         return np.where(self.mask(len(logits)), logits, np.float32(-np.inf))
 
     def accept(self, token: int) -> None:
-        """Append `token`; raise ConstraintError if it is not allowed or exceeds a work limit."""
+        """Append `token`; raise ConstraintError if it is not allowed, or too costly to check."""
         if self._ends:
             self._accept_reasoning(token)
         elif token in self._starts:
@@ -152,7 +152,10 @@ class Grammar:
 
 
 class Grammars:
-    """A compiler of grammars for one vocabulary; a child process tries each grammar first."""
+    """A compiler of grammars for one vocabulary.
+
+    Each grammar is first compiled in a child process, because llguidance may crash.
+    """
 
     def __init__(self, backend, vocabulary: Sequence[bytes], eos: Sequence[int]):
         """Prepare the vocabulary (bytes of every token); PipelineError without llguidance."""

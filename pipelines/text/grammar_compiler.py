@@ -1,4 +1,4 @@
-"""Convert grammars to llguidance's form and compile each of them once, in a child process.
+"""Convert grammars to llguidance's format, and compile each once to test it, in a child process.
 
 The child process protects the server, because llguidance overflows its stack, or takes minutes, for
 some grammars of a few kilobytes.
@@ -47,9 +47,9 @@ ERRORS = (
 
 
 class Compiler:
-    """A converter of grammars to llguidance's form, for one vocabulary.
+    """A converter of grammars to llguidance's format, for one vocabulary.
 
-    It also compiles each grammar once, to find errors and exceeded limits.
+    The compiler also compiles each grammar once, to find errors and exceeded limits.
     """
 
     def __init__(self, tokens: Sequence[bytes], special: Sequence[int], eos: Sequence[int], marks: Mapping[str, int]):
@@ -64,7 +64,7 @@ class Compiler:
         self.bytes = frozenset(b"".join(tokens[i] for i in set(range(len(tokens))).difference(special)))
 
     def compile(self, kind: str, value: Any, compact: bool) -> str:
-        """Return a grammar in llguidance's form.
+        """Return a grammar in llguidance's format.
 
         Args:
             kind: "json_schema", "regex", "grammar" (Lark or GBNF) or "tools".
@@ -126,7 +126,7 @@ def start(tokens: Sequence[str], *more: Any) -> None:
 
 
 def compile_definition(kind: str, value: str, compact: bool) -> str:
-    """Return a grammar in llguidance's form; value: its definition as JSON text."""
+    """Return a grammar in llguidance's format; value: the grammar's definition as JSON text."""
     return _compiler.compile(kind, json.loads(value), compact)
 
 
@@ -185,7 +185,7 @@ def without_noops(schema: Any) -> Any:
 def json_options(compact: bool) -> dict[str, Any]:
     """Return llguidance's options for JSON.
 
-    They allow only one form of white space, because a model may otherwise repeat it endlessly.
+    They fix the white space, because a model could otherwise generate white space endlessly.
     """
     # Models are trained on ", " and ": ", and answer less accurately in compact JSON.
     item, key = (",", ":") if compact else (", ", ": ")

@@ -53,8 +53,8 @@ class CallReader:
     def argument(self) -> re.Pattern:
         """The pattern of one argument of a call in the style "tags".
 
-        Its groups are `key`, `value`, and one for each value type, which matches the text between
-        a key and a value of this type.
+        The groups `key` and `value` contain the key and the value. The text between them is in a
+        group whose name is the JSON type of the value.
         """
         form = self.form
         # White space next to a value may belong to the value, so it is matched exactly.
@@ -209,10 +209,10 @@ def _by_text(key_end: Mapping[str, str]) -> dict[str, str]:
 
 
 def _lenient(text: str) -> str:
-    """Return a regular expression for a text of a tool format, which allows different white space.
+    """Return a regular expression that matches `text`, also with different white space.
 
-    It matches any white space where the text has some, and next to brackets, commas and colons. It
-    matches any identifier where the text has the placeholder `ID`.
+    White space may differ where the text has some, and next to brackets, commas and colons. The
+    placeholder `ID` in the text matches any identifier.
     """
     pattern = ""
     for part in re.split(rf"(\s+|{ID}|[{{}}\[\],:])", text):

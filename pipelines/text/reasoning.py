@@ -17,7 +17,7 @@ class Reasoning(str):
 
 
 def marks_of(template: str, tokens: Iterable[str]) -> Marks:
-    """Return the (start, end) reasoning marks in a template, then those that are in `tokens`."""
+    """Return the (start, end) marks of reasoning that are in a template or in `tokens`."""
     ends = dict.fromkeys([*_END.findall(template), *(token for token in tokens if _END.fullmatch(token))])
     return tuple((_start_of(end), end) for end in ends)
 
@@ -29,9 +29,9 @@ def _start_of(end: str) -> str:
 class ReasoningSplitter:
     """A streaming splitter, which separates reasoning at the start of a text from the answer.
 
-    Its methods return pieces of the text (`Reasoning` or str) as soon as their type is certain. It
-    holds back only text that may be part of a mark, and white space next to it. Marks inside the
-    answer are part of the answer.
+    Its methods return pieces of the text (`Reasoning` or str) as soon as their type is certain.
+    Text that may be part of a mark is held back, and so is white space that a mark may follow.
+    Marks inside the answer are part of the answer.
     """
 
     def __init__(self, marks: Marks, prompt: str = ""):

@@ -1,4 +1,4 @@
-"""Limit the number of reasoning tokens: close the reasoning once its budget is used."""
+"""Limit the number of reasoning tokens: force the end mark once the budget is used."""
 
 from __future__ import annotations
 

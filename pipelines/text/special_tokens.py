@@ -1,9 +1,10 @@
 """Encode messages safely: the text of a special token in a message stays plain text.
 
-So a message cannot start or end a turn with a text such as `<|im_end|>`. Before the template
-renders a message, a break (a character that no message contains) is inserted into each such text,
-called a spelling. In the rendered text, only a spelling without a break is a special token. This
-also holds if the template cuts, joins or quotes messages.
+So a message cannot start or end a turn with a text such as `<|im_end|>`. The text of a special
+token is called its spelling. Before the template renders a message, a break (a character that no
+message contains) is inserted into each spelling in the message. In the rendered text, only a
+spelling without a break is a special token. This also holds if the template cuts, joins or quotes
+messages.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class SpecialTokens:
     def __init__(self, tokenizer: Any, template: str, answers: Collection[str] = ()):
         """Collect the tokens whose spellings in messages must be encoded as plain text.
 
-        `answers`: marks such as <think>, which assistants' messages may contain because templates
-        look for them there.
+        `answers`: marks such as <think> that stay marks in an assistant's message, because the
+        template looks for them in such messages.
         """
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder().values()
@@ -125,18 +126,18 @@ class SpecialTokens:
 
     @cached_property
     def _names(self) -> dict[str, str]:
-        """A random text for each special token, which replaces the token's text in `_plain`.
+        """The spelling of each special token in `_plain`, by its original spelling.
 
-        The texts are random so that no message contains them.
+        The new spellings are random, so that no message contains one.
         """
         secret = os.urandom(8).hex()
         return {word: f"\U000f0000{secret}{n}\U000f0001" for n, word in enumerate(sorted(self.spelled))}
 
     @cached_property
     def _plain(self) -> Any:
-        """A copy of the tokenizer in which special tokens have the random texts of `_names`.
+        """A copy of the tokenizer in which special tokens have the random spellings of `_names`.
 
-        It encodes the original spellings as plain text.
+        The copy encodes the original spellings as plain text.
         """
         from tokenizers import Tokenizer
 
@@ -190,7 +191,7 @@ class Spellings:
 
 
 def _is_mark(word: str, min_length: int = 2) -> bool:
-    """Return whether `word` has `min_length` characters, not all of them letters and digits."""
+    """Return whether `word` is long enough, and is neither alphanumeric nor only white space."""
     return len(word) >= min_length and not word.isspace() and not word.isalnum()
 
 

@@ -141,7 +141,10 @@ class TextOutput:
         return [delta] if delta.text or delta.reasoning or delta.calls or tokens else []
 
     def _separated(self, text: str, tokens: tuple[TextToken, ...], rest: bool) -> Delta:
-        """Return `text` as a delta in which reasoning and calls are separate; `rest`: as in `_release`."""
+        """Return `text` as a delta in which reasoning and calls are separate.
+
+        rest: whether no more text follows.
+        """
         reasoning, calls, thinking = "", (), False
         if self._reasoning:
             thinking = self._reasoning.reasoning
@@ -176,7 +179,7 @@ def text_request(
         reasoning: whether to report reasoning separately from the answer.
         grammar: grammar of the answer; with `reasoning`, it starts after the reasoning.
         tools: functions whose calls are reported separately from the answer.
-        constraint: decides which tokens may come next; used without a grammar.
+        constraint: decides which tokens may come next; ignored if `grammar` is given.
         reasoning_budget: max tokens of reasoning, None for no limit.
         options: other arguments of `Request`.
 

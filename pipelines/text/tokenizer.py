@@ -37,8 +37,8 @@ def check_utf8(text: str, name: str = "the prompt") -> str:
     """Return `text`; PipelineError if it has lone surrogates, which UTF-8 cannot encode."""
     try:
         text.encode()
-    except UnicodeEncodeError:
-        raise PipelineError(f"{name} is not valid UTF-8; encode it as UTF-8") from None
+    except UnicodeEncodeError as error:
+        raise PipelineError(f"{name} is not valid UTF-8 ({error.object[error.start]!a}); give text in UTF-8") from None
     return text
 
 
@@ -108,7 +108,7 @@ class Tokenizer:
     def offsets(self, prompt: str | Sequence[int]) -> list[int]:
         """Return for each token of `prompt` the index of its first character in the text.
 
-        If `prompt` is a list of token ids, the text is the one that they decode to.
+        If `prompt` is a list of token ids, the text is what these ids decode to.
         """
         found, end = [], 0
         if not isinstance(prompt, str):
@@ -125,13 +125,16 @@ class Tokenizer:
         return found
 
     def encode_chat(self, messages: Sequence[Mapping], **variables) -> list[int]:
-        """Return the ids of `messages`, rendered by the chat template with `variables`."""
+        """Return the token ids of a conversation rendered by the chat template.
+
+        `variables`: variables of the template besides `messages`.
+        """
         return self._encode_rendered(*self._render_broken(messages, variables))
 
     def encode_unfinished_chat(self, messages: Sequence[Mapping], **variables) -> list[int]:
-        """Return the ids of `messages`, whose last message the model continues.
+        """Return the token ids of a conversation whose last message the model will continue.
 
-        The result does not include the end of the last message.
+        As `encode_chat`, but without the tokens that end the last message.
         """
         *before, last = messages
         unfinished = [*before, {**last, "content": last["content"] + CUT}]
@@ -144,7 +147,10 @@ class Tokenizer:
         return self._encode_rendered(text, mark)
 
     def _render_broken(self, messages: Sequence[Mapping], variables: Mapping) -> tuple[str, str]:
-        """Return the rendered text and its break character (see `SpecialTokens.broken`)."""
+        """Return (rendered chat template, mark that breaks special tokens in messages).
+
+        The mark is "" if there is nothing to break; see `SpecialTokens.broken`.
+        """
         given, mark = {"messages": list(messages), **self.template_args, **variables}, ""
         if self.chat_template is not None and not self.parse_special:
             given, mark = self.special_tokens.broken(given)
@@ -228,7 +234,7 @@ class Tokenizer:
 def load_tokenizer(
     bundle: Bundle | Path | str, template_args: Mapping[str, object] | None = None, parse_special: bool = False
 ) -> Tokenizer:
-    """Return the tokenizer of a bundle; PipelineError if it has none or an invalid one."""
+    """Return the tokenizer of a bundle; PipelineError if the bundle has no valid tokenizer."""
     bundle = open_bundle(bundle)
     if bundle.tokenizer is None:
         raise PipelineError(f"{bundle.path} has no tokenizer, because its checkpoint had none; give token ids with --tokens")
@@ -259,7 +265,7 @@ class Detokeniser:
         self.start = self.done = 0
 
     def add(self, token: int) -> str:
-        """Return the text that is final with this token; empty while a character is incomplete."""
+        """Append a token; return the new text, which is empty while a character is incomplete."""
         self.tokens.append(token)
         returned, text = self._decode(self.done), self._decode(None)
         if len(text) <= len(returned) or text.endswith(REPLACEMENT):

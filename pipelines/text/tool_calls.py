@@ -50,7 +50,7 @@ class Tools:
     single: bool = False
 
     def grammar(self, schemas: Mapping[str, Any], *, answer: Any = None, free: bool = False) -> dict[str, Any]:
-        """Return a grammar's definition for tool calls, which `Grammars.compile` takes as `tools`.
+        """Return the definition of a grammar for tool calls, for `Grammars.compile(tools=...)`.
 
         schemas: JSON schemas of the functions' parameters, by function name. answer: a JSON schema,
         or None; JSON of this schema is allowed instead of a call. free: whether other text is
@@ -73,7 +73,7 @@ class Calls:
     """A streaming reader that separates tool calls from the text of an answer.
 
     It holds back only text that may be part of a call. It also reads calls in JSON without the
-    format's marks, if they name a known function and their arguments fit its schema.
+    format's marks, if the function is known and the arguments match its schema.
     """
 
     def __init__(self, tools: Tools):
@@ -154,7 +154,10 @@ class Calls:
         return None
 
     def _step_bare(self, pieces: list[Piece]) -> bool:
-        """Move JSON at the start of the pending text to `pieces`; return whether it is complete."""
+        """Parse JSON at the start of the pending text; return whether the JSON is complete.
+
+        Complete JSON is moved to `pieces`, as calls or, if it is not a call, as text.
+        """
         text = self._pending.lstrip()
         if not (start := BARE_CALL.match(text)):
             return False
@@ -178,7 +181,7 @@ class Calls:
         return True
 
     def _fitted(self, name: str, arguments: dict) -> dict:
-        """Return the arguments of a call; ValueError if they don't match a known function."""
+        """Return the arguments of a call; ValueError if the call matches no known function."""
         found = self.calls.fitted(name, arguments)
         if found is None and not self.triggers and name in self.tools.schemas:
             # In a format without marks the name alone tells calls from other JSON.
@@ -194,10 +197,9 @@ class Calls:
         self._may_start = True
 
     def _step_payload(self, pieces: list[Piece]) -> bool:
-        """Move pending text to the payload, up to the end mark; return whether the mark was found.
+        """Read pending text of calls, up to the end mark; return whether the mark was found.
 
-        The payload is the text of calls. The parts of calls in it that are now final are added to
-        `pieces`.
+        The text is moved to `_payload`. Parts of calls that are now final are added to `pieces`.
         """
         certain, end, self._pending = split_at_mark(self._pending, [self.close] if self.close else [])
         self._payload += certain + end
@@ -243,7 +245,7 @@ class _Json:
         self.depth, self.quote, self.escaped, self.complete = 0, "", False, False
 
     def take(self, text: str) -> str:
-        """Return the start of `text` that is part of the JSON value, up to the value's end."""
+        """Scan the next `text` of the JSON value; return `text` up to the end of the value."""
         for at, letter in enumerate(text if not self.complete else ""):
             if self.quote:
                 if letter == self.quote and not self.escaped:
@@ -333,7 +335,7 @@ class Harmony:
 
 
 def joined(parts: Sequence[CallPart]) -> list[tuple[str, str]]:
-    """Return the calls that consist of `parts`, as (name, arguments in JSON)."""
+    """Join the `parts` of each call; return the calls as (name, arguments in JSON)."""
     found: dict[int, list[str]] = {}
     for part in parts:
         entry = found.setdefault(part.index, ["", ""])

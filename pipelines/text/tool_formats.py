@@ -51,7 +51,7 @@ class ToolFormat:
 
     @staticmethod
     def of(manifest: Manifest) -> ToolFormat | None:
-        """Return the tool format of a bundle; PipelineError if its manifest has an invalid one."""
+        """Return the tool format of a bundle; PipelineError for an invalid format."""
         try:
             form = from_json(ToolFormat | None, manifest.tool_format, "tool_format")
             if form and form.style not in STYLES:
@@ -70,7 +70,7 @@ class ToolFormat:
 
     @property
     def close(self) -> str:
-        """The mark that ends calls; "" if they end at the end of the text."""
+        """The mark that ends calls; "" if calls end at the end of the text."""
         return "".join((self.section_end if self.section_begin else self.end).lstrip(" \n]})").split()[-1:])
 
     @property
@@ -84,7 +84,7 @@ class ToolFormat:
         )  # fmt: skip
 
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Return the text of calls (name, text of the arguments) in this format."""
+        """Return the text of `calls`, each (name, text of the arguments), in this format."""
         written = [f"{self.begin}{name}{self.head}{arguments}{self.end}" for name, arguments in calls]
         return self.section_begin + self.separator.join(written) + self.section_end
 
@@ -98,10 +98,10 @@ class ToolFormat:
 
 
 def _trigger(text: str) -> str:
-    """Return the marks at the start of a text of the tool format.
+    """Return the beginning of `text` by which the start of a call is recognised.
 
-    If the text does not start with a mark, return the part before the first JSON object or
-    placeholder `ID` (for an identifier).
+    These are the marks, such as "<tool_call>", at the start of `text`. If it does not start with a
+    mark, return the part before the first JSON object or placeholder `ID` (for an identifier).
     """
     marks = _MARKS.match(text)
     return marks[0] if marks else re.split(rf"{ID}|(?<!\w)\[?\{{|\{{", text)[0].rstrip()

@@ -35,10 +35,12 @@ class ToolGrammar:
             schemas: JSON schemas of the functions' parameters, by function name.
             parallel: whether several calls are allowed.
             answer: a JSON schema; JSON of this schema is allowed instead of a call.
-            free: whether other text is allowed around calls; the format must have a start mark.
+            free: whether other text is allowed around calls; if so, the format must have a start
+                mark.
 
         Raises:
-            PipelineError: the format does not write arguments in JSON and cannot enforce a schema.
+            PipelineError: a schema cannot be enforced, because the format does not write arguments
+                as JSON.
         """
         form, self.mixed = self.form, answer is not None and not self.form.triggers
         self.rules.append(f"call: {' | '.join(self._call(name, schema) for name, schema in schemas.items())}")
@@ -58,9 +60,9 @@ class ToolGrammar:
     def _call(self, name: str, schema: Any) -> str:
         """Return the Lark expression for a call of the function `name`.
 
-        It starts at the function's name, because the text before the name is the same for all
-        functions. But in Harmony, or if JSON may be the answer (`self.mixed`), it includes text
-        before the name.
+        The expression starts at the function's name, because the text before the name is the same
+        for all functions. But in Harmony, or if the answer may be JSON instead of a call
+        (`self.mixed`), the expression includes the text before the name.
         """
         form = self.form
         if form.style == "harmony":
@@ -145,7 +147,7 @@ class ToolGrammar:
         return self._gemma_value(name, {"type": "object", **schema})
 
     def _gemma_value(self, name: str, schema: Any) -> str:
-        """Return the Lark expression for a value in Gemma's JSON, which has its own quotes."""
+        """Return the Lark expression for a value in Gemma's JSON, whose quotes are different."""
         quote = self.mark(self.form.quote)
         match type_of(schema):
             case "object":
@@ -199,7 +201,7 @@ def quoted(text: str) -> str:
 
 
 def type_of(schema: Any) -> str | None:
-    """Return the JSON type of a schema's values; None if they may have several types."""
+    """Return the JSON type of a schema's values; None if several types are allowed."""
     if not isinstance(schema, dict):
         return None
     if "type" not in schema and are_strings(schema.get("enum")):

@@ -89,6 +89,20 @@ def test_rejects_fields_that_would_be_ignored(client, body, param):
     assert answer.status_code == 400 and error["param"] == param and param.split(".")[-1] in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ([], "the body must be a JSON object"),
+        ({"messages": [1]}, "messages.0 must be a JSON object"),
+        ({"messages": []}, "messages has 0 items; send at least 1"),
+        ({"messages": MESSAGES, "response_format": "json"}, "response_format must be a JSON object"),
+    ],
+)
+def test_errors_name_json_and_not_classes(client, body, message):
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["message"] == message
+
+
 def test_fields_that_the_template_reads_reach_it(client):
     usual = size(client)
     assert size(client, messages=[{"role": "user", "content": "bc", "name": "de"}]) == usual + 2

@@ -145,7 +145,7 @@ def test_help_lists_the_shape_of_each_kernel_and_its_example_fits(capsys):
         ("--kernel gemv --shape 16x32 --tokens 4", "gemv does not take 4 tokens; --tokens takes 1"),
         ("--kernel gemm --shape 16x32 --tokens 8", "--tokens takes 9 and up"),
         ("--kernel argmax --shape 16 --tokens 0", "--tokens takes 1 and up"),
-        ("--kernel attention_decode --shape 9x2x64", "attention_decode of shape 9x2x64: "),
+        ("--kernel attention_decode --shape 9x2x64", "does not fit attention_decode: 9 heads are not a multiple of 2 kv heads"),
         ("--kernel gemv --shape 16x32 --lowering portable", "no StableHLO form"),
         ("MODEL --kernel gemv --shape 16x32", "--kernel excludes MODEL, --function and --layer"),
         ("MODEL --layer 3", "no layer 3; --layer takes 0 to 2"),

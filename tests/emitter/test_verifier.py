@@ -167,9 +167,9 @@ SPARE = Param("spare", CACHE, Source((("spare", "f32"),), lambda raw: raw))
 DAMAGE: list[tuple[Callable[[Module, Graph], object], str]] = [
     (lambda m, f: f.ops.append(op_of(f, "convert")), "convert in model.embed_tokens: a value is defined twice"),
     (lambda m, f: setattr(op_of(f, "iota"), "results", (f.inputs[0],)), "iota in no scope: a value is defined twice"),
-    (lambda m, f: f.ops.reverse(), "an operand is used before it is defined"),
+    (lambda m, f: f.ops.reverse(), "is no input or earlier result of this function"),
     (lambda m, f: setattr(op_of(f, "convert"), "results", (Value(CACHE), Value(CACHE))), "has 2 results, needs 1"),
-    (undefined_operand, "convert in model.embed_tokens: an operand is used before it is defined"),
+    (undefined_operand, "convert in model.embed_tokens: operand 0 (tensor<1x8xbf16>) is no input or earlier result"),
     (
         lambda m, f: setattr(f, "outputs", (*f.outputs[:2], Value(CACHE))),
         "function step, its signature: an output is not defined",

@@ -146,7 +146,7 @@ def measure(shape: str, driver: str, device: str) -> dict:
     batch = Batch(open_bundle(path))
     opened = time.perf_counter() - start
     manifest, slot = batch.program.manifest, batch.slots[0]
-    tokens = np.random.default_rng(0).integers(3, 1000, PROMPT).tolist()
+    tokens = np.random.default_rng(0).integers(3, min(1000, slot.vocab), PROMPT).tolist()
 
     def prefill() -> None:
         slot.rewind(0)

@@ -5,14 +5,14 @@ that all threads read equal parts of the cache in memory order; the last workgro
 combines the partial results. No workgroup reads the cache row that is written in this dispatch: the
 token's own key and value come from qkv.
 
-    each workgroup: a group of `per` kv heads, and a slot; the token has position pos and attends from position low on
-      short context: kv head number `slot` of the group; positions low .. pos - 1     nothing to do if slot >= per
-      long context:  all kv heads of the group; part number `slot` of positions low .. pos - 1
+    each workgroup has a group of `per` kv heads, and a number `slot`; the token at position pos attends to low .. pos
+      short context: the workgroup computes kv head `slot` of the group for low .. pos - 1       none if slot >= per
+      long context: it computes all kv heads of the group for part `slot` of low .. pos - 1
       q [heads, head_dim] = scale * rope(norm(q))                           the query heads of these kv heads; stack
       values [heads, head_dim], sums [heads] = 0, references [heads] = -1e30       as in `attention.workgroup`; stack
       short context, or slot 0 of a long context:
         k[layer, pos], v[layer, pos] = rope(norm(k)), v                                                      memory
-        values, sums, references = v, 1, q . k                             position pos; then add the sinks, if any
+        values, sums, references = v, 1, q . k                     the token itself; then add the sinks, if any
       for tile of positions: update values, sums and references as in `attention.workgroup`
       short context: out [heads, head_dim] = values / sums                                                   memory
       long context:
@@ -47,7 +47,7 @@ UNIT = 32  # the positions of a part are a multiple of this: smaller parts repea
 
 @dataclass(frozen=True)
 class DecodeTokens:
-    """The tokens of one call of a decode kernel, which has `count` rows of queries and results.
+    """The tokens of one call of a decode kernel, one for each of `count` rows of qkv.
 
     kind "one": the next token of a sequence.
     kind "batch": one token of each of `count` sequences. A negative position marks an idle row,
@@ -104,15 +104,15 @@ class DecodeTokens:
             yield from ((i, i, np.array([at])) for i, at in enumerate(given["position"].tolist()) if at >= 0)
 
     def item(self, b: Body, units: int) -> tuple[Index, Index]:
-        """Return (row of qkv, index of this workgroup among the workgroups of that row).
+        """Return (row of qkv, index of this workgroup among the workgroups of the row).
 
-        units: number of workgroups that share a row.
+        units: number of workgroups of each row.
         """
         unit = b.workgroup()
         return (0, unit) if self.kind == "one" else (b.div(unit, units), b.rem(unit, units))
 
     def layer(self, b: Body, layer: Index, row: Index, layers: int) -> Index:
-        """Return the index of one sequence's layer in dimension 0 of the caches.
+        """Return the index in dimension 0 of the caches for a layer of one sequence.
 
         layer: layer of the model. row: row of the sequence in the batch. layers: size of dimension
         0. The caches of a batch have all layers of the first sequence, then all of the next, and so
@@ -146,8 +146,8 @@ def attention_decode(
 
     A context of more than `split_from` positions (None: a default) is divided among at most
     `splits` workgroups; `splits` must be a power of two. A counter counts the workgroups that have
-    finished. All layers share the counters. They must be zero before the first call; each call sets
-    them to zero again.
+    finished. All layers share the counters. The counters must be zero before the first call; each
+    call sets them to zero again.
     """
     heads, kv_heads, hd, window = layout.heads, layout.kv_heads, layout.head_dim, scores.window
     context, cache = caches.context, caches.format
@@ -187,7 +187,10 @@ def attention_decode(
             b.vstore(b.splat(0.0, shape.width), given["out"], row, d.index)
 
     def sequence(b: Body, token: Token, unit: Index) -> None:
-        """Emit the code of one workgroup of a token; unit: its index among the token's workgroups."""
+        """Emit the code of one workgroup of a token.
+
+        unit: index of the workgroup among the workgroups of this token.
+        """
         position, counters, out = token.position, token.given["counters"], token.given["out"]
         work = Workgroup(b, layout, isa, shape, scores, caches)
         low = 0 if window is None else b.max(b.sub(position, window - 1), 0)
@@ -208,7 +211,7 @@ def attention_decode(
                 work.attend(low, position, ahead=False)
                 work.finish(out)
             with b.when(has_part):
-                # Set the same range of heads with a constant length, so that the compiler knows it.
+                # Set the same range of heads again, so that the compiler knows its constant length.
                 work.first, work.end = base, b.add(base, per)
                 work.attend(start, b.min(b.add(start, share), position), ahead=True)
                 parts = _Parts(b, token.given["parts"], (rows, token.row), heads, splits, hd)
@@ -252,10 +255,10 @@ def attention_decode(
 
 
 def head_parts(layout: HeadLayout, isa: Isa, cache: Cache) -> int:
-    """Return among how many kernels the query heads of each kv head should be divided.
+    """Return into how many parts to divide the query heads of each kv head.
 
-    The result is the smallest number for which the queries and partial results of a kernel fit on
-    the stack.
+    Each part is computed by a separate call of the kernel. The result is the smallest number for
+    which the queries and partial results of a call fit on the stack.
     """
     if layout.qk_norm_row:  # a norm over complete rows needs all heads
         return 1
@@ -283,9 +286,12 @@ def _shape(layout: HeadLayout, isa: Isa, cache: Cache) -> Shape:
 class _Parts:
     """The partial attention results of the workgroups that share one long context.
 
-    The memref `scratch` has three arrays for the T rows of qkv: the sums of values weighted by
-    softmax weights, [T, heads, splits, head_dim]; the reference scores of these weights, [T, heads,
-    splits]; the sums of the weights, [T, heads, splits]. rows: (T, index of the token's row).
+    The memref `scratch` has three arrays for T rows of qkv, where w = exp(score - reference) is the
+    softmax weight of a position:
+    [T, heads, splits, head_dim]: sums of w * value;
+    [T, heads, splits]: references;
+    [T, heads, splits]: sums of w.
+    rows: (T, index of the token's row).
     """
 
     def __init__(self, b: Body, scratch: Ssa, rows: tuple[int, Index], heads: int, splits: int, hd: int):
@@ -315,8 +321,8 @@ class _Parts:
     def join(self, head: Ssa, count: Index, out: Ssa, width: int) -> None:
         """Emit code that combines the first `count` partial results of query head `head`.
 
-        out: memref for the result, f32 [rows, heads * head_dim]. width: number of elements of a
-        vector.
+        out: memref f32 [rows, heads * head_dim] for the combined result. width: number of elements
+        of a vector.
         """
         b, splits = self.b, self.splits
         row = b.mul(b.add(self.before, head), splits)

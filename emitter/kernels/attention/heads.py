@@ -42,7 +42,7 @@ class HeadLayout:
 
     @property
     def group(self) -> int:
-        """Return the number of query heads for each kv head."""
+        """Return the number of query heads that use one kv head."""
         return self.heads // self.kv_heads
 
     @property
@@ -68,8 +68,8 @@ class HeadLayout:
     def operands(self, context: int) -> dict[str, TensorType]:
         """Return the types of the kernel operands for norm and rotation of q and k, by name.
 
-        cos, sin: f32 [context, rotary_dim / 2]; they exist only with rotary embedding. q_norm,
-        k_norm: weights of the norm, f32; they exist only with a norm.
+        cos, sin: f32 [context, rotary_dim / 2], only with rotary embedding. q_norm, k_norm: weights
+        of the norm, f32, only with a norm.
         """
         types: dict[str, TensorType] = {}
         if self.rotary_dim is not None:
@@ -114,8 +114,8 @@ def prepare_head(
 
     target: where the head is stored. kind: "q" or "k". head: index of the head among the heads of
     this kind. given: memrefs by name of the kernel's operands, including `HeadLayout.operands`.
-    position: position of the token, which selects the rows of cos and sin. scale: factor by which
-    the head is multiplied.
+    position: the token's position; it selects the rows of cos and sin. scale: factor by which the
+    head is multiplied.
     """
     hd = layout.head_dim
     inverse = None
@@ -181,7 +181,7 @@ def prepared_heads(
 def rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, rotary_dim: int) -> np.ndarray:
     """Return x [T, heads, head_dim] with rotary embedding as in HF.
 
-    cos, sin: [T, rotary_dim / 2]. Elements of a head from `rotary_dim` on stay as they are.
+    cos, sin: [T, rotary_dim / 2]. Elements of a head from index `rotary_dim` on do not change.
     """
     first, second = slice(0, rotary_dim // 2), slice(rotary_dim // 2, rotary_dim)
     cos, sin = cos[:, None, :].astype(np.float64), sin[:, None, :].astype(np.float64)

@@ -178,9 +178,10 @@ class _Shape:
 class _Tile:
     """A writer of the code for one tile: `shape.columns` (token, query head) pairs of one kv head.
 
-    A column is such a pair. For each column, the stack has the state of the online softmax and the
-    last position that the token attends to (`limits`). The stack also has the row and offset of the
-    column's result (`tokens`, `offsets`).
+    A column is one of these pairs. For each column, the stack has:
+    - the state of the online softmax;
+    - `limits`: the last position that the token attends to;
+    - `tokens`, `offsets`: row and offset of the column's result.
     """
 
     def __init__(self, b: Body, shape: _Shape, group: int, how: Scores, layer: Ssa, keys: Rows, values: Rows):

@@ -119,9 +119,9 @@ class Rows:
     def part(self, at: Sequence[Index], first: Index, size: int) -> Callable[[int], Ssa]:
         """Return a function that emits a load of one vector from a part of a row.
 
-        The function maps an offset in the part to the f32 vector at element `first` + offset of the
-        row. size: number of elements of the part. `size` must divide `first`, and the format must
-        allow parts of this size (see `Cache.cuts`).
+        The part has `size` elements of the row, from element `first` on. The function takes an
+        offset in the part, and returns the f32 vector that starts there. `size` must divide
+        `first`, and the format must allow parts of this size (see `Cache.cuts`).
         """
         b, group, scales, at = self.b, self.cache.group(self.head_dim), dict[int, Ssa](), self.indices(at)
         if not self.cache.grouped:

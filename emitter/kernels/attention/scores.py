@@ -14,8 +14,8 @@ NEVER = -1.0e30  # score of masked positions: below all others; finite, so that 
 class Scores:
     """How attention computes scores and which positions it masks.
 
-    scale, softcap: a score is (q . k) * scale; if `softcap` is not None, it is then replaced by
-        softcap * tanh(score / softcap), as in Gemma 2.
+    scale, softcap: the score of q and k is s = scale * (q . k). If `softcap` is not None, the score
+        is softcap * tanh(s / softcap), as in Gemma 2.
     window: number of positions that a token attends to, the token itself included; None for all.
     sinks: whether each head has an additional learned score that has no key, as in gpt-oss.
     bidirectional: whether a token also attends to later positions (up to window - 1 of them).
@@ -48,7 +48,8 @@ class Scores:
 def by_position(rows: np.ndarray, end: int) -> np.ndarray:
     """Return the rows of positions 0 .. end - 1, in this order: [end, ...].
 
-    rows: one layer of a cache. If it is a ring buffer of n rows, position p is in row p modulo n.
+    rows: one layer of a cache. If the cache is a ring buffer of n rows, position p is in row p
+    modulo n.
     """
     return rows[np.arange(end) % len(rows)]
 

@@ -42,7 +42,7 @@ SLACK = 30.0  # max difference of a score and its head's reference; e^30 is far 
 
 
 class Shape:
-    """The tile sizes of a workgroup that computes up to `per` kv heads, and its stack size."""
+    """The tile sizes and the stack size of a workgroup that computes up to `per` kv heads."""
 
     def __init__(self, layout: HeadLayout, isa: Isa, per: int, cache: Cache):
         hd = layout.head_dim
@@ -81,11 +81,11 @@ class Token:
 class Workgroup:
     """A writer of the code of a workgroup, which computes attention of one token for some kv heads.
 
-    The stack has the state of an online softmax for each query head that uses one of these kv
-    heads. how: scale and mask of the scores.
+    Several query heads use one kv head. The stack has the state of an online softmax for each query
+    head of the workgroup. how: scale and mask of the scores.
 
     Arguments of the methods:
-    g: index of a query head among those of this workgroup.
+    g: index of a query head among all query heads of this workgroup.
     head: a kv head. heads: indices of query heads among those that use this kv head.
     """
 
@@ -135,7 +135,7 @@ class Workgroup:
     def own(self, appended: bool = False) -> None:
         """Emit code that starts the online softmax with the key and value of the token itself.
 
-        appended: whether the caches already have this key and value; if not, the code appends them.
+        appended: whether the caches already have this key and value. If not, the code appends both.
         """
         b, layout, hd = self.b, self.layout, self.hd
         with b.loop(self.first, self.end) as head:
@@ -213,17 +213,17 @@ class Workgroup:
     def own_heads(self, head: Ssa, heads: range) -> list[Index]:
         """Return the index `g` (see the class) of each query head in `heads`.
 
-        The query heads use kv head `head`.
+        head: the kv head that these query heads use.
         """
         low = self.b.mul(self.b.sub(head, self.first), self.group)
         return [self.b.add(low, g) for g in heads]
 
     def touch(self, base: Ssa, row: Index, at: Index, lines: range) -> None:
-        """Emit loads of one word of each cache line in `lines` of a KV cache, as prefetches.
+        """Emit loads of one word of each cache line in `lines`, as prefetches from a KV cache.
 
-        The code reads only rows of this workgroup's kv heads, at index `row` of the layer and
-        later. Line n begins at byte at + n * LINE_BYTES of these rows, as if there were no rows of
-        other kv heads between them. base: address of the cache.
+        The lines have the rows of this workgroup's kv heads, from index `row` of the layer on. Line
+        n begins at byte at + n * LINE_BYTES of these rows, counted as if they were contiguous.
+        base: address of the KV cache.
         """
         b, row_bytes = self.b, self.row_bytes
         segment, size = self.shape.per * row_bytes, self.layout.kv_heads * row_bytes
@@ -235,11 +235,11 @@ class Workgroup:
             b.touch(base, b.add(start, byte))
 
     def score_rows(self, head: Ssa, row: Index, j: Ssa, rows: int, ahead: bool) -> None:
-        """Emit code that computes and stores the scores of positions row .. row + rows - 1.
+        """Emit code that computes the scores of positions row .. row + rows - 1.
 
-        They are the scores of all query heads that use kv head `head`. The code stores them in
-        `self.scores` from index `j` on. ahead: whether the code also prefetches the values of these
-        positions and the keys of the next `rows` positions.
+        The code stores the scores of all query heads that use kv head `head` in `self.scores`, from
+        column `j` on. ahead: whether the code also prefetches the values of these positions and the
+        keys of the next `rows` positions.
         """
         b, shape = self.b, self.shape
         near, following = row, b.add(row, rows)
@@ -322,8 +322,8 @@ class Workgroup:
     def add_values(self, head: Ssa, heads: range, d: Index, first: Ssa, count: Index) -> None:
         """Emit code that adds softmax weights times cached values to the sums of weighted values.
 
-        The cached values are those of `count` positions from `first` on. d: first of the
-        `self.columns * self.width` elements of head_dim that the code updates.
+        The cached values belong to `count` positions from `first` on. The code updates
+        `self.columns * self.width` elements of head_dim, from element `d` on.
         """
         b, width = self.b, self.width
         own_heads = self.own_heads(head, heads)

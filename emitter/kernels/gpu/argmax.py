@@ -75,7 +75,7 @@ def best_of_rows(rows: int, parts: int) -> Kernel:
 
 
 def _search(b: GpuBody, read, count: Index) -> tuple[Ssa, Ssa]:
-    """Return the largest of `count` numbers and its i32 index, which all threads get.
+    """Return the largest of `count` numbers and its i32 index; all threads get both.
 
     The index is 0 if no number is above -inf. read(i): returns number i and its index.
     """

@@ -168,9 +168,10 @@ class _Writer:
     """A writer of the code of one workgroup: one query head of `queries` consecutive tokens.
 
     A key or value is read once for all of these tokens. Arguments of the methods:
-    own_d: indices of the elements of head_dim that this thread computes in the result.
-    subset: index of the subset of keys that this thread adds; 0 if all threads add all keys.
-        There are several subsets if head_dim is smaller than the number of threads.
+    own_d: indices of the elements of head_dim for which this thread computes the result.
+    subset: if head_dim is smaller than the number of threads, several threads compute the same
+        element, each from a subset of the keys. `subset` is the index of this thread's subset,
+        otherwise 0.
     """
 
     b: GpuBody

@@ -21,8 +21,11 @@ class CacheRows:
     """A writer of code that accesses the rows of one KV cache.
 
     A row is the key or value of one layer, position and kv head. words: memref of the words of the
-    cache. Arguments of the methods: row: index of the first word of a row. only: an i1, or None; if
-    it is false, the emitted code stores nothing in the cache.
+    cache.
+
+    Arguments of the methods:
+    row: index of the first word of a row.
+    only: an i1, or None. If the i1 is false, the emitted code does not change the cache.
     """
 
     b: GpuBody
@@ -131,7 +134,7 @@ class CacheRows:
             self._store(codes, b.add(word, 1 + i // 4), only)
 
     def _code_word(self, d: Index) -> tuple[Index, Index]:
-        """Return (index of the word with the code of element d, index of the word of its scale).
+        """Return (index of the word with the code of element d, index of the word with its scale).
 
         Both are indices in a row of q8_0.
         """

@@ -1,8 +1,8 @@
 """A builder of the MLIR text of GPU kernels: threads, shared memory, sums across a workgroup.
 
 Kernels read and write memory as 32-bit words only, because devices without 8-bit or 16-bit storage
-read such elements wrongly. They use no subgroup operations, because the size of a subgroup differs
-between devices.
+read such elements wrongly. Kernels use no subgroup operations, because the size of a subgroup
+differs between devices.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ class GpuBody(Body):
             yield loop
 
     def sums(self, thread: Ssa, values: Sequence[Ssa], lanes: int, op: str = "addf") -> tuple[Ssa, int]:
-        """Return the sum of each value over each group of `lanes` threads: (shared memref, first).
+        """Add each value over groups of threads; return (shared memref, index of the first sum).
 
-        A group is `lanes` consecutive threads; `lanes` is a power of two. Element first + i *
-        (threads / lanes) + g of the memref is the sum of values[i] over group g. op: "addf", or
+        A group is `lanes` consecutive threads, a power of two. With n = threads / lanes groups, the
+        sum of values[i] over group g is element first + i * n + g of the memref. op: "addf", or
         "maxf" for maxima instead of sums.
         """
         count = len(values) * self.threads
@@ -171,9 +171,9 @@ class GpuBody(Body):
         return self.either(half, sign)
 
     def rounded(self, x: Ssa) -> tuple[Ssa, Ssa]:
-        """Return the integer nearest to x, as (f32, i32 with the integer's lowest byte).
+        """Return (the integer nearest to x as f32, an i32 whose low byte is this integer).
 
-        |x| must be below 128. Ties are rounded to even.
+        The other bytes of the i32 are zero. |x| must be below 128. Ties are rounded to even.
         """
         byte = self.bits("andi", self.as_type(self.addf(x, self.f32(12582912.0)), I32), 0xFF)
         # Not the sum minus 12582912: some drivers simplify that to x.

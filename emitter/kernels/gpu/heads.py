@@ -13,9 +13,10 @@ from castiron.emitter.types import F32, TensorType
 
 @dataclass(frozen=True)
 class Rows:
-    """The operands that have q, k and v: one fused operand, or several, in the order q, k, v.
+    """The operands with the rows of q, k and v: one operand with all of them, or several.
 
     widths: the number of columns of each operand. The operands are called rows0, rows1 and so on.
+    Together, their columns have the heads of q, then those of k, then those of v.
     """
 
     widths: tuple[int, ...]
@@ -24,7 +25,7 @@ class Rows:
         return {f"rows{i}": TensorType((tokens, width), F32) for i, width in enumerate(self.widths)}
 
     def find(self, layout: HeadLayout, kind: str) -> tuple[str, int]:
-        """Return (operand, column) at which the heads of `kind` begin; kind: "q", "k" or "v"."""
+        """Return (operand, column) at which the heads of a kind begin; kind: "q", "k" or "v"."""
         column = {"q": 0, "k": layout.keys, "v": layout.keys + layout.kv_heads * layout.head_dim}[kind]
         for i, width in enumerate(self.widths):
             if column < width:
@@ -49,7 +50,7 @@ class Head:
 def prepare(
     b: GpuBody, thread: Ssa, layout: HeadLayout, rows: Rows, heads: Sequence[tuple[Head, Ssa]], given: Mapping[str, Ssa]
 ) -> None:
-    """Emit code that reads heads, normalises and rotates those of q and k, and stores them.
+    """Emit code that reads heads, normalises and rotates those of q and k, and stores all of them.
 
     heads: each as (head, shared memref f32 [head_dim] for the result). given: memrefs of the
     kernel's operands by name. After the code, all threads see the results.

@@ -92,7 +92,7 @@ def finished(b: GpuBody, matmul: Matmul, dots: list[Ssa], given: dict[str, Ssa],
 
 
 def _lanes(units: int) -> int:
-    """Return how many threads share a row, so that the fewest threads are idle.
+    """Return how many threads compute a row of the weight, so that the fewest threads are idle.
 
     units: number of units of 8 elements in a row.
     """
@@ -106,9 +106,9 @@ def matvec(matmul: Matmul, summed: int = 0) -> Kernel:
 
     Operands: see `operands`. Result: y f32 [tokens, out].
 
-    summed: 0, or with experts the number of consecutive pairs whose results are added to one row of
-    y. The operand `weights`, f32 [tokens], then has a factor for each pair; y and the residual are
-    [tokens / summed, out].
+    summed: with experts, the number of consecutive pairs whose results are added to one row of y,
+    or 0. If it is not 0, the operand `weights`, f32 [tokens], has a factor for each pair, and y and
+    the residual are [tokens / summed, out].
     """
     layout, inner, out = layout_of(matmul.codec), matmul.in_features, matmul.out_features
     tokens = 1 if matmul.experts else matmul.tokens

@@ -6,8 +6,8 @@ A thread updates a part of a state in place, token by token. The parts are indep
     selective scan       a workgroup: one head; a thread: rows of S [head_dim, n], in memory
     gated delta rule     a workgroup: one head; a thread: columns of S [k_dim, v_dim], in memory
 
-The formulas are in `emitter.recurrences`. Padding and idle sequences have zero results, and do not
-change a state.
+The formulas are in `emitter.recurrences`. Padding and idle sequences, which have a negative
+position, have zero results and do not change a state.
 """
 
 from __future__ import annotations

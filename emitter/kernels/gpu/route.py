@@ -1,10 +1,10 @@
-"""Choose the experts of each token on a GPU, as `lowering.portable.route` does for one group.
+"""Choose the experts of each token on a GPU, as `lowering.portable.route` does without groups.
 
 each workgroup: one token
   likely [experts] = softmax or sigmoid of the logits; rated = likely + correction            shared
   for expert: rank = number of experts that are rated higher, or as high with a lower index
     if rank < top_k: chosen[rank], weights[rank] = expert, likely[expert]                     shared
-  weights = weights / sum(weights), if they are normalised                                    memory
+  weights = weights / sum(weights), if `normalised`                                           memory
 """
 
 from functools import cache

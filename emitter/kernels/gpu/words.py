@@ -43,10 +43,10 @@ NATIVE = {
 
 
 def widened(codec_name: str) -> str | None:
-    """Return a description of how weights of a codec are stored, or None for codecs in `NATIVE`.
+    """Return how this layout stores the codes and scales of a codec; None for codecs in `NATIVE`.
 
-    Weights of a codec that is not in `NATIVE` take more memory in this layout than in the codec's
-    format. The values of the weights are the same in both.
+    The result is text for users. Weights that are stored in this way take more memory than in the
+    codec's format. Their values are the same.
     """
     if codec_name in NATIVE:
         return None
@@ -136,7 +136,7 @@ class Layout:
         out[:, low + high : low + high + scales] = self._packed_scales(codec, parts, rows)
 
     def _packed_scales(self, codec: Codec, parts: Parts, rows: int) -> np.ndarray:
-        """Return the words with the scales and minima of some rows, u32 [rows, words]."""
+        """Return the words with the scales and minima of `rows` rows, u32 [rows, words]."""
         half = lambda x: np.ascontiguousarray(x).view(np.uint16).astype(np.uint32).reshape(rows, -1)
         if self.scales == "half":
             return _joined(half(parts.d), 16)
@@ -228,7 +228,7 @@ class Units:
         return [x for word in words for x in (b.bf16s(word) if self.layout.codec == "bf16" else b.halves(word))]
 
     def _high(self, row: Index, unit: Index) -> Ssa:
-        """Return an i32 whose lowest bits are the high codes of a unit."""
+        """Return an i32 that has the high codes of a unit in its lowest bits."""
         b, bits = self.b, self.layout.high_bits
         per_word, low = 32 // bits, self.layout.parts(self.inner)[0]
         word = b.load(self.weight, row, b.add(b.div(unit, per_word), low))
@@ -280,13 +280,13 @@ class Units:
 
 
 def _fours(b: GpuBody, weight: Ssa) -> Ssa:
-    """Return a memref of a weight's words as vectors of four."""
+    """Return a weight's words as a memref of vectors of four words."""
     rows, words = weight.type.shape
     return b.view(weight, (rows, words // 4), "vector<4xi32>")
 
 
 def weight_values(layout: Layout, words: np.ndarray, inner: int) -> np.ndarray:
-    """Return the values of packed rows in NumPy, f32 [rows, inner].
+    """Return the values of packed rows, f32 [rows, inner], computed in NumPy.
 
     words: i32 [rows, layout.row_words(inner)].
     """
@@ -320,7 +320,10 @@ def _apart(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _scale_values(layout: Layout, words: np.ndarray, inner: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the scale and the minimum, or None, of each group: f32 [rows, groups]."""
+    """Return the scales and the minima of all groups, f32 [rows, groups] each.
+
+    The minima are None if the layout has none.
+    """
     rows, groups = len(words), inner // layout.group
     halves = lambda x: np.ascontiguousarray(x).view(np.float16).astype(np.float32)
     if layout.scales in ("single", "double"):

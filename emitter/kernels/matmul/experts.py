@@ -147,9 +147,9 @@ def _small_tiles(isa: Isa, rows: int, direct: int) -> dict[str, int]:
 
 
 def _pairs_of_block(matmul: Matmul, rows: int, limit: int) -> int:
-    """Return the default number of (token, expert) pairs in a block, a multiple of `rows`.
+    """Return the default size of a block in (token, expert) pairs, a multiple of `rows`.
 
-    The number is at most max(limit, rows).
+    The size is at most max(limit, rows).
     """
     return max(1, min(-(-matmul.tokens // rows), limit // rows)) * rows
 
@@ -199,7 +199,7 @@ class Grouped(Gemm):
         return self.b.to_index(self.b.load(buffer, i))
 
     def _pair(self, i: Index) -> Ssa:
-        """Return the index, among all (token, expert) pairs, of pair `i` of the current block."""
+        """Return the index of pair `i` of the current block among all (token, expert) pairs."""
         return self._at(self.pairs, i)
 
     def _count(self, real: Index) -> None:
@@ -214,8 +214,8 @@ class Grouped(Gemm):
     def _gather(self, expert: Index, first: Index, real: Index) -> None:
         """Emit code that stores the indices of a block's (token, expert) pairs in `self.pairs`.
 
-        first: how many pairs of `expert` are in earlier blocks. real: number of pairs of all
-        experts, without padding.
+        The block has pairs of `expert`. first: number of pairs of this expert in earlier blocks.
+        real: number of pairs of all experts, without padding.
         """
         b = self.b
         with b.loop(0, real, carry=[b.index(0)]) as pair:
@@ -230,9 +230,8 @@ class Grouped(Gemm):
         """Emit code that computes and stores some columns of y for the pairs of the current block.
 
         The columns belong to `tiles.row_blocks` consecutive 16-row blocks of the expert's weight.
-        first_block: the first of these row blocks, counted in the expert's weight. block: the same
-        row block, counted in the stacked weight of all experts. count: number of pairs in the
-        current block.
+        first_block, block: index of the first of these row blocks, in the expert's weight and in
+        the stacked weight of all experts. count: number of pairs in the current block.
         """
         b = self.b
         few = b.less(count, self.tiles.direct + 1)
@@ -245,8 +244,8 @@ class Grouped(Gemm):
     def _direct(self, block: Index, count: Index) -> None:
         """Emit code that computes the dot products of the first `count` pairs of the current block.
 
-        The weights are decoded in registers, without a panel. block: first 16-row block to multiply
-        by, counted in the stacked weight of all experts.
+        The weights are decoded in registers, without a panel. block: index of the first 16-row
+        block to multiply by, in the stacked weight of all experts.
         """
         b, few, lanes, vectors = self.b, self.tiles.few, self.lanes, LANES * self.tiles.wide // self.lanes
         per_block, full = LANES // lanes, b.mul(b.div(count, few), few)
@@ -264,10 +263,10 @@ class Grouped(Gemm):
     def _direct_tile(self, sides: Sequence[tuple[Index, int, Index]], token: Index, rows: int) -> None:
         """Emit code that multiplies x of `rows` (token, expert) pairs by some rows of the weight.
 
-        The pairs are pairs token .. token + rows - 1 of the current block. Their dot products are
-        stored in the rows of `self.sums` with the same indices. sides: the vectors of weight rows,
-        each as (16-row block, index of the vector in the block, column of `self.sums` for the first
-        row of the vector).
+        token: index of the first of these pairs in the current block. The dot products are stored
+        in the rows of `self.sums` with the same indices as the pairs. sides: the vectors of weight
+        rows, each given as (16-row block, index of the vector in the block, column of `self.sums`
+        for the first row of the vector).
         """
         b, lanes, unit = self.b, self.lanes, units(self.matmul.codec)
         x_row = self._x_rows(token, rows)
@@ -294,9 +293,8 @@ class Grouped(Gemm):
     def _prefetch(self, blocks: Sequence[Index], unit: Index, units: int) -> None:
         """Emit prefetches of the codes of 16-row blocks that will be multiplied later.
 
-        For each index `block` in `blocks`, the code prefetches a part of the row block with index
-        block + `tiles.row_blocks`. The part is `units` units (see `weights.panel.units`), from unit
-        `unit` on.
+        For each index i in `blocks`, the code prefetches from row block i + `tiles.row_blocks`. The
+        prefetched units are unit .. unit + units - 1 (see `weights.panel.units`).
         """
         b, records, groups = self.b, self.panel.records, self.panel.records.layout.groups
         record = b.div(unit, groups)

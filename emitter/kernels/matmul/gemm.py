@@ -19,10 +19,10 @@ computes a few row blocks of the weight for a block of tokens, one panel after a
 Rows of x from `length` on are computed only as padding of the last tile; their results are zeros.
 
 `GemmCanonical`, for quantised weights, adds in the same order as `gemv`, so that a token's results
-have the same bits for any number of tokens. Its panel has codes, not weights. `x_sums` has the sum
-of x over each codec group, times a factor (`prepared_x.group_sum`), which is -offset for codes with
-an offset. The sum of x * code over a group is computed in registers, multiplied by the group's
-scale and added to the sums:
+have the same bits for any number of tokens. Its panel has codes, not weights. A codec group is the
+elements of a row that share a scale. `x_sums` has the sum of x over each codec group, multiplied by
+a factor (`prepared_x.group_sum`), which is -offset for codes with an offset. The sum of x * code
+over a group is computed in registers, multiplied by the group's scale and added to `sums`:
 
           for tile of `rows` tokens:
             for 16 * `wide` columns:
@@ -157,7 +157,7 @@ class Gemm:
                 self._tile(b.sub(start, first), start, rest, k, depth)
 
     def _x_rows(self, token: Index, rows: int) -> Callable[[int], Index]:
-        """Return a function that maps i < rows to the index in x of the row of token `token` + i."""
+        """Return a function that maps i < rows to the row of x for token `token` + i."""
         return lambda r: self.b.add(token, r)
 
     def _tile(self, row: Index, token: Index, rows: int, k: Index, depth: int) -> None:

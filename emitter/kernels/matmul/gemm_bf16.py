@@ -59,7 +59,7 @@ class _Weights(BasePanel):
     """A panel of bf16 weights that is read from the packed weight, without a copy on the stack."""
 
     def fill(self, first_block: Index, k: Index, depth: int) -> None:
-        """Set the part of the weight that the method `pair` reads; emit no code.
+        """Select the part of the weight that the method `pair` reads, without emitting code.
 
         The part has elements k .. k + depth - 1 of in_features of the 16-row blocks from
         `first_block` on.
@@ -89,9 +89,9 @@ class GemmBf16(Gemm):
     def _rows(self, sum_row: Index, tile: Index, row: int, rows: int, k: Index, depth: int) -> None:
         """Emit code that adds the dot products of `rows` rows of x and the panel to `self.sums`.
 
-        The rows of x start with row `row` of tile `tile` (a block of rows in the layout of
-        `split_x`). Only elements k .. k + depth - 1 of in_features are multiplied. sum_row: row of
-        `self.sums` that belongs to the first row of x.
+        tile, row: the first row of x is row `row` of tile `tile`, a block of rows in the layout of
+        `split_x`. k, depth: only elements k .. k + depth - 1 of in_features are multiplied.
+        sum_row: row of `self.sums` that belongs to the first row of x.
         """
         b, lanes, pairs = self.b, self.lanes, Pairs(self.b, self.isa)
         first_step, count = b.div(k, DEPTH), -(-depth // 2)

@@ -90,8 +90,8 @@ class GemmInt8Tiles(PanelTiles):
 def row_bytes(depth: int, group: int) -> int:
     """Return the bytes of a panel for one row of W: int8 codes, and two f32 for each codec group.
 
-    depth: elements of in_features in the panel. group: elements of a codec group. The two f32 are
-    the scale and the base of `Step`.
+    The two f32 are the scale and the base of the group (see `Step`). depth: number of elements of
+    in_features in the panel. group: number of elements of a codec group.
     """
     return depth + depth // group * 8
 
@@ -136,20 +136,20 @@ class GemmInt8(Gemm):
 class Step:
     """A writer of code that multiplies int8 x by weights and adds the results to f32 sums.
 
-    A step covers GROUP (32) elements of in_features. Each x is x_scale * n, with an int8 n; the
-    elements of a step share x_scale. A weight is scale * code + base, where code is the stored
-    code. The instruction multiplies n by c = code + bias, where `Dot.bias` makes codes unsigned.
-    For each codec group, a step adds
+    A step covers GROUP (32) elements of in_features. Each x of a step is x_scale * n, with an int8
+    n and one x_scale for all of them. A weight is scale * code + base, for a stored code. The
+    instruction multiplies n by c = code + bias, where `Dot.bias` makes codes unsigned. For each
+    codec group (elements that share scale and base), a step adds
 
         scale * x_scale * sum(c * n) + base * sum(x)                          if the codec has minima
         scale * x_scale * (sum(c * n) - (offset + bias) * sum(n))             otherwise
 
-    where a stored code is code + offset (`Codec.offset`).
+    where `offset` was added to a code to store it (`Codec.offset`).
 
     Arguments of the methods:
     rows: indices of the rows of x. unit: index of the step. part: index of the group in the step.
-    quads(q): returns `Dot.quads` quads of codes from quad `q` of the step on, for each vector of
-        outputs. A quad is four codes. A vector of outputs has one row of the weight in each lane.
+    quads(q): returns `Dot.quads` quads of codes for each vector of outputs, from quad `q` of the
+        step on. A quad is four codes. A vector of outputs has one row of the weight in each lane.
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, buffers: Buffers):
@@ -161,8 +161,8 @@ class Step:
     def add(self, sums: Sequence[Ssa], rows: Sequence[Index], unit: Index, quads: Quads, sides: Sides) -> list[Ssa]:
         """Return the f32 vectors `sums` plus the dot products of one step.
 
-        sums: flat list of [rows of x][vectors of outputs]. sides: (scale, base) by [codec group of
-        the step][vector of outputs].
+        sums: the vectors of [rows of x][vectors of outputs], as one flat list. sides: for each
+        [codec group of the step][vector of outputs], the vectors (scale, base).
         """
         b, vectors = self.b, len(sides[0])
         groups = [self._dots(rows, unit, part, quads, vectors) for part in range(self.parts)]
@@ -191,9 +191,9 @@ class Step:
     ) -> list[Ssa]:
         """Return `sums` plus the dot products of one step, with codes read from the packed weight.
 
-        sums: one f32 vector for each row of x; its lanes are the weight rows in vector `v` of
-        16-row block `block`. groups: the step's codec groups, each as (record in the row block,
-        group in the record).
+        sums: one f32 vector for each row of x. Its lanes belong to the weight rows of vector `v` of
+        16-row block `block`. groups: the step's codec groups, each given as (record in the row
+        block, group in the record).
         """
         codes = [Int8Codes(self.records, block, *group) for group in groups]
         sides = [[self.records.scale_and_base(block, *group, v)] for group in groups]
@@ -203,8 +203,8 @@ class Step:
     def _dots(self, rows: Sequence[Index], unit: Index, part: int, quads: Quads, vectors: int) -> list[Ssa]:
         """Return the unscaled dot products of one codec group, as f32 vectors [rows * vectors].
 
-        They are sum(c * n) if the codec has minima, otherwise sum(c * n) - (offset + bias) *
-        sum(n). vectors: number of vectors of outputs.
+        Each is sum(c * n) if the codec has minima, otherwise sum(c * n) - (offset + bias) * sum(n).
+        vectors: number of vectors of outputs.
         """
         b, dot, quads_a_group = self.b, self.dot, self.codec.group // 4
         together = batches(rows, dot.rows)
@@ -219,7 +219,10 @@ class Step:
         return [b.convert("sitofp", words, "f32") for row in by_row[: len(rows)] for words in row]
 
     def _start(self, row: Index, unit: Index, part: int) -> Ssa:
-        """Return the initial s32 sum of a codec group, -(offset + bias) * sum(n); 0 with minima."""
+        """Return the s32 with which the sum of a codec group starts.
+
+        It is -(offset + bias) * sum(n), or 0 if the codec has minima.
+        """
         if not self.bias:
             return self.b.constant("0", I32)
         return self.b.binary("muli", self._sum(row, unit, part), self.b.constant(str(-self.bias), I32))

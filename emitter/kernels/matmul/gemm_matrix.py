@@ -95,9 +95,12 @@ class GemmMatrix(Gemm):
     """A writer of the body of a matmul kernel for a matrix unit, with x and weights as bf16.
 
     A tile is a block of rows of x, in the layout of `split_x`. Methods multiply `high` tiles of x
-    by `wide` 16-row blocks of the panel, with accumulators `parts`, [high * wide]. tile: index of
-    the first tile in x. at: index of the same tile in `self.sums`. block: index of the first
-    16-row block in the panel.
+    by `wide` 16-row blocks of the panel. They add the products to the accumulators `parts`, [high *
+    wide].
+
+    Arguments of the methods:
+    tile, at: index of the first tile in x, and in `self.sums`.
+    block: index of the first 16-row block in the panel.
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: GemmMatrixTiles, buffers: Buffers):
@@ -117,9 +120,9 @@ class GemmMatrix(Gemm):
                 self._tiles(tile.index, b.add(before, tile.index), step, k, depth)
 
     def _tiles(self, at: Index, tile: Index, high: int, k: Index, depth: int) -> None:
-        """Emit code that adds the products of `high` tiles and the panel to `self.sums`.
+        """Emit code that adds the products of `high` tiles of x and the panel to `self.sums`.
 
-        Elements k .. k + depth - 1 of in_features are multiplied.
+        k, depth: only elements k .. k + depth - 1 of in_features are multiplied.
         """
         b, group = self.b, self.matmul.format.group
         first_step = b.div(k, DEPTH)
@@ -162,9 +165,9 @@ class GemmMatrix(Gemm):
     ) -> None:
         """Emit code that adds the accumulators `parts` to `self.sums`.
 
-        of: None for float weights. For quantised weights, `parts` are the sums over one codec group
-        (elements with one scale), and `of` is (index of this group in the panel, its index among
-        the groups of a row of x). The code multiplies `parts` by the group's scale, and adds the
+        of: None for float weights. For quantised weights, `parts` are the sums over one codec
+        group, whose elements share a scale. `of` is then (index of the group in the panel, index of
+        the group in a row of x). The code multiplies `parts` by the group's scale, and adds the
         group's minimum times the sum of x over the group.
         """
         b, lanes, rows, wide = self.b, self.lanes, self.tiles.rows, self.tiles.wide

@@ -8,12 +8,12 @@ has consecutive blocks, of gate and of up.
 
     each workgroup: a share of the sets
       prefetch the first records of the first set
-      xs [in] = norm(x) * code_factors, sums [in / group] = sums of norm(x)                            stack
+      xs [in] = norm(x) * code_factors, sums [in / group] = sums of norm(x) over codec groups          stack
       for set in share:
         for blocks of the set, `together` at a time:
           totals [together, 16] = 0                                                                registers
           for record in records of the blocks:                      each is read once
-            for group in record:                                    one, or several for K-quants
+            for codec group in record:                              one, or several for K-quants
               products [chains, together, 16] = 0                                                  registers
               for k in group:                                       unrolled, between prefetches of a later record
                 code = f32(word & mask)                             not shifted: times 2^n; xs has the factor 2^-n
@@ -64,10 +64,9 @@ class Gemv:
 
     Arguments and results of the methods:
     row_blocks: indices of the 16-row blocks to multiply. record: index of a record in each of them.
-    slot: index in the prepared part of x: of the columns of a record for float codecs, of a codec
-        group otherwise.
-    totals, results: a vector for each (i, v) in `self.sides`: vector `v`, [lanes], of the 16 rows
-        of row block row_blocks[i].
+    slot: index of the record, or in `_group` of the codec group, in the part of x that is prepared.
+    totals, results: one vector for each (i, v) in `self.sides`. It belongs to vector `v` of the
+        rows of row block row_blocks[i].
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class Gemv:
                 self._sets(batch.index, end, first, min(first + chunk, self.count), parts)
 
     def _sets(self, low: Index, high: Index, first: int, last: int, parts: Ssa | None) -> None:
-        """Emit code that multiplies sets low .. high - 1 of the share by a part of x.
+        """Emit code that multiplies sets low .. high - 1 of the share by some elements of x.
 
         Only records first .. last - 1 of each row block are multiplied, by the elements of x at the
         same indices. After the last record of a row block, the code also stores y. parts: stack

@@ -23,7 +23,7 @@ class GemvTiles(Tiles):
     together: number of 16-row blocks whose sums are in registers at a time, so that they share
         loads of x; at most 2 with a GLU.
     chains: number of independent accumulators for each row of the weight.
-    ahead: number of records between the record that is multiplied and the one that is prefetched.
+    ahead: prefetch distance, in records.
     unroll: number of records that one loop iteration multiplies, for a float codec. Such a record
         has one element (bf16: two elements) of each of 16 rows.
     """

@@ -1,9 +1,9 @@
 """Prepare x on the stack for matmuls: apply the RMS norm, and multiply by `code_factors`.
 
-The stack also has the sum of x over each codec group, because minima and offsets of codes are
-multiplied by these sums. The sums include a factor of the codec (see `group_sum`). For canonical
-GEMMs, the kernel `group_sums` computes them once for all matmuls of x, with the same order of
-additions:
+The stack also has the sum of x over each codec group, that is, the elements of a row that share a
+scale. Minima and offsets of codes are multiplied by these sums. A sum includes a factor of the
+codec (see `group_sum`). For canonical GEMMs, the kernel `group_sums` computes the sums once for all
+matmuls of x, with the same order of additions:
 
 each workgroup: up to 16 rows of x [T, in]
   for row, for group: sums[row, group] = factor * sum of x over the group                            memory
@@ -80,7 +80,7 @@ class PreparedX:
 
     capacity: max number of elements of a row that are prepared at once.
     row: index in x of the first of the T rows.
-    kept: number of elements of a row that `values` stores; default: `capacity`.
+    kept: number of elements of a row that are stored in the buffer; default: `capacity`.
     """
 
     def __init__(
@@ -163,10 +163,10 @@ class PreparedX:
                 b.store(group_sum(b, self.codec, parts), self.sums, token, g.index)
 
     def _store(self, token: Index, start: Index, k: int, x: Ssa) -> None:
-        """Emit code that stores `x` * `code_factors`, where `x` is a vector of a codec group.
+        """Emit code that stores a vector of x times `code_factors` in the buffer.
 
-        start: first element of the group in the buffer. k: first element of the vector in the
-        group.
+        x: a vector of elements of a codec group. start: index in the buffer of the group's first
+        element. k: index in the group of the vector's first element.
         """
         b, lanes, factors = self.b, self.lanes, code_factors(self.codec)
         if (factors[k : k + lanes] != 1).any():

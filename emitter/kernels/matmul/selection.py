@@ -44,9 +44,10 @@ def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool) -> str:
     """Return the fastest of `matmul_spec.NUMERICS` for a matmul.
 
     is_fast: whether x may be rounded to int8 or bf16. Rounding is not faster for one token or for
-    few (token, expert) pairs, because memory bandwidth limits these matmuls. In canonical form, the
-    result is "canonical" or "exact". Kernels for few tokens and for float weights are "exact",
-    because they always add in canonical order.
+    few (token, expert) pairs, because memory bandwidth limits these matmuls.
+
+    For an `isa` in canonical form (see `Isa`), the result is "canonical" or "exact". It is "exact"
+    for few tokens and for float weights: their exact kernels add in canonical order.
     """
     if isa.canonical:
         is_batched = matmul.experts or (matmul.format.quantised and matmul.tokens > small_batch.MAX_TOKENS)

@@ -1,11 +1,11 @@
 """Compute Y = X W^T for a few tokens; weights are decoded in registers, as in `gemv`.
 
 For so few tokens, decoding weights to memory as in `gemm` would take as long as the matmul. A tile
-of several tokens and several vectors of outputs shares loads of x and decoded codes, and has enough
-accumulators to hide the latency of fma.
+has several tokens and several vectors of outputs, which share decoded codes and loads of x. It has
+enough accumulators to hide the latency of fma.
 
     each workgroup: a share of the sets; a set is `row_blocks` 16-row blocks of the weight
-      xs [T, in] = x * code_factors, sums [T, in / group] = sums of x over codec groups                stack
+      xs [T, in] = x * code_factors, sums [T, in / group] = sums of x over groups with one scale       stack
       for set in share:
         acc [T, 16 * row_blocks] = 0                                                                   stack
         for tile of `rows` tokens x `vectors` vectors of outputs:
@@ -77,8 +77,8 @@ class SmallBatchTiles(Tiles):
 class SmallBatch:
     """A writer of the body of a matmul kernel for a few tokens.
 
-    Methods take the weight rows of a tile as `sides`: vectors of rows, each given as (16-row block,
-    index of the vector in the block, column of `self.sums` for its first row).
+    Methods take the weight rows of a tile as `sides`, a list of vectors of rows. A vector is given
+    as (16-row block, index of the vector in the block, column of `self.sums` for its first row).
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: SmallBatchTiles, buffers: Buffers):
@@ -123,7 +123,7 @@ class SmallBatch:
         """Emit code that computes the dot products of all tokens with rows of a quantised weight.
 
         The rows are those of 16-row blocks first .. last - 1. If x does not fit on the stack, the
-        code prepares x in parts and multiplies each part. end: number of tokens that are not
+        code prepares and multiplies one part of x after another. end: number of tokens that are not
         padding.
         """
         b = self.b
@@ -148,7 +148,7 @@ class SmallBatch:
             add_chunk(part.index, stop)
 
     def _tiles(self, first: Index, last: Index, end: Index, add: Callable[[list, Index, int], None]) -> None:
-        """Emit loops over tiles, and the code of each tile with `add`.
+        """Emit loops over tiles, and call `add` to emit the code of a tile.
 
         The tiles cover 16-row blocks first .. last - 1 of the weight and tokens 0 .. end - 1. A
         tile that reaches past the end of the weight repeats the last row block. add(sides, token,

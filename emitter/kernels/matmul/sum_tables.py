@@ -8,8 +8,8 @@ sum for every value n of the slice:
     table[n] = sum over j of (bit j of n) * (value of this bit in its code) * (x of this code),
                plus base * x of each code that starts in the slice
 
-A kernel shifts the word, looks up the slice in its table (a permutation of a vector) and adds the
-entry. In each lane, this replaces up to four multiplications.
+A kernel looks up each slice of the word in the table of the slice, and adds the entries. The
+look-up is a permutation of a vector. In each lane, it replaces up to four multiplications.
 """
 
 from collections.abc import Mapping

@@ -99,9 +99,9 @@ def panel_columns(matmul: Matmul, can_pair: bool) -> tuple[int, int]:
 
 
 def even_tokens(tokens: int, limit: int, unit: int) -> int:
-    """Return the size of the blocks when `tokens` tokens are divided into blocks of equal size.
+    """Return the size of a block when `tokens` tokens are divided into blocks of equal size.
 
-    limit: max size of a block, before the size is rounded up to a multiple of `unit`.
+    limit: max size of a block. The size is then rounded up to a multiple of `unit`.
     """
     blocks = -(-tokens // limit)
     return -(-tokens // (blocks * unit)) * unit
@@ -144,9 +144,10 @@ class Finish:
     The code applies the GLU, and adds the bias and the residual. sums: stack buffer f32 [tokens,
     columns] of the dot products. row_of(token): returns the token's row of y.
 
-    Arguments of the methods: results are stored for tokens first .. end - 1. With an operand
-    `length`, tokens end .. last - 1 are padding and get zeros. column: first of 16 columns of y. If
-    `ragged` is not 0, only `ragged` of them are stored.
+    Arguments of the methods:
+    first, end, last: results are stored for tokens first .. end - 1. With an operand `length`,
+    tokens end .. last - 1 are padding and get zeros.
+    column: first of 16 columns of y. ragged: if not 0, only the first `ragged` of them are stored.
     """
 
     def __init__(

@@ -61,10 +61,10 @@ def nearest(b: Body, low: Ssa, high: Ssa) -> Ssa:
 
 
 def pieces(b: Body, low: Ssa, high: Ssa, count: int) -> list[Ssa]:
-    """Split two f32 vectors into sums of `count` bf16 vectors; return these as vectors of pairs.
+    """Split each f32 of two vectors into `count` bf16; return `count` vectors of bf16 pairs.
 
-    The low halves of the pairs sum to `low`, and the high halves sum to `high`: exactly with count
-    3, approximately with count 2. With count 1 each half is the nearest bf16.
+    The low halves of the pairs sum to `low`, the high halves to `high`. The sums are exact with
+    count 3, and approximate with count 2. With count 1 each half is the nearest bf16.
     """
     if count == 1:
         return [nearest(b, low, high)]

@@ -59,7 +59,7 @@ Value = TypeVar("Value")
 
 
 def f32_literal(x: float) -> str:
-    """Return the f32 nearest to x, which may be infinite, as a hexadecimal MLIR literal."""
+    """Return the f32 nearest to x as a hexadecimal MLIR literal; x may be infinite."""
     return f"0x{struct.unpack('<I', struct.pack('<f', x))[0]:08X}"
 
 
@@ -94,7 +94,7 @@ class Loop:
         self.given: list[Ssa] = []
 
     def give(self, *values: Ssa) -> None:
-        """Set the loop-carried values for the next iteration (`scf.yield`)."""
+        """Set the loop-carried values of the next iteration (`scf.yield`)."""
         self.given = list(values)
 
 
@@ -256,7 +256,7 @@ class Body:
         return self.let(f"arith.{op} {x} : {x.type} to {type}", type)
 
     def widened(self, x: Ssa) -> Ssa:
-        """Return a float or a vector of floats converted to f32, which is exact."""
+        """Return a float or a vector of floats converted to f32; the conversion is exact."""
         return x if x.type.element == "f32" else self.convert("extf", x, "f32")
 
     def narrowed(self, x: Ssa, element: str) -> Ssa:

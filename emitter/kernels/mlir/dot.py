@@ -46,12 +46,12 @@ class Total:
 class Dot:
     """A writer of code for int8 dot products of weight codes and x.
 
-    A lane of a vector belongs to one output (a row of the weight). A quad is four int8 in an i32.
-    Each call of `add` multiplies `self.quads` quads of codes by as many quads of each of
-    `self.rows` rows of x.
+    A lane of a vector belongs to one output (a row of the weight). A quad is four int8 in an i32. A
+    call of `add` multiplies `self.quads` quads of codes by as many quads of x. It does so for each
+    of `self.rows` rows of x.
 
-    A caller passes quads of codes through `arranged` and then `code`, and elements of x through
-    `x`. The results of `code` and `x` are arguments of `add`. bits: bits of a code.
+    A caller passes codes through `arranged` and then `code`, and x through `x`. It passes the
+    results of `code` and `x` to `add`. bits: bits of a code.
     """
 
     rows: ClassVar[int] = 1
@@ -65,8 +65,7 @@ class Dot:
     def arranged(self, quads: Sequence[Ssa]) -> list[Ssa]:
         """Return `self.quads` vectors of codes, reordered for the method `code`.
 
-        quads: vectors i32 with four codes of an output in each lane. The result can be stored in a
-        panel.
+        quads: vectors i32 with four codes of an output in each lane.
         """
         return list(quads)
 
@@ -84,9 +83,9 @@ class Dot:
     def x(self, x: Ssa, rows: Sequence[Index], quad: Index) -> tuple[Ssa, ...]:
         """Return elements of some rows of x, converted to the operand type of the instruction.
 
-        They are 4 * `self.quads` consecutive elements of each row. x: memref i32 [rows, in / 4],
-        with four int8 in each i32. rows: indices of the rows. quad: index in a row of the first
-        i32.
+        From each row, the code loads 4 * `self.quads` consecutive elements. x: memref i32 [rows, in
+        / 4], with four int8 in each i32. rows: indices of the rows. quad: index of the first i32 in
+        a row.
         """
         (row,) = rows
         every = self.b.broadcast(self.b.load(x, row, quad), self.lanes)
@@ -134,7 +133,11 @@ class Dot:
 
     @property
     def _wide(self) -> bool:
-        """Return whether codes must be widened to s16: sums of u8 products would saturate."""
+        """Return whether codes must be widened to s16.
+
+        If so, the instruction is vpmaddubsw and codes have 8 bits: s16 sums of two products would
+        saturate.
+        """
         return self.dot == "madd" and self.bits == 8
 
     def _multiply(self, code: Ssa, x: Ssa) -> Ssa:
@@ -155,8 +158,8 @@ class Dot:
 class BlockDot(Dot):
     """A `Dot` with the layout of the instruction `smmla`: two rows of x and four outputs.
 
-    Lane 2 i + j of an accumulator belongs to row i of x. The lane belongs to output j in the first
-    accumulator, and to output 2 + j in the second one.
+    There are two accumulators of four lanes. Lane 2 i + j of both belongs to row i of x. In the
+    first accumulator, the lane belongs to output j, in the second one to output 2 + j.
     """
 
     rows = quads = 2

@@ -2,7 +2,7 @@
 
 An `Isa` in canonical form is for kernels that compute the same bits on every CPU. These kernels use
 vectors of 16 f32, which take several registers on some CPUs, and one accumulator for each output.
-Compilers must not fuse their multiplications and additions into an fma.
+Compilers must not fuse the multiplications and additions of these kernels into an fma.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def exp2(b: Body, x: Ssa) -> Ssa:
 
 
 def _power(b: Body, shifted: Ssa) -> Ssa:
-    """Return the f32 vector 2^n, for integers n from -127 to 127; 2^-127 becomes 0.
+    """Return the f32 vector 2^n, for integers n from -127 to 127. For n = -127 it is 0.
 
     shifted: the f32 vector n + ROUND, whose low bits are n.
     """

@@ -42,8 +42,8 @@ def gated_delta(
 
     shape: (k_heads, heads, k_dim, v_dim).
     columns: for each of the operands q, k, v, alpha, beta and z, the columns that the kernel reads.
-    norm_eps: epsilon of an RMS norm of each head, whose result is multiplied by silu(z). None: the
-        kernel computes no norm.
+    norm_eps: epsilon of an RMS norm of each head. The kernel multiplies the norm's result by
+        silu(z). None: the kernel computes no norm.
     Operands: q, k, v, alpha, beta and (with a norm) z, f32 [T, width]; rate, bias f32 [heads]; norm
         f32 [v_dim]; the operands in `tokens.operands`; state f32 [layers, heads, k_dim, v_dim];
         layer, an index. alpha and beta are a and b of `recurrences.gated_delta`.
@@ -120,12 +120,11 @@ def _unit(x: np.ndarray) -> np.ndarray:
 
 
 def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tuple[int, bool]:
-    """Return how a workgroup updates a state [k_dim, v_dim]: (vectors, whether in a copy).
+    """Return (number of vectors in a row of a block, whether blocks are updated in a copy).
 
-    The workgroup updates the state's columns in blocks. The first result is the number of vectors
-    in each row of a block. A workgroup that computes several tokens updates a block in a copy on
-    the stack, if the copy fits. vectors: number of vectors in v_dim. width: number of elements of a
-    vector.
+    A workgroup updates its state [k_dim, v_dim] in blocks of columns. If there are several tokens,
+    it updates a copy of the block on the stack, provided that the copy fits. vectors: number of
+    vectors in v_dim. width: number of elements of a vector.
     """
     limit = isa.registers // 4
     if tokens.in_turn > 1:
@@ -162,9 +161,9 @@ class _Head:
         return self.b.vload(self.given[name], width, t, self.b.add(self.at[name], d))
 
     def _times(self, name: str, t: Index, d: Index) -> Ssa:
-        """Return a vector that has element `d` of the head in every lane.
+        """Return a vector that has one element of the head in every lane.
 
-        The element is in row `t` of the operand `name`.
+        It is element `d`, from row `t` of the operand `name`.
         """
         b = self.b
         return b.broadcast(b.load(self.given[name], t, b.add(self.at[name], d)), self.sizes[2])
@@ -190,8 +189,8 @@ class _Head:
     def block(self, column: Index, copy: Ssa | None) -> None:
         """Emit code that updates some columns of the state for all tokens, and stores the results.
 
-        column: first of the columns. copy: stack buffer in which the columns are updated, or None
-        to update them in memory.
+        column: first of these columns. copy: stack buffer in which the code updates the columns, or
+        None to update the state in memory.
         """
         b, (k_dim, _, width, vectors) = self.b, self.sizes
         state, offsets = self.given["state"], range(0, vectors * width, width)

@@ -1,4 +1,4 @@
-"""Parts of the kernels of recurrent layers: tokens of a call, columns of operands, and gates."""
+"""Code that kernels of recurrent layers share: tokens of a call, columns of operands, softplus."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ class Tokens:
     layers: size of dimension 0 of the state, which has all layers of the first sequence, then all
         of the next, and so on.
     batch: False for consecutive tokens of one sequence; True for one token of each of `count`
-        sequences, of which those with a negative position are idle.
+        sequences. A negative position marks an idle sequence, whose state does not change.
     length: whether an operand gives the number of tokens that are not padding.
     """
 
@@ -103,7 +103,7 @@ class Tokens:
         return Share(unit, b.add(b.mul(row, self.layers // self.count), layer), row, end, after)
 
     def real(self, layer: int, given: dict[str, np.ndarray]) -> Iterator[tuple[int, range]]:
-        """Yield (index in dimension 0 of the states, range of rows of x) of each active sequence.
+        """Yield (index in dimension 0 of the states, range of rows of x) for each active sequence.
 
         The range does not include padding. This method is for reference implementations in NumPy.
         layer: layer of the model. given: the kernel's operands, by name.
@@ -128,7 +128,8 @@ def zero_padding(b: Body, share: Share, y: Ssa, low: Index, high: Index, width: 
 def single_lane(b: Body, x: Ssa) -> Ssa:
     """Return a vector of QUAD lanes that has the scalar `x` in every lane.
 
-    A caller passes it to a vector function, such as `exp`, and reads one lane of the result.
+    A caller passes this vector to a vector function, such as `exp`, and reads one lane of the
+    result.
     """
     return b.broadcast(x, QUAD)
 

@@ -5,7 +5,7 @@ with zero rows. A packed weight is a u8 array of shape
 
     [ceil(out / 16), records, record_bytes]
 
-A record has one codec block (32 or 256 elements) of each of the 16 rows. Its size is that of these
+A record has one codec block (32 or 256 elements) of each of the 16 rows. It is as large as these
 blocks in a GGUF file, except that it stores the six-bit scales of K-quants as bytes (3 % more):
 
     d      [16] f16                  scale of the codec block; u8 if it is an exponent, f32 or bf16
@@ -77,7 +77,7 @@ class Layout:
     codes: int = 0
 
     def field(self, k: int) -> tuple[int, int]:
-        """Return (index of the word, index of the bit field in it) of code k of a group.
+        """Return (index of the word, index of the bit field in the word) for code k of a group.
 
         k must be below `in_fields`.
         """
@@ -92,9 +92,9 @@ class Layout:
         return self.words * self.fields
 
     def top_codes(self, codec: Codec) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-        """Return the locations of the codes of a group that are in the highest bits of the words.
+        """Return the locations of those codes of a group that are in the highest bits of the words.
 
-        The location of a code is several bit fields (word, right shift, mask). Their OR is the
+        A location is a tuple of bit fields (word, right shift, mask). The OR of the fields is the
         code.
         """
         return TOP_CODES[codec.bits][: codec.group - self.in_fields]
@@ -193,7 +193,7 @@ def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.n
     parts = codec.split(raw.reshape(-1, codec.block_bytes))
 
     def put(offset: int, part: np.ndarray) -> None:
-        """Write one part of all records, such as their scales, at byte `offset` of each record.
+        """Write one array of `Parts`, such as the scales, at byte `offset` of each record.
 
         part: [16 * row_blocks * count, ...], where count is the number of records of a row block.
         """
@@ -263,7 +263,7 @@ def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: 
         return dequantise(codec_name, lanes.reshape(row_blocks * LANES, -1))[:out_features, :in_features]
 
     def take(offset: int, dtype: str, *shape: int) -> np.ndarray:
-        """Read one part of all records, such as their scales, at byte `offset` of each record.
+        """Read one array of `Parts`, such as the scales, at byte `offset` of each record.
 
         The result is [16 * row_blocks * count, *shape], where count is the number of records of a
         row block.

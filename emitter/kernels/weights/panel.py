@@ -32,9 +32,10 @@ def units(codec_name: str) -> int:
 
 
 class Decoded:
-    """The f32 weights of one unit (see `units`) of a 16-row block, each decoded on first use.
+    """The f32 weights of one unit (see `units`) of a 16-row block.
 
-    block: index of the 16-row block in the weight. unit: index of the unit in the rows.
+    The code that decodes a weight is emitted when this weight is first used. block: index of the
+    16-row block in the weight. unit: index of the unit in the rows.
     """
 
     def __init__(self, records: Records, block: Index, unit: Index):
@@ -80,9 +81,9 @@ class BasePanel:
     """A panel: a part of a packed weight that is decoded to stack buffers.
 
     A panel is a transposed part of the weight: its `depth` rows are elements of in_features, and
-    its 16 * `row_blocks` columns are rows of the weight. The method `fill` of a subclass emits the
-    code that decodes. Its arguments are the first 16-row block and the first element of in_features
-    of the panel, and the number of elements.
+    its 16 * `row_blocks` columns are rows of the weight. The method `fill(first_block, k, depth)`
+    of a subclass emits the code that decodes. The panel then begins with 16-row block `first_block`
+    and element `k`.
     """
 
     def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int):
@@ -194,7 +195,7 @@ class Bf16Panel(BasePanel):
 
     `words`: i32 [count, depth / 32, row blocks, 16, 16]. Dimension 3 has pairs of elements of
     in_features, dimension 4 has columns. An i32 has both bf16 of a pair. `count` is the number of
-    bf16 for each weight, here 1.
+    bf16 whose sum is one element of the weight, here 1.
     """
 
     count = 1
@@ -261,7 +262,7 @@ class Bf16SplitPanel(Bf16Panel):
 
 
 class Bf16CodePanel(BasePanel):
-    """A panel of codes as bf16, which is exact, with the scales and minima of their groups.
+    """A panel of codes as bf16 (which is exact), and of the scales and minima of codec groups.
 
     `scales` and `minima` are f32 [groups, columns]. Each codec group takes 32 rows of the panel;
     groups of 16 elements leave half of these rows zero.

@@ -31,7 +31,7 @@ _FLOATS = {"<f4": ("f32", 32), "<f2": ("f16", 16), "<u2": ("bf16", 16)}
 
 
 def code_factors(codec: Codec) -> np.ndarray:
-    """Return the factors by which the results of `GroupCodes.code` must be multiplied, f32 [group].
+    """Return the factors that turn results of `GroupCodes.code` into stored codes, f32 [group].
 
     `GroupCodes.code` masks bits without shifting them down, so its result is a stored code times a
     power of two. The factor is the inverse of this power.
@@ -63,8 +63,8 @@ class Records:
     def rows(self, at: tuple[Index, Index, Index], v: Index, element: str, bits: int) -> Ssa:
         """Return one element of a record for each row in vector `v`.
 
-        at: (block, record, byte offset in the record of the elements of all 16 rows). element,
-        bits: MLIR type of an element, and its size.
+        at: (block, record, byte offset). The elements of all 16 rows begin at this offset in the
+        record. element, bits: MLIR type and size of an element.
         """
         width = self.lanes * bits // 8
         block, record, offset = at
@@ -74,7 +74,7 @@ class Records:
     def widened_rows(self, at: tuple[Index, Index, Index], v: Index) -> Ssa:
         """Return one u16 of a record for each row in vector `v`, as i32 [lanes].
 
-        at: (block, record, byte offset in the record of the u16 of all 16 rows).
+        at: (block, record, byte offset). The u16 of all 16 rows begin at this offset in the record.
         """
         b, width = self.b, 2 * self.lanes
         data = self.rows(at, v, "i8", 16)
@@ -95,8 +95,8 @@ class Records:
     def prefetch_later(self, blocks: Iterable[Index], step: int, record: Index, first: Index, nbytes: int) -> None:
         """Emit prefetches of a part of a record, for 16-row blocks that are used later.
 
-        For each block in `blocks`, the code prefetches from block + `step`. The part is `nbytes`
-        bytes from byte `first` of record `record` on.
+        For each index i in `blocks`, the code prefetches from row block i + `step`. The part is
+        `nbytes` bytes from byte `first` of record `record` on.
         """
         for block in dict.fromkeys(blocks):
             for line in range(0, nbytes, CACHE_LINE):
@@ -153,7 +153,7 @@ class Records:
     def scale_and_minimum(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
         """Return (d * scale, m * minimum) of a group, f32 [lanes]; None for missing minima.
 
-        In a dot product, the first is the factor of sum(x * code), the second that of sum(x).
+        A dot product is d * scale * sum(x * code) + m * minimum * sum(x).
         """
         scale = self._times(self.d(block, record, v), self.group_scale(block, record, group, v))
         minimum = self.m(block, record, v)
@@ -185,7 +185,10 @@ class Records:
         return GroupCodes(self, block, record, self.codes_at(group))
 
     def elements(self, block: Index, record: Index, v: Index) -> list[Ssa]:
-        """Return the elements of a float codec's record, each as f32 [lanes] for the rows of `v`."""
+        """Return the elements of a float codec's record, for the rows of vector `v`.
+
+        A record has one element (bf16: two elements) of each row. Each element is f32 [lanes].
+        """
         at = (block, record, 0)
         if self.codec.name == "f32":
             return [self.rows(at, v, "f32", 32)]
