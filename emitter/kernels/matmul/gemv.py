@@ -2,9 +2,9 @@
 
 Each lane of a vector has one of 16 rows of W, so there are no sums across lanes. A record packs one
 codec block of each of 16 rows. x is prepared once per workgroup (`prepared_x`), so that a code
-costs only a mask, a conversion and an fma. A set is one or more 16-row blocks of W, far apart in
-the share, because a core reads a few long streams faster than many short ones. With a GLU, a set
-has consecutive blocks, of gate and of up.
+costs only a mask, a conversion and an fma. A set is one or more consecutive 16-row blocks of W;
+with a GLU, a set has blocks of gate and of up. With tables, the blocks of a set are far apart in
+the share, because a core reads a few long streams faster than many short ones.
 
     each workgroup: a share of the sets
       prefetch the first records of the first set
@@ -83,6 +83,7 @@ class Gemv:
         self.b, self.codec, self.tiles, self.buffers = b, matmul.format, tiles, buffers
         self.chains = 1 if isa.canonical else tiles.chains
         self.canonical, self.by_tables = isa.canonical, is_summed_by_tables(matmul.format, isa)
+        self.is_far = self.by_tables and not matmul.glu
         self.lanes, self.x_row, self.y_row = isa.lanes, x_row, y_row
         self.matmul, self.isa, self.out_features, self.in_features = matmul, isa, matmul.out_features, matmul.in_features
         self.row_blocks, self.count, self.size = matmul.weight_shape
@@ -165,10 +166,10 @@ class Gemv:
         If the last share is incomplete, the last block of the weight is repeated.
         """
         b = self.b
-        if self.matmul.glu:
-            first, step = b.mul(number, self.set), 1
-        else:
+        if self.is_far:
             first, step = number, self.sets_of_share
+        else:
+            first, step = b.mul(number, self.set), 1
         row_blocks = [b.add(b.add(self.first_block, first), b.mul(step, i)) for i in range(self.set)]
         return [b.min(block, self.row_blocks - 1) for block in row_blocks] if self.row_blocks % self.set else row_blocks
 
@@ -190,7 +191,7 @@ class Gemv:
         """
         b, (first, last) = self.b, self.range
         then = b.add(b.sub(record, first) if first else record, self.tiles.ahead)  # may be in the next set of row blocks
-        next_block = self.together if self.matmul.glu else 1
+        next_block = 1 if self.is_far else self.together
         skipped, record = b.mul(b.div(then, last - first), next_block), b.add(b.rem(then, last - first), first)
         return [
             # Tables fill most of L1; weights prefetched into it measured slower.
