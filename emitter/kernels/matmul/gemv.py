@@ -3,7 +3,8 @@
 Each lane of a vector has one of 16 rows of W, so there are no sums across lanes. A record packs one
 codec block of each of 16 rows. x is prepared once per workgroup (`prepared_x`), so that a code
 costs only a mask, a conversion and an fma. A set is one or more consecutive 16-row blocks of W;
-with a GLU, a set has blocks of gate and of up.
+with a GLU, a set has blocks of gate and of up. With tables, the blocks of a set are far apart in
+the share, because a core reads a few long streams faster than many short ones.
 
     each workgroup: a share of the sets
       prefetch the first records of the first set
@@ -46,7 +47,7 @@ from castiron.emitter.kernels.matmul.tiles import Buffers, each_block
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
-from castiron.emitter.kernels.mlir.lookup import permuted
+from castiron.emitter.kernels.mlir.lookup import permuted, shifted_index
 from castiron.emitter.kernels.mlir.vector_math import tree
 from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.records import CACHE_LINE, GroupCodes, Records
@@ -82,6 +83,7 @@ class Gemv:
         self.b, self.codec, self.tiles, self.buffers = b, matmul.format, tiles, buffers
         self.chains = 1 if isa.canonical else tiles.chains
         self.canonical, self.by_tables = isa.canonical, is_summed_by_tables(matmul.format, isa)
+        self.is_far = self.by_tables and not matmul.glu
         self.lanes, self.x_row, self.y_row = isa.lanes, x_row, y_row
         self.matmul, self.isa, self.out_features, self.in_features = matmul, isa, matmul.out_features, matmul.in_features
         self.row_blocks, self.count, self.size = matmul.weight_shape
@@ -105,40 +107,40 @@ class Gemv:
         chunk = -(-self.count // chunks)  # records
         sets = -(-self.row_blocks // self.set)
         low, high = b.share(sets, share, self.tiles.workgroups)
+        self.first_block, self.sets_of_share = b.mul(low, self.set), b.sub(high, low)
         # Prefetch the first weights, to use memory bandwidth while x is prepared.
-        row_blocks = self._blocks_of(low)[: self.together]
+        row_blocks = self._blocks_of(0)[: self.together]
         with b.loop(0, min(self.tiles.ahead, self.count)) as record:
             for line in range(0, self.size, CACHE_LINE):
                 for block in row_blocks:
-                    self.records.prefetch(block, record.index, line)
+                    self.records.prefetch(block, record.index, line, not self.by_tables)
         self.x: PreparedX
         if self.by_tables:
             self.x = self.tables = SumTables(b, self.matmul, self.isa, self.buffers, chunk * elements, self.x_row)
         else:
             self.x = PreparedX(b, self.matmul, self.lanes, self.buffers, chunk * elements, 1, self.x_row)
         if chunks == 1:
-            self._sets(low, high, 0, self.count, None)
+            self._sets(0, self.sets_of_share, 0, self.count, None)
             return
         parts = b.stack(BATCH * self.set, LANES)
-        with b.loop(low, high, BATCH) as batch:
-            end = b.min(b.add(batch.index, BATCH), high)
+        with b.loop(0, self.sets_of_share, BATCH) as batch:
+            end = b.min(b.add(batch.index, BATCH), self.sets_of_share)
             for first in range(0, self.count, chunk):
                 self._sets(batch.index, end, first, min(first + chunk, self.count), parts)
 
     def _sets(self, low: Index, high: Index, first: int, last: int, parts: Ssa | None) -> None:
-        """Emit code that multiplies sets low .. high - 1 of the weight by some elements of x.
+        """Emit code that multiplies sets low .. high - 1 of the share by some elements of x.
 
-        A set is `self.set` consecutive 16-row blocks. Only records first .. last - 1 of each row
-        block are multiplied, by the elements of x at the same indices. After the last record of a
-        row block, the code also stores y. parts: stack buffer for the totals of records before
-        `last`, or None if all of x is prepared at once.
+        Only records first .. last - 1 of each row block are multiplied, by the elements of x at the
+        same indices. After the last record of a row block, the code also stores y. parts: stack
+        buffer for the totals of records before `last`, or None if all of x is prepared at once.
         """
         b, self.range = self.b, (first, last)
         self.x.fill(first * self.layout.elements, last * self.layout.elements)
-        with b.loop(low, high) as row:
-            row_blocks, dots = self._blocks_of(row.index), []
+        with b.loop(low, high) as number:
+            row_blocks, dots = self._blocks_of(number.index), []
             for at in range(0, self.set, self.together):
-                slot = b.add(b.mul(b.sub(row.index, low), self.set), at)
+                slot = b.add(b.mul(b.sub(number.index, low), self.set), at)
                 stored_at = [(b.add(slot, i), v * self.lanes) for i, v in self.sides]
                 if parts is None or first == 0:
                     totals = [b.splat(0.0, self.lanes)] * len(self.sides)
@@ -158,13 +160,17 @@ class Gemv:
                     for block, result in zip(row_blocks, results, strict=True):
                         self._store(block, result)
 
-    def _blocks_of(self, row: Index) -> list[Index]:
-        """Return the indices of the 16-row blocks in set `row`: `self.set` consecutive blocks.
+    def _blocks_of(self, number: Index) -> list[Index]:
+        """Return the indices of the 16-row blocks in set `number` of the share.
 
-        If the last set is incomplete, the last block of the weight is repeated.
+        If the last share is incomplete, the last block of the weight is repeated.
         """
         b = self.b
-        row_blocks = [b.add(b.mul(row, self.set), i) for i in range(self.set)]
+        if self.is_far:
+            first, step = number, self.sets_of_share
+        else:
+            first, step = b.mul(number, self.set), 1
+        row_blocks = [b.add(b.add(self.first_block, first), b.mul(step, i)) for i in range(self.set)]
         return [b.min(block, self.row_blocks - 1) for block in row_blocks] if self.row_blocks % self.set else row_blocks
 
     def _dots(self, row_blocks: list[Index], first: int, last: int, totals: list[Ssa]) -> list[Ssa]:
@@ -185,9 +191,11 @@ class Gemv:
         """
         b, (first, last) = self.b, self.range
         then = b.add(b.sub(record, first) if first else record, self.tiles.ahead)  # may be in the next set of row blocks
-        skipped, record = b.mul(b.div(then, last - first), self.together), b.add(b.rem(then, last - first), first)
+        next_block = 1 if self.is_far else self.together
+        skipped, record = b.mul(b.div(then, last - first), next_block), b.add(b.rem(then, last - first), first)
         return [
-            partial(self.records.prefetch, b.add(block, skipped), record, b.add(offset, line))
+            # Tables fill most of L1; weights prefetched into it measured slower.
+            partial(self.records.prefetch, b.add(block, skipped), record, b.add(offset, line), not self.by_tables)
             for line in range(0, nbytes, CACHE_LINE)
             for block in row_blocks
         ]
@@ -301,7 +309,7 @@ class Gemv:
                         prefetch()
                 table = x.table(group, word, n)
                 for side, (i, v) in enumerate(self.sides):
-                    found = permuted(b, self.isa, table, codes[i].shifted(codes[i].word(word, v), shift))
+                    found = permuted(b, self.isa, table, shifted_index(b, self.isa, codes[i].word(word, v), shift))
                     so_far = sums[side][number % chains]
                     sums[side][number % chains] = found if so_far is None else b.addf(so_far, found)
                 number += 1

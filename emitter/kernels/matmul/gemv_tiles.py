@@ -53,7 +53,7 @@ class GemvTiles(Tiles):
         if isa.canonical:
             return cls(2 if matmul.glu or not isa.roomy else 4, 1, ahead, workgroups=workgroups)
         if is_summed_by_tables(codec, isa):
-            return cls(2, 2, ahead, workgroups=workgroups)
+            return cls(2 if matmul.glu or not isa.roomy else 4, 2, ahead, workgroups=workgroups)
         # Two row blocks overflow the registers for K-quants, which have two levels of scales, and for all codecs on NEON.
         together = 1 if layout(codec).groups > 1 or (codec.quantised and isa.lanes < 8) else 2
         chains = {("q4_k", 8): 3}.get((codec.name, isa.lanes), 4 if isa.lanes == LANES else 2)

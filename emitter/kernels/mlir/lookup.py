@@ -51,6 +51,22 @@ def permuted(b: Body, isa: Isa, table: Ssa, indices: Ssa) -> Ssa:
     return _tree(b, range(isa.lanes), entry, lambda bit: b.isplat(1 << bit, isa.lanes), indices)
 
 
+def shifted_index(b: Body, isa: Isa, words: Ssa, shift: int) -> Ssa:
+    """Return i32 `words` shifted right by `shift` bits, as indices for `permuted`.
+
+    With 16 lanes, `shift` is a multiple of 4 and only the low four bits of the result are valid.
+    """
+    factor = 1 << 16 - shift % 16
+    if isa.lanes < ENTRIES or _plain(isa) or factor == 1 << 16:
+        return b.binary("shrui", words, b.isplat(shift, isa.lanes))
+    # On Zen 4, shifts take the ports of vpermps; multiplications of u16 do not. LLVM would turn a multiplication by a
+    # power of two back into a shift, so that this one is in assembly.
+    half = b.binary("shrui", words, b.isplat(16, isa.lanes)) if shift > 16 else words
+    factors = b.isplat(factor * 0x10001, isa.lanes)
+    assembly = f'llvm.inline_asm "vpmulhuw $2, $1, $0", "=v,v,v" {half}, {factors}'
+    return b.let(f"{assembly} : ({half.type}, {factors.type}) -> {half.type}", half.type)
+
+
 def byte_entries(b: Body, isa: Isa, table: Sequence[int], indices: Ssa) -> Ssa:
     """Return entries of a table of 16 integers as bytes, four in each i32.
 

@@ -85,12 +85,12 @@ class Records:
     def _f16(self, at: tuple[Index, Index, Index], v: Index) -> Ssa:
         return self.b.widened(self.rows(at, v, "f16", 16))
 
-    def prefetch(self, block: Index, record: Index, offset: Index) -> None:
-        """Emit a prefetch of the cache line at byte `offset` of a record.
+    def prefetch(self, block: Index, record: Index, offset: Index, near: bool = True) -> None:
+        """Emit a prefetch of the cache line at byte `offset` of a record, as `Body.prefetch` does.
 
         The address may be past the end of the weight.
         """
-        self.b.prefetch(self.weight, self.b.add(block, self.base), record, offset)
+        self.b.prefetch(self.weight, self.b.add(block, self.base), record, offset, near=near)
 
     def prefetch_later(self, blocks: Iterable[Index], step: int, record: Index, first: Index, nbytes: int) -> None:
         """Emit prefetches of a part of a record, for 16-row blocks that are used later.
