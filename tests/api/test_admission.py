@@ -36,7 +36,7 @@ def test_rejects_expensive_requests_before_their_cost(path):
             return response.json()["error"]["message"]
 
         long = "a" * (COUNTED + 1)
-        assert "the prompt has 100001 characters of at most 630" in refused({"prompt": long})
+        assert "the prompt has 100001 characters; shorten to 630 or fewer" in refused({"prompt": long})
         assert "the messages have 100001" in refused({"messages": [{"role": "user", "content": long}]}, "/v1/chat/completions")
         assert "at most 1024 items" in refused({**BODY, "logit_bias": {str(i): 1 for i in range(MAX_BIASES + 1)}})
         assert "has 1000001 characters; the limit is 1000000" in refused(

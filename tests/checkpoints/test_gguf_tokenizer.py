@@ -179,10 +179,10 @@ def test_expressions_are_those_of_transformers():
 REFUSED = {
     "unknown pre": ({"pre": "viking"}, "unknown pre-tokenizer 'viking'; known are gpt-2"),
     "unknown kind": ({"model": "rwkv"}, "tokenizer.ggml.model is 'rwkv'"),
-    "no merges": ({"merges": "none"}, "tokenizer.ggml.merges is missing"),
+    "no merges": ({"merges": "none"}, "tokenizer.ggml.merges is not a list of strings"),
     "merge of unknown tokens": ({"merges": ["a q"]}, "the merge 'a q' has a part"),
     "merge to an unknown token": ({"merges": ["b a"]}, "the merge 'b a' has a part"),
-    "tokens that are numbers": ({"tokens": [1, 2]}, "tokenizer.ggml.tokens is missing"),
+    "tokens that are numbers": ({"tokens": [1, 2]}, "tokenizer.ggml.tokens is not a list of strings"),
     "too few types": ({"token_type": [1, 1]}, "not a list of 12 numbers"),
     "flag that is a number": ({"add_bos_token": 1}, "not true or false"),
     "bos past the vocabulary": ({"add_bos_token": True, "bos_token_id": 99}, "is 99, not below 12"),

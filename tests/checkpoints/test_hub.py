@@ -158,7 +158,7 @@ def test_a_suffix_chooses_among_gguf_files(hub, tmp_path, capsys):
     assert first.with_name("big-Q4_0-00002-of-00002.gguf").exists()
     hub.files["org/parts-GGUF"].popitem()
     assert "lacks big-Q4_0-00002-of-00002.gguf, one of its 2 parts" in refusal("org/parts-GGUF")
-    assert "neither config.json with model.safetensors" in refusal("org/pickled")
+    assert "no GGUF file, and no config.json with model.safetensors" in refusal("org/pickled")
     assert cli.main(["inspect", f"org/tiny-GGUF@{COMMIT}:tiny-Q8_0.gguf", "--json"]) == 0
     assert read_json(capsys.readouterr().out)["path"].endswith(f"{COMMIT}/tiny-Q8_0.gguf")
 

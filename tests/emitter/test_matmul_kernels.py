@@ -122,5 +122,5 @@ def test_rejects_tiles_that_do_not_fit(tokens, out, tiles):
 
 
 def test_a_glu_processes_its_two_row_blocks_together_or_in_turn():
-    with pytest.raises(ValueError, match="tiles .* are not valid"):
+    with pytest.raises(ValueError, match="tiles .* do not fit"):
         kernel_of(Matmul("q4_1", 1, 64, 576, glu="silu"), AVX2, 2, GemvTiles(together=3))

@@ -63,7 +63,7 @@ def test_one_file_of_a_checkpoint_names_its_directory(llama, name, monkeypatch):
 def test_gguf_files_are_recognised_by_their_bytes_and_listed(tmp_path):
     write_llama(tmp_path / "a.gguf")
     shutil.copy(tmp_path / "a.gguf", tmp_path / "b.gguf")
-    assert "give one of a.gguf, b.gguf" in refusal(tmp_path)
+    assert "give one of the files: a.gguf, b.gguf" in refusal(tmp_path)
     assert open_checkpoint((tmp_path / "a.gguf").rename(tmp_path / "pytorch_model.bin")).format == "gguf"
 
 

@@ -107,9 +107,12 @@ class Gemv:
         chunk = -(-self.count // chunks)  # records
         sets = -(-self.row_blocks // self.set)
         low, high = b.share(sets, share, self.tiles.workgroups)
-        self.first_block, self.sets_of_share = b.mul(low, self.set), b.sub(high, low)
+        if self.is_far:
+            # Sets are counted from the first one of the share.
+            self.first_block, self.share = b.mul(low, self.set), b.sub(high, low)
+            low, high = 0, self.share
         # Prefetch the first weights, to use memory bandwidth while x is prepared.
-        row_blocks = self._blocks_of(0)[: self.together]
+        row_blocks = self._blocks_of(low)[: self.together]
         with b.loop(0, min(self.tiles.ahead, self.count)) as record:
             for line in range(0, self.size, CACHE_LINE):
                 for block in row_blocks:
@@ -120,11 +123,11 @@ class Gemv:
         else:
             self.x = PreparedX(b, self.matmul, self.lanes, self.buffers, chunk * elements, 1, self.x_row)
         if chunks == 1:
-            self._sets(0, self.sets_of_share, 0, self.count, None)
+            self._sets(low, high, 0, self.count, None)
             return
         parts = b.stack(BATCH * self.set, LANES)
-        with b.loop(0, self.sets_of_share, BATCH) as batch:
-            end = b.min(b.add(batch.index, BATCH), self.sets_of_share)
+        with b.loop(low, high, BATCH) as batch:
+            end = b.min(b.add(batch.index, BATCH), high)
             for first in range(0, self.count, chunk):
                 self._sets(batch.index, end, first, min(first + chunk, self.count), parts)
 
@@ -167,10 +170,9 @@ class Gemv:
         """
         b = self.b
         if self.is_far:
-            first, step = number, self.sets_of_share
+            row_blocks = [b.add(b.add(self.first_block, number), b.mul(self.share, i)) for i in range(self.set)]
         else:
-            first, step = b.mul(number, self.set), 1
-        row_blocks = [b.add(b.add(self.first_block, first), b.mul(step, i)) for i in range(self.set)]
+            row_blocks = [b.add(b.mul(number, self.set), i) for i in range(self.set)]
         return [b.min(block, self.row_blocks - 1) for block in row_blocks] if self.row_blocks % self.set else row_blocks
 
     def _dots(self, row_blocks: list[Index], first: int, last: int, totals: list[Ssa]) -> list[Ssa]:

@@ -87,7 +87,7 @@ def read_tiles(matmul: Matmul, values: Mapping[str, int]) -> Tiles:
     _, kind, _ = _choice(matmul)
     names = [field.name for field in fields(kind)]
     if set(values) != set(names) or any(type(v) is not int for v in values.values()):
-        raise ValueError(f"{matmul.name} has {dict(values)}, not an integer for each of {', '.join(names)}")
+        raise ValueError(f"tiles {dict(values)} do not fit {matmul.name}; give an integer for each of {', '.join(names)}")
     return kind(**values)
 
 

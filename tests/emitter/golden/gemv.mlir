@@ -1,58 +1,58 @@
 // castiron emit --kernel gemv --shape 32x64 --codec q4_1 --isa avx2 --threads 2
-// 727 lines, sha256 6fd045e9deef9db9e6ec00e5d96df6404b9824833865a7876593b6541a3f6226
-        %59:4 = scf.for %54 = %c0 to %c2 step %c1 iter_args(%55 = %c13, %56 = %c13, %57 = %c13, %58 = %c13) -> (vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>) {
-          %60 = arith.subi %54, %c0 : index
-          %61 = arith.addi %54, %c10 : index
-          %62 = arith.divui %61, %c2 : index
-          %63 = arith.remui %61, %c2 : index
-          %64 = arith.addi %47, %62 : index
-          %65 = arith.addi %49, %62 : index
-          %66 = arith.addi %47, %62 : index
-          %67 = arith.addi %49, %62 : index
-          %68 = arith.addi %47, %62 : index
-          %69 = arith.addi %49, %62 : index
-          %70 = arith.addi %47, %62 : index
-          %71 = arith.addi %49, %62 : index
-          %72 = arith.addi %47, %62 : index
-          %73 = arith.addi %49, %62 : index
-          %74 = arith.muli %60, %c7 : index
-          memref.prefetch %m1[%64, %63, %c0], read, locality<3>, data : memref<2x2x320xi8>
-          memref.prefetch %m1[%65, %63, %c0], read, locality<3>, data : memref<2x2x320xi8>
-          %75 = memref.load %10[%c0, %74] : memref<1x64xf32>
-          %76 = vector.broadcast %75 : f32 to vector<8xf32>
-          %77 = vector.load %m1[%47, %54, %c3] : memref<2x2x320xi8>, vector<32xi8>
-          %78 = vector.bitcast %77 : vector<32xi8> to vector<8xi32>
-          %79 = arith.andi %78, %c14 : vector<8xi32>
-          %80 = arith.sitofp %79 : vector<8xi32> to vector<8xf32>
-          %81 = arith.mulf %80, %76 : vector<8xf32>
-          %82 = vector.load %m1[%47, %54, %c15] : memref<2x2x320xi8>, vector<32xi8>
-          %83 = vector.bitcast %82 : vector<32xi8> to vector<8xi32>
-          %84 = arith.andi %83, %c14 : vector<8xi32>
-          %85 = arith.sitofp %84 : vector<8xi32> to vector<8xf32>
-          %86 = arith.mulf %85, %76 : vector<8xf32>
-          %87 = vector.load %m1[%49, %54, %c3] : memref<2x2x320xi8>, vector<32xi8>
-          %88 = vector.bitcast %87 : vector<32xi8> to vector<8xi32>
-          %89 = arith.andi %88, %c14 : vector<8xi32>
-          %90 = arith.sitofp %89 : vector<8xi32> to vector<8xf32>
-          %91 = arith.mulf %90, %76 : vector<8xf32>
-          %92 = vector.load %m1[%49, %54, %c15] : memref<2x2x320xi8>, vector<32xi8>
-          %93 = vector.bitcast %92 : vector<32xi8> to vector<8xi32>
-          %94 = arith.andi %93, %c14 : vector<8xi32>
-          %95 = arith.sitofp %94 : vector<8xi32> to vector<8xf32>
-          %96 = arith.mulf %95, %76 : vector<8xf32>
-// 528 lines more
-          %617 = memref.load %11[%c0, %60] : memref<1x2xf32>
-          %618 = vector.broadcast %617 : f32 to vector<8xf32>
-          %619 = math.fma %616, %618, %613 : vector<8xf32>
-          %620 = vector.load %m1[%49, %54, %c10] : memref<2x2x320xi8>, vector<16xi8>
-          %621 = vector.bitcast %620 : vector<16xi8> to vector<8xf16>
-          %622 = arith.extf %621 : vector<8xf16> to vector<8xf32>
-          %623 = math.fma %589, %622, %58 : vector<8xf32>
-          %624 = vector.load %m1[%49, %54, %c52] : memref<2x2x320xi8>, vector<16xi8>
-          %625 = vector.bitcast %624 : vector<16xi8> to vector<8xf16>
-          %626 = arith.extf %625 : vector<8xf16> to vector<8xf32>
-          %627 = memref.load %11[%c0, %60] : memref<1x2xf32>
-          %628 = vector.broadcast %627 : f32 to vector<8xf32>
-          %629 = math.fma %626, %628, %623 : vector<8xf32>
-          scf.yield %599, %609, %619, %629 : vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>
+// 724 lines, sha256 79d15226700c5629ad9f89369d1788322933c83eb8c7eca78a4da5947a893e9f
+        %55:4 = scf.for %50 = %c0 to %c2 step %c1 iter_args(%51 = %c13, %52 = %c13, %53 = %c13, %54 = %c13) -> (vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>) {
+          %56 = arith.subi %50, %c0 : index
+          %57 = arith.addi %50, %c10 : index
+          %58 = arith.divui %57, %c2 : index
+          %59 = arith.muli %58, %c2 : index
+          %60 = arith.remui %57, %c2 : index
+          %61 = arith.addi %43, %59 : index
+          %62 = arith.addi %45, %59 : index
+          %63 = arith.addi %43, %59 : index
+          %64 = arith.addi %45, %59 : index
+          %65 = arith.addi %43, %59 : index
+          %66 = arith.addi %45, %59 : index
+          %67 = arith.addi %43, %59 : index
+          %68 = arith.addi %45, %59 : index
+          %69 = arith.addi %43, %59 : index
+          %70 = arith.addi %45, %59 : index
+          %71 = arith.muli %56, %c7 : index
+          memref.prefetch %m1[%61, %60, %c0], read, locality<3>, data : memref<2x2x320xi8>
+          memref.prefetch %m1[%62, %60, %c0], read, locality<3>, data : memref<2x2x320xi8>
+          %72 = memref.load %8[%c0, %71] : memref<1x64xf32>
+          %73 = vector.broadcast %72 : f32 to vector<8xf32>
+          %74 = vector.load %m1[%43, %50, %c3] : memref<2x2x320xi8>, vector<32xi8>
+          %75 = vector.bitcast %74 : vector<32xi8> to vector<8xi32>
+          %76 = arith.andi %75, %c14 : vector<8xi32>
+          %77 = arith.sitofp %76 : vector<8xi32> to vector<8xf32>
+          %78 = arith.mulf %77, %73 : vector<8xf32>
+          %79 = vector.load %m1[%43, %50, %c15] : memref<2x2x320xi8>, vector<32xi8>
+          %80 = vector.bitcast %79 : vector<32xi8> to vector<8xi32>
+          %81 = arith.andi %80, %c14 : vector<8xi32>
+          %82 = arith.sitofp %81 : vector<8xi32> to vector<8xf32>
+          %83 = arith.mulf %82, %73 : vector<8xf32>
+          %84 = vector.load %m1[%45, %50, %c3] : memref<2x2x320xi8>, vector<32xi8>
+          %85 = vector.bitcast %84 : vector<32xi8> to vector<8xi32>
+          %86 = arith.andi %85, %c14 : vector<8xi32>
+          %87 = arith.sitofp %86 : vector<8xi32> to vector<8xf32>
+          %88 = arith.mulf %87, %73 : vector<8xf32>
+          %89 = vector.load %m1[%45, %50, %c15] : memref<2x2x320xi8>, vector<32xi8>
+          %90 = vector.bitcast %89 : vector<32xi8> to vector<8xi32>
+          %91 = arith.andi %90, %c14 : vector<8xi32>
+          %92 = arith.sitofp %91 : vector<8xi32> to vector<8xf32>
+// 529 lines more
+          %614 = memref.load %9[%c0, %56] : memref<1x2xf32>
+          %615 = vector.broadcast %614 : f32 to vector<8xf32>
+          %616 = math.fma %613, %615, %610 : vector<8xf32>
+          %617 = vector.load %m1[%45, %50, %c10] : memref<2x2x320xi8>, vector<16xi8>
+          %618 = vector.bitcast %617 : vector<16xi8> to vector<8xf16>
+          %619 = arith.extf %618 : vector<8xf16> to vector<8xf32>
+          %620 = math.fma %586, %619, %54 : vector<8xf32>
+          %621 = vector.load %m1[%45, %50, %c52] : memref<2x2x320xi8>, vector<16xi8>
+          %622 = vector.bitcast %621 : vector<16xi8> to vector<8xf16>
+          %623 = arith.extf %622 : vector<8xf16> to vector<8xf32>
+          %624 = memref.load %9[%c0, %56] : memref<1x2xf32>
+          %625 = vector.broadcast %624 : f32 to vector<8xf32>
+          %626 = math.fma %623, %625, %620 : vector<8xf32>
+          scf.yield %596, %606, %616, %626 : vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>
         }
