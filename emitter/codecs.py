@@ -217,7 +217,7 @@ CODECS: dict[str, Codec] = {
 
 
 def codec_of(name: str) -> Codec:
-    """Return the codec called `name`; raise ValueError if there is none."""
+    """Return the codec called `name`; raise ValueError for an unknown name."""
     try:
         return CODECS.get(name) or SCALED[name]
     except KeyError:

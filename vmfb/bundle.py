@@ -92,7 +92,7 @@ class Bundle:
 
     @property
     def chat_template(self) -> str | None:
-        """Return the Jinja source of the chat template, None if there is none."""
+        """Return the Jinja source of the chat template, or None."""
         if TEMPLATE not in self.manifest.files:
             return None
         try:

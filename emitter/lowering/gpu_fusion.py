@@ -127,7 +127,8 @@ def _continued(f: _Function) -> dict[Op, Value]:
 def _last(f: _Function, result: Value, inside: set[Value]) -> tuple[Value | None, set[Value]]:
     """Return the last value that a kernel can compute in place of `result`, and those before it.
 
-    The value is None if there is none. inside: values that are only computed inside other kernels.
+    It is None if the kernel cannot compute more. inside: values that are only computed inside other
+    kernels.
     """
     cone, order = {result}, [result]
     for value in order:

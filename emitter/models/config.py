@@ -125,7 +125,7 @@ class ConfigReader:
     def nullable(self, key: str, default: Any, kinds: type | tuple[type, ...] = (int,)) -> Any:
         """Return the value of `key`, or HF's `default` if the key is absent.
 
-        The value null is returned as None.
+        For null, the result is None.
         """
         self._taken.add(key)
         if key in self.config and self.config[key] is None:

@@ -223,7 +223,7 @@ def rate(tokens: int, seconds: float) -> float | None:
 def report(stream: Stream, text: str | None, reasoning: str | None, load_seconds: float) -> dict:
     """Return the object that --json prints.
 
-    text, reasoning: the answer and its reasoning; None if there is none. load_seconds: time to load
+    text, reasoning: the answer and its reasoning, or None. load_seconds: time to load
     the model.
     """
     request = stream.request

@@ -89,7 +89,7 @@ def bundle_at(source: BundleSource) -> Bundle:
 def _fetched(key: str, source: str, fetch: Callable[[Path], Any]) -> Bundle:
     """Return the opened bundle that this node caches under `key`.
 
-    If there is none, `fetch(path)` first writes it to `path`. If the bundle is invalid, it is
+    If it is not cached, `fetch(path)` first writes it to `path`. If the bundle is invalid, it is
     removed from the cache, and BundleError is raised.
     source: what error messages call the bundle.
     """

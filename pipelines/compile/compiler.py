@@ -202,7 +202,7 @@ def module_texts(module: Module) -> dict[str, str]:
 
 
 def existing(out: Path) -> Bundle | None:
-    """Return the bundle at `out`; None if there is none, or if it is invalid."""
+    """Return the valid bundle at `out`, or None."""
     try:
         return open_bundle(out, run=False)
     except BundleError:

@@ -16,7 +16,7 @@ from castiron.pipelines.compile.options import Options
 from castiron.pipelines.compile.quantise_gguf import quantise
 from castiron.reference import hf
 from castiron.reference.tiny import tiny_model
-from tests.emitter.family_harness import Pair, check_logits, prompt
+from tests.emitter.family_harness import Pair, assert_same_logits, prompt
 
 BLOCK = 32
 
@@ -68,7 +68,7 @@ def test_experts_in_mxfp4_stay_when_the_others_are_quantised(directory, tmp_path
 def test_logits_of_experts_in_mxfp4_are_those_of_hf(directory, oracle, lowering):
     checkpoint = open_checkpoint(directory)
     tokens = prompt(checkpoint.config["vocab_size"], 30)
-    check_logits(Pair(oracle, checkpoint).ours(lowering), tokens, hf.logits(oracle, tokens))
+    assert_same_logits(Pair(oracle, checkpoint).ours(lowering), tokens, hf.logits(oracle, tokens))
 
 
 def test_blocks_without_exponents_are_rejected(directory, tmp_path):
@@ -116,7 +116,7 @@ def test_stacked_experts_equal_hfs(model_type, tmp_path):
     found = open_checkpoint(tmp_path)
     assert found.tensors.keys() == apart.keys()
     models, tokens = Pair(hf.load(tmp_path, threads=1), found), prompt(211, 12)
-    check_logits(models.ours(), tokens, hf.logits(models.oracle, tokens), steps=0)
+    assert_same_logits(models.ours(), tokens, hf.logits(models.oracle, tokens), steps=0)
 
 
 @pytest.mark.parametrize(("model_type", "name"), [("glm4_moe_lite", "model.layers.47.eh_proj"), ("nemotron_h", "mtp.fc")])

@@ -26,7 +26,7 @@ from castiron.reference import hf
 from castiron.reference.tiny import tiny_model
 from castiron.vmfb.bundle import open_bundle
 from castiron.vmfb.session import Session
-from tests.emitter.family_harness import Pair, check_logits, prompt
+from tests.emitter.family_harness import Pair, assert_same_logits, prompt
 from tests.support.hf_quantised import SCHEMES, quantise
 from tests.test_end_to_end import greedy
 
@@ -90,16 +90,16 @@ def test_weights_of_gptq_are_those_of_gptqmodel(bits, version, tmp_path):
     assert hashlib.sha256(values.tobytes()).hexdigest() == OF_GPTQMODEL[bits, version]
 
 
-def check_model(scheme: str, family: str, lowering: str, directory) -> None:
+def assert_logits_of_hf(scheme: str, family: str, lowering: str, directory) -> None:
     quantised, plain = made(directory, scheme, family)
     oracle, checkpoint = hf.load(plain, threads=1), open_checkpoint(quantised)
     tokens = prompt(checkpoint.config["vocab_size"], 30)
-    check_logits(Pair(oracle, checkpoint).ours(lowering), tokens, hf.logits(oracle, tokens))
+    assert_same_logits(Pair(oracle, checkpoint).ours(lowering), tokens, hf.logits(oracle, tokens))
 
 
 @pytest.mark.parametrize("scheme", QUICK)
 def test_logits_are_those_of_hf_with_these_weights(scheme, tmp_path):
-    check_model(scheme, "qwen3_moe", "portable", tmp_path)
+    assert_logits_of_hf(scheme, "qwen3_moe", "portable", tmp_path)
 
 
 @pytest.mark.parametrize("scheme", ["gptq desc_act", "nf4 nested", "compressed-tensors int4"])
@@ -114,7 +114,7 @@ def test_verify_needs_no_library_of_the_method(scheme, tmp_path):
 
 @pytest.mark.parametrize("scheme", ["gptq desc_act", "gptq desc_act asymmetric"])
 def test_logits_with_columns_in_the_order_of_activations(scheme, tmp_path):
-    check_model(scheme, "qwen2", "kernels", tmp_path)
+    assert_logits_of_hf(scheme, "qwen2", "kernels", tmp_path)
 
 
 def test_layers_with_one_order_share_it(tmp_path):
@@ -133,7 +133,7 @@ def test_logits_of_experts_with_columns_in_the_order_of_activations(lowering, tm
     assert len(used) == 2 * 4
     tokens = prompt(checkpoint.config["vocab_size"], 30)
     oracle = hf.load(plain, threads=1)
-    check_logits(Pair(oracle, checkpoint).ours(lowering), tokens, hf.logits(oracle, tokens))
+    assert_same_logits(Pair(oracle, checkpoint).ours(lowering), tokens, hf.logits(oracle, tokens))
 
 
 def test_gate_and_up_of_an_expert_with_different_orders_are_rejected(tmp_path):
@@ -148,10 +148,10 @@ def test_gate_and_up_of_an_expert_with_different_orders_are_rejected(tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if "desc_act" not in name])
 def test_logits_of_every_scheme_and_family_are_those_of_hf(scheme, family, tmp_path):
-    check_model(scheme, family, "kernels", tmp_path)
+    assert_logits_of_hf(scheme, family, "kernels", tmp_path)
 
 
-def check_tokens(scheme: str, family: str, directory) -> None:
+def assert_tokens_of_hf(scheme: str, family: str, directory) -> None:
     """Compile a bundle, and compare greedy tokens."""
     quantised, plain = made(directory, scheme, family)
     options = Options(context=64, batch=(2,), speculate=(), prefill=(16,))
@@ -165,13 +165,13 @@ def check_tokens(scheme: str, family: str, directory) -> None:
     ("scheme", "family"), [("compressed-tensors int4 asymmetric", "qwen3_moe"), ("gptq desc_act", "llama")]
 )
 def test_a_bundle_gives_the_tokens_of_hf(scheme, family, tmp_path):
-    check_tokens(scheme, family, tmp_path)
+    assert_tokens_of_hf(scheme, family, tmp_path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("scheme", QUICK)
 def test_bundles_of_every_method_give_the_tokens_of_hf(scheme, family, tmp_path):
-    check_tokens(scheme, family, tmp_path)
+    assert_tokens_of_hf(scheme, family, tmp_path)
 
 
 @pytest.fixture(scope="module")

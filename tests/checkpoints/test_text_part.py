@@ -18,7 +18,7 @@ from castiron.pipelines.checkpoints.hf_tensors import TEXT_PARTS, text_config
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.cli import main as cli
 from castiron.reference import tiny
-from tests.emitter.family_harness import Pair, check_logits, prompt
+from tests.emitter.family_harness import Pair, assert_same_logits, prompt
 
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
 QWEN = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
@@ -81,7 +81,7 @@ def test_the_text_part_is_that_of_transformers(complete, tmp_path):
     assert models.checkpoint.left_out
     with torch.inference_mode():
         expected = oracle(torch.tensor([tokens])).logits[0].numpy()
-    check_logits(models.ours(), tokens, expected, steps=1)
+    assert_same_logits(models.ours(), tokens, expected, steps=1)
 
 
 def test_sizes_that_published_configs_leave_out_are_those_of_transformers():

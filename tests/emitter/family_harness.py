@@ -142,7 +142,7 @@ def check_rows(logits: np.ndarray, expected: Sequence[np.ndarray]) -> None:
     agreement.check()
 
 
-def check_logits(ours: Model, tokens: Sequence[int], expected: np.ndarray, steps: int = 2) -> None:
+def assert_same_logits(ours: Model, tokens: Sequence[int], expected: np.ndarray, steps: int = 2) -> None:
     """Compare logits with HF's [tokens, vocab] after a prefill and the last `steps` tokens."""
     agreement, start = Agreement(), len(tokens) - steps
     ours.reset()

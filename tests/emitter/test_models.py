@@ -12,7 +12,7 @@ from castiron.emitter.lowering import lower
 from castiron.emitter.models import FAMILIES, build
 from castiron.emitter.types import EmitError
 from castiron.reference import hf, tiny
-from tests.emitter.family_harness import CONTEXT, LENGTH, WIDTHS, Agreement, Model, Pair, check_logits, pair, prompt
+from tests.emitter.family_harness import CONTEXT, LENGTH, WIDTHS, Agreement, Model, Pair, assert_same_logits, pair, prompt
 
 # Sizes that divide nothing, one KV head, the other choice of a tied head.
 ODD = {"hidden_size": 60, "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 70, "vocab_size": 131}
@@ -331,11 +331,11 @@ def test_greedy_tokens_are_those_of_hf(case, length):
 
 def test_the_last_position_of_a_context_is_usable(case):
     tokens = prompt(len(case.expected[0]), CONTEXT, seed=13)
-    check_logits(case.ours, tokens, hf.logits(case.models.oracle, tokens), steps=0)
+    assert_same_logits(case.ours, tokens, hf.logits(case.models.oracle, tokens), steps=0)
 
 
 def test_the_kernels_lowering_gives_the_logits_of_hf(case):
-    check_logits(case.models.ours("kernels"), case.tokens[:30], case.expected)
+    assert_same_logits(case.models.ours("kernels"), case.tokens[:30], case.expected)
 
 
 def test_heads_that_fit_no_workgroup_together_are_taken_in_parts(tmp_path):
@@ -345,14 +345,14 @@ def test_heads_that_fit_no_workgroup_together_are_taken_in_parts(tmp_path):
     names = [op.attrs["kernel"].name for op in decode.ops if op.kind == "kernel"]
     assert sum(name.startswith("attention_decode") for name in names) == 2 * 2
     tokens = prompt(models.checkpoint.config["vocab_size"], 30)
-    check_logits(models.ours("kernels"), tokens, hf.logits(models.oracle, tokens))
+    assert_same_logits(models.ours("kernels"), tokens, hf.logits(models.oracle, tokens))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_of_two_bytes_are_widened_where_vectors_are_f32(dtype, tmp_path):
     models = pair("qwen3_5_text", tmp_path, dtype=dtype)
     tokens = prompt(211, 9)
-    check_logits(models.ours("kernels"), tokens, hf.logits(models.oracle, tokens), steps=0)
+    assert_same_logits(models.ours("kernels"), tokens, hf.logits(models.oracle, tokens), steps=0)
 
 
 @pytest.mark.parametrize("family", ["granitemoehybrid", "falcon_h1", "nemotron_h"])

@@ -15,7 +15,7 @@ from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.evaluate.random_checkpoint import raw_rows
 from castiron.reference import hf
 from castiron.reference.tiny import tiny_model
-from tests.emitter.family_harness import Pair, check_logits, prompt
+from tests.emitter.family_harness import Pair, assert_same_logits, prompt
 from tests.emitter.test_codecs import expected
 from tests.support.gguf_models import FALCON_MULTIPLIERS, IMPLIED
 from tests.support.hf_to_gguf import GGUF_NAMES, metadata_of, rope_tensors, tensors_of
@@ -84,7 +84,7 @@ def models(request, tmp_path_factory):
 def test_logits_are_those_of_hf_on_the_dequantised_weights(models, lowering):
     assert {"q8_0", "q4_0"} <= {tensor.codec for tensor in models.checkpoint.tensors.values()}
     tokens = prompt(models.checkpoint.config["vocab_size"], 34)
-    check_logits(models.ours(lowering), tokens, hf.logits(models.oracle, tokens))
+    assert_same_logits(models.ours(lowering), tokens, hf.logits(models.oracle, tokens))
 
 
 # Types of a layer's matrices in turn, as in files of few bits, whose types differ by layer and matrix.
@@ -123,4 +123,4 @@ def mixed(tmp_path_factory):
 def test_logits_of_a_file_of_many_types_are_those_of_hf(mixed, lowering):
     assert set(MIXED) <= {tensor.codec for tensor in mixed.checkpoint.tensors.values()}
     tokens = prompt(mixed.checkpoint.config["vocab_size"], 34)
-    check_logits(mixed.ours(lowering), tokens, hf.logits(mixed.oracle, tokens))
+    assert_same_logits(mixed.ours(lowering), tokens, hf.logits(mixed.oracle, tokens))

@@ -17,7 +17,7 @@ from castiron.emitter.models.config import ConfigReader
 from castiron.pipelines.cli.main import main
 from castiron.reference import hf, tiny
 from tests.emitter import test_models
-from tests.emitter.family_harness import check_logits, pair, prompt
+from tests.emitter.family_harness import assert_same_logits, pair, prompt
 
 ROOT = Path(__file__).parent.parent.parent
 GUIDE = (ROOT / "docs" / "porting.md").read_text(encoding="utf-8")
@@ -96,7 +96,7 @@ def test_the_fused_projection_of_the_guide_is_exact(gpt_neox, tmp_path):
     both = pair("gpt_neox", tmp_path)
     tokens = prompt(both.checkpoint.config["vocab_size"], 30)
     for lowering in ("portable", "kernels"):
-        check_logits(both.ours(lowering), tokens, hf.logits(both.oracle, tokens))
+        assert_same_logits(both.ours(lowering), tokens, hf.logits(both.oracle, tokens))
 
 
 def test_diff_finds_the_mistake_of_the_guide(followed, tmp_path, capsys):

@@ -18,7 +18,7 @@ import numpy as np
 
 from castiron.emitter.ir import Op, Value
 from castiron.emitter.kernels.gpu.activations import sigmoid
-from castiron.emitter.kernels.gpu.gpu_body import GpuBody, Virtual
+from castiron.emitter.kernels.gpu.gpu_body import GpuBody
 from castiron.emitter.kernels.mlir.body import Index, Ssa, Type, memref_type
 from castiron.emitter.types import I32, to_f32
 
@@ -94,7 +94,7 @@ class Expression:
 
 
 @dataclass(frozen=True, eq=False)
-class Computed(Virtual):
+class Computed:
     """An operand of a kernel that is computed where it is loaded.
 
     given: the kernel's memrefs by name.
@@ -113,7 +113,7 @@ class Computed(Virtual):
 
 
 @dataclass(frozen=True, eq=False)
-class Finished(Virtual):
+class Finished:
     """A result of a kernel whose elements are computed further before they are stored.
 
     target: memref of the final result.

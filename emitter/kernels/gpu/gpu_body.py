@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol
 
 from castiron.emitter.kernels.mlir.body import F32, I32, INDEX, Body, Index, Loop, Ssa, Type, memref_type
 
@@ -35,21 +36,20 @@ class SharedType(Type):
         return f"memref<{'x'.join((*map(str, self.shape), self.element))}, #gpu.address_space<workgroup>>"
 
 
-class Virtual:
-    """A tensor that is not in memory, in place of a memref."""
-
-    @property
-    def type(self) -> Type:
-        """Return the type of the memref that this tensor stands for."""
-        raise NotImplementedError
+class Loadable(Protocol):
+    """An operand in place of a memref; its elements are computed when they are loaded."""
 
     def load(self, b: GpuBody, *index: Index) -> Ssa:
-        """Emit code that computes an element of an operand."""
-        raise NotImplementedError
+        """Emit code that computes an element."""
+        ...
+
+
+class Storable(Protocol):
+    """A result in place of a memref; its elements are computed further before they are stored."""
 
     def store(self, b: GpuBody, value: Ssa, *index: Index) -> None:
-        """Emit code that computes with an element of a result, and stores what it finds."""
-        raise NotImplementedError
+        """Emit code that computes the final element from `value`, and stores it."""
+        ...
 
 
 class GpuBody(Body):
@@ -82,14 +82,14 @@ class GpuBody(Body):
         bits = {"f32": 32, "i32": 32, "f16": 16, "bf16": 16, "i8": 8}[buffer.type.element]
         return self.view(buffer, (prod(buffer.type.shape) * bits // 32,))
 
-    def load(self, buffer: Ssa | Virtual, *indices: Index) -> Ssa:
-        return buffer.load(self, *indices) if isinstance(buffer, Virtual) else super().load(buffer, *indices)
+    def load(self, buffer: Ssa | Loadable, *indices: Index) -> Ssa:
+        return super().load(buffer, *indices) if isinstance(buffer, Ssa) else buffer.load(self, *indices)
 
-    def store(self, value: Ssa, buffer: Ssa | Virtual, *indices: Index) -> None:
-        if isinstance(buffer, Virtual):
-            buffer.store(self, value, *indices)
-        else:
+    def store(self, value: Ssa, buffer: Ssa | Storable, *indices: Index) -> None:
+        if isinstance(buffer, Ssa):
             super().store(value, buffer, *indices)
+        else:
+            buffer.store(self, value, *indices)
 
     def workgroup(self) -> Ssa:
         x = self.let("hal.interface.workgroup.id[0] : index", INDEX)
