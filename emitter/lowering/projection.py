@@ -103,13 +103,13 @@ class Projector:
 
     def __call__(self, p: Projection) -> Value:
         """Return the result of a projection."""
-        operands = p.operands(packed_param(p.weights, p.glu is not None, p.experts or 1))
         matmul = replace(p.matmul, numerics=numerics_of(p.matmul, self.isa, self.fast, self.draft))
         if p.norm and matmul.numerics == "int8":
             # `round_x` reads the norm's result.
             weight, eps = p.norm
             normed = ops.kernel_call(norm("rms_norm", *p.x.shape, eps, isa=self.isa), x=p.x, weight=weight)["y"]
             return self(replace(p, x=normed, norm=None))
+        operands = p.operands(packed_param(p.weights, p.glu is not None, p.experts or 1))
         return ops.kernel_call(self.kernel_of(matmul), **self._x(p.x, matmul), **operands)["y"]
 
     def _x(self, x: Value, matmul: Matmul) -> dict[str, Value]:
