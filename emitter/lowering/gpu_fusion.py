@@ -22,6 +22,7 @@ from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
 from castiron.emitter.types import F32
 
 MAX_LOADS = 16  # max loads of an expression that is computed again for each use
+MAX_LOADS_ONCE = 1024  # max loads of an expression of which each element is used at most twice
 MAX_SUM = 16  # max terms of a sum in such an expression
 MAX_OPERANDS = 16  # max operands and results of a kernel
 NEAR = 16  # max number of operations between kernels that become one dispatch
@@ -67,26 +68,25 @@ class _Function:
         visit(root)
         return Expression(root, producers, dict(names), hole)
 
-    def is_cheap(self, root: Value, hole: Value | None = None) -> bool:
+    def is_cheap(self, root: Value, hole: Value | None = None, limit: int = MAX_LOADS) -> bool:
         """Return whether `root` may be computed wherever it is used."""
         op = self.producer[root]
-        return sum(self._repeats(op) * self._loads(x, hole) for x in op.operands) <= MAX_LOADS
+        return sum(self._repeats(op, limit) * self._loads(x, hole, limit) for x in op.operands) <= limit
 
-    def _loads(self, value: Value, hole: Value | None) -> int:
+    def _loads(self, value: Value, hole: Value | None, limit: int) -> int:
         """Return the number of loads for an element of `value`."""
         op = self.producer.get(value)
         if value is hole:
             return 0
         if op is None or not is_supported(op) or value in self.stored:
             return 1
-        return sum(self._repeats(op) * self._loads(x, hole) for x in op.operands)
+        return sum(self._repeats(op, limit) * self._loads(x, hole, limit) for x in op.operands)
 
-    def _repeats(self, op: Op) -> int:
+    def _repeats(self, op: Op, limit: int) -> int:
         """Return how often an element of the result of `op` needs an element of an operand."""
-        if op.kind != "reduce":
-            return MAX_LOADS + 1 if op.kind == "dot_general" else 1
-        terms = prod(op.operands[0].shape[d] for d in op.attrs["dims"])
-        return terms if terms <= MAX_SUM else MAX_LOADS + 1
+        dims = {"reduce": op.attrs.get("dims"), "dot_general": op.attrs.get("contract", ((),))[0]}.get(op.kind, ())
+        terms = prod(op.operands[0].shape[d] for d in dims)
+        return terms if terms <= (MAX_SUM if limit == MAX_LOADS else limit) else limit + 1
 
 
 def fuse_kernels(graph: Graph) -> Graph:
@@ -169,7 +169,8 @@ def _rewritten(f: _Function, op: Op, root: Value | None) -> list[Op]:
     kernel: GpuKernel = op.attrs["kernel"]
     given = dict(zip(kernel.tensors, op.operands, strict=True))
     computed = [name for name, x in given.items() if _is_computed(f, kernel, name, x)]
-    inline = [name for name in computed if name not in kernel.reads_often and f.is_cheap(given[name])]
+    limits = {name: MAX_LOADS_ONCE if name in kernel.reads_once else MAX_LOADS for name in computed}
+    inline = [name for name in computed if name not in kernel.reads_often and f.is_cheap(given[name], limit=limits[name])]
     made = _separate(f, op, [given[name] for name in computed if name not in inline])
     names = {x: name for name, x in given.items() if name not in inline}
     inputs = {name: f.expression(given[name], names) for name in inline}
