@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partialmethod
 from typing import TypeVar
 
+CACHE_LINE = 64  # bytes
 STACK_BYTES = 30 << 10  # max bytes of a kernel's stack buffers; IREE allows a kernel 32 KB
 PARTS = 6  # workgroups per thread; from 8 on, IREE assigns 8 at a time to a thread
 

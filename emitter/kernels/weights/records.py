@@ -18,14 +18,13 @@ from functools import reduce
 import numpy as np
 
 from castiron.emitter.codec import Codec
-from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
+from castiron.emitter.kernels.mlir.body import CACHE_LINE, Body, Index, Ssa
 from castiron.emitter.kernels.mlir.dot import dot_of
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.lookup import byte_entries, entries
 from castiron.emitter.kernels.round_x import EVEN_ODD
 from castiron.emitter.kernels.weights.packing import LANES, layout
 
-CACHE_LINE = 64
 # An E4M3 code shifted to the bits of an f16 is divided by this factor, because the exponents' biases are 7 and 15.
 E4M3_FACTOR = 256.0
 # By the NumPy type of d: a float type, and its bits.
@@ -33,7 +32,7 @@ _FLOATS = {"<f4": ("f32", 32), "<f2": ("f16", 16), "<u2": ("bf16", 16)}
 
 
 def code_factors(codec: Codec) -> np.ndarray:
-    """Return a factor for each code of a group, f32 [group]: factor * `GroupCodes.code` is the code.
+    """Return the factors that turn the results of `GroupCodes.code` into codes, f32 [group].
 
     `GroupCodes.code` masks the bits of a code without shifting them down. So it returns the code
     times a power of two. The factor is the inverse of this power.
@@ -241,7 +240,7 @@ class GroupCodes:
         return self._masked(self.word(word, v), mask << shift)
 
     def code(self, k: int, v: Index) -> Ssa:
-        """Return stored code k of the group divided by `code_factors(codec)[k]`, f32 [lanes].
+        """Return code k of the group as f32 [lanes], divided by its factor (`code_factors`).
 
         For a codec with a table, return the code's entry in the table.
         """
