@@ -88,7 +88,7 @@ def cache_folder(kind: str) -> Path:
 
 
 def keep(path: Path, data: bytes) -> bool:
-    """Write `data` to the file `path` in the cache, or print a message; return whether it worked."""
+    """Write the file `path` in the cache, or print why not; return whether it was written."""
     try:
         write_file(path, data)
         return True
