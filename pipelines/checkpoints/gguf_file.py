@@ -94,7 +94,7 @@ class _Cursor:
             raise self.invalid(f"{what} is not UTF-8") from None
 
     def count(self, smallest: int, what: str, limit: int = 2**64) -> int:
-        """Read a number of items of at least `smallest` bytes; CheckpointError if it is too large."""
+        """Read a number of items of at least `smallest` bytes, and check that they fit."""
         count = self.number(_U64, what)
         if count * smallest > len(self.view) - self.at:
             raise self.invalid(f"it states {count} {what}, more than its {len(self.view)} bytes can hold")

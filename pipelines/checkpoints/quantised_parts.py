@@ -86,8 +86,8 @@ class Stored:
     def order(self, part: str, inner: int, groups: int) -> np.ndarray | None:
         """Return an order of columns that makes quantisation groups contiguous.
 
-        The result is None if groups are contiguous already, or if no tensor `part` has the group of each
-        column. inner: number of columns.
+        The result is None if the groups are contiguous already, or if no tensor `part` has the
+        group of each column. inner: number of columns.
         """
         if (tensor := self.parts.get(part)) is None:
             return None
