@@ -221,8 +221,8 @@ def _side_by_side(ops: Sequence[Op]) -> list[Op]:
             between = [*found[found.index(earlier) + 1 :], op]
             used = {value for o in between for value in o.operands}
             changed = {value for o in between for value in _overwritten(o)}
-            is_free = not used.intersection((*earlier.results, *_overwritten(earlier))) and not changed.intersection(earlier.operands)
-            both = _beside(earlier, op) if is_free else None
+            conflicts = used & {*earlier.results, *_overwritten(earlier)} | changed & {*earlier.operands}
+            both = None if conflicts else _beside(earlier, op)
             if both is not None:
                 found.remove(earlier)
                 op = both

@@ -110,7 +110,7 @@ def beside(first: GpuKernel, second: GpuKernel, shared: Mapping[str, str]) -> Gp
                 kernel.write(b, **{name: given[named(name)] for name in own})
 
     def reference(**given: Any) -> Mapping[str, np.ndarray]:
-        found = {}
+        found = dict[str, np.ndarray]()
         for kernel, named in names:
             own = kernel.reference(**{name: given[named(name)] for name in kernel.operands})
             found |= {named(name): x for name, x in own.items()}
