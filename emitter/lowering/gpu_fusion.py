@@ -22,7 +22,7 @@ from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
 from castiron.emitter.types import F32
 
 MAX_LOADS = 16  # max loads of an expression that is computed again for each use
-MAX_LOADS_ONCE = 1024  # max loads of an expression of which each element is used at most twice
+MAX_LOADS_RARE = 1024  # max loads of an expression of which each element is used at most twice
 MAX_SUM = 16  # max terms of a sum in such an expression
 MAX_OPERANDS = 16  # max operands and results of a kernel
 NEAR = 16  # max number of operations between kernels that become one dispatch
@@ -169,7 +169,7 @@ def _rewritten(f: _Function, op: Op, root: Value | None) -> list[Op]:
     kernel: GpuKernel = op.attrs["kernel"]
     given = dict(zip(kernel.tensors, op.operands, strict=True))
     computed = [name for name, x in given.items() if _is_computed(f, kernel, name, x)]
-    limits = {name: MAX_LOADS_ONCE if name in kernel.reads_once else MAX_LOADS for name in computed}
+    limits = {name: MAX_LOADS_RARE if name in kernel.reads_rarely else MAX_LOADS for name in computed}
     inline = [name for name in computed if name not in kernel.reads_often and f.is_cheap(given[name], limit=limits[name])]
     made = _separate(f, op, [given[name] for name in computed if name not in inline])
     names = {x: name for name, x in given.items() if name not in inline}

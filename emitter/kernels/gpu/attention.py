@@ -97,7 +97,7 @@ def attention(caches: Caches, layout: HeadLayout, scores: Scores, tokens: Decode
         in_place={name: name for name in updated},
         threads=THREADS,
         # A workgroup reads the query head that is its own.
-        reads_once=("rows0",) if rows.widths[0] == layout.keys and layout.qk_norm is None else (),
+        reads_rarely=("rows0",) if rows.widths[0] == layout.keys and layout.qk_norm is None else (),
     )
 
 

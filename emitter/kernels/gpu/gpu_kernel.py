@@ -22,14 +22,14 @@ class GpuKernel(Kernel):
     single_store: whether the code stores each element of the only result once and never reads it.
     reads_often: operands that many workgroups read; computing them there would cost more than a
     separate kernel.
-    reads_once: operands of which each element is read at most twice in the complete dispatch, so
+    reads_rarely: operands of which each element is read at most twice in the complete dispatch, so
     that it may be computed there even if it is a dot product.
     """
 
     threads: int = 64
     single_store: bool = False
     reads_often: tuple[str, ...] = ()
-    reads_once: tuple[str, ...] = ()
+    reads_rarely: tuple[str, ...] = ()
 
     @property
     def index_type(self) -> str:
