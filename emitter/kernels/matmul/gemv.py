@@ -164,10 +164,7 @@ class Gemv:
                         self._store(block, result)
 
     def _blocks_of(self, number: Index) -> list[Index]:
-        """Return the indices of the 16-row blocks in set `number` of the share.
-
-        If the last share is incomplete, the last block of the weight is repeated.
-        """
+        # The 16-row blocks of set `number` of the share. An incomplete set repeats the last block of the weight.
         b = self.b
         if self.is_far:
             row_blocks = [b.add(b.add(self.first_block, number), b.mul(self.share, i)) for i in range(self.set)]
@@ -176,7 +173,7 @@ class Gemv:
         return [b.min(block, self.row_blocks - 1) for block in row_blocks] if self.row_blocks % self.set else row_blocks
 
     def _dots(self, row_blocks: list[Index], first: int, last: int, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus the dot products of x with records first .. last - 1."""
+        # totals + the dot products of records first .. last - 1
         if not self.codec.quantised:
             return self._float_dots(row_blocks, first, last, totals)
         with self.b.loop(first, last, carry=totals) as record:
@@ -186,10 +183,10 @@ class Gemv:
         return record.results
 
     def _prefetches(self, row_blocks: list[Index], record: Index, offset: Index, nbytes: int) -> list[Callable[[], None]]:
-        """Return functions, each of which emits a prefetch of one cache line of the packed weight.
+        """Return functions that each emit a prefetch of one cache line of the packed weight.
 
-        The lines are bytes offset .. offset + nbytes - 1 of a record of each 16-row block. The
-        record is the one that is multiplied `tiles.ahead` records after `record`.
+        The lines are bytes offset .. offset + nbytes - 1, in each row block, of the record that is
+        multiplied `tiles.ahead` records after `record`.
         """
         b, (first, last) = self.b, self.range
         then = b.add(b.sub(record, first) if first else record, self.tiles.ahead)  # may be in the next set of row blocks
