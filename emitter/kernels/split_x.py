@@ -68,10 +68,7 @@ def split(x: np.ndarray, count: int) -> np.ndarray:
 
 
 def joined(words: np.ndarray, rows: int, in_features: int) -> np.ndarray:
-    """Return x as f64 [rows, in] from the result y of the kernel `split_x`.
-
-    words: the result y. It has several bf16 for each element of x; their sum is the element.
-    """
+    """Return x as f64 [rows, in], given the result y of the kernel `split_x`."""
     count, tiles, steps, tile, _ = words.shape
     halves = np.ascontiguousarray(words.transpose(0, 1, 3, 2, 4)).view(np.uint16).reshape(count, tiles * tile, steps * DEPTH)
     values = (halves.astype(np.uint32) << 16).view(np.float32).astype(np.float64).sum(axis=0)
@@ -82,9 +79,9 @@ def joined(words: np.ndarray, rows: int, in_features: int) -> np.ndarray:
 def split_x(rows: int, in_features: int, count: int, group: int = 0, *, isa: Isa) -> Kernel:
     """Return the kernel that splits each element of x f32 [rows, in] into `count` bf16.
 
-    Results: y (type: `split_type`), and with `group` also sums f32 [rows, in / group]. count: 1
-    rounds each element to the nearest bf16; the sum of 3 bf16 is exact. group: number of elements
-    of x in each sum, or 0 for a kernel without sums.
+    Results: y (type: `split_type`); sums f32 [rows, in / group], unless `group` is 0.
+    count: 1 rounds each element to the nearest bf16; 3 bf16 sum to exactly the element.
+    group: number of elements of x in each sum.
     """
     tile, full = tile_rows(rows), in_features // DEPTH * DEPTH
     results = {"y": split_type(rows, in_features, count)}

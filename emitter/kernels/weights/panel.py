@@ -195,7 +195,8 @@ class Bf16Panel(BasePanel):
         with b.loop(0, depth // unit) as u:
             for v, weights in enumerate(decoded(self.records, block, b.add(b.div(k, unit), u.index))):
                 for j in range(0, unit, 2):
-                    self._put(i, b.add(b.mul(u.index, unit // 2), j // 2), v, *weights[j : j + 2])
+                    pair = b.add(b.mul(u.index, unit // 2), j // 2)
+                    self._store(i, pair, v, pieces(b, *weights[j : j + 2], self.count))
 
     def _fill_floats(self, i: Index, block: Index, k: Index, depth: int) -> None:
         b, vectors, filled = self.b, range(self.records.vectors), -(-depth // 2)
@@ -216,10 +217,8 @@ class Bf16Panel(BasePanel):
             self._store(i, pair, v, [records.rows((block, b.div(k, 2), 0), v, "i32", 32)])
             return
         low = records.elements(block, k, v)[0]
-        self._put(i, pair, v, low, b.splat(0.0, self.lanes) if last else records.elements(block, b.add(k, 1), v)[0])
-
-    def _put(self, i: Index, pair: Index, v: int, low: Ssa, high: Ssa) -> None:
-        self._store(i, pair, v, pieces(self.b, low, high, self.count))
+        high = b.splat(0.0, self.lanes) if last else records.elements(block, b.add(k, 1), v)[0]
+        self._store(i, pair, v, pieces(b, low, high, self.count))
 
     def _store(self, i: Index, pair: Index, v: int, words: list[Ssa]) -> None:
         b = self.b
