@@ -196,7 +196,7 @@ class Bf16Panel(BasePanel):
             for v, weights in enumerate(decoded(self.records, block, b.add(b.div(k, unit), u.index))):
                 for j in range(0, unit, 2):
                     pair = b.add(b.mul(u.index, unit // 2), j // 2)
-                    self._store(i, pair, v, pieces(b, *weights[j : j + 2], self.count))
+                    self._store(i, pair, v, pieces(b, weights[j], weights[j + 1], self.count))
 
     def _fill_floats(self, i: Index, block: Index, k: Index, depth: int) -> None:
         b, vectors, filled = self.b, range(self.records.vectors), -(-depth // 2)
