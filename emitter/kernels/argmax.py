@@ -26,7 +26,7 @@ BLOCK = 512  # logits of a block, a multiple of 8 vectors of every instruction s
 
 @cache
 def argmax(vocab: int, *, isa: Isa, rows: int | None = None) -> Kernel:
-    """Return the kernel that finds the largest logit.
+    """Return the kernel that finds the index of the largest logit.
 
     Operand: logits f32 [vocab], or [rows, vocab] if `rows` is given. Result: index i32 scalar, or
     i32 [rows]. Among equal logits the kernel chooses the lowest index, as HF does. It never chooses

@@ -1,4 +1,4 @@
-"""Activations and epilogues of matmul kernels: GLU, bias and residual, in the matmul's dispatch."""
+"""Epilogues of matmul kernels: a GLU with its activation, bias and residual."""
 
 from collections.abc import Mapping
 from math import erf, pi, sqrt
@@ -42,11 +42,10 @@ ACTIVATIONS = {
 
 
 def combine(b: Body, glu: str | None, dots: list[list[Ssa]]) -> list[Ssa]:
-    """Return 16 results of a matmul as f32 vectors, after the activation of a GLU if there is one.
+    """Return 16 results of a matmul, as f32 vectors: act(gate) * up with a GLU, else dot products.
 
-    glu: name of the activation, or None. dots: a list of vectors for each 16 rows of the weight,
-    with the 16 dot products of these rows. Without a GLU the results are `dots[0]`. With a GLU they
-    are act(gate) * up, where `dots[0]` is gate and `dots[1]` is up.
+    glu: name of the activation, or None. dots: the dot products with 16 rows of the weight, as a
+    list of vectors; with a GLU, one such list for gate, and one for up.
     """
     if glu is None:
         return dots[0]
@@ -57,9 +56,8 @@ def combine(b: Body, glu: str | None, dots: list[list[Ssa]]) -> list[Ssa]:
 def with_operands(b: Body, y: Ssa, buffers: Mapping[str, Ssa], row: Index, column: Index) -> Ssa:
     """Return y plus the bias and the residual of a matmul, if `buffers` has them.
 
-    y: one result, or a vector of results in consecutive columns. row, column: where y begins in the
-    result of the matmul. buffers: memrefs by name; "bias" is f32 [out], "residual" f32 [tokens,
-    out].
+    y: one result, or a vector of results, from index (row, column) of the matmul's result on.
+    buffers: memrefs by name, such as "bias" f32 [out] and "residual" f32 [tokens, out].
     """
     for name, at in (("bias", (column,)), ("residual", (row, column))):
         if name in buffers:

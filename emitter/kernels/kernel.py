@@ -19,17 +19,17 @@ class Kernel:
     """An IREE `stream.executable` with operand types, a NumPy reference and a cost.
 
     name: symbol; kernels with different text have different names.
-    operands: types by name, in the order of the dispatch. "index" is the type of a scalar operand,
-        such as the number of a layer.
+    operands: types by name, in the order of the dispatch; "index" is a scalar, such as the number
+        of a layer.
     workgroups: number of workgroups of a dispatch.
-    write: called as write(body, **arguments) to emit the body. The arguments are memrefs and index
-        values by name, for all operands and for the results that are not in `in_place`.
+    write: emits the body when called as write(body, **arguments). The arguments are memrefs and
+        index values by name, for all operands, and for the results that are not in `in_place`.
     reference: computes the results by name from the operands by name, in NumPy.
-    flops, nbytes: FLOPs and bytes of memory traffic of a call: a number, or a function of the
+    flops, nbytes: FLOPs and bytes of memory traffic of a call. A number, or a function of the
         position of the call's first token in the sequence.
-    in_place: names of the results that overwrite an operand, each with the name of that operand.
+    in_place: for each result that overwrites an operand, by name, the name of this operand.
     matmul: the `Matmul` that the kernel computes, if `castiron tune` can vary its tiles, or None.
-    fenced: whether compilers must not fuse multiplications and additions (see `Body`).
+    fenced: whether compilers must not fuse a multiplication and an addition into an fma.
     """
 
     name: str

@@ -63,7 +63,7 @@ class Matmul:
 
     @property
     def name(self) -> str:
-        """Return a name that identifies all fields, such as `q4_1_1x960x576_rms1em05`."""
+        """Return a name made of all fields, such as `q4_1_1x960x576_rms1em05`."""
         sizes = f"{self.codec}_{self.tokens}x{self.out_features}x{self.in_features}"
         if self.experts:
             sizes += f"_of{self.experts}by{self.per_row}"
@@ -99,11 +99,14 @@ class Matmul:
     def operands(self) -> dict[str, TensorType]:
         """Return the types of the kernel's operands by name, in order.
 
-        x: activations in f32, or the result of `round_x` or `split_x`. x_scales: scales of x, if x
-        is int8. x_sums: sums of x over each codec group (elements that share a scale). norm: weight
-        of the RMS norm. weight: packed weight. chosen: index of the expert of each (token, expert)
-        pair. bias, residual: what is added to the result. length: number of rows of x that are not
-        padding.
+        x: activations in f32, or the result y of the kernel `round_x` or `split_x`.
+        x_scales: scales of x, if x is int8.
+        x_sums: sums of x over each codec group, whose elements share a scale.
+        norm: weight of the RMS norm.
+        weight: packed weight.
+        chosen: index of the expert of each (token, expert) pair.
+        bias, residual: what is added to the result.
+        length: number of rows of x that are not padding.
         """
         row_blocks, *record = self.weight_shape
         every = {
@@ -139,10 +142,7 @@ class Matmul:
         return {"y": TensorType((self.tokens, self.out_features), F32)}
 
     def define(self, x: np.ndarray, weight: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the reference result {"y": f32 [tokens, out]}, computed in NumPy in f64.
-
-        given: the other operands of `Matmul.operands`, by name.
-        """
+        """Compute the result {"y": f32 [tokens, out]} in NumPy; given: the other operands."""
         x = self.x_of(x, given.get("x_scales"))
         if self.rms_eps is not None:
             x = rms_normed(x, given["norm"], self.rms_eps)
@@ -163,10 +163,7 @@ class Matmul:
         return {"y": y}
 
     def x_of(self, x: np.ndarray, scales: np.ndarray | None = None) -> np.ndarray:
-        """Return the activations as f64 [rows, in], from the kernel's operands x and x_scales.
-
-        x, scales: these operands, in the format that `numerics` requires.
-        """
+        """Return the activations as f64 [rows, in], from the kernel's operands x and x_scales."""
         if self.numerics == "int8" and scales is not None:
             return of_bytes(x, scales)
         if self.numerics in PIECES:

@@ -27,10 +27,10 @@ ROWS = 4  # rows of a workgroup
 def norm(kind: str, T: int, hidden: int, eps: float, *, isa: Isa, length: bool = False, bias: bool = False) -> Kernel:
     """Return the kernel of a norm over each row of x.
 
-    Operands: x f32 [T, hidden], weight f32 [hidden], bias f32 [hidden] if `bias`, length i32 if
-    `length`. Result: y f32 [T, hidden]; rows from `length` on are zero.
-
     kind: "rms_norm" (HF `LlamaRMSNorm`) or "layer_norm" (as in torch).
+    Operands: x f32 [T, hidden], weight f32 [hidden], bias f32 [hidden] if `bias`, length i32 if
+        `length`.
+    Result: y f32 [T, hidden]; rows from `length` on are zero.
     """
     centred = kind == "layer_norm"
     rows, row = TensorType((T, hidden), F32), TensorType((hidden,), F32)

@@ -31,10 +31,10 @@ ROWS = 4  # rows of a workgroup
 
 
 def rounded_types(rows: int, in_features: int, codec: Codec) -> dict[str, TensorType]:
-    """Return the types of the results of the kernel `round_x`, by name.
+    """Return the types of the results of the kernel `round_x` by name.
 
-    x has the shape [rows, in_features]. codec: the codec of the weight that x is multiplied by. The
-    result `sums` has one sum for each codec group: f32 if the codec has minima, otherwise i32.
+    codec: the codec of the weight that x is multiplied by. `sums` has one sum for each group of the
+    codec: f32 if the codec has minima, otherwise i32.
     """
     return {
         "y": TensorType((rows, in_features // 4), I32),
@@ -44,10 +44,7 @@ def rounded_types(rows: int, in_features: int, codec: Codec) -> dict[str, Tensor
 
 
 def rounded(x: np.ndarray, codec: Codec) -> dict[str, np.ndarray]:
-    """Return the results of the kernel `round_x` by name, computed in NumPy.
-
-    x: f32 [rows, in]. codec: the codec of the weight that x is multiplied by.
-    """
+    """Compute the results of the kernel `round_x` in NumPy; x: f32 [rows, in]."""
     numbers, scales = int8.as_bytes(x.astype(np.float32).reshape(len(x), -1, GROUP))
     ordered = numbers.reshape(-1, 8)[:, EVEN_ODD].astype(np.int8)
     sums = numbers.reshape(len(x), -1, codec.group).sum(axis=2)
@@ -58,10 +55,7 @@ def rounded(x: np.ndarray, codec: Codec) -> dict[str, np.ndarray]:
 
 
 def of_bytes(words: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return x as f64 [rows, in] from the quantised x of the kernel `round_x`.
-
-    words: the kernel's result `y`. scales: its result `scales`.
-    """
+    """Return x as f64 [rows, in] from the results `y` and `scales` of the kernel `round_x`."""
     numbers = np.ascontiguousarray(words).view(np.int8).reshape(-1, 8)[:, np.argsort(EVEN_ODD)]
     groups = numbers.astype(np.float64).reshape(*scales.shape, GROUP)
     return (groups * scales[..., None]).reshape(len(words), -1)
@@ -69,13 +63,14 @@ def of_bytes(words: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 @cache
 def round_x(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
-    """Return the kernel that quantises x f32 [rows, in] to int8, one scale for every 32 elements.
+    """Return the kernel that quantises x f32 [rows, in] to int8, with a scale for 32 elements.
 
+    codec: the codec of the weight that x is multiplied by.
     Results (types: `rounded_types`):
-    y: four int8 in each i32; every eight int8 are in the order 0, 2, 4, 6, 1, 3, 5, 7 (`EVEN_ODD`).
-    scales: the scale of every 32 elements.
-    sums: sums over each group of `codec`, the codec of the weight that x is multiplied by. They are
-        sums of x if the codec has minima, otherwise sums of the int8.
+    y: four int8 in each i32; each eight int8 are in the order `EVEN_ODD`.
+    scales: the scale of each 32 elements.
+    sums: sums over each group of the codec: sums of x if the codec has minima, otherwise sums of
+        the int8.
     """
     lanes = isa.lanes
 
@@ -108,11 +103,6 @@ def round_x(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
 
 
 def _store_bytes(b: Body, shifted: list[Ssa], y: Ssa, row: Index, start: Index) -> None:
-    """Emit code that stores quantised vectors as int8 in y[row, start:].
-
-    Every eight int8 are in the order 0, 2, 4, 6, 1, 3, 5, 7 (`EVEN_ODD`). shifted: vectors that
-    `vector_math.as_bytes` returns.
-    """
     while len(shifted) > 1 and shifted[0].width < 8:
         pairs = zip(shifted[::2], shifted[1::2], strict=True)
         shifted = [b.shuffle(low, high, range(2 * low.width)) for low, high in pairs]

@@ -25,7 +25,7 @@ from castiron.emitter.types import F32, I32, TensorType
 EXACT = 3  # number of bf16 whose sum is exactly an f32
 ROWS = 16  # max rows of a tile
 DEPTH = 32  # elements of k in a step
-HALF = DEPTH // 2
+PAIRS = DEPTH // 2  # i32 of a step, which have two elements each
 
 
 def tile_rows(rows: int) -> int:
@@ -35,16 +35,14 @@ def tile_rows(rows: int) -> int:
 def split_type(rows: int, in_features: int, count: int) -> TensorType:
     """Return the type of the result of `split_x`, i32 [count, tiles, steps, rows of a tile, 16].
 
-    The kernel `split_x` splits each element of x into `count` bf16, whose sum is the element. x has
-    `rows` rows, and a tile has min(rows, 16) of them. A step is 32 consecutive elements of a row,
-    stored as 16 i32 with two bf16 each.
+    Each element of x becomes `count` bf16. A tile has min(rows, 16) rows of x. A step is 32
+    consecutive elements of a row, as 16 i32 with two bf16 each.
     """
     tile = tile_rows(rows)
-    return TensorType((count, -(-rows // tile), -(-in_features // DEPTH), tile, HALF), I32)
+    return TensorType((count, -(-rows // tile), -(-in_features // DEPTH), tile, PAIRS), I32)
 
 
 def _cut(x: np.ndarray) -> np.ndarray:
-    """Return each f32 truncated to bf16 (its upper 16 bits), as f32."""
     return (x.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
@@ -54,9 +52,9 @@ def nearest(x: np.ndarray) -> np.ndarray:
 
 
 def split(x: np.ndarray, count: int) -> np.ndarray:
-    """Return the result y of the kernel `split_x` (type: `split_type`), computed in NumPy.
+    """Compute the result y of the kernel `split_x` in NumPy (type: `split_type`).
 
-    x: f32 [rows, in]. count: number of bf16 for each element of x; 1 rounds x, 3 is exact.
+    x: f32 [rows, in]. count: number of bf16 for each element; 1 rounds x, 3 is exact.
     """
     parts, rest = [], x.astype(np.float32)
     for _ in range(count):
@@ -65,15 +63,12 @@ def split(x: np.ndarray, count: int) -> np.ndarray:
     _, tiles, steps, tile, _ = split_type(len(x), x.shape[1], count).shape
     filled = np.zeros((count, tiles * tile, steps * DEPTH), np.uint16)
     filled[:, : len(x), : x.shape[1]] = np.stack(parts).view(np.uint32) >> 16
-    words = filled.view("<i4").reshape(count, tiles, tile, steps, HALF)
+    words = filled.view("<i4").reshape(count, tiles, tile, steps, PAIRS)
     return np.ascontiguousarray(words.transpose(0, 1, 3, 2, 4))
 
 
 def joined(words: np.ndarray, rows: int, in_features: int) -> np.ndarray:
-    """Return x as f64 [rows, in] from the result y of the kernel `split_x`.
-
-    words: the result y. It has several bf16 for each element of x; their sum is the element.
-    """
+    """Return x as f64 [rows, in], given the result y of the kernel `split_x`."""
     count, tiles, steps, tile, _ = words.shape
     halves = np.ascontiguousarray(words.transpose(0, 1, 3, 2, 4)).view(np.uint16).reshape(count, tiles * tile, steps * DEPTH)
     values = (halves.astype(np.uint32) << 16).view(np.float32).astype(np.float64).sum(axis=0)
@@ -84,9 +79,9 @@ def joined(words: np.ndarray, rows: int, in_features: int) -> np.ndarray:
 def split_x(rows: int, in_features: int, count: int, group: int = 0, *, isa: Isa) -> Kernel:
     """Return the kernel that splits each element of x f32 [rows, in] into `count` bf16.
 
-    Results: y (type: `split_type`), and with `group` also sums f32 [rows, in / group]. count: 1
-    rounds each element to the nearest bf16; the sum of 3 bf16 is exact. group: number of elements
-    of x in each sum, or 0 for a kernel without sums.
+    Results: y (type: `split_type`); sums f32 [rows, in / group], unless `group` is 0.
+    count: 1 rounds each element to the nearest bf16; 3 bf16 sum to exactly the element.
+    group: number of elements of x in each sum.
     """
     tile, full = tile_rows(rows), in_features // DEPTH * DEPTH
     results = {"y": split_type(rows, in_features, count)}
@@ -105,12 +100,12 @@ def split_x(rows: int, in_features: int, count: int, group: int = 0, *, isa: Isa
                 b.vstore(words, y, i, number, step, row, 0)
 
         if tail is not None:
-            for start in (0, HALF):
-                b.vstore(b.splat(0.0, HALF), tail, start)
+            for start in (0, PAIRS):
+                b.vstore(b.splat(0.0, PAIRS), tail, start)
         with b.loop(0, end) as row:
             token = b.add(first, row.index)
             with b.loop(0, in_features // DEPTH) as step:
-                low, high = (b.vload(x, HALF, token, b.add(b.mul(step.index, DEPTH), k)) for k in (0, HALF))
+                low, high = (b.vload(x, PAIRS, token, b.add(b.mul(step.index, DEPTH), k)) for k in (0, PAIRS))
                 if sums is not None:
                     parts = [b.addf(low, high)] if group == DEPTH else [low, high]
                     for i, part in enumerate(parts):
@@ -120,10 +115,10 @@ def split_x(rows: int, in_features: int, count: int, group: int = 0, *, isa: Isa
             if tail is not None:
                 with b.loop(0, in_features - full) as k:
                     b.store(b.load(x, token, b.add(k.index, full)), tail, k.index)
-                put(row.index, full // DEPTH, b.vload(tail, HALF, 0), b.vload(tail, HALF, HALF))
+                put(row.index, full // DEPTH, b.vload(tail, PAIRS, 0), b.vload(tail, PAIRS, PAIRS))
         with b.loop(end, tile) as row, b.loop(0, -(-in_features // DEPTH)) as step:
             for i in range(count):
-                b.vstore(b.isplat(0, HALF), y, i, number, step.index, row.index, 0)
+                b.vstore(b.isplat(0, PAIRS), y, i, number, step.index, row.index, 0)
 
     def reference(x: np.ndarray) -> dict[str, np.ndarray]:
         found = {"y": split(x, count)}

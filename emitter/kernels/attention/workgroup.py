@@ -180,28 +180,26 @@ class Workgroup:
 
         ahead: whether the code also loads the next rows of the caches before they are needed.
         """
-        with self.b.loop(start, end, TILE) as tile:
-            self._tile(tile.index, end, ahead)
-
-    def _tile(self, first: Ssa, end: Index, ahead: bool) -> None:
         b = self.b
-        count = b.min(b.sub(end, first), TILE)
-        vectors = b.ceildiv(count, self.lanes)
-        with b.when(b.less(count, TILE)), b.loop(0, b.mul(b.sub(self.end, self.first), self.group)) as g:
-            last = b.mul(b.sub(vectors, 1), self.lanes)
-            b.vstore(b.splat(NEVER, self.lanes), self.scores, g.index, last)
-        full = b.mul(b.div(count, self.rows), self.rows)
-        # The inner loop is over heads, so that the cache is read in memory order.
-        with b.loop(0, full, self.rows) as j, b.loop(self.first, self.end) as head:
-            self.score_rows(head.index, b.add(first, j.index), j.index, self.rows, ahead)
-        if self.rows > 1:
-            with b.loop(full, count) as j, b.loop(self.first, self.end) as head:
-                self.score_rows(head.index, b.add(first, j.index), j.index, 1, ahead=False)
-        with b.loop(self.first, self.end) as head:
-            for heads in self.head_chunks:
-                self.softmax(head.index, heads, vectors)
-                with b.loop(0, self.hd, self.columns * self.width) as d:
-                    self.add_values(head.index, heads, d.index, first, count)
+        with b.loop(start, end, TILE) as tile:
+            first = tile.index
+            count = b.min(b.sub(end, first), TILE)
+            vectors = b.ceildiv(count, self.lanes)
+            with b.when(b.less(count, TILE)), b.loop(0, b.mul(b.sub(self.end, self.first), self.group)) as g:
+                last = b.mul(b.sub(vectors, 1), self.lanes)
+                b.vstore(b.splat(NEVER, self.lanes), self.scores, g.index, last)
+            full = b.mul(b.div(count, self.rows), self.rows)
+            # The inner loop is over heads, so that the cache is read in memory order.
+            with b.loop(0, full, self.rows) as j, b.loop(self.first, self.end) as head:
+                self.score_rows(head.index, b.add(first, j.index), j.index, self.rows, ahead)
+            if self.rows > 1:
+                with b.loop(full, count) as j, b.loop(self.first, self.end) as head:
+                    self.score_rows(head.index, b.add(first, j.index), j.index, 1, ahead=False)
+            with b.loop(self.first, self.end) as head:
+                for heads in self.head_chunks:
+                    self.softmax(head.index, heads, vectors)
+                    with b.loop(0, self.hd, self.columns * self.width) as d:
+                        self.add_values(head.index, heads, d.index, first, count)
 
     def own_heads(self, head: Ssa, heads: range) -> list[Index]:
         # The index `g` of each query head.

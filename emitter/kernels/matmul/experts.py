@@ -58,10 +58,7 @@ UNITS = 8  # units of k (`panel.units`) of a float codec per loop iteration
 
 
 class ExpertGemvs:
-    """A writer of the body of a kernel with one GEMV for each (token, expert) pair.
-
-    The GEMV multiplies a row of x by the weight of one expert.
-    """
+    """A writer of the body of a kernel with one GEMV for each (token, expert) pair."""
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: GemvTiles, buffers: Buffers):
         self.b, self.matmul, self.isa, self.tiles, self.buffers = b, matmul, isa, tiles, buffers
@@ -89,11 +86,12 @@ class ExpertGemvs:
 class _PairTiles(PanelTiles):
     """The tile sizes of kernels for blocks of (token, expert) pairs that have the same expert.
 
-    A block has up to `tokens` pairs. A block of at most `direct` pairs is small: its weights are
-    decoded in registers. For a larger block, the weights are decoded into a panel on the stack.
+    A block has up to `tokens` pairs.
+    direct: a block of at most this many pairs is small. Its weights are decoded in registers; those
+        of a larger block are decoded into a panel on the stack.
+    few: number of pairs in a tile of a small block; it divides `direct`.
     rest: number of pairs in a tile at the end of a large block, where fewer than `rows` pairs are
         left; it divides `rows`.
-    few: number of pairs in a tile of a small block; it divides `direct`.
     """
 
     rest: int = 1
@@ -138,26 +136,23 @@ class GroupedInt8Tiles(_PairTiles, GemmInt8Tiles):
 
 
 def _small_tiles(isa: Isa, rows: int, direct: int) -> dict[str, int]:
-    """Return default values of the fields `rest`, `few` and `direct` of `_PairTiles`, by name.
-
-    rows: value of the field `rows`. direct: upper limit of the field `direct`.
-    """
+    # Defaults of `_PairTiles`; `direct` is an upper limit.
     few = min(8 if isa.lanes == LANES else 4, direct)
     return {"rest": max(1, rows // 3), "few": few, "direct": direct // few * few}
 
 
 def _pairs_of_block(matmul: Matmul, rows: int, limit: int) -> int:
-    """Return the default size of a block in (token, expert) pairs, a multiple of `rows`.
-
-    The size is at most max(limit, rows).
-    """
+    # A multiple of `rows`, at most max(limit, rows).
     return max(1, min(-(-matmul.tokens // rows), limit // rows)) * rows
 
 
 class Grouped(Gemm):
-    """A writer of the body of a GEMM over (token, expert) pairs, grouped by expert.
+    """A writer of the body of a GEMM over blocks of (token, expert) pairs that have one expert.
 
-    The kernel computes one block of pairs after another. All pairs of a block have the same expert.
+    Arguments of the methods:
+    first_block, block: index of the first 16-row block of the weight to multiply, in the expert's
+        weight and in the stacked weight of all experts.
+    count: number of pairs in the current block of pairs.
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: Any, buffers: Buffers):
@@ -199,7 +194,7 @@ class Grouped(Gemm):
         return self.b.to_index(self.b.load(buffer, i))
 
     def _pair(self, i: Index) -> Ssa:
-        """Return the index of pair `i` of the current block among all (token, expert) pairs."""
+        # Pair i of the current block.
         return self._at(self.pairs, i)
 
     def _count(self, real: Index) -> None:
@@ -212,10 +207,10 @@ class Grouped(Gemm):
             b.store(b.binary("addi", b.load(self.counts, expert), one), self.counts, expert)
 
     def _gather(self, expert: Index, first: Index, real: Index) -> None:
-        """Emit code that stores the indices of a block's (token, expert) pairs in `self.pairs`.
+        """Emit code that stores the indices of the pairs of a block of `expert` in `self.pairs`.
 
-        The block has pairs of `expert`. first: number of pairs of this expert in earlier blocks.
-        real: number of pairs of all experts, without padding.
+        first: number of pairs of this expert in earlier blocks. real: number of pairs of all
+        experts, without padding.
         """
         b = self.b
         with b.loop(0, real, carry=[b.index(0)]) as pair:
@@ -227,12 +222,6 @@ class Grouped(Gemm):
             pair.give(b.select(its, b.add(number, 1), number))
 
     def _set(self, first_block: Index, block: Index, count: Index) -> None:
-        """Emit code that computes and stores some columns of y for the pairs of the current block.
-
-        The columns belong to `tiles.row_blocks` consecutive 16-row blocks of the expert's weight.
-        first_block, block: index of the first of these row blocks, in the expert's weight and in
-        the stacked weight of all experts. count: number of pairs in the current block.
-        """
         b = self.b
         few = b.less(count, self.tiles.direct + 1)
         with b.when(few):
@@ -242,11 +231,7 @@ class Grouped(Gemm):
         self.finish.store(first_block, self.tiles.row_blocks, 0, count, count)
 
     def _direct(self, block: Index, count: Index) -> None:
-        """Emit code that computes the dot products of the first `count` pairs of the current block.
-
-        The weights are decoded in registers, without a panel. block: index of the first 16-row
-        block to multiply by, in the stacked weight of all experts.
-        """
+        """Emit code that computes the dot products with weights decoded in registers."""
         b, few, lanes, vectors = self.b, self.tiles.few, self.lanes, LANES * self.tiles.wide // self.lanes
         per_block, full = LANES // lanes, b.mul(b.div(count, few), few)
         sizes = sorted({max(1, few // 2), few})
@@ -261,12 +246,11 @@ class Grouped(Gemm):
                     self._direct_tile(sides, full, size)
 
     def _direct_tile(self, sides: Sequence[tuple[Index, int, Index]], token: Index, rows: int) -> None:
-        """Emit code that multiplies x of `rows` (token, expert) pairs by some rows of the weight.
+        """Emit code that stores the dot products of `rows` pairs and of `sides` in `self.sums`.
 
-        token: index of the first of these pairs in the current block. The dot products are stored
-        in the rows of `self.sums` with the same indices as the pairs. sides: the vectors of weight
-        rows, each given as (16-row block, index of the vector in the block, column of `self.sums`
-        for the first row of the vector).
+        token: index of the first pair in the current block of pairs. sides: the vectors of weight
+        rows, each as (16-row block, index of the vector in the block, column of `self.sums` for the
+        vector's first row).
         """
         b, lanes, unit = self.b, self.lanes, units(self.matmul.codec)
         x_row = self._x_rows(token, rows)
@@ -291,11 +275,7 @@ class Grouped(Gemm):
             b.vstore(total, self.sums, b.add(token, i // len(sides)), sides[i % len(sides)][2])
 
     def _prefetch(self, blocks: Sequence[Index], unit: Index, units: int) -> None:
-        """Emit prefetches of the codes of 16-row blocks that will be multiplied later.
-
-        For each index i in `blocks`, the code prefetches from row block i + `tiles.row_blocks`. The
-        prefetched units are unit .. unit + units - 1 (see `weights.panel.units`).
-        """
+        # Prefetch units unit .. unit + units - 1 of the row blocks that follow (`weights.panel.units`).
         b, records, groups = self.b, self.panel.records, self.panel.records.layout.groups
         record = b.div(unit, groups)
         start, nbytes = records.extent(b.rem(unit, groups))

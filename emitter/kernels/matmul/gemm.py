@@ -61,10 +61,7 @@ MAX_TOKENS = 132  # more tokens would evict x from the L2 cache between blocks o
 
 @dataclass(frozen=True)
 class GemmTiles(PanelTiles):
-    """The tile sizes of `Gemm`.
-
-    unroll: elements of in_features per iteration of the inner loop.
-    """
+    """The tile sizes of `Gemm`; unroll: elements of in_features in an inner loop iteration."""
 
     unroll: int = 8
 
@@ -92,8 +89,8 @@ class GemmTiles(PanelTiles):
 class Gemm:
     """A writer of the body of a matmul kernel for many tokens.
 
-    The kernel decodes weights into a panel, a buffer on the stack, and multiplies many tokens by
-    the panel. Subclasses choose another class of `weights.panel` as `panel_type`.
+    The kernel decodes weights into a panel on the stack, and multiplies many tokens by the panel.
+    panel_type: class of the panel, from `weights.panel`.
     """
 
     panel_type: type[Any] = Panel
@@ -122,11 +119,10 @@ class Gemm:
             self.finish.store(first_block, tiles.row_blocks, first, end, last)
 
     def _dots(self, first_block: Index, first: Index, end: Index) -> None:
-        """Emit code that stores in `self.sums` the dot products of tokens and weight rows.
+        """Emit code that stores the dot products of tokens and weight rows in `self.sums`.
 
-        The tokens are first .. end - 1; the last tile may include tokens from `end` on. The weight
-        rows are those of `tiles.row_blocks` 16-row blocks from `first_block` on. These rows are the
-        columns of the panel.
+        The tokens are first .. end - 1, and the last tile may include more. The weight rows are
+        those of `tiles.row_blocks` 16-row blocks from `first_block` on.
         """
         b, depth, rows = self.b, self.tiles.depth, self.full_rows
         full = self.in_features // depth * depth
@@ -142,10 +138,7 @@ class Gemm:
             self._multiply(first, count, full, self.in_features - full)
 
     def _multiply(self, first: Index, count: Index, k: Index, depth: int) -> None:
-        """Emit code that adds x[first : first + count, k : k + depth] @ panel to `self.sums`.
-
-        Row 0 of `self.sums` belongs to token `first`.
-        """
+        # self.sums[: count] += x[first : first + count, k : k + depth] @ panel
         b, rows = self.b, self.tiles.rows
         rest = self.T % rows  # blocks of tokens are multiples of `rows`, so only the last one has a smaller tile
         start = self.T - rest
@@ -157,14 +150,11 @@ class Gemm:
                 self._tile(b.sub(start, first), start, rest, k, depth)
 
     def _x_rows(self, token: Index, rows: int) -> Callable[[int], Index]:
-        """Return a function that maps i < rows to the row of x for token `token` + i."""
+        # The result maps i < rows to the row of x for token `token` + i.
         return lambda r: self.b.add(token, r)
 
     def _tile(self, row: Index, token: Index, rows: int, k: Index, depth: int) -> None:
-        """Emit code that adds x[token : token + rows, k : k + depth] @ `self.panel` to `self.sums`.
-
-        row: the row of `self.sums` that belongs to the first token.
-        """
+        # self.sums[row : row + rows] += x[token : token + rows, k : k + depth] @ panel
         b, lanes = self.b, self.lanes
         width, x_row = LANES * self.tiles.wide, self._x_rows(token, rows)
         with b.loop(0, self.columns, width) as column:

@@ -26,21 +26,17 @@ from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.bf16_pairs import Pairs
 from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
-from castiron.emitter.kernels.split_x import DEPTH, tile_rows
+from castiron.emitter.kernels.split_x import DEPTH, PAIRS, tile_rows
 from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.panel import BLOCK_BYTES, BasePanel, Bf16Panel
 
 MAX_TOKENS = 128
 MAX_DEPTH = 256
-PAIRS = DEPTH // 2  # pairs of k in a step
 
 
 @dataclass(frozen=True)
 class GemmBf16Tiles(PanelTiles):
-    """The tile sizes of `GemmBf16`.
-
-    rows: number of rows of x whose sums are in registers at a time.
-    """
+    """The tile sizes of `GemmBf16`; rows: rows of x whose sums are in registers at a time."""
 
     def units(self, matmul: Matmul) -> tuple[int, int]:
         return tile_rows(matmul.tokens), DEPTH
@@ -51,7 +47,7 @@ class GemmBf16Tiles(PanelTiles):
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        """Return tiles whose accumulators leave two vector registers free for weights."""
+        # The accumulators leave two vector registers free for weights.
         wide, row_blocks = panel_columns(matmul, isa.lanes == LANES)
         tile, rows = tile_rows(matmul.tokens), 8 if isa.lanes == LANES else 6
         tokens = even_tokens(matmul.tokens, MAX_TOKENS, tile)
@@ -67,15 +63,10 @@ class _Weights(BasePanel):
     """A panel of bf16 weights that is read from the packed weight, without a copy on the stack."""
 
     def fill(self, first_block: Index, k: Index, depth: int) -> None:
-        """Select the part of the weight that the method `pair` reads, without emitting code.
-
-        The part has elements k .. k + depth - 1 of in_features of the 16-row blocks from
-        `first_block` on.
-        """
         self.block, self.first = first_block, self.b.div(k, 2)
 
     def pair(self, n: Index, step: Index, pair: int, v: int) -> Ssa:
-        """Return pair `pair` of a step along k, i32 [lanes], for vector `v` of 16-row block `n`."""
+        """Load pair `pair` of a step along k, i32 [lanes], for vector `v` of 16-row block `n`."""
         b = self.b
         return self.records.rows((b.add(self.block, n), b.add(self.first, b.add(b.mul(step, PAIRS), pair)), 0), v, "i32", 32)
 
@@ -101,12 +92,7 @@ class GemmBf16(Gemm):
                 self._rows(b.add(b.mul(i.index, tile), row), b.add(b.div(first, tile), i.index), row, rows, k, depth)
 
     def _rows(self, sum_row: Index, tile: Index, row: int, rows: int, k: Index, depth: int) -> None:
-        """Emit code that adds the dot products of `rows` rows of x and the panel to `self.sums`.
-
-        tile, row: the first row of x is row `row` of tile `tile`, a block of rows in the layout of
-        `split_x`. k, depth: only elements k .. k + depth - 1 of in_features are multiplied.
-        sum_row: row of `self.sums` that belongs to the first row of x.
-        """
+        # The rows of x are row .. row + rows - 1 of a tile of `split_x`; sum_row: row of `self.sums` for the first one.
         b, lanes, pairs = self.b, self.lanes, Pairs(self.b, self.isa)
         first_step, count = b.div(k, DEPTH), -(-depth // 2)
         with b.loop(0, self.tiles.row_blocks, self.tiles.wide) as block:

@@ -89,19 +89,15 @@ class GemmInt8Tiles(PanelTiles):
 
 
 def row_bytes(depth: int, group: int) -> int:
-    """Return the bytes of a panel for one row of W: int8 codes, and two f32 for each codec group.
+    """Return the bytes of a panel for one row of W: int8 codes, and (scale, base) of each group.
 
-    The two f32 are the scale and the base of the group (see `Step`). depth: number of elements of
-    in_features in the panel. group: number of elements of a codec group.
+    depth, group: number of elements in the panel and in a codec group.
     """
     return depth + depth // group * 8
 
 
 def int8_depth(matmul: Matmul, budget: int) -> int:
-    """Return the default depth of a panel (`PanelTiles.depth`).
-
-    budget: max bytes of the panel for each row of W.
-    """
+    """Return the default depth of a panel; budget: max bytes of the panel for each row of W."""
     fitting = budget * GROUP // row_bytes(GROUP, matmul.format.group)
     return even_share(matmul.in_features // GROUP, min(MAX_DEPTH, fitting) // GROUP) * GROUP
 
@@ -137,10 +133,10 @@ class GemmInt8(Gemm):
 class Step:
     """A writer of code that multiplies int8 x by weights and adds the results to f32 sums.
 
-    A step covers GROUP (32) elements of in_features. Each x of a step is x_scale * n, with an int8
-    n and one x_scale for all of them. A weight is scale * code + base, for a stored code. The
-    instruction multiplies n by c = code + bias, where `Dot.bias` makes codes unsigned. For each
-    codec group (elements that share scale and base), a step adds
+    A step covers GROUP (32) elements of in_features. An x of a step is x_scale * n, for an int8 n.
+    A weight is scale * code + base, for a stored code. The instruction multiplies n by c = code +
+    bias, where `Dot.bias` makes codes unsigned. For each codec group, whose elements share scale
+    and base, a step adds
 
         scale * x_scale * sum(c * n) + (base - bias * scale) * sum(x)         if the codec has minima
         scale * x_scale * (sum(c * n) - (offset + bias) * sum(n))             otherwise
@@ -149,7 +145,7 @@ class Step:
 
     Arguments of the methods:
     rows: indices of the rows of x. unit: index of the step. part: index of the group in the step.
-    quads(q): returns `Dot.quads` quads of codes for each vector of outputs, from quad `q` of the
+    quads(q): for each vector of outputs, returns `Dot.quads` vectors of codes from quad `q` of the
         step on. A quad is four codes. A vector of outputs has one row of the weight in each lane.
     """
 
@@ -162,8 +158,8 @@ class Step:
     def add(self, sums: Sequence[Ssa], rows: Sequence[Index], unit: Index, quads: Quads, sides: Sides) -> list[Ssa]:
         """Return the f32 vectors `sums` plus the dot products of one step.
 
-        sums: the vectors of [rows of x][vectors of outputs], as one flat list. sides: for each
-        [codec group of the step][vector of outputs], the vectors (scale, base).
+        sums: a flat list of [rows of x][vectors of outputs]. sides: the vectors (scale, base) of
+        [codec groups of the step][vectors of outputs].
         """
         b, vectors = self.b, len(sides[0])
         groups = [self._dots(rows, unit, part, quads, vectors) for part in range(self.parts)]
@@ -192,9 +188,8 @@ class Step:
     ) -> list[Ssa]:
         """Return `sums` plus the dot products of one step, with codes read from the packed weight.
 
-        sums: one f32 vector for each row of x. Its lanes belong to the weight rows of vector `v` of
-        16-row block `block`. groups: the step's codec groups, each given as (record in the row
-        block, group in the record).
+        sums: an f32 vector for each row of x. The outputs are vector `v` of 16-row block `block`.
+        groups: (record in the row block, group in the record) of each codec group of the step.
         """
         codes = [Int8Codes(self.records, block, *group) for group in groups]
         sides = [[each.scale_and_base(v)] for each in codes]
@@ -202,9 +197,9 @@ class Step:
         return self.add(sums, list(rows), unit, lambda q: [codes[q // each].quads(q % each, v)], sides)
 
     def _dots(self, rows: Sequence[Index], unit: Index, part: int, quads: Quads, vectors: int) -> list[Ssa]:
-        """Return the unscaled dot products of one codec group, as f32 vectors [rows * vectors].
+        """Return the dot products of one codec group before scaling, as f32 [rows * vectors].
 
-        Each is sum(c * n) if the codec has minima, otherwise sum(c * n) - (offset + bias) * sum(n).
+        They are sum(c * n) if the codec has minima, else sum(c * n) - (offset + bias) * sum(n).
         vectors: number of vectors of outputs.
         """
         b, dot, quads_a_group = self.b, self.dot, self.codec.group // 4
@@ -220,10 +215,7 @@ class Step:
         return [b.convert("sitofp", words, "f32") for row in by_row[: len(rows)] for words in row]
 
     def _start(self, row: Index, unit: Index, part: int) -> Ssa:
-        """Return the s32 with which the sum of a codec group starts.
-
-        It is -(offset + bias) * sum(n), or 0 if the codec has minima.
-        """
+        # The sum of a codec group starts with -(offset + bias) * sum(n), or with 0 if the codec has minima.
         if not self.bias:
             return self.b.constant("0", I32)
         return self.b.binary("muli", self._sum(row, unit, part), self.b.constant(str(-self.bias), I32))
@@ -234,10 +226,7 @@ class Step:
 
 @dataclass(frozen=True)
 class SmallBatchInt8Tiles(Tiles):
-    """The tile sizes of `SmallBatchInt8`.
-
-    rows: number of tokens whose sums are in registers at a time.
-    """
+    """The tile sizes of `SmallBatchInt8`; rows: tokens whose sums are in registers at a time."""
 
     rows: int
 
@@ -280,10 +269,9 @@ class SmallBatchInt8:
             self.finish.store(first, self.set, 0, end, T)
 
     def _tile(self, block: Index, v: Index, column: Index, token: Index, rows: int) -> None:
-        """Emit code that multiplies `rows` tokens, from `token` on, by one vector of weight rows.
+        """Emit code that stores dot products in self.sums[token : token + rows] from `column` on.
 
-        The dot products are stored in self.sums[token : token + rows], from column `column` on.
-        block: 16-row block of the weight. v: index of the vector of rows in this block.
+        The weight rows are vector `v` of 16-row block `block`.
         """
         b, groups, parts = self.b, self.records.layout.groups, self.step.parts
         with b.loop(0, self.count * groups // parts, carry=[b.splat(0.0, self.isa.lanes)] * rows) as loop:

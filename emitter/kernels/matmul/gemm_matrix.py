@@ -1,10 +1,10 @@
 """Compute Y = X W^T on a matrix unit (`mlir.matrix`), which multiplies bf16 and adds in f32.
 
-Each x and weight is split into bf16 "pieces" whose sum is exactly the number: three for an f32, two
-for an f16, one for a bf16 or a code. Piece i of x is multiplied by piece j of w if i + j < 3; the
-other products are below the precision of f32. `--numerics fast` instead rounds x and weights to one
-piece, the nearest bf16. The loops are those of `gemm`, with pairs of bf16 in the panel and in x
-(`split_x`):
+Each x and weight is split into bf16 pieces, whose sum is exactly the number: three pieces for an
+f32, two for an f16, one for a bf16 or a code. Piece i of x is multiplied by piece j of w if
+i + j < 3. The other products are below the precision of f32. `--numerics fast` instead rounds x and
+weights to the nearest bf16, which is then the only piece. The loops are those of `gemm`, with pairs
+of bf16 in the panel and in x (`split_x`):
 
     each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
       for item in share:
@@ -63,7 +63,7 @@ class GemmMatrixTiles(PanelTiles):
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        """Return tiles with two by two accumulators and the deepest panel that fits on the stack."""
+        # Two by two accumulators, and the deepest panel that fits on the stack.
         wide, row_blocks = panel_columns(matmul, True)
         rows = tile_rows(matmul.tokens)
         high = HIGH if rows < matmul.tokens else 1
@@ -81,10 +81,7 @@ def _panel_type(matmul: Matmul) -> type[Any]:
 
 
 def _step_bytes(matmul: Matmul, row_blocks: int) -> int:
-    """Return the bytes of stack that a panel needs for 32 elements of in_features.
-
-    row_blocks: number of 16-row blocks of the weight in the panel.
-    """
+    # Bytes of the panel for 32 elements of in_features.
     codec, kind = matmul.format, _panel_type(matmul)
     if kind is Bf16CodePanel:
         return DEPTH // codec.group * row_blocks * (BLOCK_BYTES + 4 * LANES * (2 if codec.minimum else 1))
@@ -94,11 +91,11 @@ def _step_bytes(matmul: Matmul, row_blocks: int) -> int:
 class GemmMatrix(Gemm):
     """A writer of the body of a matmul kernel for a matrix unit, with x and weights as bf16.
 
-    A tile is a block of rows of x, in the layout of `split_x`. Methods multiply `high` tiles of x
-    by `wide` 16-row blocks of the panel. They add the products to the accumulators `parts`, [high *
-    wide].
+    A tile is a block of rows of x, in the layout of `split_x`. The matrix unit multiplies `high`
+    tiles by `wide` 16-row blocks of the panel at a time.
 
     Arguments of the methods:
+    parts: the accumulators, [high * wide].
     tile, at: index of the first tile in x, and in `self.sums`.
     block: index of the first 16-row block in the panel.
     """
@@ -120,10 +117,6 @@ class GemmMatrix(Gemm):
                 self._tiles(tile.index, b.add(before, tile.index), step, k, depth)
 
     def _tiles(self, at: Index, tile: Index, high: int, k: Index, depth: int) -> None:
-        """Emit code that adds the products of `high` tiles of x and the panel to `self.sums`.
-
-        k, depth: only elements k .. k + depth - 1 of in_features are multiplied.
-        """
         b, group = self.b, self.matmul.format.group
         first_step = b.div(k, DEPTH)
         with b.loop(0, self.tiles.row_blocks, self.tiles.wide) as block:
@@ -142,9 +135,9 @@ class GemmMatrix(Gemm):
         return [self.matrix.zero(i) for i in range(high * self.tiles.wide)]
 
     def _step(self, parts: list[Block], tile: Index, x_step: Index, step: Index, block: Index, high: int) -> list[Block]:
-        """Return the accumulators `parts` plus the products of one step.
+        """Return `parts` plus the products of one step, which is 32 elements of in_features.
 
-        A step is 32 elements of in_features. x_step, step: index of the step in x and in the panel.
+        x_step, step: index of the step in x and in the panel.
         """
         b, wide, matrix = self.b, self.tiles.wide, self.matrix
         (pieces, x_tiles, x_steps, *_), (_, steps, row_blocks, *_) = self.x_shape, self.panel.words.type.shape
@@ -163,12 +156,11 @@ class GemmMatrix(Gemm):
     def _add(
         self, parts: list[Block], at: Index, tile: Index, block: Index, high: int, of: tuple[Index, Index] | None = None
     ) -> None:
-        """Emit code that adds the accumulators `parts` to `self.sums`.
+        """Emit code that adds `parts` to `self.sums`.
 
-        of: None for float weights. For quantised weights, `parts` are the sums over one codec
-        group, whose elements share a scale. `of` is then (index of the group in the panel, index of
-        the group in a row of x). The code multiplies `parts` by the group's scale, and adds the
-        group's minimum times the sum of x over the group.
+        of: None for float weights. For quantised weights, `parts` has sums over one codec group,
+        and `of` is (index of the group in the panel, index of the group in a row of x). The code
+        then adds scale * parts + minimum * (sum of x over the group).
         """
         b, lanes, rows, wide = self.b, self.lanes, self.tiles.rows, self.tiles.wide
         for i, part in enumerate(parts):

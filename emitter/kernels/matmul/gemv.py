@@ -63,10 +63,11 @@ class Gemv:
     for MoE, the first block of the expert.
 
     Arguments and results of the methods:
-    row_blocks: indices of the 16-row blocks to multiply. record: index of a record in each of them.
-    slot: index of the record, or in `_group` of the codec group, in the part of x that is prepared.
-    totals, results: one vector for each (i, v) in `self.sides`. It belongs to vector `v` of the
-        rows of row block row_blocks[i].
+    row_blocks: indices of the 16-row blocks to multiply.
+    record: index of a record in each of these blocks.
+    slot: index of the record in the prepared part of x; in `_group`, index of the codec group.
+    totals, results: one vector for each (i, v) in `self.sides`, for the rows of vector `v` of
+        row_blocks[i].
     """
 
     def __init__(
@@ -132,11 +133,10 @@ class Gemv:
                 self._sets(batch.index, end, first, min(first + chunk, self.count), parts)
 
     def _sets(self, low: Index, high: Index, first: int, last: int, parts: Ssa | None) -> None:
-        """Emit code that multiplies sets low .. high - 1 of the share by some elements of x.
+        """Emit code that multiplies records first .. last - 1 of sets low .. high - 1 of the share.
 
-        Only records first .. last - 1 of each row block are multiplied, by the elements of x at the
-        same indices. After the last record of a row block, the code also stores y. parts: stack
-        buffer for the totals of records before `last`, or None if all of x is prepared at once.
+        After the last record of a row block, the code also stores y. parts: stack buffer for the
+        totals of the records so far, or None if all of x is prepared at once.
         """
         b, self.range = self.b, (first, last)
         self.x.fill(first * self.layout.elements, last * self.layout.elements)
@@ -164,10 +164,7 @@ class Gemv:
                         self._store(block, result)
 
     def _blocks_of(self, number: Index) -> list[Index]:
-        """Return the indices of the 16-row blocks in set `number` of the share.
-
-        If the last share is incomplete, the last block of the weight is repeated.
-        """
+        # The 16-row blocks of set `number` of the share. An incomplete set repeats the last block of the weight.
         b = self.b
         if self.is_far:
             row_blocks = [b.add(b.add(self.first_block, number), b.mul(self.share, i)) for i in range(self.set)]
@@ -176,7 +173,7 @@ class Gemv:
         return [b.min(block, self.row_blocks - 1) for block in row_blocks] if self.row_blocks % self.set else row_blocks
 
     def _dots(self, row_blocks: list[Index], first: int, last: int, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus the dot products of x with records first .. last - 1."""
+        # totals + the dot products of records first .. last - 1
         if not self.codec.quantised:
             return self._float_dots(row_blocks, first, last, totals)
         with self.b.loop(first, last, carry=totals) as record:
@@ -186,10 +183,10 @@ class Gemv:
         return record.results
 
     def _prefetches(self, row_blocks: list[Index], record: Index, offset: Index, nbytes: int) -> list[Callable[[], None]]:
-        """Return functions, each of which emits a prefetch of one cache line of the packed weight.
+        """Return functions that each emit a prefetch of one cache line of the packed weight.
 
-        The lines are bytes offset .. offset + nbytes - 1 of a record of each 16-row block. The
-        record is the one that is multiplied `tiles.ahead` records after `record`.
+        The lines are bytes offset .. offset + nbytes - 1, in each row block, of the record that is
+        multiplied `tiles.ahead` records after `record`.
         """
         b, (first, last) = self.b, self.range
         then = b.add(b.sub(record, first) if first else record, self.tiles.ahead)  # may be in the next set of row blocks
@@ -203,11 +200,7 @@ class Gemv:
         ]
 
     def _group_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus the dot products of x and a record that has only one codec group.
-
-        A dot product is d * sum(x * code) + m * sum(x), where d and m are the scale and minimum of
-        the group.
-        """
+        # For a record of one codec group: totals + d * sum(x * code) + m * sum(x).
         b, records = self.b, self.records
         dots = self._group(row_blocks, record, 0, slot, self._prefetches(row_blocks, record, 0, self.size))
         done = []
@@ -220,12 +213,8 @@ class Gemv:
         return done
 
     def _super_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus the dot products of x and one record with several codec groups.
-
-        A dot product is d * sum(scale * sum(x * code)) + m * sum(minimum * sum(x)). The outer sums
-        are over the groups of a codec block. There are one d and one m for each codec block, one
-        scale and one minimum for each group.
-        """
+        # For a record of several codec groups, each with a scale and a minimum:
+        # totals + d * sum(scale * sum(x * code)) + m * sum(minimum * sum(x)), where the outer sums are over the groups.
         b, records, groups = self.b, self.records, self.layout.groups
         minima = self.codec.minimum != 0
         zeros = [b.splat(0.0, self.lanes)] * len(self.sides)
@@ -253,11 +242,7 @@ class Gemv:
         return done
 
     def _canonical_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
-        """Return `totals` plus the dot products of x and one record, added in canonical order.
-
-        In this order, one codec group is added after another. A group adds d * scale * sum(x *
-        code) + m * minimum * sum(x).
-        """
+        # In canonical order: one codec group after another adds d * scale * sum(x * code) + m * minimum * sum(x).
         b, records, groups = self.b, self.records, self.layout.groups
         with b.loop(0, groups, carry=totals) as g:
             soon = self._prefetches(row_blocks, record, records.codes_at(g.index), self.layout.group_bytes)
@@ -275,7 +260,7 @@ class Gemv:
     ) -> list[Ssa]:
         """Return sum(x * code) over one codec group, for each row of the row blocks.
 
-        group: index of the group in the record. soon: functions that emit prefetches. They are
+        group: index of the group in the record. soon: functions that emit prefetches, which are
         called at intervals, because many prefetches in sequence stall.
         """
         b, chains = self.b, self.chains
@@ -296,11 +281,7 @@ class Gemv:
         return [tree(b.addf, [part for part in parts if part is not None]) for parts in sums]
 
     def _looked_up(self, codes: list[GroupCodes], group: Index, soon: list[Callable[[], None]]) -> list[Ssa]:
-        """Return the result of `_group`, computed by table look-ups, not multiplications.
-
-        codes: codes of the group in each row block. group: index of the group in the prepared part
-        of x.
-        """
+        # Table look-ups in place of multiplications. codes: of the group in each row block.
         b, x, chains = self.b, self.tables, self.chains
         sums: list[list[Ssa | None]] = [[None] * chains for _ in self.sides]
         number, count = 0, x.words * len(x.slices)
@@ -344,10 +325,6 @@ class Gemv:
         return [tree(b.addf, sums[n :: len(self.sides)]) for n in range(len(self.sides))]
 
     def _store(self, block: Index, results: list[Ssa]) -> None:
-        """Emit code that stores the results of 16-row block `block`.
-
-        The last block of the weight may have fewer than 16 results.
-        """
         b, buffers, row = self.b, self.buffers, self.y_row
         column = b.mul(block, LANES)
 

@@ -24,8 +24,8 @@ class GemvTiles(Tiles):
         loads of x; at most 2 with a GLU.
     chains: number of independent accumulators for each row of the weight.
     ahead: prefetch distance, in records.
-    unroll: number of records that one loop iteration multiplies, for a float codec. Such a record
-        has one element (bf16: two elements) of each of 16 rows.
+    unroll: number of records in a loop iteration, for a float codec, whose records have one element
+        of each row (bf16: two).
     """
 
     together: int = 2
@@ -38,16 +38,12 @@ class GemvTiles(Tiles):
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        """Return the default tiles for `threads` threads.
-
-        With experts, no two (token, expert) pairs share a workgroup. The kernel then has at most
-        about 2 * threads workgroups, or one for each pair if there are more pairs.
-        """
         blocks, records, size = matmul.weight_shape
         nbytes, codec = blocks * records * size, matmul.format
         workgroups = threads * max(1, min(PARTS, nbytes // (threads * ENOUGH_BYTES)))
         workgroups = min(workgroups, max(1, nbytes // MIN_BYTES), -(-blocks // 2))
         if matmul.experts:
+            # Each (token, expert) pair has its own workgroups, about 2 * threads in total.
             workgroups = min(workgroups, -(-2 * threads // matmul.tokens))
         ahead = 16 if codec.block == 32 else -(-AHEAD_BYTES // size)
         if isa.canonical:

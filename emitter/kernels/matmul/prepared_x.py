@@ -1,9 +1,9 @@
 """Prepare x on the stack for matmuls: apply the RMS norm, and multiply by `code_factors`.
 
-The stack also has the sum of x over each codec group, that is, the elements of a row that share a
-scale. Minima and offsets of codes are multiplied by these sums. A sum includes a factor of the
-codec (see `group_sum`). For canonical GEMMs, the kernel `group_sums` computes the sums once for all
-matmuls of x, with the same order of additions:
+The stack also has the sum of x over each codec group, which is the elements of a row that share a
+scale. Minima and offsets of codes are multiplied by these sums (`group_sum`). For canonical GEMMs,
+the kernel `group_sums` computes the sums once for all matmuls of x, with the same order of
+additions:
 
 each workgroup: up to 16 rows of x [T, in]
   for row, for group: sums[row, group] = factor * sum of x over the group                            memory
@@ -35,8 +35,8 @@ def bytes_per_element(codec: Codec) -> float:
 def group_sum(b: Body, codec: Codec, parts: Sequence[Ssa]) -> Ssa:
     """Return the scalar sum of x over a codec group, multiplied by a factor of the codec.
 
-    The factor is +1 if the codec adds minima, -1 if it subtracts minima, otherwise -offset.
-    parts: the f32 vectors of x in the group.
+    The factor is 1 if the codec adds minima, -1 if it subtracts minima, otherwise -offset. parts:
+    the vectors of x in the group.
     """
     total = b.extract(lane_sums(b, [tree(b.addf, parts)]), 0)
     return b.mulf(total, b.f32(codec.minimum or -codec.offset))
@@ -44,7 +44,7 @@ def group_sum(b: Body, codec: Codec, parts: Sequence[Ssa]) -> Ssa:
 
 @cache
 def group_sums(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
-    """Return the kernel that computes `group_sum` for each codec group of x.
+    """Return the kernel that sums x over each codec group, as `group_sum` does.
 
     Operand: x f32 [rows, in]. Result: sums f32 [rows, in / group].
     """
@@ -73,14 +73,14 @@ def group_sums(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel
 class PreparedX:
     """A stack buffer with T rows of x, normalised and scaled for the codes of a packed weight.
 
-    Kernels mask codes without shifting their bits down, so a code is multiplied by a power of two.
-    The x in the buffer is divided by the same power (see `code_factors`). The buffer also has the
+    Kernels mask codes without shifting their bits down, which multiplies a code by a power of two.
+    So x is multiplied by the inverse of this power (`code_factors`). The buffer also has the
     `group_sum` of each codec group. Methods count elements and groups from the first element that
     the last `fill` prepared. token: index of a row in the buffer.
 
     capacity: max number of elements of a row that are prepared at once.
     row: index in x of the first of the T rows.
-    kept: number of elements of a row that are stored in the buffer; default: `capacity`.
+    kept: number of elements of a row that the buffer stores; default: `capacity`.
     """
 
     def __init__(
@@ -163,11 +163,7 @@ class PreparedX:
                 b.store(group_sum(b, self.codec, parts), self.sums, token, g.index)
 
     def _store(self, token: Index, start: Index, k: int, x: Ssa) -> None:
-        """Emit code that stores a vector of x times `code_factors` in the buffer.
-
-        x: a vector of elements of a codec group. start: index in the buffer of the group's first
-        element. k: index in the group of the vector's first element.
-        """
+        # start: index in the buffer of the codec group's first element. k: index in the group of the first element of x.
         b, lanes, factors = self.b, self.lanes, code_factors(self.codec)
         if (factors[k : k + lanes] != 1).any():
             listed = ", ".join(f"{factor:.9e}" for factor in factors[k : k + lanes])

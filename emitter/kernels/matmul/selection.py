@@ -1,4 +1,4 @@
-"""Choose the kernel of a matmul: the first kernel in a table whose predicate is true."""
+"""Choose the kernel of a matmul: the first row of a table whose predicate is true."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, fields
@@ -43,14 +43,11 @@ def _choice(matmul: Matmul) -> tuple[str, type[Tiles], type[Any]]:
 def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool, is_draft: bool = False) -> str:
     """Return the fastest of `matmul_spec.NUMERICS` for a matmul.
 
-    is_fast: whether x of several tokens may be rounded to int8 or bf16. Rounding is not faster for
-    few (token, expert) pairs, because memory bandwidth limits these matmuls. is_draft: whether x of
-    one token may be rounded too.
-
-    For an `isa` in canonical form (see `Isa`), the result is "canonical" or "exact". It is "exact"
-    for few tokens and for float weights: their exact kernels add in canonical order.
+    is_fast: whether x of several tokens may be rounded to int8 or bf16. is_draft: whether x of one
+    token may be rounded too. With `isa.canonical`, the result is "canonical" or "exact".
     """
     if isa.canonical:
+        # For few tokens and for float weights, the exact kernels add in canonical order already.
         is_batched = matmul.experts or (matmul.format.quantised and matmul.tokens > small_batch.MAX_TOKENS)
         return "canonical" if is_batched else "exact"
     codec = matmul.format
@@ -58,6 +55,7 @@ def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool, is_draft: bool = False)
     is_slow_in_int8 = codec.code_bits == 8 and isa.dot == "madd" and isa.lanes == 8
     has_int8 = codec.quantised and not codec.e4m3 and not is_slow_in_int8
     if matmul.experts:
+        # Memory bandwidth limits a matmul of few pairs, so rounding x would not make it faster.
         is_grouped = matmul.tokens >= experts.MIN_INT8_PAIRS * matmul.experts
         return "int8" if is_fast and is_grouped and has_int8 else "exact"
     if matmul.tokens == 1:
@@ -80,9 +78,9 @@ def default_tiles(matmul: Matmul, isa: Isa, threads: int = 2) -> Tiles:
 
 
 def read_tiles(matmul: Matmul, values: Mapping[str, int]) -> Tiles:
-    """Return the tiles of a matmul, from the values of their fields by name.
+    """Return the tiles of a matmul, given the values of their fields by name.
 
-    Raises ValueError for unknown or missing fields and for values that are not integers.
+    Raises ValueError for unknown or missing fields, and for values that are not integers.
     """
     _, kind, _ = _choice(matmul)
     names = [field.name for field in fields(kind)]
@@ -95,7 +93,7 @@ def read_tiles(matmul: Matmul, values: Mapping[str, int]) -> Tiles:
 def kernel_of(matmul: Matmul, isa: Isa, threads: int = 2, tiles: Tiles | None = None) -> Kernel:
     """Return the kernel of a matmul; tiles: None for default tiles.
 
-    Raises ValueError if the tiles are not valid for the matmul.
+    Raises ValueError if the tiles do not fit the matmul.
     """
     prefix, _, writer = _choice(matmul)
     tiles = tiles or default_tiles(matmul, isa, threads)

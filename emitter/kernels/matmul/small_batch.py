@@ -45,9 +45,9 @@ PARTS = 2  # workgroups for each thread
 class SmallBatchTiles(Tiles):
     """The tile sizes of `SmallBatch`.
 
-    The registers have sums for `rows` tokens and `vectors` vectors of outputs. unroll: number of
-    records that one loop iteration multiplies, for a float codec. A record has one element (bf16:
-    two elements) of each of 16 rows.
+    rows, vectors: the registers have sums for `rows` tokens and `vectors` vectors of outputs.
+    unroll: number of records in a loop iteration, for a float codec, whose records have one element
+        of each row (bf16: two).
     """
 
     rows: int
@@ -55,10 +55,7 @@ class SmallBatchTiles(Tiles):
     unroll: int = 4
 
     def row_blocks(self, isa: Isa, shared: int) -> int:
-        """Return the number of 16-row blocks of the weight in a set.
-
-        shared: number of row blocks that give one block of 16 results: 2 with a GLU, otherwise 1.
-        """
+        # Row blocks of a set. shared: row blocks that give one block of results, 2 with a GLU, otherwise 1.
         per_block = LANES // isa.lanes
         return lcm(lcm(per_block, self.vectors) // per_block, shared)
 
@@ -122,11 +119,10 @@ class SmallBatch:
             self.finish.store(first, b.sub(last, first), 0, end, self.T)
 
     def _add_chunks(self, first: Index, last: Index, end: Index) -> None:
-        """Emit code that computes the dot products of all tokens with rows of a quantised weight.
+        """Emit code that computes dot products with 16-row blocks first .. last - 1.
 
-        The rows are those of 16-row blocks first .. last - 1. If x does not fit on the stack, the
-        code prepares and multiplies one part of x after another. end: number of tokens that are not
-        padding.
+        If x does not fit on the stack, the code prepares and multiplies one part of x after
+        another. end: number of tokens that are not padding.
         """
         b = self.b
         zero = b.splat(0.0, self.lanes)
@@ -150,11 +146,10 @@ class SmallBatch:
             add_chunk(part.index, stop)
 
     def _tiles(self, first: Index, last: Index, end: Index, add: Callable[[list, Index, int], None]) -> None:
-        """Emit loops over tiles, and call `add` to emit the code of a tile.
+        """Emit loops over tiles of 16-row blocks first .. last - 1 and tokens 0 .. end - 1.
 
-        The tiles cover 16-row blocks first .. last - 1 of the weight and tokens 0 .. end - 1. A
-        tile that reaches past the end of the weight repeats the last row block. add(sides, token,
-        rows): emits the code of a tile of `rows` tokens from `token` on.
+        A tile that reaches past the end of the weight repeats the last row block. add(sides, token,
+        rows): emits the code of a tile with `rows` tokens from `token` on.
         """
         b, rows, vectors, per_block, unit = self.b, self.tiles.rows, self.tiles.vectors, self.records.vectors, self.unit
         full = self.T // rows * rows
@@ -177,9 +172,8 @@ class SmallBatch:
         """Emit code that adds the dot products of one codec group to the sums of a tile.
 
         A dot product is d * scale * sum(x * code) + m * minimum * sum(x). The tile has `rows`
-        tokens from `token` on. record: index of the record in each row block; a record packs one
-        codec block of each of 16 rows. group: index of the group in the record. slot: index of the
-        record in the prepared part of x.
+        tokens from `token` on. group: index of the group in record `record` of each row block.
+        slot: index of the record in the prepared part of x.
         """
         b, records, codec = self.b, self.records, self.codec
         number = b.add(b.mul(slot, self.layout.groups), group)
@@ -209,10 +203,6 @@ class SmallBatch:
                 b.vstore(total, self.sums, t, column)
 
     def _float_tile(self, sides: list, token: Index, rows: int) -> None:
-        """Emit code that computes the dot products of a tile of a float codec, and stores them.
-
-        The tile has `rows` tokens from `token` on.
-        """
         b, elements, unroll = self.b, self.layout.elements, self.tiles.unroll
         full, rest = divmod(self.in_features, elements)
 

@@ -45,10 +45,7 @@ def slices(isa: Isa) -> list[tuple[int, int]]:
 
 
 def table_bytes(codec: Codec, isa: Isa) -> int:
-    """Return the size in bytes of the tables for one codec group of one row of x.
-
-    There is a table for each slice of each word of codes, with an f32 for each lane.
-    """
+    """Return the bytes of the tables for one codec group: an f32 for each lane and slice."""
     return layout(codec).words * len(slices(isa)) * 4 * isa.lanes
 
 
@@ -69,10 +66,10 @@ class SumTables(PreparedX):
         self.tables = b.stack(capacity // codec.group * self.words * len(self.slices), isa.lanes)
 
     def table(self, group: Index, word: int, number: int) -> Ssa:
-        """Return the table of one slice of a word of codes, f32 [lanes].
+        """Load the table of slice `number` of a word of codes, f32 [lanes].
 
-        group: index of the codec group in the x that the last `fill` prepared. word: index of the
-        word in the group. number: index of the slice in the word.
+        group: index of the codec group in the part of x that the last `fill` prepared. word: index
+        of the word in the group.
         """
         return self.b.vload(self.tables, self.lanes, self._row(group, word, number), 0)
 
@@ -105,10 +102,9 @@ class SumTables(PreparedX):
                 b.vstore(total, self.tables, self._row(group, word, n), 0)
 
     def _factors(self, j: int, bit: int) -> Ssa:
-        """Return the factors of x for one bit of a code: table[n] += factors[n] * x, f32 [lanes].
+        """Return the factors with which the x of a code is added: table[n] += factors[n] * x.
 
-        x: the element of x that the code multiplies. j: index of the bit in its slice. bit: index
-        of the same bit in the code.
+        j: index of a bit in its slice. bit: index of the same bit in the code.
         """
         base, weights = self._bit_values
         listed = [(base if bit == 0 else 0.0) + (weights[bit] if n >> j & 1 else 0.0) for n in range(self.lanes)]

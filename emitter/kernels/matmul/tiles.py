@@ -25,24 +25,22 @@ LETTERS = {
 class Tiles(ABC):
     """The tile sizes of a matmul kernel, all positive integers, which `castiron tune` varies.
 
-    Results for different tiles differ by rounding only. workgroups: number of workgroups of the
-    kernel. A kernel with one GEMV for each (token, expert) pair has this number for each pair.
+    Results for different tiles differ by rounding only.
+    workgroups: number of workgroups of the kernel. If the kernel has a GEMV for each (token,
+        expert) pair, number of workgroups of each pair.
     """
 
     workgroups: int = field(default=12, kw_only=True)
 
     @property
     def name(self) -> str:
-        """Return the sizes as a part of a kernel's name, such as "r6w2b2".
-
-        Each size follows a letter for its field (see `LETTERS`).
-        """
+        """Return the sizes as a part of a kernel's name, such as "r6w2b2" (see `LETTERS`)."""
         return "".join(f"{LETTERS[name]}{value}" for name, value in asdict(self).items())
 
     @classmethod
     @abstractmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        """Return the default tiles for `threads` threads; they were fast in measurements."""
+        """Return the default tiles for `threads` threads."""
 
     @abstractmethod
     def fit(self, matmul: Matmul) -> bool:
@@ -67,13 +65,10 @@ class PanelTiles(Tiles):
 
     @abstractmethod
     def units(self, matmul: Matmul) -> tuple[int, int]:
-        """Return the numbers that must divide the fields `tokens` and `depth`, in this order."""
+        """Return (number that must divide `tokens`, number that must divide `depth`)."""
 
     def stack_bytes(self, matmul: Matmul) -> int:
-        """Return the bytes of stack that the kernel needs for sums and panel.
-
-        This method counts the f32 sums; subclasses add the panel.
-        """
+        """Return the bytes of stack for f32 sums, to which subclasses add those for the panel."""
         return 4 * LANES * self.row_blocks * self.tokens
 
     def fit(self, matmul: Matmul) -> bool:
@@ -89,19 +84,16 @@ class PanelTiles(Tiles):
 
 
 def panel_columns(matmul: Matmul, can_pair: bool) -> tuple[int, int]:
-    """Return the default values of the fields `wide` and `row_blocks` of `PanelTiles`.
-
-    can_pair: whether `wide` may be 2.
-    """
+    """Return the default of (`wide`, `row_blocks`) in `PanelTiles`; can_pair: may `wide` be 2."""
     shared = matmul.blocks_per_result
     wide = 2 if can_pair and (shared == 2 or matmul.weight_shape[0] % 2 == 0) else 1
     return wide, max(wide, shared)
 
 
 def even_tokens(tokens: int, limit: int, unit: int) -> int:
-    """Return the size of a block when `tokens` tokens are divided into blocks of equal size.
+    """Return the size of a block when `tokens` tokens are divided into equal blocks.
 
-    limit: max size of a block. The size is then rounded up to a multiple of `unit`.
+    The size is rounded up to a multiple of `unit`. limit: max size before rounding.
     """
     blocks = -(-tokens // limit)
     return -(-tokens // (blocks * unit)) * unit
@@ -123,10 +115,9 @@ def panel_workgroups(matmul: Matmul, row_blocks: int, tokens: int, threads: int)
 
 
 def each_block(b: Body, out_features: int, block: Index, store: Callable[[int], None]) -> None:
-    """Emit code that stores the results of 16-row block `block` of the weight, with `store`.
+    """Emit code that stores the 16 results of a row block of the weight, or fewer of the last one.
 
-    If `out_features` is not a multiple of 16, the last block has fewer than 16 results. store(n):
-    emits the stores of the first n results of a block, or of all 16 if n is 0.
+    store(n): emits stores of the first n of the 16 results, or of all if n is 0.
     """
     last, ragged = divmod(out_features, LANES)
     if not ragged:
@@ -139,15 +130,15 @@ def each_block(b: Body, out_features: int, block: Index, store: Callable[[int], 
 
 
 class Finish:
-    """A writer of the code that turns the dot products of a matmul into y and stores it.
+    """A writer of the code that computes y from dot products, and stores it.
 
     The code applies the GLU, and adds the bias and the residual. sums: stack buffer f32 [tokens,
-    columns] of the dot products. row_of(token): returns the token's row of y.
+    columns] with the dot products. row_of(token): returns the token's row of y.
 
     Arguments of the methods:
-    first, end, last: results are stored for tokens first .. end - 1. With an operand `length`,
-    tokens end .. last - 1 are padding and get zeros.
-    column: first of 16 columns of y. ragged: if not 0, only the first `ragged` of them are stored.
+    first, end, last: tokens first .. end - 1 get results. Tokens end .. last - 1 are padding, and
+        get zeros if the matmul has an operand `length`.
+    column: first of 16 columns of y. ragged: number of these that exist, or 0 for all 16.
     """
 
     def __init__(
@@ -156,10 +147,10 @@ class Finish:
         self.b, self.matmul, self.lanes, self.buffers, self.sums, self.row_of = b, matmul, lanes, buffers, sums, row_of
 
     def store(self, first_block: Index, row_blocks: Index, first: Index, end: Index, last: Index) -> None:
-        """Emit code that stores y for some tokens and 16-row blocks of the weight.
+        """Emit code that stores y for all tokens and some 16-row blocks of the weight.
 
-        In `self.sums`, row 0 belongs to token `first`, and the columns belong to row blocks
-        first_block .. first_block + row_blocks - 1.
+        Row 0 of `self.sums` belongs to token `first`. The columns of `self.sums` belong to row
+        blocks first_block .. first_block + row_blocks - 1.
         """
         b, shared = self.b, self.matmul.blocks_per_result
         with b.loop(0, b.div(row_blocks, shared)) as i:
@@ -168,7 +159,7 @@ class Finish:
             each_block(b, self.matmul.out_features, block, partial(self._block, i.index, column, first, end, last))
 
     def _block(self, slot: Index, column: Index, first: Index, end: Index, last: Index, ragged: int) -> None:
-        """Emit code that stores 16 columns of y: block number `slot` of results in `self.sums`."""
+        # slot: index of the block of results in `self.sums`
         b, lanes, shared = self.b, self.lanes, self.matmul.blocks_per_result
         with b.loop(first, end) as token:
             dots = []
@@ -182,10 +173,7 @@ class Finish:
                 self._put(token.index, column, [b.splat(0.0, lanes)] * (LANES // lanes), ragged, add=False)
 
     def _put(self, token: Index, column: Index, results: list[Ssa], ragged: int, add: bool) -> None:
-        """Emit code that stores 16 results of a token in y.
-
-        add: whether the code first adds the bias and the residual.
-        """
+        # add: whether to add the bias and the residual
         b, lanes, row = self.b, self.lanes, self.row_of(token)
         for lane in range(0, ragged or LANES, 1 if ragged else lanes):
             y = results[lane // lanes]

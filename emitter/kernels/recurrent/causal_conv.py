@@ -32,13 +32,13 @@ def causal_conv(
 ) -> Kernel:
     """Return the kernel of a depthwise causal convolution with a state, and an activation.
 
-    y_t = act(bias + sum over i of w_i x_(t - n + 1 + i)), for a filter w of n positions.
+    y_t = act(bias + sum over i of w_i x_(t - n + 1 + i)), for a filter w of n = `positions`.
 
     Operands: x f32 [T, x.width]; weight f32 [n, features]; bias f32 [features] if `bias`; the
         operands in `tokens.operands`; state f32 [layers, n - 1, features]; layer, an index.
     Results: y f32 [T, features], zero for padding; state, in place.
 
-    positions: the number n. x: the columns of the operand x that are convolved.
+    x: the columns of the operand x that are convolved.
     """
     T, n = tokens.count, positions
     row = TensorType((features,), F32)
@@ -70,8 +70,8 @@ def causal_conv(
                 for i, column in enumerate(at):
                     total = added[i] if added else None
                     for values, factors in zip(seen, filters, strict=True):
-                        matmul = values[i], factors[i]
-                        total = b.mulf(*matmul) if total is None else b.fma(*matmul, total)
+                        pair = values[i], factors[i]
+                        total = b.mulf(*pair) if total is None else b.fma(*pair, total)
                     assert total is not None, "a filter has at least one position"
                     b.vstore(ACTIVATIONS[activation][0](b, total) if activation else total, y, t.index, column)
                 t.give(*(value for row in seen[1:] for value in row))

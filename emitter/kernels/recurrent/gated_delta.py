@@ -42,8 +42,8 @@ def gated_delta(
 
     shape: (k_heads, heads, k_dim, v_dim).
     columns: for each of the operands q, k, v, alpha, beta and z, the columns that the kernel reads.
-    norm_eps: epsilon of an RMS norm of each head. The kernel multiplies the norm's result by
-        silu(z). None: the kernel computes no norm.
+    norm_eps: epsilon of an RMS norm of each head, whose result is multiplied by silu(z), or None
+        without a norm.
     Operands: q, k, v, alpha, beta and (with a norm) z, f32 [T, width]; rate, bias f32 [heads]; norm
         f32 [v_dim]; the operands in `tokens.operands`; state f32 [layers, heads, k_dim, v_dim];
         layer, an index. alpha and beta are a and b of `recurrences.gated_delta`.
@@ -120,11 +120,10 @@ def _unit(x: np.ndarray) -> np.ndarray:
 
 
 def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tuple[int, bool]:
-    """Return (number of vectors in a row of a block, whether blocks are updated in a copy).
+    """Return (vectors in a row of a block of columns of the state, whether the block is copied).
 
-    A workgroup updates its state [k_dim, v_dim] in blocks of columns. If there are several tokens,
-    it updates a copy of the block on the stack, provided that the copy fits. vectors: number of
-    vectors in v_dim. width: number of elements of a vector.
+    With several tokens, a block is updated in a copy on the stack, if the copy fits. vectors:
+    number of vectors in v_dim. width: number of elements of a vector.
     """
     limit = isa.registers // 4
     if tokens.in_turn > 1:
@@ -153,18 +152,14 @@ class _Head:
 
     @property
     def first(self) -> Index:
-        """Return the index of the head's first column in the result."""
+        """Return the head's first column in the result."""
         return self.b.mul(self.share.unit, self.sizes[1])
 
     def _read(self, name: str, t: Index, d: Index, width: int) -> Ssa:
-        """Return elements d .. d + width - 1 of the head, from row `t` of the operand `name`."""
         return self.b.vload(self.given[name], width, t, self.b.add(self.at[name], d))
 
     def _times(self, name: str, t: Index, d: Index) -> Ssa:
-        """Return a vector that has one element of the head in every lane.
-
-        It is element `d`, from row `t` of the operand `name`.
-        """
+        """Return a vector with element `d` of the head, from operand `name`, in every lane."""
         b = self.b
         return b.broadcast(b.load(self.given[name], t, b.add(self.at[name], d)), self.sizes[2])
 

@@ -16,7 +16,7 @@ QUAD = 4  # lanes of the vectors in which scalars are computed
 class Columns:
     """The columns of an operand f32 [T, width] that a kernel reads, from column `first` on.
 
-    The operand may be the result of a fused matmul, in which other columns are for other purposes.
+    The operand may be the result of a fused matmul, which has other columns for other kernels.
     """
 
     width: int
@@ -30,10 +30,7 @@ class Columns:
         return f"{self.first}of{self.width}"
 
     def of(self, x: np.ndarray, *sizes: int) -> np.ndarray:
-        """Return the columns of the operand `x`, as f64 [T, *sizes], for a NumPy reference.
-
-        They are the prod(sizes) columns from `first` on. x: NumPy array [T, width].
-        """
+        """Return the columns of the NumPy array `x` [T, width], as f64 [T, *sizes]."""
         own = x[:, self.first : self.first + int(np.prod(sizes))]
         return own.reshape(len(x), *sizes).astype(np.float64)
 
@@ -42,8 +39,9 @@ class Columns:
 class Share:
     """The part of a recurrent kernel that one workgroup computes.
 
-    unit: index of a head, or of a block of features. at: index of the layer in dimension 0 of the
-    state. low, end, high: rows low .. end - 1 are tokens, rows end .. high - 1 are padding.
+    unit: index of a head, or of a block of features.
+    at: index of the layer in dimension 0 of the state.
+    low, end, high: rows low .. end - 1 of x are tokens, and rows end .. high - 1 are padding.
     """
 
     unit: Index
@@ -59,10 +57,10 @@ class Tokens:
 
     count: number of tokens.
     layers: size of dimension 0 of the state, which has all layers of the first sequence, then all
-        of the next, and so on.
-    batch: False for consecutive tokens of one sequence; True for one token of each of `count`
-        sequences. A negative position marks an idle sequence, whose state does not change.
-    length: whether an operand gives the number of tokens that are not padding.
+        layers of the second, and so on.
+    batch: False for consecutive tokens of one sequence, True for one token of each of `count`
+        sequences. A sequence with a negative position is idle, and its state does not change.
+    length: whether an operand `length` gives the number of tokens that are not padding.
     """
 
     count: int
@@ -89,10 +87,9 @@ class Tokens:
         return f"{self.layers}_{'b' * self.batch}{self.count}" + "_length" * self.length
 
     def share(self, b: Body, units: int, layer: Ssa, given: Mapping[str, Ssa]) -> Share:
-        """Return the part of the kernel that this workgroup computes.
+        """Return the part of this workgroup; units: number of workgroups for each sequence.
 
-        units: number of workgroups for each sequence. layer: layer of the model. given: memrefs of
-        the kernel's operands, by name.
+        layer: layer of the model. given: memrefs of the kernel's operands, by name.
         """
         unit: Index = b.workgroup()
         if not self.batch:
@@ -103,10 +100,10 @@ class Tokens:
         return Share(unit, b.add(b.mul(row, self.layers // self.count), layer), row, end, after)
 
     def real(self, layer: int, given: dict[str, np.ndarray]) -> Iterator[tuple[int, range]]:
-        """Yield (index in dimension 0 of the states, range of rows of x) for each active sequence.
+        """Yield (index in dimension 0 of the state, rows of x without padding) of each sequence.
 
-        The range does not include padding. This method is for reference implementations in NumPy.
-        layer: layer of the model. given: the kernel's operands, by name.
+        Idle sequences are left out. layer: layer of the model. given: the kernel's operands as
+        NumPy arrays, by name.
         """
         if not self.batch:
             yield layer, range(int(given.get("length", self.count)))
@@ -117,7 +114,7 @@ class Tokens:
 
 
 def zero_padding(b: Body, share: Share, y: Ssa, low: Index, high: Index, width: int) -> None:
-    """Emit code that sets columns low .. high - 1 of y to zero in the rows of padding.
+    """Emit code that sets columns low .. high - 1 of y to zero in rows of padding.
 
     width: number of elements of a vector.
     """
@@ -126,11 +123,7 @@ def zero_padding(b: Body, share: Share, y: Ssa, low: Index, high: Index, width: 
 
 
 def single_lane(b: Body, x: Ssa) -> Ssa:
-    """Return a vector of QUAD lanes that has the scalar `x` in every lane.
-
-    A caller passes this vector to a vector function, such as `exp`, and reads one lane of the
-    result.
-    """
+    """Return a vector with `x` in every lane, to compute a scalar with functions of vectors."""
     return b.broadcast(x, QUAD)
 
 

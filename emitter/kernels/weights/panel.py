@@ -1,9 +1,8 @@
 """Panels for GEMMs: parts of a packed weight that are decoded to a buffer on the stack.
 
-A panel has a few 16-row blocks of the weight, and `depth` elements of k (in_features). Rows of the
-weight are columns of the panel. `fill(first_block, k, depth)` decodes elements k .. k + depth - 1
-of the row blocks from `first_block` on. A panel of codes also has a scale and a minimum for each
-codec group. A bf16 panel has the block layout of `mlir.matrix`.
+A panel is a transposed part of the weight. Its rows are `depth` elements of in_features. Its
+columns are the rows of a few 16-row blocks of the weight. A panel of codes also has a scale and a
+minimum for each codec group. A bf16 panel has the block layout of `mlir.matrix`.
 """
 
 from castiron.emitter.codec import Codec
@@ -11,31 +10,29 @@ from castiron.emitter.codecs import codec_of
 from castiron.emitter.kernels.mlir.bf16_pairs import cut, pieces
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
-from castiron.emitter.kernels.split_x import DEPTH
+from castiron.emitter.kernels.split_x import DEPTH, PAIRS
 from castiron.emitter.kernels.weights.packing import LANES, layout
 from castiron.emitter.kernels.weights.records import Int8Codes, Records, code_factors
 
-PAIRS = DEPTH // 2
 BLOCK_BYTES = 4 * PAIRS * LANES
 # The number of bf16 whose sum is exactly a weight of a float codec.
 EXACT_COUNTS = {"bf16": 1, "f16": 2, "f32": 3}
 
 
 def units(codec_name: str) -> int:
-    """Return the size of a unit: how many elements of in_features are decoded at a time.
+    """Return the size of a unit, the elements of in_features that are decoded at a time.
 
-    A unit is a codec group of a quantised codec, or a record of a float codec. The depth of a panel
-    is a multiple of this size.
+    A unit is a codec group, or a record of a float codec.
     """
     codec = codec_of(codec_name)
     return codec.group if codec.quantised else layout(codec).elements
 
 
 class Decoded:
-    """The f32 weights of one unit (see `units`) of a 16-row block.
+    """The weights of one unit (a codec group, or a float record) of a 16-row block, as f32.
 
-    The code that decodes a weight is emitted when this weight is first used. block: index of the
-    16-row block in the weight. unit: index of the unit in the rows.
+    The code that decodes scales is emitted at their first use. block: index of the 16-row block in
+    the weight. unit: index of the unit in a row.
     """
 
     def __init__(self, records: Records, block: Index, unit: Index):
@@ -68,22 +65,16 @@ class Decoded:
 
 
 def decoded(records: Records, block: Index, unit: Index) -> list[list[Ssa]]:
-    """Return the f32 weights of one unit (see `units`) of a 16-row block.
-
-    The result is [vectors of rows][elements of the unit]; each vector has one row in each lane.
-    block: index of the 16-row block in the weight. unit: index of the unit in the rows.
-    """
+    """Return the weights of a `Decoded` unit: f32 vectors [vectors of rows][elements]."""
     weights = Decoded(records, block, unit)
     return [[weights.weight(k, v) for k in range(units(records.codec.name))] for v in range(records.vectors)]
 
 
 class BasePanel:
-    """A panel: a part of a packed weight that is decoded to stack buffers.
+    """A panel with up to `depth` rows and 16 * `row_blocks` columns.
 
-    A panel is a transposed part of the weight: its `depth` rows are elements of in_features, and
-    its 16 * `row_blocks` columns are rows of the weight. The method `fill(first_block, k, depth)`
-    of a subclass emits the code that decodes. The panel then begins with 16-row block `first_block`
-    and element `k`.
+    A subclass has a method `fill(first_block, k, depth)`, which emits the code that decodes
+    elements k .. k + depth - 1 of `row_blocks` 16-row blocks from `first_block` on.
     """
 
     def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int):
@@ -95,7 +86,6 @@ class BasePanel:
         """Allocate the buffers of the panel on the stack."""
 
     def _allocate_sides(self, groups: int, columns: int) -> None:
-        """Allocate `scales`, and `minima` if the codec has them, each f32 [groups, columns]."""
         self.scales = self.b.stack(groups, columns)
         self.minima = self.b.stack(groups, columns) if self.codec.minimum else None
 
@@ -105,12 +95,8 @@ class BasePanel:
             self.b.vstore(minimum, self.minima, group, column)
 
     def _group(self, first_block: Index, k: Index, i: Index, g: Index) -> tuple[Index, Index, Index]:
-        """Return (16-row block, record, group in the record) of a codec group of the panel.
-
-        A record packs one codec block of each of 16 rows. The panel begins at 16-row block
-        `first_block` and element `k` of in_features. i, g: index of the row block and of the group
-        in the panel.
-        """
+        # i, g: index of the 16-row block and of the group in the panel.
+        # The result is their index in the weight: (block, record, group in the record).
         b, groups = self.b, self.records.layout.groups
         block, number = b.add(first_block, i), b.add(b.div(k, self.codec.group), g)
         return block, b.div(number, groups), b.rem(number, groups)
@@ -134,10 +120,9 @@ class Panel(BasePanel):
 
 
 class CodePanel(BasePanel):
-    """A panel of stored codes as f32: `codes` [depth, columns].
+    """A panel of stored codes as f32 [depth, columns], with a scale and a minimum for each group.
 
-    `scales` and `minima`, f32 [groups, columns], are the products d * scale and m * minimum of
-    `codec.Parts`.
+    `scales` and `minima`, f32 [groups, columns], are d * scale and m * minimum of `codec.Parts`.
     """
 
     def allocate(self, depth: int, columns: int) -> None:
@@ -159,9 +144,9 @@ class CodePanel(BasePanel):
 
 
 class Int8Panel(BasePanel):
-    """A panel of stored codes as int8, four in each i32: `codes` [depth / 4, columns].
+    """A panel of stored codes as int8, four in each i32 of `codes` [depth / 4, columns].
 
-    `scales` and `bases` are f32 [groups, columns]; see `Int8Codes.scale_and_base`.
+    `scales` and `bases`, f32 [groups, columns], are those of `Int8Codes.scale_and_base`.
     """
 
     def allocate(self, depth: int, columns: int) -> None:
@@ -183,19 +168,15 @@ class Int8Panel(BasePanel):
                     b.vstore(arranged, self.codes, b.add(b.mul(g.index, group // 4), each), column)
 
     def quads(self, q: Index, column: Index, count: int) -> list[Ssa]:
-        """Return one vector from each of rows q .. q + count - 1 of `codes`, for `Dot.code`.
-
-        column: first column of the vectors.
-        """
+        """Load a vector of each of rows q .. q + count - 1 of `codes`, from `column` on."""
         return [self.b.vload(self.codes, self.lanes, self.b.add(q, i), column) for i in range(count)]
 
 
 class Bf16Panel(BasePanel):
     """A panel of weights rounded to bf16.
 
-    `words`: i32 [count, depth / 32, row blocks, 16, 16]. Dimension 3 has pairs of elements of
-    in_features, dimension 4 has columns. An i32 has both bf16 of a pair. `count` is the number of
-    bf16 whose sum is one element of the weight, here 1.
+    `words`: i32 [count, depth / 32, row blocks, 16 pairs, 16 columns]. A pair is two neighbouring
+    elements of in_features. `count` is the number of bf16 whose sum is one weight, here 1.
     """
 
     count = 1
@@ -204,10 +185,7 @@ class Bf16Panel(BasePanel):
         self.words = self.b.stack(self.count, depth // DEPTH, self.row_blocks, PAIRS, LANES, element="i32")
 
     def fill(self, first_block: Index, k: Index, depth: int) -> None:
-        """Emit code that decodes elements k .. k + depth - 1 of in_features into the panel.
-
-        The panel is padded with zeros to a multiple of 32 elements.
-        """
+        # Float weights are padded with zeros to a multiple of 32 elements.
         with self.b.loop(0, self.row_blocks) as i:
             fill = self._fill_codes if self.codec.quantised else self._fill_floats
             fill(i.index, self.b.add(first_block, i.index), k, depth)
@@ -217,7 +195,8 @@ class Bf16Panel(BasePanel):
         with b.loop(0, depth // unit) as u:
             for v, weights in enumerate(decoded(self.records, block, b.add(b.div(k, unit), u.index))):
                 for j in range(0, unit, 2):
-                    self._put(i, b.add(b.mul(u.index, unit // 2), j // 2), v, *weights[j : j + 2])
+                    pair = b.add(b.mul(u.index, unit // 2), j // 2)
+                    self._store(i, pair, v, pieces(b, weights[j], weights[j + 1], self.count))
 
     def _fill_floats(self, i: Index, block: Index, k: Index, depth: int) -> None:
         b, vectors, filled = self.b, range(self.records.vectors), -(-depth // 2)
@@ -231,21 +210,15 @@ class Bf16Panel(BasePanel):
                 self._store(i, pair.index, v, [b.isplat(0, self.lanes)] * self.count)
 
     def _put_pair(self, i: Index, pair: Index, v: int, block: Index, k: Index, last: bool = False) -> None:
-        """Emit code that stores elements k and k + 1 of a float codec as pair `pair` of the panel.
-
-        i, block: index of the 16-row block in the panel and in the weight. v: index of a vector in
-        the 16 rows. last: whether k is the last element of in_features; then the second element of
-        the pair is zero.
-        """
+        # The pair has elements k and k + 1; if k is the last element, the second one is zero.
+        # i, block: index of the 16-row block in the panel and in the weight.
         b, records = self.b, self.records
         if self.codec.name == "bf16":
             self._store(i, pair, v, [records.rows((block, b.div(k, 2), 0), v, "i32", 32)])
             return
         low = records.elements(block, k, v)[0]
-        self._put(i, pair, v, low, b.splat(0.0, self.lanes) if last else records.elements(block, b.add(k, 1), v)[0])
-
-    def _put(self, i: Index, pair: Index, v: int, low: Ssa, high: Ssa) -> None:
-        self._store(i, pair, v, pieces(self.b, low, high, self.count))
+        high = b.splat(0.0, self.lanes) if last else records.elements(block, b.add(k, 1), v)[0]
+        self._store(i, pair, v, pieces(b, low, high, self.count))
 
     def _store(self, i: Index, pair: Index, v: int, words: list[Ssa]) -> None:
         b = self.b
@@ -262,10 +235,10 @@ class Bf16SplitPanel(Bf16Panel):
 
 
 class Bf16CodePanel(BasePanel):
-    """A panel of codes as bf16 (which is exact), and of the scales and minima of codec groups.
+    """A panel of codes as bf16, which is exact, with a scale and a minimum for each codec group.
 
-    `scales` and `minima` are f32 [groups, columns]. Each codec group takes 32 rows of the panel;
-    groups of 16 elements leave half of these rows zero.
+    `scales` and `minima` are f32 [groups, columns]. Each codec group takes 32 rows of the panel. A
+    group of 16 elements leaves half of them zero.
     """
 
     count = 1
@@ -293,10 +266,6 @@ class Bf16CodePanel(BasePanel):
                     b.vstore(words, self.words, 0, g.index, i.index, b.add(first, j // 2), v * self.lanes)
 
     def _signed(self, code: Ssa, factor: float) -> Ssa:
-        """Return codes as signed integers in f32: code * factor - codec.offset.
-
-        code: vector that `GroupCodes.code` returns. factor: the code's factor in `code_factors`.
-        """
         b = self.b
         if not self.codec.offset:
             return code if factor == 1 else b.mulf(code, b.splat(factor, self.lanes))

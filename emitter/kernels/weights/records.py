@@ -145,7 +145,7 @@ class Records:
         return self._factor(self.layout.scales, self.codec.minimum == 0, block, record, group, v)
 
     def group_minimum(self, block: Index, record: Index, group: Index, v: Index) -> Ssa | None:
-        """Return `minimum` of a group (see `codec.Parts`) as f32 [lanes], or None without minima."""
+        """Return `minimum` of a group (see `codec.Parts`) as f32 [lanes], or None without it."""
         return self._factor(self.layout.minima, False, block, record, group, v)
 
     def scale_and_minimum(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
