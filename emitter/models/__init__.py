@@ -154,10 +154,7 @@ def _results(step: Step, model: ModuleType, c: Any, pooling: Pooling | None) -> 
 
 
 def _hidden(step: Step, model: ModuleType) -> Value:
-    """Return the hidden states [T, hidden] that the output head reads.
-
-    The operations of the output head are removed from the function being built.
-    """
+    """Return the hidden states [T, hidden] that the output head reads, and remove the head."""
     hidden, made = step.hidden, current_function().ops
     if hidden is None:
         raise EmitError(f"{model.__name__}: `forward` records no hidden states; compute the logits with layers.lm_head")
@@ -167,7 +164,6 @@ def _hidden(step: Step, model: ModuleType) -> Value:
 
 
 def _check_signature(function: Graph, vocab: int) -> None:
-    """Raise EmitError unless a function has the types that its role (`Graph.entry`) requires."""
     assert function.entry is not None, "a model's function has a role"
     features = next(iter(function.outputs[0].shape[::-1]), 0)
     signature = function.entry.signature(function.states, vocab, features)
@@ -177,10 +173,7 @@ def _check_signature(function: Graph, vocab: int) -> None:
 
 
 def _drop_unread_weights(module: ModelModule) -> None:
-    """Remove the weights that no function reads, such as the output head's in an encoder.
-
-    Many checkpoints of encoders lack the head.
-    """
+    # Such as the output head's: many checkpoints of encoders lack the head.
     read = [op.attrs["weight"] for f in module.functions.values() for op in f.ops if op.kind == "weight"]
     names = {weight.name for weight in read} | {name for weight in read for name, _ in weight.tensors}
     module.weights = {name: weight for name, weight in module.weights.items() if name in names}
