@@ -99,7 +99,7 @@ def build(
         why = ", past which its rotary scaling would change the frequencies of every token" if is_cut else ""
         raise EmitError(f"context is {context}; this model supports 1 to {c.max_positions} positions{why}")
     module = ModelModule("model", codecs, orders)
-    if is_bidirectional(c) and pooling is None:
+    if c.bidirectional and pooling is None:
         raise EmitError(
             "a bidirectional model cannot generate text, and this checkpoint does not define the pooling of embeddings; "
             "use a directory with modules.json"
@@ -125,13 +125,8 @@ def build(
     return module
 
 
-def is_bidirectional(c: Any) -> bool:
-    """Return whether a model attends to later tokens too, so that a call takes a complete text."""
-    return getattr(c, "bidirectional", False)
-
-
 def _states(model: ModuleType, c: Any, context: int, max_width: int, pooling: Pooling | None) -> list[State]:
-    if is_bidirectional(c):
+    if c.bidirectional:
         # A complete text needs the rows of one layer only, which the next layer overwrites.
         return [*layer_caches({0: None}, context, c.kv_heads, c.head_dim)]
     of_pooling = pooling.states(c.hidden) if pooling else ()
@@ -145,7 +140,7 @@ def _states(model: ModuleType, c: Any, context: int, max_width: int, pooling: Po
 def _results(step: Step, model: ModuleType, c: Any, pooling: Pooling | None) -> dict[str, Value]:
     logits = model.forward(step, c)
     if pooling is not None:
-        return {"embedding": pooling.pool(step, _hidden(step, model), not is_bidirectional(c))}
+        return {"embedding": pooling.pool(step, _hidden(step, model), not c.bidirectional)}
     if step.role == "embed":
         return {"hidden": _hidden(step, model)}
     if not ROLES[step.role].every_token:
