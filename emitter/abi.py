@@ -79,10 +79,7 @@ class State:
         return prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
     def of(self, sequences: int) -> Tensor:
-        """Return the type of a buffer that holds this state of several sequences.
-
-        sequences: the number of sequences. They are concatenated along dimension 0.
-        """
+        """Return the type of a buffer with this state of several sequences, along dimension 0."""
         return Tensor(self.name, (sequences * self.shape[0], *self.shape[1:]), self.dtype)
 
     def problem(self) -> str | None:
@@ -101,8 +98,8 @@ class State:
 def ring_rows(window: int, tokens: int) -> int:
     """Return the min number of rows of a ring buffer for calls of up to `tokens` tokens.
 
-    window: how many positions a query attends to. With fewer rows, the last tokens of a call would
-    overwrite rows that the call's first tokens need.
+    window: how many positions a token attends to. With fewer rows, the last tokens of a call would
+    overwrite rows that its first tokens need.
     """
     return window + tokens
 

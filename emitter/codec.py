@@ -1,4 +1,4 @@
-"""Formats of weights: `Codec` describes a format, and `Parts` has the arrays that blocks contain."""
+"""Formats of weights: `Codec` describes a format, and `Parts` has the arrays in its blocks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -86,9 +86,9 @@ class Codec:
 
     @cached_property
     def int8_scale(self) -> int:
-        """Return the number by which a table of floats is multiplied before it is rounded to int8.
+        """Return the factor of a table of floats before it is rounded to int8; 1 without a table.
 
-        The number, of those up to 127, has the smallest square error. It is 1 without such a table.
+        Of the factors from 64 to 127, it is the one with the smallest square error.
         """
         if self.has_integers:
             return 1
@@ -101,10 +101,7 @@ class Codec:
 
     @property
     def summed(self) -> bool:
-        """Return whether a matmul needs the sum of x over each group.
-
-        The matmul multiplies the offset of the codes, or the minima, by this sum.
-        """
+        """Return whether a matmul needs the sum of x over each group: for the offset or minima."""
         return bool(self.offset or self.minimum)
 
     def split(self, blocks: np.ndarray) -> Parts:

@@ -255,11 +255,6 @@ def _dequantise_rows(codec: Codec, raw: np.ndarray) -> np.ndarray:
     return values(codec, codec.split(raw.reshape(-1, codec.block_bytes))).reshape(len(raw), -1)
 
 
-def powers_of_two(exponents: np.ndarray) -> np.ndarray:
-    """Return 2^(e - 128) as f32 for exponents e in u8."""
-    return np.ldexp(np.float32(1), exponents.astype(np.int32) - 128)
-
-
 def numbers(codec: Codec, parts: Parts) -> Parts:
     """Return `parts` with encoded arrays replaced by the numbers that they encode.
 
@@ -268,7 +263,7 @@ def numbers(codec: Codec, parts: Parts) -> Parts:
     """
     d, m, scales, codes = parts.d, parts.m, parts.scales, parts.codes
     if codec.exponents:
-        d = powers_of_two(d)
+        d = np.ldexp(np.float32(1), d.astype(np.int32) - 128)
     elif d.dtype == BF16.numpy:
         d = to_f32(d, BF16)
     if codec.zeros and m is not None:

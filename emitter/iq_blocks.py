@@ -76,7 +76,6 @@ def _odd(scales: np.ndarray) -> np.ndarray:
 
 
 def _with_high(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Return indices of vectors in a grid, high * 256 + low, as u16 [n, k]."""
     return low | high.astype(np.uint16) << 8
 
 

@@ -72,8 +72,8 @@ class Graph:
     """The graph of a function: named inputs, operations in order, outputs.
 
     storage: maps the index of an output to the input whose buffer that output overwrites (a state
-    that is updated in place). The functions of a model have three more fields:
-    entry: the role and width of the function. states: the states that it updates.
+        that is updated in place).
+    entry, states: the role and width of a model's function, and the states that it updates.
     length: the input with the number of tokens that are not padding; None without padding.
     """
 
@@ -151,10 +151,7 @@ _stack: list[_Building] = []
 
 @contextmanager
 def building(module: Module, function: Graph) -> Iterator[None]:
-    """Append all operations that are made inside the `with` block to `function`.
-
-    module: the module to which the function belongs.
-    """
+    """Append the operations of the `with` block to `function`, which belongs to `module`."""
     _stack.append(_Building(module, function, [], {}))
     try:
         yield
@@ -214,11 +211,7 @@ def append(
 
 
 def parameter(param: Param) -> Value:
-    """Return the value of `param` in the function being built.
-
-    The first call for a parameter appends an operation that reads it. Later calls return the same
-    value.
-    """
+    """Return the value of `param` in the function being built; the first call appends the read."""
     top = _top()
     top.module.add_param(param)
     if param.name not in top.params:

@@ -52,8 +52,7 @@ class Cache:
     def cuts(self, head_dim: int, size: int) -> bool:
         """Return whether a row can be split into parts of `size` elements.
 
-        This requires that each part consists of complete groups or lies within one group. A group
-        is the elements that share a scale.
+        Each part must consist of complete groups (elements that share a scale), or be in one group.
         """
         group = self.group(head_dim)
         return size % group == 0 or group % size == 0
@@ -97,8 +96,10 @@ def layer_caches(windows: Mapping[int, int | None], context: int, kv_heads: int,
     Layers with full attention have the states `k` and `v`. Layers with a sliding window have the
     ring buffers `k_sliding` and `v_sliding`. Every state is [layers, context, kv_heads, head_dim],
     where `layers` is the number of layers that use the state. `cut_to_rings` shortens the ring
-    buffers later. windows: by layer index, the size of the layer's sliding window in tokens, or
-    None for full attention. All sliding windows must have the same size.
+    buffers later.
+
+    windows: by layer index, the size of the layer's sliding window in tokens, or None for full
+    attention. All sliding windows must have the same size.
     """
     found: list[State] = []
     for window in sorted(set(windows.values()), key=bool):

@@ -41,10 +41,10 @@ def _linear(op: Op) -> str | None:
 
 
 def _norm(weights: int, *ranks: int) -> Callable[[Op], str | None]:
-    """Return a function that checks an operation which normalises the last dimension of x.
+    """Return the check of an operation that normalises the last dimension of x.
 
-    The operation needs at least one weight. weights: the max number of weights. ranks: the allowed
-    ranks of a weight. A weight of rank r has the shape of x's last r dimensions.
+    weights: the max number of weights; the min is 1. ranks: the allowed ranks of a weight. A weight
+    of rank r has the shape of x's last r dimensions.
     """
 
     def rule(op: Op) -> str | None:
@@ -56,11 +56,8 @@ def _norm(weights: int, *ranks: int) -> Callable[[Op], str | None]:
     return rule
 
 
-def _placed(op: Op, tokens: int) -> bool:
-    """Return whether the operand `start`, the position, has the right shape.
-
-    The shape must be [tokens] in a batch function and a scalar in other functions.
-    """
+def _has_start(op: Op, tokens: int) -> bool:
+    # The position `start` is [tokens] in a batch function and a scalar in other functions.
     start = next(v for v in op.operands[3:] if v.dtype is I32)
     return start.shape == ((tokens,) if op.attrs["mode"] == "batch" else ())
 
@@ -68,7 +65,7 @@ def _placed(op: Op, tokens: int) -> bool:
 def _rope(op: Op) -> str | None:
     x, cos, sin, _start = (v.shape for v in op.operands)
     ok = len(x) == 3 and cos == sin and len(cos) == 2 and 2 * cos[1] == op.attrs["rotary_dim"] <= x[2]
-    return None if ok and _placed(op, x[0]) and x == op.results[0].shape else "needs heads [T, heads, head_dim] and tables"
+    return None if ok and _has_start(op, x[0]) and x == op.results[0].shape else "needs heads [T, heads, head_dim] and tables"
 
 
 def _attention(op: Op) -> str | None:
@@ -85,7 +82,7 @@ def _attention(op: Op) -> str | None:
         return f"{heads} heads are not a multiple of {kv_heads} kv heads"
     if (
         any(n.dtype is not I32 for n in numbers)
-        or not _placed(op, tokens)
+        or not _has_start(op, tokens)
         or len(numbers) != 1 + (op.attrs["mode"] == "prefill")
     ):
         return "positions do not fit the mode"
@@ -138,11 +135,11 @@ def _experts(op: Op) -> str | None:
 
 
 def _recurrence(fits: Callable[[list[tuple[int, ...]], tuple[int, ...]], bool]) -> Callable[[Op], str | None]:
-    """Return a function that checks an operation which updates a recurrent state.
+    """Return the check of an operation that updates a recurrent state.
 
-    fits(shapes, state): returns whether the operation's shapes are valid. shapes: shapes of all
-    operands except the state and the positions, then the shape of the result. state: shape of one
-    layer's part of the state.
+    fits(shapes, state): returns whether the operation's shapes are valid. shapes: of all operands
+    except the state and the positions, then of the result. state: shape of one layer's part of the
+    state.
     """
 
     def rule(op: Op) -> str | None:
@@ -195,10 +192,6 @@ def _text(op: Op, args: list[str]) -> str:
 
 
 def _attribute(value: Any) -> str:
-    """Return an attribute's value as MLIR text.
-
-    A `Weight` becomes a dictionary of its name and codec.
-    """
     if isinstance(value, Weight):
         return f"{{name = {quoted(value.name)}, codec = {quoted(value.codec)}}}"
     if isinstance(value, bool):

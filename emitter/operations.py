@@ -65,10 +65,7 @@ def build(
 
 
 def _moves(rule: Callable[[Op], str | None]) -> Callable[[Op], str | None]:
-    """Return a check for operations that must not change the element type.
-
-    rule: a further check, which runs if the type is unchanged.
-    """
+    """Return `rule` preceded by the check that the element type does not change."""
 
     def with_dtype(op: Op) -> str | None:
         return "the element type changes" if op.operands[0].dtype is not op.results[0].dtype else rule(op)
@@ -276,7 +273,6 @@ def _select_text(op: Op, args: list[str]) -> str:
 
 
 def _text_with(attr: str) -> Callable[[Op, list[str]], str]:
-    """Return the printer of operations whose only attribute is `attr`, one or several integers."""
 
     def text(op: Op, args: list[str]) -> str:
         value = op.attrs[attr]

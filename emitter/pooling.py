@@ -55,20 +55,6 @@ def _mean(step: Step, x: Value, chunks: bool) -> Value:
     return ops.divide(total, ops.broadcast_in_dim(ops.convert(count, F32), total.shape, ()))
 
 
-def _last(step: Step, x: Value, chunks: bool) -> Value:
-    return last_row(step, x)
-
-
-def _first(step: Step, x: Value, chunks: bool) -> Value:
-    if chunks:
-        raise EmitError("pooling 'cls' needs a bidirectional model, and this one is causal; use 'mean' or 'last'")
-    return ops.slice_(x, (0, 0), (1, x.shape[1]))
-
-
-# Each function maps hidden states [T, hidden] to one row [1, hidden]; the bool is `chunks` of `Pooling.pool`.
-MODES: dict[str, Callable[[Step, Value, bool], Value]] = {"mean": _mean, "last": _last, "cls": _first}
-
-
 @dataclass(frozen=True)
 class Pooling:
     """The rule by which the hidden states of a text's tokens become one embedding.
@@ -94,7 +80,12 @@ class Pooling:
         chunks: whether a text may take several calls. If so, a mean includes the tokens of the
         text's earlier calls.
         """
-        y = MODES[self.mode](step, x, chunks)
+        if self.mode == "cls" and chunks:
+            raise EmitError("pooling 'cls' needs a bidirectional model, and this one is causal; use 'mean' or 'last'")
+        if self.mode == "cls":
+            y = ops.slice_(x, (0, 0), (1, x.shape[1]))
+        else:
+            y = _mean(step, x, chunks) if self.mode == "mean" else last_row(step, x)
         for dense in self.dense:
             with scope(dense.name):
                 y = _ACTIVATIONS[dense.activation](linear(step, y, "linear", dense.features, dense.bias))

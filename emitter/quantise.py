@@ -98,7 +98,6 @@ def encode(codec_name: str, values: np.ndarray, importance: np.ndarray | None = 
 
 
 def _columns(codec: Codec, values: np.ndarray) -> np.ndarray:
-    """Return values [rows, in] as f32 [group, n]: a column for each of the n groups, in order."""
     return np.ascontiguousarray(values.reshape(-1, codec.group).T, np.float32)
 
 
@@ -254,10 +253,7 @@ def _six_bits(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
 
 
 def _join_32(offset: int, bits: int) -> Callable[[Parts], np.ndarray]:
-    """Return the function that packs the blocks of q4_0, q4_1, q5_0 or q5_1 to u8 [n, bytes].
-
-    offset: number that is added to a code before it is stored. bits: size of a stored code.
-    """
+    """Return the packer of q4_0, q4_1, q5_0 or q5_1; it adds `offset` to a code of `bits` bits."""
 
     def join(parts: Parts) -> np.ndarray:
         codes = _unsigned(parts.codes, offset)

@@ -71,10 +71,10 @@ def _rate(step: Step, heads: int) -> Value:
 
 
 def _recur(step: Step, kind: str, operands: Sequence[Value], layer: int, name: str, like: Value) -> Value:
-    """Append an operation of kind `kind` that updates a layer's part of the recurrent state `name`.
+    """Append an operation that updates a layer's part of the recurrent state `name`.
 
-    Returns the operation's first result, which has the type of `like`. The second result is the new
-    state, which replaces the old one in `step.states`.
+    Return its first result, which has the type of `like`. Its second result is the new state, which
+    replaces the old one in `step.states`.
     """
     state = step.states[name]
     numbers = (step.start,) + ((step.length,) if step.length is not None else ())
@@ -84,10 +84,7 @@ def _recur(step: Step, kind: str, operands: Sequence[Value], layer: int, name: s
 
 
 def _index(step: Step, kind: str, name: str, layer: int, operands: Sequence[Value] = ()) -> int:
-    """Return the index of the model's layer `layer` in dimension 0 of the recurrent state `name`.
-
-    kind, operands: kind and operands of the operation being built, for error messages.
-    """
+    """Return where the model's layer `layer` is in dimension 0 of the recurrent state `name`."""
     record = step.records[name]
     if record.kind != "recurrent" or layer not in record.layers:
         raise fail(kind, f"no recurrent state {name!r} for layer {layer}", (*operands, step.states[name]))
@@ -95,10 +92,7 @@ def _index(step: Step, kind: str, name: str, layer: int, operands: Sequence[Valu
 
 
 def recurrent(step: Step, name: str, layer: int) -> Value:
-    """Return a layer's part of the recurrent state `name`, as it was before this call's tokens.
-
-    The part is [1, ...], or [T, ...] in a batch of T sequences.
-    """
+    """Return a layer's part of the state `name` before this call's tokens, [sequences, ...]."""
     return of_layer(step.states[name], _index(step, "recurrent", name, layer), step.sequences)
 
 
@@ -116,7 +110,7 @@ def carry(step: Step, name: str, layer: int, after: Value) -> None:
 
 
 def of_layer(state: Value, layer: int, sequences: int) -> Value:
-    """Return a layer's part [sequences, ...] of a state [sequences * layers, ...].
+    """Return the part [sequences, ...] of one layer of a state [sequences * layers, ...].
 
     layer: the layer's index among the layers of this state.
     """
@@ -127,10 +121,7 @@ def of_layer(state: Value, layer: int, sequences: int) -> Value:
 
 
 def with_layer(state: Value, layer: int, after: Value) -> Value:
-    """Return a state [sequences * layers, ...] with a layer's part replaced by `after`.
-
-    layer: the layer's index among the layers of this state. after: [sequences, ...].
-    """
+    """Return `state` with one layer's part, as in `of_layer`, replaced by `after`."""
     sequences, own = after.shape[0], state.shape[1:]
     zero = ops.constant(0, I32, ())
     at = [zero, ops.constant(layer, I32, ()), *(zero for _ in own)]

@@ -96,10 +96,7 @@ def _linear(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
 
 
 def _llama3(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
-    """Return Llama 3.1's frequencies.
-
-    Low frequencies are divided by `factor`, and medium ones are interpolated.
-    """
+    # Low frequencies are divided by `factor`, and medium ones are interpolated.
     inv_freq = _base(theta, dim)
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     original = scaling["original_max_position_embeddings"]

@@ -51,8 +51,7 @@ class Weight:
     def raw(self, *tensors: np.ndarray) -> np.ndarray:
         """Return the stored bytes of this weight, u8 [*shape[:-1], row_bytes].
 
-        tensors: the bytes of the tensors that `self.tensors` lists, in this order and in the same
-        codec.
+        tensors: the bytes of the tensors in `self.tensors`, in this order, in the weight's codec.
         """
         if self.rows is None and self.apart is None and len(tensors) == 1:
             return tensors[0]
@@ -73,7 +72,7 @@ class Weight:
 
 
 def source(weights: Sequence[Weight], pack: Callable[..., np.ndarray]) -> Source:
-    """Return the record of how a parameter is computed from the checkpoint's `weights`.
+    """Return the recipe for a parameter that is computed from the checkpoint's `weights`.
 
     pack: gets the bytes of each weight, u8 [*shape[:-1], row_bytes]; returns the stored array.
     """
@@ -161,10 +160,7 @@ class Step:
 
     @property
     def mode(self) -> str:
-        """Return "decode", "prefill", "verify" or "batch".
-
-        It is "prefill" for the roles embed and encode, too.
-        """
+        """Return the role, but "prefill" for embed and encode, which have the same inputs."""
         return "prefill" if self.role in ("embed", "encode") else self.role
 
     @property
@@ -173,9 +169,9 @@ class Step:
         return self.tokens.shape[0] if self.mode == "batch" else 1
 
     def cache_of(self, layer: int) -> tuple[tuple[str, str], int]:
-        """Return ((key state, value state), index) of a layer's KV cache.
+        """Return ((name of the key state, name of the value state), index) of a layer's KV cache.
 
-        The states are given by name. index: where the layer is in dimension 0 of both states.
+        index: where the layer is in dimension 0 of both states.
         """
         keys, values = (s for s in self.records.values() if layer in s.layers and s.kind != "recurrent")
         return (keys.name, values.name), keys.layers.index(layer)

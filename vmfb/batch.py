@@ -85,7 +85,6 @@ class Batch:
         buffers = [program.state((self.size * s.shape[0], *s.shape[1:]), s.dtype) for s in states]
 
         def slots(first: int, last: int) -> list[Buffer]:
-            """Return the states of the slots from `first` to `last` - 1."""
             return [b.part(first * s.shape[0], last * s.shape[0]) for s, b in zip(states, buffers, strict=True)]
 
         self.slots = [Session(program, states=slots(i, i + 1)) for i in range(self.size)]

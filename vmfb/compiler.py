@@ -35,11 +35,7 @@ POLL_SECONDS = 0.02
 
 
 class CompileError(Exception):
-    """A failed compilation; `log` is the path of the complete log, or None."""
-
-    def __init__(self, message: str, log: Path | None = None):
-        super().__init__(message)
-        self.log = log
+    """An error for a failed compilation; the message has the folder with the complete log."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +43,12 @@ class CompileResult:
     """The result of `compile_modules`.
 
     seconds: the total time of iree-compile. For a cached module, it includes the time of the
-    earlier run that compiled it. cached: whether all modules came from the cache. log: the path of
-    `compile.log`.
+    earlier run that compiled it. cached: whether all modules came from the cache.
     """
 
     seconds: float
     cached: bool
     flags: tuple[str, ...]
-    log: Path
 
 
 def compiler_version() -> str:
@@ -91,16 +85,17 @@ def compile_modules(
 ) -> CompileResult:  # fmt: skip
     """Compile MLIR `texts` into files in `folder`, and write `compile.log` there.
 
-    texts: MLIR text by the name of the file to write. As many processes run at a time as the
-    machine has cores, because iree-compile itself hardly runs in parallel. Compiled files are
-    cached by text, flags, compiler and target. A damaged file in the cache is compiled again.
-    cache_dir: default: the folder `compile` in castiron's cache. cancelled: set it to stop. Raise
-    CompileError with the first errors and the path of the log, or if `cancelled` is set.
+    As many processes run at a time as the machine has cores, because iree-compile itself hardly
+    runs in parallel. Compiled files are cached by text, flags, compiler and target. A damaged file
+    in the cache is compiled again. Raise CompileError with the first errors and the path of the
+    log, or if `cancelled` is set.
+
+    texts: MLIR text by the name of the file to write. cache_dir: by default the folder `compile` in
+    castiron's cache. cancelled: another thread sets it to stop the compilation.
     """
     cancelled = cancelled or threading.Event()
     flags = compile_flags(target, extra_flags)
     store = Path(cache_dir) if cache_dir else cache_root() / "compile"
-    log = folder / "compile.log"
 
     def compiled(text: str) -> tuple[dict, bytes, bool]:
         facts = [compiler_version(), list(flags), target.cpu, list(target.features), text]
@@ -125,8 +120,8 @@ def compile_modules(
     results = [futures[name].result() for name in texts]
     for name, (_, data, _) in zip(texts, results):
         write_file(folder / name, data)
-    write_file(log, "".join(record["log"] for record, _, _ in results).encode())
-    return CompileResult(sum(record["seconds"] for record, _, _ in results), all(known for *_, known in results), flags, log)
+    write_file(folder / "compile.log", "".join(record["log"] for record, _, _ in results).encode())
+    return CompileResult(sum(record["seconds"] for record, _, _ in results), all(known for *_, known in results), flags)
 
 
 def compile_flags(target: Target, extra_flags: Sequence[str] = ()) -> tuple[str, ...]:
@@ -221,7 +216,7 @@ def _failure(status: int, output: str, log: str, source: Path, folder: Path) -> 
         shown = shown or [line.strip() for line in output.splitlines() if line.strip()][:1]
         shown = shown or [f"exit status {status} and no error line"]
         reason = "failed: " + "\n  ".join(shown if len(shown) == 1 else ["", *shown])
-    return CompileError(f"iree-compile {reason}\nlog and module: {folder}", folder / "compile.log")
+    return CompileError(f"iree-compile {reason}\nlog and module: {folder}")
 
 
 def _prune(store: Path) -> None:

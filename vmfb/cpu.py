@@ -140,6 +140,5 @@ def _sysctl() -> dict[str, str]:
 
 
 def _fields(text: str) -> dict[str, str]:
-    """Parse lines of `key: value` to a dictionary."""
     pairs = (line.split(":", 1) for line in text.splitlines() if ":" in line)
     return {key.strip(): value.strip() for key, value in pairs}

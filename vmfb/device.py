@@ -87,7 +87,6 @@ if hasattr(os, "register_at_fork"):
 
 
 def _create(threads: int) -> rt.HalDevice:
-    """Create a device whose workers run only on the CPUs of this process."""
     if threads == 1:
         # This device runs on the calling thread.
         return create_hal_driver("local-sync").create_default_device()

@@ -50,8 +50,8 @@ def is_bundle_file(name: str) -> bool:
 class Tokens:
     """The ids of special tokens: `bos` comes before a text, and each id in `eos` ends a generation.
 
-    fim: fill-in-the-middle tokens that the checkpoint names, by llama.cpp's role: pre, suf, mid, pad,
-    rep (repository) and sep (file).
+    fim: fill-in-the-middle tokens that the checkpoint names, by llama.cpp's role: pre, suf, mid,
+    pad, rep (repository) and sep (file).
     """
 
     bos: int | None = None

@@ -98,7 +98,6 @@ def dispatches(
 def _command(
     model: Path, weights: Path, manifest: Manifest, function: Function, position: int, threads: int, repeats: int
 ) -> list[str]:
-    """Return the arguments of iree-benchmark-module that run `function` `repeats` times."""
     # Tokens, position, length of the chunk if there is one; then the states.
     values = ["0", str(position), *[str(function.width)] * (function.role in ("prefill", "embed", "encode"))]
     operands = manifest.signature(function).operands

@@ -160,7 +160,6 @@ class Program(Loaded):
             ) from None
 
     def _check(self, name: str, module: rt.VmModule) -> None:
-        """Raise BundleError unless `module`, the file `name`, has the functions it should have."""
         functions = [entry for entry in self.manifest.functions if self.manifest.module_of(entry) == name]
         check_functions(self._path / name, module, self.manifest, functions, "compile the bundle again")
 

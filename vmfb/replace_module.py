@@ -57,7 +57,6 @@ def replace_module(bundle: Bundle, module: Path, out: Path) -> Bundle:
 
 
 def _check_module(module: Path, manifest: Manifest) -> None:
-    """Raise BundleError unless the module can be read and fits the manifest."""
     import iree.runtime as rt
 
     try:

@@ -56,7 +56,7 @@ class Target:
 
 
 def isa_of(arch: str, features: Collection[str]) -> str:
-    """Return the widest instruction set that both castiron's kernels and a CPU have; "" for none."""
+    """Return the widest instruction set of castiron's kernels that a CPU has; "" for none."""
     if arch == "x86_64":
         needs = {
             "amx": {*_V4, "avx512vnni", "avx512bf16", TILES, "amx-bf16"},

@@ -3,8 +3,9 @@
 Operations that match no pattern stay as they are, so fusion works for every model family.
 
 Patterns, for T tokens:
-- heads: optional norms of q and k (over a head or over the row), their rotary embedding, and attention. For an
-  interleaved embedding, the rows of the q and k weights are reordered so that pairs become halves; q . k stays the same.
+- heads: optional norms of q and k (over a head or over the row), their rotary embedding, and
+  attention. For an interleaved embedding, the rows of the q and k weights are reordered so that
+  pairs become halves; q . k stays the same.
 - siblings: linear layers with the same input and codec become one matmul of stacked weights.
 - GLU: act(linear(x)) * linear(x).
 - residual: y + linear(x).

@@ -31,11 +31,6 @@ class Stored:
         self.weight = weight
         self.codec = codec_of(weight.codec)
 
-    def _part(self, suffix: str, dtype: DType, width: int, take) -> Value:
-        weight = self.weight
-        type_ = TensorType((weight.shape[0], width), dtype)
-        return parameter(Param(weight.name + suffix, type_, source([weight], lambda raw: take(raw).reshape(type_.shape))))
-
     def value(self, pick: Callable[[Value], Value] = lambda part: part) -> Value:
         """Return the dequantised weight as f32.
 
@@ -59,7 +54,9 @@ class Stored:
             """Return array `name` of `Parts` as f32 [rows, width], stored in its own type."""
             dtype = {"<f2": F16, "<f4": F32}.get(sample[name].dtype.str, I8)
             take = lambda raw: split(raw)[name].view(np.int8) if dtype == I8 else split(raw)[name]
-            return ops.convert(pick(self._part("." + name, dtype, width, take)), F32)
+            type_ = TensorType((weight.shape[0], width), dtype)
+            stored = Param(f"{weight.name}.{name}", type_, source([weight], lambda raw: take(raw).reshape(type_.shape)))
+            return ops.convert(pick(parameter(stored)), F32)
 
         def factor(name: str, sub: str) -> Value:
             """Return d * scales, or m * minima, of each codec group, f32 [rows, groups].
@@ -238,27 +235,22 @@ def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Valu
     return ops.convert(chosen, I32), weights
 
 
-def gated(gate: Value, up: Value, function: str | ClampedSwiGLU) -> Value:
-    """Return the input of a down projection, computed from the results of gate and up.
+def into_down(projected: Sequence[Value], function: str | ClampedSwiGLU) -> Value:
+    """Return the input of a down projection.
 
-    If `function` is the name of an activation, the input is function(gate) * up. A ClampedSwiGLU
-    clamps gate and up, and computes gate * sigmoid(alpha * gate) * (up + 1).
+    projected: the results of the gate and up projections; without a gate, only that of up. If
+    `function` is the name of an activation, the input is function(gate) * up, or function(up). A
+    ClampedSwiGLU clamps gate and up, and computes gate * sigmoid(alpha * gate) * (up + 1).
     """
+    if len(projected) == 1:
+        return activated(projected[0], str(function))
+    gate, up = projected
     if isinstance(function, str):
         return ops.multiply(activated(gate, function), up)
     limit = ops.constant(function.limit, F32, gate.shape)
     gate, up = ops.minimum(gate, limit), ops.maximum(ops.minimum(up, limit), ops.negate(limit))
     gate = ops.multiply(gate, ops.logistic(ops.multiply(gate, ops.constant(function.alpha, F32, gate.shape))))
     return ops.multiply(ops.add(up, ops.constant(1.0, F32, up.shape)), gate)
-
-
-def into_down(projected: Sequence[Value], function: str | ClampedSwiGLU) -> Value:
-    """Return the input of a down projection, computed with the activation `function`.
-
-    projected: the results of the gate and up projections; without a gate, only that of up.
-    """
-    gate, *up = projected
-    return gated(gate, up[0], function) if up else activated(gate, str(function))
 
 
 # Weights of gate, up or down, stacked for all experts; the rows of one expert; the bias [experts, rows] or None.

@@ -121,11 +121,7 @@ def _over_ring(
     op: Op, sinks: Value | None, layer: int, start: Value, length: Value | None,
     q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value,
 ) -> tuple[Value, Value, Value]:  # fmt: skip
-    """Return the result and the updated caches for one sequence, if caches are ring buffers.
-
-    layer: index in dimension 0 of the caches. length: number of tokens from `start` on that are not
-    padding. It is None if there is no padding, and 0 for an idle sequence of a batch.
-    """
+    """Return the result and the updated caches, as `_over_positions` does, for ring buffers."""
     tokens, rows, stored = q.shape[0], k_cache.shape[1], CACHES[op.attrs["storage"]]
     every = ops.constant(tokens, I32, ())
     # Each row gets its last real position, if that position is new.

@@ -101,7 +101,6 @@ class Projector:
     rounded: dict[tuple[Value, str], Mapping[str, Value]] = field(default_factory=dict)
 
     def __call__(self, p: Projection) -> Value:
-        """Return the result of a projection."""
         matmul = replace(p.matmul, numerics=numerics_of(p.matmul, self.isa, self.fast, self.draft))
         if p.norm and matmul.numerics == "int8":
             # `round_x` reads the norm's result.

@@ -99,7 +99,7 @@ def build(
         why = ", past which its rotary scaling would change the frequencies of every token" if is_cut else ""
         raise EmitError(f"context is {context}; this model supports 1 to {c.max_positions} positions{why}")
     module = ModelModule("model", codecs, orders)
-    if is_bidirectional(c) and pooling is None:
+    if c.bidirectional and pooling is None:
         raise EmitError(
             "a bidirectional model cannot generate text, and this checkpoint does not define the pooling of embeddings; "
             "use a directory with modules.json"
@@ -125,13 +125,8 @@ def build(
     return module
 
 
-def is_bidirectional(c: Any) -> bool:
-    """Return whether a model attends to later tokens too, so that a call takes a complete text."""
-    return getattr(c, "bidirectional", False)
-
-
 def _states(model: ModuleType, c: Any, context: int, max_width: int, pooling: Pooling | None) -> list[State]:
-    if is_bidirectional(c):
+    if c.bidirectional:
         # A complete text needs the rows of one layer only, which the next layer overwrites.
         return [*layer_caches({0: None}, context, c.kv_heads, c.head_dim)]
     of_pooling = pooling.states(c.hidden) if pooling else ()
@@ -145,7 +140,7 @@ def _states(model: ModuleType, c: Any, context: int, max_width: int, pooling: Po
 def _results(step: Step, model: ModuleType, c: Any, pooling: Pooling | None) -> dict[str, Value]:
     logits = model.forward(step, c)
     if pooling is not None:
-        return {"embedding": pooling.pool(step, _hidden(step, model), not is_bidirectional(c))}
+        return {"embedding": pooling.pool(step, _hidden(step, model), not c.bidirectional)}
     if step.role == "embed":
         return {"hidden": _hidden(step, model)}
     if not ROLES[step.role].every_token:
@@ -154,10 +149,7 @@ def _results(step: Step, model: ModuleType, c: Any, pooling: Pooling | None) -> 
 
 
 def _hidden(step: Step, model: ModuleType) -> Value:
-    """Return the hidden states [T, hidden] that the output head reads.
-
-    The operations of the output head are removed from the function being built.
-    """
+    """Return the hidden states [T, hidden] that the output head reads, and remove the head."""
     hidden, made = step.hidden, current_function().ops
     if hidden is None:
         raise EmitError(f"{model.__name__}: `forward` records no hidden states; compute the logits with layers.lm_head")
@@ -167,7 +159,6 @@ def _hidden(step: Step, model: ModuleType) -> Value:
 
 
 def _check_signature(function: Graph, vocab: int) -> None:
-    """Raise EmitError unless a function has the types that its role (`Graph.entry`) requires."""
     assert function.entry is not None, "a model's function has a role"
     features = next(iter(function.outputs[0].shape[::-1]), 0)
     signature = function.entry.signature(function.states, vocab, features)
@@ -177,10 +168,7 @@ def _check_signature(function: Graph, vocab: int) -> None:
 
 
 def _drop_unread_weights(module: ModelModule) -> None:
-    """Remove the weights that no function reads, such as the output head's in an encoder.
-
-    Many checkpoints of encoders lack the head.
-    """
+    # Such as the output head's: many checkpoints of encoders lack the head.
     read = [op.attrs["weight"] for f in module.functions.values() for op in f.ops if op.kind == "weight"]
     names = {weight.name for weight in read} | {name for weight in read for name, _ in weight.tensors}
     module.weights = {name: weight for name, weight in module.weights.items() if name in names}

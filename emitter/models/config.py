@@ -123,10 +123,7 @@ class ConfigReader:
         return None
 
     def nullable(self, key: str, default: Any, kinds: type | tuple[type, ...] = (int,)) -> Any:
-        """Return the value of `key`, or HF's `default` if the key is absent.
-
-        For null, the result is None.
-        """
+        """Return the value of `key`, None for null, or HF's `default` if the key is absent."""
         self._taken.add(key)
         if key in self.config and self.config[key] is None:
             return None
@@ -165,11 +162,10 @@ class ConfigReader:
         self._taken.update(keys)
 
     def windows(self, layers: int, window: int | None, slides: Callable[[int], bool]) -> list[int | None]:
-        """Return each layer's sliding window in tokens, None for full attention.
+        """Return each layer's sliding window: `window` tokens, or None for full attention.
 
-        The config's `layer_types` determines which layers have the window. If the config has no
-        `layer_types`, the layers with the window are those for which `slides(layer)` is true.
-        window: the size of the window in tokens.
+        The config's `layer_types` determines which layers have the window. Without this key, they
+        are the layers for which `slides(layer)` is true.
         """
         types = self.layer_types(layers, (FULL, SLIDING), [SLIDING if slides(layer) else FULL for layer in range(layers)])
         if SLIDING in types and window is None:
@@ -177,10 +173,7 @@ class ConfigReader:
         return [window if type_ == SLIDING else None for type_ in types]
 
     def layer_types(self, layers: int, known: Sequence[str], default: Sequence[str]) -> tuple[str, ...]:
-        """Return the config's `layer_types`, or `default` if the config has none.
-
-        layers: the number of layers. Every type must be in `known`.
-        """
+        """Return the config's `layer_types`, or `default`; each of `layers` must be in `known`."""
         types = [_OLD_TYPES.get(type_, type_) for type_ in self.take("layer_types", default, (list, tuple))]
         if len(types) != layers or any(type_ not in known for type_ in types):
             wanted = f"{' or '.join(map(repr, known))} for each of {layers} layers"
@@ -190,8 +183,8 @@ class ConfigReader:
     def expert_groups(self, experts: int, per_token: int, groups: int = 1, best: int = 1) -> tuple[int, int]:
         """Return the config's number of expert groups, and how many of them a token may use.
 
-        experts: the number of experts. per_token: the number of experts that a token uses. groups,
-        best: HF's defaults.
+        experts, per_token: the numbers of all experts and of those that a token uses. groups, best:
+        HF's defaults.
         """
         groups, best = self.take("n_group", groups), self.take("topk_group", best)
         if groups > 1:

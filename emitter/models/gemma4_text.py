@@ -155,7 +155,6 @@ def full_heads(c: ConfigReader, windows: list[int | None], keys_are_values: bool
 
 
 def states(c: Config, context: int) -> tuple[State, ...]:
-    """Return the KV caches of layers with full attention, and ring buffers of the other layers."""
     windows = dict(enumerate(c.windows[: c.own]))
     full = layer_caches(windows, context, c.kv_heads, c.head_dim)
     sliding = layer_caches(windows, context, c.sliding_kv_heads, c.sliding_head_dim)

@@ -31,7 +31,6 @@ def read(c: ConfigReader) -> Config:
 
 
 def sparse_layers(c: ConfigReader, layers: int) -> list[bool]:
-    """Return for each layer whether it has experts."""
     types = c.take("mlp_layer_types", ["dense"] + ["sparse"] * (layers - 1), list)
     if len(types) != layers or any(type_ not in ("dense", "sparse") for type_ in types):
         raise EmitError(

@@ -33,7 +33,6 @@ def read(c: ConfigReader) -> Config:
     c.require("add_cross_attention", False)
 
     def either(name: str, other: str) -> int:
-        """Return the config's value of the key `other`, or of `name` if there is no `other`."""
         return c.take(other if other in c.config else name)
 
     hidden, heads = either("n_embd", "hidden_size"), either("n_head", "num_attention_heads")

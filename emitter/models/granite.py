@@ -39,10 +39,7 @@ def mlp(step: Step, c: Config, layer: int, x: Value) -> Value:
 
 
 def granite_decoder(step: Step, c: Any, block: Block[Any]) -> Value:
-    """Return the logits [rows, vocab] of a decoder with the multipliers of a `GraniteConfig`.
-
-    block: maps a layer's input [T, hidden] to its output [T, hidden].
-    """
+    """Return the logits [rows, vocab] of a decoder with the multipliers of a `GraniteConfig`."""
     logits = decoder(step, c, block, embedding_multiplier=c.embedding_multiplier)
     return divide(logits, constant(c.logits_scaling, F32, logits.shape))
 

@@ -53,7 +53,6 @@ def read(c: ConfigReader) -> Config:
 
 
 def states(c: Config, context: int) -> tuple[State, ...]:
-    """Return the KV caches, the ring buffers of sliding windows, and the convolution states."""
     windows = {layer: c.windows[layer] for layer, kind in enumerate(c.layer_types) if kind != CONV}
     convs = c.of_type(CONV)
     conv = State("conv", (len(convs), c.conv_positions - 1, c.hidden), "recurrent", layers=convs)

@@ -31,7 +31,6 @@ def read(c: ConfigReader) -> Config:
 
 
 def sparse_layers(c: ConfigReader, layers: int) -> list[bool]:
-    """Return for each layer whether it has experts."""
     dense, step = c.take("mlp_only_layers", [], list), c.take("decoder_sparse_step", 1)
     return [layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from castiron.emitter.ir import Module
 from castiron.emitter.kernels.mlir.isa import ISAS
 from castiron.emitter.lowering import lower
-from castiron.emitter.models import build, is_bidirectional, read_config
+from castiron.emitter.models import build, read_config
 from castiron.emitter.shorten import shorten_list
 from castiron.emitter.step import ModelModule
 from castiron.pipelines.checkpoints.adapter import merge, open_adapter
@@ -47,7 +47,7 @@ def encoder_sizes(checkpoint: Checkpoint, options: Options) -> EncoderSizes | No
         return None
     config, context = read_config(checkpoint.config), context_of(checkpoint.config, options)
     max_tokens = min(context, checkpoint.encoding.max_tokens or context)
-    if is_bidirectional(config):
+    if config.bidirectional:
         widths = {max_tokens, *(width for width in options.embed or SINGLE_CALL_WIDTHS if width < max_tokens)}
         return EncoderSizes(max_tokens, tuple(sorted(widths)), max_tokens, True)
     widths = tuple(width for width in options.embed or ENCODE_WIDTHS if width <= context) or (context,)
