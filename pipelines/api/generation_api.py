@@ -76,7 +76,7 @@ class GenerationApi(ModelApi):
         grammar = await self.grammar(called.answer_format(form) if called else form, bool(body.compact_json))
         # A max_tokens that does not fit in the context is lowered.
         return await self.start_job(
-            body, [prompt], "messages", built, top, limit=None, default=_given_limit(body), reasoning=True, grammar=grammar,
+            body, [prompt], "messages", built, top, max_tokens=_given_limit(body), reasoning=True, grammar=grammar,
             tools=called and called.tools,
         )  # fmt: skip
 
@@ -120,9 +120,8 @@ class GenerationApi(ModelApi):
         reply = CompletionReply(self.names[0], self.token_bytes, body.logprobs, each_choice)
         grammar = await self.grammar(requested_format(body), bool(body.compact_json))
         return await self.start_job(
-            body, prompts, "prompt", reply, body.logprobs, limit=_given_limit(body), grammar=grammar,
-            default=COMPLETION_TOKENS if body.limit is None else None, stop_tokens=fim.ends if fim else (),
-            prompt_logprobs=(body.logprobs or 0) if is_scored else None,
+            body, prompts, "prompt", reply, body.logprobs, max_tokens=None if limit < 0 else limit, grammar=grammar,
+            stop_tokens=fim.ends if fim else (), prompt_logprobs=(body.logprobs or 0) if is_scored else None,
         )  # fmt: skip
 
     @cached_property
@@ -228,7 +227,7 @@ class GenerationApi(ModelApi):
 
     async def start_job(
         self, body: CompletionFields, prompts: list[list[int]], param: str, reply: Reply, top: int | None, *,
-        limit: int | None, default: int | None = None, grammar: Grammar | None = None, prompt_logprobs: int | None = None,
+        max_tokens: int | None, grammar: Grammar | None = None, prompt_logprobs: int | None = None,
         stop_tokens: Sequence[int] = (), **options: Any,
     ) -> Job:  # fmt: skip
         """Queue an engine request for every choice and return the job.
@@ -236,8 +235,7 @@ class GenerationApi(ModelApi):
         Args:
             param: field that holds the prompts, for error messages.
             top: top_logprobs of generated tokens, None without log-probabilities.
-            limit: max tokens of an answer; ApiError if they do not fit in the context.
-            default: max tokens if `limit` is None; None for as many as fit in the context.
+            max_tokens: max tokens of an answer, None for as many as fit in the context.
             prompt_logprobs: top_logprobs of prompt tokens, None without log-probabilities.
             stop_tokens: end tokens besides the model's, unless the request has ignore_eos.
             options: other options of `text_request`; they override options that `body` sets.
@@ -278,8 +276,7 @@ class GenerationApi(ModelApi):
         reply.requests = job.requests
         try:
             for index, prompt in enumerate(prompts):
-                free = self._free_positions(prompt, limit, param)
-                max_tokens = default if limit is None else limit
+                free = self._free_positions(prompt, None, param)
                 if max_tokens is not None and min_tokens > max_tokens:
                     message = f"min_tokens is {min_tokens}, but the answer has at most {max_tokens} tokens; use a smaller one"
                     raise invalid("min_tokens", message)

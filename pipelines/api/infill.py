@@ -143,6 +143,6 @@ async def start_infill(api: ModelApi, body: InfillRequest) -> Any:
     stops = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
     reply = InfillReply(api.names[0], api.token_bytes, body)
     return await api.start_job(
-        body, [prompt], "input_prefix", reply, None, limit=None, default=None if limit is None else max(limit, 1),
+        body, [prompt], "input_prefix", reply, None, max_tokens=None if limit is None else max(limit, 1),
         stop_tokens=fim.ends, stop_strings=LineStops(stops, body.n_indent, max(body.t_max_predict_ms, 0) / 1e3 or None),
     )  # fmt: skip

@@ -114,8 +114,8 @@ class Metadata(Body):
     user_id: str | None = None
 
 
-class PromptOfMessage(Body):
-    """The fields of POST /v1/messages that determine the prompt."""
+class CountTokensRequest(Body):
+    """The body of POST /v1/messages/count_tokens: the fields that determine the prompt."""
 
     expected: ClassVar[dict[str, str]] = {
         "content": "a string or a list of blocks",
@@ -123,6 +123,7 @@ class PromptOfMessage(Body):
         "system": "a string or a list of blocks of type text",
     }
 
+    model: str | None = None
     messages: Annotated[list[Turn], Field(min_length=1, fail_fast=True)]
     system: Content | None = None
     tools: Annotated[list[Annotated[CustomTool, ByType("custom")]], Field(max_length=128, fail_fast=True)] | None = None
@@ -151,13 +152,7 @@ class PromptOfMessage(Body):
         return last.role == "assistant" and has_text and not any(isinstance(block, ToolUseBlock) for block in last.content)
 
 
-class CountTokensRequest(PromptOfMessage):
-    """The body of POST /v1/messages/count_tokens."""
-
-    model: str | None = None
-
-
-class MessagesRequest(PromptOfMessage, GenerationFields):
+class MessagesRequest(CountTokensRequest, GenerationFields):
     """The body of POST /v1/messages."""
 
     max_tokens: int = Field(ge=1)
@@ -175,14 +170,14 @@ async def start_message(api: ModelApi, body: MessagesRequest) -> Any:
         return await api.chat(chat, reply, continue_last=body.continues_last_message)
 
 
-async def count_message_tokens(api: ModelApi, body: PromptOfMessage) -> int:
+async def count_message_tokens(api: ModelApi, body: CountTokensRequest) -> int:
     """Return the number of tokens in the prompt of a request."""
     with fields_renamed(FIELDS):
         chat = await run_in_thread(chat_request, body, api.variables)
         return await api.count(chat, continue_last=body.continues_last_message)
 
 
-def chat_request(body: PromptOfMessage, variables: Collection[str]) -> ChatRequest:
+def chat_request(body: CountTokensRequest, variables: Collection[str]) -> ChatRequest:
     """Convert a request of Anthropic's API to a chat request of OpenAI's API.
 
     `variables`: names of the variables that the chat template reads. Raises ApiError 400 for
@@ -234,7 +229,7 @@ def _messages_of(turn: Turn) -> list[dict[str, Any]]:
     return found or [{"role": turn.role, "content": ""}]
 
 
-def _tools(body: PromptOfMessage) -> dict[str, Any]:
+def _tools(body: CountTokensRequest) -> dict[str, Any]:
     tools, choice = [], body.tool_choice
     for tool in body.tools or ():
         function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
@@ -250,7 +245,7 @@ def _tools(body: PromptOfMessage) -> dict[str, Any]:
     }
 
 
-def _reasoning_fields(body: PromptOfMessage, variables: Collection[str]) -> dict[str, Any]:
+def _reasoning_fields(body: CountTokensRequest, variables: Collection[str]) -> dict[str, Any]:
     thinking, effort = body.thinking, body.output_config.effort if body.output_config else None
     if thinking and thinking.type == "disabled":
         return {"reasoning_effort": "none"}

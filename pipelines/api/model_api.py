@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from castiron.pipelines.api.api_errors import ApiError, invalid, unsupported
 from castiron.pipelines.api.chat_records import Message
@@ -22,10 +22,6 @@ from castiron.pipelines.text.embedder import NO_RERANKER
 from castiron.pipelines.text.tokenizer import COUNTED, Tokenizer, tokenizer_errors
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.manifest import Manifest
-
-if TYPE_CHECKING:
-    from castiron.pipelines.api.async_engine import AsyncEngine
-    from castiron.pipelines.api.embeddings import EmbeddingsEngine
 
 # Max characters of a /tokenize request; each takes 200 bytes of memory while it is encoded.
 MAX_TOKENIZE_CHARACTERS = 1_000_000
@@ -73,10 +69,12 @@ class ModelApi:
     # Main endpoint of a model that cannot chat.
     endpoint = "/v1/embeddings"
 
-    def __init__(
-        self, engine: AsyncEngine | EmbeddingsEngine, tokenizer: Tokenizer, names: list[str], manifest: Manifest, limits: Limits
-    ):
-        """Serve a model. `names`: names that requests may use; answers contain the first one."""
+    def __init__(self, engine: Any, tokenizer: Tokenizer, names: list[str], manifest: Manifest, limits: Limits):
+        """Serve a model.
+
+        engine: `AsyncEngine` or `EmbeddingsEngine`. names: names that requests may use; answers
+        contain the first one.
+        """
         self.engine, self.tokenizer, self.names, self.limits = engine, tokenizer, tuple(names), limits
         self.manifest, self.context, self.vocab = manifest, manifest.context, manifest.vocab
 

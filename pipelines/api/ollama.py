@@ -160,8 +160,8 @@ async def start_ollama_generate(api: ModelApi, body: OllamaGenerateRequest, load
             ids = ids[1:]
         grammar = await api.grammar(requested_format(chat))
         return await api.start_job(
-            chat, [[*body.context, *ids]], "prompt", reply, body.top_logprobs or 0 if body.logprobs else None, limit=None,
-            default=chat.max_tokens, grammar=grammar, reasoning=not is_raw, stop_tokens=fim.ends if fim else (),
+            chat, [[*body.context, *ids]], "prompt", reply, body.top_logprobs or 0 if body.logprobs else None,
+            max_tokens=chat.max_tokens, grammar=grammar, reasoning=not is_raw, stop_tokens=fim.ends if fim else (),
         )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from castiron.pipelines.api.responses_request import (
     FIELDS,
     CustomTool,
     FunctionTool,
-    PromptOfResponse,
+    InputTokensRequest,
     ResponsesRequest,
     StoredItem,
     chat_request,
@@ -75,7 +75,7 @@ class ResponseStore:
     def put(self, owner: bytes, response: dict, messages: Sequence[Message]) -> None:
         """Store a response for the API key `owner`; `messages`: the conversation before it."""
         body = json.dumps(response, ensure_ascii=False, separators=(",", ":")).encode()
-        output = PromptOfResponse(input=response.get("output")).items(lambda name: None)
+        output = InputTokensRequest(input=response.get("output")).items(lambda name: None)
         messages = [*messages, *messages_of(output)]
         size = len(body) + sum(len(message.model_dump_json()) for message in messages)
         items = {item.id or "": item for item in output}
@@ -128,14 +128,14 @@ async def start_response(api: ModelApi, body: ResponsesRequest, store: ResponseS
         return await api.chat(chat, reply)
 
 
-async def count_response_tokens(api: ModelApi, body: PromptOfResponse, store: ResponseStore, owner: bytes) -> int:
+async def count_response_tokens(api: ModelApi, body: InputTokensRequest, store: ResponseStore, owner: bytes) -> int:
     """Return the number of tokens in the prompt of a request."""
     with fields_renamed(FIELDS):
         chat, _ = await _chat(body, store, owner)
         return await api.count(chat)
 
 
-async def _chat(body: PromptOfResponse, store: ResponseStore, owner: bytes) -> tuple[ChatRequest, list[Message]]:
+async def _chat(body: InputTokensRequest, store: ResponseStore, owner: bytes) -> tuple[ChatRequest, list[Message]]:
     """Return the chat request for `body`, and the conversation's messages without instructions."""
     before: Sequence[Message] = ()
     if (name := body.previous_response_id) is not None:

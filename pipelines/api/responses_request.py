@@ -155,8 +155,8 @@ class Reasoning(Body):
     context: Literal["auto"] | None = None
 
 
-class PromptOfResponse(Body):
-    """The fields of POST /v1/responses that determine the prompt."""
+class InputTokensRequest(Body):
+    """The body of POST /v1/responses/input_tokens: the fields that determine the prompt."""
 
     expected: ClassVar[dict[str, str]] = {
         "input": "a string or a list of items",
@@ -165,6 +165,7 @@ class PromptOfResponse(Body):
         "verbosity": "medium if it is given",
     }
 
+    model: str | None = None
     input: Annotated[Items, BeforeValidator(_as_items, json_schema_input_type=str | Items)] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -193,13 +194,7 @@ class PromptOfResponse(Body):
         return found
 
 
-class InputTokensRequest(PromptOfResponse):
-    """The body of POST /v1/responses/input_tokens."""
-
-    model: str | None = None
-
-
-class ResponsesRequest(PromptOfResponse, GenerationFields):
+class ResponsesRequest(InputTokensRequest, GenerationFields):
     """The body of POST /v1/responses."""
 
     max_output_tokens: int | None = Field(None, ge=1)
@@ -265,7 +260,7 @@ def messages_of(items: Iterable[StoredItem]) -> list[Message]:
     return [Message(**message) for message in found]
 
 
-def chat_request(body: PromptOfResponse, before: Sequence[Message], messages: Sequence[Message]) -> ChatRequest:
+def chat_request(body: InputTokensRequest, before: Sequence[Message], messages: Sequence[Message]) -> ChatRequest:
     """Convert a request of the Responses API to a chat request.
 
     `before`: the conversation up to the end of the previous response that `body` continues.
@@ -326,7 +321,7 @@ def _chat_tool(tool: FunctionTool | CustomTool, space: Namespace | None = None) 
     return {"type": "function", "function": function}
 
 
-def _chosen_tools(body: PromptOfResponse) -> dict[str, Any]:
+def _chosen_tools(body: InputTokensRequest) -> dict[str, Any]:
     tools: list[dict[str, Any]] = []
     for tool in body.tools or ():
         tools += [_chat_tool(each, tool) for each in tool.tools] if isinstance(tool, Namespace) else [_chat_tool(tool)]

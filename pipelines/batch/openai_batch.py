@@ -94,7 +94,7 @@ class OpenAI:
             fields = fields | ({"seed": seed} if self.samples(record) else {})
         body = parse_body(kind, json.dumps(fields).encode())
         self.api.check_model(body.model)
-        job = self._wait(start(self.api, body))
+        job = self.loop.run_until_complete(start(self.api, body))
         if not isinstance(job, Job):
             return Work(record, lambda: self._answered(record, job))
         # Release the server's limit on requests in flight: the job already limits them to the engine's slots.
@@ -109,7 +109,7 @@ class OpenAI:
 
     def _answered(self, record: Record, job: Any, requests: Sequence[Request] = ()) -> Outcome:
         try:
-            body = self._wait(job.answer())
+            body = self.loop.run_until_complete(job.answer())
         except (ApiError, PipelineError) as error:
             return self.failed(record, error if isinstance(error, ApiError) else api_error(error))
         counts = {"generated": sum(len(r.tokens) for r in requests), "cached": sum(r.cached for r in requests)}
@@ -123,9 +123,6 @@ class OpenAI:
         response = answer and {"status_code": answer[0], "request_id": record.key, "body": answer[1]}
         found = {"id": f"batch_req_{record.key}", "custom_id": name if isinstance(name, str) else None, "response": response}
         return Outcome({**found, "error": error}, failed, **counts)
-
-    def _wait(self, answer: Coroutine) -> Any:
-        return self.loop.run_until_complete(answer)
 
 
 def _request(fields: Mapping[str, Any]) -> tuple[dict[str, Any], str]:

@@ -71,13 +71,15 @@ FAILED, USAGE, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 COMPLETION = "--print-completion"
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser that prints one line for an error."""
+class UsageError(Exception):
+    """An error in the command line."""
 
-    as_json = False
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises UsageError with a message of one line."""
 
     def error(self, message: str) -> NoReturn:
-        usage_error(f"{self.prog.removeprefix('castiron ')}: {message}", self.prog, self.as_json)
+        raise UsageError(f"{self.prog.removeprefix('castiron ')}: {message}; see {self.prog} --help")
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
@@ -104,13 +106,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
     as_json = "--json" in argv
     try:
-        args = _parse(argv, as_json)
+        args = _parse(argv)
         check_models_exist(args)
         check_threads(args)
         note_ignored(args)
         status = args.main(args)
         sys.stdout.flush()
         return status
+    except UsageError as error:
+        _print_failure(str(error), "UsageError", as_json)
+        raise SystemExit(USAGE) from None
     except KeyboardInterrupt:
         _print_failure("interrupted", "Interrupted", as_json)
         return INTERRUPTED
@@ -126,8 +131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
 
 
-def _parse(argv: Sequence[str], as_json: bool) -> argparse.Namespace:
-    """Parse the command line; raise SystemExit after printing help, the version or an error."""
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line; raise SystemExit after printing help, the version or a script."""
     if argv[:1] == ["help"]:
         if len(argv) == 1:
             _print_and_exit(short_help_text())
@@ -141,9 +146,8 @@ def _parse(argv: Sequence[str], as_json: bool) -> argparse.Namespace:
         _print_and_exit(completion(argv[1] if len(argv) > 1 else "bash"))
     if name not in COMMANDS:
         unknown = name and f"unknown command: {name}{did_you_mean(name, COMMANDS)}"
-        usage_error(unknown or "a command is required", "castiron", as_json)
+        raise UsageError(f"{unknown or 'a command is required'}; see castiron --help")
     parser = command_parser(name)
-    parser.as_json = as_json
     # The words of a prompt may come before and after options.
     return parser.parse_intermixed_args(model_first(parser, argv[1:]))
 
@@ -166,7 +170,7 @@ def completion(shell: str) -> str:
     import shtab
 
     if shell not in shtab.SUPPORTED_SHELLS:
-        usage_error(f"unsupported shell: {shell}; choose from {', '.join(shtab.SUPPORTED_SHELLS)}", "castiron", False)
+        raise UsageError(f"unsupported shell: {shell}; choose from {', '.join(shtab.SUPPORTED_SHELLS)}; see castiron --help")
     parser = Parser(prog="castiron")
     commands = parser.add_subparsers()
     for name, summary in COMMANDS.items():
@@ -188,12 +192,6 @@ def short_help_text() -> str:
     """Return the text of `castiron help`: the most used commands."""
     rows = [(f"{name} {ARGUMENTS.get(name, '')}", summary) for name, summary in GROUPS["most used"].items()]
     return SHORT_HELP.format(commands="\n".join(f"  castiron {use:<17}{summary}" for use, summary in rows))
-
-
-def usage_error(message: str, prog: str, as_json: bool) -> NoReturn:
-    """Print a usage error of the command `prog` as one line, and exit with status 2."""
-    _print_failure(f"{message}; see {prog} --help", "UsageError", as_json)
-    raise SystemExit(USAGE)
 
 
 def _print_and_exit(text: str) -> NoReturn:

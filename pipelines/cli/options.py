@@ -136,8 +136,7 @@ def add_options(parser: argparse._ActionsContainer, *options: str, **changes: An
 def add_checkpoint(parser: argparse.ArgumentParser, **changes: str) -> None:
     """Add the MODEL argument of commands that read checkpoints."""
     arguments = {"metavar": "MODEL", "help": "GGUF file, HF directory, catalogue name, or org/name on the hub"}
-    parser.add_argument("model", **arguments | changes)
-    _add_model_option(parser)
+    add_model(parser, "model", **arguments | changes)
 
 
 def model_first(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
@@ -240,15 +239,11 @@ def default_bundle(model: str) -> Path:
     return Path("build") / (hub.short if hub else model_name(Path(model)))
 
 
-def add_model(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    """Add the MODEL argument of commands that run models. `open_model` opens this model."""
-    parser.add_argument("bundle", metavar="DIR|MODEL", nargs=nargs,
-                        help="bundle, GGUF file, HF directory, catalogue name, or org/name on the hub")  # fmt: skip
-    _add_model_option(parser)
-
-
-def _add_model_option(parser: argparse.ArgumentParser) -> None:
-    """Add -m to the help. `model_first` has replaced -m before the parser reads the arguments."""
+def add_model(parser: argparse.ArgumentParser, name: str = "bundle", **changes: str) -> None:
+    """Add the MODEL argument of commands that run models, as `args.bundle` or `args.NAME`."""
+    arguments = {"metavar": "DIR|MODEL", "help": "bundle, GGUF file, HF directory, catalogue name, or org/name on the hub"}
+    parser.add_argument(name, **arguments | changes)
+    # For the help only: `model_first` replaces -m before the parser reads the arguments.
     parser.add_argument("-m", "--model", dest=argparse.SUPPRESS, default=argparse.SUPPRESS, metavar="MODEL",
                         help="the model, as in llama.cpp")  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.resources import files
 from typing import Any, Literal, get_type_hints
 
@@ -62,6 +63,12 @@ def add_routes(app: FastAPI, metrics: Metrics) -> None:
     _add_gets(app, metrics)
 
 
+def _route(add: Callable, path: str, answer: Any = None, *errors: int, key: bool = True, **options: Any) -> Callable:
+    """Return the decorator that `add`, such as `app.get`, makes for a route and its OpenAPI text."""
+    responses = openapi.errors(path, errors, key=key) | options.pop("responses", {})
+    return add(path, response_model=answer, responses=responses, dependencies=openapi.KEYS if key else None, **options)
+
+
 def _add_posts(app: FastAPI) -> None:
     models, store = app.state.models, app.state.responses
 
@@ -84,8 +91,7 @@ def _add_posts(app: FastAPI) -> None:
             endpoint.__name__, endpoint.__doc__ = handler.__name__, handler.__doc__
             endpoint.__annotations__["body"] = get_type_hints(handler)["body"]
             for path in paths:
-                responses = openapi.errors(path, openapi.BODY) | streams
-                app.post(path, response_model=answer, responses=responses, dependencies=openapi.KEYS)(endpoint)
+                _route(app.post, path, answer, *openapi.BODY, responses=streams)(endpoint)
 
         return add
 
@@ -180,27 +186,24 @@ def _add_posts(app: FastAPI) -> None:
 def _add_ollama_models(app: FastAPI) -> None:
     models = app.state.models
 
-    def options(path: str, answer: Any, *errors: int) -> dict[str, Any]:
-        return {"response_model": answer, "responses": openapi.errors(path, errors), "dependencies": openapi.KEYS}
-
-    @app.get("/api/tags", **options("/api/tags", openapi.OllamaModels))
+    @_route(app.get, "/api/tags", openapi.OllamaModels)
     async def tags(request: Request) -> Response:
         """List the models."""
         found = [listed_model(model.name, model.manifest, models.start_date) for model in models.models]
         return JSONResponse({"models": found})
 
-    @app.get("/api/ps", **options("/api/ps", openapi.OllamaModels))
+    @_route(app.get, "/api/ps", openapi.OllamaModels)
     async def running(request: Request) -> Response:
         """List the models that are open."""
         opened = [model for model in models.models if model.api]
         return JSONResponse({"models": [running_model(m.name, m.manifest, m.bytes, models.keep) for m in opened]})
 
-    @app.get("/api/version", **options("/api/version", openapi.Version))
+    @_route(app.get, "/api/version", openapi.Version)
     async def ollama_version(request: Request) -> Response:
         """Return the version of Ollama whose API this server has."""
         return JSONResponse({"version": OLLAMA_VERSION})
 
-    @app.post("/api/show", **options("/api/show", openapi.OllamaModel, *openapi.BODY))
+    @_route(app.post, "/api/show", openapi.OllamaModel, *openapi.BODY)
     async def show(request: Request, body: ollama.OllamaShowRequest) -> Response:
         """Describe one model."""
         model = models.find(body.model or body.name)
@@ -215,16 +218,12 @@ def _add_ollama_models(app: FastAPI) -> None:
         raise ApiError(400, NO_MANAGEMENT, code="unsupported")
 
     for path in MANAGEMENT:
-        app.post(path, **options(path, None, *openapi.BODY))(manage)
-    app.delete("/api/delete", **options("/api/delete", None, 400))(delete_model)
+        _route(app.post, path, None, *openapi.BODY)(manage)
+    _route(app.delete, "/api/delete", None, 400)(delete_model)
 
 
 def _add_gets(app: FastAPI, metrics: Metrics) -> None:
-    models, store = app.state.models, app.state.responses
-
-    def get(path: str, answer: Any = None, *errors: int, key: bool = True, add: Callable = app.get, **more: Any) -> Callable:
-        responses = openapi.errors(path, errors, key=key) | more.pop("responses", {})
-        return add(path, response_model=answer, responses=responses, dependencies=openapi.KEYS if key else None, **more)
+    models, store, get = app.state.models, app.state.responses, partial(_route, app.get)
 
     @get("/v1/responses/{name}", openapi.ResponseAnswer, 400, 404)
     async def stored(request: Request, name: str) -> Response:
@@ -233,7 +232,7 @@ def _add_gets(app: FastAPI, metrics: Metrics) -> None:
             raise invalid("stream", "stream is not supported for a stored response; leave it out")
         return Response(store.body(exchange_of(request.scope).api_key, name), media_type="application/json")
 
-    @get("/v1/responses/{name}", openapi.DeletedResponse, 404, add=app.delete)
+    @_route(app.delete, "/v1/responses/{name}", openapi.DeletedResponse, 404)
     async def delete(request: Request, name: str) -> Response:
         """Delete a stored response."""
         store.delete(exchange_of(request.scope).api_key, name)
