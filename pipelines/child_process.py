@@ -30,7 +30,7 @@ _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from castir
 class LimitExceeded(Exception):
     """Raised if a function in a child process exceeds a limit, crashes, or raises an exception.
 
-    A PipelineError of the function is passed on as a PipelineError.
+    But its PipelineError is passed on.
     """
 
 
@@ -38,11 +38,10 @@ class ChildProcess:
     """A child process that runs one function at a time. It is started when it is needed."""
 
     def __init__(self, seconds: float, max_bytes: int, initialise: Callable[..., Any] = bool, *arguments: Any):
-        """Set the limits.
+        """Set the limits of a call, and the function that each new process calls first.
 
-        seconds: max processor time of a call; its max wall-clock time is `PATIENCE` times as much.
-        max_bytes: max memory of the process, on systems that can limit it. initialise: called with
-        `arguments` in each new process, before the first call.
+        seconds: max processor time; the max wall-clock time is `PATIENCE` times as much. max_bytes:
+        max memory, on systems that can limit it. initialise: called with `arguments`.
         """
         self.seconds, self.max_bytes, self._initialise = seconds, max_bytes, (name_of(initialise), arguments)
         self._process: subprocess.Popen | None = None
@@ -103,7 +102,6 @@ class ChildProcess:
         return f"it needs more memory than {self.max_bytes >> 20} MB or ends the process (status {status})"
 
     def _kill(self) -> int | None:
-        """Kill the process and return its exit status."""
         process, self._process = self._process, None
         if process is None:
             return None
@@ -152,10 +150,9 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def main() -> None:
-    """Run as the child process: read functions from stdin, call them, and write results to stdout.
+    """Run as the child process: call functions that stdin names, and write results to stdout.
 
-    A line of stdin is JSON with a function's name and arguments. A line of stdout is JSON with the
-    result.
+    A line of stdin is JSON with a function's name and arguments; a line of stdout, its result.
     """
     # The parent handles Ctrl-C. What libraries print goes to the null device, so that the pipe to
     # the parent has answers only.

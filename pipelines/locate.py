@@ -50,7 +50,6 @@ class HubName(NamedTuple):
 
     @property
     def short(self) -> str:
-        """A short name of the model: NAME, NAME-WANTED, or the GGUF file's name without .gguf."""
         name = self.repository.partition("/")[2]
         if self.wanted is None:
             return name
@@ -81,8 +80,7 @@ def folder_of(repository: str) -> Path:
 def source_of(path: Path) -> dict[str, str] | None:
     """Return the hub repository of a path in the hub's cache; None for any other path.
 
-    The keys are `repository`, `revision` (a commit) and, unless `path` is a snapshot folder,
-    `file`.
+    Keys: `repository`, `revision` (a commit) and, unless `path` is a snapshot folder, `file`.
     """
     path = Path(os.path.abspath(path))
     for snapshot in (path, *path.parents):
@@ -112,8 +110,7 @@ def is_archive(path: Path) -> bool:
 def checkpoint_path(path: Path) -> Path:
     """Return `path` if it may be a checkpoint; otherwise raise CheckpointError.
 
-    The error explains the mistake: `path` is a bundle, an adapter, one file of a checkpoint, a
-    folder of GGUF files, or a model's folder in the hub's cache.
+    The error explains the mistake: for example, that `path` is a bundle or an adapter.
     """
     if path.is_file() and path.name.endswith(PARTS) and _head(path) != b"GGUF":
         raise CheckpointError(f"{path} is one file of a checkpoint; give its directory, {path.absolute().parent}")
@@ -157,7 +154,6 @@ def as_text(name: str | os.PathLike) -> str:
 
 
 def _json(path: Path) -> Any:
-    """Return the value in a JSON file; None if the file is missing or invalid."""
     try:
         data = read_regular(path)
         return None if has_too_many_values(data) else json.loads(data)
@@ -166,7 +162,6 @@ def _json(path: Path) -> Any:
 
 
 def _head(path: Path) -> bytes:
-    """Return the first four bytes of a file, or b"" if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return file.read(4)

@@ -137,12 +137,10 @@ class Model:
 
     @property
     def context(self) -> int:
-        """Max number of tokens of a prompt and its answer together."""
         return self.bundle.manifest.context
 
     @property
     def functions(self) -> tuple[str, ...]:
-        """Names of the functions that the bundle was compiled with."""
         return tuple(function.name for function in self.bundle.manifest.functions)
 
     def __repr__(self) -> str:
@@ -298,14 +296,12 @@ class Model:
         self.close()
 
     def _open_engine(self) -> Engine:
-        """Return the engine; raise PipelineError for an embedding model or a closed model."""
         if self._engine is None:
             raise PipelineError(f"{self.name} is an embedding model and cannot generate text; use embed")
         _ = self._engine.scheduler
         return self._engine
 
     def _requests(self, asking: Asking) -> Callable[[Prompt], Request]:
-        """Return a function that makes a request from a prompt, with the options `asking`."""
         engine, options = self._open_engine(), dict[str, Any](asking)
         check_names(options, Asking.__annotations__)
         limit = options.pop("max_tokens", DEFAULT_MAX_TOKENS)
@@ -394,7 +390,6 @@ def compile_bundle(
 
 
 def _option_names(*more: str) -> list[str]:
-    """Return the names `more`, and the names of all options of `castiron.compile`."""
     from castiron.pipelines.compile.options import Options
 
     return [*more, *(field.name for field in fields(Options))]

@@ -41,9 +41,9 @@ def counted(number: int, noun: str) -> str:
 class Progress:
     """A progress bar on stderr for stages of long work; it does nothing if stderr is no terminal.
 
-    Use it in a `with` statement. Call it with the name of the stage, and the fraction of the stage
-    that is done, 0 to 1. A stage ends when the fraction reaches 1 or the next stage begins; its bar
-    is then erased. The bar shows the seconds since the stage began, and estimates the seconds left.
+    Use it in a `with` statement. Call it with the name of a stage, and the fraction of the stage
+    that is done, 0 to 1. A stage ends, and its bar is erased, when the fraction reaches 1 or the
+    next stage begins. The bar shows the seconds so far, and estimates the seconds left.
     """
 
     def __init__(self, quiet: bool = False):

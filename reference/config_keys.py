@@ -41,10 +41,9 @@ def source() -> str:
 
 
 def _defined(model_type: str) -> set[str]:
-    """Return the keys that a model type's config class has, or that HF's code of the type reads.
+    """Return the config keys that a model type's config class defines, or that HF's code reads.
 
-    This code is transformers' configuration module and modeling module of the model type. The
-    config class has its fields, and aliases of fields, as keys.
+    HF's code is the configuration module and the modeling module of the model type.
     """
     class_ = CONFIG_MAPPING[model_type]
     name = class_.__module__
@@ -55,10 +54,7 @@ def _defined(model_type: str) -> set[str]:
 
 
 def _reads(module: ModuleType) -> Iterator[str]:
-    """Yield the keys of a config that a module reads.
-
-    A module reads them as attributes, or with getattr, hasattr, kwargs.pop or kwargs.get.
-    """
+    """Yield the config keys that a module reads: attributes, getattr, hasattr or kwargs."""
     for node in ast.walk(ast.parse(inspect.getsource(module))):
         match node:
             case ast.Attribute(value=value, attr=name) if _is_config(value):

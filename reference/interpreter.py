@@ -75,9 +75,9 @@ def _stored(array: np.ndarray, type_: TensorType, what: str) -> np.ndarray:
 
 
 def _forget(values: dict[Value, np.ndarray], left: dict[Value, int], op: Op) -> None:
-    """Drop the arrays of values that no operation after `op` uses.
+    """Drop the arrays that no operation after `op` uses; left: uses that each value still has.
 
-    This limits memory: all weights in f32 would not fit. left: how many uses each value still has.
+    This limits memory: all weights in f32 would not fit.
     """
     for value in op.operands:
         left[value] -= 1
@@ -87,10 +87,7 @@ def _forget(values: dict[Value, np.ndarray], left: dict[Value, int], op: Op) -> 
 
 
 def _float(compute: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Return a function that runs an operation by applying `compute` to its operands.
-
-    f16 and bf16 are computed in f32, and the result is rounded once.
-    """
+    """Make an operation from `compute`; f16 and bf16 are computed in f32 and rounded once."""
 
     def rule(op: Op, *args: np.ndarray) -> np.ndarray:
         dtype = op.results[0].dtype
@@ -156,10 +153,7 @@ def _iota(op: Op) -> np.ndarray:
 
 
 def _window(shape: Sequence[int], sizes: Sequence[int], starts: Sequence[np.ndarray]) -> tuple[slice, ...]:
-    """Return a slice of `sizes[i]` elements from `starts[i]` for each dimension i of `shape`.
-
-    Starts are clamped so that the slices fit, as in StableHLO.
-    """
+    """Return slices of `sizes` elements from `starts`, clamped to `shape` as in StableHLO."""
     clamped = (min(max(int(s), 0), n - size) for s, n, size in zip(starts, shape, sizes))
     return tuple(slice(start, start + size) for start, size in zip(clamped, sizes))
 
@@ -200,8 +194,7 @@ def _argmax(op: Op, values: np.ndarray, indices: np.ndarray, *_start: np.ndarray
     """Return the max and its lowest index, with NaN as in StableHLO's reduction.
 
     There, a NaN replaces the max, and the next value replaces the NaN. So the result is the max of
-    the values after the last NaN. If the last value is NaN, the result is NaN and the index of this
-    value.
+    the values after the last NaN, or NaN if the last value is NaN.
     """
     nans = np.flatnonzero(np.isnan(values))
     first = min(int(nans[-1]) + 1, len(values) - 1) if len(nans) else 0

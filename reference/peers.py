@@ -17,7 +17,6 @@ class LlamaCpp:
     """llama.cpp with llama-cpp-python's defaults: f16 cache, int8 activations."""
 
     def __init__(self, model: str | Path, threads: int, context: int):
-        """Load a GGUF file; raise ValueError if llama.cpp cannot load it."""
         from llama_cpp import Llama
 
         self.llama = Llama(
@@ -50,7 +49,6 @@ class HuggingFace:
     """HF transformers with torch in f32, and the KV cache of transformers."""
 
     def __init__(self, model: str | Path, threads: int, context: int):
-        """Load a GGUF file or an HF directory; raise OSError or ValueError if HF rejects it."""
         import torch
 
         from castiron.reference import hf

@@ -45,10 +45,7 @@ def compile_stablehlo(text: str, function: str) -> Callable[[Sequence[np.ndarray
 
 
 def _entry(text: str, function: str) -> tuple[str, list[tuple[tuple[int, ...], np.dtype]]]:
-    """Return the text of the module with only `function`, and the types of its arguments.
-
-    In the text, the function is called `main`. A type is (shape, NumPy dtype).
-    """
+    """Return (the module's text with only `function`, as `main`, its arguments' (shape, dtype))."""
     from jax.extend.mlir import ir
     from jax.interpreters.mlir import make_ir_context
 

@@ -89,7 +89,6 @@ def _source(model: str | Path, checkpoint: Checkpoint, options: Options) -> dict
 
 
 def _tool_format(checkpoint: Checkpoint) -> dict | None:
-    """Return the chat template's format of tool calls as a JSON object; None if it is unknown."""
     added = (checkpoint.tokenizer or {}).get("added_tokens") or ()
     texts = {token["id"]: token["content"] for token in added}
     ids = {"bos_token": checkpoint.bos_token_id, "eos_token": next(iter(checkpoint.eos_token_ids), None)}
@@ -108,7 +107,6 @@ def _encoder(checkpoint: Checkpoint, sizes: EncoderSizes) -> EncoderConfig:
 
 
 def _module_facts(module: Module, options: Options, target: Target, tiles: TileFields, context: int) -> dict:
-    """Return the entries about a module's kernels in the manifest's field `compile`."""
     kernels = [op.attrs["kernel"] for f in module.functions.values() for op in f.ops if op.kind == "kernel"]
     matmuls = list(dict.fromkeys(kernel.matmul for kernel in kernels if kernel.matmul))
     names = [matmul.name for matmul in matmuls]
@@ -122,10 +120,7 @@ def _module_facts(module: Module, options: Options, target: Target, tiles: TileF
 
 
 def _arithmetic(matmuls: Sequence[Matmul], target: Target) -> dict[str, int]:
-    """Return the number of matmuls that convert their f32 activations x, by kind of conversion.
-
-    A kind is a text such as "x rounded to bf16 by ...". Other matmuls are not counted.
-    """
+    """Count matmuls by how they convert their f32 activations x; others are not counted."""
     if not target.isa:
         return {}
     isa = ISAS[target.isa]
@@ -141,8 +136,8 @@ def _arithmetic(matmuls: Sequence[Matmul], target: Target) -> dict[str, int]:
 def work_of(function: Graph, context: int) -> dict[str, dict]:
     """Return the work of each kernel of a function by name: the fields of `manifest.KernelWork`.
 
-    FLOP and bytes of one call are [value at position 0, increase per position, value at position
-    `context` - 1]. In module paths, `*` stands for the layer's number.
+    FLOP and bytes of a call are [value at position 0, increase per position, value at the last
+    position of `context`]. In module paths, `*` stands for the layer's number.
     """
     found: dict[str, dict] = {}
     weights = {value for op in function.ops if op.kind == "parameter" for value in op.results}

@@ -1,10 +1,9 @@
 """Measure the importance of each column of a weight on a text (llama.cpp's importance matrix).
 
-An error in a column of a weight changes the matmul's result in proportion to the input of that
-column. So the unquantised model reads the text, and each matmul gets an extra result: for each
-column, the sum of its squared inputs over all tokens. For the down projection of an expert, only
-tokens that are routed to this expert count.
-`progress`: called with (name of a stage, fraction done).
+The error of a column counts in proportion to the inputs that the column is multiplied by. So the
+unquantised model reads the text, and each matmul gets an extra result: for each column, the sum of
+its squared inputs over all tokens. For the down projection of an expert, only tokens that are
+routed to this expert count. `progress`: called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ def text_sha256(text: str | Path) -> str:
 def calibrate(checkpoint: Checkpoint, options: Options, progress: Progress) -> Importance:
     """Return the importance of each weight's columns, measured on the text `options.calibrate`.
 
-    The importance of a column is the mean square of its input, divided by the average of this value
-    over all columns. The result is cached on disk. It is empty if no text is given.
+    The importance of a column is the mean square of its input, divided by the average over all
+    columns. The result is cached on disk, and empty without a text.
     """
     text = options.calibrate
     if not text:
@@ -83,10 +82,7 @@ def calibrate(checkpoint: Checkpoint, options: Options, progress: Progress) -> I
 
 
 def chunks_of(checkpoint: Checkpoint, text: str | Path) -> list[list[int]]:
-    """Return a text's tokens as up to MAX_CHUNKS sequences of CHUNK tokens.
-
-    A text of fewer than CHUNK tokens gives one shorter sequence.
-    """
+    """Split a text's tokens into up to MAX_CHUNKS sequences of CHUNK tokens, or one shorter one."""
     if checkpoint.tokenizer is None:
         raise PipelineError(f"{checkpoint.path} has no tokenizer to calibrate with; leave --calibrate out")
     try:
@@ -129,10 +125,9 @@ def measure(checkpoint: Checkpoint, chunks: Sequence[list[int]], progress: Progr
 
 
 def watched(model: ModelModule, function: Graph) -> list[tuple[str, ...]]:
-    """Add results to `function`: the sum of x² over tokens, for each input x of its matmuls.
+    """Add results to `function`: the sum of x² over tokens, f32 [in], for each input x of matmuls.
 
-    A result is f32 [in]. Returns, for each new result, the names of the weights that multiply this
-    x.
+    Returns, for each new result, the names of the weights that multiply this x.
     """
     weights = {op.results[0]: op.attrs["weight"] for op in function.ops if op.kind == "weight"}
     # Gate and up projections of experts read the operation's x. The input of the down projection
@@ -154,11 +149,11 @@ def watched(model: ModelModule, function: Graph) -> list[tuple[str, ...]]:
 
 
 def watched_experts(module: Module, function: Graph, known: Set[str]) -> list[tuple[tuple[str, ...], ...]]:
-    """Add results to a lowered function: the sum of x², for each input x of an expert matmul.
+    """Add results to a lowered function: the sum of x² for each input x of an expert matmul.
 
-    A result is f32 [experts, in]: for each expert, the sum over the tokens that are routed to it.
-    Matmuls whose weights are in `known` get no result. Returns, for each new result, the names of
-    the weights of each expert.
+    A result is f32 [experts, in]: the sum over the tokens that are routed to each expert. Matmuls
+    whose weights are in `known` get none. Returns, for each new result, the names of the weights of
+    each expert.
     """
     made = {result: op for op in function.ops for result in op.results}
     names, sums = [], []
@@ -185,7 +180,7 @@ def watched_experts(module: Module, function: Graph, known: Set[str]) -> list[tu
 
 
 def _run(loaded: Loaded, function: Graph, names: Sequence, chunks: Sequence[list[int]], progress: Progress) -> list[np.ndarray]:
-    """Run `function` on token sequences; return its last len(names) results, summed over calls."""
+    """Run `function` on `chunks`; return the sums of its last len(names) results over all calls."""
     results = len(function.outputs)
     assert function.entry is not None, "a model's function has a role"
     sums = [np.zeros(value.shape, np.float64) for value in function.outputs[results - len(names) :]]

@@ -210,14 +210,14 @@ def existing(out: Path) -> Bundle | None:
 
 
 def _weights_key(path: Path, options: Options, target: Target, module: Module) -> str:
-    """Return a hash (hex) of all that the packed weights depend on; path: the checkpoint."""
+    """Return a hash of all that the packed weights depend on; path: the checkpoint."""
     types = sorted((param.name, str(param.type)) for param in module.params.values())
     of_weights = replace(options, context=None, prefill=(), batch=(), speculate=(), embed=(), iree_flags=())
     return hashlib.sha256(json.dumps([_key(path, of_weights, target), types]).encode()).hexdigest()
 
 
 def _key(path: Path, options: Options, target: Target) -> str:
-    """Return a hash (hex) of all that a bundle depends on except tiles; path: the checkpoint."""
+    """Return a hash of all that a bundle depends on except tiles; path: the checkpoint."""
     path = path.resolve()
     # The layers after an encoder's pooling are in separate folders.
     own = [*path.iterdir(), *(path.glob("*/*") if (path / MODULES).exists() else ())] if path.is_dir() else []
@@ -235,7 +235,6 @@ def _key(path: Path, options: Options, target: Target) -> str:
 
 
 def _write_sources(folder: Path, model: ModelModule, text: str, flags: tuple[str, ...], bundle: Path) -> None:
-    """Write the model's layer operations, the MLIR `text`, and a script that compiles this text."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / LAYERS).write_text(print_layers(model), encoding="utf-8")
     (folder / TEXT).write_text(text, encoding="utf-8")

@@ -84,15 +84,15 @@ def make_probes(checkpoint: Checkpoint, options: Options) -> Probes:
 
 
 def _activations(count: int) -> np.ndarray:
-    """Return test activations, f32 `[1, count]`: multiples of 1/32 from -1 to 1."""
+    """Return test activations, f32 [1, count]: multiples of 1/32 from -1 to 1."""
     return ((np.arange(count) * 37 % 64 - 32) / 32).astype(np.float32)[None]
 
 
 def decode_on_cpu(checkpoint: Checkpoint, options: Options, importance: Importance) -> Decode | None:
     """Compile the model for this machine's CPU, run decode steps, and return some of their logits.
 
-    Packs the weights a second time. So it returns None for weights of more than `MAX_BYTES` bytes,
-    and also for an embedding model.
+    This packs the weights again, so it returns None for more than `MAX_BYTES` of weights, and for
+    an embedding model.
     """
     target = TARGETS["host"]
     own = replace(

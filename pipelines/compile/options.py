@@ -85,14 +85,14 @@ class Options:
 
     @property
     def threads_or_cores(self) -> int:
-        """Return `threads`; by default this machine's physical cores, or 2 for another target."""
+        """`threads`; by default this machine's physical cores, or 2 for another target."""
         return self.threads or (physical_cores() if self.target == "host" else DEFAULT_THREADS)
 
 
 def context_of(config: dict, options: Options) -> int:
-    """Return the bundle's default context: the max tokens of a sequence.
+    """Return the default context: the max tokens of a sequence.
 
-    If `options.context` is None, this is the model's limit, but at most 8192.
+    If `options.context` is None, this is the model's limit, at most 8192.
     """
     if options.context is not None:
         return options.context
@@ -100,10 +100,10 @@ def context_of(config: dict, options: Options) -> int:
 
 
 def max_context_of(config: dict, options: Options) -> int:
-    """Return the largest context, in tokens, with which the bundle can be opened.
+    """Return the largest context with which the bundle can be opened.
 
-    If `options.max_context` is None, this is the model's limit, but at most 131,072. For the
-    portable lowering or a GPU, it is the default context instead.
+    By default this is the model's limit, at most 131,072. For the portable lowering or a GPU, it is
+    the default context.
     """
     if options.max_context is not None:
         return options.max_context

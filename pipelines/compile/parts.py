@@ -43,8 +43,7 @@ def extract_function(module: Module, name: str) -> Module:
 def extract_layer(module: Module, layer: int) -> Module:
     """Return a module whose functions have only the operations of one layer.
 
-    Values that come from outside the layer become arguments. Values that are used after the layer
-    become results.
+    Values from outside the layer become arguments; values used after it become results.
     """
     layers = {layer_of(op) for function in module.functions.values() for op in function.ops} - {None}
     if layer not in layers:
@@ -65,8 +64,7 @@ def layer_of(op: Op) -> int | None:
 def kernel_module(kernel: Kernel, storage: bool = False) -> Module:
     """Return a module with a function `call` that runs the kernel once, with all index operands 0.
 
-    storage: whether `call` takes a buffer for each result that is not updated in place. Then `call`
-    allocates no memory for results.
+    storage: whether `call` takes buffers for results, so that it allocates no memory for them.
     """
     module = Module("kernel")
     in_place = {**{name: f"{name}_storage" for name in kernel.results if storage}, **kernel.in_place}
@@ -80,7 +78,7 @@ def kernel_module(kernel: Kernel, storage: bool = False) -> Module:
 
 
 def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None:
-    """Add to `into` a function with one layer's operations, and the parameters that they read."""
+    """Add one layer's operations, and the parameters that they read, as a function to `into`."""
     block = [op for op in function.ops if layer_of(op) == layer]
     read = {v for op in block for v in op.operands}
     # Operations without operands are copied if the layer reads them: rotary tables, for example, are in the first layer.
@@ -103,10 +101,9 @@ def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None
 
 
 def _names(function: Graph) -> dict[Value, str]:
-    """Return names for a function's inputs, and for values that are used outside their layer.
+    """Return names of a function's inputs, and of values that are used outside their layer.
 
-    A state after an update has the name of the input state. Other values have the module path of
-    the operation that computes them.
+    An updated state has the name of the input state; other values, their operation's module path.
     """
     readers: dict[Value, set[int | None]] = {value: {None} for value in function.outputs}
     for op in function.ops:
@@ -129,7 +126,7 @@ def _names(function: Graph) -> dict[Value, str]:
 
 
 def _updated(op: Op, result: int) -> Value | None:
-    """Return the operand that `op` updates in place to give its result number `result`, or None."""
+    """Return the operand that `op` updates in place for its result number `result`, or None."""
     if op.kind == "kernel":
         kernel = op.attrs["kernel"]
         operand = kernel.in_place.get(list(kernel.results)[result])
@@ -162,7 +159,6 @@ class Kind:
 
     @property
     def tokens_words(self) -> str:
-        """Return the valid values of --tokens as text for the help."""
         default, minimum, maximum = self.tokens
         if maximum == minimum:
             return str(minimum)
@@ -198,7 +194,6 @@ def _split_x(name: str, asked: KernelRequest) -> Kernel:
 
 
 def _recurrent(name: str, asked: KernelRequest) -> Kernel:
-    """Return a kernel of a recurrent layer: causal_conv, gated_delta or selective_scan."""
     tokens, isa = Tokens(asked.tokens, 1, length=asked.tokens > 1), ISAS[asked.isa]
     if name == "causal_conv":
         features, positions = asked.sizes
@@ -216,8 +211,8 @@ def _recurrent(name: str, asked: KernelRequest) -> Kernel:
 def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, KernelRequest], Kernel]:
     """Return a function that builds a one-layer model and takes a kernel, given by name, from it.
 
-    function: the model function to take the kernel from, such as "prefill"; for one token, it is
-    always decode_step. keys: keys of the config that get the sizes of --shape.
+    function: the model function with the kernel, such as "prefill"; decode_step for one token.
+    keys: keys of the config that get the sizes of --shape.
     """
 
     def make(name: str, asked: KernelRequest) -> Kernel:

@@ -82,7 +82,7 @@ def quantise(model: str | Path, out: Path, options: Options, progress: Progress)
 
 
 def _copied(checkpoint: Checkpoint, options: Options, importance: Importance) -> tuple[list[Buffer], list[Tensor]]:
-    """Return encoded metadata and converted tensors for a checkpoint that is a GGUF file."""
+    """Return (encoded metadata, converted tensors) for a checkpoint that is a GGUF file."""
     file, codecs = read_gguf(checkpoint.path), codecs_of(checkpoint, options.weights, options.requantise)
     # A GGUF tensor may be a stack of several HF tensors, such as the experts of a layer, in one codec.
     names: dict[str, list[str]] = {}
@@ -99,7 +99,7 @@ def _copied(checkpoint: Checkpoint, options: Options, importance: Importance) ->
 def _converted(file: GgufFile, tensor: Tensor, codec: str, names: list[str], importance: Importance) -> Tensor:
     """Return a tensor of a GGUF file, converted to `codec`.
 
-    names: the HF names of the matrices that are stored in `tensor`, several for stacked experts.
+    names: the HF names of the matrices in `tensor`, several for stacked experts.
     """
 
     def read() -> np.ndarray:
@@ -117,7 +117,7 @@ def _converted(file: GgufFile, tensor: Tensor, codec: str, names: list[str], imp
 
 
 def _exported(checkpoint: Checkpoint, options: Options, importance: Importance) -> tuple[list[Buffer], list[Tensor]]:
-    """Return encoded GGUF metadata and converted tensors for a checkpoint of any format."""
+    """Return (encoded GGUF metadata, converted tensors) for a checkpoint of any format."""
     config, codecs = gguf_export.flat_config(checkpoint.config), codecs_of(checkpoint, options.weights, options.requantise)
 
     def read(name: str, codec: str, columns: np.ndarray | None) -> np.ndarray:

@@ -15,8 +15,8 @@ class Requirements:
     """What a bundle with the default options needs.
 
     weights: bytes of the packed weights, on disk and mapped into memory. largest: bytes of the
-    largest weight; packing has one weight at a time in memory. states: the states of a sequence,
-    with space for `max_context` positions. context: number of positions that are used by default.
+    largest weight, which packing needs in memory. states: the states of a sequence, with space for
+    `max_context` positions. context: number of positions that are used by default.
     """
 
     weights: int

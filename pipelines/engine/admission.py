@@ -20,14 +20,14 @@ Candidate = tuple[int, int | None, Request]
 class Admission:
     """The queue of requests, which chooses the request whose tokens are read next.
 
-    It compares requests by these criteria, in this order: the lowest `priority`; a client with
-    fewer slots than its equal share; the oldest request that was passed over `PATIENCE` times; the
-    fewest tokens left to read. While an older prompt with the same prefix is being read, a request
-    waits until the prefix is in the cache.
+    It chooses by these criteria, in this order: the lowest `priority`; a client with fewer slots
+    than its equal share; the oldest request that was passed over `PATIENCE` times; the fewest
+    tokens left to read. While an older prompt with the same prefix is being read, a request waits
+    until the prefix is in the cache.
 
-    `self.waiting`: requests without a slot, by priority, then in order of arrival.
-    `self.prefilling`: requests whose prompt is being read, by slot. `self.decoding`: requests whose
-    answer is being generated, by slot.
+    `waiting`: requests without a slot, by priority, then in order of arrival. `prefilling`:
+    requests whose prompt is being read, by slot. `decoding`: requests that generate tokens, by
+    slot.
     """
 
     def __init__(self, slots: int, cache: PrefixCache):
@@ -38,12 +38,10 @@ class Admission:
 
     @property
     def running(self) -> dict[int, Request]:
-        """The requests that have a slot."""
         return {**self.prefilling, **self.decoding}
 
     @property
     def free(self) -> list[int]:
-        """The slots without a request."""
         return [slot for slot in range(self.slots) if slot not in self.prefilling and slot not in self.decoding]
 
     def add(self, request: Request) -> None:
@@ -64,8 +62,7 @@ class Admission:
     def next(self, forced: dict[int, Request]) -> tuple[int | None, Request] | None:
         """Return the request whose tokens are read next, as (its slot or None, the request).
 
-        Returns None if no request has tokens to read. `forced`: requests with unread tokens that a
-        grammar forced, by slot.
+        `forced`: requests with unread tokens that a grammar forced, by slot.
         """
         found: list[Candidate] = [
             (len(request.unread(self.cache.sessions[slot].position)), slot, request)
@@ -106,7 +103,7 @@ class Admission:
         return slot if ready and ready[0][2].priority < priority else None
 
     def _for_free_slots(self, free: int) -> list[Candidate]:
-        """Return the waiting requests that may get one of the `free` slots now."""
+        """Return the waiting requests among which the next one for a free slot is chosen."""
         slots_of = Counter(r.client for r in self.running.values())
         share = ceil(self.slots / len({*slots_of, *(r.client for r in self.waiting)}))
         seen: Counter[str] = Counter()
@@ -123,8 +120,8 @@ class Admission:
     def _left_to_read(self, request: Request) -> int:
         """Return how many prompt tokens a waiting request has to read, or 0 if it should wait.
 
-        A request should wait while another request is reading the same prefix, or while the prefix
-        is being read from disk.
+        It should wait while another request reads the same prefix, or while the prefix is read from
+        disk.
         """
         if request.paused:
             return max(1, len(request.prompt) - request.paused.position)
@@ -136,7 +133,6 @@ class Admission:
         return 0 if any(self._will_cache_more(r, request, cached) for r in older) else len(request.prompt) - cached
 
     def _will_cache_more(self, other: Request, request: Request, cached: int) -> bool:
-        """Return whether reading `other` caches more than `cached` tokens of `request`'s prompt."""
         common, wanted, given = common_prefix(request.prompt, other.prompt), request.prompt_logprobs, other.prompt_logprobs
         if wanted is None:
             return common > cached

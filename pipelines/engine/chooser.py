@@ -66,7 +66,6 @@ class TokenFilter:
 
         Args:
             min_tokens: number of tokens that must come before a stop token.
-            stop_tokens: the stop tokens.
             allowed: the only allowed tokens, None for all.
             forbidden: sequences of tokens that the text must not contain.
         """
@@ -82,7 +81,6 @@ class TokenFilter:
         return copy(self)
 
     def _excluded(self) -> set[int]:
-        """Return the tokens that `min_tokens` and `forbidden` exclude at the next position."""
         found = {token for before, token in self.forbidden if self._last[len(self._last) - len(before) :] == before}
         return found | self.stop_tokens if self.left else found
 
@@ -108,8 +106,8 @@ class Chooser:
     """The choice of the tokens of one request: `pick` returns the next token, `accept` appends it.
 
     `recent`: the last REPEAT_WINDOW tokens of prompt and answer, for the repeat penalty. `counts`:
-    how often each token was generated, for the frequency and presence penalties. Neither is updated
-    in greedy decoding without penalties, which does not need them.
+    how often each token was generated, for the frequency and presence penalties. Greedy decoding
+    without penalties needs neither, and does not update them.
     """
 
     def __init__(self, sampler: Sampler, constraint: Constraint | None = None, recent: Sequence[int] = ()):
@@ -129,8 +127,8 @@ class Chooser:
     def pick(self, argmax: int, logits: Callable[[], np.ndarray]) -> int:
         """Return the next token, without appending it.
 
-        `argmax`: the token with the largest logit. `logits`: function that returns the logits, f32
-        [vocab]; it is called only if the choice needs more than `argmax`.
+        `argmax`: the token with the largest logit. `logits`: returns the logits, f32 [vocab];
+        called only if `argmax` does not determine the choice.
         """
         return self._pick(argmax, logits, False)[0]
 

@@ -28,9 +28,8 @@ def free_positions(context: int, prompt_tokens: int) -> int:
 def move_to(session: Session, position: int, fed: Sequence[int] = (), source: Session | None = None) -> None:
     """Set `session` to `position`: move it back, or copy the states (KV cache) of `source`.
 
-    `fed`: the tokens before `position`. Recurrent states can return to some positions only. If
-    they cannot return to `position`, they return to an earlier one, and the session reads the last
-    tokens of `fed` again.
+    `fed`: the tokens before `position`. Recurrent states can return to some positions only. From
+    the nearest earlier one, the session reads the last tokens of `fed` again.
     """
     source = source or session
     found = source.reachable(position)
@@ -43,10 +42,7 @@ def move_to(session: Session, position: int, fed: Sequence[int] = (), source: Se
 
 
 def move_after(session: Session, before: Snapshot, tokens: Sequence[int]) -> None:
-    """Move `session` back to the position after `tokens`.
-
-    before: a snapshot of the session from before it read `tokens`.
-    """
+    """Move `session` back to the position after `tokens`, which it read after `before`."""
     position = before.position + len(tokens)
     if session.reachable(position) == position:
         session.rewind(position)
@@ -59,8 +55,7 @@ def move_after(session: Session, before: Snapshot, tokens: Sequence[int]) -> Non
 def common_prefix(cached: np.ndarray, prompt: np.ndarray) -> int:
     """Return the length of the common prefix of two token sequences, i32 [n] each.
 
-    The prefix never includes the last token of `prompt`, because the model must read this token to
-    compute the logits of the next one.
+    It excludes the last token of `prompt`, which the model must read to compute the next logits.
     """
     length = max(0, min(len(cached), len(prompt) - 1))
     differs = cached[:length] != prompt[:length]

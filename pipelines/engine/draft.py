@@ -85,7 +85,6 @@ class CallCosts:
 
     @property
     def known(self) -> bool:
-        """Whether a call of width 1 has been timed, from which other widths can be estimated."""
         return 1 in self._seconds
 
     def learn(self, width: int, seconds: float) -> None:
@@ -155,7 +154,6 @@ class Draft:
 
     @property
     def step_seconds(self) -> float:
-        """The seconds that the draft model takes for one proposal."""
         return statistics.median(self._step_seconds)
 
     def acceptance(self, guess: Guess | None) -> float:
@@ -220,9 +218,9 @@ class Draft:
         return guesses
 
     def _follow(self, text: list[int], start: int) -> int:
-        """Read `text` from index `start` on, except tokens that the session has already read.
+        """Read `text` from index `start` on; return the token with the largest logit after it.
 
-        Returns the token with the largest logit after `text`.
+        Tokens that the session has already read are skipped.
         """
         if start != self._start:
             self._start, self._agreed = start, 0
@@ -249,10 +247,9 @@ class Draft:
         return argmax
 
     def _agree(self, text: list[int]) -> int:
-        """Return how many tokens, from index `self._start` of `text`, the session has already read.
+        """Return how many tokens of `text` from `self._start` on the session has already read.
 
-        The count ends at the first token of `text` that differs from what the session has read. The
-        last token of `text` does not count, because it must be read again for its logits.
+        The last token of `text` does not count, because its logits are needed again.
         """
         if text is not self._text:
             self._text, self._agreed = text, 0
@@ -271,10 +268,7 @@ class Draft:
         return Guess(token, float(weight[token] / weight.sum()))
 
     def _logits(self) -> np.ndarray:
-        """Return the draft model's logits, cut or padded to the target model's vocabulary size.
-
-        Padding is minus infinity. The result is f32 [vocab].
-        """
+        """Return the logits, f32 [vocab], cut or padded to the target model's vocabulary size."""
         logits = self.session.logits()[: self.vocab]
         if len(logits) < self.vocab:
             logits = np.concatenate([logits, np.full(self.vocab - len(logits), -np.inf, np.float32)])

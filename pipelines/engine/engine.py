@@ -39,16 +39,15 @@ class SingleSlot:
 
 
 class Engine:
-    """An engine, which owns the states (KV caches) of a model and runs requests in its slots.
+    """The owner of a model's states (KV caches), which runs requests in its slots.
 
         engine = Engine("build/model")
         for request, event in engine.submit(Request(prompt, engine.context, max_tokens=64)):
             ...
 
-    A slot runs one request at a time. The engine has no thread of its own. Instead, a thread that
-    waits for events runs turns of the scheduler, each of which advances all requests. If another
-    thread is already running a turn, the waiting thread waits until this turn ends. A server has a
-    dedicated thread that waits for events.
+    A slot runs one request at a time. The engine has no thread of its own. A thread that waits for
+    events runs turns of the scheduler, each of which advances all requests. If another thread is
+    running a turn, the waiting thread waits until this turn ends.
     """
 
     def __init__(
@@ -69,11 +68,10 @@ class Engine:
             model: a bundle or its path, or a `Session` or `Batch` that nothing else uses.
             threads: CPU threads, by default one per physical core.
             single: whether to have only one slot, even if the bundle has batch functions.
-            observer: called with the events of the scheduler.
             store: store on disk for the states of prefixes.
             draft: draft model for speculative decoding.
             ngrams: whether to speculate that the text repeats earlier text (prompt lookup).
-            fill_slots: whether to maximise throughput. By default, the time between two tokens of a
+            fill_slots: whether to maximise throughput; by default, the time between two tokens of a
                 request is kept short.
         """
         if isinstance(model, Bundle | Path | str):
@@ -121,11 +119,9 @@ class Engine:
         return EventStream(self)
 
     def read(self, stream: EventStream) -> Events:
-        """Return the next events of a stream, or an empty list if all its requests have ended.
+        """Return the next events of a stream; [] if all its requests have ended.
 
-        While the stream has no events, the calling thread runs turns of the scheduler, each of
-        which advances all requests. If another thread is running a turn, the calling thread waits
-        until that turn ends.
+        The calling thread runs turns of the scheduler, or waits for the thread that is running one.
         """
         with self._turn_ended:
             while not stream.events and (stream.live or self.cancelled):
@@ -162,7 +158,6 @@ class Engine:
             self._turn_ended.notify_all()
 
     def _take_in(self, scheduler: Scheduler) -> None:
-        """Pass requests that were submitted or cancelled since the last turn to the scheduler."""
         while self.submitted:
             scheduler.submit(self.submitted.popleft())
         while self.cancelled:
@@ -223,8 +218,7 @@ class Engine:
 class EventStream:
     """An iterator over the (request, event) pairs of the requests submitted to this stream.
 
-    It ends when all these requests have ended. A thread that waits for the next pair runs turns of
-    the engine's scheduler, each of which advances all requests.
+    It ends when these requests have ended. A thread that waits for the next pair runs the engine.
     """
 
     def __init__(self, engine: Engine):
@@ -250,7 +244,7 @@ class EventStream:
             self.engine.cancelled.append(request)
 
     def read(self) -> Events:
-        """Wait for the next events and return them; return an empty list if all requests ended."""
+        """Wait for the next events and return them; [] if all requests have ended."""
         return self.engine.read(self)
 
     def add(self, request: Request, event: Event) -> None:

@@ -12,12 +12,10 @@ OCCURRENCES = 8
 
 
 class Ngrams:
-    """A predictor of the next tokens from the text so far (prompt lookup, Saxena 2023).
+    """A predictor that proposes the tokens after an earlier occurrence of the text's last tokens.
 
-    It proposes the tokens that followed an earlier occurrence of the text's last tokens.
-
-    `self.length`: number of last tokens that match the earlier occurrence, 0 without a match.
-    `self.end`: index in `self.tokens` of the token after that occurrence.
+    Source: prompt lookup (Saxena 2023). `length`: number of last tokens that match the earlier
+    occurrence, 0 without a match. `end`: index in `tokens` of the token after that occurrence.
     """
 
     def __init__(self, tokens: Sequence[int] = ()):

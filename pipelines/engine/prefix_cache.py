@@ -58,11 +58,7 @@ class PrefixCache:
     """
 
     def __init__(self, sessions: Sequence, store: PrefixStore | None = None, score_width: int = 1):
-        """Create an empty cache.
-
-        `score_width`: number of tokens that the model reads in one call to compute the
-        log-probabilities of a prompt.
-        """
+        """Create an empty cache. score_width: tokens per call for log-probabilities of a prompt."""
         self.sessions, self.store, self.score_width = sessions, store, score_width
         self.tokens = np.zeros((len(sessions), sessions[0].context), np.int32)
         self.scores: list[list[Score]] = [[] for _ in sessions]
@@ -73,9 +69,9 @@ class PrefixCache:
     def cached_in(self, prompt: np.ndarray, slot: int, top: int | None = None) -> int:
         """Return how many of the first tokens of `prompt`, i32 [n], can be reused from a slot.
 
-        `top`: `prompt_logprobs` of the request. If `top` is not None, a token is reused only if its
-        log-probability and those of the `top` most probable tokens are cached. The number of reused
-        tokens is then a multiple of `score_width`.
+        `top`: `prompt_logprobs` of the request. If given, a token is reused only if its
+        log-probability and those of the `top` most probable tokens are cached, and the result is a
+        multiple of `score_width`.
         """
         session, scores = self.sessions[slot], self.scores[slot]
         found = common_prefix(self.tokens[slot, : session.position], prompt)
@@ -87,17 +83,13 @@ class PrefixCache:
     def scored_positions(self, cached: int) -> int:
         """Return how many of `cached` tokens a request with prompt_logprobs can reuse.
 
-        The result is a multiple of `score_width`, because only complete calls of the model are
-        reused. The call that read the last cached token is repeated, because its logits are not
-        cached.
+        Only complete calls of `score_width` tokens are reused. The call that read the last cached
+        token is repeated, because its logits are not cached.
         """
         return max(0, cached - 1) // self.score_width * self.score_width
 
     def longest(self, prompt: np.ndarray, top: int | None = None) -> int:
-        """Return how many tokens of `prompt` the method `take` can reuse.
-
-        `top`: as in `cached_in`.
-        """
+        """Return how many tokens of `prompt` `take` can reuse; `top`: as in `cached_in`."""
         return max(*self._cached(prompt, top), self._on_disk(prompt, top))
 
     def fetching(self, prompt: np.ndarray, top: int | None = None) -> bool:
@@ -106,22 +98,20 @@ class PrefixCache:
         return bool(longer and self.store.fetching(self.sessions[0], prompt))
 
     def _cached(self, prompt: np.ndarray, top: int | None) -> list[int]:
-        """Return for each slot how many tokens of `prompt` can be reused from it."""
         return [self.cached_in(prompt, slot, top) for slot in range(len(self.sessions))]
 
     def _on_disk(self, prompt: np.ndarray, top: int | None) -> int:
         """Return how many tokens of `prompt` the store has on disk.
 
-        `top`: `prompt_logprobs` of the request. If `top` is not None, the result is 0, because the
-        store has no log-probabilities.
+        With `top` the result is 0, because the store has no log-probabilities.
         """
         return self.store.lookup(self.sessions[0], prompt) if self.store and top is None else 0
 
     def take(self, prompt: np.ndarray, free: Collection[int], top: int | None = None) -> tuple[int, int]:
         """Prepare a slot for `prompt`; return (slot, number of the prompt's tokens in its states).
 
-        `free`: the slots to choose from. If another slot or the store has more of the prompt's
-        first tokens, the states are copied from there.
+        `free`: the slots to choose from. The states are copied from another slot, or read from the
+        store, if it has more of the prompt's first tokens.
         """
         cached = self._cached(prompt, top)
         best = max(cached)
@@ -156,7 +146,6 @@ class PrefixCache:
         return start if is_near and self.store.will_store(source, prompt, start) else cached
 
     def _unused_longest(self, slots: Collection[int]) -> int:
-        """Return the slot of `slots` that has been unused for the longest time."""
         return min(slots, key=lambda s: (self.used[s], s))
 
     def latest(self) -> int:
@@ -178,7 +167,7 @@ class PrefixCache:
     def load(self, rows: Sequence[np.ndarray], tokens: np.ndarray) -> None:
         """Load states into the least recently used slot; call this only while no request runs.
 
-        rows: an array for each state. tokens: the tokens that the states contain, i32 [n].
+        rows: an array for each state. tokens: those in the states, i32 [n].
         """
         slot = self._unused_longest(range(len(self.sessions)))
         self.sessions[slot].take(rows, len(tokens))

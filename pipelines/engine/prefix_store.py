@@ -41,20 +41,19 @@ class PrefixStore:
         known = store.take(session, prompt)
         session.prefill(prompt[known:], progress=lambda *_: store.offer(session, prompt))
 
-    Here a state is the KV cache, and any recurrent states, after a prefix of a text. A chunk is the
+    A state is the KV cache, and any recurrent states, after a prefix of a text. A chunk is the
     tokens of one full call of the widest prefill function. A stored state ends after a complete
-    chunk. So a run that continues from a stored state makes the same calls as a run from the start,
-    and computes logits with the same bits.
+    chunk. So a run that continues from it makes the same calls as a run from the start, and
+    computes logits with the same bits.
 
     A state is stored only if it has at least `MIN_CHUNKS` chunks and `min_tokens` tokens, and if no
-    other stored state contains more than half of its chunks. The state of a recurrent model cannot
-    be cut to its first tokens, so another state is written at the position where two prompts
-    diverge. If the states in `directory` exceed `max_bytes`, the least recently used ones are
-    removed. A state that cannot be read or written is reported on stderr.
+    stored state contains more than half of its chunks. The state of a recurrent model cannot be cut
+    to its first tokens, so another state is written where two prompts diverge. If the states in
+    `directory` exceed `max_bytes`, the least recently used ones are removed. A state that cannot be
+    read or written is reported on stderr.
     """
 
     def __init__(self, directory: Path | str, manifest: Manifest, max_bytes: int = MAX_BYTES, min_tokens: int = 0):
-        """Open the store in `directory`; PipelineError if the directory cannot be created."""
         self.directory, self.bundle, self.max_bytes = Path(directory), identity(manifest), max_bytes
         self.folder = self.directory / self.bundle
         self.width = max(manifest.widths("prefill"), default=1)
@@ -131,7 +130,7 @@ class PrefixStore:
         return self._writable and any(position > start for position in self._positions(session, prompt))
 
     def save(self, session: Session, tokens: np.ndarray) -> Future:
-        """Store the state of `session` after `tokens`; this happens in another thread.
+        """Store the state of `session` after `tokens` in another thread.
 
         The future's result is the size of the file in bytes, or 0 if it was not written.
         """
@@ -145,7 +144,6 @@ class PrefixStore:
             self._writing.result()
 
     def _positions(self, session: Session, prompt: np.ndarray) -> set[int]:
-        """Return the positions in `prompt` at which the state of `session` should be stored."""
         found, _ = self._longest(session, prompt)
         last = self._complete(len(prompt) - 1)
         wanted = {last} if last >= 2 * found else set()
@@ -164,22 +162,19 @@ class PrefixStore:
         return found
 
     def _common(self, state: StateFile, prompt: np.ndarray) -> int:
-        """Return how many tokens, in complete chunks, a state and `prompt` have in common."""
+        """Return how many tokens in complete chunks a state and `prompt` have in common."""
         return self._complete(common_prefix(state.tokens, prompt))
 
     def _complete(self, tokens: int) -> int:
-        """Return a number of tokens rounded down to complete chunks."""
         return tokens // self.width * self.width
 
     def _states(self) -> Sequence[StateFile]:
-        """Return the stored states of this bundle."""
         if time.monotonic() >= self._next_listing:
             self._next_listing = time.monotonic() + LISTED_SECONDS
             self._list()
         return list(self._known.values())
 
     def _list(self) -> None:
-        """Update the list of stored states from the files in the bundle's folder."""
         names = set()
         with contextlib.suppress(OSError):
             names = {e.name for e in os.scandir(self.folder) if e.name.endswith(SUFFIX) and not e.name.startswith(".")}
@@ -196,7 +191,7 @@ class PrefixStore:
                 self._reject(path, error)
 
     def _reject(self, path: Path, error: StateError | OSError) -> None:
-        """Report a file that cannot be used, and ignore the file until it is written again."""
+        """Report a file that cannot be used, and ignore it until it is written again."""
         self._known.pop(path.name, None)
         # Another process may have removed the file for space.
         if not isinstance(error, FileNotFoundError):
@@ -222,7 +217,7 @@ class PrefixStore:
             return 0
 
     def _evict(self) -> None:
-        """Remove files of killed processes, and least recently used states until the rest fits."""
+        """Remove the least recently used states beyond `max_bytes`, and abandoned files."""
         found = []
         for folder in self.directory.glob("*/"):
             remove_abandoned(folder)

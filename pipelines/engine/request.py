@@ -120,10 +120,10 @@ class TokenOutput:
 
 @dataclass
 class Timing:
-    """The times at which a request reached its steps, in `time.monotonic` seconds.
+    """Times in `time.monotonic` seconds, or 0 for what has not happened.
 
-    A time is 0 until its step is reached. `arrived`: when the request was created. `started`: when
-    it got a slot. `first`, `last`: when its first and its latest token were generated.
+    `arrived`: when the request was created. `started`: when it got a slot. `first`, `last`: when
+    its first and its latest token were generated.
     """
 
     arrived: float = field(default_factory=time.monotonic)
@@ -165,17 +165,15 @@ class Request:
 
         Args:
             context: max tokens of prompt and answer together.
-            max_tokens: max tokens of the answer; None for no limit. The context limits it in any
-                case.
+            max_tokens: max tokens of the answer; None for no limit but the context.
             sampling: sampling options, or a Sampler that continues its sequence of random numbers.
             stop_tokens: tokens that end the answer; None for the end tokens of the model.
             constraint: limits the next token, for example to those that a grammar allows.
             repetition_stop: whether a repetition loop ends the request.
             top_logprobs: number of most probable tokens to report for each token of the answer;
-                None to report no log-probabilities, not even those of the answer's tokens.
-            prompt_logprobs: the same for the tokens of the prompt; `self.scores` stores the
-                log-probabilities. With prompt_logprobs, max_tokens may be 0, and the events also
-                report the stop token.
+                None for no log-probabilities, not even those of the answer's tokens.
+            prompt_logprobs: the same for the tokens of the prompt, in `scores`. It allows
+                max_tokens 0, and makes the events report the stop token.
             output: converts tokens to events; by default a TokenOutput.
             client: name of the client; clients get equal shares of the slots.
             priority: requests with a lower number run first.
@@ -221,7 +219,7 @@ class Request:
 
     @property
     def forced(self) -> bool:
-        """Whether the constraint allows only one next token, so that `advance` needs no logits."""
+        """Whether only one next token is allowed, so that `advance` needs no logits."""
         return self.chooser.forced and self.top_logprobs is None and self.finish_reason is None
 
     def unread(self, position: int) -> Sequence[int]:
@@ -229,11 +227,10 @@ class Request:
         return self.tokens[max(0, position - len(self.prompt)) :] if position >= len(self.prompt) else self.prompt[position:]
 
     def advance(self, argmax: int, logits: Callable[[], np.ndarray], chosen: int | None = None) -> list[Event]:
-        """Choose and append the next token; return its events.
+        """Choose and append the next token; return its events, `Finished` last if the request ends.
 
-        If the request ends, the last event is `Finished`. `argmax`: the token with the largest
-        logit. `logits`: returns the logits, f32 [vocab]. `chosen`: the next token, if
-        `self.chooser` has already picked it.
+        `argmax`: the token with the largest logit. `logits`: returns the logits, f32 [vocab].
+        `chosen`: the next token, if `self.chooser` has already picked it.
         """
         self.timing.last = time.monotonic()
         self.timing.first = self.timing.first or self.timing.last

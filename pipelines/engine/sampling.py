@@ -95,7 +95,6 @@ class Sampling:
 
     @property
     def is_random(self) -> bool:
-        """Whether tokens are drawn with random numbers."""
         return self.temperature > 0 or bool(self.schedule)
 
     @property
@@ -105,16 +104,15 @@ class Sampling:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether the choice needs all logits, and is not simply the token with the largest one."""
+        """Whether the choice needs more than the token with the largest logit."""
         return self.is_random or self.repeat_penalty != 1 or self.shifts_logits
 
     @property
     def settings(self) -> dict[str, float]:
-        """The options temperature, top_k, top_p, min_p and repeat_penalty, by name."""
         return {name: getattr(self, name) for name in (*SAMPLED, "repeat_penalty")}
 
     def __str__(self) -> str:
-        """Return "greedy", or the settings other than the defaults: "temperature 0.6, top-k 20"."""
+        """Return "greedy", or non-default settings: "temperature 0.6, top-k 20"."""
         usual = Sampling().settings
         parts = [] if self.temperature else ["greedy"]
         for name, value in self.settings.items():
@@ -164,7 +162,7 @@ def _invalid(reason: object) -> PipelineError:
 
 
 class Sampler:
-    """The sampler of one generation. It has a sequence of random numbers, one for each token."""
+    """The sampler of one generation, with a sequence of random numbers, one for each token."""
 
     def __init__(self, sampling: Sampling = Sampling()):
         self.sampling = sampling
@@ -214,10 +212,10 @@ class Sampler:
 
 
 def _draw(weight: np.ndarray, number: float) -> tuple[int, bool]:
-    """Return (an index drawn in proportion to `weight`, whether the index is certain).
+    """Return (an index drawn in proportion to `weight`, whether rounding cannot change it).
 
-    The index is certain if rounding cannot change it: `number`, a random number in [0, 1), is at
-    least NEAR_DRAWN away from the numbers that select other indices.
+    Rounding cannot change it if `number`, a random number in [0, 1), is at least NEAR_DRAWN away
+    from the numbers that select other indices.
     """
     # Running sums over a complete vocabulary are slow, so a block is drawn first, then an index in
     # the block.
@@ -248,7 +246,7 @@ def lead(logits: np.ndarray) -> float:
 def _drawn(sums: np.ndarray, goal: float) -> int:
     """Return the first index at which the running sums `sums` exceed `goal`.
 
-    If no sum exceeds `goal` because of rounding, return the last index with a positive weight.
+    If rounding lets none exceed it, return the last index with a positive weight.
     """
     return int(min(sums.searchsorted(goal, side="right"), sums.searchsorted(sums[-1])))
 
@@ -266,8 +264,8 @@ def weights(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
 def shifted(logits: np.ndarray, sampling: Sampling, counts: Mapping[int, int]) -> np.ndarray:
     """Return the logits, f64 [vocab], after OpenAI's penalties and biases.
 
-    Token j, which was generated c[j] times (`counts`), gets
-    logits[j] - c[j] * frequency_penalty - (c[j] > 0) * presence_penalty + logit_bias[j].
+    A token that was generated c times (`counts`) gets logit - c * frequency_penalty - (c > 0) *
+    presence_penalty + its logit_bias.
     """
     logits = logits.astype(np.float64)
     for token, count in counts.items():
@@ -345,9 +343,8 @@ def log_probabilities(logits: np.ndarray, token: int, count: int) -> Score:
 def score_width(widths: Sequence[int], max_width: int) -> int:
     """Return how many tokens a call should read if the logits after every token are needed.
 
-    widths: numbers of tokens that verify functions take. The result is the largest width that is at
-    most `max_width`, or the smallest if all are larger. Without widths, the result is 1 (a
-    decode step).
+    widths: numbers of tokens that verify functions take. The result is the largest width up to
+    `max_width`, or else the smallest width. Without widths, it is 1 (a decode step).
     """
     return max((width for width in widths if width <= max_width), default=min(widths, default=1))
 
@@ -355,8 +352,7 @@ def score_width(widths: Sequence[int], max_width: int) -> int:
 def logit_rows(session: Session, tokens: Sequence[int], width: int) -> Iterator[np.ndarray]:
     """Read `tokens` in calls of `width` tokens; yield the logits after each token, f32 [vocab].
 
-    The last call may have fewer tokens. Then it is padded, or replaced by decode steps if the
-    session cannot undo the padding.
+    A shorter last call is padded, or replaced by decode steps if the session cannot undo padding.
     """
     for start in range(0, len(tokens), width):
         part = tokens[start : start + width]

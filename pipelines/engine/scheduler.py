@@ -63,19 +63,17 @@ class ModelFailed(PipelineError):
 class Scheduler:
     """The scheduler, which runs requests in the slots of a batch.
 
-    Only one thread at a time may call `turn`. A turn reads one chunk of one prompt and decodes one
-    token of each other request. So a long prompt delays the others by only one chunk at a time.
-    A turn that copies a prefix from another slot, or reads it from disk, reads no chunk. If a
-    constraint forces several tokens, they are read in one call, like a chunk.
+    Only one thread at a time may call `turn`. A turn reads one chunk of one prompt, and decodes one
+    token of each other request, so a long prompt delays the others by only one chunk at a time. A
+    turn that copies a prefix from another slot, or reads it from disk, reads no chunk. Tokens that
+    a constraint forces are read in one call, like a chunk.
 
-    `Admission` chooses which prompt is read next. If reading a prompt fails, only the request of
-    this prompt ends. If a decode step fails, all requests in this step end. A preempted request
-    loses its slot and continues later from a copy of its states. With `draft` or `ngrams`, a
-    request uses speculative decoding while no other request runs.
+    If reading a prompt fails, only its request ends. If a decode step fails, all requests in this
+    step end. A preempted request loses its slot and continues later from a copy of its states. With
+    `draft` or `ngrams`, a request uses speculative decoding while no other request runs.
 
     Args:
         batch: a `castiron.vmfb.batch.Batch` or a `SingleSlot`, which nothing else may use.
-        observer: receives the events of the scheduler.
         store: store on disk for the states of prefixes.
         draft: draft model for speculative decoding.
         ngrams: whether to speculate that the text repeats earlier text (prompt lookup).
@@ -101,7 +99,6 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether there are no requests."""
         return not (self.waiting or self.prefilling or self.decoding)
 
     def submit(self, request: Request) -> None:
@@ -128,8 +125,8 @@ class Scheduler:
     def fail_all(self, error: BaseException) -> Events:
         """End every request with `error`, and return the events that report this.
 
-        The error may have interrupted a turn at any point. States stay in the prefix cache only if
-        they are certain to be valid.
+        The error may have interrupted a turn at any point, so only states that are certain to be
+        valid stay in the prefix cache.
         """
         events: Events = []
         for slot, session in enumerate(self.batch.slots):
@@ -151,7 +148,7 @@ class Scheduler:
     def _read(self, forced: dict[int, Request], events: Events) -> bool:
         """Read the next chunk of a prompt or of forced tokens; return whether there was one.
 
-        forced: requests with unread forced tokens, by slot. events: list to which events are added.
+        forced: requests with unread forced tokens, by slot.
         """
         if (chosen := self.requests.next(forced)) is None:
             return False
@@ -187,7 +184,6 @@ class Scheduler:
         return True
 
     def _read_chunk(self, session, request: Request, left, width: int, forced: bool):
-        """Read up to `width` of the unread tokens `left`; return (tokens read, argmax)."""
         if request.prompt_logprobs is None or forced:
             return left[:width], session.prefill(left[:width])
         # Make only complete calls, so that a prefix always has the same logits to the last bit.
@@ -202,7 +198,6 @@ class Scheduler:
         return read, argmax
 
     def _preempt(self) -> None:
-        """Preempt a running request if a request of a higher priority needs its slot."""
         if (slot := self.requests.preempted()) is None:
             return
         request = self.requests.running[slot]
@@ -214,7 +209,7 @@ class Scheduler:
         self.observer.preempted(request)
 
     def _start(self, request: Request) -> int:
-        """Give a waiting request a slot, and prepare the states of the slot; return the slot."""
+        """Give a waiting request a slot, and prepare the slot's states; return the slot."""
         free = self.requests.free
         if paused := request.paused:
             slot = self.cache.resume(paused, [*request.prompt, *request.tokens], free)
@@ -234,7 +229,7 @@ class Scheduler:
     def _decode(self, events: Events) -> None:
         """Run a decode step, which reads one token of every request whose prompt has been read.
 
-        If a request then has no more unread tokens, its next token is chosen.
+        The next token is chosen for requests that then have no unread tokens.
         """
         unread = {slot: self._unread(slot, r) if r.constraint else r.tokens[-1:] for slot, r in self.decoding.items()}
         if len(self.decoding) == 1 and not (self.prefilling or self.waiting):
@@ -260,7 +255,6 @@ class Scheduler:
                 self._advance(slot, request, found[slot], events)
 
     def _speculate(self, slot: int, request: Request, unread: list[int], events: Events) -> None:
-        """Run one pass of speculative decoding for the only running request."""
         session, start = self.batch.slots[slot], self.batch.slots[slot].position
         speculator, new = self.speculator, list[Event]()
         try:
@@ -302,7 +296,7 @@ class Scheduler:
             self._leave(request, request.finish_reason)
 
     def _leave(self, request: Request, reason: str) -> None:
-        """End a request for `reason`; its states stay in the prefix cache."""
+        """End a request; its states stay in the prefix cache."""
         slot = self.requests.remove(request)
         if slot is not None:
             self.cache.touch(slot)
@@ -311,7 +305,7 @@ class Scheduler:
             self.observer.ended(request, reason)
 
     def _fail(self, requests: list[Request], error: BaseException, events: Events, clear: bool = True) -> None:
-        """End requests with an error; `clear`: whether to remove their states from the cache."""
+        """End requests with an error; clear: whether to remove their states from the cache."""
         # A constraint that no token satisfies is not a failure of the model.
         failure = error if isinstance(error, ConstraintError) else ModelFailed(error)
         for request in requests:

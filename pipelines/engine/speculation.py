@@ -176,8 +176,8 @@ class Speculator:
     def _choose(self, found: Pass, at: int) -> tuple[int, Callable[[], np.ndarray], int]:
         """Choose the token after `found.tokens[at]`.
 
-        Returns (token with the largest logit, function that returns the logits, chosen token). A
-        verify call adds numbers in another order than a decode step. If this could change the
+        Returns (token with the largest logit, function that returns the logits, chosen token).
+        Verify calls and decode steps add numbers in different orders. If that could change the
         chosen token, a decode step computes the logits again.
         """
         argmax, chooser, session = found.argmaxes[at], self.request.chooser, self.session
@@ -197,7 +197,6 @@ class Speculator:
         return argmax, logits, chosen
 
     def _end(self, found: Pass) -> None:
-        """End a pass: move the session back to the end of the text, and update the counts."""
         before = found.before
         if before and self.session.position != before.position + found.taken:
             start = self.clock()
@@ -233,7 +232,7 @@ class Speculator:
     def _plan(self) -> tuple[str | None, int]:
         """Return ("ngram" or "draft", number of proposals) for the next pass; (None, 0) for none.
 
-        Of these options, the one with the most expected tokens per second is returned.
+        It returns the option with the most expected tokens per second.
         """
         free = self.session.context - self.session.position
         widest = max((width for width in self.widths if width <= free), default=1)
@@ -288,7 +287,6 @@ class Speculator:
         return 0
 
     def _credit(self) -> float:
-        """Return how many seconds the draft model may lose before it stops making proposals."""
         ngrams = self.stats["ngram"].lost
         gains = max(0.0, self._saved) + max(0.0, -ngrams)
         lost = self.stats["draft"].lost + max(0.0, ngrams)

@@ -1,8 +1,8 @@
 """Measure a bundle and other engines ("peers"): speed, time to first token and memory.
 
 For castiron, the result also has the fractions of the machine's read bandwidth and peak FLOP/s that
-it reaches. They are computed from the FLOP and bytes of each kernel in the bundle's manifest.
-`progress`: called with (name of a stage, fraction done).
+it reaches, from the FLOP and bytes of each kernel in the bundle's manifest. `progress`: called with
+(name of a stage, fraction done).
 """
 
 from __future__ import annotations
@@ -138,10 +138,9 @@ class Workload:
         """Return which fraction of the machine's limits castiron reaches, by name.
 
         decode_roofline: bytes of weights and KV cache read per second, divided by the read
-        bandwidth.
-        prefill_peak_share: FLOP per second, divided by the f32 peak; it may exceed 1 with int8
-        activations.
-        Both are None for the lowering `portable`, whose manifests have no FLOP and bytes.
+        bandwidth. prefill_peak_share: FLOP per second, divided by the f32 peak. It may exceed 1
+        with int8 activations. Both are None for the lowering `portable`, whose manifests have no
+        FLOP and bytes.
         """
         if not self._kernels() or not all("weights" in kernel for kernel in self._kernels()):
             return {"decode_roofline": None, "prefill_peak_share": None}
@@ -155,8 +154,8 @@ class Workload:
     def decode_bytes(self, depth: int, tokens: int) -> float:
         """Return the bytes of weights and KV cache that a decode step reads on average.
 
-        depth, tokens: position of the first step, and number of steps. Of the embedding, only one
-        row counts. Of the experts, only those count that a token is routed to.
+        depth: position of the first step. tokens: number of steps. One row of the embedding counts,
+        and only the experts to which a token is routed.
         """
         weights = sum(kernel["calls"] * kernel["weights"] for kernel in self._kernels())
         # Only kernels that read the KV cache have bytes that grow with the position; at position 0 they read one entry.
@@ -171,8 +170,8 @@ class Workload:
     def prefill_flops(self, tokens: int) -> float:
         """Return the FLOP to prefill `tokens` tokens from position 0 and compute the last logits.
 
-        Padding does not count: if a quarter of a chunk's tokens are padding, three quarters of the
-        chunk's FLOP count.
+        A chunk's padding does not count: a chunk with a quarter padding has three quarters of its
+        FLOP.
         """
         names = {function.width: function.name for function in self.manifest.functions if function.role == "prefill"}
         names[1] = "decode_step"

@@ -37,9 +37,9 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured: `rounds` times, a prefill of `prompt` tokens and `gen` decode steps.
+    """What is measured: a prefill of `prompt` tokens, and `gen` decode steps from position `depth`.
 
-    threads: CPU threads. depth: position of the first decode step.
+    rounds: how often each is measured.
     """
 
     threads: int
@@ -50,7 +50,6 @@ class Settings:
 
     @property
     def context(self) -> int:
-        """The context length, in tokens, that every engine needs for this measurement."""
         return max(self.prompt, self.depth + self.gen, FIRST_PROMPT + 1)
 
 
@@ -58,7 +57,6 @@ class EngineError(PipelineError):
     """Raised if an engine's process crashed or reported an error."""
 
     def __init__(self, engine: str, reason: str, status: int | None):
-        """Describe an engine's failure; status: exit status of its process, None if it is alive."""
         crash = f"crashed ({signal.Signals(-status).name})" if status and status < 0 else None
         self.engine, self.reason = engine, crash or f"ended: {reason or 'it gave no reason'}"
         super().__init__(f"{engine} {self.reason}")
@@ -84,7 +82,7 @@ class Worker:
     """A process that runs one engine. It receives requests and returns results over a pipe."""
 
     def __init__(self, engine: str, model: str, settings: Settings):
-        """Start the process; EngineError if it cannot load the model. model: path of the model."""
+        """Start the process; EngineError if it cannot load the model at the path `model`."""
         self.engine = engine
         self.pipe, end = _SPAWN.Pipe()
         arguments = end, engine, model, settings.threads, settings.context
@@ -118,7 +116,7 @@ class Worker:
 
 
 def serve_engine(pipe: Connection, name: str, model: str, threads: int, context: int) -> None:
-    """Load an engine, and run requests from `pipe`: the main function of a `Worker`'s process.
+    """Load an engine and run requests from `pipe`: the main function of a `Worker`'s process.
 
     A request is (name of a method, arguments). The answer is (result, error message or None).
     """
@@ -159,10 +157,9 @@ def measure(
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Measure engines in turns, and append the measurements to the lists in `engines`.
 
-    An engine that fails is removed from `engines`. If castiron fails, EngineError is raised.
+    An engine that fails is removed from `engines`; if castiron fails, EngineError is raised.
 
-    Returns two dicts: the machine's limits read_gb_s and peak_gflop_s, with one value per round,
-    and the errors of the engines that failed.
+    Returns ({limit of the machine: its value in each round}, {engine that failed: error message}).
     """
     workers: dict[str, Worker] = {}
     limits: dict[str, list[float]] = {"read_gb_s": [], "peak_gflop_s": []}
@@ -214,9 +211,9 @@ def measure(
 
 
 class Castiron:
-    """castiron as an engine of the benchmark. `serve_engine` calls its methods.
+    """castiron as an engine of the benchmark.
 
-    The other engines are in `reference.peers`, and have the same methods.
+    The engines in `reference.peers` have the same methods.
     """
 
     def __init__(self, model: str, threads: int, context: int):

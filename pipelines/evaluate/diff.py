@@ -87,8 +87,8 @@ def _activations(checkpoint: Checkpoint, module, function: str, tokens: Sequence
 def _distance(ours: np.ndarray, theirs: np.ndarray) -> float | None:
     """Return the max absolute difference, divided by the root mean square of `theirs`.
 
-    Both arrays are [tokens, ...]. If `ours` has only one token, `theirs` is compared at its last
-    token. Returns None if the sizes do not match.
+    Both arrays are [tokens, ...]. One token of `ours` is compared with the last of `theirs`. None
+    if the sizes do not match.
     """
     rows = theirs.reshape(len(theirs), -1) if theirs.ndim > 1 else theirs[None]
     mine = ours.reshape(len(ours), -1)
@@ -102,7 +102,7 @@ def _distance(ours: np.ndarray, theirs: np.ndarray) -> float | None:
 
 
 def _between(function: Graph, equal: Sequence[str], different: str) -> list[tuple[str, str]]:
-    """Return (kind, module path) of each operation after the modules `equal`, up to `different`."""
+    """Return (kind, module path) of the operations after the modules `equal`, up to `different`."""
 
     def last(name: str) -> int:
         return max(i for i, op in enumerate(function.ops) if op.path == name or op.path.startswith(name + "."))

@@ -167,8 +167,8 @@ def _probe(
 ) -> Kernel:
     """Return a probe kernel with operand x and result y; a workgroup computes one row of y.
 
-    flops: FLOP of one call. nbytes: bytes that one call reads. write: emits the kernel's body;
-    called as write(body, x, y).
+    flops, nbytes: FLOP of one call, and bytes that it reads. write: emits the kernel's body, as
+    write(body, x, y).
     """
     y = {"y": TensorType(result, F32)}
     return Kernel(f"probe_{name}", {"x": x}, y, result[0], write, dict, flops=flops, nbytes=nbytes)
@@ -177,13 +177,13 @@ def _probe(
 class TimedKernel:
     """A kernel that is compiled for this machine, with its operands.
 
-    results: arrays by result name, except results that are updated in place. copies: equal sets of
-    operands, each with arrays by operand name. Each call uses the next set, so that large operands
-    are not in the CPU's cache.
+    results: arrays by result name, except results that are updated in place. copies: sets of equal
+    operands by name. Each call uses the next set, so that large operands are not in the CPU's
+    cache.
     """
 
     def __init__(self, kernel: Kernel, values: Mapping[str, np.ndarray], threads: int):
-        """Compile and load the kernel. values: arrays of its operands, by name."""
+        """Compile and load the kernel. values: its operands, by name."""
         import iree.runtime as rt
 
         from castiron.vmfb.compiler import compile_mlir
@@ -261,19 +261,18 @@ class Machine:
 
 
 def peak_of(kernel: str) -> str:
-    """Return the key of PEAKS for the arithmetic of a kernel, from the kernel's name.
+    """Return the key of PEAKS for the arithmetic of a kernel, from its name.
 
-    Exact matmuls on matrix units split x into three or more bf16 parts, so they can reach at most a
+    Exact matmuls on matrix units split x into at least three bf16 parts, so they reach at most a
     third of the bf16 peak.
     """
     return next((peak for part, peak in _PEAK_OF.items() if part in kernel), "peak_gflop_s")
 
 
 def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: Mapping[str, float]) -> tuple[str, float | None]:
-    """Return (what limits a kernel's speed, fraction of this limit that the kernel reaches).
+    """Return ("memory", "compute" or "cache", fraction of this limit that the kernel reaches).
 
-    The limit is "memory", "compute", or "cache" if the kernel reads faster than memory can. For
-    "cache", the fraction is None.
+    The limit is "cache", with the fraction None, if the kernel reads faster than memory can.
     """
     reading, computing = nbytes / limits["read_gb_s"] / 1e9, flops / limits[peak_of(kernel)] / 1e9
     bound = "compute" if computing >= reading else "memory" if reading <= seconds else "cache"
@@ -281,10 +280,7 @@ def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: M
 
 
 def of_limit(row: Mapping[str, Any]) -> str:
-    """Return what fraction of its limit a kernel reaches, such as "75%".
-
-    The text is "in cache" if its data fit in the CPU's caches, and "?" if the limit is unknown.
-    """
+    """Return what fraction of its limit a kernel reaches, as "75%", "in cache" or "?" (unknown)."""
     if row["bound"] == "cache":
         return "in cache"
     return "?" if row["limit_share"] is None else f"{row['limit_share']:.0%}"

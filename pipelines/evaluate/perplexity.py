@@ -40,10 +40,10 @@ Rows = Callable[[Sequence[int], int], Iterator[np.ndarray]]
 
 @dataclass(frozen=True)
 class Compared:
-    """Statistics of a model and a base model for each scored token; all arrays are [tokens].
+    """Statistics of a model and a base model, one number per scored token; arrays are [tokens].
 
     nll, nll_base: negative log-likelihood of the token by the model and by the base model. kld: KL
-    divergence KL(base || model). same_top: whether both models have the same most probable token.
+    divergence KL(base || model). same_top: whether both have the same most probable token.
     """
 
     nll: np.ndarray
@@ -81,9 +81,8 @@ def perplexity(nll: np.ndarray) -> dict[str, float]:
 def statistics(found: Compared) -> dict:
     """Return the statistics that `llama-perplexity --kl-divergence` prints, by name.
 
-    Probabilities are from 0 to 1, not percentages. As in llama.cpp, the error of the perplexity
-    ratio comes from the difference of the two log-likelihoods of each token, so it includes the
-    covariance.
+    Probabilities are from 0 to 1. As in llama.cpp, the error of the perplexity ratio comes from the
+    difference of each token's two log-likelihoods, so it includes the covariance.
     """
     log_ratio = mean_and_error(found.nll - found.nll_base)
     ratio = float(np.exp(log_ratio["mean"]))
@@ -114,7 +113,7 @@ class Chunk:
 def bundle_rows(session: Session, steps: bool = False) -> Rows:
     """Return a function that yields a bundle's logits, f32 [vocab], after each token of a text.
 
-    The logits come from the verify functions or, if `steps` is true, from decode_step.
+    steps: whether decode_step computes them, not the verify functions.
     """
 
     def rows(tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
@@ -180,7 +179,7 @@ def chunks_of(tokens: Sequence[int], context: int, max_chunks: int | None = None
 
 
 def _scored(chunks: Sequence[Chunk], progress: Progress, *models: Rows) -> Iterator[tuple]:
-    """Yield (logits [vocab] of each model, ..., token id) for every scored token."""
+    """Yield (logits [vocab] of each model, ..., token id) for each scored token."""
     for done, chunk in enumerate(chunks):
         progress(done, len(chunks))
         yield from zip(*(model(chunk.tokens, chunk.first) for model in models), chunk.targets, strict=True)

@@ -123,7 +123,7 @@ def gguf_parts(checkpoint: Checkpoint, weights: str) -> tuple[bytes, list[Tensor
 
 
 def _tensor(name: str, shape: tuple[int, ...], codec: str) -> Tensor:
-    """Return a tensor filled with copies of a random tile, or with ones if it has one dimension."""
+    """Return a tensor of copies of a random tile, or a vector of ones."""
 
     def read() -> np.ndarray:
         if len(shape) == 1:

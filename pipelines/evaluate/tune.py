@@ -68,7 +68,7 @@ class Bench:
     def __init__(self, model: str | Path, options: Options, functions: Sequence[str], directory: Path, progress: Progress):
         """Compile `model` with default tiles into a subdirectory of `directory`.
 
-        functions: names of the model functions whose matmuls are tuned; [] for all functions.
+        functions: names of the model functions whose matmuls are tuned; [] for all.
         """
         self.model, self.options, self.directory = model, options, directory
         checkpoint = open_source(model, options, progress)
@@ -121,7 +121,6 @@ class Bench:
         return found
 
     def _times(self, model: Path, function: Function) -> Iterator[tuple[str, float]]:
-        """Run a function of the module file `model`; yield (name, seconds of a call) of kernels."""
         measure = lambda runs: dispatches(
             model, self.bundle.file(WEIGHTS), self.bundle.manifest, function, POSITION, self.threads, runs
         )
@@ -136,7 +135,7 @@ class Bench:
         return lower(self._layers, isa=self.target.isa, threads=self.threads, tiles=tiled, numerics=self.options.numerics)
 
     def _kernels_of(self, module: Module) -> dict[str, tuple[Matmul, str, str]]:
-        """Return (matmul, name of the first function with it, kernel name there) by matmul name."""
+        """Return {matmul's name: (matmul, first function with it, kernel name there)}."""
         found: dict[str, tuple[Matmul, str, str]] = {}
         for function in self.functions:
             for op in module.functions[function.name].ops:
@@ -149,9 +148,8 @@ class Bench:
 def search(bench: Bench, searches: dict[str, MatmulSearch], progress: Progress) -> int:
     """Find the best tiles of each matmul, and store them in `searches`.
 
-    Each round compiles a module in which every matmul has one candidate for its tiles, and times
-    the kernels. In the end, the fastest candidates are timed again. Returns the number of rounds
-    whose module did not compile.
+    Each round times a module in which every matmul has one candidate for its tiles. In the end, the
+    fastest candidates are timed again. Returns the number of rounds whose module did not compile.
     """
     refused = 0
     candidates = {name: list(neighbours(found.matmul, bench.isa, bench.threads)) for name, found in searches.items()}
@@ -159,7 +157,6 @@ def search(bench: Bench, searches: dict[str, MatmulSearch], progress: Progress) 
     best: dict[str, tuple[float, Tiles]] = {}
 
     def measured(tiles: TilesByMatmul, repeats: int) -> Iterator[tuple[str, float]]:
-        """Yield (matmul name, speed-up with `tiles`), and store the times with default tiles."""
         nonlocal refused
         try:
             gains = bench.gains(tiles, repeats) if tiles else {}
@@ -203,10 +200,7 @@ def neighbours(matmul: Matmul, isa: Isa, threads: int) -> Iterator[Tiles]:
 
 
 def _code(matmul: Matmul, isa: Isa, threads: int, tiles: Tiles) -> str | None:
-    """Return the MLIR of the matmul's kernel without the kernel's name; None for invalid `tiles`.
-
-    Without the name, kernels with the same code have the same text.
-    """
+    """Return the MLIR of the matmul's kernel without its name; None for invalid `tiles`."""
     try:
         kernel = kernel_of(matmul, isa, threads, tiles)
     except ValueError:

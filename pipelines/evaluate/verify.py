@@ -118,12 +118,11 @@ def encode(prompt: Prompt, text, vocab: int) -> list[int]:
 
 
 def checkpoint_of(bundle: Bundle, given: str | None = None, *, any_format: bool = False) -> Path:
-    """Return the path of the checkpoint that the bundle was compiled from.
+    """Return the path of the bundle's checkpoint: `given`, or else the path in the manifest.
 
-    This is `given`, or else the path in the manifest. If the path in the manifest does not exist,
-    the checkpoint is downloaded again. Raises PipelineError if the checkpoint's SHA-256 is not that
-    of the manifest. With `any_format`, `given` may also be the same model in the other format (GGUF
-    file or HF directory); its SHA-256 is then not checked.
+    If the latter does not exist, the checkpoint is downloaded again. Raises PipelineError if the
+    SHA-256 is not that of the manifest. With `any_format`, `given` may be the same model in the
+    other format (GGUF file or HF directory), whose SHA-256 is not checked.
     """
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, canonical_name, fetch
     from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256, find_checkpoint
@@ -167,10 +166,10 @@ def adapter_of(bundle: Bundle) -> Path | None:
 
 
 def _unchanged(bundle: Bundle, key: str, what: str, sha256: Callable[[Path], str | None]) -> Path | None:
-    """Return the path of a file that the bundle was compiled with; PipelineError if it has changed.
+    """Return the path of a file that the bundle was compiled with; PipelineError if it changed.
 
-    key: the file's key in the manifest's `source`; without this key, the result is None. what: name
-    of the file in error messages.
+    key: the file's key in the manifest's `source`; without it, the result is None. what: what error
+    messages call the file.
     """
     if (recorded := bundle.manifest.source.get(key)) is None:
         return None
@@ -242,9 +241,9 @@ def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[s
 def expect(model, prompt: list[int], ours: list[int]):
     """Return HF's greedy tokens after a prompt, valid up to the first difference from `ours`.
 
-    ours: the tokens that castiron generated. HF reads the prompt and `ours` in one forward pass,
-    which gives HF's choice at each position. If the two largest logits at a position are closer
-    than `CERTAIN`, HF generates token by token instead.
+    HF reads the prompt and castiron's tokens `ours` in one pass, which gives its choice at each
+    position. If the two largest logits at a position are closer than `CERTAIN`, HF generates token
+    by token instead.
     """
     import torch
 
@@ -297,8 +296,7 @@ _OTHER_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.js
 def dequantised(path: Path) -> Iterator[Path]:
     """Yield an HF directory of the model that transformers can read without other libraries.
 
-    If transformers needs a library for the model's quantisation, such as GPTQ, this is a temporary
-    copy with weights in f32. Otherwise it is `path`.
+    This is `path`, or a temporary copy in f32 if its quantisation, such as GPTQ, needs a library.
     """
     full_config = json_object(path / CONFIG) if path.is_dir() else None
     config = quantization_config(full_config or {})
