@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from castiron.vmfb.disk import naming, reason
-from castiron.vmfb.manifest import BundleError, is_bundle_file
+from castiron.vmfb.manifest import MANIFEST, BundleError, is_bundle_file
 from castiron.vmfb.record import short
 from castiron.vmfb.staging import replace_file
 
-MANIFEST = "manifest.json"
 # Alignment in bytes of entries: one page, so that they can be mapped. IREE itself needs 64.
 ALIGNMENT = 4096
 _LOCAL = struct.Struct("<4s22xHH")
@@ -39,11 +38,10 @@ _MAX_DIRECTORY = 1_000_000
 
 @dataclass(frozen=True)
 class Part:
-    """A range of bytes of an open file.
+    """A range of `size` bytes of an open file, from byte `offset` on.
 
-    The part stays readable if another file replaces the file at `path`. offset, size: the range in
-    bytes. lock: must be locked while `file` is read, because the parts of an archive share `file`
-    and its position.
+    The part stays readable if another file replaces the file at `path`. lock: must be locked while
+    `file` is read, because the parts of an archive share `file` and its position.
     """
 
     path: Path
@@ -128,7 +126,7 @@ def open_archive(path: Path) -> dict[str, Part]:
             with zipfile.ZipFile(file) as archive:
                 entries = archive.infolist()
             for entry in entries:
-                if not (entry.filename == MANIFEST or is_bundle_file(entry.filename)) or entry.filename in found:
+                if not is_bundle_file(entry.filename) or entry.filename in found:
                     raise invalid(f"unexpected entry {short(entry.filename)}")
                 file.seek(entry.header_offset)
                 magic, name, extra = _LOCAL.unpack(file.read(_LOCAL.size))
@@ -185,12 +183,9 @@ def write_archive(
 
 
 def _entry(name: str, offset: int, size: int) -> zipfile.ZipInfo:
-    """Return a zip entry for a file whose header is at byte `offset` of the archive.
-
-    The header is padded so that the file's data starts on a page.
-    """
     entry = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
     entry.external_attr, entry.file_size = 0o644 << 16, size
+    # The header at byte `offset` is padded so that the file's data starts on a page.
     padding = -(offset + _LOCAL.size + len(name.encode()) + _ZIP64_EXTRA + _PADDING.size) % ALIGNMENT
     entry.extra = _PADDING.pack(_PADDING_ID, padding) + bytes(padding)
     return entry

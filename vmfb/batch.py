@@ -37,10 +37,7 @@ class Cover:
         self.of = lru_cache(4096)(self._of)
 
     def _of(self, slots: tuple[int, ...]) -> tuple[Span, ...]:
-        """Return the cheapest calls that include all `slots`, as (first slot, width) pairs.
-
-        slots: indices of the slots, in ascending order.
-        """
+        """Return the cheapest calls that include all `slots`, which must be in ascending order."""
         # best[n]: (cost, number of calls, total width, spans) of the best plan for the last n slots.
         best: list[tuple[float, int, int, tuple[Span, ...]]] = [(0.0, 0, 0, ())]
         for slot in reversed(slots):

@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from castiron.vmfb.archive import MANIFEST, Part, changed_file, open_archive, write_archive
+from castiron.vmfb.archive import Part, changed_file, open_archive, write_archive
 from castiron.vmfb.cache import cache_root, keep
 from castiron.vmfb.cpu import can_use_tiles, host_arch, host_cpu
 from castiron.vmfb.disk import naming, reason
 from castiron.vmfb.manifest import (
     FILES,
+    MANIFEST,
     TEMPLATE,
     TOKENIZER,
     BundleError,
@@ -38,10 +39,10 @@ _MAX_MANIFEST = 16_000_000
 class Bundle:
     """An open bundle.
 
-    path: the bundle's directory, or its archive if `packed` is true. parts: open files of the
-    bundle by name, which stay readable if another bundle replaces this one; if None, `part` opens
-    the files. device: the GPU that runs the bundle, such as "vulkan:1"; None for the first GPU.
-    progress: called with (bytes, total) while weights are uploaded to a GPU.
+    path: the bundle's directory, or its archive if `packed` is true. parts: the open files by name,
+    which stay readable if another bundle replaces this one; if None, `part` opens the files.
+    device: the GPU that runs the bundle, such as "vulkan:1"; None for the first GPU. progress:
+    called with (bytes uploaded, total) while weights are uploaded to a GPU.
     """
 
     path: Path
@@ -87,7 +88,7 @@ class Bundle:
 
     @property
     def tokenizer(self) -> Part | None:
-        """Return the file tokenizer.json; None if the bundle takes token ids only."""
+        """Return the file tokenizer.json; None if the bundle has none and takes token ids only."""
         return self.part(TOKENIZER) if TOKENIZER in self.manifest.files else None
 
     @property
@@ -105,9 +106,10 @@ def open_bundle(source: Path | str | Bundle, *, full_check: bool = False, run: b
     """Open a bundle, which is a directory or an archive; raise BundleError if it is invalid.
 
     The first opening hashes every file and stores each file's size, inode and change times in the
-    cache. Later openings compare only these, unless `full_check` is set. run: whether to check also
-    that this CPU and this version of the runtime can run the bundle. If `source` is a Bundle, it is
-    returned unchanged unless `full_check` is set.
+    cache. Later openings compare only these. If `source` is a Bundle, it is returned unchanged.
+
+    full_check: hash every file in any case. run: check also that this CPU and this version of the
+    runtime can run the bundle.
     """
     if isinstance(source, Bundle):
         if not full_check:
@@ -129,7 +131,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _read(path: Path) -> tuple[dict[str, Part], bytes]:
-    """Return the open files of a bundle by name, and the bytes of its manifest."""
+    # The files by name, and the bytes of the manifest.
     parts = open_archive(path) if os.path.isfile(path) else _open_directory(path)
     return parts, _manifest_bytes(path, parts)
 
@@ -154,13 +156,10 @@ def pack_bundle(bundle: Bundle, out: Path | str, progress: Callable[[int, int], 
 
 
 def _open_directory(path: Path) -> dict[str, Part]:
-    """Return the open files of a bundle's directory by name.
-
-    A lock makes writers wait until all files are open.
-    """
     real = Path(os.path.realpath(path))
     if not os.path.isdir(path):
         remove_abandoned(real.parent)
+    # Writers wait until all files are open.
     with locked(real.parent):
         return _open_files(path)
 
@@ -171,7 +170,7 @@ def _open_files(path: Path) -> dict[str, Part]:
         raise BundleError(f"{path}: {problem}; make a bundle with castiron compile")
     parts, problem = dict[str, Part](), "has no manifest.json"
     try:
-        names = sorted(filter(_is_file, os.listdir(path)))
+        names = sorted(filter(is_bundle_file, os.listdir(path)))
     except OSError as error:
         raise BundleError(f"cannot read {path}: {reason(error)}") from None
     for name in names:
@@ -185,10 +184,6 @@ def _open_files(path: Path) -> dict[str, Part]:
     if MANIFEST not in parts:
         raise BundleError(f"not a bundle: {path} {problem}; make one with castiron compile")
     return parts
-
-
-def _is_file(name: str) -> bool:
-    return name == MANIFEST or is_bundle_file(name)
 
 
 def _check_machine(path: Path, manifest: Manifest) -> None:
@@ -317,22 +312,18 @@ class BundleWriter:
     def staged(self, manifest: Manifest, hashes: Mapping[str, str] | None = None) -> Bundle:
         """Return the bundle in the staging folder, to run it before `commit` renames it.
 
-        hashes: sha256s that are known already, by file name.
+        hashes: the known sha256s by file name; the other files are hashed.
         """
         return Bundle(self.directory, replace(manifest, files=self._files(hashes or {})))
 
     def _files(self, known: Mapping[str, str]) -> dict[str, File]:
-        """Return size and sha256 of every file written so far.
-
-        known: sha256s by file name, for files that need not be hashed.
-        """
         parts = {name: Part.of(self.directory / name) for name in sorted(os.listdir(self.directory)) if is_bundle_file(name)}
         return {name: File(part.size, known.get(name) or part.sha256()) for name, part in parts.items()}
 
     def commit(self, manifest: Manifest, hashes: Mapping[str, str] | None = None) -> Bundle:
         """Write the manifest, rename the staging folder to the target and return the bundle.
 
-        hashes: sha256s that are known already, by file name.
+        hashes: as for `staged`.
         """
         files = self._files(hashes or {})
         if absent := [name for name, required in FILES.items() if required and name not in files]:
@@ -361,5 +352,5 @@ class BundleWriter:
         except (OSError, ValueError, RecursionError, BundleError):
             value = None
         # Files of another kind are never deleted, even beside a manifest.json.
-        if not isinstance(value, dict) or "schema" not in value or not all(map(_is_file, entries)):
+        if not isinstance(value, dict) or "schema" not in value or not all(map(is_bundle_file, entries)):
             raise BundleError(f"directory holds files that are not a bundle's: {self.target}; choose another path or empty it")

@@ -88,10 +88,7 @@ def cache_folder(kind: str) -> Path:
 
 
 def keep(path: Path, data: bytes) -> bool:
-    """Write `data` to the file `path` in the cache; return whether the file was written.
-
-    If the file cannot be written, a message is printed.
-    """
+    """Write the file `path` in the cache, or print why not; return whether it was written."""
     try:
         write_file(path, data)
         return True
@@ -116,7 +113,6 @@ def unwritable(path: Path | str, why: str) -> None:
 
 @functools.cache
 def _temporary() -> Path:
-    """Make a folder that is removed when the process exits."""
     import tempfile
 
     folder = Path(tempfile.mkdtemp(prefix="castiron-"))
@@ -165,7 +161,7 @@ def clear(kinds: Sequence[str] = tuple(KINDS), older_than_days: float = 0.0) -> 
 
 
 def _remove_empty(folder: Path) -> None:
-    """Remove `folder` and its parents in the cache, up to the first that is not empty."""
+    # Ends at the first parent that is not empty.
     with contextlib.suppress(OSError):
         while folder != cache_root():
             folder.rmdir()

@@ -103,7 +103,8 @@ def compile_modules(
     log = folder / "compile.log"
 
     def compiled(text: str) -> tuple[dict, bytes, bool]:
-        key = _key(text, flags, target)
+        facts = [compiler_version(), list(flags), target.cpu, list(target.features), text]
+        key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         known = _known(store, key)
         record, data = known or _compile(text, flags, store if cache_dir else cache_folder("compile"), key, cancelled)
         with contextlib.suppress(OSError):
@@ -133,17 +134,8 @@ def compile_flags(target: Target, extra_flags: Sequence[str] = ()) -> tuple[str,
     return (*target.flags, *QUIET_FLAGS, *extra_flags)
 
 
-def _key(text: str, flags: Sequence[str], target: Target) -> str:
-    """Return the cache key of a compilation, a sha256 in hex."""
-    facts = [compiler_version(), list(flags), target.cpu, list(target.features), text]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-
 def _known(store: Path, key: str) -> tuple[dict, bytes] | None:
-    """Return (metadata, vmfb) of a cached result; None if there is no usable result.
-
-    The metadata are the log, the seconds and the sha256 of the vmfb.
-    """
+    """Return (metadata, vmfb) of a cached result, as `_compile` does; None if it is unusable."""
     with contextlib.suppress(OSError, ValueError):
         record, data = json.loads((store / f"{key}.json").read_bytes()), (store / f"{key}.vmfb").read_bytes()
         usable = isinstance(record, dict) and isinstance(record.get("log"), str) and "seconds" in record
@@ -153,7 +145,7 @@ def _known(store: Path, key: str) -> tuple[dict, bytes] | None:
 
 
 def _compile(text: str, flags: tuple[str, ...], store: Path, key: str, cancelled: threading.Event) -> tuple[dict, bytes]:
-    """Compile `text` and cache the result; return its metadata and the bytes of the vmfb.
+    """Compile `text` and cache the result; return (metadata, bytes of the vmfb).
 
     The metadata are the log, the seconds and the sha256 of the vmfb.
     """
@@ -185,7 +177,6 @@ def _compile(text: str, flags: tuple[str, ...], store: Path, key: str, cancelled
 
 
 def _run(command: list[str], directory: Path, cancelled: threading.Event) -> tuple[int, str]:
-    """Run a command, return its exit status and output; raise CompileError if it is `cancelled`."""
     # The compiler's linker writes temporary files, which are removed with the directory.
     environment = {**os.environ, "TMPDIR": str(directory.absolute())}
     with open(directory / "output", "w+b") as output, own_group() as group:
@@ -215,10 +206,7 @@ def _disk_full(status: int, output: str) -> int | None:
 
 
 def _failure(status: int, output: str, log: str, source: Path, folder: Path) -> CompileError:
-    """Move the MLIR file `source` to `folder`, write `log` there, and return the error to raise.
-
-    status, output: the exit status and the output of iree-compile.
-    """
+    """Move the MLIR file `source` to `folder`, write `log` there, and return the error to raise."""
     folder.mkdir(parents=True, exist_ok=True)
     os.replace(source, folder / "module.mlir")
     write_file(folder / "compile.log", log.encode())

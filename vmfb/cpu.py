@@ -136,7 +136,6 @@ def _cpuinfo() -> str:
 
 @functools.cache
 def _sysctl() -> dict[str, str]:
-    """Return the values that macOS's `sysctl` reports about the hardware, by name."""
     return _fields(subprocess.run(["/usr/sbin/sysctl", "hw", "machdep.cpu"], capture_output=True, text=True).stdout)
 
 

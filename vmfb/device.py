@@ -37,10 +37,7 @@ def lower_priority() -> None:
 
 
 def _change_policy(old: str, new: str) -> bool:
-    """Change the calling thread's scheduling policy, if it is `old`, to `new`.
-
-    Return whether it was changed.
-    """
+    """Change the calling thread's scheduling policy if it is `old`; return whether it changed."""
     if not hasattr(os, old) or os.sched_getscheduler(0) != getattr(os, old):
         return False
     with contextlib.suppress(OSError):
@@ -107,10 +104,10 @@ def _create(threads: int) -> rt.HalDevice:
 
 
 def _pinned_cpus(threads: int) -> list[int]:
-    """Return for each worker the id of the CPU to pin it to; an empty list pins no worker.
+    """Return the CPU to which each worker is pinned; an empty list pins no worker.
 
     If there is a worker for every CPU, all are pinned, because Linux sometimes runs two workers on
-    the same CPU for the time of several tokens. If there are fewer workers, none is pinned, because
+    one CPU for the time of several tokens. If there are fewer workers, none is pinned, because
     other processes may use the same CPUs.
     """
     cpus = _cpus()
@@ -118,7 +115,7 @@ def _pinned_cpus(threads: int) -> list[int]:
 
 
 def _cpus() -> list[int]:
-    """Return the CPUs that this process may use; empty if unknown."""
+    # Empty if unknown.
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
@@ -134,10 +131,9 @@ def _workers() -> set[int]:
 
 
 def _started_workers(before: set[int], threads: int) -> list[int]:
-    """Wait for `threads` workers to start; return their thread ids.
+    """Return the thread ids of new workers: of `threads`, or of those found in `START_SECONDS`.
 
-    before: the thread ids of older workers. A worker can be found once it has set its name. After
-    `START_SECONDS` the workers found so far are returned.
+    before: the thread ids of older workers. A worker can be found once it has set its name.
     """
     until = time.monotonic() + START_SECONDS
     while len(new := sorted(_workers() - before)) < threads and time.monotonic() < until and _cpus():

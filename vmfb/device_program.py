@@ -36,8 +36,8 @@ class DeviceProgram(Program):
         needed = manifest.files[WEIGHTS].size + slots * sum(state.nbytes for state in manifest.states)
         if self.info.memory is not None and needed > self.info.memory:
             raise DeviceError(
-                f"too little memory on {self.info.id} ({self.info.name}): {_gigabytes(self.info.memory)}, and the model needs "
-                f"{_gigabytes(needed)}; {LESS_MEMORY}"
+                f"too little memory on {self.info.id} ({self.info.name}): {self.info.memory / 1e9:.2f} GB, and the model needs "
+                f"{needed / 1e9:.2f} GB; {LESS_MEMORY}"
             )
         self._upload: Upload | None = None
         try:
@@ -69,10 +69,6 @@ class DeviceProgram(Program):
 
     def call(self, entry: Function, operands: Sequence[Buffer]) -> Call:
         return DeviceCall(self, entry, operands)
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.2f} GB"
 
 
 class HostBuffer(Buffer):

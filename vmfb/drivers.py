@@ -102,10 +102,7 @@ def allocating(nbytes: int, info: DeviceInfo) -> AbstractContextManager[None]:
 
 
 def _describe(driver: str, number: int, name: str, text: str) -> DeviceInfo:
-    """Return the `DeviceInfo` of a device.
-
-    text: the driver's description of the device, with lines of `key: value`.
-    """
+    # `text` is the driver's description of the device, with lines of `key: value`.
     fields = dict(re.findall(r"^[- ]*([\w-]+): (.+)$", text, re.MULTILINE))
     # Flag 1 of a heap of Vulkan: the heap is the device's own memory.
     heaps = [int(size) for size in re.findall(r"\] size=(\d+) flags=0x\d*[13579bdf]$", text, re.MULTILINE)]

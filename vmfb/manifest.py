@@ -14,6 +14,7 @@ from castiron.vmfb.record import Json, RecordError, from_json, short, to_json
 from castiron.vmfb.targets import Target
 
 SCHEMA = 8
+MANIFEST = "manifest.json"
 MODEL, WEIGHTS, TOKENIZER, TEMPLATE, LOG, TEXT, DEVICE = (
     "model.vmfb", "weights.irpa", "tokenizer.json", "chat_template.jinja", "compile.log", "model.mlir", "device.vmfb",
 )  # fmt: skip
@@ -41,8 +42,8 @@ def is_module(name: str) -> bool:
 
 
 def is_bundle_file(name: str) -> bool:
-    """Return whether a bundle may have a file called `name` besides its manifest."""
-    return name in FILES or is_module(name)
+    """Return whether a bundle may have a file called `name`."""
+    return name == MANIFEST or name in FILES or is_module(name)
 
 
 @dataclass(frozen=True)
@@ -270,10 +271,7 @@ _FACTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def _check_facts(name: str, facts: Mapping[str, Any]) -> None:
-    """Raise RecordError if a value in `facts` has a wrong type or size.
-
-    facts: the manifest's object `source` or `compile`. name: "source" or "compile".
-    """
+    """Check the types and sizes in `facts`, the manifest's object `source` or `compile`."""
     found = {key: from_json(kind, facts[key], f"{name}.{key}") for key, kind in _FACTS[name].items() if key in facts}
     for kernel, work in [pair for kernels in found.get("work", {}).values() for pair in kernels.items()]:
         amounts = (work.calls, work.weights, *work.flops, *work.bytes)

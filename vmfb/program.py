@@ -187,7 +187,7 @@ def check_functions(path: Path, module: rt.VmModule, manifest: Manifest, functio
 
 
 def _checked(path: Path, module: bytes) -> bytes:
-    """Return `module` unchanged; raise BundleError if a checksum in its zip archive differs."""
+    # A module is a zip archive with checksums.
     try:
         with zipfile.ZipFile(io.BytesIO(module)) as archive:
             damaged = archive.testzip()
@@ -349,7 +349,6 @@ def release_at_exit(owner: Any, *attributes: str) -> None:
 
 
 def _refuse_fork(*_: Any) -> NoReturn:
-    """Raise SessionError for a call in a forked child."""
     raise SessionError(
         "this session was made before the process was forked, and its worker threads are the parent's; make one in the child, "
         "or start the child with multiprocessing's spawn"

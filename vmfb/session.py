@@ -192,10 +192,6 @@ class Session:
         return (last.call.logits(row) for row in range(last.row + 1))
 
     def _verified(self) -> Row:
-        """Return the logits after the last token of `verify`.
-
-        Raise SessionError if the session's last call was not `verify`.
-        """
         if not isinstance(self._last, Row):
             raise SessionError("the last call was not verify, so there are no verified logits; call verify first")
         return self._last
@@ -253,7 +249,7 @@ class Session:
     def keep(self) -> None:
         """Store a snapshot of the current position if a later `rewind` to it may need one.
 
-        If there are too many snapshots, or they are too large, the oldest are dropped.
+        If more than `MAX_SNAPSHOTS` or `MAX_SNAPSHOT_BYTES` are stored, the oldest are dropped.
         """
         everywhere = all(state.can_return(self.context, self.position) for state in self._states)
         if not everywhere and all(snapshot.position != self.position for snapshot in self._retained):
@@ -294,10 +290,9 @@ class Session:
 
     @property
     def settled(self) -> bool:
-        """Return whether the states have only valid rows.
+        """Return whether the states have no rows of removed tokens.
 
-        A rewind removes tokens, whose rows stay in a ring buffer until new tokens overwrite them.
-        These rows are invalid.
+        After a rewind, a ring buffer has such rows until new tokens overwrite them.
         """
         return all(state.settled(self.position) for state in self._states)
 
@@ -316,7 +311,7 @@ class Session:
         self.chunked_tokens = self._chunked_before(position, chunked_tokens)
 
     def _chunked_before(self, position: int, chunked_tokens: int) -> int:
-        """Return the value that `chunked_tokens` has after a rewind to `position`."""
+        # The new `chunked_tokens` after a rewind to `position`.
         return min(chunked_tokens, position // self.widest * self.widest)
 
     def _retained_at(self, position: int) -> Snapshot:

@@ -78,10 +78,9 @@ class Positional:
         return self.array[:, :position]
 
     def settled(self, position: int) -> bool:
-        """Return whether the state has only valid rows; `position`: the position of the sequence.
+        """Return whether a sequence at `position` has no rows of removed tokens in this state.
 
-        A rewind removes tokens, whose rows stay in a ring buffer until new tokens overwrite them.
-        These rows are invalid.
+        After a rewind, a ring buffer has such rows until new tokens overwrite them.
         """
         return True
 

@@ -77,10 +77,7 @@ def _target(name: str, arch: str, cpu: str, features: Collection[str], *flags: s
 
 
 def _x86(level: str, features: Collection[str], *more: str, name: str = "") -> Target:
-    """Return the target for a level of the x86-64 psABI with additional features.
-
-    features: LLVM's names of the level's features. more: additional features.
-    """
+    # `level`: a level of the x86-64 psABI, with these features. `more`: additional features.
     flags = ["--iree-llvmcpu-target-triple=x86_64-unknown-linux-gnu", f"--iree-llvmcpu-target-cpu={level}"]
     if more:
         flags.append("--iree-llvmcpu-target-cpu-features=" + ",".join(f"+{feature}" for feature in more))
@@ -133,7 +130,7 @@ GPUS = tuple(_GPUS)
 
 def resolve(name: str) -> Target:
     """Return the target called `name`; raise TargetError if castiron cannot compile for it."""
-    if name.partition(":")[0] in _GPUS:
+    if is_gpu(name):
         return _gpu(name)
     if name not in TARGETS:
         raise TargetError(f"unknown target: {name!r}; choose one of {', '.join((*TARGETS, *GPUS))}")
@@ -152,10 +149,7 @@ def is_gpu(name: str) -> bool:
 
 
 def _gpu(name: str) -> Target:
-    """Return the target for a GPU.
-
-    name: a key of `_GPUS`, or a key and an architecture, such as "cuda:sm_90".
-    """
+    # `name`: "cuda", or with an architecture "cuda:sm_90".
     kind, colon, architecture = name.partition(":")
     driver, flag, default, pattern = _GPUS[kind]
     if colon and not re.fullmatch(pattern, architecture):

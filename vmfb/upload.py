@@ -33,7 +33,7 @@ class Upload:
         tensors: Mapping[str, memoryview],
         progress: Callable[[int, int], None] | None = None,
     ):
-        """Prepare to upload `tensors`, the bytes of each tensor by name.
+        """Prepare to upload `tensors`, which are bytes by name.
 
         progress: called with (bytes uploaded, total) after every tensor.
         """

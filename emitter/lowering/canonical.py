@@ -37,23 +37,15 @@ def reduce(op: Op, x: Value, init: Value) -> Value:
     if op.attrs["reducer"] != "add" or op.attrs["exact"]:
         return ops.reduce(op.attrs["reducer"], x, op.attrs["dims"], op.attrs["exact"])
     for dim in sorted(op.attrs["dims"], reverse=True):
-        x = _folded(x, dim)
+        before, length, after = x.shape[:dim], x.shape[dim], x.shape[dim + 1 :]
+        size = 1 << (length - 1).bit_length()
+        if size > length:
+            x = ops.concatenate([x, ops.constant(0.0, F32, (*before, size - length, *after))], dim)
+        while size > 1:
+            size //= 2
+            x = ops.add(_part(x, dim, 0, size), _part(x, dim, size, 2 * size))
+        x = ops.reshape(x, (*before, *after))
     return x
-
-
-def _folded(x: Value, dim: int) -> Value:
-    """Return the sum of x over the dimension `dim`, without this dimension.
-
-    The code adds the two halves of the dimension until one element is left.
-    """
-    size = 1 << (x.shape[dim] - 1).bit_length()
-    if size > x.shape[dim]:
-        zeros = (*x.shape[:dim], size - x.shape[dim], *x.shape[dim + 1 :])
-        x = ops.concatenate([x, ops.constant(0.0, F32, zeros)], dim)
-    while size > 1:
-        size //= 2
-        x = ops.add(_part(x, dim, 0, size), _part(x, dim, size, 2 * size))
-    return ops.reshape(x, (*x.shape[:dim], *x.shape[dim + 1 :]))
 
 
 def _part(x: Value, dim: int, first: int, last: int) -> Value:

@@ -65,22 +65,16 @@ class _Heads:
         operations that become one matmul.
     reordered: new weight operations, with rows reordered for rotary embedding.
     prepared: the operands in `HeadLayout.operands`, by name.
-    rotary_dim, eps, norm_row: the fields `rotary_dim`, `qk_norm` and `qk_norm_row` of `HeadLayout`.
     """
 
     sources: list[Value | list[Op]]
+    layout: HeadLayout
     reordered: list[Op] = field(default_factory=list)
     prepared: dict[str, Value] = field(default_factory=dict)
-    rotary_dim: int | None = None
-    eps: float | None = None
-    norm_row: bool = False
 
 
 class _Uses:
-    """A record of which operations compute and use each value of a function.
-
-    The record also has the fusions that have been found.
-    """
+    """Which operations compute and use each value of a function, and the fusions found so far."""
 
     def __init__(self, function: Graph) -> None:
         self.producer = {value: op for op in function.ops for value in op.results}
@@ -96,10 +90,7 @@ class _Uses:
         self.norms: dict[Value, Op] = {}
 
     def only(self, value: Value, kind: str) -> Op | None:
-        """Return the operation that computes `value`, if it is of kind `kind`; otherwise None.
-
-        The result is also None if `value` has more than one use.
-        """
+        """Return the operation of kind `kind` that computes `value`, if it has one use only."""
         op = self.producer.get(value)
         return op if op is not None and op.kind == kind and self.uses[value] == 1 else None
 
@@ -146,8 +137,7 @@ def _matmul(
 ) -> Op:
     """Return one matmul for linear operations with the same input and codec.
 
-    residual: value that is added to the result. glu: activation, if the linear operations are gate
-    and up of a GLU.
+    glu: the activation, if the linear operations are gate and up of a GLU.
     """
     x = linears[0].operands[0]
     norm = graph.norms.get(x)
@@ -171,7 +161,7 @@ def _matmul(
 def _fused_attention(graph: _Uses, op: Op, heads: _Heads) -> list[Op]:
     """Return the operations that replace an attention operation: matmuls and `fused_attention`."""
     made, rows = list(heads.reordered), []
-    (tokens, count, head_dim), kv_heads = op.operands[0].shape, op.operands[1].shape[1]
+    tokens = op.operands[0].shape[0]
     for source in heads.sources:
         if isinstance(source, list):
             out = sum(linear.results[0].shape[1] for linear in source)
@@ -180,13 +170,14 @@ def _fused_attention(graph: _Uses, op: Op, heads: _Heads) -> list[Op]:
             rows.append(row)
         else:
             rows.append(source)
-    layout = HeadLayout(count, kv_heads, head_dim, heads.rotary_dim, heads.eps, heads.norm_row)
     operands = (*rows, *heads.prepared.values(), *op.operands[3:])
-    attrs = {**op.attrs, "rows": len(rows), "layout": layout, "prepared": tuple(heads.prepared)}
+    attrs = {**op.attrs, "rows": len(rows), "layout": heads.layout, "prepared": tuple(heads.prepared)}
     return [*made, Op("fused_attention", operands, op.results, attrs, op.path)]
 
 
 def _heads(graph: _Uses, op: Op) -> _Heads:
+    (_, count, head_dim), kv_heads = op.operands[0].shape, op.operands[1].shape[1]
+    unfused = _Heads(list(op.operands[:3]), HeadLayout(count, kv_heads, head_dim, None))
     chains = _chain(graph, op.operands[0]), _chain(graph, op.operands[1])
     shared = 0
     for pair in zip(*chains):
@@ -196,32 +187,32 @@ def _heads(graph: _Uses, op: Op) -> _Heads:
     kinds = [o.kind for o in chains[0][:shared]]
     v = graph.only(op.operands[2], "reshape")
     if "reshape" not in kinds or v is None:
-        return _Heads(list(op.operands[:3]))
+        return unfused
     ends = (chains[0][shared - 1], chains[1][shared - 1], v)
     sources, reordered = [end.operands[0] for end in ends], []
     if kinds[0] == "rope" and chains[0][0].attrs["interleaved"]:
         if kinds != ["rope", "reshape"] or not all(graph.only(source, "linear") for source in sources[:2]):
-            return _Heads(list(op.operands[:3]))
+            return unfused
         for rope, source in ((chains[0][0], sources[0]), (chains[1][0], sources[1])):
             reordered += _apart(graph, graph.producer[source], (rope.results[0].shape[1], rope.attrs["rotary_dim"]))
-    heads = _Heads(_stacks(graph, sources), reordered)
+    heads = _Heads(_stacks(graph, sources), unfused.layout, reordered)
     graph.absorbed.add(v)
     for q_op, k_op in zip(chains[0][:shared], chains[1]):
         graph.absorbed.update((q_op, k_op))
         if q_op.kind == "rope":
             heads.prepared["cos"], heads.prepared["sin"] = q_op.operands[1:3]
-            heads.rotary_dim = q_op.attrs["rotary_dim"]
+            heads.layout = replace(heads.layout, rotary_dim=q_op.attrs["rotary_dim"])
         elif q_op.kind == "rms_norm":
             heads.prepared["q_norm"], heads.prepared["k_norm"] = q_op.operands[1], k_op.operands[1]
-            heads.eps = q_op.attrs["eps"]
-            heads.norm_row = q_op.results[0].type.rank == 2
+            eps, is_row = q_op.attrs["eps"], q_op.results[0].type.rank == 2
+            heads.layout = replace(heads.layout, qk_norm=eps, qk_norm_row=is_row)
     return heads
 
 
 def _apart(graph: _Uses, linear: Op, order: tuple[int, int]) -> list[Op]:
     """Return weight operations that replace the weights of `linear`, with rows reordered for rope.
 
-    order: (heads, rotary_dim), the field `apart` of the new `Weight` records.
+    order: (heads, rotary_dim), which becomes `Weight.apart`.
     """
     made = []
     for value in linear.operands[1:]:
@@ -251,10 +242,7 @@ def _chain(graph: _Uses, value: Value) -> list[Op]:
 
 
 def _alike(q: Op, k: Op) -> bool:
-    """Return whether two operations on q and k are of one kind and have equal settings.
-
-    The settings are the rotary tables of rope, or the epsilon of a norm.
-    """
+    # Equal rotary tables of rope, or equal epsilons of a norm.
     if q.kind != k.kind:
         return False
     return q.operands[1:] == k.operands[1:] if q.kind == "rope" else q.attrs.get("eps") == k.attrs.get("eps")
@@ -263,8 +251,8 @@ def _alike(q: Op, k: Op) -> bool:
 def _stacks(graph: _Uses, values: list[Value]) -> list[Value | list[Op]]:
     """Return `values`, with results of linear operations replaced by lists of these operations.
 
-    A list becomes one matmul. It has the linear operations of consecutive values, if these
-    operations have the same input and codec.
+    A list has the operations of consecutive values with the same input and codec. It becomes one
+    matmul.
     """
     sources: list[Value | list[Op]] = []
     for value in values:
@@ -371,10 +359,7 @@ def _gated_norm(graph: _Uses, op: Op) -> None:
 
 
 def _siblings(graph: _Uses, function: Graph) -> None:
-    """Turn the linear operations that are in no other fusion into matmuls.
-
-    Linear operations with the same input and codec (siblings) become one matmul.
-    """
+    """Turn the linear operations that are in no other fusion into matmuls: siblings into one."""
     groups: dict[tuple, list[Op]] = {}
     for op in function.ops:
         if op.kind == "linear" and op not in graph.absorbed:
@@ -387,7 +372,7 @@ def _siblings(graph: _Uses, function: Graph) -> None:
 
 
 def _common(paths: list[str]) -> str:
-    """Return the common prefix of module paths."""
+    # The common prefix of module paths.
     parts = list(zip(*(path.split(".") for path in paths)))
     return ".".join(own[0] for own in itertools.takewhile(lambda own: len(set(own)) == 1, parts))
 

@@ -3,6 +3,7 @@
 - A kernel continues its result with element-wise operations (`Finished`).
 - A kernel computes an operand from a cheap expression where it loads it (`Computed`).
 - The other operands of a kernel that StableHLO computes become the results of one more kernel.
+- Two kernels of a layer that do not depend on each other become one dispatch.
 
 Operations that are in no expression stay StableHLO.
 """
@@ -15,13 +16,15 @@ from math import prod
 
 from castiron.emitter.ir import Graph, Op, Value
 from castiron.emitter.kernels.gpu.expression import ELEMENTWISE, Expression, is_supported
-from castiron.emitter.kernels.gpu.fused import fused, pointwise
+from castiron.emitter.kernels.gpu.fused import beside, fused, pointwise
+from castiron.emitter.kernels.gpu.gpu_body import SHARED_BYTES
 from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
 from castiron.emitter.types import F32
 
 MAX_LOADS = 16  # max loads of an expression that is computed again for each use
 MAX_SUM = 16  # max terms of a sum in such an expression
 MAX_OPERANDS = 16  # max operands and results of a kernel
+NEAR = 16  # max number of operations between kernels that become one dispatch
 
 
 @dataclass
@@ -99,7 +102,7 @@ def fuse_kernels(graph: Graph) -> Graph:
             ops += _rewritten(f, moved[op.results[0]], op.results[0])
         else:
             ops.append(op)
-    return replace(graph, ops=_live(ops, graph.outputs))
+    return replace(graph, ops=_side_by_side(_live(ops, graph.outputs)))
 
 
 def _live(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
@@ -202,3 +205,46 @@ def _separate(f: _Function, op: Op, values: Sequence[Value]) -> list[Op]:
     operands = tuple(f.stored.get(value, value) for value in names)
     f.stored |= dict(zip(values, results))
     return [Op("kernel", operands, results, {"kernel": kernel, "indices": {}}, op.path)]
+
+
+def _side_by_side(ops: Sequence[Op]) -> list[Op]:
+    """Return operations in which independent kernels that are near each other are one dispatch.
+
+    A kernel runs beside a later one if no operation between them uses its results, or overwrites
+    one of its operands.
+    """
+    found: list[Op] = []
+    for op in ops:
+        kernels = [o for o in found[-NEAR:] if isinstance(o.attrs.get("kernel"), GpuKernel)]
+        for earlier in reversed(kernels if isinstance(op.attrs.get("kernel"), GpuKernel) else ()):
+            between = [*found[found.index(earlier) + 1 :], op]
+            used = {value for o in between for value in o.operands}
+            changed = {value for o in between for value in _overwritten(o)}
+            is_free = not used.intersection((*earlier.results, *_overwritten(earlier))) and not changed.intersection(earlier.operands)
+            both = _beside(earlier, op) if is_free else None
+            if both is not None:
+                found.remove(earlier)
+                op = both
+                break
+        found.append(op)
+    return found
+
+
+def _overwritten(op: Op) -> list[Value]:
+    """Return the operands that a kernel overwrites."""
+    kernel = op.attrs.get("kernel")
+    return [x for name, x in zip(kernel.tensors, op.operands) if name in kernel.in_place.values()] if kernel else []
+
+
+def _beside(first: Op, second: Op) -> Op | None:
+    """Return one kernel call for two, or None if they do not fit into one."""
+    a, b = first.attrs["kernel"], second.attrs["kernel"]
+    names = dict(zip(first.operands, a.tensors))
+    shared = {name: names[x] for name, x in zip(b.tensors, second.operands) if x in names}
+    kernel = beside(a, b, shared)
+    bindings = len(kernel.tensors) + len(kernel.results) - len(kernel.in_place)
+    if a.threads != b.threads or bindings > MAX_OPERANDS or kernel.shared_bytes > SHARED_BYTES:
+        return None
+    operands = *first.operands, *(x for name, x in zip(b.tensors, second.operands) if name not in shared)
+    indices = {f"{prefix}_{name}": i for prefix, op in zip("ab", (first, second)) for name, i in op.attrs["indices"].items()}
+    return Op("kernel", operands, (*first.results, *second.results), {"kernel": kernel, "indices": indices}, second.path)

@@ -40,11 +40,11 @@ from castiron.emitter.types import F32, I32, TensorType
 
 @dataclass
 class Context:
-    """The state that all lowering rules share.
+    """What all lowering rules share.
 
-    project: emits matmuls. recurrent: functions that return the kernel of a recurrent operation, by
-    the operation's kind; None for CPU kernels. counters: the counters that the last attention
-    kernel returned, by their type. The next attention kernel takes them as its operand `counters`.
+    project: emits matmuls. recurrent: for each kind of recurrent operation, the function that
+    returns its kernel; None for CPU kernels. counters: the counters that the last attention kernel
+    returned, by their type. The next attention kernel takes them as its operand `counters`.
     """
 
     isa: Isa
@@ -57,18 +57,12 @@ class Context:
         return self.recurrent[kind] if self.recurrent else partial(RECURRENT[kind], isa=self.isa)
 
     def rules(self) -> dict[str, Rule]:
-        """Return the lowering rules by kind of operation.
-
-        A kind without a rule in RULES has its rule in `portable`.
-        """
+        """Return the lowering rules by kind of operation; kinds without a kernel use StableHLO."""
         return {**portable.RULES, **{kind: partial(rule, self) for kind, rule in RULES.items()}}
 
 
 def _length(rows: int) -> Value | None:
-    """Return the i32 number of rows that are not padding, or None if `rows` is 1.
-
-    rows: number of all rows, with padding.
-    """
+    """Return the i32 number of rows that are not padding, of `rows` in all; None if `rows` is 1."""
     length = current_function().length
     # A constant if there is no padding, so that all functions with as many rows share kernels.
     return None if rows == 1 else ops.constant(rows, I32, ()) if length is None else length
@@ -177,9 +171,9 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
 
 
 def _part_of_heads(x: Value, layout: HeadLayout, parts: int, part: int) -> Value:
-    """Return the columns of x [..., heads * n] for one part of the query heads.
+    """Return the columns of x [..., heads * n] for part number `part` of the query heads.
 
-    The query heads of each kv head are divided into `parts` parts. part: index of the part.
+    The query heads of each kv head are divided into `parts` parts.
     """
     if parts == 1:
         return x
@@ -191,10 +185,7 @@ def _part_of_heads(x: Value, layout: HeadLayout, parts: int, part: int) -> Value
 
 
 def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> Value:
-    """Return qkv [T, row] with only one part of the query heads, and with all keys and values.
-
-    The query heads of each kv head are divided into `parts` parts. part: index of the part.
-    """
+    """Return qkv [T, row] with one part of the query heads, and with all keys and values."""
     if parts == 1:
         return qkv
     tokens = qkv.shape[0]
@@ -266,10 +257,7 @@ def causal_conv(c: Context, op: Op, x: Value, weight: Stored, *rest: Any) -> tup
 
 
 def _filters(weight: Weight) -> Param:
-    """Return the parameter of convolution filters, transposed to f32 [n, features].
-
-    weight: [features, 1, n], where n is the length of a filter.
-    """
+    """Return filters [features, 1, n] of a convolution as a parameter, f32 [n, features]."""
     features, _, positions = weight.shape
 
     def pack(raw: np.ndarray) -> np.ndarray:

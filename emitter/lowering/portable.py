@@ -49,17 +49,14 @@ class Stored:
         blocks, groups = inner // codec.block, inner // codec.group
 
         def split(raw: np.ndarray) -> dict[str, np.ndarray]:
-            """Decode codec blocks `raw`, u8; return the arrays of `Parts` by field name."""
+            # The arrays of `Parts` by field name.
             parts = numbers(codec, codec.split(raw.reshape(-1, codec.block_bytes)))
             return {name: part for name, part in vars(parts).items() if part is not None}
 
         sample = split(np.zeros(codec.block_bytes, np.uint8))
 
         def part(name: str, width: int) -> Value:
-            """Return array `name` of `Parts` as f32 [rows, width].
-
-            The array is read from a parameter that has the array's element type, such as i8.
-            """
+            """Return array `name` of `Parts` as f32 [rows, width], stored in its own type."""
             dtype = {"<f2": F16, "<f4": F32}.get(sample[name].dtype.str, I8)
             take = lambda raw: split(raw)[name].view(np.int8) if dtype == I8 else split(raw)[name]
             return ops.convert(pick(self._part("." + name, dtype, width, take)), F32)
@@ -88,10 +85,7 @@ class Stored:
 
 
 def float_param(weight: Weight, dtype: DType) -> Param:
-    """Return the parameter for a weight in a float codec, or for a table (see `Weight.values`).
-
-    dtype: element type of the parameter.
-    """
+    """Return the parameter for a weight in a float codec, or for a table (see `Weight.values`)."""
     type_ = TensorType(weight.shape, dtype)
     if (values := weight.values) is not None:
         return Param(weight.name, type_, Source((), lambda: np.asarray(values(), np.float32)))
@@ -117,10 +111,7 @@ def linear(op: Op, x: Value, weight: Value | Stored, bias: Value | Stored | None
 
 
 def _along_last(vector: Value, like: Value) -> Value:
-    """Return `vector` broadcast to the shape of `like`.
-
-    The dimensions of `vector` are matched with the last dimensions of `like`.
-    """
+    """Return `vector`, whose dimensions are the last ones of `like`, in the shape of `like`."""
     return ops.broadcast_in_dim(vector, like.shape, range(like.type.rank - vector.type.rank, like.type.rank))
 
 
@@ -316,10 +307,7 @@ def ordered(x: Value, order: Stored | None, expert: Value) -> Value:
 
 
 def _experts_of_token(x: Value, chosen: Value, weights: Value, function: str | ClampedSwiGLU, parts: list[_Stacked]) -> Value:
-    """Return the result of `experts` for one token.
-
-    The code slices the weights of each chosen expert from the stacked weights.
-    """
+    """Return the result of `experts` for one token, with a slice of the weights for each expert."""
     zero = ops.constant(0, I32, ())
     total: Value | None = None
     for slot in range(chosen.shape[1]):
@@ -349,8 +337,8 @@ def _experts_of_pairs(
 ) -> Value:
     """Return the result of `experts` for several tokens.
 
-    All (token, expert) pairs are computed by the same operations, so that the program does not grow
-    with the number of pairs.
+    The same operations compute all (token, expert) pairs, so that the program does not grow with
+    their number.
     """
     (tokens, hidden), per_token = x.shape, chosen.shape[1]
     pairs = tokens * per_token

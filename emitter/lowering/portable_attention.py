@@ -54,10 +54,7 @@ def _of_layer(cache: Value, layer: int) -> Value:
 
 
 def _with_layer(cache: Value, layer: int, rows: Value, first: Value) -> Value:
-    """Return the cache with `rows` [n, kv_heads, *row] stored in a layer.
-
-    first: index in dimension 1 of the cache at which the first of the `rows` is stored.
-    """
+    """Return the cache with `rows` [n, kv_heads, *row] stored in a layer, from row `first` on."""
     at = (ops.constant(layer, I32, ()), first, *[ops.constant(0, I32, ())] * (cache.type.rank - 2))
     return ops.dynamic_update_slice(cache, ops.reshape(rows, (1, *rows.shape)), at)
 
@@ -86,10 +83,7 @@ def _over_positions(
 
 
 def _rounded(x: Value, stored: Cache) -> Value:
-    """Convert f32 keys or values x [n, kv_heads, head_dim] to the storage format of a cache.
-
-    The result is [n, kv_heads, *row], in the element type of the cache, such as int8 for q8_0.
-    """
+    """Convert f32 keys or values [n, kv_heads, head_dim] to rows of a cache [n, kv_heads, *row]."""
     if not stored.grouped:
         return ops.convert(x, stored.dtype)
     groups, size = stored.row(x.shape[2])
@@ -115,11 +109,7 @@ def _widened(rows: Value, stored: Cache) -> Value:
 
 
 def _stored_or_new(new: Value, cache: Value, layer: int, start: Value, length: Value) -> Value:
-    """Return the row to store at position `start` of a layer of the cache, [1, kv_heads, *row].
-
-    If `length` is 0, the result is the row that the cache already has at `start`. Otherwise it is
-    `new`.
-    """
+    """Return `new` [1, kv_heads, *row], or the cache's row at position `start` if `length` is 0."""
     zero = ops.constant(0, I32, ())
     at = (ops.constant(layer, I32, ()), start, *[zero] * (cache.type.rank - 2))
     old = ops.dynamic_slice(cache, at, (1, 1, *cache.shape[2:]))
@@ -160,10 +150,9 @@ def _over_ring(
 
 
 def _ring_positions(end: Value, rows: int) -> Value:
-    """Return, for each row of a ring buffer, the position of the key or value there, i32 [rows].
+    """Return the position of the key in each row of a ring buffer, i32 [rows]; negative for none.
 
-    All positions below `end` have been stored in order. The result is negative for rows in which
-    nothing has been stored.
+    All positions below `end` have been stored in order.
     """
     row = ops.iota((rows,), 0)
     # Add `rows` first, so that the dividend is not negative: division rounds towards zero.
@@ -173,10 +162,7 @@ def _ring_positions(end: Value, rows: int) -> Value:
 
 
 def _positions(start: Value, shape: tuple[int, ...]) -> Value:
-    """Return the positions of T consecutive tokens as i32 [T, n].
-
-    All elements of row t are start + t. shape: (T, n).
-    """
+    """Return i32 [T, n] = `shape`, in which all elements of row t are start + t."""
     return ops.add(ops.iota(shape, 0), ops.broadcast_in_dim(start, shape, ()))
 
 

@@ -71,10 +71,7 @@ def softplus(x: Value) -> Value:
 
 
 def _along(vector: Value, like: Value, *dims: int) -> Value:
-    """Return `vector` broadcast to the shape of `like`.
-
-    dims: the dimensions of `like` that `vector` has, in order.
-    """
+    """Return `vector`, which has the dimensions `dims` of `like`, broadcast to its shape."""
     return ops.broadcast_in_dim(vector, like.shape, dims)
 
 
@@ -114,10 +111,7 @@ def _swapped(x: Value) -> Value:
 
 
 def _dot(a: Value, b: Value, i: int, j: int) -> Value:
-    """Return the matmul of a and b, both [heads, ., .], for each head.
-
-    The sums are over dimension `i` of a and dimension `j` of b.
-    """
+    """Return a times b for each head, summed over dimensions i of a and j of b [heads, ., .]."""
     return ops.dot_general(a, b, ((i,), (j,)), ((0,), (0,)))
 
 
@@ -242,9 +236,9 @@ def _delta_of_token(q: Value, k: Value, v: Value, decay: Value, beta: Value, sta
 
 
 def _read(x: Value, state: Value, dim: int) -> Value:
-    """Return the product of x [sequences, heads, n] and the state of each head, summed over n.
+    """Return x [sequences, heads, n] times the state of each head, summed over n.
 
-    state: [sequences, heads, ., .]. dim: the dimension of the state that has size n.
+    dim: the dimension of the state [sequences, heads, ., .] that has size n.
     """
     return ops.dot_general(x, state, ((2,), (dim,)), ((0, 1), (0, 1)))
 

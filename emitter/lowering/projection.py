@@ -91,8 +91,7 @@ class Projector:
 
     kernel_of: returns the kernel of a matmul. fast: whether x may be rounded to int8 or bf16, where
     a kernel supports that. draft: whether x of one token may be rounded too. rounded: results of
-    kernels that convert x for a matmul, by (x, name of the kernel); several matmuls of x share a
-    result.
+    kernels that convert x for a matmul, by (x, name of the kernel).
     """
 
     kernel_of: Callable[[Matmul], Kernel]
@@ -113,11 +112,7 @@ class Projector:
         return ops.kernel_call(self.kernel_of(matmul), **self._x(p.x, matmul), **operands)["y"]
 
     def _x(self, x: Value, matmul: Matmul) -> dict[str, Value]:
-        """Return the operands of a matmul kernel that represent x, by name.
-
-        If the kernel needs x in another format, all matmuls that need x in this format share one
-        conversion.
-        """
+        """Return the operands of a matmul kernel that represent x, by name."""
         if matmul.numerics == "exact":
             return {"x": x}
         if matmul.numerics == "canonical":
@@ -131,6 +126,7 @@ class Projector:
         return {"x": made["y"], **({"x_sums": made["sums"]} if matmul.summed_groups else {})}
 
     def _made(self, x: Value, kernel: Kernel) -> Mapping[str, Value]:
+        # All matmuls that need x in one format share the conversion.
         key = x, kernel.name
         if key not in self.rounded:
             self.rounded[key] = ops.kernel_call(kernel, x=x)

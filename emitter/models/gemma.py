@@ -1,9 +1,10 @@
 """Gemma (arXiv:2403.08295) as in HF `GemmaForCausalLM`: Llama with `1 + w` norms and GELU."""
 
 from castiron.emitter.ir import Value
-from castiron.emitter.layers import attention, linear, qkv_heads, rms_norm_plus_one, rope
+from castiron.emitter.layers import rms_norm_plus_one
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder, mlp, residual_block
+from castiron.emitter.models.llama import self_attention
 from castiron.emitter.step import Step
 
 
@@ -23,13 +24,6 @@ def read(c: ConfigReader) -> Config:
         hidden_act="gelu_tanh",
         tied=c.flag("tie_word_embeddings", True),
     )
-
-
-def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Value]) -> Value:
-    q, k, v = qkv_heads(step, x, c.heads, c.kv_heads, c.head_dim, c.attention_bias)
-    q, k = rope(step, q, tables), rope(step, k, tables)
-    out = attention(step, layer, q, k, v, scale=c.head_dim**-0.5)
-    return linear(step, out, "o_proj", c.hidden, c.attention_bias)
 
 
 def forward(step: Step, c: Config) -> Value:

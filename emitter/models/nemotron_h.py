@@ -46,7 +46,6 @@ class Config(HybridConfig):
 
     mamba: Mamba
     mamba_act: str
-    out_bias: bool
     mlp_bias: bool = False
     experts: int
     num_experts_per_tok: int
@@ -73,7 +72,7 @@ def read(c: ConfigReader) -> Config:
         *("n_shared_experts", "moe_shared_expert_overlap"),
     )
     count, per_token = c.take("n_routed_experts", c.take("num_local_experts", 8)), c.take("num_experts_per_tok", 2)
-    kinds, bias = layer_kinds(c), c.flag("use_bias", False)
+    kinds = layer_kinds(c)
     mamba = Mamba(
         c.take("mamba_num_heads", 128),
         c.take("mamba_head_dim", 64),
@@ -81,7 +80,7 @@ def read(c: ConfigReader) -> Config:
         c.take("ssm_state_size", 128),
         c.take("mamba_d_conv", c.take("conv_kernel", 4, minimum=2), minimum=2),
         c.flag("mamba_conv_bias", c.flag("use_conv_bias", True)),
-        bias,
+        c.flag("use_bias", False),
         # HF reads the min time step here, and ignores `time_step_limit` and `mamba_dt_limit`.
         (c.number("mamba_dt_min", c.number("time_step_min", 0.001)), inf),
     )
@@ -97,7 +96,6 @@ def read(c: ConfigReader) -> Config:
         layer_types=kinds,
         mamba=mamba,
         mamba_act=c.choice("mamba_hidden_act", ACTIVATION_NAMES, "silu"),
-        out_bias=bias,
         experts=count,
         num_experts_per_tok=per_token,
         latent=c.take("moe_latent_size", None),
@@ -129,7 +127,7 @@ def self_attention(step: Step, c: Config, layer: int, x: Value) -> Value:
 
 def mamba(step: Step, c: Config, layer: int, x: Value) -> Value:
     out = gated_scan(step, c.mamba, layer, x, c.mamba_act, c.eps)
-    return linear(step, out, "out_proj", c.hidden, c.out_bias)
+    return linear(step, out, "out_proj", c.hidden, c.mamba.proj_bias)
 
 
 def mlp(step: Step, c: Config, x: Value, intermediate: int) -> Value:

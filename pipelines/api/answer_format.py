@@ -181,7 +181,6 @@ def callable_tools(body: ChatRequest, form: ToolFormat) -> CallableTools | None:
 
 
 def _named(tools: list[Tool], name: str) -> Tool:
-    """Return the tool called `name`; raise ApiError 400 if `tools` has no such tool."""
     for tool in tools:
         if tool.function.name == name:
             return tool

@@ -16,8 +16,6 @@ ANTHROPIC_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 500: "api_error", 502: "api_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
-# OpenAI's status -> Anthropic's status, where they differ.
-ANTHROPIC_STATUSES = {503: 529}
 # Paths that clients add to their base URL.
 ENDPOINTS = ("/chat/completions", "/completions", "/responses", "/messages", "/embeddings", "/models")
 # Max characters of a message and of a field's name, because both may quote megabytes of a request.
@@ -60,17 +58,13 @@ class ApiError(Exception):
         details = {"details": {"error_code": self.code, "unsupported": [self.param]}} if is_thread else {}
         return {"type": "error", "error": {"type": kind, "message": self.message, **details}}
 
-    @property
-    def ollama_body(self) -> dict:
-        """The JSON body in Ollama's format: {"error": message}."""
-        return {"error": self.message}
-
     def response(self, path: str) -> tuple[int, dict]:
         """Return the HTTP status and JSON body in the format of the API that `path` belongs to."""
         if is_ollama(path):
-            return self.status, self.ollama_body
+            return self.status, {"error": self.message}
         if is_anthropic(path):
-            return ANTHROPIC_STATUSES.get(self.status, self.status), self.anthropic_body
+            # Anthropic's status of an overloaded server is 529.
+            return 529 if self.status == 503 else self.status, self.anthropic_body
         return self.status, self.body
 
     @property

@@ -58,9 +58,9 @@ class BlocksReply(Reply):
         self._tokens: list[TextToken] = []
         self._is_open = False
 
-    @abstractmethod
     def open(self, block: Block) -> Iterable[dict]:
-        """Yield the events that begin a new block, which is already in `self.blocks`."""
+        """Return the events that begin a new block, which is already in `self.blocks`."""
+        return ()
 
     @abstractmethod
     def fill(self, block: Block, text: str, logprobs: list[dict]) -> Iterable[dict]:

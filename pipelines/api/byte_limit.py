@@ -60,12 +60,9 @@ class ByteShare:
         limit.clients -= Counter({self.client: count})
 
 
-def answer_limit(limit_bytes: int | None = None) -> ByteLimit:
-    """Return the memory limit for the log-probabilities and grammars of one model's answers.
-
-    `limit_bytes`: max bytes for all clients together; None for a fraction of the machine's memory.
-    """
-    total = total_bytes() // PART if limit_bytes is None else limit_bytes
+def answer_limit() -> ByteLimit:
+    """Return the memory limit for the log-probabilities and grammars of one model's answers."""
+    total = total_bytes() // PART
     return ByteLimit("log-probabilities and grammars", total, total // CLIENT_PART)
 
 

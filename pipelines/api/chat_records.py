@@ -107,11 +107,7 @@ class NamedFreeform(Body):
     """A tool choice that names the custom tool which the answer must call."""
 
     type: Literal["custom"]
-    custom: FunctionName
-
-    @property
-    def function(self) -> FunctionName:
-        return self.custom
+    function: FunctionName = Field(alias="custom")
 
 
 class AllowedToolList(Body):

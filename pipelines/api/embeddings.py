@@ -57,7 +57,6 @@ class EmbeddingsEngine:
         """Do nothing, because the thread starts with the first text."""
 
     def drain(self) -> None:
-        """Reject new requests from now on, and let accepted requests finish."""
         self._draining = True
 
     def abort(self) -> None:
@@ -217,7 +216,6 @@ def _usage(tokens: Sequence[Tokens]) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _field(param: str, prefix: str = "") -> Iterator[None]:
-    """Convert a PipelineError raised in the `with` block to an ApiError 400 about field `param`."""
     try:
         yield
     except PipelineError as error:

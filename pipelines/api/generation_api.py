@@ -45,7 +45,7 @@ class GenerationApi(ModelApi):
         self.engine: AsyncEngine = engine
         self.sampling = default_sampling(manifest, limits)
         self.token_bytes = tokenizer.token_bytes
-        self.retained = answer_limit(limits.retained_bytes)
+        self.retained = answer_limit()
         # One process compiles all grammars. A lock per client lets each client queue only one grammar there, so that no client
         # waits for all grammars of another.
         self._compiling: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -164,7 +164,6 @@ class GenerationApi(ModelApi):
         return ids
 
     def _truncated(self, body: CompletionFields, prompt: list[int]) -> list[int]:
-        """Return `prompt`, cut as the fields truncate_prompt_tokens and truncation_side state."""
         count = body.truncate_prompt_tokens
         if count == -1:
             count = max(0, self.context + 1 - max(1, body.limit or 1))
@@ -301,7 +300,6 @@ class GenerationApi(ModelApi):
         return job
 
     def _token_biases(self, biases: Mapping[int | str, float]) -> dict[int, float]:
-        """Return the biases by token id; the bias of a text applies to each of its tokens."""
         found: dict[int, float] = {}
         for key, bias in biases.items():
             ids = [key] if isinstance(key, int) else self.tokenizer.encode(key, add_special_tokens=False)

@@ -95,7 +95,6 @@ class Job:
             yield chunk
 
     async def _events(self) -> AsyncIterator[tuple[int, Delta | Finished]]:
-        """Yield each event with the index of its engine request; raise ApiError if one fails."""
         while len(self.ended) < len(self.requests):
             request, event = await self.events.get()
             if isinstance(event, Failed):

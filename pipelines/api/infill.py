@@ -66,16 +66,10 @@ class InfillReply(ChoicesReply):
         super().__init__(model, token_bytes, False)
         self.body = body
 
-    def opening(self, index: int) -> None:
-        return None
-
     def choice(self, index: int, delta: Delta, end: Finished) -> dict:
         return self._selected(self.delta(index, delta, end))
 
     def complete(self, choices: list[dict], usage: dict) -> dict:
-        return choices[0]
-
-    def chunk(self, *choices: dict, usage: dict | None = None) -> dict:
         return choices[0]
 
     def extend(self, index: int, delta: Delta, end: Finished | None) -> list[dict]:

@@ -235,7 +235,6 @@ def _messages_of(turn: Turn) -> list[dict[str, Any]]:
 
 
 def _tools(body: PromptOfMessage) -> dict[str, Any]:
-    """Return the fields tools, tool_choice and parallel_tool_calls of the chat request."""
     tools, choice = [], body.tool_choice
     for tool in body.tools or ():
         function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
@@ -252,7 +251,6 @@ def _tools(body: PromptOfMessage) -> dict[str, Any]:
 
 
 def _reasoning_fields(body: PromptOfMessage, variables: Collection[str]) -> dict[str, Any]:
-    """Return the chat fields reasoning_effort, thinking and thinking_token_budget."""
     thinking, effort = body.thinking, body.output_config.effort if body.output_config else None
     if thinking and thinking.type == "disabled":
         return {"reasoning_effort": "none"}
@@ -314,7 +312,6 @@ class MessagesReply(BlocksReply):
 
 
 def _content(block: Block) -> dict:
-    """Convert a block to Anthropic's content block."""
     match block.kind:
         case "text":
             return {"type": "text", "text": block.text}

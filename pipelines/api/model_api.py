@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from castiron.pipelines.api.api_errors import ApiError, invalid, unsupported
 from castiron.pipelines.api.chat_records import Message
@@ -22,6 +22,10 @@ from castiron.pipelines.text.embedder import NO_RERANKER
 from castiron.pipelines.text.tokenizer import COUNTED, Tokenizer, tokenizer_errors
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.manifest import Manifest
+
+if TYPE_CHECKING:
+    from castiron.pipelines.api.async_engine import AsyncEngine
+    from castiron.pipelines.api.embeddings import EmbeddingsEngine
 
 # Max characters of a /tokenize request; each takes 200 bytes of memory while it is encoded.
 MAX_TOKENIZE_CHARACTERS = 1_000_000
@@ -46,9 +50,8 @@ class Limits:
 
     seconds: max duration, including the wait in the queue. body_bytes: max size of a request body.
     temperature, repeat_penalty: default sampling options, None for the model's defaults.
-    priorities: whether requests may set `priority`. retained_bytes: max memory of the
-    log-probabilities and grammars of all requests, None for a fraction of the machine's memory.
-    strict_requests: whether fields that have no effect are an error.
+    priorities: whether requests may set `priority`. strict_requests: whether fields that have no
+    effect are an error.
     """
 
     seconds: float = 600.0
@@ -56,27 +59,7 @@ class Limits:
     temperature: float | None = None
     repeat_penalty: float | None = None
     priorities: bool = False
-    retained_bytes: int | None = None
     strict_requests: bool = False
-
-
-class ModelEngine(Protocol):
-    """The interface of an engine that runs one model of a server.
-
-    slots: max sequences that run at once. healthy: whether it accepts requests. unfinished: number
-    of requests that run or wait for a slot.
-    """
-
-    slots: int
-
-    @property
-    def healthy(self) -> bool: ...
-    @property
-    def unfinished(self) -> int: ...
-    def start(self, loop: asyncio.AbstractEventLoop) -> None: ...
-    def drain(self) -> None: ...
-    def abort(self) -> None: ...
-    def stop(self) -> None: ...
 
 
 class ModelApi:
@@ -90,7 +73,9 @@ class ModelApi:
     # Main endpoint of a model that cannot chat.
     endpoint = "/v1/embeddings"
 
-    def __init__(self, engine: ModelEngine, tokenizer: Tokenizer, names: list[str], manifest: Manifest, limits: Limits):
+    def __init__(
+        self, engine: AsyncEngine | EmbeddingsEngine, tokenizer: Tokenizer, names: list[str], manifest: Manifest, limits: Limits
+    ):
         """Serve a model. `names`: names that requests may use; answers contain the first one."""
         self.engine, self.tokenizer, self.names, self.limits = engine, tokenizer, tuple(names), limits
         self.manifest, self.context, self.vocab = manifest, manifest.context, manifest.vocab

@@ -198,7 +198,6 @@ async def start_ollama_embeddings(api: ModelApi, body: OllamaEmbeddingsRequest) 
 
 
 def _chat_request(body: OllamaGeneration, messages: list[dict], tools: Iterable[dict] | None = None) -> ChatRequest:
-    """Convert a request to OpenAI's chat request; raise ApiError for unsupported values."""
     given = {"messages": messages, "tools": [{"type": "function", **tool} for tool in tools or ()] or None}
     given |= {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs if body.logprobs else None}
     if body.format == "json":
@@ -270,12 +269,6 @@ class OllamaReply(BlocksReply):
         """The answer to a request that only opens the model."""
         return self._object() | {"done": True, "done_reason": "load"}
 
-    def begin(self, index: int, usage: dict) -> Iterable[dict]:
-        return ()
-
-    def open(self, block: Block) -> Iterable[dict]:
-        return ()
-
     def fill(self, block: Block, text: str, logprobs: list[dict]) -> Iterable[dict]:
         if block.kind != "call":
             part = replace(block, text=text)
@@ -304,10 +297,9 @@ class OllamaReply(BlocksReply):
         yield self._object() | end
 
     def fail(self, error: ApiError) -> Iterable[dict]:
-        yield error.ollama_body
+        yield {"error": error.message}
 
     def _object(self, *blocks: Block) -> dict[str, Any]:
-        """Return an object of the stream with the contents of `blocks`."""
         texts = {kind: "".join(block.text for block in blocks if block.kind == kind) for kind in ("text", "reasoning")}
         content: dict[str, Any] = {"content" if self.is_chat else "response": texts["text"]}
         if texts["reasoning"]:

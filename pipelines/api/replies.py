@@ -18,10 +18,10 @@ from castiron.pipelines.text.tool_calls import CallPart, joined
 FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
 
 
-def _finish_fields(end: Finished | None, has_calls: bool = False) -> dict:
-    """Return the field finish_reason; add stop_reason if a repetition loop ended the choice."""
+def _finish_fields(end: Finished | None, call_reason: str | None = None) -> dict:
+    """Return the fields of a choice's end; call_reason: its finish_reason if it has calls."""
     reason = end and FINISH_REASONS[end.reason]
-    found = {"finish_reason": "tool_calls" if has_calls and reason == "stop" else reason}
+    found = {"finish_reason": call_reason if call_reason and reason == "stop" else reason}
     return found | {"stop_reason": "repetition"} if end and end.repeated else found
 
 
@@ -48,9 +48,9 @@ class Reply(ABC):
         self.token_bytes, self.logprobs = token_bytes, logprobs
         self.head = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    @abstractmethod
     def begin(self, index: int, usage: dict) -> Iterable[dict]:
-        """Yield the events that begin choice number `index`; `usage`: token counts so far."""
+        """Return the events that begin choice number `index`; `usage`: token counts so far."""
+        return ()
 
     @abstractmethod
     def extend(self, index: int, delta: Delta, end: Finished | None) -> Iterable[dict]:
@@ -94,10 +94,6 @@ class ChoicesReply(Reply):
         """Return the complete choice number `index`."""
 
     @abstractmethod
-    def opening(self, index: int) -> dict | None:
-        """Return the chunk to send before the text of choice number `index`, None for no chunk."""
-
-    @abstractmethod
     def delta(self, index: int, delta: Delta, end: Finished | None = None) -> dict:
         """Return the chunk for new text of choice number `index`; `end`: set if the choice ends."""
 
@@ -136,9 +132,6 @@ class ChoicesReply(Reply):
         """Return one event of a stream. choices: the new part of each choice in the event."""
         return {**self.head, "object": self.chunk_kind, "choices": choices, "usage": usage}
 
-    def begin(self, index: int, usage: dict) -> list[dict]:
-        return [self.chunk(opening)] if (opening := self.opening(index)) else []
-
     def extend(self, index: int, delta: Delta, end: Finished | None) -> list[dict]:
         return [self.chunk(self.delta(index, delta, end))]
 
@@ -166,6 +159,7 @@ class ChatReply(ChoicesReply):
         """
         super().__init__(model, token_bytes, logprobs)
         self.is_legacy, self.custom, self.shows_reasoning = is_legacy, custom, shows_reasoning
+        self.call_reason = "function_call" if is_legacy else "tool_calls"
         # Inputs of calls to custom tools in a stream, by index of the choice and of the call.
         self._inputs: dict[tuple[int, int], InputStream] = {}
         # Indices of the choices that have called a function.
@@ -180,8 +174,7 @@ class ChatReply(ChoicesReply):
             else:
                 message["tool_calls"] = [self._call(call) for call in calls]
             message["content"] = delta.text or None
-        fields = self._finish_fields(end, bool(delta.calls))
-        fields |= self.token_ids(delta)
+        fields = _finish_fields(end, self.call_reason if delta.calls else None) | self.token_ids(delta)
         return {"index": index, "message": message, "logprobs": self._logprobs(delta.tokens), **fields}
 
     def complete(self, choices: list[dict], usage: dict) -> dict:
@@ -191,17 +184,9 @@ class ChatReply(ChoicesReply):
         """Return a message's reasoning field, with the name that vLLM and DeepSeek use."""
         return {"reasoning_content": delta.reasoning} if delta.reasoning and self.shows_reasoning else {}
 
-    def _finish_fields(self, end: Finished | None, has_calls: bool) -> dict:
-        found = _finish_fields(end, has_calls)
-        return (
-            found | {"finish_reason": "function_call"} if self.is_legacy and found["finish_reason"] == "tool_calls" else found
-        )
-
     def begin(self, index: int, usage: dict) -> list[dict]:
-        return [self.chunk(self.opening(index)) | self.prompt_token_ids(index)]
-
-    def opening(self, index: int) -> dict:
-        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, **_finish_fields(None)}
+        choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, **_finish_fields(None)}
+        return [self.chunk(choice) | self.prompt_token_ids(index)]
 
     def extend(self, index: int, delta: Delta, end: Finished | None) -> list[dict]:
         has_text = delta.text or delta.reasoning and self.shows_reasoning or delta.calls
@@ -222,11 +207,10 @@ class ChatReply(ChoicesReply):
         if delta.text or not (end or fields):
             fields["content"] = delta.text
         logprobs = self._logprobs(delta.tokens) if delta.tokens else None
-        end_fields = self._finish_fields(end, index in self._with_calls)
+        end_fields = _finish_fields(end, self.call_reason if index in self._with_calls else None)
         return {"index": index, "delta": fields, "logprobs": logprobs, **end_fields, **self.token_ids(delta)}
 
     def _call(self, call: dict[str, str]) -> dict:
-        """Return a complete call; `call`: name and arguments."""
         if call["name"] in self.custom:
             custom = {"name": call["name"], "input": input_of(call["arguments"])}
             return {"id": _call_id(), "type": "custom", "custom": custom}
@@ -254,7 +238,7 @@ class ChatReply(ChoicesReply):
 
 
 def _merged(parts: Iterable[CallPart]) -> list[CallPart]:
-    """Return one part for each tool call, with the arguments of all its parts joined."""
+    """Join the parts of each tool call to one part."""
     found: dict[int, CallPart] = {}
     for part in parts:
         before = found.get(part.index)
@@ -300,18 +284,18 @@ class CompletionReply(ChoicesReply):
         found = self._choice(index, self.echoes[index].text + delta.text, tokens, end)
         return found | self.prompt_fields(index) | self.token_ids(delta) | self.prompt_token_ids(index)
 
-    def opening(self, index: int) -> dict | None:
+    def begin(self, index: int, usage: dict) -> list[dict]:
         echo = self.echoes[index]
         if not (echo.text or echo.offsets or self.has_token_ids):
-            return None
-        return self._choice(index, echo.text, self._prompt(index), None) | self.prompt_token_ids(index)
+            return []
+        return [self.chunk(self._choice(index, echo.text, self._prompt(index), None) | self.prompt_token_ids(index))]
 
     def delta(self, index: int, delta: Delta, end: Finished | None = None) -> dict:
         return self._choice(index, delta.text, self._answer(index, delta.tokens), end) | self.token_ids(delta)
 
     def _prompt(self, index: int) -> tuple[TextToken, ...]:
-        """Return the tokens of the repeated prompt; the first has no log-probability."""
         offsets, request = self.echoes[index].offsets, self.requests[index]
+        # The first token has no log-probability.
         scores = [None, *request.scores] if offsets else []
         return tuple(
             TextToken(token, *((score.logprob, score.top[: self.top]) if score else (None, None)), offset=offset)
@@ -319,7 +303,6 @@ class CompletionReply(ChoicesReply):
         )
 
     def _answer(self, index: int, tokens: Collection[TextToken]) -> tuple[TextToken, ...]:
-        """Return generated `tokens` with offsets from the start of the repeated prompt."""
         before = len(self.echoes[index].text)
         return tuple(replace(token, offset=before + token.offset) for token in tokens) if self.logprobs else ()
 

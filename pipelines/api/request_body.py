@@ -99,7 +99,6 @@ class Body(BaseModel):
     @classmethod
     @cache
     def _names(cls) -> frozenset[str]:
-        """Return the names that the fields have in JSON."""
         return frozenset(field.alias or name for name, field in cls.model_fields.items())
 
 

@@ -121,14 +121,10 @@ NO_STORE = ResponseStore(count=0)
 async def start_response(api: ModelApi, body: ResponsesRequest, store: ResponseStore = NO_STORE, owner: bytes = b"") -> Any:
     """Start the answer to a request to /v1/responses and return its job."""
     is_stored = store.count > 0 and body.store is not False
-
-    def put(response: dict) -> None:
-        if is_stored:
-            store.put(owner, response, conversation)
-
     with fields_renamed(FIELDS):
         chat, conversation = await _chat(body, store, owner)
-        reply = lambda: ResponsesReply(api.names[0], api.token_bytes, body, api.sampling_of(chat), is_stored, put)
+        put = (lambda response: store.put(owner, response, conversation)) if is_stored else None
+        reply = lambda: ResponsesReply(api.names[0], api.token_bytes, body, api.sampling_of(chat), put)
         return await api.chat(chat, reply)
 
 
@@ -162,13 +158,13 @@ class ResponsesReply(BlocksReply):
     prefix = "resp_"
 
     def __init__(
-        self, model: str, token_bytes: TokenBytes, body: ResponsesRequest, sampling: Sampling, is_stored: bool,
-        put: Callable[[dict], None],
+        self, model: str, token_bytes: TokenBytes, body: ResponsesRequest, sampling: Sampling,
+        put: Callable[[dict], None] | None,
     ):  # fmt: skip
-        """Build the response to `body`; call `put` with the complete response as a JSON object.
+        """Build the response to `body`.
 
-        sampling: sampling options that the response states. is_stored: whether `put` stores the
-        response.
+        sampling: sampling options that the response states. put: stores the complete response, a
+        JSON object; None for a response that is not stored.
         """
         super().__init__(model, token_bytes, body.logprobs)
         self.put, self.names = put, names_in_namespaces(body.tools or ())
@@ -187,7 +183,7 @@ class ResponsesReply(BlocksReply):
             "status": "in_progress", "background": False, "error": None, "incomplete_details": None, "model": model,
             "output": [], "parallel_tool_calls": body.parallel_tool_calls is not False, "metadata": body.metadata or {},
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-            "service_tier": "default", "store": is_stored, "temperature": sampling.temperature,
+            "service_tier": "default", "store": put is not None, "temperature": sampling.temperature,
             "text": {"format": {"type": "text"}, "verbosity": "medium", **text}, "tool_choice": choice or "auto",
             "tools": tools, "top_logprobs": body.top_logprobs or 0, "top_p": sampling.top_p, "truncation": "disabled",
             "usage": None, **body.model_dump(include=set(ECHOED)),
@@ -236,7 +232,8 @@ class ResponsesReply(BlocksReply):
             "status": status, "completed_at": None if is_cut else int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None, "usage": _usage(usage),
         }  # fmt: skip
-        self.put(self.answer)
+        if self.put:
+            self.put(self.answer)
         yield self._event(f"response.{status}", response=self.answer)
 
     def fail(self, error: ApiError) -> Iterable[dict]:
@@ -260,7 +257,6 @@ class ResponsesReply(BlocksReply):
         return self._event(kind, item_id=self._id(block), output_index=len(self.blocks) - 1, **index, **fields)
 
     def _kind(self, block: Block) -> str:
-        """Return the kind of a block, or "custom" for a call to a custom tool."""
         return "custom" if block.kind == "call" and block.name in self._custom else block.kind
 
     def _id(self, block: Block) -> str:

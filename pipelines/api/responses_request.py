@@ -315,7 +315,6 @@ def names_in_namespaces(tools: Iterable[AnyTool]) -> dict[str, dict[str, str]]:
 
 
 def _chat_tool(tool: FunctionTool | CustomTool, space: Namespace | None = None) -> dict[str, Any]:
-    """Return a tool for a chat request, named `space.tool` if it has a namespace."""
     if isinstance(tool, CustomTool):
         return {"type": "custom", "custom": tool.model_dump(include={"name", "description"})}
     # The description of a namespace is put before that of its first function.
@@ -328,7 +327,6 @@ def _chat_tool(tool: FunctionTool | CustomTool, space: Namespace | None = None) 
 
 
 def _chosen_tools(body: PromptOfResponse) -> dict[str, Any]:
-    """Return the fields tools and tool_choice of the chat request."""
     tools: list[dict[str, Any]] = []
     for tool in body.tools or ():
         tools += [_chat_tool(each, tool) for each in tool.tools] if isinstance(tool, Namespace) else [_chat_tool(tool)]

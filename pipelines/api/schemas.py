@@ -4,9 +4,10 @@ Unknown fields and fields that only label the request or the customer are ignore
 field is an error if its value would change the answer.
 """
 
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, create_model
 
 from castiron.pipelines.api.chat_records import (
     AllowedTools,
@@ -28,58 +29,39 @@ SAMPLERS = (
 )
 
 
-class UnsupportedFields(Body):
-    """Unsupported fields of vLLM and llama.cpp; only values that change nothing are accepted."""
-
-    # vLLM.
-    include_stop_str_in_output: Annotated[Any, Unsupported(False)] = None
-    length_penalty: Annotated[Any, Unsupported(1)] = None
-    logprob_token_ids: Annotated[Any, Unsupported([])] = None
-    repetition_detection: Annotated[Any, Unsupported()] = None
-    return_prompt_text: Annotated[Any, Unsupported(False)] = None
-    return_tokens_as_token_ids: Annotated[Any, Unsupported(False)] = None
-    skip_special_tokens: Annotated[Any, Unsupported(True)] = None
-    spaces_between_special_tokens: Annotated[Any, Unsupported(True)] = None
-    use_beam_search: Annotated[Any, Unsupported(False)] = None
-    vllm_xargs: Annotated[Any, Unsupported({})] = None
-    watermarking: Annotated[Any, Unsupported(False)] = None
-    guided_whitespace_pattern: Annotated[Any, Unsupported()] = None
-    # llama.cpp.
-    dry_multiplier: Annotated[Any, Unsupported(0)] = None
-    dynatemp_range: Annotated[Any, Unsupported(0)] = None
-    lora: Annotated[Any, Unsupported([])] = None
-    min_keep: Annotated[Any, Unsupported(0)] = None
-    mirostat: Annotated[Any, Unsupported(0)] = None
-    n_cmpl: Annotated[Any, Unsupported(1)] = None
-    n_probs: Annotated[Any, Unsupported(0)] = None
-    post_sampling_probs: Annotated[Any, Unsupported(False)] = None
-    repeat_last_n: Annotated[Any, Unsupported(64)] = None
-    return_tokens: Annotated[Any, Unsupported(False)] = None
-    samplers: Annotated[Any, Unsupported(*SAMPLERS)] = None
-    top_n_sigma: Annotated[Any, Unsupported(-1, 0)] = None
-    typical_p: Annotated[Any, Unsupported(1)] = None
-    typ_p: Annotated[Any, Unsupported(1)] = None
-    xtc_probability: Annotated[Any, Unsupported(0)] = None
+# Unsupported fields of vLLM and llama.cpp: (accepted values, which change nothing; names).
+UNSUPPORTED: tuple[tuple[tuple[Any, ...], str], ...] = (
+    ((), "repetition_detection guided_whitespace_pattern"),
+    ((False,), "include_stop_str_in_output return_prompt_text return_tokens_as_token_ids use_beam_search watermarking"),
+    ((False,), "post_sampling_probs return_tokens"),
+    ((True,), "skip_special_tokens spaces_between_special_tokens"),
+    ((0,), "dry_multiplier dynatemp_range min_keep mirostat n_probs xtc_probability"),
+    ((1,), "length_penalty n_cmpl typical_p typ_p"),
+    ((-1, 0), "top_n_sigma"),
+    ((64,), "repeat_last_n"),
+    (([],), "logprob_token_ids lora"),
+    (({},), "vllm_xargs"),
+    (SAMPLERS, "samplers"),
+)
+# The same for fields of chat completions, also OpenAI's.
+UNSUPPORTED_IN_CHAT: tuple[tuple[tuple[Any, ...], str], ...] = (
+    ((), "audio moderation web_search_options chat_template"),
+    ((False,), "add_special_tokens echo"),
+    ((True,), "parse_tool_calls"),
+    (([],), "documents"),
+    ((["text"],), "modalities"),
+    (("medium",), "verbosity"),
+    (("auto", "deepseek"), "reasoning_format"),
+)
 
 
-class UnsupportedChatFields(Body):
-    """Unsupported fields of chat completions; only values that change nothing are accepted."""
+def _record(name: str, table: Iterable[tuple[tuple[Any, ...], str]]) -> Any:
+    fields: Any = {field: (Annotated[Any, Unsupported(*values)], None) for values, names in table for field in names.split()}
+    return create_model(name, __base__=Body, **fields)
 
-    # OpenAI.
-    audio: Annotated[Any, Unsupported()] = None
-    modalities: Annotated[Any, Unsupported(["text"])] = None
-    moderation: Annotated[Any, Unsupported()] = None
-    verbosity: Annotated[Any, Unsupported("medium")] = None
-    web_search_options: Annotated[Any, Unsupported()] = None
-    # vLLM.
-    add_special_tokens: Annotated[Any, Unsupported(False)] = None
-    chat_template: Annotated[Any, Unsupported()] = None
-    documents: Annotated[Any, Unsupported([])] = None
-    echo: Annotated[Any, Unsupported(False)] = None
-    # llama.cpp.
-    parse_tool_calls: Annotated[Any, Unsupported(True)] = None
-    reasoning_format: Annotated[Any, Unsupported("auto", "deepseek")] = None
 
+UnsupportedFields = _record("UnsupportedFields", UNSUPPORTED)
+UnsupportedChatFields = _record("UnsupportedChatFields", UNSUPPORTED_IN_CHAT)
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Stops = StopString | Annotated[list[StopString], Field(max_length=16)]

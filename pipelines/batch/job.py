@@ -156,11 +156,11 @@ def run(engine: Engine | None, works: Iterator[Work | None]) -> Iterator[Answere
 
 
 def in_windows(works: Iterable[Work | None], max_requests: int = MAX_REQUESTS) -> Iterator[Work | None]:
-    """Yield records with their requests, sorted by prompt in windows.
+    """Group `works` in windows, and yield the items of each window sorted by prompt.
 
-    A window has the next items of `works`, with about `max_requests` requests in all. It ends
-    earlier if no more items are available and it is WAIT seconds old. Before that, None is yielded
-    while no item is available.
+    A window is full at `max_requests` requests or MAX_TOKENS prompt tokens. A window that is not
+    full ends WAIT seconds after its first item if no item is available. Until then, this yields
+    None.
     """
     window, size, tokens, began = list[Work](), 0, 0, 0.0
     for work in works:

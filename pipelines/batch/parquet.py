@@ -24,7 +24,6 @@ class Table:
     """An iterable over the records of a Parquet file."""
 
     def __init__(self, path: Path):
-        """Open a file; raise PipelineError if it is not a valid Parquet file."""
         try:
             self.file = pq.ParquetFile(path)
         except (pa.ArrowException, OSError) as error:

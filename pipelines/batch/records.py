@@ -58,8 +58,8 @@ class Record:
 def has_openai_columns(names: Collection[str]) -> bool:
     """Return whether a record with the columns `names` is in OpenAI's format.
 
-    This is so if it has custom_id, url and body. Two of these are enough if there is no column of a
-    plain record.
+    It is if it has custom_id, url and body. Two of these are enough if there is no column for a
+    prompt or a text.
     """
     found = len(OPENAI.intersection(names))
     return found == 3 or (found == 2 and not {*PROMPTS, *TEXTS}.intersection(names))
@@ -203,7 +203,7 @@ class Work:
 
 
 class Format(Protocol):
-    """A format of records. It converts a record to `Work`, and an error to an `Outcome`."""
+    """A converter of records in one format, such as OpenAI's, to engine requests and results."""
 
     def samples(self, record: Record) -> bool:
         """Return whether the record's answer is sampled and needs a seed from the job."""
@@ -222,7 +222,6 @@ class Conversion:
     """A converter of plain records and records in OpenAI's format to `Work`."""
 
     def __init__(self, plain: Format, openai: Callable[[], Format], identity: bytes, seed: int):
-        """Convert plain records with `plain`, and records in OpenAI's format with `openai()`."""
         self.plain, self.openai, self.identity, self.seed = plain, cache(openai), identity, seed
 
     def key(self, record: Record) -> str:

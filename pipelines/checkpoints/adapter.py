@@ -44,7 +44,7 @@ _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter: (B, A, scale) of each adapted weight, and tensors that replace others."""
+    """A LoRA adapter."""
 
     path: Path
     rank: int  # the config's `r`
@@ -89,7 +89,7 @@ def open_adapter(path: Path) -> Adapter:
 
 
 def merge(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
-    """Return the checkpoint with the adapter merged. A merged weight is computed at each read."""
+    """Return the checkpoint with the adapter merged; each read of a merged weight computes it."""
     tensors = dict(checkpoint.tensors)
     # Ignore saved tensors that equal the base: peft saves embeddings even if they were not trained.
     replaced = {
@@ -126,7 +126,6 @@ _MERGE = "merge it with peft (merge_and_unload, save_pretrained) and give the di
 
 
 def _config(path: Path) -> dict:
-    """Return an adapter's config with defaults; raise CheckpointError for variants such as DoRA."""
     config = json_object(path / CONFIG)
     if config is None:
         raise CheckpointError(f"{path} has no {CONFIG}; give an adapter's directory, as peft's save_pretrained writes it")
@@ -150,7 +149,6 @@ def _config(path: Path) -> dict:
 
 
 def _of_pattern(patterns: Mapping[str, float], module: str, default: float, path: Path) -> float:
-    """Return the value of the first regular expression that matches `module`, else `default`."""
     for key, value in patterns.items():
         try:
             if re.match(rf"(.*\.)?({key})$", module):

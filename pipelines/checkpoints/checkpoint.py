@@ -1,4 +1,4 @@
-"""The class `Checkpoint`, which holds a model from a file of any format, and checks of its content.
+"""The class `Checkpoint`: a model from a file of any format; and checks of its content.
 
 The codec of a tensor is its element type or quantisation, such as bf16 or q4_k.
 """
@@ -71,7 +71,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of `data`; ValueError if a row is no multiple of the codec's block."""
+        """Return the bytes of `data`; ValueError if a row ends inside a block of the codec."""
         return math.prod(self.shape[:-1]) * row_bytes(self.codec, self.shape[-1])
 
     def dequantise(self) -> np.ndarray:
@@ -138,7 +138,7 @@ def is_ignorable(name: str) -> bool:
 def reject_impossible_sizes(path: Path, config: Mapping, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise CheckpointError if a config states larger sizes than the tensors have.
 
-    This bounds the memory that building the model takes.
+    Such a config could make building the model exhaust the memory.
     """
     numbers = [[part for part in name.split(".") if part.isdecimal()] for name in shapes]
     # Experts are tensors such as model.layers.3.mlp.experts.7.up_proj.weight, or one tensor [experts, out, in].
@@ -158,7 +158,10 @@ def reject_impossible_sizes(path: Path, config: Mapping, shapes: Mapping[str, tu
 
 
 def without_shared(tensors: dict[str, Tensor], config: Mapping) -> dict[str, Tensor]:
-    """Return the tensors without K and V weights of Gemma 4's layers that do not use them."""
+    """Return the tensors without the K and V weights that Gemma 4 stores but does not use.
+
+    The last `num_kv_shared_layers` layers use the K and V of an earlier layer.
+    """
     layers, shared = config.get("num_hidden_layers"), config.get("num_kv_shared_layers")
     if config.get("model_type") != "gemma4_text" or not isinstance(layers, int) or not isinstance(shared, int):
         return tensors
@@ -221,7 +224,7 @@ def tokenizer_of(content: Mapping[str, Any], path: object) -> Any:
 
 
 def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None = None) -> bytes:
-    """Return a parsed tokenizer.json as bytes; CheckpointError if invalid or an id >= `vocab`."""
+    """Return a parsed tokenizer.json as bytes, after checking it in a child process."""
     try:
         text = json.dumps(content, ensure_ascii=False)
         data = text.encode()
@@ -240,9 +243,9 @@ def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None
 
 
 def largest_id(content: str) -> int:
-    """Return the largest token id in the encoding of a test text; -1 if encoding fails.
+    """Return the largest token id that the tokenizer gives for SAMPLE; -1 if it fails on SAMPLE.
 
-    content: text of a tokenizer.json. Raises PipelineError if this text is invalid.
+    content: text of a tokenizer.json; PipelineError if it is invalid.
     """
     from tokenizers import Tokenizer
 

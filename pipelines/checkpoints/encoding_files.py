@@ -57,7 +57,7 @@ def read_encoding(path: Path) -> Encoding | None:
 
 
 def _module(path: Path, entry: Any) -> tuple[str, str]:
-    """Return (class name without its Python package, folder) for an element of modules.json."""
+    """Return (class name without its Python package, folder) of an element of modules.json."""
     if isinstance(entry, dict) and isinstance(entry.get("type"), str) and isinstance(entry.get("path"), str):
         folder = entry["path"]
         if folder == Path(folder).name != ".." and len(folder) < 100 and folder.isprintable():
@@ -109,7 +109,7 @@ def tokenizer_limit(path: Path) -> int | None:
 
 
 def _tokens(value: Any) -> int | None:
-    """Return `value` if it is a number of tokens, else None (some files have 1e30 for no limit)."""
+    """Return `value` if it is a number of tokens, else None: some files have 1e30 for no limit."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31 else None
 
 
@@ -126,7 +126,7 @@ def base_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Head:
-    """The layers after the transformer in the rerankers of a model family."""
+    """The layers that a model family's rerankers have after the transformer."""
 
     modules: Mapping[str, str]  # from the name of a module in the file to its name in castiron
     pooling: Callable[[dict], Pooling]  # from the config to the description of these layers
@@ -178,7 +178,6 @@ def read_classifier(path: Path, config: dict, stored: Mapping[str, Tensor]) -> E
 
 
 def _relevance(path: Path, config: dict) -> str:
-    """Return the function from a CrossEncoder's logit to a score: "sigmoid" or "identity"."""
     own = config.get("sentence_transformers")
     named = own.get("activation_fn") if isinstance(own, dict) else None
     named = str(named or config.get("sbert_ce_default_activation_function") or "Sigmoid").rpartition(".")[2]

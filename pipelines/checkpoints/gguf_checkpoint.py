@@ -62,10 +62,10 @@ def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
 
 
 def scaled(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a file, with each NVFP4 weight multiplied by its scale.
+    """Return a file's tensors with the separate scales of NVFP4 weights multiplied in.
 
-    The scale of `x.weight` is the tensor `x.scale`, which has one number, or one for each expert.
-    The tensor `x.input_scale` is dropped, because castiron does not quantise activations to FP4.
+    The scale of `x.weight` is the tensor `x.scale`, with one number or one for each expert.
+    Tensors `x.input_scale` are dropped, because castiron does not quantise activations to FP4.
     """
     found = dict(tensors)
     for name, tensor in tensors.items():
@@ -103,7 +103,7 @@ def hf_tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Ten
 
 
 def _named(file: GgufFile, row: Architecture, config: dict, tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the HF tensors that one tensor of the file contains, for example one for each expert."""
+    """Yield the HF tensors in one GGUF tensor, for example one for each expert."""
     block, named = _BLOCK.fullmatch(tensor.name), _NAMED.fullmatch(tensor.name)
     prefix = row.block.format(int(block[1])) if block else ""
     if block and block[2] in row.vectors:
@@ -167,9 +167,9 @@ def _minus_one(tensor: Tensor) -> Tensor:
 
 
 def _vector(tensor: Tensor, order: np.ndarray | None) -> Tensor:
-    """Return a tensor as an f32 vector; A_log is computed from the stored -exp(A_log).
+    """Return a tensor as an f32 vector in HF's order: element i is `tensor[order[i]]`.
 
-    order: for each element of the vector, its index in `tensor`; None if the order is the same.
+    A_log is computed from the stored -exp(A_log).
     """
 
     def read() -> np.ndarray:
@@ -182,17 +182,13 @@ def _vector(tensor: Tensor, order: np.ndarray | None) -> Tensor:
 
 
 def _filter(tensor: Tensor, order: np.ndarray | None) -> Tensor:
-    """Reshape the filters of a convolution from [features, n] to [features, 1, n].
-
-    order: for each feature of the result, its index in `tensor`; None if the order is the same.
-    """
+    """Reshape convolution filters [features, n] to [features, 1, n]; `order` as in `_vector`."""
     features, positions = tensor.shape
     read = lambda: tensor.data[slice(None) if order is None else order].reshape(features, 1, -1)
     return replace(tensor, shape=(features, 1, positions), read=read)
 
 
 def _joined(file: GgufFile, parts: list[Tensor], name: str) -> Tensor:
-    """Concatenate the rows of several matrices; the result is f32 if their codecs differ."""
     for part in parts:
         _check_rank(file, part, 2)
     codecs = {part.codec for part in parts}
@@ -222,10 +218,9 @@ def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
 
 
 def key_head_parts(config: dict, parts: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """Return which rows of a GGUF tensor of linear attention belong to each HF tensor.
+    """Return which rows of a GGUF tensor of linear attention belong to which HF tensor.
 
-    The rows are grouped by key head.
-    parts: a value of `Architecture.grouped`. The result has row indices for each key of `parts`.
+    parts: a value of `Architecture.grouped`, {HF name: letters}. Returns {HF name: row indices}.
     """
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     sizes = {"h": values // keys, "k": config["linear_key_head_dim"], "v": values // keys * config["linear_value_head_dim"]}
@@ -235,11 +230,10 @@ def key_head_parts(config: dict, parts: Mapping[str, str]) -> dict[str, np.ndarr
 
 
 def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Iterator[Tensor]:
-    """Yield a tensor with its columns reordered.
+    """Yield the matrix whose column i is column order[i] of `tensor`.
 
-    order: for each column of the result, its index in `tensor`; the columns of a head stay
-    adjacent. If a codec block has columns of two heads, yields `tensor` unchanged, and then a
-    tensor with the order as numbers.
+    A codec block that has columns of two heads cannot be reordered. Then yields `tensor` unchanged,
+    and a tensor with the order as numbers.
     """
     block = CODECS[tensor.codec].block
     if head_dim % block:
@@ -259,9 +253,8 @@ def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Iter
 def _stacked(tensor: Tensor, found: str | tuple[str, ...], prefix: str, suffix: str) -> Iterator[Tensor]:
     """Yield the HF tensors that are stacked in one GGUF tensor, for example one for each expert.
 
-    found: the middle of the HF name, with `{}` for the index in the stack. With several names, each
-    stacked matrix is split by rows into tensors of equal size, one for each name in this order.
-    prefix, suffix: the start and the end of the HF name.
+    An HF name is prefix + found + suffix, with `{}` in `found` for the index in the stack. With
+    several names in `found`, each stacked matrix is split by rows into equal parts, one per name.
     """
     names = (found,) if isinstance(found, str) else found
     shape = tensor.shape[1:]

@@ -118,7 +118,7 @@ def sampling_metadata(generation: Mapping) -> dict[str, int | float]:
 
 
 def _check_sizes(config: dict, metadata: Metadata, row: Architecture) -> None:
-    """Check sizes and numbers of heads; set num_key_value_heads if the config lacks it."""
+    """Check sizes and numbers of heads; set num_key_value_heads if the file lacks it."""
     sizes = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "context_length")
     for key in (*sizes, *(key for key in row.ints if key.startswith(("ssm.", "shortconv.")))):
         if key not in row.by_layer:

@@ -114,7 +114,6 @@ def flat_config(config: dict) -> dict:
 
 
 def _rope_keys(config: dict) -> dict[str, Value]:
-    """Return the GGUF metadata of a scaled rotary embedding."""
     entry = config.get("rope_scaling") or {}
     keys: dict[str, Value] = {}
     kind, original = entry.get("rope_type"), entry.get("original_max_position_embeddings")
@@ -133,7 +132,7 @@ def _rope_keys(config: dict) -> dict[str, Value]:
 
 
 def _rope_tensors(config: dict) -> Iterator[Tensor]:
-    """Yield GGUF's tensors with the divisors of rotary frequencies, if the model has any."""
+    """Yield the tensors with divisors of rotary frequencies: for llama3 and longrope scaling."""
     entry = config.get("rope_scaling") or {}
     factors: dict[str, np.ndarray] = {}
     if entry.get("rope_type") == "llama3":
@@ -188,11 +187,6 @@ def _exported(
     heads: int = 0,
     order: np.ndarray | None = None,
 ) -> Tensor:
-    """Return an HF tensor as the GGUF tensor `name`, in the codec that `codecs` has for it.
-
-    codecs, read: as in `export_tensors`. heads: number of heads if llama.cpp's converter permutes
-    the rows of each head, else 0. order: the result of `tiled`.
-    """
     stored = None if order is None else np.argsort(order)
     columns = stored if row.tiled.get(name.split(".")[-2]) == "columns" else None
     small = _SMALL.fullmatch(name)
@@ -215,7 +209,7 @@ def _exported(
 
 
 def _vector(tensor: Tensor, name: str, read: Read, order: np.ndarray | None) -> Tensor:
-    """Return an HF vector as the GGUF tensor `name`; A_log is converted to -exp(A_log)."""
+    """Return an HF vector as the GGUF tensor `name`; GGUF stores A_log as -exp(A_log)."""
 
     def data() -> np.ndarray:
         values = read(tensor.name, "f32", None).view("<f4")
@@ -246,7 +240,7 @@ def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tenso
 
 
 def _differing(one: Any, other: Any) -> Iterator[str]:
-    """Yield the names of fields that differ in two dataclasses; a missing field equals None."""
+    """Yield the names of fields that differ in two dataclasses; an absent field counts as None."""
     for name in {field.name for record in (one, other) for field in fields(record)}:
         if not _same(getattr(one, name, None), getattr(other, name, None)):
             yield name
@@ -293,7 +287,6 @@ def export_tokenizer(checkpoint: Checkpoint, vocab: int) -> dict[str, Value]:
 
 
 def _byte_level(checkpoint: Checkpoint, found: dict, steps: list[dict], vocab: int) -> dict[str, Value]:
-    """Return the metadata of a byte-level BPE tokenizer; steps: its pre-tokenizers."""
     nfc, ignore_merges = (found["normalizer"] or {}).get("type") == "NFC", found["model"]["ignore_merges"]
     rows = ((name, row) for name, row in PRE_TOKENIZERS.items() if (row.nfc, row.ignore_merges) == (nfc, ignore_merges))
     # Other differences, such as the options of ByteLevel, are found when SAMPLE is tokenized.
@@ -308,9 +301,9 @@ def _byte_level(checkpoint: Checkpoint, found: dict, steps: list[dict], vocab: i
 
 
 def _sentencepiece(found: dict, steps: list[dict], vocab: int) -> dict[str, Value]:
-    """Return the metadata of a SentencePiece BPE tokenizer, with scores in place of merges.
+    """Return SentencePiece metadata with scores, which llama.cpp reads in place of merges.
 
-    The score of a token is -i if merge number i is the first that produces the token.
+    A token has the score -i if merge number i is the first that produces it.
     """
     tokens, kinds = _tokens(found, vocab)
     ranks: dict[str, int] = {}
@@ -332,7 +325,7 @@ def _sentencepiece(found: dict, steps: list[dict], vocab: int) -> dict[str, Valu
 
 
 def _steps(step: dict | None, parts: str) -> Iterator[dict]:
-    """Yield the steps of a normalizer or pre-tokenizer; `parts`: key of the steps in a Sequence."""
+    """Yield the steps of a normalizer or pre-tokenizer. A Sequence has its steps under `parts`."""
     if step and step["type"] == "Sequence":
         for part in step[parts]:
             yield from _steps(part, parts)
@@ -341,11 +334,7 @@ def _steps(step: dict | None, parts: str) -> Iterator[dict]:
 
 
 def _tokens(found: dict, vocab: int) -> tuple[list[str], list[int]]:
-    """Return (text of each token, llama.cpp's type of each token), two lists in the order of ids.
-
-    Both lists have at least `vocab` elements. An id without a token, such as 7, has the text
-    [PAD7].
-    """
+    """Return (texts, llama.cpp's types) of all tokens by id; text of a missing id 7: [PAD7]."""
     by_id = {number: (token, _NORMAL) for token, number in found["model"]["vocab"].items()}
     for token in found["added_tokens"]:
         by_id[token["id"]] = token["content"], _CONTROL if token["special"] else _USER_DEFINED

@@ -9,6 +9,7 @@ ggml's `gguf_init_from_file`.
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -68,22 +69,20 @@ class _Cursor:
         self.path, self.view, self.at, self.string_bytes = path, view, 0, 0
 
     def invalid(self, fault: str) -> CheckpointError:
-        """Return the error for a file that is not valid GGUF; `fault` describes why."""
         return CheckpointError(f"{self.path} is not a valid GGUF file: {fault}; fetch it again")
 
     def take(self, size: int, what: str) -> int:
-        """Skip the next `size` bytes and return their offset."""
+        """Skip `size` bytes and return the offset of the first."""
         if size > len(self.view) - self.at:
             raise self.invalid(f"it ends inside {what} ({len(self.view)} bytes)")
         start, self.at = self.at, self.at + size
         return start
 
     def number(self, form: struct.Struct, what: str) -> int | float:
-        """Read and return one number; form: its binary type."""
         return form.unpack_from(self.view, self.take(form.size, what))[0]
 
     def string(self, what: str) -> str:
-        """Read and return a string: its length as u64, then its UTF-8 bytes."""
+        """Read a string: its length as u64, then its UTF-8 bytes."""
         size = self.number(_U64, what)
         start = self.take(size, what)
         self.string_bytes += size + _STRING_OVERHEAD
@@ -95,10 +94,7 @@ class _Cursor:
             raise self.invalid(f"{what} is not UTF-8") from None
 
     def count(self, smallest: int, what: str, limit: int = 2**64) -> int:
-        """Read and return a number of items; CheckpointError if the file cannot contain so many.
-
-        smallest: min bytes of an item. limit: max number of items.
-        """
+        """Read a number of items of at least `smallest` bytes, and check that they fit."""
         count = self.number(_U64, what)
         if count * smallest > len(self.view) - self.at:
             raise self.invalid(f"it states {count} {what}, more than its {len(self.view)} bytes can hold")
@@ -107,7 +103,6 @@ class _Cursor:
         return count
 
     def value(self, kind: int, what: str):
-        """Read and return a metadata value of GGUF's type `kind`."""
         if kind == _STRING:
             return self.string(what)
         if kind != _ARRAY:
@@ -118,7 +113,7 @@ class _Cursor:
         return self.numbers(kind, what)
 
     def numbers(self, kind: int, what: str, count: int | None = None) -> np.ndarray:
-        """Read and return `count` numbers of GGUF's type `kind`; for None, first read the count."""
+        """Read `count` numbers of GGUF's type `kind`; if it is None, read their count first."""
         if kind not in _NUMBERS:
             raise self.invalid(f"{what} has the unsupported value type {kind}")
         dtype = np.dtype(_NUMBERS[kind])
@@ -162,7 +157,6 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _read_part(path: Path) -> GgufFile:
-    """Map one GGUF file and parse its header; CheckpointError if it is invalid."""
     cursor = _Cursor(path, view := map_file(path))
     if view[:4] != b"GGUF":
         raise CheckpointError(f"{path} is not a GGUF file; give a GGUF file or an HF directory")
@@ -178,7 +172,7 @@ def _read_part(path: Path) -> GgufFile:
 
 
 def _metadata(cursor: _Cursor, count: int) -> tuple[dict, int, dict[str, memoryview]]:
-    """Return (metadata by key, alignment in bytes, encoded bytes of each metadata entry by key)."""
+    """Return (metadata, alignment of tensor data in bytes, {key: bytes of its entry})."""
     metadata, alignment, entries = {}, ALIGNMENT, {}
     for _ in range(count):
         start = cursor.at
@@ -198,7 +192,7 @@ def _metadata(cursor: _Cursor, count: int) -> tuple[dict, int, dict[str, memoryv
 
 
 def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tensor]:
-    """Return the tensors by name; CheckpointError if data is unaligned or outside the file."""
+    """Return the tensors by name, after checking that their data are aligned and in the file."""
     found: dict[str, tuple[Tensor, int]] = {}  # with the offset in the data section
     for _ in range(count):
         name = cursor.string("a tensor's name")
@@ -216,16 +210,11 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tensor]:
             raise cursor.invalid(f"the data of {before} and of {name} overlap")
         end, before = start + offset + tensor.nbytes, name
     data = np.frombuffer(cursor.view, np.uint8)[start:]
-    return {name: replace(tensor, read=_reader(data[offset:], tensor)) for name, (tensor, offset) in found.items()}
-
-
-def _reader(data: np.ndarray, tensor: Tensor) -> Callable[[], np.ndarray]:
-    """Return a function that returns the tensor's bytes, which are the first bytes of `data`."""
-    return lambda: data[: tensor.nbytes].reshape(*tensor.shape[:-1], -1)
+    rows = lambda tensor, offset: data[offset : offset + tensor.nbytes].reshape(*tensor.shape[:-1], -1)
+    return {name: replace(tensor, read=partial(rows, tensor, offset)) for name, (tensor, offset) in found.items()}
 
 
 def _tensor(cursor: _Cursor, name: str) -> tuple[Tensor, int]:
-    """Read the header entry of the tensor `name`; return (tensor without data, data offset)."""
     what = shorten(name)
     rank = cursor.number(_U32, f"the rank of {what}")
     if not 1 <= rank <= _MAX_DIMENSIONS:
@@ -306,7 +295,7 @@ def _string(text: str) -> bytes:
 
 
 def _items(values: list) -> tuple[int, bytes]:
-    """Return (GGUF's type number, bytes) of the values of an array."""
+    """Return (GGUF's number of the element type, elements as bytes) of an array."""
     if values and isinstance(values[0], str):
         return _STRING, b"".join(map(_string, values))
     for type_, kind, form in ((bool, _BOOL, "?"), (int, _INT32, "i")):

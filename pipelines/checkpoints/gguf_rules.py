@@ -31,7 +31,6 @@ RULES_OF_ROPE_TENSOR = {
 
 
 def _factors(metadata: Metadata, name: str) -> np.ndarray | None:
-    """Return the divisors of rotary frequencies in the tensor `name`, f32 [rotary_dim / 2]."""
     tensor = metadata.file.tensors.get(name)
     return None if tensor is None else tensor.dequantise().reshape(-1)
 
@@ -182,7 +181,6 @@ def mistral3_ropes(config: dict, metadata: Metadata) -> None:
 
 
 def _periodic_layers(layers: int, period: int, other: str = "sliding_attention") -> list[str]:
-    """Return the layer types: every `period`-th layer is full attention, the rest are `other`."""
     return [other if (layer + 1) % period else "full_attention" for layer in range(layers)]
 
 
@@ -223,7 +221,7 @@ def smollm3_layers(config: dict, metadata: Metadata) -> None:
 
 
 def _kv_heads(config: dict, metadata: Metadata) -> list[int]:
-    """Return each layer's number of KV heads (0: no attention); set num_key_value_heads."""
+    """Return the KV heads of each layer, 0 without attention; set num_key_value_heads."""
     kv_heads, heads = metadata.by_layer("attention.head_count_kv"), config["num_attention_heads"]
     counts = {count for count in kv_heads if count}
     if len(counts) > 1 or any(heads % count for count in counts):
@@ -243,7 +241,6 @@ def lfm2_layers(config: dict, metadata: Metadata) -> None:
 
 
 def _inner_head_dim(metadata: Metadata, heads: int) -> int:
-    """Return the head size of a recurrent layer: ssm.inner_size divided by `heads`."""
     features = metadata.required("ssm.inner_size")
     if features % heads:
         raise metadata.invalid("ssm.inner_size", f"a multiple of {heads} heads (ssm.time_step_rank)")
@@ -334,7 +331,6 @@ def gemma4_layers(config: dict, metadata: Metadata) -> None:
 
 
 def _gemma4_kinds(layers: int, metadata: Metadata) -> list[str]:
-    """Return the type of each layer; CheckpointError if the last layer has a sliding window."""
     slides = metadata.get("attention.sliding_window_pattern")
     stated = isinstance(slides, np.ndarray) and slides.dtype == bool and len(slides) == layers
     if not stated or slides[-1]:
@@ -345,7 +341,6 @@ def _gemma4_kinds(layers: int, metadata: Metadata) -> list[str]:
 
 
 def _gemma4_widths(config: dict, metadata: Metadata) -> None:
-    """Set the config's MLP width, and whether layers that reuse K and V have twice this width."""
     layers, widths = config["num_hidden_layers"], metadata.by_layer("feed_forward_length")
     shared = config.setdefault("num_kv_shared_layers", 0)
     if shared >= layers:
@@ -359,10 +354,7 @@ def _gemma4_widths(config: dict, metadata: Metadata) -> None:
 
 
 def _gemma4_head(metadata: Metadata, ending: str) -> int:
-    """Return the size of Gemma 4's attention heads in one type of layer.
-
-    ending: the end of the metadata key: "_swa" for layers with a sliding window, "" for others.
-    """
+    """Return the head size; ending: "_swa" for layers with a sliding window, "" for the others."""
     length = metadata.required(f"attention.key_length{ending}")
     if metadata.integer(f"attention.value_length{ending}", length) != length:
         raise metadata.invalid(f"attention.value_length{ending}", f"{length}, as attention.key_length{ending}")

@@ -58,22 +58,12 @@ _DEEPSEEK_LETTERS = (
     "\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3"
     "\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
+_DIGITS = {"type": "Digits", "individual_digits": True}
 _DEEPSEEK_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
 
-def _step(kind: str, **fields: Any) -> dict:
-    """Return tokenizer.json's object for a pre-tokenizer of the type `kind`.
-
-    fields: the object's other fields. For the type Split, pass only `regex`; each match of this
-    regular expression becomes a word.
-    """
-    if kind == "Split":
-        fields = {"pattern": {"Regex": fields["regex"]}, "behavior": "Isolated", "invert": False}
-    return {"type": kind, **fields}
-
-
 def _byte_level_step(use_regex: bool) -> dict:
-    return _step("ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=use_regex)
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
 
 
 _DEEPSEEK_V3 = (
@@ -83,11 +73,11 @@ _DEEPSEEK_V3 = (
 
 
 def _splits(*regexes: str) -> tuple[dict, ...]:
-    return tuple(_step("Split", regex=regex) for regex in regexes)
+    return tuple({"type": "Split", "pattern": {"Regex": r}, "behavior": "Isolated", "invert": False} for r in regexes)
 
 
 def _deepseek(*regexes: str) -> tuple[dict, ...]:
-    return (*_splits(*regexes), _step("Digits", individual_digits=True), _byte_level_step(False))
+    return (*_splits(*regexes), _DIGITS, _byte_level_step(False))
 
 
 _DEEPSEEK_LLM = _deepseek(
@@ -100,21 +90,20 @@ _DEEPSEEK_LLM = _deepseek(
 _DEEPSEEK_CODER = _deepseek("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_ASIAN)
 # The steps Digits and Split run after ByteLevel, so they match the characters that it writes for bytes.
 _FALCON = (
-    _step("Punctuation", behavior="Contiguous"),
+    {"type": "Punctuation", "behavior": "Contiguous"},
     _byte_level_step(True),
-    _step("Digits", individual_digits=False),
-    _step("Split", regex="[0-9][0-9][0-9]"),
+    {"type": "Digits", "individual_digits": False},
+    *_splits("[0-9][0-9][0-9]"),
 )
 
 
 def _words(regex: str | None = None, digits: bool = False) -> tuple[dict, ...]:
-    """Return pre-tokenizers that split text into the matches of a regex (default: GPT-2's).
+    """Return steps that split text into the matches of `regex`, by default GPT-2's.
 
     digits: whether each digit becomes a separate word.
     """
-    before = [_step("Digits", individual_digits=True)] if digits else []
-    before += [_step("Split", regex=regex)] if regex else []
-    return (*before, _byte_level_step(use_regex=regex is None))
+    before = [_DIGITS] if digits else []
+    return (*before, *_splits(*[regex] if regex else []), _byte_level_step(use_regex=regex is None))
 
 
 @dataclass(frozen=True)
@@ -152,14 +141,13 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 
 class _Metadata(Metadata):
-    """The tokenizer metadata of a file. The attribute `tokens` has the text of each token."""
+    """The tokenizer metadata of a file; `tokens` are the texts of all tokens."""
 
     def __init__(self, file: GgufFile):
         super().__init__(file, _PREFIX)
         self.tokens: list[str] = self.strings("tokens")
 
     def strings(self, key: str) -> list[str]:
-        """Return the list of strings under a key; CheckpointError if it is missing or empty."""
         value = self.get(key)
         if not isinstance(value, list) or not value:
             problem = "missing" if value is None else "empty" if isinstance(value, list) else "not a list of strings"
@@ -167,7 +155,7 @@ class _Metadata(Metadata):
         return value
 
     def numbers(self, key: str) -> np.ndarray | None:
-        """Return the array under `key`, with one number per token; None if the file lacks the key."""
+        """Return the array under `key`, with one number per token."""
         value = self.get(key)
         if value is None:
             return None
@@ -178,7 +166,7 @@ class _Metadata(Metadata):
         return value
 
     def token(self, key: str) -> str | None:
-        """Return the text of the token whose id is under `key`; None if the file lacks the key."""
+        """Return the text of the token whose id is under `key`."""
         number = self.integer(key)
         if number is None:
             return None
@@ -237,7 +225,6 @@ def _byte_level(metadata: _Metadata) -> dict:
 
 
 def _merges_of_file(metadata: _Metadata, vocabulary: dict[str, int]) -> Iterator[list[str]]:
-    """Yield the BPE merges that the file lists."""
     for merge in metadata.strings("merges"):
         left, _, right = merge.partition(" ")
         if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
@@ -280,11 +267,10 @@ def _sentencepiece(metadata: _Metadata, gemma4: bool) -> dict:
 
 
 def _merges_of_vocabulary(metadata: _Metadata, tokens: list[str], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Return the BPE merges (left, right) of a SentencePiece vocabulary, by descending priority.
+    """Return the BPE merges (left, right) of a vocabulary without merges, the most urgent first.
 
-    The priority of a merge is the score of the token that it produces. For Gemma, the priority is
-    higher if this token's id is lower.
-    tokens: text of each token. vocabulary: token ids by text.
+    The token that a merge produces decides: for Gemma, a lower id comes first; otherwise a higher
+    score. tokens: text of each token. vocabulary: token ids by text.
     """
     if sum(len(token) ** 2 for token in tokens) > _MAX_SQUARES:
         raise metadata.error(f"the {len(tokens):,} tokens are too long for a SentencePiece vocabulary; fetch the file again")
@@ -304,10 +290,7 @@ def _merges_of_vocabulary(metadata: _Metadata, tokens: list[str], vocabulary: di
 
 
 def _added_tokens(metadata: _Metadata) -> Iterator[dict]:
-    """Yield the added tokens of tokenizer.json, which are matched in text before BPE.
-
-    Control tokens, the unknown token, and tokens with a role such as BOS get the flag `special`.
-    """
+    """Yield the added tokens of tokenizer.json, which are matched in text before BPE."""
     roles = ("bos", "eos", "unknown", "padding", "eot")
     named = {number for role in roles if isinstance(number := metadata.get(f"{role}_token_id"), int)}
     types = metadata.numbers("token_type")
@@ -325,9 +308,9 @@ def _tokenizer(metadata: _Metadata, *, adds_bos: bool | None, **parts: Any) -> d
 
 
 def _post_processor(metadata: _Metadata, adds_bos: bool | None) -> dict | None:
-    """Return the post-processor that adds BOS or EOS; None if the tokenizer adds neither.
+    """Return the post-processor that adds BOS or EOS.
 
-    adds_bos: whether to add BOS if the file does not state it; None if BOS is never added.
+    adds_bos: whether to add BOS if the file does not state it; None to never add BOS.
     """
     adds_bos = adds_bos is not None and metadata.flag("add_bos_token", adds_bos)
     sides = (adds_bos, "bos_token_id"), (metadata.flag("add_eos_token", False), "eos_token_id")

@@ -76,9 +76,9 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
 
 
 def shards_of(path: Path) -> dict[str, list[str] | None]:
-    """Return the names of the tensors in each safetensors file, by file name.
+    """Return the tensor names in each safetensors file, by file name.
 
-    If the model is one file without an index, the value is None.
+    The value is None for the file model.safetensors, which needs no index.
     """
     if (path / SINGLE).exists():
         return {SINGLE: None}
@@ -134,11 +134,7 @@ def chat_template(path: Path) -> str | None:
 
 
 def _token_ids(path: Path, key: str, *sources: dict) -> tuple[int, ...]:
-    """Return the token ids under `key` in the first of `sources` that has this key.
-
-    sources: parsed JSON files, in the order in which HF's generate uses them. path: the directory,
-    for error messages.
-    """
+    """Return the ids under `key` in the first source that has it, in the order of HF's generate."""
     value = next((source[key] for source in sources if source.get(key) is not None), [])
     tokens = value if isinstance(value, list) else [value]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in tokens):

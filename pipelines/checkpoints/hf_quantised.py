@@ -55,10 +55,10 @@ def describe(config: Mapping) -> str:
 
 
 def _unpacked(tensor: Tensor, bits: int, by_rows: bool = False) -> np.ndarray:
-    """Return the numbers that are packed in a tensor i32 [n, m], as u8 [n, m * 32 / bits].
+    """Unpack an i32 [n, m], which packs numbers along rows, to u8 [n, m * 32 / bits].
 
-    An i32 packs 32 / bits numbers of one row, the first in its lowest bits. With `by_rows`, an i32
-    packs numbers of one column, and the result is transposed: u8 [m, n * 32 / bits].
+    The first number is in the lowest bits. by_rows: the i32 packs numbers along columns, and the
+    result is transposed: u8 [m, n * 32 / bits].
     """
     words = tensor.data.reshape(*tensor.shape, 4)
     packed = np.ascontiguousarray(words.swapaxes(0, 1) if by_rows else words)
@@ -67,17 +67,14 @@ def _unpacked(tensor: Tensor, bits: int, by_rows: bool = False) -> np.ndarray:
 
 
 def _codes(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """Convert unsigned numbers n to castiron's codes: n - 128 in two's complement if `bits` is 8.
-
-    Both arrays are u8. Numbers of 4 bits do not change.
-    """
+    """Convert unsigned u8 numbers to castiron's codes: for 8 bits, two's complement of n - 128."""
     return numbers ^ np.uint8(128) if bits == 8 else numbers
 
 
 def _packed_by_columns(stored: Stored) -> tuple[Tensor, ...]:
     """Return a weight that GPTQ or AWQ quantised.
 
-    qweight is [in, out / 8] in AWQ, and [in * bits / 32, out] in GPTQ. scales are [groups, out];
+    qweight is [in, out / 8] in AWQ and [in * bits / 32, out] in GPTQ. scales are [groups, out].
     qzeros are [groups, out * bits / 32].
     """
     is_awq = stored.config["quant_method"] == "awq"
@@ -114,10 +111,9 @@ def _packed_by_columns(stored: Stored) -> tuple[Tensor, ...]:
 
 
 def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
-    """Return a weight of compressed-tensors' format pack-quantized.
+    """Return a weight of compressed-tensors' pack-quantized.
 
-    An i32 of weight_packed packs numbers of one row. An i32 of weight_zero_point packs numbers of
-    one column.
+    weight_packed packs numbers along rows, weight_zero_point along columns.
     """
     if "weight_global_scale" in stored.parts:
         return _nvfp4(stored)
@@ -146,7 +142,7 @@ def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
 
 
 def _nvfp4(stored: Stored) -> tuple[Tensor, ...]:
-    """Return a weight of compressed-tensors' nvfp4-pack-quantized, as GGUF's NVFP4 blocks."""
+    """Return a weight of nvfp4-pack-quantized as GGUF's NVFP4 blocks."""
     packed, scales, divisor = stored["weight_packed"], stored["weight_scale"], stored["weight_global_scale"]
     out, inner = packed.shape[0], 2 * packed.shape[-1]
     types = packed.codec, scales.codec, divisor.codec
@@ -168,7 +164,6 @@ def _nvfp4(stored: Stored) -> tuple[Tensor, ...]:
 
 
 def _scaled(stored: Stored) -> tuple[Tensor, ...]:
-    """Return a weight with scales, whose type is F8_E4M3, I8 or, for bitsandbytes, also U8."""
     weight = stored["weight"]
     if stored.config["quant_method"] == "bitsandbytes":
         return bitsandbytes_weights.read_int8(stored) if weight.codec == "I8" else bitsandbytes_weights.read_4_bits(stored)
@@ -200,11 +195,10 @@ _LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Stored], tuple[Tensor, ...]
 
 
 def quantised_weights(path: Path, config: Mapping, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Return (tensors by name, {end of a tensor name: number of left-out tensors}).
+    """Return (tensors with one tensor per quantised weight, {name ending: number left out}).
 
-    The tensors of each quantised weight become one tensor. If the columns of a weight are
-    reordered, there is also a tensor `*.column_order`. Scales of activations and of the KV cache,
-    such as "input_scale", are left out.
+    A weight with reordered columns also has a tensor `*.column_order`. Scales of activations and of
+    the KV cache, with endings such as "input_scale", are left out.
 
     config: the quantization_config. Raises CheckpointError for an unsupported method, and for a
     weight whose tensors have wrong shapes or types.
@@ -230,10 +224,9 @@ def quantised_weights(path: Path, config: Mapping, tensors: Mapping[str, Tensor]
 
 
 def column_orders(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return (`tensors` without duplicate column orders, {weight's name: its order's name}).
+    """Keep one copy of equal column orders; return (tensors, {weight: its tensor with the order}).
 
-    A tensor `*.column_order` has the order of the columns of the weight `*.weight`. Weights with
-    equal orders share one such tensor.
+    A tensor `*.column_order` has the order of the columns of the weight `*.weight`.
     """
     found, orders, names = dict(tensors), dict[str, str](), dict[bytes, str]()
     for name, tensor in tensors.items():

@@ -46,8 +46,8 @@ _OTHERS = (
 def text_config(config: dict, names: Collection[str]) -> dict:
     """Return the config of a multimodal model's text part; for a text model, return `config`.
 
-    The result's tie_word_embeddings is true if this key is true in the model's config or in the
-    config of the text part. If both lack the key, it is true if `names` has no lm_head.weight.
+    tie_word_embeddings is true if either config says so. If neither has this key, it is true if
+    `names` has no lm_head.weight.
     """
     inner, complete = config.get("text_config"), config["model_type"]
     if complete not in TEXT_PARTS or not isinstance(inner, dict):
@@ -94,11 +94,10 @@ _ODD: Rows = lambda rows: slice(1, rows, 2)
 
 @dataclass(frozen=True)
 class Layout:
-    """A rule that splits stored tensors with names that match `pattern` into new tensors.
+    """A rule that splits each stored tensor whose name matches `pattern` into new tensors.
 
-    parts: for each new tensor, a template of its name, and a function that takes the number of rows
-    of the stored matrix and returns the slice of rows to use. A template may refer to groups of
-    `pattern`, and `{}` stands for the expert's index if the stored tensor stacks all experts.
+    parts: {template of a new name: function from the stored number of rows to a slice of rows}. A
+    template may refer to groups of `pattern`. `{}` in it stands for the expert's index in a stack.
     Without parts, the stored tensor is dropped.
     """
 
@@ -194,10 +193,6 @@ def family_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _parts(layout: Layout, match: re.Match, tensor: Tensor, scales: Tensor | None) -> Iterator[Tensor]:
-    """Yield the tensors into which `layout` splits a stored tensor.
-
-    match: the match of the stored tensor's name with `layout.pattern`.
-    """
     for template, rows in layout.parts.items():
         name = match.expand(template)
         for index in range(tensor.shape[0]) if "{}" in name else (None,):
@@ -208,10 +203,10 @@ def _parts(layout: Layout, match: re.Match, tensor: Tensor, scales: Tensor | Non
 
 
 def _part(name: str, tensor: Tensor, index: int | None, rows: Rows, transposed: bool) -> Tensor:
-    """Return a tensor called `name` with the rows of a stored matrix that `rows` selects.
+    """Return the rows of a stored matrix that `rows` selects as a tensor.
 
-    index: index of the expert in a stack of experts, else None. transposed: whether the stored
-    matrix is [in, out].
+    index: of the expert in a stack of experts, else None.
+    transposed: whether the stored matrix is [in, out].
     """
     shape = tensor.shape if index is None else tensor.shape[1:]
     shape = shape[::-1] if transposed else shape
@@ -230,9 +225,9 @@ def _part(name: str, tensor: Tensor, index: int | None, rows: Rows, transposed: 
 def _blocks(name: str, blocks: Tensor, scales: Tensor, index: int, rows: Rows) -> Tensor:
     """Return an expert's MXFP4 matrix as GGUF blocks, with the rows that `rows` selects.
 
-    blocks: u8 [experts, rows, groups, 16], with codes 2 i and 2 i + 1 in byte i. scales: the
-    exponents, u8 [experts, rows, groups]. A GGUF block of 32 codes has the exponent, then 16 bytes
-    with codes i and i + 16 in byte i.
+    blocks: u8 [experts, rows, groups, 16]; byte i has codes 2 i and 2 i + 1.
+    scales: exponents, u8 [experts, rows, groups].
+    A GGUF block is the exponent and 16 bytes; byte i has codes i and i + 16.
     """
     _, count, groups, width = blocks.shape
     taken = rows(count)

@@ -80,9 +80,8 @@ def cached(name: HubName) -> Path | None:
 def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | None:
     """Return the path of the GGUF file that `name` selects, or None for safetensors files.
 
-    Raises CheckpointError if `name` selects no file or several files.
-    sizes: bytes of each file of the repository, by path. repository: what error messages call the
-    repository.
+    sizes: bytes of each file, by path. repository: its name in error messages. Raises
+    CheckpointError if `name` selects no file or several files.
     """
     files = {file: size for file, size in sizes.items() if file.endswith(".gguf") and not _NOT_A_MODEL.search(file)}
     # A model in parts is its first part, with the size of all.
@@ -111,10 +110,7 @@ def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | No
 
 
 def _matches(file: str, wanted: str) -> bool:
-    """Return whether `wanted` is the path, the name or the end of the name of the file `file`.
-
-    For example, Q4_K_M is the end of the name model-Q4_K_M.gguf.
-    """
+    """Return whether `wanted` is the path or name of `file`, or the end of its name, as Q4_K_M."""
     if wanted.endswith(".gguf"):
         return wanted in (file, PurePosixPath(file).name)
     stem = PurePosixPath(GGUF_PART.sub(".gguf", file)).stem.lower()
@@ -123,7 +119,6 @@ def _matches(file: str, wanted: str) -> bool:
 
 
 def _fetch(name: HubName, progress: Progress) -> Path:
-    """Download a model's missing files; return the path of its snapshot or GGUF file."""
     commit, files = _repository_files(name)
     snapshot = folder_of(name.repository) / "snapshots" / commit
     file = chosen(name, {path: entry.size for path, entry in files.items()}, name.repository)
@@ -147,7 +142,7 @@ def _fetch(name: HubName, progress: Progress) -> Path:
 
 
 def _repository_files(name: HubName) -> tuple[str, dict[str, HubFile]]:
-    """Return (commit of the revision, files of the repository by path), as the hub reports them."""
+    """Return (commit of the revision, files of the repository by path)."""
     with _hub_errors(name):
         from huggingface_hub import HfApi
 
@@ -169,7 +164,6 @@ def _is_valid(path: str, size: int) -> bool:
 
 
 def _download(name: HubName, snapshot: Path, files: Mapping[str, HubFile], progress: Progress | None = None) -> None:
-    """Download the files that the folder `snapshot` lacks, and check their SHA-256."""
     missing = {path: file for path, file in files.items() if not (snapshot / path).exists()}
     total, done = max(sum(file.size for file in missing.values()), 1), 0
     require_free_space(cache_folder(), total, f"fetching {name}")
@@ -197,7 +191,7 @@ def _download(name: HubName, snapshot: Path, files: Mapping[str, HubFile], progr
 
 
 class _Bar:
-    """A substitute for a tqdm bar, which draws nothing and reports the progress to `report`."""
+    """A tqdm bar that draws nothing, and reports its progress to `report`."""
 
     def __init__(self, file: str, size: int, report: Callable[[int], None]):
         self._file, self._size, self._report, self._done = file, size, report, 0
@@ -225,10 +219,7 @@ def _endpoint() -> str:
 
 @contextmanager
 def _hub_errors(name: HubName) -> Iterator[None]:
-    """Convert huggingface_hub's errors in the `with` body to CheckpointError.
-
-    Raises Unreachable instead if cached files may help, for example if the hub does not answer.
-    """
+    """Convert huggingface_hub's errors to CheckpointError: Unreachable if cached files may help."""
     try:
         from huggingface_hub import errors
     except ModuleNotFoundError as error:

@@ -19,7 +19,7 @@ ORDER = "column_order"
 
 @dataclass(frozen=True)
 class Stored:
-    """The tensors of one quantised weight, by the end of their names, such as "qweight"."""
+    """The tensors of one quantised weight, by the ends of their names, such as "qweight"."""
 
     path: Path
     name: str  # name of the weight, as model.layers.0.mlp.up_proj.weight
@@ -54,10 +54,11 @@ class Stored:
     ) -> tuple[Tensor, ...]:
         """Return the weight [out, in] and, if `order` is given, `order` as a tensor f32 [in].
 
-        kind: the type of the codes, as in `scaled_codec`. codes: returns the stored codes, u8 [out,
-        in]. scales: a scale for each group or block. zeros: returns zero points, i8 in the shape of
-        the scales. turned: whether scales and zero points are [groups, out] instead of [out,
-        groups]. order: column i of the weight is column order[i] of the codes.
+        kind: the type of the codes, as in `scaled_codec`.
+        scales: one for each group or block; turned: they are [groups, out], not [out, groups].
+        codes: returns the stored codes, u8 [out, in].
+        zeros: returns zero points, i8 in the shape of the scales.
+        order: column i of the weight is column order[i] of the codes.
         """
         found = scales.shape[::-1] if turned else scales.shape
         rows, columns = self._group(found, shape)
@@ -83,11 +84,10 @@ class Stored:
         return weight, Tensor(name, (shape[1],), "f32", scales.source, lambda: order.astype("<f4").view(np.uint8))
 
     def order(self, part: str, inner: int, groups: int) -> np.ndarray | None:
-        """Return an order of the columns that puts the columns of each quantisation group together.
+        """Return an order of columns that makes quantisation groups contiguous.
 
-        Returns None if the columns already have this order, or if there is no tensor `part`.
-        part: name of the tensor that has the group of each column. inner: number of columns.
-        groups: number of groups.
+        The result is None if the groups are contiguous already, or if no tensor `part` has the
+        group of each column. inner: number of columns.
         """
         if (tensor := self.parts.get(part)) is None:
             return None
@@ -98,7 +98,7 @@ class Stored:
         return None if (order == np.arange(inner)).all() else order
 
     def _group(self, scales: tuple[int, ...], shape: tuple[int, int]) -> tuple[int, int]:
-        """Return how many rows and how many columns share a scale; scales: shape of the scales."""
+        """Return how many rows and columns share a scale; scales: shape of the scales."""
         out, inner = shape
         if prod(scales) == 1:
             return shape
@@ -111,14 +111,14 @@ class Stored:
 
 
 def block_of(config: Mapping) -> tuple[int, int]:
-    """Return (rows, columns) of the blocks of a weight that have one FP8 scale each."""
+    """Return (rows, columns) of a weight's blocks, each of which has one FP8 scale."""
     sizes = config.get("weight_block_size") or weights_of(config).get("block_structure") or _BLOCK
     is_valid = isinstance(sizes, list | tuple) and len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
     return tuple(sizes) if is_valid else _BLOCK
 
 
 def weights_of(config: Mapping) -> Mapping:
-    """Return a compressed-tensors config's options for weights: those of its first group."""
+    """Return the options for weights in a compressed-tensors config, from its first group."""
     groups = config.get("config_groups")
     first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
     weights = first.get("weights") if isinstance(first, dict) else None

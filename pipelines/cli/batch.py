@@ -152,10 +152,10 @@ def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "t
 
 
 def text_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, Callable[[], Format]]":
-    """Return the `Format` of plain prompts, and a function that returns OpenAI's `Format`.
+    """Return the converter of plain prompts, and a function that returns that of OpenAI's requests.
 
-    The function is called when the first record in OpenAI's format is read. It also prints which of
-    the given options have no effect on such records.
+    The function is called when the first request in OpenAI's format is read. It also prints which
+    of the given options have no effect on such requests.
     """
     from castiron.pipelines.batch.openai_batch import OpenAI
     from castiron.pipelines.batch.plain_records import Prompts
@@ -184,7 +184,7 @@ def text_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, C
 
 
 def embedding_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, Callable[[], Format]]":
-    """Return the `Format` of texts to embed, and a function that returns the `Format` of OpenAI."""
+    """Return the converter of texts, and a function that returns that of OpenAI's requests."""
     from castiron.pipelines.batch.openai_batch import OpenAI
     from castiron.pipelines.batch.plain_records import Embeddings
     from castiron.pipelines.text.embedder import Embedder

@@ -217,7 +217,6 @@ class Console:
             self._print_speed()
 
     def _print_speed(self) -> None:
-        """Print the speed of an answer, how full the context is, and why the answer ended."""
         from castiron.pipelines.cli.run import rate
 
         chat, stream = self.chat, self.chat.stream

@@ -73,7 +73,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _model(args: argparse.Namespace) -> Module:
-    """Return the module of a model in MLIR, or the part that --function and --layer select."""
     from castiron.pipelines.compile.build_model import build_module, open_source
 
     if args.model is None:
@@ -91,7 +90,6 @@ def _model(args: argparse.Namespace) -> Module:
 
 
 def _kernel(args: argparse.Namespace) -> Module:
-    """Return a module with one function, which calls the kernel that --kernel selects."""
     from castiron.vmfb.targets import resolve
 
     options = compile_options(args)

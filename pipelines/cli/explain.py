@@ -98,8 +98,7 @@ def described(measured: Profile, rows: list[dict], limits: Mapping[str, float]) 
 def kernel_row(dispatch: Dispatch, work: Mapping[str, Mapping], position: int, limits: Mapping[str, float]) -> dict[str, Any]:
     """Return the object for one kernel in the list `dispatches` that --json prints.
 
-    The object's time, bytes and FLOP are sums over all calls of the kernel.
-
+    Its time, bytes and FLOP are sums over all calls of the kernel.
     work: FLOP, bytes and module paths of the function's kernels by kernel name, from the manifest.
     """
     kernel = work.get(dispatch.name.removesuffix("_fn"), {})

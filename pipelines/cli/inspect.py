@@ -16,7 +16,6 @@ from castiron.pipelines.terminal import Progress, counted, megabytes, sanitised
 
 if TYPE_CHECKING:
     from castiron.vmfb.manifest import Manifest
-    from castiron.vmfb.targets import Target
 
 EXAMPLES = """\
 examples:
@@ -53,11 +52,13 @@ def bundle(path: str) -> tuple[dict, list[str]]:
     """Return a bundle's manifest as JSON values, and the lines to print about the bundle."""
     from castiron.pipelines.checkpoints.hf_tensors import in_words
     from castiron.pipelines.engine.memory import mapped_weights, needed, slots_of, warn_of_shortage
+    from castiron.pipelines.text.tool_formats import HERMES, ToolFormat
     from castiron.vmfb.bundle import open_bundle
     from castiron.vmfb.manifest import dump
 
     manifest = open_bundle(path, run=False).manifest
-    slots = slots_of(manifest)
+    slots, target, tool_format = slots_of(manifest), manifest.target, ToolFormat.of(manifest)
+    runs_on = f"{target.driver} driver" if target.driver else f"{target.arch}, {target.isa or 'no kernels'}"
     warn_of_shortage(mapped_weights(manifest))
     source, facts = manifest.source, manifest.compile
     hub, adapter, text, module = source.get("hub"), source.get("adapter"), source.get("calibrated"), facts.get("custom_module")
@@ -80,25 +81,17 @@ def bundle(path: str) -> tuple[dict, list[str]]:
         ("states", ", ".join(f"{state.name} {state.of(1)} {state.kind}" for state in manifest.states)),
         ("memory", f"{needed(manifest)}" + (f", in castiron serve {needed(manifest, slots)}" if slots > 1 else "")),
         ("functions", ", ".join(function.name for function in manifest.functions)),
-        ("target", f"{manifest.target.name} ({_device_of(manifest.target)})"),
+        ("target", f"{target.name} ({runs_on})"),
         ("tuned", f"{len(tuned)} of {matmuls} matmuls, for {counted(facts.get('threads', 0), 'thread')}" if tuned else "no"),
         ("module", module and f"not castiron's: {module['module']} ({module['sha256'][:16]}…)"),
         ("versions", f"castiron {manifest.versions.castiron}, IREE {manifest.versions.iree}"),
         ("tokenizer", "yes" if "tokenizer.json" in manifest.files else "none: takes token ids only"),
-        ("tool calls", tool_call_example(manifest)),
+        ("tool calls", tool_format.example() if tool_format else f"{HERMES.example()} (the chat template has none)"),
         ("accuracy", manifest.accuracy and str(manifest.accuracy)),
         ("speed", manifest.speed and json.dumps(manifest.speed)),
         *((name, f"{megabytes(file.size)}  sha256 {file.sha256[:16]}…") for name, file in manifest.files.items()),
     ]
     return json.loads(dump(manifest)), table(rows)
-
-
-def tool_call_example(manifest: Manifest) -> str:
-    """Return an example of a tool call in the format that the bundle's model writes."""
-    from castiron.pipelines.text.tool_formats import HERMES, ToolFormat
-
-    form = ToolFormat.of(manifest)
-    return form.example() if form else f"{HERMES.example()} (the chat template has none)"
 
 
 def encoder(manifest: Manifest) -> list[tuple[str, str]]:
@@ -200,8 +193,3 @@ def table(rows: Sequence[tuple[str, object]]) -> list[str]:
     rows = [(name, value) for name, value in rows if value]
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {value}" for name, value in rows]
-
-
-def _device_of(target: Target) -> str:
-    """Return what runs a bundle for `target`, as text: a GPU driver, or a CPU's instruction set."""
-    return f"{target.driver} driver" if target.driver else f"{target.arch}, {target.isa or 'no kernels'}"

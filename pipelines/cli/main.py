@@ -127,10 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str], as_json: bool) -> argparse.Namespace:
-    """Parse the command line; return the arguments of the command.
-
-    Raises SystemExit after printing help, the version, a completion script or a usage error.
-    """
+    """Parse the command line; raise SystemExit after printing help, the version or an error."""
     if argv[:1] == ["help"]:
         if len(argv) == 1:
             _print_and_exit(short_help_text())

@@ -15,7 +15,8 @@ def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False,
     """Return the opened bundle `model`; if `model` is a checkpoint, compile it first.
 
     args: its options set the context, the device, and when hashes are checked (--trust).
-    one_sequence, draft: as in `open_or_compile`.
+    one_sequence: whether to compile only the functions for one prompt at a time. draft: whether to
+    compile a checkpoint as a draft model, which is fast but less exact.
     """
     from castiron.pipelines.compile.open_model import is_bundle, open_or_compile
 
@@ -36,14 +37,8 @@ def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False,
 
 def with_device(bundle: "Bundle", device: str | None) -> "Bundle":
     """Return the bundle for the device of --device. A progress bar shows the upload of weights."""
-    bar = Progress()
-
-    def report(done: int, total: int) -> None:
-        bar("uploading the weights", done / total)
-        if done == total:
-            bar.close()
-
-    return bundle.on_device(device, report)
+    progress = Progress()
+    return bundle.on_device(device, lambda done, total: progress("uploading the weights", done / total))
 
 
 def open_engine(args: argparse.Namespace) -> "tuple[Bundle, Engine]":

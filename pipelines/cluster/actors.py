@@ -79,7 +79,6 @@ class Generate:
         self.model = Model(bundle_at(bundle), threads or cpus_of_actor())
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        """Return the rows of `batch` with the answer columns added."""
         if not hasattr(batch, "column_names"):
             raise PipelineError(f'unsupported batch: {type(batch).__name__}; give batch_format="pyarrow" to map_batches')
         names = batch.column_names

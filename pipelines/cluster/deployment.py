@@ -119,7 +119,6 @@ class PrefixRouter(RequestRouter):
             self.replica_of.popitem(last=False)
 
     def _is_full(self, replica: RunningReplica) -> bool:
-        """Return whether this replica has no free slot although another replica has one."""
         lengths = {found: self.replica_queue_len_cache.get(found) or 0 for found in self.curr_replicas}
         return lengths[replica.replica_id] >= self.slots > min(lengths.values())
 
@@ -132,7 +131,6 @@ class Front:
     """An ingress process of the deployment, which forwards HTTP requests to replicas."""
 
     def __init__(self, replicas: DeploymentHandle, body_bytes: int):
-        """Set the handle of the replicas, and the max bytes of a request body."""
         self.replicas, self.body_bytes = replicas, body_bytes
 
     def __serve_build_asgi_app__(self) -> Starlette:
@@ -208,7 +206,6 @@ async def _read_body(receive: Receive, limit: int) -> bytes:
 
 
 def _plain_scope(scope: Scope) -> dict[str, Any]:
-    """Return the values of an ASGI scope that can be serialised."""
     return {name: scope[name] for name in SCOPE_KEYS if name in scope} | {"headers": list(scope["headers"])}
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.mlir.bf16_pairs import Pairs
 from castiron.emitter.kernels.mlir.body import Body, Ssa, batches, vector_type
-from castiron.emitter.kernels.mlir.dot import Total, dot_of
+from castiron.emitter.kernels.mlir.dot import Accumulators, dot_of
 from castiron.emitter.kernels.mlir.isa import ISAS, Isa
 from castiron.emitter.kernels.mlir.matrix import COLUMNS, DEPTH, Matrix
 from castiron.emitter.printer import print_module
@@ -113,7 +113,7 @@ def _dot(isa: Isa) -> Kernel:
         rows = batches(range(len(vectors), operands.shape[0]), dot.rows)
         # As in a matmul, multiply two vectors of codes by many x from memory; the compiler would merge equal dot products.
         with body.loop(0, DOT_ITERATIONS, carry=vectors[:chains]) as loop:
-            sums = [Total(tuple(words)) for words in batches(loop.values, dot.rows)]
+            sums = [Accumulators(tuple(words)) for words in batches(loop.values, dot.rows)]
             for step in range(DOTS // dot.quads):
                 column = body.rem(body.mul(body.add(loop.index, step), dot.quads), isa.lanes)
                 for r, each in enumerate(rows):

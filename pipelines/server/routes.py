@@ -178,7 +178,6 @@ def _add_posts(app: FastAPI) -> None:
 
 
 def _add_ollama_models(app: FastAPI) -> None:
-    """Add Ollama's endpoints that describe the models of the server."""
     models = app.state.models
 
     def options(path: str, answer: Any, *errors: int) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any
 
 from castiron.pipelines.api.api_errors import ApiError
-from castiron.pipelines.api.async_engine import Stopping
-from castiron.pipelines.api.model_api import Limits, ModelApi, ModelEngine, default_sampling, names_of, unknown_model
+from castiron.pipelines.api.async_engine import AsyncEngine, Stopping
+from castiron.pipelines.api.embeddings import EmbeddingsEngine
+from castiron.pipelines.api.model_api import Limits, ModelApi, default_sampling, names_of, unknown_model
 from castiron.pipelines.engine.memory import needed, slots_of, total_bytes
 from castiron.pipelines.errors import PipelineError, error_message
 from castiron.pipelines.terminal import print_message
@@ -63,7 +64,6 @@ class ModelPool:
         keep: float,
         typed: Sequence[str] | None = None,
         limits: Limits = Limits(),
-        memory_limit: int | None = None,
         forget: Callable[[str], None] = lambda name: None,
     ):
         """Create a pool in which the models of all `bundles` are closed.
@@ -74,8 +74,6 @@ class ModelPool:
                 names in the manifests.
             keep: a model is closed after this many seconds without a request.
             limits: limits and defaults of requests.
-            memory_limit: max bytes of all open models, by default the machine's memory. Before a
-                model is opened, unused models are closed to stay below the limit.
             forget: called with the name of each model that has been closed.
 
         Raises:
@@ -95,7 +93,7 @@ class ModelPool:
         ]
         self.keep: float | None = keep
         self.forget, self.limits = forget, limits
-        self.memory_limit, self.started, self.draining = memory_limit or total_bytes(), int(time.time()), False
+        self.started, self.draining = int(time.time()), False
 
     @classmethod
     def single(cls, api: ModelApi) -> ModelPool:
@@ -141,7 +139,6 @@ class ModelPool:
 
     @property
     def start_date(self) -> datetime:
-        """When the server was started."""
         return datetime.fromtimestamp(self.started, UTC)
 
     def _record(self, model: ServedModel, name: str) -> dict[str, Any]:
@@ -198,7 +195,7 @@ class ModelPool:
         for other in sorted(self.models, key=lambda m: m.last_used):
             # A model that is being opened counts as open.
             opened = [m for m in self.models if m is not model and (m.api or m.lock.locked())]
-            if sum(m.bytes for m in opened) + model.bytes <= self.memory_limit:
+            if sum(m.bytes for m in opened) + model.bytes <= total_bytes():
                 return
             if other.api and not other.users and not other.lock.locked():
                 await self._close(other)
@@ -223,7 +220,7 @@ class ModelPool:
             print_message(f"{model.name} closed")
 
     @property
-    def _engines(self) -> list[ModelEngine]:
+    def _engines(self) -> list[AsyncEngine | EmbeddingsEngine]:
         return [model.api.engine for model in self.models if model.api]
 
     @property
@@ -233,7 +230,6 @@ class ModelPool:
 
     @property
     def unfinished(self) -> int:
-        """The number of requests that run or wait."""
         return sum(engine.unfinished for engine in self._engines)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -69,7 +69,6 @@ def render(
 
 
 def _with_reasoning(message: Mapping) -> Mapping:
-    """Return `message` with its reasoning under the two keys that templates read."""
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
@@ -95,10 +94,10 @@ def describe_tools(
 ) -> list[dict[str, Any]]:
     """Return `messages` with a description of `tools` in the system message.
 
-    form: format in which the model writes calls. With the default format `HERMES`, calls in
-    `messages` and their results become text too. has_system: whether the template accepts a system
-    message. If not, the system text is put at the start of the first user message. Raises
-    PipelineError if the calls of a message are not in OpenAI's format.
+    form: format in which the model writes calls. For the default format `HERMES`, calls in
+    `messages` and their results also become text. has_system: whether the template accepts a
+    system message; if not, its text comes first in the first user message. Raises PipelineError
+    if the calls of a message are not in OpenAI's format.
     """
     shown = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     texts, found = [DESCRIPTION.format(tools=shown, call=form.write([CALL]))], []
@@ -157,7 +156,7 @@ def check_variables(template: str | None, given: Mapping[str, object]) -> None:
 
 @lru_cache(maxsize=8)
 def _names(template: str) -> tuple[set[str], set[str]]:
-    """Return (names that the template reads, names that Jinja defines); both empty if invalid."""
+    """Return (names that the template reads, names that Jinja defines), both empty if invalid."""
     from jinja2 import TemplateError, meta
 
     environment = _environment()
@@ -180,10 +179,9 @@ def _compiled(template: str) -> Any:
 
 @cache
 def _environment() -> Any:
-    """Return the Jinja environment in which chat templates are rendered.
+    """Return transformers' Jinja environment for chat templates (`_compile_jinja_template`).
 
-    Its settings are those of `_compile_jinja_template` in transformers' chat_template_utils, except
-    that {% generation %} blocks do not record which tokens are the assistant's.
+    Unlike there, {% generation %} blocks do not record which tokens are the assistant's.
     """
     import jinja2
     from jinja2.ext import Extension, loopcontrols
@@ -214,5 +212,4 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 
 def _short(error: Exception) -> str:
-    """Return the message of an error as one short line, because a template can raise any text."""
     return short(str(error) or type(error).__name__, 130)

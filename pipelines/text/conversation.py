@@ -32,14 +32,14 @@ Progress = Callable[[int, int], None]
 class Chat:
     """A conversation: its messages, and the engine that answers them.
 
-    `messages`: {"role", "content"} each, the system message first if there is one. A turn is a user
-    message and its answer. Every turn renders all messages, and the model reads only the tokens
-    that differ from those in the cache. `dropped`: number of messages that the last turn dropped
-    to free space. `stream`: `Stream` of the last answer.
+    A turn is a user message and its answer. Every turn renders all messages, and the model reads
+    only the tokens that differ from those in the cache.
 
-    Args:
-        max_tokens: max tokens of an answer; near the end of the context the answer may be shorter.
-            None for no limit but the context.
+    Attributes:
+        messages: {"role", "content"} each, the system message first if there is one.
+        dropped: number of messages that the last turn dropped to free space.
+        stream: `Stream` of the last answer.
+        max_tokens: max tokens of an answer; None for no limit but the context.
     """
 
     def __init__(
@@ -115,11 +115,10 @@ class Chat:
                 self.messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
 
     def _fit(self, messages: list[dict]) -> tuple[list[dict], list[int], int]:
-        """Return (messages that fit, their token ids, number of dropped messages).
+        """Drop the oldest turns until the answer fits; return (messages, ids, number dropped).
 
-        If the answer does not fit in the context, the oldest turns are dropped until it fits. At
-        least 1 / SHARE of the context is freed, so that the next turns fit without dropping more.
-        Raises PipelineError if the last message alone does not fit.
+        Dropping frees at least 1 / SHARE of the context, so that the next turns fit too. Raises
+        PipelineError if the last message alone does not fit.
         """
         context = self.engine.context
         needed = max(1, min(self.max_tokens or context, context // SHARE))

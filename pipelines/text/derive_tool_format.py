@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from os.path import commonprefix
 from typing import Any
 
 from castiron.pipelines.errors import PipelineError
@@ -67,7 +68,7 @@ class _Probe:
         self.writes_calls = False
 
     def render(self, message: Mapping[str, Any] | None, **variables: Any) -> str | None:
-        """Return the rendered text of a conversation that ends in `message`; None if that fails."""
+        """Return the text of a conversation that ends in `message`; None if rendering fails."""
         properties = {key: {"type": kind, "description": "d"} for key, kind in (("k_one", "string"), ("k_two", "integer"))}
         schema = {"type": "object", "properties": properties, "required": []}
         tools = [{"type": "function", "function": {"name": n, "description": "d", "parameters": schema}} for n in NAMES]
@@ -79,9 +80,9 @@ class _Probe:
             return None
 
     def calls(self, arguments: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return the text that the template renders for calls; None if it renders none.
+        """Return the text of one call for each of `arguments`, without the marks of the turn.
 
-        arguments: the arguments of each call. The marks of the assistant's turn are left out.
+        The result is None if the template renders no calls.
         """
         given = [
             {"id": id_, "type": "function", "function": {"name": name, "arguments": json.dumps(each) if self.as_text else each}}
@@ -105,7 +106,6 @@ class _Probe:
         return None
 
     def derive(self) -> ToolFormat | None:
-        """Return the format of the calls that the template writes; None if it cannot be derived."""
         for self.as_text in (False, True):
             one = self.calls([ARGUMENTS])
             self.writes_calls |= one is not None and all(text in one for text in ("v_one", "4711"))
@@ -115,11 +115,10 @@ class _Probe:
         return None
 
     def _form(self, style: str, before: str, head: str, body: str, after: str, rest: str) -> ToolFormat:
-        """Return the tool format that follows from the texts of one call and of two calls.
+        """Compare the texts of one call and of two calls; return the tool format.
 
-        style, before, head, body, after: style and parts of one call, from `_split`. rest: the text
-        of two calls, from the end of the first function's name on; "" if the template allows only
-        one call.
+        style to after: the result of `_split` for one call. rest: the text of two calls after the
+        first function's name; "" if the template allows only one call.
         """
         fields: dict[str, Any] = {}
         if style == "tags":
@@ -143,8 +142,8 @@ class _Probe:
         """Return (head, after, fields of `ToolFormat`) of a call in style "tags".
 
         head: text between the function's name and the first key. body: text from the first key to
-        the last value. after: text after the last value. In the result, the tag before a key is
-        removed from `head`, and the tag after a value from `after`: the fields have these tags.
+        the last value. after: text after the last value. The tags around keys and values are in the
+        returned fields, and no longer in `head` and `after`.
         """
         first, _, rest = (head + body + after).partition("k_one")
         key_end, _, rest = rest.partition("v_one")
@@ -164,12 +163,11 @@ class _Probe:
         return first[: len(first) - len(key_begin)], last.removeprefix(value_end), fields
 
     def prompts_call(self, form: ToolFormat) -> bool:
-        """Return whether rendered prompts end in the start mark of a call in the format `form`."""
         prompt = self.render(None, add_generation_prompt=True) or ""
         return prompt.rstrip().endswith(form.triggers or ("\0",))
 
     def gives_back(self, form: ToolFormat) -> bool:
-        """Return whether parsing the rendered test calls by `form` gives the test calls again."""
+        """Return whether `form` parses the rendered test calls correctly."""
         schema = {"properties": {"k_one": {"type": "string"}, "k_two": {"type": "integer"}}}
         tools = Tools(form, dict.fromkeys(NAMES, schema))
         for arguments in ([ARGUMENTS], *([each] for each in DIFFICULT), [ARGUMENTS, DIFFICULT[0]]):
@@ -186,10 +184,9 @@ class _Probe:
 
 
 def _split(text: str) -> tuple[str, str, str, str, str] | None:
-    """Return the style of a call and the parts of its text; None for an unknown style.
+    """Return (style, text before the name, between name and arguments, arguments, text after them).
 
-    The result is (`ToolFormat.style`, `before`: text before the function's name, `head`: text
-    between the name and the arguments, `body`: the arguments, `after`: text after the arguments).
+    The result is None for an unknown style.
     """
     before, _, rest = text.partition(NAMES[0])
     before = _with_ids(before)
@@ -204,10 +201,7 @@ def _split(text: str) -> tuple[str, str, str, str, str] | None:
 
 
 def _after_arguments(text: str, fields: Mapping[str, Any]) -> str:
-    """Return the part of `text` after a call's arguments.
-
-    `text` starts after the name of the called function.
-    """
+    """Return the text after a call's arguments; `text` starts after the function's name."""
     for pattern in STYLES.values():
         if found := pattern.search(text):
             return _with_ids(text[found.end() :])
@@ -215,16 +209,15 @@ def _after_arguments(text: str, fields: Mapping[str, Any]) -> str:
 
 
 def _with_ids(text: str) -> str:
-    """Return a text in which ids and indices of calls are replaced by the placeholder `ID`."""
+    """Replace ids and indices of calls by the placeholder `ID`."""
     return re.sub("|".join(IDS) + r"|(?<!\w)\d+(?!\w)", ID, text)
 
 
 def _without_turn(text: str, ends: Sequence[str], tail: str, marks: Marks) -> str:
-    """Return the text of the calls in `text`, an assistant's turn.
+    """Remove the reasoning before the calls, and the end of the assistant's turn, from its text.
 
-    The reasoning before the calls and the text that ends the turn are removed. ends: texts that end
-    a turn. tail: the text after an answer without calls; it is removed if no text of `ends` is
-    found. marks: start and end marks of reasoning.
+    ends: texts that end a turn. tail: the text after an answer without calls; removed if none of
+    `ends` is found. marks: (start mark, end mark) pairs of reasoning.
     """
     start = text.index(NAMES[0])
     for _, end in marks:
@@ -238,20 +231,8 @@ def _without_turn(text: str, ends: Sequence[str], tail: str, marks: Marks) -> st
 
 
 def _common_prefix(one: str, other: str) -> str:
-    count = 0
-    tokens = _TOKEN.findall(one)
-    for token, against in zip(tokens, _TOKEN.findall(other)):
-        if token != against:
-            break
-        count += 1
-    return "".join(tokens[:count])
+    return "".join(commonprefix([_TOKEN.findall(text) for text in (one, other)]))
 
 
 def _common_suffix(one: str, other: str) -> str:
-    count = 0
-    tokens = _TOKEN.findall(one)[::-1]
-    for token, against in zip(tokens, _TOKEN.findall(other)[::-1]):
-        if token != against:
-            break
-        count += 1
-    return "".join(tokens[:count][::-1])
+    return "".join(commonprefix([_TOKEN.findall(text)[::-1] for text in (one, other)])[::-1])

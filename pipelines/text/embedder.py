@@ -35,7 +35,6 @@ class Embedder:
     """An embedding or reranking model with its tokenizer and prompts; threads may share it."""
 
     def __init__(self, bundle: Bundle | Path | str, threads: int | None = None):
-        """Load a bundle; raise PipelineError if its model generates text."""
         self.bundle = bundle = open_bundle(bundle)
         if bundle.manifest.encoder is None:
             raise PipelineError(
@@ -73,7 +72,6 @@ class Embedder:
         return tokens
 
     def _encode(self, text: str, second: str | None = None) -> tuple[Tokens, list[int]]:
-        """Return the tokens of a text or a pair of texts, and each token's type (0 or 1)."""
         if self.tokenizer is None:
             raise PipelineError(f"{self.name} has no tokenizer, because its checkpoint had none; give token ids")
         for part in (text, second or ""):
@@ -82,10 +80,10 @@ class Embedder:
         return Tokens(found.ids, bool(found.overflowing)), found.type_ids
 
     def relevance_inputs(self, query: str, documents: Sequence[str]) -> list[Tokens]:
-        """Return the tokens of all inputs that must be embedded to compute `relevance`.
+        """Return the tokens of the inputs whose vectors `relevance` needs.
 
-        For a reranking model, each input is a pair of the query and a document. For an embedding
-        model, the first input is the query, and each of the others is a document.
+        Each input of a reranking model is a pair of the query and a document. The inputs of an
+        embedding model are the query, and then each document.
         """
         if self.facts.relevance:
             return [self._pair(query, document) for document in documents]
@@ -93,7 +91,7 @@ class Embedder:
         return [self.tokens(query, before[0]), *(self.tokens(document, before[1]) for document in documents)]
 
     def _pair(self, query: str, document: str) -> Tokens:
-        """Return the tokens of a query with a document; the longer of the two may be truncated."""
+        """Return the tokens of a query with a document. The longer of the two may be truncated."""
         # The vocabulary size is added to the ids of the second text, if the model has token types.
         found, types = self._encode(query.strip(), document.strip())
         shift = self.bundle.manifest.vocab if self.facts.types else 0
@@ -154,8 +152,7 @@ def ranked(scores: np.ndarray) -> list[tuple[int, float]]:
 def cut_to(vector: np.ndarray, dimensions: int | None, normalised: bool) -> np.ndarray:
     """Return the first `dimensions` numbers of a Matryoshka vector (arXiv:2205.13147).
 
-    If `dimensions` is None, the vector is returned unchanged. If `normalised`, a shortened vector
-    is scaled to length 1.
+    None returns all of them. If `normalised`, a shortened vector is scaled to length 1.
     """
     if dimensions is None or dimensions == vector.size:
         return vector

@@ -94,7 +94,6 @@ class Fim:
         return [*head, *begin, *(token for other in others for token in other), *end, *first, *second, *middle]
 
     def _around_files(self) -> tuple[list[int], list[int]]:
-        """Return the token ids before and after the other files, as in llama.cpp's prompts."""
         begin = [] if self.repository is None else [self.repository, *self._encode("myproject\n")]
         return begin, [] if self.file is None else self._file("filename")
 
@@ -104,10 +103,10 @@ class Fim:
         return [self.file, *self._encode(f"{name}\n")]
 
     def _encode(self, text: str, joined: bool = False) -> list[int]:
-        """Return the token ids of a text; spellings of special tokens are encoded as plain text.
+        """Return the ids of a text, in which special tokens are encoded as plain text.
 
-        joined: whether to leave out the space that SentencePiece puts before a text. CodeLlama and
-        Mistral leave it out before the suffix.
+        joined: whether to leave out the space that SentencePiece puts before a text, as CodeLlama
+        and Mistral do before the suffix.
         """
         if not text:
             return []
@@ -118,17 +117,17 @@ class Fim:
         return self._plain(text)[0]
 
     def _plain(self, text: str) -> tuple[list[int], str]:
-        """Return (ids, text of the first token) of a text; special tokens become plain text."""
+        """Return (ids, text of the first token) of a text, with special tokens as plain text."""
         given, mark = self.special.broken({"text": check_utf8(text, "the text")})
         found = encode_text(*self.special.sanitised(given["text"], mark), add_special_tokens=False)
         return found.ids, found.tokens[0] if found.tokens else ""
 
 
 def _last(tokens: list[int], space: int) -> list[int]:
-    """Return at most `space` tokens from the end of `tokens`.
+    """Return at most `space` tokens from the end.
 
-    The number of tokens that are cut off at the start is a multiple of space // CUTS. So while a
-    user types, consecutive requests cut off the same tokens, and can reuse the KV cache.
+    The number of tokens cut off is a multiple of space // CUTS. So while a user types,
+    consecutive prompts begin with the same token, and can reuse the KV cache.
     """
     step = max(space // CUTS, 1)
     return tokens[-(-max(len(tokens) - space, 0) // step) * step :]

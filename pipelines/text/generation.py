@@ -61,19 +61,22 @@ def is_prompt(value: Any) -> bool:
 class Stream(Iterator[str]):
     """An iterator over pieces of text, which never end inside a character or a stop string.
 
-    Without a tokenizer the pieces are token ids. The model runs only while the caller waits for a
-    piece.
+    Without a tokenizer, the pieces are token ids. The model runs only while the caller waits for
+    a piece, and the times count only this waiting.
 
-    Attributes: `tokens`: the ids generated so far. `finish_reason`: None before the end.
-    `repeated`: whether a repetition loop ended the text. `steps`: number of tokens after the first.
-    `prefill_seconds`: time to the first token. `decode_seconds`: time of all later tokens. Both
-    count only time in which the caller waited for a piece.
+    Attributes:
+        tokens: ids generated so far.
+        finish_reason: None before the end.
+        repeated: whether a repetition loop ended the text.
+        steps: number of tokens after the first.
+        prefill_seconds: time to the first token.
+        decode_seconds: time of all later tokens.
     """
 
     def __init__(self, engine: Engine, request: Request, *, reasoning: bool = False):
-        """Create a stream; the request is submitted at the first read.
+        """Create a stream, which submits the request at the first read.
 
-        `reasoning`: whether to yield the model's reasoning too, as `Reasoning`.
+        reasoning: whether to yield the model's reasoning too, as `Reasoning`.
         """
         self.request, self._engine, self._reasoning = request, engine, reasoning
         self._events = engine.stream()
@@ -148,7 +151,6 @@ class Stream(Iterator[str]):
 
     @property
     def speculator(self) -> Speculator | None:
-        """The `Speculator` of this request; None if it does not use speculative decoding."""
         found = self._engine.scheduler.speculator
         return found if found and found.request is self.request else None
 
@@ -157,8 +159,7 @@ class Stream(Iterator[str]):
 class Result:
     """The text that was generated for a prompt, or the error if the prompt could not run.
 
-    tokens: generated ids. text: generated text; None without a tokenizer. finish_reason: "stop",
-    "length" or "context", or "error" if there is an `error`.
+    text: None without a tokenizer. finish_reason: "stop", "length", "context", or "error".
     """
 
     index: int
@@ -192,8 +193,8 @@ class Scored:
 def generate_many(engine: Engine, prompts: Iterable[Prompt], make_request: Callable[[Prompt], Request]) -> Generator[Result]:
     """Yield each prompt's result when it is complete; an invalid prompt's result has an error.
 
-    The next prompt is taken from the iterable when a slot is free. The model runs only while the
-    caller waits for a result. Closing the iterator cancels unfinished prompts.
+    A prompt is taken when a slot is free. The model runs only while the caller waits for a
+    result. Closing the iterator cancels unfinished prompts.
     """
     waiting, stream = enumerate(prompts), engine.stream()
     running: dict[Request, tuple[int, list[str]]] = {}

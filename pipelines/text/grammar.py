@@ -31,9 +31,9 @@ PRECEDING = ("\n", "=")
 class GrammarConstraint:
     """A constraint that makes one generated text match a grammar.
 
-    The text may start with reasoning, which need not match. `matcher`: an llguidance matcher that
-    nothing else uses. `marks`: (start mark, end mark) pairs of reasoning. `prompt`: the text before
-    the generated text. If `prompt` ends in a start mark, the generated text starts with reasoning.
+    Reasoning at the start of the text need not match. If `prompt` ends in a start mark, the text
+    starts with reasoning. `matcher`: an llguidance matcher that nothing else uses. `marks`:
+    (start mark, end mark) pairs of reasoning.
     """
 
     def __init__(self, matcher, grammars: Grammars, marks: Marks = (), prompt: str = ""):
@@ -100,7 +100,7 @@ class GrammarConstraint:
         self._look_ahead()
 
     def _accept_reasoning(self, token: int) -> None:
-        """Append a token of the reasoning, and end the reasoning at its end mark."""
+        """Append a token of the reasoning, which its end mark ends."""
         tokens = self._grammars.tokens
         self._reasoning += tokens[token] if token < len(tokens) else b""
         for end in self._ends:
@@ -141,7 +141,7 @@ class GrammarError(PipelineError):
 
 
 class Grammar:
-    """A compiled grammar; calls: whether it is for tool calls; nbytes: memory to check one text."""
+    """A compiled grammar. calls: whether it is for tool calls. nbytes: memory to check one text."""
 
     def __init__(self, grammars: Grammars, matcher, nbytes: int, calls: bool):
         self._grammars, self._matcher, self.nbytes, self.calls = grammars, matcher, nbytes, calls
@@ -152,13 +152,12 @@ class Grammar:
 
 
 class Grammars:
-    """A compiler of grammars for one vocabulary.
+    """A compiler of grammars for one vocabulary (the bytes of every token).
 
     Each grammar is first compiled in a child process, because llguidance may crash.
     """
 
     def __init__(self, backend, vocabulary: Sequence[bytes], eos: Sequence[int]):
-        """Prepare the vocabulary (bytes of every token); PipelineError without llguidance."""
         try:
             from castiron.pipelines.text import grammar_compiler
         except ModuleNotFoundError:
@@ -179,10 +178,7 @@ class Grammars:
         return self._compiler.make_index(self.tokens, self.special, self.eos, self.encode)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids that `text` has in the middle of a longer text.
-
-        Some tokenizers put a space before every text; the result does not include this space.
-        """
+        """Return the token ids that `text` has in the middle of a longer text."""
         ids_of = lambda text: self._backend.encode(text, add_special_tokens=False).ids
         # Some tokenizers add a space before a text; then encode it after another short text.
         for before in ("", *PRECEDING):

@@ -47,17 +47,10 @@ ERRORS = (
 
 
 class Compiler:
-    """A converter of grammars to llguidance's format, for one vocabulary.
-
-    The compiler also compiles each grammar once, to find errors and exceeded limits.
-    """
+    """A converter of grammars to llguidance's format, for one vocabulary."""
 
     def __init__(self, tokens: Sequence[bytes], special: Sequence[int], eos: Sequence[int], marks: Mapping[str, int]):
-        """Create llguidance's index of a vocabulary.
-
-        `tokens`: bytes of each token. `special`: ids of special tokens. `eos`: ids of end tokens.
-        `marks`: ids of special tokens by text.
-        """
+        """Index a vocabulary. tokens: bytes of each. special, eos: ids. marks: ids by text."""
         self.marks = marks
         self.index = make_index(tokens, special, eos, lambda text: self.index.greedy_tokenize(text))
         # All bytes in the vocabulary, because some vocabularies lack the bytes of rare characters.
@@ -193,7 +186,6 @@ def json_options(compact: bool) -> dict[str, Any]:
 
 
 def _message(kind: str, error: str) -> str:
-    """Return one line that explains an error of llguidance to the author of the grammar."""
     for pattern, message in ERRORS if kind == "json_schema" else ():
         if found := re.search(pattern, error):
             return message.format(*(group.strip() for group in found.groups()))

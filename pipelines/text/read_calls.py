@@ -90,7 +90,7 @@ class CallReader:
         return found if all(key in found for key in required) else None
 
     def _inside(self, payload: str) -> str:
-        """Return the text of calls, `payload`, without its start mark and end mark."""
+        """Remove the start mark and the end mark from the text of calls."""
         for trigger in self.form.triggers:
             payload = payload.removeprefix(trigger)
         return payload.removesuffix(self.form.close)
@@ -104,7 +104,7 @@ class CallReader:
             yield from read_bare(self._inside(payload))
 
     def _python(self, payload: str) -> Iterator[ReadCall]:
-        """Parse calls such as [f(a="x", b=1), g()], which may have JSON's true, false and null."""
+        """Parse calls such as [f(a="x", b=1), g()], also with JSON's true, false and null."""
 
         class Constants(ast.NodeTransformer):
             def visit_Name(self, node: ast.Name) -> ast.Constant:
@@ -129,7 +129,7 @@ class CallReader:
         yield head[1], _object(json.loads("".join(parts)))
 
     def _tags(self, payload: str) -> Iterator[ReadCall]:
-        """Parse calls in the style "tags"; marks or the schema decide the types of values."""
+        """Parse calls in style "tags"; the marks or the schema give the types of values."""
         form, heads = self.form, [*self.head.finditer(payload)]
         if not heads:
             yield from read_bare(self._inside(payload))
@@ -171,7 +171,7 @@ def read_bare(text: str) -> Iterator[ReadCall]:
 
 
 def _value(text: str, may_be_string: bool) -> Any:
-    """Return the value of a JSON text or a Python literal, or the text itself if it is neither.
+    """Parse a JSON text or a Python literal; return any other text unchanged.
 
     may_be_string: whether the schema allows a string; then only null and quoted strings are parsed.
     """
@@ -200,19 +200,16 @@ def _object(value: Any) -> dict:
 
 
 def _by_text(key_end: Mapping[str, str]) -> dict[str, str]:
-    """Return `ToolFormat.key_end`, {value type: text}, with only one type for each text.
-
-    Of several types with the same text, "string" is retained, or else the first.
-    """
+    """Return `ToolFormat.key_end` with one type for each text: "string", or else the first."""
     found = dict.fromkeys(key_end[kind] for kind in sorted(key_end, key=lambda kind: kind != "string"))
     return {next(kind for kind, each in key_end.items() if each == text): text for text in found}
 
 
 def _lenient(text: str) -> str:
-    """Return a regular expression that matches `text`, also with different white space.
+    """Return a regular expression that matches `text` even if its white space differs.
 
-    White space may differ where the text has some, and next to brackets, commas and colons. The
-    placeholder `ID` in the text matches any identifier.
+    White space may also be added or missing next to brackets, commas and colons. The placeholder
+    `ID` matches any identifier.
     """
     pattern = ""
     for part in re.split(rf"(\s+|{ID}|[{{}}\[\],:])", text):

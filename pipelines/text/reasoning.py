@@ -27,7 +27,7 @@ def _start_of(end: str) -> str:
 
 
 class ReasoningSplitter:
-    """A streaming splitter, which separates reasoning at the start of a text from the answer.
+    """A streaming splitter of a text into reasoning at its start and the answer.
 
     Its methods return pieces of the text (`Reasoning` or str) as soon as their type is certain.
     Text that may be part of a mark is held back, and so is white space that a mark may follow.
@@ -81,7 +81,6 @@ class ReasoningSplitter:
         return [text] if text else []
 
     def _start(self) -> None:
-        """Set `reasoning` if the text starts with reasoning, or `done` if it certainly does not."""
         text = self._pending.lstrip()
         for start, end in self.marks:
             if text.startswith(start):
@@ -94,8 +93,8 @@ class ReasoningSplitter:
 def split_at_mark(text: str, marks: Collection[str], final: bool = False) -> tuple[str, str, str]:
     """Return (text before the first mark, the mark, text after it).
 
-    Without a mark, return (text that is certain not to be part of a mark, "", rest of the text).
-    `final`: whether no more text follows; then the rest is empty.
+    Without a mark: (text that cannot be part of a mark, "", the rest, which may be).
+    `final`: no more text follows, so the rest is empty.
     """
     found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
     start, mark = min(found, key=lambda one: one[0], default=(len(text), ""))
@@ -107,9 +106,9 @@ def split_at_mark(text: str, marks: Collection[str], final: bool = False) -> tup
 
 
 def _prefix_start(text: str, mark: str) -> int:
-    """Return the start index of the longest suffix of `text` that is a prefix of `mark`.
+    """Return where the longest suffix of `text` that is a prefix of `mark` starts.
 
-    Returns len(text) if there is no such suffix.
+    Without such a suffix, the result is len(text).
     """
     starts = range(max(0, len(text) - len(mark) + 1), len(text))
     return next((start for start in starts if mark.startswith(text[start:])), len(text))

@@ -1,10 +1,11 @@
 """Encode messages safely: the text of a special token in a message stays plain text.
 
-So a message cannot start or end a turn with a text such as `<|im_end|>`. The text of a special
-token is called its spelling. Before the template renders a message, a break (a character that no
-message contains) is inserted into each spelling in the message. In the rendered text, only a
-spelling without a break is a special token. This also holds if the template cuts, joins or quotes
-messages.
+Otherwise a message could start or end a turn with a text such as `<|im_end|>`. The text of a
+special token is called its spelling.
+
+Before the template renders a message, each spelling in it gets a break: a character that no
+message contains. In the rendered text, only a spelling without a break is a special token.
+This also holds if the template cuts, joins or quotes messages.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class SpecialTokens:
     def __init__(self, tokenizer: Any, template: str, answers: Collection[str] = ()):
         """Collect the tokens whose spellings in messages must be encoded as plain text.
 
-        `answers`: marks such as <think> that stay marks in an assistant's message, because the
-        template looks for them in such messages.
+        answers: marks such as <think>, which stay marks in an assistant's message because the
+        template looks for them there.
         """
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder().values()
@@ -51,12 +52,11 @@ class SpecialTokens:
         self._answers = answers
 
     def broken(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-        """Return (the template's variables with breaks in them, the break character).
+        """Insert breaks into the template's variables; return (variables, break character).
 
-        A break is a character that is inserted in each spelling of a special token, so that the
-        spelling stays text. Breaks are also inserted next to an incomplete spelling at either end
-        of a string. given: the template's variables, including the messages. The break character is
-        "" if no break is needed. Raises PipelineError for values that nest too deep.
+        Breaks are also inserted next to an incomplete spelling at either end of a string. given:
+        the variables, including the messages. The break character is "" if no break is needed.
+        Raises PipelineError for values that nest too deep.
         """
         try:
             strings = list(strings_of(given))
@@ -126,18 +126,15 @@ class SpecialTokens:
 
     @cached_property
     def _names(self) -> dict[str, str]:
-        """The spelling of each special token in `_plain`, by its original spelling.
-
-        The new spellings are random, so that no message contains one.
-        """
+        """Random spellings for `_plain`, by original spelling; no message can contain one."""
         secret = os.urandom(8).hex()
         return {word: f"\U000f0000{secret}{n}\U000f0001" for n, word in enumerate(sorted(self.spelled))}
 
     @cached_property
     def _plain(self) -> Any:
-        """A copy of the tokenizer in which special tokens have the random spellings of `_names`.
+        """A copy of the tokenizer that encodes original spellings as plain text.
 
-        The copy encodes the original spellings as plain text.
+        Its special tokens have the random spellings of `_names`.
         """
         from tokenizers import Tokenizer
 
@@ -158,10 +155,7 @@ class SpecialTokens:
 
 
 class Spellings:
-    """A case-insensitive search for spellings of special tokens in a text.
-
-    It also finds an incomplete spelling at the start or the end of a text.
-    """
+    """A case-insensitive search for spellings of special tokens, complete or at the text's ends."""
 
     def __init__(self, words: Collection[str]):
         low = {word.lower() for word in words}
@@ -174,9 +168,8 @@ class Spellings:
     def breaks(self, text: str) -> list[int]:
         """Return the indices at which `text` needs a break, in ascending order.
 
-        A break is needed after the first character of each spelling. It is also needed next to an
-        incomplete spelling at the start or the end of the text, because the template may add the
-        rest.
+        These are after the first character of each spelling, and next to an incomplete spelling at
+        either end of the text, because the template may add the rest.
         """
         low = text.lower()
         if len(low) != len(text):
@@ -191,7 +184,7 @@ class Spellings:
 
 
 def _is_mark(word: str, min_length: int = 2) -> bool:
-    """Return whether `word` is long enough, and is neither alphanumeric nor only white space."""
+    """Return whether `word` is neither alphanumeric nor white space, nor too short."""
     return len(word) >= min_length and not word.isspace() and not word.isalnum()
 
 
@@ -200,10 +193,9 @@ def _is_bracketed(word: str) -> bool:
 
 
 def _any_of(words: Collection[str], depth: int = 0) -> str:
-    """Return a regular expression that matches the longest of `words` at a position of a text.
+    """Return a regular expression for the longest of `words` at a position.
 
-    Common prefixes of words are written only once in the expression, so a match reads each
-    character only once.
+    Common prefixes are written once, so that a match reads each character only once.
     """
     if len(words) == 1 or depth == DEEPEST:
         return f"(?:{'|'.join(map(re.escape, sorted(words, key=len, reverse=True)))})"

@@ -31,7 +31,7 @@ class TextToken(Token):
 
 @dataclass(frozen=True)
 class Delta(Event):
-    """The event of new text: answer, reasoning and tool calls, with the tokens they come from."""
+    """The event of new text: answer, reasoning and tool calls, and the tokens of this text."""
 
     text: str = ""
     tokens: tuple[TextToken, ...] = ()
@@ -54,7 +54,6 @@ class StopStrings:
     """
 
     def __init__(self, strings: Collection[str]):
-        """Start a text that ends before the first of `strings`; PipelineError if one is empty."""
         self.strings = tuple(strings)
         if "" in self.strings:
             raise PipelineError("a stop string (--stop) is empty; give at least one character")
@@ -68,7 +67,7 @@ class StopStrings:
     def add(self, more: str, final: bool = False) -> str:
         """Append `more`; return the new text that cannot be part of a stop string.
 
-        `final`: whether no more text follows, so that no text is withheld.
+        final: whether no more text follows.
         """
         if self.stopped:
             return ""
@@ -124,10 +123,7 @@ class TextOutput:
         self._pending.append(TextToken(token.id, token.logprob, token.top, self._decoded))
 
     def _release(self, text: str, rest: bool = False) -> list[Event]:
-        """Append text; return the events of the text that is now final.
-
-        rest: whether no more text follows.
-        """
+        """Append text; return the events of text that is now final. rest: no text follows."""
         self._decoded += len(text)
         final = self._stops.add(text, rest)
         self._reported += len(final)
@@ -141,10 +137,7 @@ class TextOutput:
         return [delta] if delta.text or delta.reasoning or delta.calls or tokens else []
 
     def _separated(self, text: str, tokens: tuple[TextToken, ...], rest: bool) -> Delta:
-        """Return `text` as a delta in which reasoning and calls are separate.
-
-        rest: whether no more text follows.
-        """
+        """Return `text` as a delta with separate reasoning and calls; rest: no text follows."""
         reasoning, calls, thinking = "", (), False
         if self._reasoning:
             thinking = self._reasoning.reasoning
@@ -161,7 +154,7 @@ class TextOutput:
 
 
 def _separate(pieces: Iterable[str]) -> tuple[str, str]:
-    """Return (answer, reasoning), each joined from its pieces; `Reasoning` pieces are reasoning."""
+    """Return (answer, reasoning), each joined from its pieces."""
     pieces = list(pieces)
     answer = "".join(piece for piece in pieces if not isinstance(piece, Reasoning))
     return answer, "".join(piece for piece in pieces if isinstance(piece, Reasoning))

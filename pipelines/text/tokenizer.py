@@ -108,7 +108,7 @@ class Tokenizer:
     def offsets(self, prompt: str | Sequence[int]) -> list[int]:
         """Return for each token of `prompt` the index of its first character in the text.
 
-        If `prompt` is a list of token ids, the text is what these ids decode to.
+        The text of token ids is their decoded text.
         """
         found, end = [], 0
         if not isinstance(prompt, str):
@@ -147,10 +147,7 @@ class Tokenizer:
         return self._encode_rendered(text, mark)
 
     def _render_broken(self, messages: Sequence[Mapping], variables: Mapping) -> tuple[str, str]:
-        """Return (rendered chat template, mark that breaks special tokens in messages).
-
-        The mark is "" if there is nothing to break; see `SpecialTokens.broken`.
-        """
+        """Return (rendered conversation, mark in spellings of special tokens, or "")."""
         given, mark = {"messages": list(messages), **self.template_args, **variables}, ""
         if self.chat_template is not None and not self.parse_special:
             given, mark = self.special_tokens.broken(given)
@@ -210,7 +207,6 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """The length in characters of the longest entry in the vocabulary."""
         return max(map(len, self.backend.get_vocab()))
 
     @cached_property
@@ -286,9 +282,9 @@ class Detokeniser:
 class TokenBytes:
     """A function from a token id to the token's bytes, which may be only a part of a character.
 
-    In a tokenizer file, a byte-level tokenizer, such as GPT-2's, writes a byte as a character of a
-    special alphabet. SentencePiece writes a space as U+2581, and a byte without a character as
-    <0xE4>.
+    In a tokenizer file, byte-level tokenizers such as GPT-2's write each byte as a character of
+    their own alphabet. SentencePiece writes a space as U+2581, and a byte without a character as
+    <0xE4>. Unused ids, such as padding, have no bytes.
     """
 
     def __init__(self, tokenizer):
@@ -298,7 +294,6 @@ class TokenBytes:
         self.alphabet = byte_alphabet()
 
     def __call__(self, token: int) -> bytes:
-        """Return the bytes of a token; empty for an unused id, such as padding."""
         if token in self.added:
             return self.added[token].encode()
         name = self.tokenizer.id_to_token(token) or ""

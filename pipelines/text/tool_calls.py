@@ -23,10 +23,10 @@ Call = tuple[str, str]
 
 @dataclass(frozen=True)
 class CallPart:
-    """A part of a tool call; `index`: index of the call in the text.
+    """A part of a tool call. index: index of the call in the text.
 
-    Only the first part of a call has the function's `name`. The concatenated `arguments` of all
-    parts of a call are a JSON object.
+    Only the first part has the function's `name`. The `arguments` of all parts, joined, are a
+    JSON object.
     """
 
     index: int
@@ -123,7 +123,7 @@ class Calls:
         return pieces
 
     def _step_text(self, pieces: list[Piece]) -> bool:
-        """Move text that is not part of a call to `pieces`; return whether a call starts."""
+        """Move text before a call to `pieces`; return whether a call starts."""
         start = self._bare_start()
         text = self._pending if start is None else self._pending[:start]
         certain, mark, rest = split_at_mark(text, self.triggers, final=start is not None)
@@ -143,7 +143,6 @@ class Calls:
             self._may_start = False
 
     def _bare_start(self) -> int | None:
-        """Return the index in the pending text at which a call without marks may start, or None."""
         for found in BARE_START.finditer(self._pending if self.tools.schemas else ""):
             # The pending text may start inside a line.
             if found.start() == 0 and not self._may_start:
@@ -154,9 +153,9 @@ class Calls:
         return None
 
     def _step_bare(self, pieces: list[Piece]) -> bool:
-        """Parse JSON at the start of the pending text; return whether the JSON is complete.
+        """Parse pending JSON; if it is complete, move it to `pieces` as calls or text.
 
-        Complete JSON is moved to `pieces`, as calls or, if it is not a call, as text.
+        Returns whether it is complete.
         """
         text = self._pending.lstrip()
         if not (start := BARE_CALL.match(text)):
@@ -181,7 +180,7 @@ class Calls:
         return True
 
     def _fitted(self, name: str, arguments: dict) -> dict:
-        """Return the arguments of a call; ValueError if the call matches no known function."""
+        """Return the arguments of a call; ValueError if no known function accepts them."""
         found = self.calls.fitted(name, arguments)
         if found is None and not self.triggers and name in self.tools.schemas:
             # In a format without marks the name alone tells calls from other JSON.
@@ -197,9 +196,9 @@ class Calls:
         self._may_start = True
 
     def _step_payload(self, pieces: list[Piece]) -> bool:
-        """Read pending text of calls, up to the end mark; return whether the mark was found.
+        """Move pending text of calls to `_payload`, and parts of calls that are final to `pieces`.
 
-        The text is moved to `_payload`. Parts of calls that are now final are added to `pieces`.
+        Returns whether the end mark was found.
         """
         certain, end, self._pending = split_at_mark(self._pending, [self.close] if self.close else [])
         self._payload += certain + end
@@ -209,7 +208,7 @@ class Calls:
         return bool(end)
 
     def _emit_arguments(self, pieces: list[Piece]) -> None:
-        """Add to `pieces` the JSON arguments that have arrived in `_payload`, the text of calls."""
+        """Add the JSON arguments that have arrived in `_payload` to `pieces`."""
         while self.form.style == "json" and (self.count == 0 or not self.tools.single or self._value):
             if self._value is None:
                 if not (found := self.calls.head.search(self._payload, self._done)):
@@ -225,7 +224,6 @@ class Calls:
             self.count, self._value = self.count + 1, None
 
     def _end_payload(self, pieces: list[Piece]) -> None:
-        """Add the calls of a complete `_payload`, the text of calls, to `pieces`."""
         payload, self._payload = self._payload, None
         if self._value is not None:
             # The call was cut off inside its arguments; the client has received a part of them.
@@ -245,7 +243,7 @@ class _Json:
         self.depth, self.quote, self.escaped, self.complete = 0, "", False, False
 
     def take(self, text: str) -> str:
-        """Scan the next `text` of the JSON value; return `text` up to the end of the value."""
+        """Return `text` up to the end of the JSON value."""
         for at, letter in enumerate(text if not self.complete else ""):
             if self.quote:
                 if letter == self.quote and not self.escaped:

@@ -75,7 +75,7 @@ class ToolFormat:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All texts of the format, which may contain special tokens of the vocabulary."""
+        """All texts of the format, which may contain special tokens."""
         if self.style == "harmony":
             return HARMONY_MARKS
         return (
@@ -98,10 +98,10 @@ class ToolFormat:
 
 
 def _trigger(text: str) -> str:
-    """Return the beginning of `text` by which the start of a call is recognised.
+    """Return the start of `text` by which a call is recognised.
 
-    These are the marks, such as "<tool_call>", at the start of `text`. If it does not start with a
-    mark, return the part before the first JSON object or placeholder `ID` (for an identifier).
+    These are its first marks, such as "<tool_call>". Without marks, it is the part before the
+    first JSON object or placeholder `ID`.
     """
     marks = _MARKS.match(text)
     return marks[0] if marks else re.split(rf"{ID}|(?<!\w)\[?\{{|\{{", text)[0].rstrip()

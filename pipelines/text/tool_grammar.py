@@ -58,11 +58,10 @@ class ToolGrammar:
         return "\n".join(["%llguidance {}", f"start: {text}", *self.rules, "ID: /[0-9A-Za-z]{1,9}/", ""])
 
     def _call(self, name: str, schema: Any) -> str:
-        """Return the Lark expression for a call of the function `name`.
+        """Return the Lark expression for a call of the function `name`, from the name on.
 
-        The expression starts at the function's name, because the text before the name is the same
-        for all functions. But in Harmony, or if the answer may be JSON instead of a call
-        (`self.mixed`), the expression includes the text before the name.
+        The text before the name is the same for all functions. The expression includes this text in
+        Harmony, and if the answer may be JSON instead of a call (`self.mixed`).
         """
         form = self.form
         if form.style == "harmony":
@@ -75,9 +74,9 @@ class ToolGrammar:
         return f"{self.mark(name + form.head)} {write(name, schema)} {self.mark(form.end)}"
 
     def _lexemes(self, text: str) -> str:
-        """Return Lark string literals for the JSON tokens in `text`: strings, brackets, separators.
+        """Return Lark strings for the JSON tokens in `text`: strings, brackets, and separators.
 
-        The separators have the white space that `self.options` defines, such as ", ".
+        Separators get the white space of `self.options`, as ", ".
         """
         spaced = {",": self.options["item_separator"], ":": self.options["key_separator"]}
         return " ".join(quoted(spaced.get(part, part)) for part in re.findall(r'"[^"]*"|[{}\[\],:]', text))
@@ -85,14 +84,12 @@ class ToolGrammar:
     def mark(self, text: str) -> str:
         """Return the Lark expression for a text of the tool format, such as a start mark.
 
-        A special token in the text is written as a single token. The placeholder `ID` is written as
-        a rule that matches any identifier.
+        Each special token in it stays one token, and `ID` matches any identifier.
         """
         write = lambda part: "ID" if part == ID else f"<[{self.special[part]}]>" if part in self.special else quoted(part)
         return " ".join(map(write, self._parts(text)))
 
     def _parts(self, text: str) -> list[str]:
-        """Split a text into special tokens, placeholders for identifiers, and the texts between."""
         return [part for part in self._names.split(text) if part]
 
     def _until(self, end: str) -> str:
@@ -106,13 +103,12 @@ class ToolGrammar:
         return f"{pattern} {self.mark(end.removeprefix(before))}"
 
     def _rule(self, body: str, attributes: str = "") -> str:
-        """Add a rule with this body to the grammar; return the rule's name."""
+        """Add a rule to the grammar; return its name."""
         name = f"rule_{len(self.rules)}"
         self.rules.append(f"{name}{attributes}: {body}")
         return name
 
     def _value(self, schema: Any, root: Mapping[str, Any]) -> str:
-        """Return the rule for JSON values of `schema`, which may refer to definitions in `root`."""
         shared = {key: value for key, value in root.items() if key in ("$defs", "definitions")}
         schema = schema if isinstance(schema, dict) else {}
         return self._rule(f"%json {json.dumps({**shared, **schema, OPTIONS: self.options})}")
@@ -147,7 +143,6 @@ class ToolGrammar:
         return self._gemma_value(name, {"type": "object", **schema})
 
     def _gemma_value(self, name: str, schema: Any) -> str:
-        """Return the Lark expression for a value in Gemma's JSON, whose quotes are different."""
         quote = self.mark(self.form.quote)
         match type_of(schema):
             case "object":
@@ -163,7 +158,7 @@ class ToolGrammar:
         raise self._refusal(name)
 
     def _string(self, name: str, schema: Mapping[str, Any], end: str) -> str:
-        """Return the Lark expression for an unquoted string up to and including the first `end`."""
+        """Return the Lark expression for an unquoted string and the text `end` after it."""
         known = schema.keys() - ANNOTATIONS - {"type"}
         if not known:
             return self._until(end)
@@ -174,8 +169,8 @@ class ToolGrammar:
     def _members(self, name: str, schema: Any, write: Callable[[str, Any], str], between: str) -> str:
         """Return the name of a rule for an object's properties, in the order of the schema.
 
-        Optional properties may be left out. write: takes (key, schema of the value), and returns
-        the Lark expression for a property. between: text between properties.
+        write: returns the Lark expression for (key, schema of the value). between: text between
+        properties. Optional properties may be left out.
         """
         if schema.keys() - ANNOTATIONS - {"type", "properties", "required", "additionalProperties"}:
             raise self._refusal(name)

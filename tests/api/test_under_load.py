@@ -11,7 +11,6 @@ import pytest
 from starlette.testclient import TestClient
 
 from castiron.pipelines.api import byte_limit
-from castiron.pipelines.api.model_api import Limits
 from castiron.pipelines.api.replies import ChatReply
 from castiron.pipelines.engine.request import Finished
 from castiron.pipelines.engine.sampling import log_probabilities
@@ -37,10 +36,11 @@ def test_reserved_bytes_bound_the_memory_of_log_probabilities(top):
     assert used <= count * (byte_limit.TOKEN_BYTES + byte_limit.TOP_BYTES * top) <= 2 * used
 
 
-def test_answers_reserve_memory_or_are_rejected(path):
+def test_answers_reserve_memory_or_are_rejected(path, monkeypatch):
     """A request that can never fit gets 400, one that does not fit now 429."""
     one = byte_limit.TOKEN_BYTES + 20 * byte_limit.TOP_BYTES
-    with TestClient(open_app(path, threads=1, limits=Limits(retained_bytes=80 * one))) as client:
+    monkeypatch.setattr(byte_limit, "total_bytes", lambda: byte_limit.PART * 80 * one)
+    with TestClient(open_app(path, threads=1)) as client:
         api = client.app.api
 
         def ask(**more):
@@ -73,9 +73,10 @@ def test_answers_reserve_memory_or_are_rejected(path):
         assert 'reason="too_many_bytes"' in client.get("/metrics").text
 
 
-def test_reserved_bytes_bound_the_memory_of_grammars(path):
+def test_reserved_bytes_bound_the_memory_of_grammars(path, monkeypatch):
     """A grammar's bytes grow with its schema, and each answer reserves them."""
-    with TestClient(open_app(path, threads=1, limits=Limits(retained_bytes=10_000_000))) as client:
+    monkeypatch.setattr(byte_limit, "total_bytes", lambda: byte_limit.PART * 10_000_000)
+    with TestClient(open_app(path, threads=1)) as client:
         api = client.app.api
         small, large = ({"enum": [f"{i} {'x' * 40}" for i in range(count)]} for count in (2, 3000))
         grammar = api.tokenizer.grammar(json_schema=large)

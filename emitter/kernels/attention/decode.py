@@ -50,11 +50,11 @@ class DecodeTokens:
     """The tokens of one call of a decode kernel, one for each of `count` rows of qkv.
 
     kind "one": the next token of a sequence.
-    kind "batch": one token of each of `count` sequences. A negative position marks an idle row,
-        whose result is zero.
+    kind "batch": one token of each of `count` sequences. A row with a negative position is idle,
+        and its result is zero.
     kind "chunk": consecutive tokens of one sequence, whose keys and values are already in the
-        caches. The kernel's operands `start` and `length` give the first position and the number of
-        tokens. Rows from `length` on are padding.
+        caches. The kernel's operand `start` is the position of the first token, and `length` the
+        number of tokens. Rows from `length` on are idle.
     """
 
     kind: str = "one"
@@ -66,20 +66,18 @@ class DecodeTokens:
 
     @property
     def suffix(self) -> str:
-        """Return these settings as a part of a kernel's name."""
         return "" if self.kind == "one" else f"_{self.kind[0]}{self.count}"
 
     @property
     def operands(self) -> dict[str, TensorType]:
-        """Return the types of the i32 operands that give the positions of the tokens."""
         if self.kind == "chunk":
             return dict.fromkeys(("start", "length"), TensorType((), I32))
         return {"position": TensorType((self.count,) if self.kind == "batch" else (), I32)}
 
     def position(self, b: Body, given: Mapping[str, Ssa], row: Index) -> tuple[Ssa, Ssa | None]:
-        """Return the position of the token in row `row`, and an i1 that is true if the row is idle.
+        """Return (position of the token in row `row`, i1: whether the row is idle; None: never).
 
-        The i1 is None if rows are never idle. given: memrefs of the kernel's operands, by name.
+        given: memrefs of the kernel's operands, by name.
         """
         if self.kind == "one":
             return b.to_index(b.load(given["position"])), None
@@ -90,10 +88,9 @@ class DecodeTokens:
         return position, b.negate(b.less(row, b.to_index(b.load(given["length"]))))
 
     def runs(self, given: Mapping[str, np.ndarray]) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yield (sequence index, first row, positions i64 [n]) of each sequence that is not idle.
+        """Yield (index of a sequence, its first row of qkv, positions of its n tokens, i64 [n]).
 
-        The sequence has the n rows of qkv from the first row on. given: the kernel's operands as
-        NumPy arrays, by name.
+        Idle sequences are left out. given: the kernel's operands as NumPy arrays, by name.
         """
         if self.kind == "one":
             yield 0, 0, np.reshape(given["position"], 1)
@@ -104,19 +101,15 @@ class DecodeTokens:
             yield from ((i, i, np.array([at])) for i, at in enumerate(given["position"].tolist()) if at >= 0)
 
     def item(self, b: Body, units: int) -> tuple[Index, Index]:
-        """Return (row of qkv, index of this workgroup among the workgroups of the row).
-
-        units: number of workgroups of each row.
-        """
+        """Return (row of qkv, index of this workgroup among the `units` workgroups of the row)."""
         unit = b.workgroup()
         return (0, unit) if self.kind == "one" else (b.div(unit, units), b.rem(unit, units))
 
     def layer(self, b: Body, layer: Index, row: Index, layers: int) -> Index:
-        """Return the index in dimension 0 of the caches for a layer of one sequence.
+        """Return the index in dimension 0 of the caches for layer `layer` of the token in a row.
 
-        layer: layer of the model. row: row of the sequence in the batch. layers: size of dimension
-        0. The caches of a batch have all layers of the first sequence, then all of the next, and so
-        on.
+        The caches of a batch have all layers of the first sequence, then all layers of the second,
+        and so on: `layers` in total.
         """
         return b.add(b.mul(row, layers // self.count), layer) if self.kind == "batch" else layer
 
@@ -134,8 +127,8 @@ def attention_decode(
 ) -> Kernel:
     """Return the kernel of attention for one token in each row of qkv.
 
-    The kernel also normalises and rotates q and k. Unless `tokens` is a chunk, the kernel appends k
-    and v to the caches.
+    The kernel also normalises and rotates q and k. It appends k and v to the caches, unless
+    `tokens` is a chunk.
 
     Operands: qkv f32 [T, layout.row]; cos, sin, q_norm, k_norm as in `HeadLayout.operands`; sinks
         f32 [heads] if `scores.sinks`; position i32 (a batch: [T]; a chunk: start i32 and length i32
@@ -145,9 +138,9 @@ def attention_decode(
         memory for partial results.
 
     A context of more than `split_from` positions (None: a default) is divided among at most
-    `splits` workgroups; `splits` must be a power of two. A counter counts the workgroups that have
-    finished. All layers share the counters. The counters must be zero before the first call; each
-    call sets them to zero again.
+    `splits` workgroups, a power of two. A counter counts the workgroups that have finished. All
+    layers share the counters. They must be zero before the first call, and are zero after each
+    call.
     """
     heads, kv_heads, hd, window = layout.heads, layout.kv_heads, layout.head_dim, scores.window
     context, cache = caches.context, caches.format
@@ -187,10 +180,7 @@ def attention_decode(
             b.vstore(b.splat(0.0, shape.width), given["out"], row, d.index)
 
     def sequence(b: Body, token: Token, unit: Index) -> None:
-        """Emit the code of one workgroup of a token.
-
-        unit: index of the workgroup among the workgroups of this token.
-        """
+        # The code of one workgroup. unit: index of the workgroup among those of this token.
         position, counters, out = token.position, token.given["counters"], token.given["out"]
         work = Workgroup(b, layout, isa, shape, scores, caches)
         low = 0 if window is None else b.max(b.sub(position, window - 1), 0)
@@ -255,10 +245,9 @@ def attention_decode(
 
 
 def head_parts(layout: HeadLayout, isa: Isa, cache: Cache) -> int:
-    """Return into how many parts to divide the query heads of each kv head.
+    """Return the number of kernel calls among which to divide the query heads of each kv head.
 
-    Each part is computed by a separate call of the kernel. The result is the smallest number for
-    which the queries and partial results of a call fit on the stack.
+    It is the smallest number for which the queries and partial results of a call fit on the stack.
     """
     if layout.qk_norm_row:  # a norm over complete rows needs all heads
         return 1
@@ -269,10 +258,7 @@ def head_parts(layout: HeadLayout, isa: Isa, cache: Cache) -> int:
 
 
 def _shape(layout: HeadLayout, isa: Isa, cache: Cache) -> Shape:
-    """Return tile sizes for the largest number of kv heads that fit on the stack of a workgroup.
-
-    Raises ValueError if not even one kv head fits.
-    """
+    # Take as many kv heads as fit on the stack of a workgroup.
     for per in (n for n in range(layout.kv_heads, 0, -1) if layout.kv_heads % n == 0):
         shape = Shape(layout, isa, per, cache)
         if shape.stack_bytes <= STACK_BYTES:
@@ -284,11 +270,10 @@ def _shape(layout: HeadLayout, isa: Isa, cache: Cache) -> Shape:
 
 
 class _Parts:
-    """The partial attention results of the workgroups that share one long context.
+    """The partial results of the workgroups that share one long context.
 
-    The memref `scratch` has three arrays for T rows of qkv, where w = exp(score - reference) is the
-    softmax weight of a position:
-    [T, heads, splits, head_dim]: sums of w * value;
+    The memref `scratch` has three arrays, for T rows of qkv:
+    [T, heads, splits, head_dim]: sums of w * value, where w is exp(score - reference);
     [T, heads, splits]: references;
     [T, heads, splits]: sums of w.
     rows: (T, index of the token's row).
@@ -303,10 +288,7 @@ class _Parts:
         self.weights = b.stack(splits)
 
     def put(self, work: Workgroup, slot: Index) -> None:
-        """Emit code that stores the softmax state of a workgroup as its partial result.
-
-        slot: index of the partial result, below `splits`.
-        """
+        """Emit code that stores the softmax state of a workgroup as partial result `slot`."""
         b = self.b
         low = b.mul(work.first, work.group)
         with b.loop(low, b.mul(work.end, work.group)) as head:
@@ -319,10 +301,9 @@ class _Parts:
                 b.vstore(value, self.scratch, b.add(b.mul(row, self.hd), d.index))
 
     def join(self, head: Ssa, count: Index, out: Ssa, width: int) -> None:
-        """Emit code that combines the first `count` partial results of query head `head`.
+        """Emit code that combines the first `count` partial results of query head `head` in `out`.
 
-        out: memref f32 [rows, heads * head_dim] for the combined result. width: number of elements
-        of a vector.
+        out: memref f32 [T, heads * head_dim]. width: number of elements of a vector.
         """
         b, splits = self.b, self.splits
         row = b.mul(b.add(self.before, head), splits)

@@ -25,7 +25,6 @@ from castiron.emitter.types import F32, TensorType
 class HeadLayout:
     """The heads in a row of the fused qkv projection, and how q and k are normalised and rotated.
 
-    A row has all query heads, then the key heads, then the value heads.
     rotary_dim: number of leading elements of a head that get rotary embedding, or None without it.
         Element i is rotated together with element i + rotary_dim / 2 (`rotate_half` in HF).
     qk_norm: epsilon of the RMS norm of q and k, or None without a norm.
@@ -57,7 +56,6 @@ class HeadLayout:
 
     @property
     def suffix(self) -> str:
-        """Return this layout as a part of a kernel's name."""
         parts = [f"{self.heads}x{self.kv_heads}x{self.head_dim}"]
         if self.rotary_dim is not None:
             parts.append(f"rope{self.rotary_dim}")
@@ -66,10 +64,10 @@ class HeadLayout:
         return "_".join(parts)
 
     def operands(self, context: int) -> dict[str, TensorType]:
-        """Return the types of the kernel operands for norm and rotation of q and k, by name.
+        """Return the types of the kernel's operands for norm and rotation of q and k, by name.
 
-        cos, sin: f32 [context, rotary_dim / 2], only with rotary embedding. q_norm, k_norm: weights
-        of the norm, f32, only with a norm.
+        cos, sin: f32 [context, rotary_dim / 2], with rotary embedding. q_norm, k_norm: weights of
+        the norms, f32 [heads * head_dim], [kv_heads * head_dim] or [head_dim], with a norm.
         """
         types: dict[str, TensorType] = {}
         if self.rotary_dim is not None:
@@ -82,7 +80,7 @@ class HeadLayout:
 
 @dataclass(frozen=True)
 class Span:
-    """The elements from `offset` on of one row of the memref `buffer`.
+    """The elements of a memref from element `offset` of a row on.
 
     lead: the indices of the row, in all dimensions of `buffer` but the last.
     """
@@ -110,12 +108,11 @@ def prepare_head(
     position: Index,
     scale: float = 1.0,
 ) -> None:
-    """Emit code that reads a head at `source`, normalises, rotates and scales it, and stores it.
+    """Emit code that normalises, rotates and scales the head at `source`, and stores the result.
 
-    target: where the head is stored. kind: "q" or "k". head: index of the head among the heads of
-    this kind. given: memrefs by name of the kernel's operands, including `HeadLayout.operands`.
-    position: the token's position; it selects the rows of cos and sin. scale: factor by which the
-    head is multiplied.
+    kind: "q" or "k". head: index of the head among the heads of this kind. given: memrefs of the
+    kernel's operands (`HeadLayout.operands`) by name. position: position of the token, which
+    selects a row of cos and of sin. scale: factor for all elements of the head.
     """
     hd = layout.head_dim
     inverse = None
@@ -157,11 +154,10 @@ def prepare_head(
 def prepared_heads(
     layout: HeadLayout, qkv: np.ndarray, positions: np.ndarray, given: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return q, k and v, computed in NumPy; q and k are normalised and rotated.
+    """Normalise and rotate q and k in NumPy; return (q, k, v).
 
-    q: f64 [T, heads, head_dim]. k, v: f64 [T, kv_heads, head_dim].
-
-    qkv: [T, layout.row]. positions: [T]. given: the operands of `HeadLayout.operands`, by name.
+    q is f64 [T, heads, head_dim]; k and v are f64 [T, kv_heads, head_dim]. qkv: [T, layout.row].
+    positions: [T]. given: the kernel's operands (`HeadLayout.operands`) by name.
     """
     T, hd = len(qkv), layout.head_dim
     q, k, v = np.split(qkv.astype(np.float64), [layout.keys, layout.keys + layout.kv_heads * hd], axis=-1)
@@ -179,7 +175,7 @@ def prepared_heads(
 
 
 def rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, rotary_dim: int) -> np.ndarray:
-    """Return x [T, heads, head_dim] with rotary embedding as in HF.
+    """Apply rotary embedding to x [T, heads, head_dim] in NumPy, as in HF.
 
     cos, sin: [T, rotary_dim / 2]. Elements of a head from index `rotary_dim` on do not change.
     """

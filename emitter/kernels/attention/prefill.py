@@ -1,11 +1,11 @@
 """Compute attention of a chunk of tokens, causal or bidirectional, in tiles in registers.
 
 This is the online softmax of flash attention (Dao et al. 2022). Each column of a tile is a (token,
-query head) pair of one kv head. Scores are transposed, [key, column], with one column in each lane:
-the softmax needs no sums across lanes, and elements of a key are broadcast from the cache. Weighted
-values [column, head_dim] are accumulated in the rows of the result. An f32 cache is neither
-transposed nor copied. Keys of other caches are first converted to f32 on the stack, `depth`
-elements of each key at a time.
+query head) pair of one kv head. Scores are [key, column], with one column in each lane. So the
+softmax needs no sums across lanes, and elements of a key are broadcast from the cache. Weighted
+values [column, head_dim] are accumulated in the rows of the result. An f32 cache is read in place.
+Keys of other caches are first converted to f32 on the stack, `depth` elements of each key at a
+time.
 
 An item is one tile of one kv head. Tiles of later tokens attend to more keys, so they take longer
 and are computed first. Each workgroup gets long and short items.
@@ -134,12 +134,12 @@ def attention_prefill(caches: Caches, T: int, layout: HeadLayout, scores: Scores
 
 
 class _Shape:
-    """The tile sizes of `attention_prefill`. Each size divides the extent that it tiles.
+    """The tile sizes of `attention_prefill`; each size divides what it tiles.
 
     columns: number of (token, query head) pairs of a tile, in `vectors` vectors of `width` lanes.
     rows: number of keys whose scores are in registers at a time.
-    out_columns, out_vectors: size of a register tile of the result, which has `out_columns` pairs
-        and `out_vectors` vectors of `out_width` elements of head_dim.
+    out_columns, out_vectors: for `out_columns` pairs at a time, `out_vectors` vectors of the result
+        are in registers. Such a vector has `out_width` elements of head_dim.
     """
 
     def __init__(self, columns: int, hd: int, isa: Isa, cache: Cache):
@@ -178,10 +178,9 @@ class _Shape:
 class _Tile:
     """A writer of the code for one tile: `shape.columns` (token, query head) pairs of one kv head.
 
-    A column is one of these pairs. For each column, the stack has:
-    - the state of the online softmax;
-    - `limits`: the last position that the token attends to;
-    - `tokens`, `offsets`: row and offset of the column's result.
+    A column is one of these pairs. For each column, the stack has the state of the online softmax,
+    the last position that the token attends to (`limits`), and where the column's result begins:
+    the row of `out` (`tokens`) and the element of this row (`offsets`).
     """
 
     def __init__(self, b: Body, shape: _Shape, group: int, how: Scores, layer: Ssa, keys: Rows, values: Rows):
@@ -200,9 +199,9 @@ class _Tile:
     def begin(self, column: Index, head: Index, q: Ssa, out: Ssa, start: Index, real: Index, sinks: Ssa | None) -> None:
         """Emit code that stores the scaled, transposed queries on the stack and starts the softmax.
 
-        The code also sets the result `out` of the tile to zero. column: first column of the tile.
-        head: kv head of the tile. q, out, sinks: memrefs of the kernel. start: position of the
-        chunk's first token. real: number of the chunk's tokens that are not padding.
+        The code also sets the tile's result in `out` to zero. column: index of the tile's first
+        column among all columns of kv head `head`. q, out, sinks: memrefs of the kernel. start:
+        position of the first token. real: number of tokens that are not padding.
         """
         b, shape = self.b, self.shape
         self.column, self.head, self.token = column, head, b.div(column, self.group)
@@ -233,7 +232,7 @@ class _Tile:
             b.vstore(b.splat(0.0 if sinks is None else 1.0, shape.width), self.sums, column)
 
     def target(self, c: Index) -> tuple[Ssa, Ssa]:
-        """Return (row, element): where column `c` of the tile begins in the memrefs q and out."""
+        """Return (row, element): where column `c` begins in the memrefs q and out."""
         b = self.b
         return b.to_index(b.load(self.tokens, c)), b.to_index(b.load(self.offsets, c))
 
@@ -254,8 +253,8 @@ class _Tile:
     def score_rows(self, first: Index, last: Index, j: Index) -> None:
         """Emit code that stores the scores of `shape.rows` keys in `self.scores` from row `j` on.
 
-        The score of a masked key is the constant NEVER. first: position of the first key. last:
-        last position of the cache that the tile attends to.
+        The score of a masked key is NEVER. first: position of the first key. last: last position
+        that the tile attends to.
         """
         b, shape = self.b, self.shape
         rows = [b.min(b.add(first, i), last) for i in range(shape.rows)]
@@ -302,8 +301,8 @@ class _Tile:
     def dots(self, first: Index, count: int, sums: list[Ssa], key: Callable[[int, Index], Ssa]) -> Sequence[Ssa]:
         """Return `sums` plus the dot products of `shape.rows` keys with all queries of the tile.
 
-        sums: f32 vectors [shape.rows * shape.vectors]. The products are over `count` elements of
-        head_dim from `first` on. key(i, d): returns element first + d of key number i as a scalar.
+        The dot products are over `count` elements of head_dim from `first` on. sums: a flat list of
+        [shape.rows][shape.vectors] vectors. key(i, d): returns element first + d of key i.
         """
         b, shape = self.b, self.shape
 
@@ -317,7 +316,7 @@ class _Tile:
     def softmax(self, count: Index) -> None:
         """Emit code that replaces the scores of `count` keys by softmax weights.
 
-        The code also updates the running max and the sum of weights of each column.
+        The code also updates the maximum and the sum of weights of each column.
         """
         b, shape = self.b, self.shape
         old = [b.vload(self.maxima, shape.width, c) for c in self.lanes]
@@ -344,9 +343,9 @@ class _Tile:
     def add_values(self, column: Index, d: Index, first: Index, count: Index, out: Ssa) -> None:
         """Emit code for out = rescale * out + weights @ values, for one register tile of `out`.
 
-        rescale: 2^(old maximum - new maximum) of each column, computed by `softmax`. weights:
-        softmax weights of `count` keys. values: the cached values of `count` positions from `first`
-        on. column, d: first column and first element of head_dim of the register tile.
+        The method `softmax` has computed `rescale` and the weights. The values are those of `count`
+        positions from `first` on. The register tile begins at `column` and at element `d` of
+        head_dim.
         """
         b, shape = self.b, self.shape
         width = shape.out_width
@@ -372,10 +371,9 @@ class _Tile:
                 b.vstore(total, out, token, b.add(offset, e))
 
     def finish(self, out: Ssa, real: Index) -> None:
-        """Emit code that divides the result of each (token, query head) pair by its sum of weights.
+        """Emit code that divides the result of each column by its sum of weights.
 
-        The results of tokens from `real` on, which are padding, become zero. out: memref of the
-        results.
+        The results of tokens from `real` on, which are padding, become zero.
         """
         b, shape = self.b, self.shape
         width = shape.out_width

@@ -25,15 +25,12 @@ ROWS = 4  # tokens of a workgroup
 
 @cache
 def rope_append(caches: Caches, T: int, layout: HeadLayout, *, isa: Isa) -> Kernel:
-    """Return the kernel that prepares q, k and v of T tokens for attention.
-
-    The kernel normalises and rotates q and k according to `layout`, and appends k and v to the
-    caches.
+    """Return the kernel that normalises and rotates q and k of T tokens, and appends k and v.
 
     Operands: qkv f32 [T, layout.row]; cos, sin, q_norm, k_norm as in `HeadLayout.operands`; start
     i32, the position of the first token; length i32, the number of tokens that are not padding;
-    k_cache, v_cache; layer, an index. Results: q f32 [T, heads * head_dim]; k_cache and v_cache, in
-    place. Padding is not appended.
+    k_cache, v_cache; layer, an index.
+    Results: q f32 [T, heads * head_dim]; k_cache and v_cache, in place, without padding.
     """
     hd = layout.head_dim
     scalar = TensorType((), I32)

@@ -1,23 +1,21 @@
 """Emit code that appends rows to a KV cache (`emitter.kv_cache`) and reads them as f32.
 
-append to q8_0: for each group of the head
+append to a q8_0 cache: for each group of elements of a head
   d = max |x| / 127; n = round(x * (127 / max |x|))
   row[group] = d, n                                                                                  memory
-read: x = f32(n) * d, one load of the scale for each group                                               registers
+read: x = f32(n) * d                             d is loaded once for each group of a row          registers
 
-A cache may be a ring buffer, which stores position p in row p modulo the number of rows. Kernels
+A cache may be a ring buffer of n positions, which stores position p at index p modulo n. Kernels
 iterate over positions in order, so they give the same bits for a ring as for a full cache.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
+from castiron.emitter.kernels.mlir.body import CACHE_LINE, Body, Index, Ssa
 from castiron.emitter.kernels.mlir.vector_math import as_bytes, low_bytes, numbers_of
 from castiron.emitter.kv_cache import EXACT, SCALE_BYTES, Cache
 from castiron.emitter.types import TensorType
-
-LINE_BITS = 512  # bits of a cache line
 
 
 @dataclass(frozen=True)
@@ -27,10 +25,9 @@ class Caches:
     layers: number of layers in a cache. The cache of a batch has the layers of every sequence of
         the batch.
     context: max number of positions of a sequence.
-    format: how a cache stores the key or value of a head.
-    ring: number of positions that a layer stores if the caches are ring buffers, or None. The
-        number must exceed the attention window. For a chunk of T tokens it must be at least
-        window + T.
+    format: storage format of the key or value of a head.
+    ring: number of positions that a layer stores if the caches are ring buffers, or None. It must
+        exceed the attention window, and for a chunk of T tokens it must be at least window + T.
     """
 
     layers: int
@@ -40,12 +37,11 @@ class Caches:
 
     @property
     def positions(self) -> int:
-        """Return the number of positions that a layer stores."""
+        """Return the number of positions that a layer of a cache stores."""
         return self.ring or self.context
 
     @property
     def suffix(self) -> str:
-        """Return the ring and the format as a part of a kernel's name."""
         return f"_ring{self.ring}" * (self.ring is not None) + f"_{self.format.name}" * (self.format is not EXACT)
 
     def types(self, kv_heads: int, head_dim: int) -> dict[str, TensorType]:
@@ -58,7 +54,7 @@ class Caches:
 class Rows:
     """A writer of code that accesses the rows of a KV cache.
 
-    A row is the key or value of one layer, position and kv head; methods take these three as `at`.
+    A row is one key or value of a kv head. Methods take its (layer, position, kv head) as `at`.
     buffer: memref of the cache. width: number of elements of a vector.
     """
 
@@ -76,17 +72,17 @@ class Rows:
         return position if self.caches.ring is None else self.b.rem(position, self.caches.ring)
 
     def indices(self, at: Sequence[Index]) -> list[Index]:
-        """Return the indices in `buffer` that select the row `at`."""
         layer, position, head = at
         return [layer, self.row(position), head]
 
     def append(
         self, at: Sequence[Index], read: Callable[[Index], Ssa], on_store: Callable[[Index, Ssa], None] | None = None
     ) -> None:
-        """Emit code that converts a key or value of one head to the cache's format and stores it.
+        """Emit code that stores a key or value in the cache.
 
-        read(d): returns the f32 vector at element d of the head. on_store(d, x): called after each
-        vector is stored. x: the f32 vector that a load from the cache gives for element d.
+        read(d): returns the f32 vector to store, whose first element is element d of the row.
+        on_store(d, x): called after that vector is stored, with the f32 vector x that a load from
+        the cache would return, which is rounded.
         """
         b, group, at = self.b, self.cache.group(self.head_dim), self.indices(at)
         if not self.cache.grouped:
@@ -109,7 +105,7 @@ class Rows:
 
     def prefetch(self, at: Sequence[Index], near: bool = True) -> None:
         """Emit prefetches of one row of the cache, into the L1 cache if `near`, else into L2."""
-        per_line, at = LINE_BITS // self.cache.dtype.bits, self.indices(at)
+        per_line, at = 8 * CACHE_LINE // self.cache.dtype.bits, self.indices(at)
         offsets: list[tuple[int, ...]] = [(d,) for d in range(0, self.head_dim, per_line)]
         if self.cache.grouped:
             offsets = [(g, 0) for g in range(self.head_dim // self.cache.group(self.head_dim))]
@@ -117,11 +113,10 @@ class Rows:
             self.b.prefetch(self.buffer, *at, *indices, near=near)
 
     def part(self, at: Sequence[Index], first: Index, size: int) -> Callable[[int], Ssa]:
-        """Return a function that emits a load of one vector from a part of a row.
+        """Return a function load(offset) that loads the f32 vector at element first + offset.
 
-        The part has `size` elements of the row, from element `first` on. The function takes an
-        offset in the part, and returns the f32 vector that starts there. `size` must divide
-        `first`, and the format must allow parts of this size (see `Cache.cuts`).
+        The function may load `size` elements of the row, from element `first` on, and loads a scale
+        only once. `size` must divide `first`, and `Cache.cuts` must be true for it.
         """
         b, group, scales, at = self.b, self.cache.group(self.head_dim), dict[int, Ssa](), self.indices(at)
         if not self.cache.grouped:

@@ -14,11 +14,12 @@ NEVER = -1.0e30  # score of masked positions: below all others; finite, so that 
 class Scores:
     """How attention computes scores and which positions it masks.
 
-    scale, softcap: the score of q and k is s = scale * (q . k). If `softcap` is not None, the score
-        is softcap * tanh(s / softcap), as in Gemma 2.
-    window: number of positions that a token attends to, the token itself included; None for all.
-    sinks: whether each head has an additional learned score that has no key, as in gpt-oss.
-    bidirectional: whether a token also attends to later positions (up to window - 1 of them).
+    scale: the score of q and k is s = scale * (q . k).
+    softcap: if not None, the score is softcap * tanh(s / softcap) instead, as in Gemma 2.
+    window: number of positions that a token attends to, itself included; None for all.
+    sinks: whether the softmax of each head has one more score, a learned one without a key, as in
+        gpt-oss.
+    bidirectional: whether a token also attends to later positions, up to window - 1 of them.
     """
 
     scale: float
@@ -29,7 +30,6 @@ class Scores:
 
     @property
     def suffix(self) -> str:
-        """Return these settings as a part of a kernel's name."""
         parts = {"s": self.scale, "w": self.window, "cap": self.softcap}
         flags = "_sinks" * self.sinks + "_both" * self.bidirectional
         return "_".join(f"{letter}{number(value)}" for letter, value in parts.items() if value is not None) + flags
@@ -38,7 +38,7 @@ class Scores:
         return {"sinks": TensorType((heads,), F32)} if self.sinks else {}
 
     def capped(self, b: Body, scores: Ssa) -> Ssa:
-        """Return a vector of scores after the soft cap, or unchanged if there is no soft cap."""
+        """Return a vector of scores after the soft cap, if there is one."""
         if self.softcap is None:
             return scores
         cap = b.splat(self.softcap, scores.width)
@@ -46,10 +46,9 @@ class Scores:
 
 
 def by_position(rows: np.ndarray, end: int) -> np.ndarray:
-    """Return the rows of positions 0 .. end - 1, in this order: [end, ...].
+    """Return the keys or values of positions 0 .. end - 1, in this order: [end, ...].
 
-    rows: one layer of a cache. If the cache is a ring buffer of n rows, position p is in row p
-    modulo n.
+    rows: one layer of a cache, by position; in a ring buffer of n positions, by position modulo n.
     """
     return rows[np.arange(end) % len(rows)]
 
@@ -57,10 +56,10 @@ def by_position(rows: np.ndarray, end: int) -> np.ndarray:
 def attend(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, positions: np.ndarray, how: Scores, sinks: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return the result of attention, f64 [T, heads, head_dim], computed in NumPy.
+    """Compute attention in NumPy; return f64 [T, heads, head_dim].
 
     q: [T, heads, head_dim]. k, v: [context, kv_heads, head_dim]. positions: positions of the T
-    tokens. sinks: [heads] or None. Bidirectional attention ends at the last of `positions`.
+    tokens; bidirectional attention ends at the last of them. sinks: [heads] or None.
     """
     nothing = np.full(q.shape[1], -np.inf) if sinks is None else sinks.astype(np.float64)
     group = q.shape[1] // k.shape[1]

@@ -31,18 +31,17 @@ from dataclasses import dataclass
 from castiron.emitter.kernels.attention.heads import HeadLayout, Span, prepare_head
 from castiron.emitter.kernels.attention.rows import Caches, Rows
 from castiron.emitter.kernels.attention.scores import NEVER, Scores
-from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, batches, largest_width, vector_type
+from castiron.emitter.kernels.mlir.body import CACHE_LINE, Body, Index, Ssa, batches, largest_width, vector_type
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import exp, lane_max, lane_sums, outer
 from castiron.emitter.kv_cache import Cache
 
 TILE = 48  # positions of a tile, a multiple of every vector's width; speed differs by a few percent from 32 to 96
-LINE_BYTES = 64
 SLACK = 30.0  # max difference of a score and its head's reference; e^30 is far from overflow
 
 
 class Shape:
-    """The tile sizes and the stack size of a workgroup that computes up to `per` kv heads."""
+    """The tile sizes of a workgroup that computes up to `per` kv heads, and its stack size."""
 
     def __init__(self, layout: HeadLayout, isa: Isa, per: int, cache: Cache):
         hd = layout.head_dim
@@ -81,12 +80,11 @@ class Token:
 class Workgroup:
     """A writer of the code of a workgroup, which computes attention of one token for some kv heads.
 
-    Several query heads use one kv head. The stack has the state of an online softmax for each query
-    head of the workgroup. how: scale and mask of the scores.
+    For each query head that uses these kv heads, the stack has the state of an online softmax.
 
     Arguments of the methods:
     g: index of a query head among all query heads of this workgroup.
-    head: a kv head. heads: indices of query heads among those that use this kv head.
+    head: index of a kv head. heads: indices of query heads among those that use this kv head.
     """
 
     def __init__(self, b: Body, layout: HeadLayout, isa: Isa, shape: Shape, how: Scores, caches: Caches):
@@ -105,9 +103,9 @@ class Workgroup:
         self.values = b.stack(own_heads, self.hd)  # weighted values
 
     def begin(self, token: Token, first: Index, end: Index) -> None:
-        """Emit code that prepares the queries of kv heads first .. end - 1, and resets the softmax.
+        """Emit code that stores the queries of kv heads first .. end - 1 on the stack.
 
-        The code normalises, rotates and scales each query, and stores it on the stack.
+        The queries are normalised, rotated and scaled. The code also resets the softmax.
         """
         b, hd = self.b, self.hd
         self.token, self.first, self.end = token, first, end
@@ -124,11 +122,6 @@ class Workgroup:
                 b.vstore(b.splat(0.0, self.width), self.values, g, d.index)
 
     def _prepare(self, kind: str, head: Index, offset: Index, target: Span, scale: float = 1.0) -> None:
-        """Emit code that normalises, rotates and scales a query or key head (see `prepare_head`).
-
-        kind: "q" or "k". head: index among the heads of this kind. offset: first element of the
-        head in the token's row of qkv. target: where the head is stored.
-        """
         source, token = Span(self.qkv, [self.token.row], offset), self.token
         prepare_head(self.b, self.layout, self.lanes, kind, head, source, target, token.given, token.position, scale)
 
@@ -169,10 +162,10 @@ class Workgroup:
                     self.sink(g.index, b.add(b.mul(self.first, self.group), g.index), b.extract(score, 0), one)
 
     def sink(self, g: Index, head: Index, score: Ssa, one: Ssa) -> None:
-        """Emit code that adds the sink of a query head (a score without a value) to the softmax.
+        """Emit code that adds the sink of a query head, a score without a value, to the softmax.
 
-        head: index of the query head among all query heads. score: score of the token's own key, a
-        scalar. one: the vector 1, 0, 0, ..., which limits an addition to lane 0.
+        head: index of the query head in the model. score: the scalar score of the token's own key.
+        one: the vector 1, 0, 0, ..., which limits an addition to lane 0.
         """
         b, lanes = self.b, self.lanes
         score, sink = (b.broadcast(x, lanes) for x in (score, b.load(self.token.given["sinks"], head)))
@@ -185,7 +178,7 @@ class Workgroup:
     def attend(self, start: Index, end: Index, ahead: bool) -> None:
         """Emit code that adds positions start .. end - 1 of the caches to the online softmax.
 
-        ahead: whether the code also loads the next rows of the caches ahead of their use.
+        ahead: whether the code also loads the next rows of the caches before they are needed.
         """
         with self.b.loop(start, end, TILE) as tile:
             self._tile(tile.index, end, ahead)
@@ -211,35 +204,31 @@ class Workgroup:
                     self.add_values(head.index, heads, d.index, first, count)
 
     def own_heads(self, head: Ssa, heads: range) -> list[Index]:
-        """Return the index `g` (see the class) of each query head in `heads`.
-
-        head: the kv head that these query heads use.
-        """
+        # The index `g` of each query head.
         low = self.b.mul(self.b.sub(head, self.first), self.group)
         return [self.b.add(low, g) for g in heads]
 
     def touch(self, base: Ssa, row: Index, at: Index, lines: range) -> None:
-        """Emit loads of one word of each cache line in `lines`, as prefetches from a KV cache.
+        """Emit a load of one word of each cache line in `lines`, to prefetch from a KV cache.
 
-        The lines have the rows of this workgroup's kv heads, from index `row` of the layer on. Line
-        n begins at byte at + n * LINE_BYTES of these rows, counted as if they were contiguous.
-        base: address of the KV cache.
+        Lines are counted from byte `at` of the rows of this workgroup's kv heads, as if these rows
+        were contiguous. base: address of the KV cache. row: index of the first row in the layer.
         """
         b, row_bytes = self.b, self.row_bytes
         segment, size = self.shape.per * row_bytes, self.layout.kv_heads * row_bytes
         start = b.mul(b.add(b.mul(self.token.layer, self.caches.positions), row), size)
         for line in lines:
-            byte = b.add(at, line * LINE_BYTES)
+            byte = b.add(at, line * CACHE_LINE)
             if segment < size:
                 byte = b.add(b.mul(b.div(byte, segment), size), b.add(b.rem(byte, segment), b.mul(self.first, row_bytes)))
             b.touch(base, b.add(start, byte))
 
     def score_rows(self, head: Ssa, row: Index, j: Ssa, rows: int, ahead: bool) -> None:
-        """Emit code that computes the scores of positions row .. row + rows - 1.
+        """Emit code that stores the scores of positions row .. row + rows - 1 in `self.scores`.
 
-        The code stores the scores of all query heads that use kv head `head` in `self.scores`, from
-        column `j` on. ahead: whether the code also prefetches the values of these positions and the
-        keys of the next `rows` positions.
+        The scores are of all query heads that use kv head `head`, in columns j .. j + rows - 1.
+        ahead: whether the code also prefetches the values of these positions, and the keys of the
+        next `rows` positions.
         """
         b, shape = self.b, self.shape
         near, following = row, b.add(row, rows)
@@ -249,7 +238,7 @@ class Workgroup:
             following = b.min(following, self.caches.positions - rows)
         # Bytes of this head and these rows that each iteration reads ahead.
         turn = rows * self.row_bytes * shape.unroll * self.width // self.hd
-        lines = -(-turn // LINE_BYTES)
+        lines = -(-turn // CACHE_LINE)
         for heads in self.head_chunks:
             own_heads = self.own_heads(head, heads)
             count = len(own_heads)
@@ -281,10 +270,9 @@ class Workgroup:
     def softmax(self, head: Ssa, heads: range, blocks: Index) -> None:
         """Emit code that replaces the scores of a tile by softmax weights, exp(score - reference).
 
-        A tile is up to TILE consecutive positions. If a score exceeds the reference of its query
-        head by more than SLACK, the code first raises the reference to the maximum score. The code
-        also adds the weights to the head's sum of weights. blocks: number of vectors of scores in
-        the tile.
+        If a score exceeds the reference of its query head by more than SLACK, the code first raises
+        the reference to the maximum score. The code also adds the weights to the head's sum of
+        weights. blocks: number of vectors of scores in the tile.
         """
         b, lanes = self.b, self.lanes
         own_heads = self.own_heads(head, heads)
@@ -308,10 +296,7 @@ class Workgroup:
             b.vstore(total, self.sums, g, 0)
 
     def scale_down(self, g: Index, factor: Ssa) -> None:
-        """Emit code that multiplies the softmax sums of query head `g` by `factor`.
-
-        The sums are the head's sum of weights and its sums of weighted values.
-        """
+        """Emit code that multiplies a head's sum of weights and its weighted values by `factor`."""
         b = self.b
         total = b.vload(self.sums, self.lanes, g, 0)
         b.vstore(b.mulf(total, b.broadcast(factor, self.lanes)), self.sums, g, 0)
@@ -320,10 +305,9 @@ class Workgroup:
             b.vstore(b.mulf(value, b.broadcast(factor, self.width)), self.values, g, d.index)
 
     def add_values(self, head: Ssa, heads: range, d: Index, first: Ssa, count: Index) -> None:
-        """Emit code that adds softmax weights times cached values to the sums of weighted values.
+        """Emit code that adds weight * value of `count` positions from `first` on to `self.values`.
 
-        The cached values belong to `count` positions from `first` on. The code updates
-        `self.columns * self.width` elements of head_dim, from element `d` on.
+        The code updates `self.columns` vectors of each query head, from element `d` of head_dim on.
         """
         b, width = self.b, self.width
         own_heads = self.own_heads(head, heads)
@@ -344,13 +328,12 @@ class Workgroup:
                 b.vstore(total, self.values, g, c)
 
     def total(self, g: Index) -> Ssa:
-        """Return the scalar sum of the softmax weights of query head `g`."""
         return self.b.extract(lane_sums(self.b, [self.b.vload(self.sums, self.lanes, g, 0)]), 0)
 
     def finish(self, out: Ssa) -> None:
         """Emit code that stores each head's weighted values, divided by its sum of weights.
 
-        out: memref of the result, f32 [rows, heads * head_dim].
+        out: memref f32 [rows, heads * head_dim].
         """
         b = self.b
         low = b.mul(self.first, self.group)

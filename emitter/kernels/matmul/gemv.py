@@ -45,12 +45,12 @@ from castiron.emitter.kernels.matmul.prepared_x import PreparedX, bytes_per_elem
 from castiron.emitter.kernels.matmul.sum_tables import SumTables, is_summed_by_tables, table_bytes
 from castiron.emitter.kernels.matmul.tiles import Buffers, each_block
 from castiron.emitter.kernels.matmul_spec import Matmul
-from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index, Ssa
+from castiron.emitter.kernels.mlir.body import CACHE_LINE, STACK_BYTES, Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.lookup import permuted, shifted_index
 from castiron.emitter.kernels.mlir.vector_math import tree
 from castiron.emitter.kernels.weights.packing import LANES
-from castiron.emitter.kernels.weights.records import CACHE_LINE, GroupCodes, Records
+from castiron.emitter.kernels.weights.records import GroupCodes, Records
 
 BATCH = 32  # sets of row blocks whose totals (4 KB) stay on the stack if x is prepared in parts
 X_BYTES = STACK_BYTES - (4 << 10)

@@ -64,7 +64,9 @@ class SmallBatchTiles(Tiles):
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        vectors = 1 if isa.canonical and not isa.roomy else 4 if isa.lanes < 8 else 2
+        # More vectors share each load of x, but fewer tokens fit in the registers. Decoded codes repay that, floats do not.
+        is_wide = isa.lanes < 8 or (isa.registers == 32 and matmul.format.quantised)
+        vectors = 1 if isa.canonical and not isa.roomy else 4 if is_wide else 2
         max_rows = (20 if isa.registers == 32 else isa.registers * 5 // 8) // vectors
         rows = -(-matmul.tokens // -(-matmul.tokens // max_rows))
         row_blocks = cls(rows, vectors).row_blocks(isa, matmul.blocks_per_result)

@@ -16,15 +16,15 @@ HALF_ULP = 1 << 15  # half a unit in the last place of bf16, in the bits of an f
 
 
 class Pairs:
-    """A writer of code that adds products of bf16 pairs to f32 totals."""
+    """A writer of code for dot products of bf16 pairs with f32 sums."""
 
     def __init__(self, b: Body, isa: Isa):
         self.b, self.lanes, self.instruction = b, isa.lanes, isa.pairs
 
     def add(self, total: Ssa, a: Ssa, c: Ssa) -> Ssa:
-        """Return `total`, f32 [lanes], plus the dot product of the bf16 pairs in each lane.
+        """Return `total`, f32 [lanes], plus the dot product of the pairs of `a` and `c`.
 
-        a, c: vectors i32 [lanes]; each i32 has a pair of bf16.
+        a, c: i32 [lanes], with a pair of bf16 in each lane.
         """
         if self.instruction == "plain":
             for left, right in zip(halves(self.b, a), halves(self.b, c), strict=True):
@@ -43,28 +43,27 @@ def halves(b: Body, words: Ssa) -> tuple[Ssa, Ssa]:
 
 
 def cut(b: Body, low: Ssa, high: Ssa) -> Ssa:
-    """Return two f32 vectors truncated to bf16, as pairs in a vector of i32.
+    """Truncate two f32 vectors to bf16, and return an i32 vector of pairs of both.
 
-    Each i32 has an element of `low` in its low half and one of `high` in its high half.
+    A pair has an element of `low` in its low half, and an element of `high` in its high half.
     """
     low, high = (b.bitcast(each, each.width, "i32") for each in (low, high))
     return b.binary("ori", b.binary("shrui", low, b.isplat(16, low.width)), _high(b, high))
 
 
 def nearest(b: Body, low: Ssa, high: Ssa) -> Ssa:
-    """Return two f32 vectors rounded to bf16, as pairs in a vector of i32.
+    """Round two f32 vectors to bf16, ties away from zero; return an i32 vector of pairs of both.
 
-    Each i32 has an element of `low` in its low half and one of `high` in its high half. Ties are
-    rounded away from zero.
+    A pair has an element of `low` in its low half, and an element of `high` in its high half.
     """
     return cut(b, *(_up(b, each) for each in (low, high)))
 
 
 def pieces(b: Body, low: Ssa, high: Ssa, count: int) -> list[Ssa]:
-    """Split each f32 of two vectors into `count` bf16; return `count` vectors of bf16 pairs.
+    """Split each f32 of two vectors into `count` bf16; return `count` i32 vectors of pairs.
 
-    The low halves of the pairs sum to `low`, the high halves to `high`. The sums are exact with
-    count 3, and approximate with count 2. With count 1 each half is the nearest bf16.
+    The low halves of the pairs sum to `low`, and the high halves to `high`: exactly for count 3,
+    approximately for count 2. For count 1, f32 are rounded to the nearest bf16.
     """
     if count == 1:
         return [nearest(b, low, high)]

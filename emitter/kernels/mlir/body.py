@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partialmethod
 from typing import TypeVar
 
+CACHE_LINE = 64  # bytes
 STACK_BYTES = 30 << 10  # max bytes of a kernel's stack buffers; IREE allows a kernel 32 KB
 PARTS = 6  # workgroups per thread; from 8 on, IREE assigns 8 at a time to a thread
 
@@ -39,7 +40,7 @@ def memref_type(shape: Sequence[int], element: str = "f32") -> Type:
 
 
 class Ssa(str):
-    """The name of an SSA value, such as `%3`, with its type."""
+    """The name of an SSA value, such as `%3`, with its MLIR type."""
 
     type: Type
 
@@ -151,10 +152,7 @@ class Body:
         return self.constant(f"dense<{n}>", vector_type(width, "i32"))
 
     def stack(self, *shape: int, element: str = "f32") -> Ssa:
-        """Return a memref of a new stack buffer.
-
-        The buffers of a kernel may have STACK_BYTES bytes in total.
-        """
+        """Return a memref of a new stack buffer; all buffers together have at most STACK_BYTES."""
         buffer = Ssa(self.name(), memref_type(shape, element))
         self._head.append(f"{buffer} = memref.alloca() alignment = 64 : {buffer.type}")
         return buffer
@@ -163,11 +161,6 @@ class Body:
         return i if isinstance(i, Ssa) else self.constant(str(i), INDEX)
 
     def _fold(self, op: str, known: Callable[[int, int], int], a: Index, b: Index) -> Index:
-        """Return the result of a binary operation on the indices `a` and `b`.
-
-        If both are Python integers, the result is known(a, b) and no operation is appended.
-        Otherwise the operation `arith.{op}` is appended.
-        """
         if isinstance(a, int) and isinstance(b, int):
             return known(a, b)
         return self.let(f"arith.{op} {self.index(a)}, {self.index(b)} : index", INDEX)
@@ -213,9 +206,9 @@ class Body:
         return self.let("stream.dispatch.workgroup.id[0] : index", INDEX)
 
     def share(self, count: Index, workgroup: Index, workgroups: int) -> tuple[Index, Index]:
-        """Return the range (first, end) of items that workgroup `workgroup` computes.
+        """Return (first, end): workgroup number `workgroup` computes items first .. end - 1.
 
-        All `count` items are divided equally among `workgroups` workgroups.
+        The workgroups divide all `count` items equally.
         """
         if isinstance(count, Ssa):
             low = self.div(self.mul(workgroup, count), workgroups)

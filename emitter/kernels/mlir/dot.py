@@ -1,8 +1,8 @@
 """Emit int8 dot products of weight codes and x, with the CPU's instruction for them.
 
-A quad is four int8 in an i32, the first in the lowest byte: four codes of one output (a row of the
-weight), or four elements of one row of x. The s32 sums of all instructions are exact, so their
-results are the same:
+An output is a row of the weight. A quad is four int8 in an i32, the first in the lowest byte. It
+has four codes of one output, or four elements of one row of x. All instructions below give the same
+results, because their s32 sums are exact:
 
     vnni   vpdpbusd: u8 x s8, adds four products of each lane to s32
     sdot   NEON's sdot: s8 x s8, adds four products of each lane to s32
@@ -31,11 +31,12 @@ LOW, HIGH = (0, 1, 4, 5), (2, 3, 6, 7)
 
 
 @dataclass(frozen=True)
-class Total:
-    """The accumulators of an int8 dot product.
+class Accumulators:
+    """The sums of an int8 dot product so far.
 
-    words: s32 sums. halves: for the instruction `madd`, s16 sums that are not yet added to `words`,
-    or None. pairs: number of pairs of products that each sum in `halves` contains so far.
+    words: s32 sums.
+    halves: s16 sums that are not yet added to `words`; None unless the instruction is `madd`.
+    pairs: number of pairs of products in each s16 sum.
     """
 
     words: tuple[Ssa, ...]
@@ -46,12 +47,9 @@ class Total:
 class Dot:
     """A writer of code for int8 dot products of weight codes and x.
 
-    A lane of a vector belongs to one output (a row of the weight). A quad is four int8 in an i32. A
-    call of `add` multiplies `self.quads` quads of codes by as many quads of x. It does so for each
-    of `self.rows` rows of x.
-
-    A caller passes codes through `arranged` and then `code`, and x through `x`. It passes the
-    results of `code` and `x` to `add`. bits: bits of a code.
+    A lane of a vector belongs to one output. The methods `arranged` and then `code` prepare codes,
+    and the method `x` prepares x. The method `add` multiplies `quads` quads of each output by as
+    many quads of x, for each of `rows` rows of x. bits: bits of a code.
     """
 
     rows: ClassVar[int] = 1
@@ -63,14 +61,11 @@ class Dot:
         self.bias = 128 if bits == 8 and isa.dot not in ("sdot", *_BLOCKS) else 0
 
     def arranged(self, quads: Sequence[Ssa]) -> list[Ssa]:
-        """Return `self.quads` vectors of codes, reordered for the method `code`.
-
-        quads: vectors i32 with four codes of an output in each lane.
-        """
+        """Return vectors of codes, reordered for `code`; each lane has a quad of its output."""
         return list(quads)
 
     def code(self, arranged: Sequence[Ssa]) -> tuple[Ssa, ...]:
-        """Return the results of `arranged`, converted to the operand type of the instruction."""
+        """Return the result of `arranged`, converted to the operand type of the instruction."""
         (quad,) = arranged
         if self.dot == "plain":
             return tuple(self._byte(quad, j, "shrui") for j in range(4))
@@ -81,11 +76,9 @@ class Dot:
         return (self.b.bitcast(quad, 4 * self.lanes, "i8"),)
 
     def x(self, x: Ssa, rows: Sequence[Index], quad: Index) -> tuple[Ssa, ...]:
-        """Return elements of some rows of x, converted to the operand type of the instruction.
+        """Load `self.quads` quads of each row, converted to the operand type of the instruction.
 
-        From each row, the code loads 4 * `self.quads` consecutive elements. x: memref i32 [rows, in
-        / 4], with four int8 in each i32. rows: indices of the rows. quad: index of the first i32 in
-        a row.
+        x: memref i32 [rows, in / 4]. rows: indices in x. quad: index of the first quad in a row.
         """
         (row,) = rows
         every = self.b.broadcast(self.b.load(x, row, quad), self.lanes)
@@ -98,46 +91,39 @@ class Dot:
             return even, self.b.binary("shrsi", halves, eight)
         return (self.b.bitcast(every, 4 * self.lanes, "i8"),)
 
-    def start(self, words: Sequence[Ssa]) -> Total:
-        """Return new accumulators; words: initial s32 sums of up to `self.rows` rows of x."""
+    def start(self, words: Sequence[Ssa]) -> Accumulators:
+        """Return new accumulators; words: the initial s32 sum of each row of x, a scalar."""
         (word,) = words
-        return Total((self.b.broadcast(word, self.lanes),))
+        return Accumulators((self.b.broadcast(word, self.lanes),))
 
-    def add(self, total: Total, code: tuple[Ssa, ...], x: tuple[Ssa, ...]) -> Total:
-        """Return `total` plus the products of 4 * `self.quads` codes with as many elements of x.
-
-        code, x: results of the methods `code` and `x`.
-        """
-        (words,) = total.words
+    def add(self, sums: Accumulators, code: tuple[Ssa, ...], x: tuple[Ssa, ...]) -> Accumulators:
+        """Return `sums` plus the products of codes and x; code, x: results of these methods."""
+        (words,) = sums.words
         if self.dot == "plain" or self._wide:
             for pair in zip(code, x, strict=True):
                 words = self.b.binary("addi", words, self._multiply(*pair))
-            return Total((words,))
+            return Accumulators((words,))
         if self.dot == "madd":
             pairs = self._call(_MADD_BYTES[self.lanes], "i16", 2, code[0], x[0])
-            if total.halves is not None:
-                pairs = self.b.binary("addi", total.halves, pairs)
-            total = Total(total.words, pairs, total.pairs + 1)
+            if sums.halves is not None:
+                pairs = self.b.binary("addi", sums.halves, pairs)
+            sums = Accumulators(sums.words, pairs, sums.pairs + 1)
             max_pairs = (2**15 - 1) // (2 * MAX_BYTE * (2**self.bits - 1))  # pairs of products that fit s16
-            return total if total.pairs < max_pairs else Total(tuple(self.words(total)))
+            return sums if sums.pairs < max_pairs else Accumulators(tuple(self.words(sums)))
         name = _SDOT if self.dot == "sdot" else _DPBUSD[self.lanes]
-        return Total((self._call(name, "i32", 1, words, code[0], x[0]),))
+        return Accumulators((self._call(name, "i32", 1, words, code[0], x[0]),))
 
-    def words(self, total: Total) -> list[Ssa]:
-        """Return the final s32 sums of a total: one vector [outputs] for each row of x."""
-        (words,) = total.words
-        if total.halves is None:
+    def words(self, sums: Accumulators) -> list[Ssa]:
+        """Return the final s32 sums: one vector [outputs] for each row of x."""
+        (words,) = sums.words
+        if sums.halves is None:
             return [words]
-        ones = self.b.constant("dense<1>", total.halves.type)
-        return [self.b.binary("addi", words, self._call(_MADD_WORDS[self.lanes], "i32", 1, total.halves, ones))]
+        ones = self.b.constant("dense<1>", sums.halves.type)
+        return [self.b.binary("addi", words, self._call(_MADD_WORDS[self.lanes], "i32", 1, sums.halves, ones))]
 
     @property
     def _wide(self) -> bool:
-        """Return whether codes must be widened to s16.
-
-        If so, the instruction is vpmaddubsw and codes have 8 bits: s16 sums of two products would
-        saturate.
-        """
+        # Sums of two products of 8-bit codes would saturate s16, so codes are widened first.
         return self.dot == "madd" and self.bits == 8
 
     def _multiply(self, code: Ssa, x: Ssa) -> Ssa:
@@ -156,20 +142,17 @@ class Dot:
 
 
 class BlockDot(Dot):
-    """A `Dot` with the layout of the instruction `smmla`: two rows of x and four outputs.
+    """A `Dot` for the instruction `smmla`, which multiplies two rows of x by two outputs.
 
-    There are two accumulators of four lanes. Lane 2 i + j of both belongs to row i of x. In the
-    first accumulator, the lane belongs to output j, in the second one to output 2 + j.
+    Two accumulators of four lanes have the sums of two rows and four outputs. Lane 2 i + j of the
+    first accumulator belongs to row i and output j. Lane 2 i + j of the second accumulator belongs
+    to row i and output 2 + j.
     """
 
     rows = quads = 2
 
     def arranged(self, quads: Sequence[Ssa]) -> list[Ssa]:
-        """Return a vector with the codes of outputs 0 and 1, and one with those of outputs 2 and 3.
-
-        Each of these vectors has eight codes of each of two outputs. quads: two vectors, each with
-        four codes of each of the four outputs.
-        """
+        # From four codes of four outputs in each vector to eight codes of two outputs in each vector.
         first, second = quads
         return [self.b.shuffle(first, second, lanes) for lanes in ((0, 4, 1, 5), (2, 6, 3, 7))]
 
@@ -180,16 +163,16 @@ class BlockDot(Dot):
         words = [self.b.vload(x, self.quads, row, quad) for row in rows]
         return (self.b.shuffle(words[0], words[-1], range(4)),)
 
-    def start(self, words: Sequence[Ssa]) -> Total:
+    def start(self, words: Sequence[Ssa]) -> Accumulators:
         rows = [self.b.broadcast(word, self.lanes) for word in words]
         both = self.b.shuffle(rows[0], rows[-1], LOW)
-        return Total((both, both))
+        return Accumulators((both, both))
 
-    def add(self, total: Total, code: tuple[Ssa, ...], x: tuple[Ssa, ...]) -> Total:
-        return Total(tuple(self._block(words, each, *x) for words, each in zip(total.words, code, strict=True)))
+    def add(self, sums: Accumulators, code: tuple[Ssa, ...], x: tuple[Ssa, ...]) -> Accumulators:
+        return Accumulators(tuple(self._block(words, each, *x) for words, each in zip(sums.words, code, strict=True)))
 
-    def words(self, total: Total) -> list[Ssa]:
-        first, second = total.words
+    def words(self, sums: Accumulators) -> list[Ssa]:
+        first, second = sums.words
         return [self.b.shuffle(first, second, lanes) for lanes in (LOW, HIGH)]
 
     def _block(self, words: Ssa, code: Ssa, x: Ssa) -> Ssa:

@@ -1,9 +1,4 @@
-"""Instruction sets of CPUs; lanes and registers determine tile sizes and the order of additions.
-
-An `Isa` in canonical form is for kernels that compute the same bits on every CPU. These kernels use
-vectors of 16 f32, which take several registers on some CPUs, and one accumulator for each output.
-Compilers must not fuse the multiplications and additions of these kernels into an fma.
-"""
+"""The vector instruction sets of CPUs, for which kernels are written."""
 
 from __future__ import annotations
 
@@ -16,11 +11,14 @@ CANONICAL_LANES = 16
 class Isa:
     """The vector instructions of a CPU.
 
-    lanes: number of f32 in a vector. registers: number of vectors that fit in the CPU's vector
-    registers. dot: instruction for int8 dot products (see `mlir.dot`). pairs: instruction for
-    products of bf16 pairs (see `mlir.bf16_pairs`), or "". matrix: instruction for matmuls of bf16
-    blocks (see `mlir.matrix`), or "". canonical: whether kernels add in the same order on all CPUs
-    (canonical form).
+    lanes: number of f32 in a vector.
+    registers: number of vectors that fit in the CPU's vector registers.
+    dot: instruction for int8 dot products (see `mlir.dot`).
+    pairs: instruction for products of bf16 pairs (see `mlir.bf16_pairs`), or "".
+    matrix: instruction for matmuls of bf16 blocks (see `mlir.matrix`), or "".
+    canonical: whether kernels compute the same bits on every CPU. Such kernels add in the same
+        order everywhere, and the compiler must not fuse a multiplication and an addition into an
+        fma.
     """
 
     name: str
@@ -44,7 +42,7 @@ class Isa:
 
     @property
     def in_canonical_form(self) -> Isa:
-        """Return a copy in canonical form, which has vectors of 16 lanes on every CPU.
+        """Return a copy with `canonical` set, and with vectors of 16 f32 on every CPU.
 
         Such a vector takes 1, 2 or 4 of the CPU's registers.
         """

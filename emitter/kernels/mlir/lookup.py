@@ -19,9 +19,9 @@ _BYTES = {4: "llvm.aarch64.neon.tbl1.v16i8", 8: "llvm.x86.avx2.pshuf.b", 16: "ll
 
 
 def entries(b: Body, isa: Isa, table: Sequence[float], indices: Ssa) -> Ssa:
-    """Return the entries of `table` at `indices`, i32 [lanes], as f32 [lanes].
+    """Look up the entries of `table` at the vector `indices`, i32 [lanes]; return f32 [lanes].
 
-    Only the low bits of an index are read, as many as the table needs.
+    A table of 2^n entries uses only the low n bits of an index.
     """
     lanes = isa.lanes
     if lanes >= max(len(table), AVX2.lanes) and not _plain(isa):
@@ -40,10 +40,9 @@ def entries(b: Body, isa: Isa, table: Sequence[float], indices: Ssa) -> Ssa:
 
 
 def permuted(b: Body, isa: Isa, table: Ssa, indices: Ssa) -> Ssa:
-    """Return the entries of a vector `table`, f32 [lanes], at `indices`, i32 [lanes].
+    """Look up the lanes of the vector `table`, f32 [lanes], at `indices`, i32 [lanes].
 
-    Only the low bits of an index are read. The code is vpermps; for a plain `isa` it is a tree of
-    selects. NEON is not supported.
+    Only the low bits of an index are used. NEON has no such instruction and is not supported.
     """
     if not _plain(isa):
         return b.intrinsic(_PERMUTE[isa.lanes], table.type, table, indices)
@@ -52,9 +51,10 @@ def permuted(b: Body, isa: Isa, table: Ssa, indices: Ssa) -> Ssa:
 
 
 def shifted_index(b: Body, isa: Isa, words: Ssa, shift: int) -> Ssa:
-    """Return i32 `words` shifted right by `shift` bits, as indices for `permuted`.
+    """Shift the i32 vector `words` right by `shift` bits, to indices for `permuted`.
 
-    With 16 lanes, `shift` is a multiple of 4 and only the low four bits of the result are valid.
+    With 16 lanes, `shift` must be a multiple of 4, and only the low four bits of each result are
+    valid.
     """
     factor = 1 << 16 - shift % 16
     if isa.lanes < ENTRIES or _plain(isa) or factor == 1 << 16:
@@ -68,9 +68,9 @@ def shifted_index(b: Body, isa: Isa, words: Ssa, shift: int) -> Ssa:
 
 
 def byte_entries(b: Body, isa: Isa, table: Sequence[int], indices: Ssa) -> Ssa:
-    """Return entries of a table of 16 integers as bytes, four in each i32.
+    """Look up every byte of the i32 vector `indices` (0 to 15) in a table of 16 integers.
 
-    indices: i32 vector, whose bytes are the indices of the entries, 0 to 15.
+    The result is an i32 vector with an entry in each byte.
     """
     width = 4 * isa.lanes
     bytes_ = b.bitcast(indices, width, "i8")

@@ -1,8 +1,9 @@
 """Emit matmuls of bf16 blocks with f32 accumulators: x [rows, 32] times weights [32, 16].
 
-Both blocks are contiguous in memory. Each i32 stores a pair of bf16, which are neighbours along the
-dimension of 32. So a block of x is i32 [rows, 16], and a block of weights is i32 [16, 16 columns].
-Accumulators [rows, 16] stay in the matrix unit's eight registers until they are stored.
+A block is contiguous in memory. Each i32 has a pair of bf16, which are neighbours along the
+dimension of 32 (in_features). So a block of x is i32 [rows, 16]. A block of weights is i32 [16, 16
+columns], and a column belongs to one row of the weight. The accumulators, f32 [rows, 16], stay in
+the matrix unit's eight registers until they are stored.
 
     amx    tdpbf16ps on Intel's AMX tiles: sums rounded to nearest, denormals as zero. The process must first request
            the use of tiles from Linux (`vmfb.cpu.can_use_tiles`).
@@ -41,22 +42,15 @@ class Matrix:
         return address
 
     def x(self, base: Ssa, offset: Index) -> Block:
-        """Return a block of x, i32 [rows, 16 pairs], loaded from address `base` + `offset` bytes.
-
-        A pair is two consecutive elements of in_features as bf16.
-        """
+        """Load a block of x, i32 [rows, 16], from address `base` + `offset` bytes."""
         return self._load(self.rows, base, offset)
 
     def weights(self, base: Ssa, offset: Index) -> Block:
-        """Return a block of weights, i32 [16 pairs, 16 columns], loaded from memory.
-
-        A pair is two consecutive elements of in_features as bf16. A column has elements of one row
-        of the weight. The block begins at address `base` + `offset` bytes.
-        """
+        """Load a block of weights, i32 [16, 16], from address `base` + `offset` bytes."""
         return self._load(DEPTH // 2, base, offset)
 
     def add(self, sums: Block, x: Block, weights: Block) -> Block:
-        """Return accumulators `sums` plus x @ weights, over 32 elements of in_features."""
+        """Return the accumulators `sums` plus x @ weights."""
         if self.tiled:
             return self._tile("tdpbf16ps", self.rows, self._integer(ROW_BYTES), sums, x, weights)
         b = self.b
@@ -76,17 +70,8 @@ class Matrix:
         """Emit code that stores the accumulators `sums` as block `number` of the results."""
         if self.tiled:
             address = self.b.pointer(self.results, number * self.rows * ROW_BYTES)
-            self.b.do(
-                self._call(
-                    "tilestored64",
-                    "()",
-                    self._integer(self.rows),
-                    self._integer(ROW_BYTES),
-                    address,
-                    self._integer(ROW_BYTES, "i64"),
-                    sums,
-                )
-            )
+            sizes, stride = (self._integer(self.rows), self._integer(ROW_BYTES)), self._integer(ROW_BYTES, "i64")
+            self.b.do(self._call("tilestored64", "()", *sizes, address, stride, sums))
 
     def _load(self, rows: int, base: Ssa, offset: Index) -> Block:
         if self.tiled:

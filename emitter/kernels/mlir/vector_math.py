@@ -23,7 +23,7 @@ EXP2_POLYNOMIAL = (1.53533619e-4, 1.33988744e-3, 9.61843736e-3, 5.55033247e-2, 2
 def exp(b: Body, x: Ssa) -> Ssa:
     """Return e^x of an f32 vector, with an error of up to 1.1 ulp.
 
-    The result is exactly 0 for x below -87.7, and e^88 for x above 88.
+    The result is exactly 0 for x below -87.7. For x above 88 it is e^88.
     """
     width = x.width
     x = b.maxf(x, b.splat(EXP_LOW, width))
@@ -41,9 +41,9 @@ def exp(b: Body, x: Ssa) -> Ssa:
 
 
 def exp2(b: Body, x: Ssa) -> Ssa:
-    """Return 2^x of a vector of f32, with an error of up to 1 ulp.
+    """Return 2^x of an f32 vector, with an error of up to 1 ulp; this is faster than `exp`.
 
-    It is faster than `exp`. x must not exceed 127. The result is exactly 0 for x below -126.5.
+    x must not exceed 127. The result is exactly 0 for x below -126.5.
     """
     width = x.width
     x = b.maxf(x, b.splat(EXP2_LOW, width))
@@ -56,20 +56,17 @@ def exp2(b: Body, x: Ssa) -> Ssa:
 
 
 def _power(b: Body, shifted: Ssa) -> Ssa:
-    """Return the f32 vector 2^n, for integers n from -127 to 127. For n = -127 it is 0.
-
-    shifted: the f32 vector n + ROUND, whose low bits are n.
-    """
+    # `shifted` is n + ROUND, for integers n from -127 to 127. The result is 2^n, or 0 for n = -127.
     width = shifted.width
     bits = b.binary("shli", b.bitcast(shifted, width, "i32"), b.isplat(23, width))
     return b.bitcast(b.binary("addi", bits, b.isplat(127 << 23, width)), width, "f32")
 
 
 def lane_sums(b: Body, vectors: Sequence[Ssa]) -> Ssa:
-    """Return a vector whose lane i is the sum of the lanes of vector i.
+    """Return a vector whose lane i is the sum of the lanes of vectors[i].
 
-    The number of vectors is a power of two, and at most the number of lanes of a vector. The lanes
-    of a vector are added in the same order (half by half) for any number of vectors.
+    The number of vectors is a power of two, and at most the number of lanes. However many there
+    are, the lanes of a vector are added in the same order: half by half.
     """
     vectors = list(vectors)
     width = vectors[0].width
@@ -101,9 +98,9 @@ def lane_sums(b: Body, vectors: Sequence[Ssa]) -> Ssa:
 
 
 def row_sum(b: Body, count: int, lanes: int, read: Callable[[Index, int], Ssa]) -> Ssa:
-    """Return the scalar sum of `count` elements, which are read as vectors.
+    """Return the scalar sum of `count` elements.
 
-    read(i, width): returns `width` elements from i on. lanes: max number of elements of a vector.
+    read(i, width): returns a vector of the `width` elements from index i on. lanes: max `width`.
     """
     width = largest_width(lanes, count)
     ways = largest_width(4, count // width)
@@ -115,32 +112,26 @@ def row_sum(b: Body, count: int, lanes: int, read: Callable[[Index, int], Ssa]) 
 def square_sum(b: Body, count: int, lanes: int, read: Callable[[Index, int], Ssa]) -> Ssa:
     """Return the scalar sum of the squares of `count` elements.
 
-    read(i, width): returns `width` elements from i on. lanes: max number of elements of a vector.
+    read(i, width): returns a vector of the `width` elements from index i on. lanes: max `width`.
     """
     return row_sum(b, count, lanes, lambda d, width: b.mulf(x := read(d, width), x))
 
 
 def tree(combine: Callable[[Ssa, Ssa], Ssa], parts: Sequence[Ssa]) -> Ssa:
-    """Return all parts combined into one value, in a balanced tree of combine(a, b)."""
+    """Reduce `parts` to one value by a balanced tree of combine(a, b)."""
     while len(parts) > 1:
         parts = [combine(*parts[i : i + 2]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
     return parts[0]
 
 
 def outer(b: Body, rows: Iterable[Ssa], columns: Sequence[Ssa], sums: Sequence[Ssa]) -> list[Ssa]:
-    """Return `sums` plus row * column for each pair of a row and a column, lane by lane.
-
-    All values are vectors. sums: [rows * columns], row by row.
-    """
+    """Return sums[i * len(columns) + j] + rows[i] * columns[j] for all i, j; all are vectors."""
     totals = iter(sums)
     return [b.fma(row, column, next(totals)) for row in rows for column in columns]
 
 
 def transpose(b: Body, rows: Sequence[Ssa]) -> list[Ssa]:
-    """Return the columns of a square matrix as vectors.
-
-    rows: the rows of the matrix. Their number is a power of two.
-    """
+    """Return the columns of a square matrix, given its rows; their number is a power of two."""
     rows = list(rows)
     width = len(rows)
     fold = width // 2
@@ -169,7 +160,7 @@ def lane_max(b: Body, vector: Ssa) -> Ssa:
 def inverse_rms(b: Body, read: Callable[[Index, int], Ssa], count: int, eps: float, lanes: int) -> Ssa:
     """Return the scalar 1 / sqrt(mean(x^2) + eps) of `count` elements x.
 
-    read(i, width): returns `width` elements from i on. lanes: max number of elements of a vector.
+    read(i, width): returns a vector of the `width` elements from index i on. lanes: max `width`.
     """
     mean = b.divf(square_sum(b, count, lanes, read), b.f32(count))
     return b.divf(b.f32(1.0), b.math("sqrt", b.addf(mean, b.f32(eps))))
@@ -182,10 +173,10 @@ def rms_normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 
 def as_bytes(b: Body, parts: Sequence[Ssa]) -> tuple[list[Ssa], Ssa]:
-    """Return the f32 vectors `parts` quantised to int8, and one scalar scale for all of them.
+    """Quantise f32 vectors to int8, and return (quantised vectors, their common scale).
 
-    An element of a quantised vector is the f32 sum of an integer and the constant ROUND.
-    `numbers_of` and `low_bytes` extract the integers.
+    An element of a quantised vector is n + ROUND as f32, for an int8 n. `numbers_of` and
+    `low_bytes` extract n.
     """
     width = parts[0].width
     peak = lane_max(b, tree(b.maxf, [b.math("absf", part) for part in parts]))
@@ -195,16 +186,10 @@ def as_bytes(b: Body, parts: Sequence[Ssa]) -> tuple[list[Ssa], Ssa]:
 
 
 def numbers_of(b: Body, shifted: Ssa) -> Ssa:
-    """Return the int8 integers of a quantised vector, converted to f32.
-
-    shifted: one of the vectors that `as_bytes` returns; each element is an integer plus ROUND.
-    """
+    """Return the integers of a vector that `as_bytes` has quantised, as f32."""
     return b.subf(shifted, b.splat(ROUND, shifted.width))
 
 
 def low_bytes(b: Body, shifted: Ssa) -> Ssa:
-    """Return the int8 integers of a quantised vector, as a vector of i8.
-
-    shifted: one of the vectors that `as_bytes` returns; each element is an integer plus ROUND.
-    """
+    """Return the integers of a vector that `as_bytes` has quantised, as i8."""
     return b.convert("trunci", b.bitcast(shifted, shifted.width, "i32"), "i8")

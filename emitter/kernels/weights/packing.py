@@ -29,7 +29,7 @@ or two codes of the group (`TOP_CODES`).
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 
 import numpy as np
 
@@ -40,9 +40,10 @@ LANES = 16
 _AT_ONCE_BYTES = 1 << 20  # bytes of rows packed at a time, so that intermediate arrays fit a CPU's caches
 _MAX_THREADS = 4  # more threads gain nothing, because memory bandwidth is the limit
 
-# By bits of a code: for each code that is not in a field, the bit fields (word, right shift, mask) whose OR is the code.
+BitField = tuple[int, int, int]  # (word, right shift, mask): the bits word >> shift & mask
+# By bits of a code: the last codes of a group, for which no field is left. A code is the OR of several bit fields.
 # A group of 16 codes of 3 bits has only the first.
-TOP_CODES: dict[int, tuple[tuple[tuple[int, int, int], ...], ...]] = {
+TOP_CODES: dict[int, tuple[tuple[BitField, ...], ...]] = {
     1: (),
     2: (),
     3: (((0, 15, 1), (1, 14, 2), (2, 13, 4)), ((3, 15, 1), (4, 14, 2), (5, 13, 4))),
@@ -56,11 +57,14 @@ TOP_CODES: dict[int, tuple[tuple[tuple[int, int, int], ...], ...]] = {
 class Layout:
     """The layout of a record, which packs one codec block of each of 16 rows.
 
-    size: bytes of a record. elements, groups: elements and codec groups of each row in a record.
-    words: number of words of a group; 0 for 8-bit codes and floats. word_bits: bits of a word.
-    fields: number of bit fields of a word, with one code each.
+    size: bytes of a record.
+    elements, groups: elements and codec groups of each row in a record.
+    words: number of words of a codec group in each row; 0 for 8-bit codes and floats.
+    word_bits: bits of a word.
+    fields: number of codes in a word, not counting the last codes of a group (`TOP_CODES`).
     d, m, scales, minima, codes: byte offset of each part of the record, or None if the record has
-        no such part. d_type: NumPy type of d.
+        no such part.
+    d_type: NumPy type of d.
     """
 
     size: int
@@ -77,27 +81,20 @@ class Layout:
     codes: int = 0
 
     def field(self, k: int) -> tuple[int, int]:
-        """Return (index of the word, index of the bit field in the word) for code k of a group.
-
-        k must be below `in_fields`.
-        """
+        """Return (word, field in the word) of code k of a group, for k below `in_fields`."""
         return k // self.fields, k % self.fields
 
     @property
     def in_fields(self) -> int:
-        """Return the number of codes of a group that are stored in one bit field each.
-
-        The other codes are in the highest bits of the words (see `TOP_CODES`).
-        """
+        """Return the number of codes of a group that are in one field each (not `TOP_CODES`)."""
         return self.words * self.fields
 
-    def top_codes(self, codec: Codec) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-        """Return the locations of those codes of a group that are in the highest bits of the words.
-
-        A location is a tuple of bit fields (word, right shift, mask). The OR of the fields is the
-        code.
-        """
-        return TOP_CODES[codec.bits][: codec.group - self.in_fields]
+    def bit_fields(self, codec: Codec, k: int) -> tuple[BitField, ...]:
+        """Return the bit fields whose OR is code k of a group."""
+        if k >= self.in_fields:
+            return TOP_CODES[codec.bits][k - self.in_fields]
+        word, field = self.field(k)
+        return ((word, codec.bits * field, (1 << codec.bits) - 1),)
 
     @property
     def group_bytes(self) -> int:
@@ -131,30 +128,21 @@ def packed_shape(codec_name: str, out_features: int, in_features: int) -> tuple[
 
 
 def _words(codec: Codec, record: Layout, codes: np.ndarray) -> np.ndarray:
-    """Return codes i8 [n, group] packed into the words of records, u32 or u16 [n, words]."""
     # Pack one code of all groups at a time, so that each step has one stride in memory.
     stored = np.ascontiguousarray(_stored(codec, codes).T)
     kind = np.dtype(f"<u{record.word_bits // 8}")
     words = np.zeros((record.words, len(codes)), kind)
 
-    def put(code: np.ndarray, word: int, shift: int) -> None:
-        words[word] |= code.astype(kind) << kind.type(shift)
-
-    for k in range(record.in_fields):
-        word, field = record.field(k)
-        put(stored[k], word, field * codec.bits)
-    for k, pieces in enumerate(record.top_codes(codec), record.in_fields):
-        for word, shift, mask in pieces:
-            put(stored[k] & np.uint8(mask), word, shift)
+    for k, code in enumerate(stored):
+        bit_fields = record.bit_fields(codec, k)
+        for word, shift, mask in bit_fields:
+            part = code if len(bit_fields) == 1 else code & np.uint8(mask)
+            words[word] |= part.astype(kind) << kind.type(shift)
     return words.T
 
 
 def _stored(codec: Codec, codes: np.ndarray) -> np.ndarray:
-    """Return codes i8 in the form in which they are packed, u8.
-
-    The stored form is code + offset. For a codec with a table of integers, it is the index of the
-    code in the table.
-    """
+    # The stored form of a code is a u8: code + offset, or the index of the code in a table of integers.
     if not codec.table or not codec.has_integers:
         return codes.view(np.uint8) + np.uint8(codec.offset)
     indices = np.zeros(256, np.uint8)
@@ -164,25 +152,16 @@ def _stored(codec: Codec, codes: np.ndarray) -> np.ndarray:
 
 
 def _codes(codec: Codec, record: Layout, words: np.ndarray) -> np.ndarray:
-    """Return the codes i8 [..., group] of u32 words [..., words]; the inverse of `_words`."""
-    mask = np.uint32((1 << codec.bits) - 1)
-    of_words, of_fields = np.array([record.field(k) for k in range(record.in_fields)], np.uint32).T
-    fields = words[..., of_words] >> of_fields * np.uint32(codec.bits) & mask
-    tops = [
-        np.bitwise_or.reduce([words[..., word] >> np.uint32(shift) & np.uint32(piece) for word, shift, piece in pieces])
-        for pieces in record.top_codes(codec)
-    ]
-    stored = np.concatenate([fields, *(top[..., None] for top in tops)], axis=-1)
+    """Return the codes i8 [..., group] of u32 words [..., words]."""
+    bits = lambda field: words[..., field[0]] >> np.uint32(field[1]) & np.uint32(field[2])
+    stored = np.stack([reduce(np.bitwise_or, map(bits, record.bit_fields(codec, k))) for k in range(codec.group)], axis=-1)
     if codec.table and codec.has_integers:
         return np.array(codec.table, np.int8)[stored]
     return (stored.astype(np.int16) - codec.offset).astype(np.int8)
 
 
 def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.ndarray) -> None:
-    """Pack 16 n rows of a weight into the array `packed`, u8 [n, records, record bytes].
-
-    raw: the rows in the codec's format, u8 [16 n, row_bytes].
-    """
+    # raw: u8 [16 * row_blocks, row_bytes]. packed: the result, u8 [row_blocks, count, record.size].
     row_blocks, count, _ = packed.shape
     if not codec.quantised:
         element = codec.block_bytes
@@ -193,10 +172,7 @@ def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.n
     parts = codec.split(raw.reshape(-1, codec.block_bytes))
 
     def put(offset: int, part: np.ndarray) -> None:
-        """Write one array of `Parts`, such as the scales, at byte `offset` of each record.
-
-        part: [16 * row_blocks * count, ...], where count is the number of records of a row block.
-        """
+        # part: an array of `Parts`, such as the scales, [16 * row_blocks * count, ...]
         by_lane = part.reshape(row_blocks, LANES, count, *part.shape[1:])
         data = np.empty((row_blocks, count, *part.shape[1:], LANES), part.dtype)
         if part.itemsize == 4:
@@ -219,20 +195,14 @@ def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.n
 
 
 def _filled(raw: np.ndarray, axis: int, multiple: int) -> np.ndarray:
-    """Return `raw` [rows, bytes] as a contiguous array, with zeros added along `axis`.
-
-    The size along `axis` becomes a multiple of `multiple`.
-    """
+    # Add zeros along `axis` up to a multiple of `multiple`.
     if rest := -raw.shape[axis] % multiple:
         raw = np.pad(raw, [(0, rest if axis == at else 0) for at in (0, 1)])
     return np.ascontiguousarray(raw)
 
 
 def pack(codec_name: str, raw: np.ndarray) -> np.ndarray:
-    """Return the packed weight, u8 of the shape `packed_shape`.
-
-    raw: the rows of the weight in the codec's format, u8 [out, row_bytes].
-    """
+    """Pack a weight, u8 [out, row_bytes] in the codec's format, into u8 of `packed_shape`."""
     codec = codec_of(codec_name)
     record = layout(codec)
     packed = np.empty(packed_shape(codec_name, len(raw), in_features_of(codec, raw)), np.uint8)
@@ -252,8 +222,8 @@ def pack(codec_name: str, raw: np.ndarray) -> np.ndarray:
 def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: int, in_int8: bool = False) -> np.ndarray:
     """Return a packed weight dequantised to f32 [out, in].
 
-    The result has the same bits as that of `dequantise` for the weight before packing. in_int8:
-    whether a table of floats is rounded to int8 (`Codec.in_int8`).
+    The result has the same bits as if the weight were not packed. in_int8: whether a table of
+    floats is rounded to int8 (`Codec.in_int8`).
     """
     codec = codec_of(codec_name).in_int8 if in_int8 else codec_of(codec_name)
     record = layout(codec)
@@ -264,11 +234,7 @@ def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: 
         return dequantise(codec_name, lanes.reshape(row_blocks * LANES, -1))[:out_features, :in_features]
 
     def take(offset: int, dtype: str, *shape: int) -> np.ndarray:
-        """Read one array of `Parts`, such as the scales, at byte `offset` of each record.
-
-        The result is [16 * row_blocks * count, *shape], where count is the number of records of a
-        row block.
-        """
+        # The result is an array of `Parts`, such as the scales, [16 * row_blocks * count, *shape].
         size = int(np.prod(shape, dtype=np.int64)) * LANES * np.dtype(dtype).itemsize
         data = np.ascontiguousarray(packed[:, :, offset : offset + size]).view(dtype)
         lanes = np.moveaxis(data.reshape(row_blocks, count, *shape, LANES), -1, 1)
@@ -292,10 +258,9 @@ def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: 
 
 
 def interleave_rows(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """Return the rows of gate and up in alternate blocks of 16 rows, u8 [rows, row_bytes].
+    """Return alternate blocks of 16 rows of gate and of up, u8 [rows, row_bytes].
 
-    gate, up: rows in the codec's format, each u8 [n, row_bytes]. The last block of each is padded
-    with zeros.
+    gate, up: u8 [n, row_bytes], in the codec's format. The last block of each is padded with zeros.
     """
     fill = ((0, -len(gate) % LANES), (0, 0))
     row_blocks = [np.pad(rows, fill).reshape(-1, 1, LANES, rows.shape[1]) for rows in (gate, up)]

@@ -1,11 +1,13 @@
 """Emit MLIR that reads packed weights (`weights.packing`): codes as f32 or int8, scales, minima.
 
-A 16-row block of the weight has records. A record packs one codec block of each row, and has one or
-more codec groups. Methods have these arguments in common:
+A packed weight has blocks of 16 rows. A block has records. A record packs one codec block of each
+of the 16 rows, and a codec block has one or more groups. Arguments of the methods:
 
-block, record, group: index of the 16-row block, of the record in the block, and of the group in the
-    record.
-v: index of a vector in the 16 rows of the block. k: index of an element in a group.
+block: index of the 16-row block in the weight.
+record: index of the record in the block.
+group: index of the codec group in the record.
+k: index of an element in the group.
+v: index of a vector of rows; vector v has rows v * lanes .. (v + 1) * lanes - 1 of the block.
 """
 
 from __future__ import annotations
@@ -16,14 +18,13 @@ from functools import reduce
 import numpy as np
 
 from castiron.emitter.codec import Codec
-from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
+from castiron.emitter.kernels.mlir.body import CACHE_LINE, Body, Index, Ssa
 from castiron.emitter.kernels.mlir.dot import dot_of
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.lookup import byte_entries, entries
 from castiron.emitter.kernels.round_x import EVEN_ODD
-from castiron.emitter.kernels.weights.packing import LANES, TOP_CODES, layout
+from castiron.emitter.kernels.weights.packing import LANES, layout
 
-CACHE_LINE = 64
 # An E4M3 code shifted to the bits of an f16 is divided by this factor, because the exponents' biases are 7 and 15.
 E4M3_FACTOR = 256.0
 # By the NumPy type of d: a float type, and its bits.
@@ -31,10 +32,10 @@ _FLOATS = {"<f4": ("f32", 32), "<f2": ("f16", 16), "<u2": ("bf16", 16)}
 
 
 def code_factors(codec: Codec) -> np.ndarray:
-    """Return the factors that turn results of `GroupCodes.code` into stored codes, f32 [group].
+    """Return the factors that turn the results of `GroupCodes.code` into codes, f32 [group].
 
-    `GroupCodes.code` masks bits without shifting them down, so its result is a stored code times a
-    power of two. The factor is the inverse of this power.
+    `GroupCodes.code` masks the bits of a code without shifting them down. So it returns the code
+    times a power of two. The factor is the inverse of this power.
     """
     record = layout(codec)
     if codec.e4m3:
@@ -42,16 +43,15 @@ def code_factors(codec: Codec) -> np.ndarray:
     if not record.fields or codec.table:
         return np.ones(codec.group or 1, np.float32)
     top = 32 - codec.bits
-    shifts = [codec.bits * record.field(k)[1] for k in range(record.in_fields)]
-    shifts += [0] * len(record.top_codes(codec))
+    every = [record.bit_fields(codec, k) for k in range(codec.group)]
+    shifts = [fields[0][1] if len(fields) == 1 else 0 for fields in every]
     return np.array([1.0 if shift == top else 2.0**-shift for shift in shifts], np.float32)
 
 
 class Records:
     """A writer of code that reads a packed weight, i8 [row blocks, records, bytes].
 
-    base: number that is added to the index of each 16-row block. A row block has `self.vectors`
-    vectors; vector v has rows v * self.lanes .. (v + 1) * self.lanes - 1.
+    base: number that is added to the index of each 16-row block.
     """
 
     def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, base: Index = 0):
@@ -61,10 +61,10 @@ class Records:
         self.vectors = LANES // isa.lanes
 
     def rows(self, at: tuple[Index, Index, Index], v: Index, element: str, bits: int) -> Ssa:
-        """Return one element of a record for each row in vector `v`.
+        """Load one element of a record for each row in vector `v`.
 
-        at: (block, record, byte offset). The elements of all 16 rows begin at this offset in the
-        record. element, bits: MLIR type and size of an element.
+        at: (block, record, byte offset in the record of the elements of all 16 rows).
+        element, bits: MLIR type and size of an element.
         """
         width = self.lanes * bits // 8
         block, record, offset = at
@@ -72,9 +72,9 @@ class Records:
         return data if element == "i8" else self.b.bitcast(data, self.lanes, element)
 
     def widened_rows(self, at: tuple[Index, Index, Index], v: Index) -> Ssa:
-        """Return one u16 of a record for each row in vector `v`, as i32 [lanes].
+        """Load one u16 of a record for each row in vector `v`, as i32 [lanes].
 
-        at: (block, record, byte offset). The u16 of all 16 rows begin at this offset in the record.
+        at: (block, record, byte offset in the record of the u16 of all 16 rows).
         """
         b, width = self.b, 2 * self.lanes
         data = self.rows(at, v, "i8", 16)
@@ -86,27 +86,25 @@ class Records:
         return self.b.widened(self.rows(at, v, "f16", 16))
 
     def prefetch(self, block: Index, record: Index, offset: Index, near: bool = True) -> None:
-        """Emit a prefetch of the cache line at byte `offset` of a record, as `Body.prefetch` does.
+        """Emit a prefetch of a cache line, into L1 if `near`, otherwise into L2.
 
-        The address may be past the end of the weight.
+        The line is at byte `offset` of the record. It may be past the end of the weight.
         """
         self.b.prefetch(self.weight, self.b.add(block, self.base), record, offset, near=near)
 
     def prefetch_later(self, blocks: Iterable[Index], step: int, record: Index, first: Index, nbytes: int) -> None:
-        """Emit prefetches of a part of a record, for 16-row blocks that are used later.
+        """Emit prefetches of part of a record in the 16-row blocks `step` after each of `blocks`.
 
-        For each index i in `blocks`, the code prefetches from row block i + `step`. The part is
-        `nbytes` bytes from byte `first` of record `record` on.
+        The part is bytes first .. first + nbytes - 1 of the record.
         """
         for block in dict.fromkeys(blocks):
             for line in range(0, nbytes, CACHE_LINE):
                 self.prefetch(self.b.add(block, step), record, self.b.add(first, line))
 
     def extent(self, group: Index, count: int = 1) -> tuple[Index, int]:
-        """Return (byte offset in a record, number of bytes) of the codes of some codec groups.
+        """Return (byte offset in the record, size) of the codes of `count` groups from `group` on.
 
-        The groups are group .. group + count - 1 of the record. If a record has only one group, the
-        result is (0, bytes of the record).
+        If a record has only one group, the result is (0, bytes of the record).
         """
         if self.layout.groups == 1:
             return 0, self.layout.size
@@ -138,7 +136,7 @@ class Records:
         return self.b.convert("sitofp", wide, "f32")
 
     def group_scale(self, block: Index, record: Index, group: Index, v: Index) -> Ssa | None:
-        """Return `scale` (see `codec.Parts`) of a group, f32 [lanes], or None without scales."""
+        """Return `scale` of a group (see `codec.Parts`) as f32 [lanes], or None without scales."""
         if self.codec.small_floats:
             b, at = self.b, (block, record, self.b.add(self.b.mul(group, LANES), self.layout.scales or 0))
             bits = b.convert("extui", self.rows(at, v, "i8", 8), "i16")
@@ -147,13 +145,13 @@ class Records:
         return self._factor(self.layout.scales, self.codec.minimum == 0, block, record, group, v)
 
     def group_minimum(self, block: Index, record: Index, group: Index, v: Index) -> Ssa | None:
-        """Return `minimum` (see `codec.Parts`) of a group, f32 [lanes], or None without minima."""
+        """Return `minimum` of a group (see `codec.Parts`) as f32 [lanes], or None without minima."""
         return self._factor(self.layout.minima, False, block, record, group, v)
 
     def scale_and_minimum(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
-        """Return (d * scale, m * minimum) of a group, f32 [lanes]; None for missing minima.
+        """Return (d * scale, m * minimum) of a group as f32 [lanes]; None for missing minima.
 
-        A dot product is d * scale * sum(x * code) + m * minimum * sum(x).
+        The group's dot product with x is d * scale * sum(x * code) + m * minimum * sum(x).
         """
         scale = self._times(self.d(block, record, v), self.group_scale(block, record, group, v))
         minimum = self.m(block, record, v)
@@ -163,10 +161,7 @@ class Records:
         return x if factor is None else self.b.mulf(x, factor)
 
     def scale_and_base(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
-        """Return (scale, base) of a group: weight = scale * stored code + base.
-
-        A base of None means 0.
-        """
+        """Return (scale, base) of a group: weight = scale * stored code + base; None is 0."""
         b, codec = self.b, self.codec
         scale, base = self.d(block, record, v), self.m(block, record, v)
         scale = self._times(scale, self.group_scale(block, record, group, v))
@@ -178,16 +173,16 @@ class Records:
         return scale, base
 
     def codes_at(self, group: Index) -> Index:
-        """Return the byte offset of a group's codes in its record."""
+        """Return the byte offset of a group's codes in the record."""
         return self.b.add(self.b.mul(group, self.layout.group_bytes), self.layout.codes)
 
     def group_codes(self, block: Index, record: Index, group: Index) -> GroupCodes:
         return GroupCodes(self, block, record, self.codes_at(group))
 
     def elements(self, block: Index, record: Index, v: Index) -> list[Ssa]:
-        """Return the elements of a float codec's record, for the rows of vector `v`.
+        """Load the elements of a float codec's record, for the rows of vector `v`.
 
-        A record has one element (bf16: two elements) of each row. Each element is f32 [lanes].
+        A record has one element of each row (bf16: two). Each result is f32 [lanes].
         """
         at = (block, record, 0)
         if self.codec.name == "f32":
@@ -201,7 +196,7 @@ class Records:
 
 
 class GroupCodes:
-    """A writer of code that reads the codes of one codec group; it loads each word only once.
+    """A writer of code that reads the codes of one codec group, and loads each word only once.
 
     offset: byte offset of the group's codes in the record.
     """
@@ -211,7 +206,7 @@ class GroupCodes:
         self._words: dict[tuple[int, Index], Ssa] = {}
 
     def word(self, word: int, v: Index) -> Ssa:
-        """Return a word of the group's codes for each row in vector `v`, i32 [lanes].
+        """Load a word of the group's codes for each row in vector `v`, as i32 [lanes].
 
         word: index of the word in the group. A word of 16 bits is zero-extended.
         """
@@ -224,40 +219,30 @@ class GroupCodes:
     def _masked(self, value: Ssa, mask: int) -> Ssa:
         return self.records.b.binary("andi", value, self.records.b.isplat(mask, value.width))
 
-    def shifted(self, value: Ssa, shift: int) -> Ssa:
+    def _shifted(self, value: Ssa, shift: int) -> Ssa:
         return self.records.b.binary("shrui", value, self.records.b.isplat(shift, value.width))
 
-    def _stored(self, k: int, v: Index) -> Ssa:
-        """Return stored code k of the group, i32 [lanes].
+    def _byte(self, k: int, v: Index) -> Ssa:
+        r = self.records
+        return r.rows((self.block, self.record, r.b.add(self.offset, LANES * k)), v, "i8", 8)
 
-        The bits of the code are not shifted down (see `code_factors`). For a codec with a table,
-        higher bits may be set too; `lookup.entries` ignores them.
-        """
+    def _stored(self, k: int, v: Index) -> Ssa:
+        # For a codec with a table, bits above the code may be set; `lookup.entries` ignores them.
         r, bits = self.records, self.records.codec.bits
         if bits == 8:
-            at = (self.block, self.record, r.b.add(self.offset, LANES * k))
-            return r.b.convert("extsi", r.rows(at, v, "i8", 8), "i32")
-        pieces = self._pieces(k)
-        if k >= r.layout.in_fields:
-            return reduce(r.b.either, [self._masked(self.shifted(self.word(w, v), shift), mask) for w, shift, mask in pieces])
-        ((word, shift, mask),) = pieces
+            return r.b.convert("extsi", self._byte(k, v), "i32")
+        fields = r.layout.bit_fields(r.codec, k)
+        if len(fields) > 1:
+            return reduce(r.b.either, [self._masked(self._shifted(self.word(w, v), shift), mask) for w, shift, mask in fields])
+        ((word, shift, mask),) = fields
         if shift == 32 - bits or r.codec.table:
-            return self.shifted(self.word(word, v), shift)
+            return self._shifted(self.word(word, v), shift)
         return self._masked(self.word(word, v), mask << shift)
 
-    def _pieces(self, k: int) -> tuple[tuple[int, int, int], ...]:
-        """Return the bit fields (word, right shift, mask) whose bitwise OR is stored code k."""
-        r, bits = self.records, self.records.codec.bits
-        if k >= r.layout.in_fields:
-            return TOP_CODES[bits][k - r.layout.in_fields]
-        word, field = r.layout.field(k)
-        return ((word, bits * field, (1 << bits) - 1),)
-
     def code(self, k: int, v: Index) -> Ssa:
-        """Return code k of the group, f32 [lanes].
+        """Return code k of the group as f32 [lanes], divided by its factor (`code_factors`).
 
-        The result is the stored code divided by `code_factors(codec)[k]`. For a codec with a table,
-        it is the entry of the table.
+        For a codec with a table, return the code's entry in the table.
         """
         r = self.records
         if r.codec.e4m3:
@@ -267,13 +252,9 @@ class GroupCodes:
         return r.b.convert("sitofp", self._stored(k, v), "f32")
 
     def _e4m3(self, k: int, v: Index) -> Ssa:
-        """Return E4M3 code k of the group, divided by E4M3_FACTOR, as f32 [lanes].
-
-        The method shifts the bits of E4M3 to the positions of the same bits in f16. The result is
-        right for subnormal numbers too.
-        """
+        # Shift the bits of E4M3 to the positions of the same bits in f16. This is right for subnormal numbers too.
         r = self.records
-        wide = r.b.convert("extsi", r.rows((self.block, self.record, r.b.add(self.offset, LANES * k)), v, "i8", 8), "i16")
+        wide = r.b.convert("extsi", self._byte(k, v), "i16")
         seven, sign_and_code = (r.b.constant(f"dense<{n}>", wide.type) for n in (7, ~0x4000))
         bits = r.b.binary("andi", r.b.binary("shli", wide, seven), sign_and_code)
         return r.b.widened(r.b.bitcast(bits, r.lanes, "f16"))
@@ -292,10 +273,10 @@ class Int8Codes(GroupCodes):
         self.group = group
 
     def scale_and_base(self, v: Index) -> tuple[Ssa, Ssa | None]:
-        """Return (scale, base) of the group, f32 [lanes]; a base of None means 0.
+        """Return (scale, base) of the group as f32 [lanes]; a base of None is 0.
 
-        With minima, a weight is scale * code + base, where code is a code of `quads`. Otherwise
-        callers subtract the codec's offset and `self.dot.bias` from the code.
+        If the codec has minima, a weight is scale * code + base for a code that `quads` returns.
+        Otherwise it is scale * (code - codec.offset - self.dot.bias).
         """
         b, codec, lanes = self.records.b, self.records.codec, self.records.lanes
         scale, base = self.records.scale_and_base(self.block, self.record, self.group, v)
@@ -306,26 +287,23 @@ class Int8Codes(GroupCodes):
         return scale, base
 
     def quads(self, q: int, v: Index) -> list[Ssa]:
-        """Return `self.dot.quads` quads of codes from quad `q` on, for the method `Dot.code`.
+        """Return `self.dot.quads` vectors of codes for `Dot.code`, from quad `q` of the group on.
 
-        A quad is four codes of each row in vector `v`, to which `self.dot.bias` is added.
+        A quad is four codes of a row, to which `self.dot.bias` is added.
         """
         return self.dot.arranged([self._quad(q + i, v) for i in range(self.dot.quads)])
 
     def _quad(self, q: int, v: Index) -> Ssa:
-        """Return four codes of each row as i32 [lanes], the first code in the lowest byte.
-
-        They are codes 4 q .. 4 q + 3 of the group, counted after the reordering (`EVEN_ODD`).
-        """
+        # The codes are 4 q .. 4 q + 3 of the group in the order `EVEN_ODD`, the first one in the lowest byte.
         r = self.records
         ks = [q // 2 * 8 + EVEN_ODD[q % 2 * 4 + j] for j in range(4)]
         if r.codec.bits == 8:
-            parts = [self._up(self._widened(k, v), 8 * j) for j, k in enumerate(ks)]
+            parts = [self._up(r.b.convert("extui", self._byte(k, v), "i32"), 8 * j) for j, k in enumerate(ks)]
         else:
             # From (word, right shift) to the mask of the bits that the quad takes from that word.
             masks: dict[tuple[int, int], int] = {}
             for j, k in enumerate(ks):
-                for word, shift, mask in self._pieces(k):
+                for word, shift, mask in r.layout.bit_fields(r.codec, k):
                     at = word, shift - 8 * j
                     masks[at] = masks.get(at, 0) | mask << 8 * j
             parts = [
@@ -337,11 +315,6 @@ class Int8Codes(GroupCodes):
             return byte_entries(r.b, r.isa, [round(r.codec.int8_scale * code) + self.dot.bias for code in r.codec.table], quad)
         return r.b.binary("xori", quad, r.b.isplat(-0x7F7F7F80, r.lanes)) if self.dot.bias else quad
 
-    def _widened(self, k: int, v: Index) -> Ssa:
-        r = self.records
-        return r.b.convert("extui", r.rows((self.block, self.record, r.b.add(self.offset, LANES * k)), v, "i8", 8), "i32")
-
     def _up(self, value: Ssa, by: int) -> Ssa:
-        """Return i32 `value` shifted left by `by` bits, or right if `by` is negative."""
         b, lanes = self.records.b, self.records.lanes
         return b.binary("shli" if by > 0 else "shrui", value, b.isplat(abs(by), lanes)) if by else value
