@@ -187,11 +187,13 @@ class TimedKernel:
         import iree.runtime as rt
 
         from castiron.vmfb.compiler import compile_mlir
-        from castiron.vmfb.device import device
+        from castiron.vmfb.device import device, lower_priority
         from castiron.vmfb.program import Buffer, release_at_exit
         from castiron.vmfb.targets import resolve
 
         self.kernel, self.device = kernel, device(threads)
+        if threads > 1:
+            lower_priority()  # as calls of a bundle do
         with TemporaryDirectory(prefix="castiron-") as folder:
             path = Path(folder) / "timed.vmfb"
             compile_mlir(print_module(kernel_module(kernel, storage=True)), resolve("host"), path)
