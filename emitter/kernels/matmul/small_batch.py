@@ -61,7 +61,8 @@ class SmallBatchTiles(Tiles):
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        # More vectors share each load of x, but fewer tokens fit in the registers. Decoded codes repay that, floats do not.
+        # More vectors share each load of x, but fewer tokens fit in the registers.
+        # Quantised codes gain by it, floats do not.
         is_wide = isa.lanes < 8 or (isa.registers == 32 and matmul.format.quantised)
         vectors = 1 if isa.canonical and not isa.roomy else 4 if is_wide else 2
         max_rows = (20 if isa.registers == 32 else isa.registers * 5 // 8) // vectors
