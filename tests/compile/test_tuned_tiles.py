@@ -43,7 +43,7 @@ def compiled(monkeypatch):
         texts.append("".join(by_name.values()))
         for name in by_name:
             (folder / name).write_bytes(b"code")
-        return CompileResult(0.0, False, (), folder)
+        return CompileResult(0.0, False, ())
 
     monkeypatch.setattr(compiling, "compile_modules", compile_modules)
     return texts
