@@ -240,7 +240,7 @@ def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tenso
 
 
 def _differing(one: Any, other: Any) -> Iterator[str]:
-    """Yield the names of fields that differ in two dataclasses; an absent field counts as None."""
+    """Yield the names of the fields whose values differ. A missing field has the value None."""
     for name in {field.name for record in (one, other) for field in fields(record)}:
         if not _same(getattr(one, name, None), getattr(other, name, None)):
             yield name

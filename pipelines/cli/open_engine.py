@@ -38,7 +38,13 @@ def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False,
 def with_device(bundle: "Bundle", device: str | None) -> "Bundle":
     """Return the bundle for the device of --device. A progress bar shows the upload of weights."""
     progress = Progress()
-    return bundle.on_device(device, lambda done, total: progress("uploading the weights", done / total))
+
+    def report(done: int, total: int) -> None:
+        progress("uploading the weights", done / total)
+        if done == total:
+            progress.close()
+
+    return bundle.on_device(device, report)
 
 
 def open_engine(args: argparse.Namespace) -> "tuple[Bundle, Engine]":
