@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import contextlib
 import json
 import os
 import select
@@ -84,40 +85,41 @@ def main(args: argparse.Namespace) -> int:
     if not (args.raw or args.tokens or args.suffix is not None):
         prepare()
     bundle, engine = open_engine(args)
-    prompt, text, fim_ends = read_prompt(args, bundle)
-    grammar = read_grammar(args, text)
-    load_seconds = time.perf_counter() - start
-    with Progress() as progress:
-        request = text_request(
-            prompt, engine.context, text, sampling=sampling, stop_strings=args.stop, grammar=grammar,
-            max_tokens=limit, stop_tokens=() if args.ignore_eos else (*bundle.manifest.tokens.eos, *fim_ends),
-            repetition_stop=args.repetition_stop, reasoning=not (args.raw or args.tokens or args.suffix is not None),
-            on_prefill=lambda done, total: progress("reading the prompt", done / total),
-        )  # fmt: skip
-        stream = Stream(engine, request, reasoning=True)
-        first = next(stream, "")
-    if args.json:
-        parts = [first, *stream]
-        reasoning = "".join(part for part in parts if isinstance(part, Reasoning))
-        answer: str | None = "".join(part for part in parts if not isinstance(part, Reasoning))
-        if text is None:
-            text = load_tokenizer(bundle) if bundle.tokenizer else None
-            answer = text.decode(stream.tokens) if text else None
-        # Flushed now, because freeing a large vocabulary takes a tenth of a second.
-        print(json.dumps(report(stream, answer, reasoning or None, load_seconds), ensure_ascii=False), flush=True)
+    with contextlib.closing(engine):
+        prompt, text, fim_ends = read_prompt(args, bundle)
+        grammar = read_grammar(args, text)
+        load_seconds = time.perf_counter() - start
+        with Progress() as progress:
+            request = text_request(
+                prompt, engine.context, text, sampling=sampling, stop_strings=args.stop, grammar=grammar,
+                max_tokens=limit, stop_tokens=() if args.ignore_eos else (*bundle.manifest.tokens.eos, *fim_ends),
+                repetition_stop=args.repetition_stop, reasoning=not (args.raw or args.tokens or args.suffix is not None),
+                on_prefill=lambda done, total: progress("reading the prompt", done / total),
+            )  # fmt: skip
+            stream = Stream(engine, request, reasoning=True)
+            first = next(stream, "")
+        if args.json:
+            parts = [first, *stream]
+            reasoning = "".join(part for part in parts if isinstance(part, Reasoning))
+            answer: str | None = "".join(part for part in parts if not isinstance(part, Reasoning))
+            if text is None:
+                text = load_tokenizer(bundle) if bundle.tokenizer else None
+                answer = text.decode(stream.tokens) if text else None
+            # Flushed now, because freeing a large vocabulary takes a tenth of a second.
+            print(json.dumps(report(stream, answer, reasoning or None, load_seconds), ensure_ascii=False), flush=True)
+            return 0
+        output, thinking = AnswerOutput(), False
+        try:
+            output.write(first)
+            for part in stream:
+                output.write(part)
+            thinking = output.thinking
+            output.write("\n")
+        finally:
+            print(speed(stream, thinking), file=sys.stderr)
+            if stream.finish_reason == "length":
+                print_message(f"stopped at {counted(len(stream.tokens), 'token')}; -n -1 for no limit")
         return 0
-    output, thinking = AnswerOutput(), False
-    try:
-        output.write(first)
-        for part in stream:
-            output.write(part)
-        thinking = output.thinking
-        output.write("\n")
-    finally:
-        print(speed(stream, thinking), file=sys.stderr)
-        if stream.finish_reason == "length":
-            print_message(f"stopped at {counted(len(stream.tokens), 'token')}; -n -1 for no limit")
-    return 0
 
 
 def check_prompt(args: argparse.Namespace) -> None:

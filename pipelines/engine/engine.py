@@ -207,12 +207,17 @@ class Engine:
             scheduler.cache.load(read_rows(state, scheduler.batch.slots[0].rows(len(state.tokens))), state.tokens)
 
     def close(self) -> None:
-        """Close the engine after the scheduler's current turn; running requests get an error."""
+        """Close the engine after the scheduler's current turn; running requests get an error.
+
+        Waits until the prefix store has written its last state.
+        """
         with self._turn_ended:
-            self._scheduler = None
+            scheduler, self._scheduler = self._scheduler, None
             while self._in_turn:
                 self._turn_ended.wait()
             self._turn_ended.notify_all()
+        if scheduler and scheduler.cache.store:
+            scheduler.cache.store.finish()
 
 
 class EventStream:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -318,13 +319,19 @@ def test_a_saved_chat_continues_with_its_state(llama, tmp_path, capsys):
     assert not state.exists(), "a conversation without a state removes an older one"
 
 
-def test_a_run_continues_from_the_system_message_of_an_earlier_run(llama, tmp_path, capsys):
+def test_a_run_continues_from_the_system_message_of_an_earlier_run(llama, tmp_path, capsys, monkeypatch):
+    def slowly(*arguments):
+        time.sleep(1.0)
+        return write_state(*arguments)
+
     def run(question: str, *more: str) -> dict:
         ask = ["run", str(llama.path), question, "--system", LETTERS, "-n", "5", "--threads", "1", "--json"]
         assert cli.main([*ask, *more]) == 0
         return json.loads(capsys.readouterr().out)
 
     cache = ("--prefix-cache", str(tmp_path / "states"))
+    # Each run waits for its state to be written, however slow the disk is.
+    monkeypatch.setattr(prefix_store, "write_state", slowly)
     assert run("Hello", *cache)["cached_tokens"] == 0
     plain, quick = run("Why?"), run("Why?", *cache)
     assert plain["cached_tokens"] == 0 and 64 <= quick["cached_tokens"] <= len(LETTERS) + 5
