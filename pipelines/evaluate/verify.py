@@ -18,7 +18,8 @@ import numpy as np
 
 from castiron.pipelines.checkpoints.hf_directory import CONFIG, SINGLE, quantization_config, tensors_of
 from castiron.pipelines.checkpoints.hf_files import json_object
-from castiron.pipelines.checkpoints.hf_quantised import column_orders, quantised_weights
+from castiron.pipelines.checkpoints.hf_quantised import quantised_weights
+from castiron.pipelines.checkpoints.quantised_parts import column_orders
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.locate import HubName
 from castiron.pipelines.text.tokenizer import load_tokenizer
