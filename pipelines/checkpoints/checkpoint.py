@@ -228,7 +228,7 @@ def tokenizer_of(content: Mapping[str, Any], path: object) -> Any:
 
 
 def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None = None) -> bytes:
-    """Return a parsed tokenizer.json as bytes, after checking it in a child process."""
+    """Check a tokenizer.json, given as parsed JSON, in a child process; return it as bytes."""
     try:
         text = json.dumps(content, ensure_ascii=False)
         data = text.encode()
