@@ -1,12 +1,15 @@
-"""The text of GPU kernels: workgroups and shared memory stay within what every device has."""
+"""GPU kernels: workgroups and shared memory within what every device has, references if fused."""
 
 from __future__ import annotations
 
 import re
 from math import prod
 
+import numpy as np
 import pytest
 
+from castiron.emitter import ops
+from castiron.emitter.ir import Module, current_function
 from castiron.emitter.kernels.attention.decode import DecodeTokens
 from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.attention.rows import Caches
@@ -15,11 +18,14 @@ from castiron.emitter.kernels.gpu.attention import attention
 from castiron.emitter.kernels.gpu.embed import embed
 from castiron.emitter.kernels.gpu.gemm import gemm
 from castiron.emitter.kernels.gpu.gpu_body import MAX_GRID, SHARED_BYTES, grid
+from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
 from castiron.emitter.kernels.gpu.heads import Rows
 from castiron.emitter.kernels.gpu.matvec import MAX_TOKENS, matvec
 from castiron.emitter.kernels.gpu.route import route
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kv_cache import CACHES
+from castiron.emitter.lowering.gpu_fusion import fuse_kernels
+from castiron.emitter.types import F32, I32, TensorType
 
 # The largest heads: latent attention (DeepSeek), and heads with a norm (Gemma 4).
 LATENT, NORMED = HeadLayout(16, 1, 576, None), HeadLayout(8, 2, 512, 512, 1e-6)
@@ -51,3 +57,61 @@ def test_no_more_workgroups_than_needed_run_the_kernel(workgroups):
     guard = re.search(rf"(%\w+) = arith\.constant {workgroups} : index", kernel.text)
     guarded = guard and re.search(rf"= arith\.cmpi slt, %\d+, {guard[1]} : index\n\s+scf\.if", kernel.text)
     assert bool(guarded) == (prod(grid(workgroups)) > workgroups)
+
+
+def small_attention(tokens: DecodeTokens) -> GpuKernel:
+    layout = HeadLayout(2, 1, 4, None)
+    return attention(Caches(1, 8, CACHES["f32"], None), layout, Scores(0.5), tokens, Rows((8, 4, 4)))
+
+
+def attention_of_doubled(doubled: str):
+    """Return attention, and a function that calls it with 2 * x as its operand `doubled`."""
+    kernel, module = small_attention(DecodeTokens()), Module("doubled")
+    with module.function("f", **kernel.tensors) as values:
+        given = dict(zip(kernel.tensors, values))
+        given[doubled] = ops.add(given[doubled], given[doubled])
+        current_function().returns(**ops.kernel_call(kernel, **given, layer=0))
+    return kernel, module.functions["f"]
+
+
+@pytest.mark.parametrize("doubled", ["rows0", "rows1", "rows2"])
+def test_the_reference_of_a_kernel_that_computes_an_operand_joins_its_operands_in_order(doubled):
+    kernel, function = attention_of_doubled(doubled)
+    (fused,) = [op.attrs["kernel"] for op in fuse_kernels(function).ops]
+    rng = np.random.default_rng(3)
+    given = {name: rng.normal(size=t.shape).astype(t.dtype.numpy) for name, t in kernel.tensors.items()}
+    given["position"] = np.array(2, np.int32)
+    renamed = dict(zip(fused.tensors, [x for name, x in given.items() if name != doubled] + [given[doubled]]))
+    wanted = kernel.reference(**given | {doubled: 2 * given[doubled]}, layer=0)
+    for name, found in fused.reference(**renamed, layer=0).items():
+        np.testing.assert_allclose(found, wanted[name], rtol=1e-6)
+
+
+def results_by_dispatch(module: Module) -> list[list[str]]:
+    return [list(op.attrs["kernel"].results) for op in fuse_kernels(module.functions["f"]).ops]
+
+
+def test_kernels_run_side_by_side_if_neither_needs_the_other():
+    module, kernel = Module("matmuls"), matvec(Matmul("f32", 1, 24, 24))
+    with module.function("f", x=TensorType((1, 24), F32), weight=TensorType((24, 24), I32)) as (x, weight):
+        first = ops.kernel_call(kernel, x=x, weight=weight)["y"]
+        second = ops.kernel_call(kernel, x=first, weight=weight)["y"]
+        third = ops.kernel_call(kernel, x=x, weight=weight)["y"]
+        current_function().returns(second=second, third=third)
+    assert results_by_dispatch(module) == [["y"], ["a_y", "b_y"]]
+
+
+@pytest.mark.parametrize("same_cache", [False, True])
+def test_a_kernel_that_overwrites_an_operand_of_another_does_not_run_beside_it(same_cache):
+    kernels = small_attention(DecodeTokens("chunk", 1)), small_attention(DecodeTokens())
+    module, caches = Module("caches"), ("k_cache", "v_cache")
+    types = {f"{name}{i}": t for i, kernel in enumerate(kernels) for name, t in kernel.tensors.items()}
+    with module.function("f", **types) as values:
+        given = dict(zip(types, values))
+        results = {}
+        for i, kernel in enumerate(kernels):
+            numbers = {name: 0 if same_cache and name in caches else i for name in kernel.tensors}
+            found = ops.kernel_call(kernel, **{name: given[f"{name}{n}"] for name, n in numbers.items()}, layer=0)
+            results |= {f"{name}_of_{i}": value for name, value in found.items()}
+        current_function().returns(**results)
+    assert len(results_by_dispatch(module)) == (2 if same_cache else 1)
