@@ -260,7 +260,12 @@ def test_only_bundles_and_empty_directories_are_replaced(tmp_path):
         with pytest.raises(BundleError, match="holds files that are not a bundle's"), BundleWriter(path.parent):
             pass
         assert path.read_text() == text
-    assert (tmp_path / "b" / "thesis.txt").read_text() == "years of work" and sorted(os.listdir(tmp_path)) == ["b", "c", "cache", "d"]
+    assert (tmp_path / "b" / "thesis.txt").read_text() == "years of work" and sorted(os.listdir(tmp_path)) == [
+        "b",
+        "c",
+        "cache",
+        "d",
+    ]
     (tmp_path / "file").write_text("x")
     for path, message in ((tmp_path / "file", "is a file"), (tmp_path / "file" / "b", "cannot write")):
         with pytest.raises(BundleError, match=message), BundleWriter(path):
