@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, get_arg
 import numpy as np
 
 from castiron.pipelines.compile.open_model import compile_to, is_bundle, open_or_compile, options_of
-from castiron.pipelines.engine.context import DEFAULT_MAX_TOKENS, move_to
 from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.engine.prefix_store import PrefixStore
-from castiron.pipelines.engine.request import Request
+from castiron.pipelines.engine.request import DEFAULT_MAX_TOKENS, Request
 from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.errors import PipelineError, check_names, did_you_mean
 from castiron.pipelines.evaluate.perplexity import own_accuracy
@@ -36,7 +35,7 @@ from castiron.pipelines.text.generation import (
 from castiron.pipelines.text.text_output import text_request
 from castiron.pipelines.text.tokenizer import Tokenizer, load_tokenizer
 from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.session import Session
+from castiron.vmfb.session import Session, move_to
 
 if TYPE_CHECKING:
     from typing import overload

@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from castiron.pipelines.engine.context import move_to
 from castiron.pipelines.engine.prefix_cache import Paused
 from castiron.reference import hf
 from castiron.vmfb.batch import Batch
 from castiron.vmfb.bundle import Bundle
-from castiron.vmfb.session import MAX_SNAPSHOTS, Session, SessionError
+from castiron.vmfb.session import MAX_SNAPSHOTS, Session, SessionError, move_to
 from tests.families.checkpoints import FAMILIES, HYBRIDS, VOCAB, bundle
 
 TOKENS = np.random.default_rng(11).integers(0, VOCAB, 60).tolist()

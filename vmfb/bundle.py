@@ -106,7 +106,8 @@ def open_bundle(source: Path | str | Bundle, *, full_check: bool = False, run: b
     """Open a bundle, which is a directory or an archive; raise BundleError if it is invalid.
 
     The first opening hashes every file and stores each file's size, inode and change times in the
-    cache, as writing a bundle does. Later openings compare only these. If `source` is a Bundle, it is returned unchanged.
+    cache, as writing a bundle does. Later openings compare only these. If `source` is a Bundle, it
+    is returned unchanged.
 
     full_check: hash every file in any case. run: check also that this CPU and this version of the
     runtime can run the bundle.

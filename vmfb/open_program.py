@@ -18,8 +18,7 @@ def open_program(source: Bundle | Path | str, threads: int | None = None, slots:
     bundle = open_bundle(source)
     if bundle.manifest.target.driver:
         # Imported late: a CPU needs no drivers.
-        from castiron.vmfb.check_device import check_device
-        from castiron.vmfb.device_program import DeviceProgram
+        from castiron.vmfb.device_program import DeviceProgram, check_device
 
         program = DeviceProgram(bundle, slots)
         check_device(program)

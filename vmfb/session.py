@@ -368,3 +368,30 @@ class Row:
 
     def logits(self) -> np.ndarray:
         return self.call.logits(self.row)
+
+
+def move_to(session: Session, position: int, fed: Sequence[int] = (), source: Session | None = None) -> None:
+    """Set `session` to `position`: move it back, or copy the states (KV cache) of `source`.
+
+    `fed`: the tokens before `position`. Recurrent states can return to some positions only. From
+    the nearest earlier one, the session reads the last tokens of `fed` again.
+    """
+    source = source or session
+    found = source.reachable(position)
+    if source is session:
+        session.rewind(found)
+    else:
+        session.copy_from(source, found)
+    if found < position:
+        session.prefill(fed[len(fed) - (position - found) :])
+
+
+def move_after(session: Session, before: Snapshot, tokens: Sequence[int]) -> None:
+    """Move `session` back to the position after `tokens`, which it read after `before`."""
+    position = before.position + len(tokens)
+    if session.reachable(position) == position:
+        session.rewind(position)
+    else:
+        session.restore(before)
+        if tokens:
+            session.prefill(tokens)

@@ -1,4 +1,4 @@
-"""Parameter archives (.irpa) of IREE, written with at most two tensors in memory at a time.
+"""Parameter archives (.irpa) of IREE, written with two tensors in memory at a time.
 
 The format is IREE's runtime/src/iree/schemas/parameter_archive.h, version 0.0: a header, a table of
 entries, their names, then the tensors on 64-byte boundaries, so that a mapped file is used in
@@ -59,7 +59,7 @@ def write_irpa(
         # Writing and hashing release the GIL, so the next tensor is made in the meantime.
         with naming(path), open(path, "wb") as file, ThreadPoolExecutor(1) as pool:
 
-            def put(data: bytes | np.ndarray, position: int) -> None:
+            def put(data: bytes | memoryview, position: int) -> None:
                 for part in (bytes(position - file.tell()), data):
                     digest.update(part)
                     file.write(part)
@@ -71,7 +71,7 @@ def write_irpa(
                     found, wanted = f"{array.dtype}{list(array.shape)}", f"{dtype}{list(shape)}"
                     raise WeightsError(f"parameter {name!r} is {found}, not {wanted}")
                 writing.result()
-                writing = pool.submit(put, np.ascontiguousarray(array).reshape(-1).view(np.uint8), start + offset)
+                writing = pool.submit(put, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, start + offset)
                 del array
                 if progress:
                     progress(done, total)

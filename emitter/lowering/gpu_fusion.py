@@ -147,7 +147,7 @@ def _last(f: _Function, result: Value, inside: set[Value]) -> tuple[Value | None
 
 
 def _between(f: _Function, root: Value, cone: set[Value]) -> set[Value]:
-    """Return the values of `cone` from which `root` is computed, with `root`."""
+    """Return `root` and the values of `cone` from which it is computed."""
     found, todo = {root}, [root]
     while todo:
         op = f.producer[todo.pop()]

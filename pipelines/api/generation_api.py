@@ -19,7 +19,7 @@ from castiron.pipelines.api.replies import ChatReply, ChoicesReply, CompletionRe
 from castiron.pipelines.api.request_body import log_ignored
 from castiron.pipelines.api.schemas import ChatRequest, CompletionFields, CompletionRequest, Effort, StreamOptions
 from castiron.pipelines.engine.chooser import TokenFilter
-from castiron.pipelines.engine.context import free_positions
+from castiron.pipelines.engine.request import free_positions
 from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.chat_template import check_variables

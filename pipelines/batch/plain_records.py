@@ -11,7 +11,7 @@ from castiron.pipelines.engine.request import Event, Failed, Request
 from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.embedder import Embedder
-from castiron.pipelines.text.generation import is_messages
+from castiron.pipelines.text.generation import encode_question, is_messages
 from castiron.pipelines.text.text_output import Delta, text_request
 from castiron.pipelines.text.tokenizer import Tokenizer
 from castiron.vmfb.manifest import Manifest
@@ -39,11 +39,10 @@ class Prompts:
     json_schema: Any = None
 
     def __post_init__(self) -> None:
-        if self.system and (self.raw or self.tokenizer.chat_template is None):
-            raise PipelineError("--system needs a chat template; remove --raw, or use a model with a template")
         self.grammar = None if self.json_schema is None else self.tokenizer.grammar(json_schema=self.json_schema)
         self.columns = ["generated", "finish_reason", *["reasoning_content"] * bool(self.tokenizer.marks)]
-        # Raises an error for invalid options before the first record.
+        # These raise an error for invalid options before the first record.
+        encode_question("x", self.tokenizer, self.system, self.raw)
         self._request([0], False, 0)
 
     def samples(self, record: Record) -> bool:
@@ -87,10 +86,7 @@ class Prompts:
             return ids, False
         if not isinstance(prompt, str):
             raise PipelineError("prompt must be text or a list of token ids")
-        if self.raw or tokenizer.chat_template is None:
-            return tokenizer.encode(prompt), False
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        return tokenizer.encode_chat([*system, {"role": "user", "content": prompt}]), True
+        return encode_question(prompt, tokenizer, self.system, self.raw), not self.raw and tokenizer.chat_template is not None
 
     def _request(self, ids: Sequence[int], chat: bool, seed: int) -> Request:
         sampling = replace(self.sampling, seed=seed) if self.sampling.is_random else self.sampling

@@ -120,7 +120,7 @@ def map_file(path: Path) -> memoryview:
     except ValueError:
         raise CheckpointError(f"{path} is empty; fetch it again") from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}; fetch it again") from None
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; check its permissions, or fetch it again") from None
 
 
 def without(keys: Mapping, ignored: Sequence[str], where: Path) -> dict:
@@ -228,7 +228,7 @@ def tokenizer_of(content: Mapping[str, Any], path: object) -> Any:
 
 
 def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None = None) -> bytes:
-    """Return a parsed tokenizer.json as bytes, after checking it in a child process."""
+    """Check a tokenizer.json, given as parsed JSON, in a child process; return it as bytes."""
     try:
         text = json.dumps(content, ensure_ascii=False)
         data = text.encode()

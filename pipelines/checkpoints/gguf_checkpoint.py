@@ -20,8 +20,7 @@ from castiron.pipelines.checkpoints.gguf_file import GgufFile, read_gguf
 from castiron.pipelines.checkpoints.gguf_metadata import Architecture
 from castiron.pipelines.checkpoints.gguf_rules import RULES_OF_ROPE_TENSOR
 from castiron.pipelines.checkpoints.gguf_tokenizer import eos_token_ids, fim_token_ids, tokenizer_json
-from castiron.pipelines.checkpoints.hf_quantised import column_orders
-from castiron.pipelines.checkpoints.quantised_parts import ORDER
+from castiron.pipelines.checkpoints.quantised_parts import ORDER, column_orders
 
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.(.+)")
 # Filters of convolutions, [features, n] in GGUF and [features, 1, n] in HF.

@@ -7,23 +7,24 @@ plain `weight` instead of such tensors is not quantised.
 
 Sources of the layouts: compressed-tensors (compressors/pack_quantized), GPTQModel
 (nn_modules/qlinear/torch.py), AutoAWQ (utils/packing_utils.py), and HF's
-integrations/finegrained_fp8.py.
+integrations/finegrained_fp8.py; bitsandbytes (functional.py).
 """
 
 import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from math import prod
+from dataclasses import replace
+from math import gcd, prod
 from pathlib import Path
 
 import numpy as np
 
 from castiron.emitter.codecs import with_scale
+from castiron.emitter.scaled_codecs import FP4, NF4
 from castiron.emitter.shorten import shorten, shorten_text
-from castiron.pipelines.checkpoints import bitsandbytes_weights
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Tensor
-from castiron.pipelines.checkpoints.quantised_parts import ORDER, Stored, weights_of
+from castiron.pipelines.checkpoints.quantised_parts import Stored, weights_of
 
 METHODS = ("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4")
 _FORMATS = (
@@ -44,6 +45,16 @@ _DESCRIBED = (
 _AWQ_INDICES = (0, 4, 1, 5, 2, 6, 3, 7)
 # The largest code of E4M3 that is a positive number.
 _LARGEST_E4M3 = 0x7E
+# Tables of bitsandbytes by type.
+_TABLES = {"nf4": NF4, "fp4": FP4}
+# The names of the parts that describe a weight.
+_STATES = {kind: f"weight.quant_state.bitsandbytes__{kind}" for kind in _TABLES}
+# Names of the parts of a weight of bitsandbytes.
+_BITSANDBYTES = (
+    *("SCB", "weight_format", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"),
+    *_STATES.values(),
+)
+_LARGEST_INT8 = np.float32(127)
 
 
 def describe(config: Mapping) -> str:
@@ -163,10 +174,77 @@ def _nvfp4(stored: Stored) -> tuple[Tensor, ...]:
     return (Tensor(stored.name, (out, inner), "nvfp4_scaled", packed.source, read),)
 
 
+def _bitsandbytes_4_bits(stored: Stored) -> tuple[Tensor, ...]:
+    """Return an NF4 or FP4 weight as a tensor [out, in] of castiron's NF4 or FP4 codec.
+
+    A block is `blocksize` consecutive elements of the weight in row-major order, and may continue
+    in the next row. Each block has a scale (absmax). With `nested_blocksize`, the scales are
+    quantised too: they are u8 indices of the table nested_quant_map, and each group of
+    `nested_blocksize` scales has a factor (nested_absmax). Raises CheckpointError for tensors with
+    wrong sizes or types.
+    """
+    kind = next((kind for kind, name in _STATES.items() if name in stored.parts), "nf4")
+    packed, state = stored["weight"], stored[_STATES[kind]]
+    try:
+        fields = json.loads(state.data.tobytes())
+        (out, inner), size = fields["shape"], fields["blocksize"]
+        nested, offset = fields.get("nested_blocksize", 1), np.float32(fields.get("nested_offset", 0))
+        if any(type(n) is not int or n < 1 for n in (out, inner, size, nested)) or fields["quant_type"] != kind:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise stored.error("has an invalid quant_state") from None
+    quant_map, absmax = stored["weight.quant_map"], stored["weight.absmax"]
+    blocks, codec = -(-out * inner // size), "U8" if "nested_blocksize" in fields else "f32"
+    if quant_map.codec != "f32" or quant_map.data.tobytes() != np.array(_TABLES[kind], "<f4").tobytes():
+        raise stored.error(f"has a quant_map that differs from that of {kind}")
+    if prod(packed.shape) * 2 != out * inner or inner % 2 or absmax.shape != (blocks,) or absmax.codec != codec:
+        found = f"{prod(packed.shape)} bytes and absmax {list(absmax.shape)} of type {absmax.codec}"
+        raise stored.error(f"has {found}, which do not fit the shape {[out, inner]}")
+    if codec == "U8":
+        of_nested = stored["weight.nested_absmax"], stored["weight.nested_quant_map"]
+        sizes = [prod(part.shape) for part in of_nested]
+        if {part.codec for part in of_nested} != {"f32"} or sizes != [-(-blocks // nested), 256]:
+            raise stored.error(
+                f"has {sizes[0]} nested_absmax and {sizes[1]} nested_quant_map, not {-(-blocks // nested)} and 256 f32 numbers"
+            )
+
+    def scales() -> np.ndarray:
+        if codec == "U8":
+            factors, values = (part.data.view("<f4").reshape(-1) for part in of_nested)
+            found = values[absmax.data] * factors[np.arange(blocks) // nested] + offset
+        else:
+            found = absmax.data.view("<f4")
+        # A group of the flat weight may start in the middle of a row.
+        return found[np.arange(out * inner // group) * group // size].astype("<f4").view(np.uint8).reshape(out, -1)
+
+    def codes() -> np.ndarray:
+        return np.stack([packed.data >> 4, packed.data & 15], axis=-1).reshape(out, inner)
+
+    group = gcd(size, inner)
+    of_groups = Tensor(absmax.name, (out, inner // group), "f32", absmax.source, scales)
+    return stored.tensor(kind, (out, inner), of_groups, codes)
+
+
+def _bitsandbytes_int8(stored: Stored) -> tuple[Tensor, ...]:
+    """Return an int8 weight of bitsandbytes as a tensor [out, in] of a codec "int8_*".
+
+    The tensor SCB has the largest magnitude of each row. The code of this magnitude is 127, so the
+    scale of a row is SCB / 127.
+    """
+    weight, largest = stored["weight"], stored.scales("SCB")
+    read = lambda: (largest.data.view("<f4") / _LARGEST_INT8).view(np.uint8)
+    scales = replace(largest, shape=(prod(largest.shape), 1), read=read)
+    if largest.codec != "f32" or weight.codec != "I8" or len(weight.shape) != 2 or scales.shape[0] != weight.shape[0]:
+        raise stored.error(
+            f"has SCB {list(largest.shape)} of type {largest.codec}, which does not fit the shape {list(weight.shape)}"
+        )
+    return stored.tensor("int8", weight.shape, scales, lambda: weight.data)
+
+
 def _scaled(stored: Stored) -> tuple[Tensor, ...]:
     weight = stored["weight"]
     if stored.config["quant_method"] == "bitsandbytes":
-        return bitsandbytes_weights.read_int8(stored) if weight.codec == "I8" else bitsandbytes_weights.read_4_bits(stored)
+        return _bitsandbytes_int8(stored) if weight.codec == "I8" else _bitsandbytes_4_bits(stored)
     scales = stored.scales("weight_scale_inv" if "weight_scale_inv" in stored.parts else "weight_scale")
     zero_points = stored.parts.get("weight_zero_point")
     if len(weight.shape) != 2 or weight.codec == "U8":
@@ -190,7 +268,7 @@ _LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Stored], tuple[Tensor, ...]
         ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale"),
         _packed_by_rows,
     ),
-    "weight": (("weight_scale", "weight_scale_inv", "weight_zero_point", *bitsandbytes_weights.PARTS), _scaled),
+    "weight": (("weight_scale", "weight_scale_inv", "weight_zero_point", *_BITSANDBYTES), _scaled),
 }
 
 
@@ -221,17 +299,3 @@ def quantised_weights(path: Path, config: Mapping, tensors: Mapping[str, Tensor]
         own = f"{module}.weight"
         found |= {tensor.name: tensor for tensor in read(Stored(path, own, config, parts))}
     return found, dict(dropped)
-
-
-def column_orders(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Keep one copy of equal column orders; return (tensors, {weight: its tensor with the order}).
-
-    A tensor `*.column_order` has the order of the columns of the weight `*.weight`.
-    """
-    found, orders, names = dict(tensors), dict[str, str](), dict[bytes, str]()
-    for name, tensor in tensors.items():
-        if name.endswith(f".{ORDER}"):
-            orders[name.removesuffix(ORDER) + "weight"] = known = names.setdefault(tensor.data.tobytes(), name)
-            if known != name:
-                del found[name]
-    return found, orders

@@ -1,4 +1,4 @@
-"""The class `Stored`: the tensors of one quantised weight in an HF directory."""
+"""The stored tensors of one quantised weight (`Stored`), and the orders of columns of weights."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -123,3 +123,17 @@ def weights_of(config: Mapping) -> Mapping:
     first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
     weights = first.get("weights") if isinstance(first, dict) else None
     return weights if isinstance(weights, dict) else {}
+
+
+def column_orders(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Keep one copy of equal column orders; return (tensors, {weight: its tensor with the order}).
+
+    A tensor `*.column_order` has the order of the columns of the weight `*.weight`.
+    """
+    found, orders, names = dict(tensors), dict[str, str](), dict[bytes, str]()
+    for name, tensor in tensors.items():
+        if name.endswith(f".{ORDER}"):
+            orders[name.removesuffix(ORDER) + "weight"] = known = names.setdefault(tensor.data.tobytes(), name)
+            if known != name:
+                del found[name]
+    return found, orders

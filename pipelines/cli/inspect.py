@@ -120,7 +120,8 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
     from castiron.pipelines.checkpoints.hf_quantised import describe
     from castiron.pipelines.checkpoints.hf_tensors import in_words
     from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
-    from castiron.pipelines.compile.requirements import requirements_of
+    from castiron.pipelines.compile.build_model import build_module
+    from castiron.pipelines.compile.options import Options, context_of, max_context_of
     from castiron.pipelines.engine.memory import Needed, state_bytes, warn_of_shortage
 
     with Progress() as progress:
@@ -135,15 +136,19 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
     facts: dict = {}
     try:
         ignored = ignored_keys(found.config)
-        required = requirements_of(found)
-        memory = Needed(required.weights, state_bytes(required.states, required.context, required.max_context))
+        # Other functions read the same weights and states.
+        options = Options(prefill=(), batch=(), speculate=())
+        module, context = build_module(found, options), context_of(found.config, options)
+        packed = [param.type.nbytes for param in module.params.values()]
+        states = next(iter(module.functions.values())).states
+        memory = Needed(sum(packed), state_bytes(states, context, max_context_of(found.config, options)))
         warn_of_shortage(memory.weights)
         needs = [
-            ("bundle", f"{megabytes(memory.weights)}, packed in parts of at most {megabytes(required.largest)}"),
-            ("memory", f"{memory}, for a context of {required.context} positions"),
+            ("bundle", f"{megabytes(memory.weights)}, packed in parts of at most {megabytes(max(packed))}"),
+            ("memory", f"{memory}, for a context of {context} positions"),
         ]
         facts["needs"] = {
-            "weights": memory.weights, "largest_weight": required.largest, "states": memory.state, "context": required.context
+            "weights": memory.weights, "largest_weight": max(packed), "states": memory.state, "context": context
         }  # fmt: skip
     except (EmitError, CheckpointError) as error:
         refused = str(error)

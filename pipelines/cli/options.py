@@ -259,7 +259,7 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
 
 def answer_limit(max_tokens: int | None) -> int | None:
     """Return the max tokens of an answer from the value of --max-tokens; None for no limit."""
-    from castiron.pipelines.engine.context import DEFAULT_MAX_TOKENS
+    from castiron.pipelines.engine.request import DEFAULT_MAX_TOKENS
 
     if max_tokens is None:
         return DEFAULT_MAX_TOKENS

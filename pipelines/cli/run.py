@@ -26,7 +26,7 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.terminal import Progress, counted, print_message, sanitised
 from castiron.pipelines.text.chat_template import prepare
 from castiron.pipelines.text.fim import fim_of
-from castiron.pipelines.text.generation import Stream
+from castiron.pipelines.text.generation import Stream, encode_prompt, encode_question
 from castiron.pipelines.text.reasoning import Reasoning
 from castiron.pipelines.text.text_output import text_request
 from castiron.pipelines.text.tokenizer import Tokenizer, load_tokenizer
@@ -131,7 +131,7 @@ def check_prompt(args: argparse.Namespace) -> None:
     if args.words and has_option:
         args.parser.error(f"argument PROMPT ({' '.join(args.words)}): not allowed with -p, -f or --tokens")
     if not has_option and not args.words and os.isatty(STDIN):
-        raise PipelineError("no prompt; give one as an argument, with -p, -f or --tokens, or use castiron chat")
+        raise PipelineError("no prompt; give one as an argument or with -p, -f or --tokens; or use castiron chat")
     if not has_option:
         args.prompt = " ".join(args.words) or "-"
     if args.suffix is not None and (args.system or args.tokens or args.template_arg):
@@ -149,9 +149,7 @@ def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], Tokenizer 
     With --tokens, the tokenizer is None if the bundle has none or no option needs it.
     """
     if args.tokens:
-        vocab = bundle.manifest.vocab
-        if max(args.tokens) >= vocab:
-            raise PipelineError(f"token {max(args.tokens)} is outside the vocabulary; give ids from 0 to {vocab - 1}")
+        encode_prompt(args.tokens, None, bundle.manifest.vocab)
         needed = args.stop or not args.json or args.json_schema or args.regex or args.grammar
         return args.tokens, load_tokenizer(bundle) if bundle.tokenizer and needed else None, ()
     text = load_tokenizer(bundle, dict(args.template_arg), args.parse_special)
@@ -159,12 +157,7 @@ def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], Tokenizer 
     if args.suffix is not None:
         fim = fim_of(text)
         return fim.prompt(prompt, args.suffix), text, fim.ends
-    if args.raw or text.chat_template is None:
-        if args.system:
-            raise PipelineError("--system needs a chat template; remove --raw, or use a model that has a template")
-        return text.encode(prompt), text, ()
-    system = [{"role": "system", "content": args.system}] if args.system else []
-    return text.encode_chat([*system, {"role": "user", "content": prompt}]), text, ()
+    return encode_question(prompt, text, args.system, args.raw), text, ()
 
 
 def read_grammar(args: argparse.Namespace, text: Tokenizer | None) -> Grammar | None:

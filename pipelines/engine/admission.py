@@ -6,8 +6,8 @@ from bisect import insort, insort_left
 from collections import Counter
 from math import ceil
 
-from castiron.pipelines.engine.context import common_prefix
 from castiron.pipelines.engine.prefix_cache import PrefixCache
+from castiron.pipelines.engine.prefix_store import common_prefix
 from castiron.pipelines.engine.request import Request
 
 # A request that was passed over this often is chosen before others; if there are several such requests, the oldest is chosen.

@@ -1,8 +1,9 @@
-"""Proposals of a draft model, a smaller model with the same vocabulary as the target model.
+"""Proposals of the next tokens: from earlier text, and from a draft model.
 
-The draft model and the target model sample with the same random numbers. A proposal is right if
-both models choose the same token, so the text is the same as without a draft (drafter-invariant
-speculative decoding: Daliri, Musco and Suresh, arXiv 2408.07978).
+A draft model is a smaller model with the same vocabulary as the target model. Both sample with the
+same random numbers. A proposal is right if both models choose the same token, so the text is the
+same as without a draft (drafter-invariant speculative decoding: Daliri, Musco and Suresh, arXiv
+2408.07978).
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from castiron.pipelines.engine.chooser import Chooser
-from castiron.pipelines.engine.context import move_after, move_to
 from castiron.pipelines.engine.sampling import weights
-from castiron.vmfb.session import Session
+from castiron.vmfb.session import Session, move_after, move_to
 from castiron.vmfb.states import Snapshot
 
+# Min tokens of a match that is looked up, and max tokens of a match that are counted.
+MIN_MATCH, MAX_MATCH = 2, 32
+# Number of the latest occurrences of a pair of tokens that are compared with the text's end.
+OCCURRENCES = 8
 # The draft model first reads only this many last tokens of a longer text.
 WINDOW = 32
 # Max tokens that the draft reads after the end of the text and can undo.
@@ -32,6 +36,60 @@ ROUNDS, ROUND_TOKENS = 2, 32
 # initial acceptance rates of each kind, then of all kinds together.
 CONFIDENCES, ACCEPTED = (0.3, 0.6, 0.8, 0.95), (0.3, 0.5, 0.7, 0.85, 0.95, 0.7)
 ALL_KINDS = -1
+
+
+class Ngrams:
+    """A predictor that proposes the tokens after an earlier occurrence of the text's last tokens.
+
+    Source: prompt lookup (Saxena 2023). `length`: number of last tokens that match the earlier
+    occurrence, 0 without a match. `end`: index in `tokens` of the token after that occurrence.
+    """
+
+    def __init__(self, tokens: Sequence[int] = ()):
+        self.tokens: list[int] = []
+        self._occurrences: dict[tuple[int, int], deque[int]] = {}
+        self.length = self.end = 0
+        for token in tokens:
+            self._append(token)
+        self._find()
+
+    def add(self, token: int) -> None:
+        """Append `token` to the text, and look for an earlier occurrence of its new end."""
+        follows = self.length and self.tokens[self.end] == token
+        length, end = (self.length + 1, self.end + 1) if follows else (0, 0)
+        self._append(token)
+        self._find()
+        # Keep a long match, even if the last pair of tokens has occurred more than OCCURRENCES
+        # times since.
+        if length > self.length:
+            self.length, self.end = min(length, MAX_MATCH), end
+
+    def propose(self, count: int) -> list[int]:
+        """Return `count` tokens that followed the earlier occurrence, or no tokens without a match.
+
+        If fewer than `count` tokens follow the occurrence in the text, these tokens are repeated.
+        """
+        if not self.length:
+            return []
+        period = len(self.tokens) - self.end
+        return [self.tokens[self.end + i % period] for i in range(count)]
+
+    def _append(self, token: int) -> None:
+        tokens = self.tokens
+        # Index the pair that now has a next token; the last pair is looked up, not indexed.
+        if len(tokens) >= MIN_MATCH:
+            self._occurrences.setdefault((tokens[-2], tokens[-1]), deque(maxlen=OCCURRENCES)).append(len(tokens))
+        tokens.append(token)
+
+    def _find(self) -> None:
+        tokens = self.tokens
+        self.length = self.end = 0
+        for end in reversed(self._occurrences.get(tuple(tokens[-2:]), ())):
+            length = MIN_MATCH
+            while length < min(MAX_MATCH, end) and tokens[end - 1 - length] == tokens[-1 - length]:
+                length += 1
+            if length > self.length:
+                self.length, self.end = length, end
 
 
 class HitRates:

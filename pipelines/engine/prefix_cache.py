@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from castiron.pipelines.engine.context import common_prefix, move_to
-from castiron.pipelines.engine.prefix_store import PrefixStore
+from castiron.pipelines.engine.prefix_store import PrefixStore, common_prefix
 from castiron.pipelines.engine.sampling import Score
-from castiron.vmfb.session import Session
+from castiron.vmfb.session import Session, move_to
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from castiron.pipelines.engine.context import common_prefix
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.terminal import megabytes, print_message
 from castiron.vmfb.disk import reason
@@ -231,3 +230,13 @@ class PrefixStore:
                 break
             path.unlink(missing_ok=True)
             total -= size
+
+
+def common_prefix(cached: np.ndarray, prompt: np.ndarray) -> int:
+    """Return the length of the common prefix of two token sequences, i32 [n] each.
+
+    It excludes the last token of `prompt`, which the model must read to compute the next logits.
+    """
+    length = max(0, min(len(cached), len(prompt) - 1))
+    differs = cached[:length] != prompt[:length]
+    return int(differs.argmax()) if differs.any() else length

@@ -10,7 +10,6 @@ from typing import Protocol
 import numpy as np
 
 from castiron.pipelines.engine.chooser import Chooser, Constraint
-from castiron.pipelines.engine.context import free_positions
 from castiron.pipelines.engine.prefix_cache import Paused
 from castiron.pipelines.engine.sampling import Sampler, Sampling, Score, log_probabilities
 from castiron.pipelines.errors import PipelineError
@@ -18,6 +17,19 @@ from castiron.pipelines.errors import PipelineError
 # A repetition loop has a period of up to MAX_PERIOD tokens, and is at least MIN_REPEATS periods and
 # MIN_TOKENS tokens long. Tables and code repeat a line a few times, but no model leaves such a loop.
 MAX_PERIOD, MIN_REPEATS, MIN_TOKENS = 128, 8, 192
+
+# Default max tokens of an answer: enough for nearly all answers, and a limit for base models, which
+# have no end token.
+DEFAULT_MAX_TOKENS = 1024
+
+
+def free_positions(context: int, prompt_tokens: int) -> int:
+    """Return how many tokens can follow a prompt; below 1 if the prompt does not fit.
+
+    `context`: max tokens of prompt and answer together.
+    """
+    # The last generated token needs no position, because the model never reads it.
+    return context - prompt_tokens + 1
 
 
 class RepetitionDetector:

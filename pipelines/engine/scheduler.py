@@ -10,7 +10,6 @@ import time
 from castiron.pipelines.engine import speculation
 from castiron.pipelines.engine.admission import Admission
 from castiron.pipelines.engine.chooser import ConstraintError
-from castiron.pipelines.engine.context import move_to
 from castiron.pipelines.engine.draft import Draft
 from castiron.pipelines.engine.prefix_cache import Paused, PrefixCache
 from castiron.pipelines.engine.prefix_store import PrefixStore
@@ -18,6 +17,7 @@ from castiron.pipelines.engine.request import Event, Failed, Request
 from castiron.pipelines.engine.sampling import log_probabilities, logit_rows, score_width
 from castiron.pipelines.errors import PipelineError
 from castiron.vmfb.program import NanLogitsError, SessionError
+from castiron.vmfb.session import move_to
 
 
 class Observer:

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from castiron.pipelines.engine.context import move_after
-from castiron.pipelines.engine.draft import CallCosts, Draft, Guess, HitRates, expected_tokens
-from castiron.pipelines.engine.ngrams import MAX_MATCH, Ngrams
+from castiron.pipelines.engine.draft import MAX_MATCH, CallCosts, Draft, Guess, HitRates, Ngrams, expected_tokens
 from castiron.pipelines.engine.request import Event, Request
 from castiron.pipelines.errors import PipelineError
 from castiron.vmfb.program import NanLogitsError
+from castiron.vmfb.session import move_after
 from castiron.vmfb.states import Snapshot
 
 # Initial hit rates of the token proposed after a match of 2-3, 4-7, 8-15, 16-31 and 32 tokens.

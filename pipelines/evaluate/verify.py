@@ -18,7 +18,8 @@ import numpy as np
 
 from castiron.pipelines.checkpoints.hf_directory import CONFIG, SINGLE, quantization_config, tensors_of
 from castiron.pipelines.checkpoints.hf_files import json_object
-from castiron.pipelines.checkpoints.hf_quantised import column_orders, quantised_weights
+from castiron.pipelines.checkpoints.hf_quantised import quantised_weights
+from castiron.pipelines.checkpoints.quantised_parts import column_orders
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.locate import HubName
 from castiron.pipelines.text.tokenizer import load_tokenizer
@@ -226,8 +227,8 @@ def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[s
             continue
         if codec is None:
             raise PipelineError(
-                f"cannot give {name} of the HF model the quantisation of the bundle: castiron has no tensor of that name; "
-                "compare with the unquantised model by castiron evaluate --against hf"
+                f"cannot quantise {name} of the HF model as in the bundle: the bundle has no tensor of that name; "
+                "compare with the unquantised HF model: castiron evaluate --against hf"
             )
         if name in checkpoint.tensors and codec == checkpoint.tensors[name].codec:
             continue

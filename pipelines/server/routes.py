@@ -18,7 +18,7 @@ from castiron.pipelines.api.api_errors import ApiError, invalid
 from castiron.pipelines.api.infill import InfillRequest, start_infill
 from castiron.pipelines.api.messages import CountTokensRequest, MessagesRequest, count_message_tokens, start_message
 from castiron.pipelines.api.model_api import ModelApi, run_in_thread
-from castiron.pipelines.api.ollama_models import OLLAMA_VERSION, listed_model, running_model, shown_model
+from castiron.pipelines.api.ollama import OLLAMA_VERSION, listed_model, running_model, shown_model
 from castiron.pipelines.api.responses import count_response_tokens, start_response
 from castiron.pipelines.api.responses_request import InputTokensRequest, ResponsesRequest
 from castiron.pipelines.server import openapi

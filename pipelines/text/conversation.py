@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from castiron.pipelines.engine.context import free_positions
 from castiron.pipelines.engine.engine import Engine
+from castiron.pipelines.engine.request import free_positions
 from castiron.pipelines.engine.sampling import Sampler, Sampling
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.terminal import print_message

@@ -48,6 +48,16 @@ def encode_prompt(
     return prompt
 
 
+def encode_question(text: str, tokenizer: Tokenizer, system: str | None, raw: bool) -> list[int]:
+    """Return the token ids of a user's text: in the chat template, unless `raw` or without one."""
+    if raw or tokenizer.chat_template is None:
+        if system:
+            raise PipelineError("--system needs a chat template; remove --raw, or use a model with a template")
+        return tokenizer.encode(text)
+    before = [{"role": "system", "content": system}] if system else []
+    return tokenizer.encode_chat([*before, {"role": "user", "content": text}])
+
+
 def is_messages(prompt: Any) -> bool:
     return isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(message, Mapping) for message in prompt)
 

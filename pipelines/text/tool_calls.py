@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from castiron.pipelines.text.read_calls import NOT_CALLS, CallReader, ReadCall, read_bare
 from castiron.pipelines.text.reasoning import Reasoning, split_at_mark
-from castiron.pipelines.text.tool_formats import HARMONY_MARKS, ToolFormat
+from castiron.pipelines.text.tool_formats import HARMONY_MARKS, NOT_CALLS, CallReader, ReadCall, ToolFormat, read_bare
 
 # The start of a call in JSON without marks, which may be in a list or a code block.
 BARE_CALL = re.compile(r"""(?:```\w*\s*)?\[?\s*\{\s*["'](?:name|tool_name|function|type|arguments|parameters)["']\s*:""")

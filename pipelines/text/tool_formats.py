@@ -1,10 +1,15 @@
-"""The formats in which models write tool calls, as data for the parser and for grammars."""
+"""The formats in which models write tool calls: as data, also for grammars, and the parser."""
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from castiron.pipelines.errors import PipelineError
 from castiron.vmfb.manifest import Manifest
@@ -141,3 +146,214 @@ KNOWN = (
     ("functools[", _FUNCTOOLS),
     ("<tool_call>", HERMES),
 )
+# Keys under which models write a function's name and its arguments in JSON.
+NAME_KEYS, ARGUMENT_KEYS = ("name", "tool_name", "function"), ("arguments", "parameters", "args", "input")
+# Python types of JSON types.
+TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
+# Exceptions of parsing a text that is not a call; in a generator, StopIteration becomes RuntimeError.
+NOT_CALLS = (
+    ValueError, SyntaxError, TypeError, LookupError, AttributeError, RecursionError, RuntimeError, MemoryError
+)  # fmt: skip
+
+# A function's name and its arguments.
+ReadCall = tuple[str, dict]
+
+
+class CallReader:
+    """A parser of tool calls in one format; schemas: JSON schemas of arguments, by function."""
+
+    def __init__(self, form: ToolFormat, schemas: Mapping[str, Any]):
+        self.form, self.schemas = form, schemas
+
+    def read(self, payload: str) -> list[ReadCall]:
+        """Return (name, arguments) of each call in the text `payload`; ValueError without calls."""
+        styles = {"json": self._json, "python": self._python, "gemma": self._gemma, "tags": self._tags}
+        try:
+            calls = list(styles[self.form.style](payload))
+        except NOT_CALLS as error:
+            raise ValueError(f"no calls: {error}") from None
+        if not calls:
+            raise ValueError("no calls")
+        return calls
+
+    @cached_property
+    def head(self) -> re.Pattern:
+        """The pattern of a call's text before its arguments; group 1 is the function's name."""
+        follows = r"\s*(?=\{)" if self.form.style in ("json", "gemma") else ""
+        begin, head = _lenient(self.form.begin).removeprefix(r"\s*"), _lenient(self.form.head) + follows
+        return re.compile(f"{begin}([\\w.:/-]+){head}".replace(r"\s*\s*", r"\s*"))
+
+    @cached_property
+    def argument(self) -> re.Pattern:
+        """The pattern of one argument of a call in the style "tags".
+
+        The groups `key` and `value` contain the key and the value. The text between them is in a
+        group whose name is the JSON type of the value.
+        """
+        form = self.form
+        # White space next to a value may belong to the value, so it is matched exactly.
+        exact = lambda text: re.sub(r"((?:\\?\s)+)", r"(?:\1)?", re.escape(text))
+        ends = "|".join(f"(?P<{kind or 'any'}>{exact(text)})" for kind, text in _by_text(form.key_end).items())
+        value_end = exact(form.value_end).replace(re.escape(KEY), "(?P=key)")
+        begin = _lenient(form.key_begin).removeprefix(r"\s*")
+        follows = rf"(?=\s*(?:{begin}|\Z))"
+        return re.compile(f"(?s){begin}(?P<key>[^\\s<>]+?)(?:{ends})(?P<value>.*?){value_end}{follows}")
+
+    def fitted(self, name: str, arguments: Any) -> dict | None:
+        """Return the arguments of a call; None if they don't match the schema of `name`.
+
+        An argument that is null is left out if the parameter is optional and cannot be null.
+        Keywords of the schema that small models copy, such as `"required": ["city"]`, are left out
+        too.
+        """
+        schema = self.schemas.get(name)
+        if schema is None or not isinstance(arguments, dict):
+            return None
+        properties, required = schema.get("properties") or {}, schema.get("required", ())
+        found = {}
+        for key, value in arguments.items():
+            if key not in properties and key in schema and schema[key] == value:
+                continue
+            kind = properties.get(key, {}).get("type") if isinstance(properties.get(key), dict) else None
+            if value is None and key not in required and isinstance(kind, str) and kind != "null":
+                continue
+            wrong = isinstance(kind, str) and kind in TYPES and not isinstance(value, TYPES[kind])
+            if wrong or properties and key not in properties:
+                return None
+            found[key] = value
+        return found if all(key in found for key in required) else None
+
+    def _inside(self, payload: str) -> str:
+        """Remove the start mark and the end mark from the text of calls."""
+        for trigger in self.form.triggers:
+            payload = payload.removeprefix(trigger)
+        return payload.removesuffix(self.form.close)
+
+    def _json(self, payload: str) -> Iterator[ReadCall]:
+        at, decoder = 0, json.JSONDecoder()
+        while found := self.head.search(payload, at):
+            arguments, at = decoder.raw_decode(payload, found.end())
+            yield found[1], _object(arguments)
+        if not at:
+            yield from read_bare(self._inside(payload))
+
+    def _python(self, payload: str) -> Iterator[ReadCall]:
+        """Parse calls such as [f(a="x", b=1), g()], also with JSON's true, false and null."""
+
+        class Constants(ast.NodeTransformer):
+            def visit_Name(self, node: ast.Name) -> ast.Constant:
+                return ast.Constant({"true": True, "false": False, "null": None}[node.id])
+
+        value = lambda node: ast.literal_eval(Constants().visit(node))
+        payload = self._inside(payload)
+        # Some templates don't escape line breaks in strings.
+        payload = re.sub(r"(?s)'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", lambda found: found[0].replace("\n", "\\n"), payload)
+        calls = ast.parse(payload.strip(), mode="eval").body
+        for call in calls.elts if isinstance(calls, ast.List) else [calls]:
+            yield _name(ast.unparse(call.func)), {word.arg: value(word.value) for word in call.keywords}
+
+    def _gemma(self, payload: str) -> Iterator[ReadCall]:
+        """Parse a call such as call:name{key:<|"|>text<|"|>,other:[1,true]}."""
+        head = self.head.search(payload)
+        parts = payload[head.end() :].removesuffix(self.form.close).split(self.form.quote)
+        if len(parts) % 2 == 0:
+            raise ValueError("an unterminated string")
+        with_quotes = lambda keys: re.sub(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:", r'\1"\2":', keys)
+        parts = [json.dumps(part) if index % 2 else with_quotes(part) for index, part in enumerate(parts)]
+        yield head[1], _object(json.loads("".join(parts)))
+
+    def _tags(self, payload: str) -> Iterator[ReadCall]:
+        """Parse calls in style "tags"; the marks or the schema give the types of values."""
+        form, heads = self.form, [*self.head.finditer(payload)]
+        if not heads:
+            yield from read_bare(self._inside(payload))
+            return
+        end, close = re.compile(_lenient(form.end.split()[0])), re.compile(re.escape(form.close) + r"\Z")
+        for head, following in zip(heads, [*heads[1:], None]):
+            rest = payload[head.end() : following.start() if following else len(payload)]
+            # A value may contain the end mark, so use the last one; some models leave it out.
+            marks = [*end.finditer(rest)] or [*close.finditer(rest)]
+            yield head[1], dict(self._tagged_arguments(head[1], rest[: marks[-1].start()] if marks else rest))
+
+    def _tagged_arguments(self, name: str, text: str) -> Iterator[tuple[str, Any]]:
+        known = (self.schemas.get(name) or {}).get("properties") or {}
+        for found in self.argument.finditer(text):
+            key, value = found["key"], re.sub(r"(?s)\A<!\[CDATA\[(.*)\]\]>\Z", r"\1", found["value"])
+            kinds = known.get(key, {}).get("type") if isinstance(known.get(key), dict) else None
+            if len(self.form.key_end) > 1:
+                kinds = "string" if found.groupdict().get("string") else None
+            yield key, value if kinds == "string" else _value(value, "string" in (kinds or ()))
+
+
+def read_bare(text: str) -> Iterator[ReadCall]:
+    """Yield the calls in a text without marks: JSON objects, Python literals, or lists of them.
+
+    The keys for name and arguments may be any of NAME_KEYS and ARGUMENT_KEYS.
+    """
+    decoder, at = json.JSONDecoder(), 0
+    while found := re.compile(r"[\[{]").search(text, at):
+        try:
+            value, at = decoder.raw_decode(text, found.start())
+        except ValueError:
+            end = max(text.rfind("}"), text.rfind("]")) + 1
+            value, at = ast.literal_eval(text[found.start() : end]), end
+        for each in value if isinstance(value, list) else [value]:
+            # OpenAI's form: {"type": "function", "function": {"name", "arguments"}}.
+            each = each["function"] if isinstance(each.get("function"), dict) else each
+            name = next(each[key] for key in NAME_KEYS if key in each)
+            yield _name(name), _object(next((each[key] for key in ARGUMENT_KEYS if key in each), {}))
+
+
+def _value(text: str, may_be_string: bool) -> Any:
+    """Parse a JSON text or a Python literal; return any other text unchanged.
+
+    may_be_string: whether the schema allows a string; then only null and quoted strings are parsed.
+    """
+    value: Any = text
+    try:
+        value = json.loads(text)
+    except ValueError:
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            value = ast.literal_eval(text.strip())
+    # Models write strings without quotes; grammars quote strings that could be another value.
+    return text if may_be_string and value is not None and not isinstance(value, str) else value
+
+
+def _name(value: Any) -> str:
+    if not (isinstance(value, str) and value):
+        raise ValueError("a call without a name")
+    return value
+
+
+def _object(value: Any) -> dict:
+    if isinstance(value, str):
+        value = json.loads(value)
+    if not isinstance(value, dict):
+        raise ValueError("arguments that are not a JSON object")
+    return value
+
+
+def _by_text(key_end: Mapping[str, str]) -> dict[str, str]:
+    """Return `ToolFormat.key_end` with one type for each text: "string", or else the first."""
+    found = dict.fromkeys(key_end[kind] for kind in sorted(key_end, key=lambda kind: kind != "string"))
+    return {next(kind for kind, each in key_end.items() if each == text): text for text in found}
+
+
+def _lenient(text: str) -> str:
+    """Return a regular expression that matches `text` even if its white space differs.
+
+    White space may also be added or missing next to brackets, commas and colons. The placeholder
+    `ID` matches any identifier.
+    """
+    pattern = ""
+    for part in re.split(rf"(\s+|{ID}|[{{}}\[\],:])", text):
+        if part == ID:
+            pattern += r"[\w.:-]*"
+        elif part.isspace():
+            pattern += r"\s*"
+        elif part and part in "{}[],:":
+            pattern += rf"\s*{re.escape(part)}\s*"
+        else:
+            pattern += re.escape(part)
+    # Adjacent expressions for space would try every way to divide a long space between them.
+    return re.sub(r"(?:\\s\*)+", r"\\s*", pattern)

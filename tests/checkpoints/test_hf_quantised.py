@@ -15,8 +15,9 @@ from safetensors.numpy import load_file, save_file
 from castiron.emitter.types import EmitError
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError, check_finite, missing_and_left_over
 from castiron.pipelines.checkpoints.hf_directory import tensors_of
-from castiron.pipelines.checkpoints.hf_quantised import column_orders, quantised_weights
+from castiron.pipelines.checkpoints.hf_quantised import quantised_weights
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
+from castiron.pipelines.checkpoints.quantised_parts import column_orders
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.compile.build_model import build_model
 from castiron.pipelines.compile.compiler import compile_model

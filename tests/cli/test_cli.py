@@ -16,7 +16,7 @@ from castiron.pipelines.checkpoints.gguf_file import CODEC_OF_GGML_TYPE
 from castiron.pipelines.checkpoints.hf_tensors import TEXT_PARTS
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.cli import run as run_command
-from castiron.pipelines.engine import context as engine_context
+from castiron.pipelines.engine import request
 from tests.support import toy_text
 from tests.support.terminal import at_terminal
 from tests.support.toy_text import CONTEXT, EOS, read_json
@@ -75,7 +75,7 @@ def test_eos_ends_the_text_unless_ignored(bundle, capsys):
 
 def test_an_answer_has_a_default_length_within_the_context(bundle, monkeypatch, capsys):
     """An answer without -n stops at the default length; with -n -1 or a large -n at the end of the context."""
-    monkeypatch.setattr(engine_context, "DEFAULT_MAX_TOKENS", 5)
+    monkeypatch.setattr(request, "DEFAULT_MAX_TOKENS", 5)
 
     def run(*more):
         assert cli.main(["run", bundle, "--tokens", ",".join(["1"] * 10), "--ignore-eos", *more]) == 0
@@ -86,7 +86,7 @@ def test_an_answer_has_a_default_length_within_the_context(bundle, monkeypatch, 
     result = read_json(run("--json").out)
     assert len(result["tokens"]) == 5 and result["finish_reason"] == "length"
     for more, usual in ((["-n", "-1"], 5), (["-n", "16"], 5), ([], 16)):
-        monkeypatch.setattr(engine_context, "DEFAULT_MAX_TOKENS", usual)
+        monkeypatch.setattr(request, "DEFAULT_MAX_TOKENS", usual)
         result = read_json(run("--json", *more).out)
         assert len(result["tokens"]) == CONTEXT - 10 + 1 and result["finish_reason"] == "context"
         assert "the context is full" in run(*more).err

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from castiron.pipelines.compile.compiler import compile_model
 from castiron.pipelines.compile.options import Options
 from castiron.pipelines.engine import speculation
+from castiron.pipelines.engine.draft import MAX_MATCH, MIN_MATCH, Ngrams
 from castiron.pipelines.engine.engine import Engine
-from castiron.pipelines.engine.ngrams import MAX_MATCH, MIN_MATCH, Ngrams
 from castiron.pipelines.engine.request import Request
 from castiron.pipelines.engine.sampling import NEAR, lead
 from castiron.pipelines.engine.speculation import Speculator

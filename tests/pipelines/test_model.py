@@ -19,12 +19,11 @@ from castiron.pipelines.cli.main import command_parser
 from castiron.pipelines.cli.options import compile_options
 from castiron.pipelines.compile.open_model import cached_path, open_or_compile, options_of
 from castiron.pipelines.compile.options import Options
-from castiron.pipelines.engine.context import move_to
 from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.errors import PipelineError
 from castiron.reference import tiny
 from castiron.vmfb.bundle import pack_bundle
-from castiron.vmfb.session import Session
+from castiron.vmfb.session import Session, move_to
 from tests.support import served, toy_text
 
 PROMPTS = ["Hello", "Why is the sky blue?", "abc", "Hello there", "x", "To be, or not", "Hello you"]

@@ -50,7 +50,7 @@ def test_iree_reads_what_was_written(tmp_path_factory, tensors):
     assert written == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_at_most_two_tensors_are_in_memory_at_a_time(tmp_path):
+def test_no_more_than_two_tensors_are_in_memory(tmp_path):
     alive = []
 
     def make(n):
