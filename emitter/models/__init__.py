@@ -101,8 +101,8 @@ def build(
     module = ModelModule("model", codecs, orders)
     if c.bidirectional and pooling is None:
         raise EmitError(
-            "a bidirectional model cannot generate text, and this checkpoint does not define the pooling of embeddings; "
-            "use a directory with modules.json"
+            "this model is bidirectional, so it only gives embeddings, but its checkpoint does not define their pooling; "
+            "use a checkpoint directory with modules.json"
         )
     max_width = max([1, *widths, *verify, *embeds])
     present = [state for state in _states(model, c, context, max_width, pooling) if state.shape[0]]

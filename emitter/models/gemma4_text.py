@@ -143,8 +143,8 @@ def full_heads(c: ConfigReader, windows: list[int | None], keys_are_values: bool
         differ = any(own != first for own in stated.values())
         found = "different entries" if differ else f"entries for layers {shorten_list(map(str, stated))}"
         raise EmitError(
-            f"'per_layer_config' in the gemma4_text config has {found}; it must have the same entry for each full layer "
-            f"({shorten_list(map(str, full))}) and none for other layers"
+            f"'per_layer_config' in the gemma4_text config has {found}; it must have the same entry for each "
+            f"full-attention layer ({shorten_list(map(str, full))}) and none for other layers"
         )
     if unknown := set(first) - {"head_dim", "num_key_value_heads"}:
         raise EmitError(

@@ -120,7 +120,7 @@ def map_file(path: Path) -> memoryview:
     except ValueError:
         raise CheckpointError(f"{path} is empty; fetch it again") from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}; fetch it again") from None
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; check its permissions, or fetch it again") from None
 
 
 def without(keys: Mapping, ignored: Sequence[str], where: Path) -> dict:

@@ -234,9 +234,9 @@ def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tenso
     """
     file = GgufFile(checkpoint.path, as_read(metadata), {tensor.name: tensor for tensor in tensors})
     ours, theirs = (read_config(config) for config in (checkpoint.config, hf_config(file)))
-    if differing := sorted(_differing(ours, theirs)):
+    if names := ", ".join(sorted(_differing(ours, theirs))):
         model = f"{checkpoint.path} is a {checkpoint.config['model_type']} model that cannot be written as GGUF"
-        raise CheckpointError(f"{model}, because reading the file would change its {', '.join(differing)}; {_CONVERT}")
+        raise CheckpointError(f"{model}, because its {names} would differ when the file is read; {_CONVERT}")
 
 
 def _differing(one: Any, other: Any) -> Iterator[str]:

@@ -222,7 +222,7 @@ def _tensor(cursor: _Cursor, name: str) -> tuple[Tensor, int]:
     # GGUF writes the fastest dimension first
     shape = tuple(cursor.number(_U64, f"the shape of {what}") for _ in range(rank))[::-1]
     if 0 in shape:
-        raise cursor.invalid(f"{what} has the empty shape {shape}")
+        raise cursor.invalid(f"{what} has no elements: its shape is {shape}")
     ggml_type = cursor.number(_U32, f"the type of {what}")
     codec = CODEC_OF_GGML_TYPE.get(ggml_type)
     if codec is None:

@@ -108,7 +108,9 @@ def _tensor(path: Path, name: str, entry: dict, data: np.ndarray, allow_parts: b
     if codec is None:
         raise unsupported_type(path, name, dtype)
     if not shape or 0 in shape:
-        raise CheckpointError(f"{path}: {shorten_text(name)} has the empty shape {shorten(list(shape))}; fetch it again")
+        raise CheckpointError(
+            f"{path}: {shorten_text(name)} has no elements: its shape is {shorten(list(shape))}; fetch it again"
+        )
     rows = data[start:end].reshape(*shape[:-1], -1)
     return Tensor(name, shape, codec, name, lambda: rows)
 

@@ -227,8 +227,8 @@ def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[s
             continue
         if codec is None:
             raise PipelineError(
-                f"cannot give {name} of the HF model the quantisation of the bundle: castiron has no tensor of that name; "
-                "compare with the unquantised model by castiron evaluate --against hf"
+                f"cannot quantise {name} of the HF model as in the bundle: the bundle has no tensor of that name; "
+                "compare with the unquantised HF model: castiron evaluate --against hf"
             )
         if name in checkpoint.tensors and codec == checkpoint.tensors[name].codec:
             continue

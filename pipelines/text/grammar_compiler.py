@@ -109,7 +109,7 @@ class Compiler:
     def checked_schema(self, schema: Any) -> Any:
         for character in dict.fromkeys("".join(strings_of(schema, ANNOTATIONS))):
             if not self.bytes.issuperset(character.encode("utf-8", "replace")):
-                raise PipelineError(f"this model's vocabulary has no bytes for {character!r}; remove it from the schema")
+                raise PipelineError(f"no tokens of this model spell {character!r}; remove it from the schema")
         if isinstance(schema, bool):
             # The schema true allows every value, and false allows none.
             return {} if schema else {"enum": []}

@@ -329,7 +329,7 @@ def _object(value: Any) -> dict:
     if isinstance(value, str):
         value = json.loads(value)
     if not isinstance(value, dict):
-        raise ValueError("arguments that are not an object")
+        raise ValueError("arguments that are not a JSON object")
     return value
 
 

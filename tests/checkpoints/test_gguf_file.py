@@ -107,7 +107,7 @@ MALFORMED = {
     "tensor twice": (raw_gguf((), (tensor_info("x", (4,)),) * 2, b"\0" * 64), "'x' appears twice"),
     "no dimensions": (raw_gguf((), (tensor_info("x", ()),), b"\0" * 64), "0 dimensions"),
     "five dimensions": (raw_gguf((), (tensor_info("x", (1,) * 5),), b"\0" * 64), "5 dimensions"),
-    "an empty dimension": (raw_gguf((), (tensor_info("x", (4, 0)),), b"\0" * 64), "empty shape"),
+    "an empty dimension": (raw_gguf((), (tensor_info("x", (4, 0)),), b"\0" * 64), "no elements: its shape is"),
     "product of dimensions overflows": (raw_gguf((), (tensor_info("x", (BIG, 4, 4)),), b"\0" * 64), "ends past"),
     "unknown ggml type": (raw_gguf((), (tensor_info("x", (256,), 9999),), b"\0" * 64), "unsupported type 9999"),
     "removed ggml type": (raw_gguf((), (tensor_info("x", (256,), 4),), b"\0" * 64), "unsupported type 4"),

@@ -220,7 +220,7 @@ def test_continues_a_text_without_a_leading_space():
 
 
 def test_rejects_text_that_the_vocabulary_has_no_bytes_for(text):
-    with pytest.raises(GrammarError, match="no bytes for '€'"):
+    with pytest.raises(GrammarError, match="no tokens of this model spell '€'"):
         text.grammar(json_schema={"description": "in ¥", "enum": ["1", {"x": ["1 €"]}]})
     assert text.grammar(json_schema={"description": "in €", "enum": ["1"]})
 
