@@ -106,7 +106,8 @@ def open_bundle(source: Path | str | Bundle, *, full_check: bool = False, run: b
     """Open a bundle, which is a directory or an archive; raise BundleError if it is invalid.
 
     The first opening hashes every file and stores each file's size, inode and change times in the
-    cache. Later openings compare only these. If `source` is a Bundle, it is returned unchanged.
+    cache, as writing a bundle does. Later openings compare only these. If `source` is a Bundle, it
+    is returned unchanged.
 
     full_check: hash every file in any case. run: check also that this CPU and this version of the
     runtime can run the bundle.
@@ -226,7 +227,6 @@ def _check_files(path: Path, manifest: Manifest, data: bytes, parts: Mapping[str
     for name, required in FILES.items():
         if required and name not in manifest.files:
             raise BundleError(f"{path / MANIFEST} does not list {name}; compile the bundle again")
-    marks = {}
     for name, file in manifest.files.items():
         if name not in parts:
             problem = "unreadable" if os.path.lexists(path / name) else "missing"
@@ -235,9 +235,7 @@ def _check_files(path: Path, manifest: Manifest, data: bytes, parts: Mapping[str
             raise BundleError(
                 f"{path / name} has {parts[name].size} bytes, but {file.size} in the manifest; compile the bundle again"
             )
-        status = parts[name].stat()
-        marks[name] = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-    stamp = cache_root() / "verified" / f"{hashlib.sha256(data + os.fsencode(os.path.realpath(path))).hexdigest()}.json"
+    marks, stamp = _marks(parts, manifest), _stamp(path, data)
     if not full_check:
         with contextlib.suppress(OSError, ValueError):
             if json.loads(stamp.read_bytes()) == marks:
@@ -250,6 +248,17 @@ def _check_files(path: Path, manifest: Manifest, data: bytes, parts: Mapping[str
         if digest != file.sha256:
             raise changed_file(path / name)
     keep(stamp, json.dumps(marks).encode())
+
+
+def _marks(parts: Mapping[str, Part], manifest: Manifest) -> dict[str, list[int]]:
+    """Return what changes when a file of the bundle is changed, by name of the file."""
+    stats = {name: parts[name].stat() for name in manifest.files}
+    return {name: [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino] for name, stat in stats.items()}
+
+
+def _stamp(path: Path, data: bytes) -> Path:
+    """Return where `_marks` of hashed files are stored; data: the bytes of the manifest."""
+    return cache_root() / "verified" / f"{hashlib.sha256(data + os.fsencode(os.path.realpath(path))).hexdigest()}.json"
 
 
 class BundleWriter:
@@ -333,11 +342,14 @@ class BundleWriter:
             check(manifest)
         except RecordError as error:
             raise BundleError(f"invalid manifest for {self.target}: {error}") from None
+        data = dump(manifest)
         with naming(self.directory):
-            (self.directory / MANIFEST).write_bytes(dump(manifest))
+            (self.directory / MANIFEST).write_bytes(data)
+            marks = _marks(_open_files(self.directory), manifest)
             with locked(self.target.parent):
                 self._check_replaceable()
                 replace_folder(self.directory, self.target)
+        keep(_stamp(self.target, data), json.dumps(marks).encode())
         return Bundle(self.target, manifest)
 
     def _check_replaceable(self) -> None:

@@ -1,4 +1,4 @@
-"""Parameter archives (.irpa) of IREE, written with one tensor in memory at a time.
+"""Parameter archives (.irpa) of IREE, written with two tensors in memory at a time.
 
 The format is IREE's runtime/src/iree/schemas/parameter_archive.h, version 0.0: a header, a table of
 entries, their names, then the tensors on 64-byte boundaries, so that a mapped file is used in
@@ -12,6 +12,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 
@@ -39,10 +40,10 @@ def write_irpa(
 ) -> str:
     """Write `entries` (name, data, (shape, dtype)) in order; return the file's sha256 in hex.
 
-    data: an array, or a function that returns the array; the function is called just before the
+    data: an array, or a function that returns the array; the function is called while the previous
     array is written. The array must have the given shape and item size. Its dtype may be another
     one, such as uint16 for bf16, because the file stores no dtypes. progress: called with (bytes
-    written, total bytes) after every tensor. Raise WeightsError, and leave no file, for a duplicate
+    made, total bytes) after every tensor. Raise WeightsError, and leave no file, for a duplicate
     name or an array of another shape.
     """
     plan = [(name, data, tuple(shape), np.dtype(dtype)) for name, data, (shape, dtype) in entries]
@@ -52,29 +53,29 @@ def write_irpa(
         raise WeightsError(f"duplicate parameter: {duplicates[0].decode()!r}")
     head, offsets, start = _head(names, sizes)
 
-    digest, written, total = hashlib.sha256(), 0, sum(sizes)
+    digest, total = hashlib.sha256(), sum(sizes)
     path = Path(path)
     try:
-        # Hashing takes as long as writing, and both release the GIL.
+        # Writing and hashing release the GIL, so the next tensor is made in the meantime.
         with naming(path), open(path, "wb") as file, ThreadPoolExecutor(1) as pool:
 
-            def put(data) -> None:
-                hashed = pool.submit(digest.update, data)
-                file.write(data)
-                hashed.result()
+            def put(data: bytes | memoryview, position: int) -> None:
+                for part in (bytes(position - file.tell()), data):
+                    digest.update(part)
+                    file.write(part)
 
-            put(head)
-            for (name, data, shape, dtype), offset, size in zip(plan, offsets, sizes, strict=True):
+            writing = pool.submit(put, head, 0)
+            for (name, data, shape, dtype), offset, done in zip(plan, offsets, accumulate(sizes), strict=True):
                 array = data() if callable(data) else data
                 if array.shape != shape or array.dtype.itemsize != dtype.itemsize:
                     found, wanted = f"{array.dtype}{list(array.shape)}", f"{dtype}{list(shape)}"
                     raise WeightsError(f"parameter {name!r} is {found}, not {wanted}")
-                put(bytes(start + offset - file.tell()))
-                put(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+                writing.result()
+                writing = pool.submit(put, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, start + offset)
                 del array
-                written += size
                 if progress:
-                    progress(written, total)
+                    progress(done, total)
+            writing.result()
             return digest.hexdigest()
     except BaseException:
         path.unlink(missing_ok=True)

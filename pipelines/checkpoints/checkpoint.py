@@ -194,7 +194,7 @@ def missing_and_left_over(required: Mapping[str, tuple[int, ...]], checkpoint: C
 
 
 def validate(checkpoint: Checkpoint, vocab: int) -> None:
-    """Raise CheckpointError if token ids or the tokenizer are invalid or weights are not finite."""
+    """Raise CheckpointError if token ids are not below `vocab` or weights are not finite."""
     tokens = [("bos_token_id", checkpoint.bos_token_id), *(("eos_token_id", eos) for eos in checkpoint.eos_token_ids)]
     tokens += [(f"fim_{role}_token_id", token) for role, token in checkpoint.fim_token_ids.items()]
     for key, token in tokens:
@@ -202,6 +202,10 @@ def validate(checkpoint: Checkpoint, vocab: int) -> None:
             stated = f"{checkpoint.path}: {key} is {shorten_text(str(token))}"
             raise CheckpointError(f"{stated}, outside the vocabulary of {vocab}; correct it")
     check_finite(checkpoint)
+
+
+def check_tokenizer(checkpoint: Checkpoint, vocab: int) -> None:
+    """Raise CheckpointError if the tokenizer is invalid or gives ids that are not below `vocab`."""
     if checkpoint.tokenizer is not None:
         _check_tokenizer(checkpoint.tokenizer, checkpoint.path, vocab)
 
@@ -224,7 +228,7 @@ def tokenizer_of(content: Mapping[str, Any], path: object) -> Any:
 
 
 def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None = None) -> bytes:
-    """Return a parsed tokenizer.json as bytes, after checking it in a child process."""
+    """Check a tokenizer.json, given as parsed JSON, in a child process; return it as bytes."""
     try:
         text = json.dumps(content, ensure_ascii=False)
         data = text.encode()

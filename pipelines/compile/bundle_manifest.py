@@ -16,7 +16,6 @@ from castiron.emitter.kernels.mlir.isa import ISAS
 from castiron.emitter.models import read_config
 from castiron.pipelines.checkpoints.adapter import adapter_sha256, open_adapter
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint
-from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256
 from castiron.pipelines.compile.build_model import EncoderSizes, encoder_sizes
 from castiron.pipelines.compile.calibration import text_sha256
 from castiron.pipelines.compile.options import Options, context_of, max_context_of
@@ -32,13 +31,17 @@ from castiron.vmfb.targets import Target
 def manifest_of(
     model: str | Path,
     checkpoint: Checkpoint,
+    sha256: str,
     options: Options,
     target: Target,
     module: Module,
     tiles: TileFields,
     compile_info: dict,
 ) -> Manifest:
-    """Return a manifest without `files` and `accuracy`; compile_info: entries of its `compile`."""
+    """Return a manifest without `files` and `accuracy`.
+
+    sha256: that of `checkpoint`. compile_info: entries of the manifest's `compile`.
+    """
     first, config, sizes = next(iter(module.functions.values())), checkpoint.config, encoder_sizes(checkpoint, options)
     context = sizes.context if sizes else context_of(config, options)
     max_context = sizes.context if sizes else max_context_of(config, options)
@@ -61,18 +64,18 @@ def manifest_of(
         tokens=Tokens(checkpoint.bos_token_id, tuple(checkpoint.eos_token_ids), dict(checkpoint.fim_token_ids)),
         generation=checkpoint.generation_config,
         tool_format=_tool_format(checkpoint),
-        source=_source(model, checkpoint, options),
+        source=_source(model, checkpoint, sha256, options),
         compile=compile_info | _module_facts(module, options, target, tiles, max_context),
     )
 
 
-def _source(model: str | Path, checkpoint: Checkpoint, options: Options) -> dict:
+def _source(model: str | Path, checkpoint: Checkpoint, sha256: str, options: Options) -> dict:
     path_of = lambda path: as_text(os.path.abspath(path))
     source = {
         "model": as_text(model),
         "path": path_of(checkpoint.path),
         "format": checkpoint.format,
-        "sha256": checkpoint_sha256(checkpoint.path),
+        "sha256": sha256,
         "ignored_keys": list(options.ignore_keys),
         "left_out": dict(checkpoint.left_out),
     }

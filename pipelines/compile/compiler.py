@@ -8,7 +8,7 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -21,9 +21,9 @@ from castiron.emitter.models import read_config
 from castiron.emitter.printer import print_layers, print_module
 from castiron.emitter.step import ModelModule
 from castiron.pipelines.checkpoints.adapter import adapter_sha256
-from castiron.pipelines.checkpoints.checkpoint import validate
+from castiron.pipelines.checkpoints.checkpoint import check_tokenizer, validate
 from castiron.pipelines.checkpoints.encoding_files import MODULES
-from castiron.pipelines.checkpoints.open_checkpoint import find_checkpoint
+from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256, find_checkpoint
 from castiron.pipelines.compile.build_model import build_model, build_module, open_source
 from castiron.pipelines.compile.bundle_manifest import manifest_of
 from castiron.pipelines.compile.calibration import calibrate, text_sha256
@@ -142,13 +142,19 @@ def compile_model(
 
     with BundleWriter(out) as writer:
         texts = module_texts(module) | ({DEVICE: probes.text} if probes else {})
-        with _beside(lambda: pack(writer), cancelled) as packing:
+        # A child process checks the tokenizer, and hashing releases the GIL.
+        works = (
+            lambda: check_tokenizer(checkpoint, vocab),
+            lambda: pack(writer),
+            lambda: checkpoint_sha256(checkpoint.path),
+        )
+        with _beside(works, cancelled) as futures:
             compiling.set()
             with stage("compile"):
                 result = compile_modules(texts, target, writer.directory, extra_flags=options.iree_flags, cancelled=cancelled)
             compiling.clear()
             with stage("pack"):
-                weights = packing.result()
+                _, weights, source_sha256 = (future.result() for future in futures)
         compile_info = {
             "key": key,
             "weights_key": weights_key,
@@ -157,7 +163,7 @@ def compile_model(
             "flags": list(result.flags),
             "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
         }
-        manifest = manifest_of(model, checkpoint, options, target, module, tiles, compile_info)
+        manifest = manifest_of(model, checkpoint, source_sha256, options, target, module, tiles, compile_info)
         hashes = {WEIGHTS: weights}
         if probes:
             with stage("known answer"):
@@ -173,23 +179,24 @@ def compile_model(
 
 
 @contextmanager
-def _beside(work: Callable[[], Any], cancelled: threading.Event) -> Iterator[Future]:
-    """Run `work` in a thread during the `with` body, and yield its future.
+def _beside(works: Sequence[Callable[[], Any]], cancelled: threading.Event) -> Iterator[list[Future]]:
+    """Run `works` in threads during the `with` body, and yield their futures.
 
-    If `work` or the body fails, `cancelled` is set.
+    If one of `works` or the body fails, `cancelled` is set.
     """
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(work)
-        future.add_done_callback(lambda done: cancelled.set() if done.exception() else None)
+    with ThreadPoolExecutor(len(works)) as pool:
+        futures = [pool.submit(work) for work in works]
+        for future in futures:
+            future.add_done_callback(lambda done: cancelled.set() if done.exception() else None)
         try:
-            yield future
+            yield futures
         except BaseException:
             cancelled.set()
-            cause = future.exception() if future.done() else None
-            if cause is None or isinstance(cause, CancelledError):
-                raise
-            # The body failed because the thread did.
-            raise cause from None
+            causes = [future.exception() for future in futures if future.done()]
+            # The body and other threads fail because a thread did.
+            if cause := next((cause for cause in causes if cause and not isinstance(cause, CancelledError)), None):
+                raise cause from None
+            raise
 
 
 def module_texts(module: Module) -> dict[str, str]:

@@ -87,8 +87,8 @@ def _activations(checkpoint: Checkpoint, module, function: str, tokens: Sequence
 def _distance(ours: np.ndarray, theirs: np.ndarray) -> float | None:
     """Return the max absolute difference, divided by the root mean square of `theirs`.
 
-    Both arrays are [tokens, ...]. One token of `ours` is compared with the last of `theirs`. None
-    if the sizes do not match.
+    Both arrays are [tokens, ...]. If `ours` has a single token, it is compared with the last of
+    `theirs`. The result is None if the sizes do not match.
     """
     rows = theirs.reshape(len(theirs), -1) if theirs.ndim > 1 else theirs[None]
     mine = ours.reshape(len(ours), -1)

@@ -19,6 +19,7 @@ from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.checkpoints.gguf_file import metadata_entry, read_gguf, write_gguf
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.cli import main as cli
+from castiron.pipelines.compile import compiler
 from castiron.pipelines.compile.build_model import build_model, open_source
 from castiron.pipelines.compile.calibration import chunks_of
 from castiron.pipelines.compile.options import Options
@@ -225,6 +226,25 @@ def test_infinite_weights_are_rejected(llama, capsys):
 def test_tokenizers_that_end_the_process(llama, part, expected_message):
     change(llama, "tokenizer.json", **part)
     assert expected_message in refusal(llama)
+
+
+def test_an_invalid_tokenizer_ends_packing(llama, capsys, monkeypatch):
+    """The tokenizer is checked while weights are packed."""
+    reports = []
+
+    def packing(path, checkpoint, module, importance, progress, more):
+        path.write_bytes(b"a part")
+        while len(reports) < 6000:
+            reports.append(progress(0.5))
+            time.sleep(0.01)
+
+    monkeypatch.setattr(compiler, "write_parameters", packing)
+    change(llama, "tokenizer.json", model={"type": "WordLevel", "vocab": {"a": 40}, "unk_token": "a"})
+    before = sorted(llama.parent.rglob("*"))
+    assert cli.main(["compile", str(llama), "-o", str(llama.parent / "out")]) == 1
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "has id 40, but the vocabulary has 40 tokens" in message
+    assert len(reports) < 6000 and sorted(llama.parent.rglob("*")) == before
 
 
 def test_a_tokenizer_that_aborts_ends_no_command(llama, tmp_path, capsys):

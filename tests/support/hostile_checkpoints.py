@@ -24,7 +24,7 @@ from pathlib import Path
 from castiron.emitter.lowering import lower
 from castiron.emitter.models import read_config
 from castiron.emitter.printer import print_module
-from castiron.pipelines.checkpoints.checkpoint import validate
+from castiron.pipelines.checkpoints.checkpoint import check_tokenizer, validate
 from castiron.pipelines.compile.build_model import build_model, open_source
 from castiron.pipelines.compile.options import Options
 from castiron.pipelines.compile.weights import pack_parameter
@@ -48,7 +48,9 @@ def read_fully(path: Path) -> None:
     # One width of prefill is enough: the widths do not depend on the checkpoint.
     module = lower(build_model(checkpoint, options), options.lowering)
     print_module(module)
-    validate(checkpoint, read_config(checkpoint.config).vocab)
+    vocab = read_config(checkpoint.config).vocab
+    validate(checkpoint, vocab)
+    check_tokenizer(checkpoint, vocab)
     for param in module.params.values():
         pack_parameter(checkpoint, param)
     json.dumps([checkpoint.config, checkpoint.generation_config], ensure_ascii=False).encode()

@@ -14,6 +14,7 @@ import pytest
 
 from castiron.emitter.abi import functions
 from castiron.vmfb import bundle
+from castiron.vmfb.archive import Part
 from castiron.vmfb.bundle import BundleWriter, open_bundle
 from castiron.vmfb.manifest import MODEL, TOKENIZER, WEIGHTS, BundleError, dump, parse
 from castiron.vmfb.session import Session
@@ -184,7 +185,7 @@ def write(directory, *, manifest=toy.manifest(), **files):
 
 def check_unchanged(folder) -> None:
     """The folder has the bundle that was written with an old tokenizer, and no temporary files."""
-    assert os.listdir(folder) == ["b"]
+    assert sorted(os.listdir(folder)) == ["b", "cache"]
     assert open_bundle(folder / "b").tokenizer.read_bytes() == b"old"
 
 
@@ -192,6 +193,19 @@ def test_optional_files_are_read_back(tmp_path):
     write(tmp_path / "b", **{TOKENIZER: "{}", "chat_template.jinja": "ä"})
     opened = open_bundle(tmp_path / "b")
     assert str(opened.tokenizer) == str(tmp_path / "b" / TOKENIZER) and opened.chat_template == "ä"
+
+
+def test_the_first_opening_hashes_copied_and_changed_files_only(tmp_path, monkeypatch):
+    hashed, sha256 = [], Part.sha256
+    path = write(tmp_path / "b").path
+    monkeypatch.setattr(Part, "sha256", lambda part: hashed.append(str(part)) or sha256(part))
+    open_bundle(path)
+    assert hashed == []
+    copy = shutil.copytree(path, tmp_path / "copy")
+    open_bundle(copy)
+    assert hashed == [str(copy / MODEL), str(copy / WEIGHTS)]
+    (path / WEIGHTS).write_bytes(b"x")
+    assert f"sha256 differs from the manifest: {path / WEIGHTS}" in rejection(path)
 
 
 def test_a_failed_write_keeps_the_old_bundle(tmp_path):
@@ -232,7 +246,7 @@ def test_an_invalid_bundle_is_not_committed(tmp_path):
 def test_a_new_bundle_replaces_all_files(tmp_path):
     write(tmp_path / "b", **{TOKENIZER: "old"})
     write(tmp_path / "b")
-    assert os.listdir(tmp_path) == ["b"] and not (tmp_path / "b" / TOKENIZER).exists()
+    assert sorted(os.listdir(tmp_path)) == ["b", "cache"] and not (tmp_path / "b" / TOKENIZER).exists()
 
 
 def test_only_bundles_and_empty_directories_are_replaced(tmp_path):
@@ -246,7 +260,12 @@ def test_only_bundles_and_empty_directories_are_replaced(tmp_path):
         with pytest.raises(BundleError, match="holds files that are not a bundle's"), BundleWriter(path.parent):
             pass
         assert path.read_text() == text
-    assert (tmp_path / "b" / "thesis.txt").read_text() == "years of work" and sorted(os.listdir(tmp_path)) == ["b", "c", "d"]
+    assert (tmp_path / "b" / "thesis.txt").read_text() == "years of work" and sorted(os.listdir(tmp_path)) == [
+        "b",
+        "c",
+        "cache",
+        "d",
+    ]
     (tmp_path / "file").write_text("x")
     for path, message in ((tmp_path / "file", "is a file"), (tmp_path / "file" / "b", "cannot write")):
         with pytest.raises(BundleError, match=message), BundleWriter(path):
@@ -263,7 +282,7 @@ def test_a_bundle_that_a_killed_writer_moved_is_restored(by, tmp_path):
         with BundleWriter(tmp_path / "b") as alive:
             with BundleWriter(tmp_path / "b"):
                 assert alive.directory.is_dir()
-            assert sorted(os.listdir(tmp_path)) == [alive.directory.parent.name, "b"]
+            assert sorted(os.listdir(tmp_path)) == [alive.directory.parent.name, "b", "cache"]
     assert open_bundle(tmp_path / "b").tokenizer.read_bytes() == b"good"
     assert sorted(os.listdir(tmp_path)) == ["b", "cache"]
 

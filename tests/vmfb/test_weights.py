@@ -50,11 +50,12 @@ def test_iree_reads_what_was_written(tmp_path_factory, tensors):
     assert written == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_a_single_tensor_is_in_memory_at_a_time(tmp_path):
+def test_no_more_than_two_tensors_are_in_memory(tmp_path):
     alive = []
 
     def make(n):
-        assert not any(ref() is not None for ref in alive)
+        # The previous tensor may still be written.
+        assert sum(ref() is not None for ref in alive) <= 1
         array = np.full((1000,), n, np.uint8)
         alive.append(weakref.ref(array))
         return array
