@@ -41,10 +41,9 @@ def fused(
         kernel.write(b, **arguments)
 
     def reference(**given: Any) -> Mapping[str, np.ndarray]:
-        computed = {name: np.asarray(_typed(e, e.array(given))) for name, e in inputs.items()}
-        # In the order of the operands of `kernel`: some references join several operands.
-        own = {name: computed[name] if name in computed else given[name] for name in kernel.operands}
-        found = dict(kernel.reference(**own))
+        own = given | {name: np.asarray(_typed(e, e.array(given))) for name, e in inputs.items()}
+        # In the order of `kernel.operands`, because attention joins its rows in this order.
+        found = dict(kernel.reference(**{name: own[name] for name in kernel.operands}))
         if output:
             found[result] = _typed(output, output.array(given, found[result]))
         return found
