@@ -1,6 +1,7 @@
 """Fuse StableHLO operations of a lowered function into the GPU kernels around them.
 
-- A kernel continues its result with element-wise operations (`Finished`).
+- A kernel continues its result with element-wise operations (`Finished`), and attention with a
+  matmul for each head (`FinishedHead`).
 - A kernel computes an operand from a cheap expression where it loads it (`Computed`).
 - The other operands of a kernel that StableHLO computes become the results of one more kernel.
 - Two kernels of a layer that do not depend on each other become one dispatch.
@@ -100,7 +101,7 @@ def fuse_kernels(graph: Graph) -> Graph:
             ops += _rewritten(f, op, None)
         elif op.results and op.results[0] in moved:
             ops += _rewritten(f, moved[op.results[0]], op.results[0])
-        else:
+        elif op not in continued:
             ops.append(op)
     return replace(graph, ops=_side_by_side(_live(ops, graph.outputs)))
 
@@ -115,11 +116,13 @@ def _live(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
 
 
 def _continued(f: _Function) -> dict[Op, Value]:
-    """Return the kernels whose result only element-wise operations use, with their last value."""
+    """Return the kernels that compute more than their first result, with the value they end in."""
     found, inside = dict[Op, Value](), set[Value]()
     for op in f.graph.ops:
         kernel = op.attrs.get("kernel")
-        if isinstance(kernel, GpuKernel) and kernel.single_store and len(op.results) == 1:
+        if isinstance(kernel, GpuKernel) and kernel.heads and (root := _last_of_heads(f, op)) is not None:
+            found[op] = f.stored[root] = root
+        elif isinstance(kernel, GpuKernel) and kernel.single_store and len(op.results) == 1:
             root, own = _last(f, op.results[0], inside)
             if root is not None:
                 found[op] = f.stored[root] = root
@@ -147,6 +150,28 @@ def _last(f: _Function, result: Value, inside: set[Value]) -> tuple[Value | None
         if result in within and is_closed and f.is_cheap(root, result):
             return root, within - {root}
     return None, set()
+
+
+def _last_of_heads(f: _Function, op: Op) -> Value | None:
+    """Return the product of each head of attention and a matrix of its own, or None without it.
+
+    The product is [T, heads * n]; no other operation uses the result of attention.
+    """
+    value, heads = op.results[0], op.attrs["kernel"].heads
+    for kind in ("reshape", "slice", "dot_general", "transpose", "reshape"):
+        users = f.users.get(value, [])
+        if value in f.graph.outputs or [user.kind for user in users] != [kind]:
+            return None
+        (user,) = users
+        by_head = value.shape[:2] == (op.results[0].shape[0], heads) and user.operands[0] is value
+        if kind == "dot_general" and not (by_head and user.attrs["batch"] == ((1,), (0,))):
+            return None
+        if kind == "transpose" and tuple(user.attrs["dims"]) != (1, 0, 2):
+            return None
+        value = user.results[0]
+    last = f.position[value]
+    is_early = any(f.position[user.results[0]] < last for x in op.results[1:] for user in f.users.get(x, []))
+    return None if is_early or value.shape[:1] != op.results[0].shape[:1] else value
 
 
 def _between(f: _Function, root: Value, cone: set[Value]) -> set[Value]:
@@ -182,7 +207,7 @@ def _rewritten(f: _Function, op: Op, root: Value | None) -> list[Op]:
     new = fused(kernel, inputs, output, more) if inputs or output else kernel
     values = given | more
     operands = tuple(f.stored.get(values[name], values[name]) for name in new.tensors)
-    results = op.results if root is None else (root,)
+    results = op.results if root is None else (root, *op.results[1:])
     return [*made, Op("kernel", operands, results, {**op.attrs, "kernel": new}, op.path)]
 
 

@@ -32,9 +32,7 @@ GEMMA = {
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 # The max number of dispatches of a layer in decoding, and the families with layers that take more.
 LIMIT = 8
-MORE = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), 9), "gemma4_text": 12,
-}  # fmt: skip
+MORE = {"gemma4_text": 12}
 # Dispatches of a layer in decoding.
 MODELS = {"llama": (LLAMA, 5), "gemma2": (GEMMA, 7), "mixtral": (MIXTRAL, 7)}
 

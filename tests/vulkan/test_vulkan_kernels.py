@@ -158,6 +158,27 @@ def test_attention_over_caches_of_any_type(storage, tmp_path):
         check(run, kernel, given, {"f32": 2e-6, "f16": 1e-3, "q8_0": 1e-2}[storage])
 
 
+@pytest.mark.parametrize("tokens,position", [(ONE, 70), (BATCH, (5, -1, 64))])
+@pytest.mark.parametrize("head_dim", [20, 200])
+def test_attention_that_multiplies_each_head_by_a_matrix(head_dim, tokens, position, tmp_path):
+    """As latent attention does; fewer and more elements than threads, and an idle sequence."""
+    heads, used, n, T = 4, head_dim - 4, 7, tokens.count
+    caches, layout = Caches(3 * T, 100, CACHES["f32"], None), HeadLayout(heads, 2, head_dim, None)
+    kernel, module = attention(caches, layout, Scores(0.2), tokens, Rows((layout.row,))), Module("heads")
+    types = {**kernel.tensors, "matrices": TensorType((heads, n, used), F32)}
+    with module.function("f", **types) as (*values, matrices):
+        found = ops.kernel_call(kernel, **dict(zip(kernel.tensors, values)), layer=1)
+        out = ops.slice_(ops.reshape(found["out"], (T, heads, head_dim)), (0, 0, 0), (T, heads, used))
+        out = ops.transpose(ops.dot_general(out, matrices, ((2,), (2,)), ((1,), (0,))), (1, 0, 2))
+        current_function().returns(out=ops.reshape(out, (T, heads * n)), k=found["k_cache"], v=found["v_cache"])
+    (fused,) = [op.attrs["kernel"] for op in fuse_kernels(module.functions["f"]).ops]
+    given = attention_case(fused, caches, layout, position, None)
+    wide, matrices = kernel.reference(**{name: given[name] for name in kernel.tensors}, layer=1)["out"], given["in4"]
+    wanted = np.einsum("thd,hnd->thn", wide.reshape(T, heads, head_dim)[..., :used], matrices).reshape(T, -1)
+    np.testing.assert_allclose(fused.reference(**given, layer=1)["out"], wanted, rtol=1e-4, atol=1e-5)
+    check(GpuRunner([fused], tmp_path), fused, given, 5e-6)
+
+
 def test_norms_and_argmax(tmp_path):
     rng = np.random.default_rng(2)
     norms = [norm("rms_norm", 3, 70, 1e-6, residual=True), norm("layer_norm", 2, 256, 1e-5, bias=True)]

@@ -96,6 +96,7 @@ def attention(caches: Caches, layout: HeadLayout, scores: Scores, tokens: Decode
         reference=lambda layer, **given: _reference(caches, layout, scores, tokens, layer, given),
         in_place={name: name for name in updated},
         threads=THREADS,
+        heads=0 if tokens.in_cache else layout.heads,
         # A workgroup reads the query head that is its own.
         reads_rarely=("rows0",) if rows.widths[0] == layout.keys and layout.qk_norm is None else (),
     )

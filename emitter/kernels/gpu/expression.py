@@ -133,22 +133,55 @@ class Finished:
 
 
 @dataclass(frozen=True, eq=False)
+class FinishedHead:
+    """A head of a result, stored in shared memory until the final result is computed from it.
+
+    target: memref of the final result. row: shared memref f32 [head_dim]. token, head: index of the
+    row and of the head in it.
+    """
+
+    expression: Expression
+    given: Mapping[str, Any]
+    target: Ssa
+    row: Ssa
+    token: Index
+    head: Index
+
+    def store(self, b: GpuBody, value: Ssa, *index: Index) -> None:
+        b.store(value, self.row, self._element(b, index[-1]))
+
+    def load(self, b: GpuBody, *index: Index) -> Ssa:
+        return b.load(self.row, self._element(b, index[-1]))
+
+    def _element(self, b: GpuBody, column: Index) -> Index:
+        return b.sub(column, b.mul(self.head, self.row.type.shape[0]))
+
+    def finish(self, b: GpuBody, heads: int) -> None:
+        """Emit code that computes and stores the final result of the head."""
+        b.barrier()
+        root = self.expression.root
+        with b.strided(b.thread(), root.shape[1] // heads) as item:
+            index = self.token, b.add(b.mul(self.head, root.shape[1] // heads), item.index)
+            b.store(_Elements(b, self.expression, self.given, self).at(root, index), self.target, *index)
+
+
+@dataclass(frozen=True, eq=False)
 class _Elements:
     """An emitter of code that computes elements of an expression.
 
-    b: the `GpuBody`. hole: the element of the kernel's result.
+    b: the `GpuBody`. hole: the element of the kernel's result, or a head that has the element.
     """
 
     b: GpuBody
     expression: Expression
     given: Mapping[str, Any]
-    hole: Ssa | None = None
+    hole: Ssa | FinishedHead | None = None
 
     def at(self, value: Value, index: Sequence[Index]) -> Ssa:
         """Return an element of `value`: an i32, or a number of any other type as f32."""
         if value is self.expression.hole:
             assert self.hole is not None, "only a result of a kernel is continued"
-            return self.hole
+            return self.hole if isinstance(self.hole, Ssa) else self.b.load(self.hole, *index)
         if value in self.expression.names:
             return self._loaded(self.given[self.expression.names[value]], value, index)
         op = self.expression.producers[value]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from castiron.emitter.ir import Value
-from castiron.emitter.kernels.gpu.expression import Computed, Expression, Finished
+from castiron.emitter.kernels.gpu.expression import Computed, Expression, Finished, FinishedHead
 from castiron.emitter.kernels.gpu.gpu_body import GpuBody
 from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
 from castiron.emitter.kernels.mlir.body import Ssa
@@ -26,19 +26,26 @@ def fused(
     """Return a kernel with computed operands and a continued result.
 
     inputs: the expressions of computed operands, by name. output: the expression that continues the
-    only result, or None. more: the operands of the expressions that `kernel` does not have.
+    first result, or None. more: the operands of the expressions that `kernel` does not have.
     """
     stored = {name: t for name, t in kernel.operands.items() if name not in inputs}
-    (result, *others), results = kernel.results, dict(kernel.results)
-    assert output is None or not others, "only a kernel with one result is continued"
+    result, *others = kernel.results
+    assert output is None or kernel.heads or not others, "only a kernel with one result or with heads is continued"
+    results = dict(kernel.results) | ({result: output.root.type} if output else {})
     keys = [*(f"{name}={e.key()}" for name, e in inputs.items()), *([output.key()] if output else [])]
 
     def write(b: GpuBody, **given: Ssa) -> None:
         arguments: dict[str, Any] = {name: x for name, x in given.items() if name not in more}
         arguments |= {name: Computed(e, given) for name, e in inputs.items()}
-        if output:
+        if output and kernel.heads:
+            token, head = b.div(b.workgroup(), kernel.heads), b.rem(b.workgroup(), kernel.heads)
+            row = b.shared(kernel.results[result].shape[1] // kernel.heads)
+            arguments[result] = FinishedHead(output, given, given[result], row, token, head)
+        elif output:
             arguments[result] = Finished(output, given, given[result])
         kernel.write(b, **arguments)
+        if output and kernel.heads:
+            arguments[result].finish(b, kernel.heads)
 
     def reference(**given: Any) -> Mapping[str, np.ndarray]:
         own = given | {name: np.asarray(_typed(e, e.array(given))) for name, e in inputs.items()}

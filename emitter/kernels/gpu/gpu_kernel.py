@@ -24,12 +24,15 @@ class GpuKernel(Kernel):
     separate kernel.
     reads_rarely: operands of which each element is read at most twice in the complete dispatch, so
     that it may be computed there even if it is a dot product.
+    heads: if not 0, workgroup i computes head i % heads of row i / heads of the first result
+    [rows, heads * head_dim], so that it may continue the complete head.
     """
 
     threads: int = 64
     single_store: bool = False
     reads_often: tuple[str, ...] = ()
     reads_rarely: tuple[str, ...] = ()
+    heads: int = 0
 
     @property
     def index_type(self) -> str:
