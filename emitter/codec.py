@@ -86,9 +86,9 @@ class Codec:
 
     @cached_property
     def int8_scale(self) -> int:
-        """Return the factor of a table of floats before it is rounded to int8; 1 without a table.
+        """Return the factor by which `table` is multiplied before it is rounded to int8.
 
-        Of the factors from 64 to 127, it is the one with the smallest square error.
+        It is the factor from 64 to 127 with the smallest square error, or 1 if there is no table.
         """
         if self.has_integers:
             return 1
@@ -96,12 +96,12 @@ class Codec:
 
     @property
     def in_int8(self) -> "Codec":
-        """Return this codec with a table of floats rounded to int8 / `int8_scale`."""
+        """Return a copy whose table of floats is rounded to multiples of 1 / `int8_scale`."""
         return replace(self, table=tuple(round(self.int8_scale * value) / self.int8_scale for value in self.table))
 
     @property
     def summed(self) -> bool:
-        """Return whether a matmul needs the sum of x over each group: for the offset or minima."""
+        """Return whether codes have an offset or minima, so that a matmul needs sums of x by group."""
         return bool(self.offset or self.minimum)
 
     def split(self, blocks: np.ndarray) -> Parts:

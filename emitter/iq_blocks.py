@@ -63,7 +63,6 @@ def _d(columns: np.ndarray, factor: float) -> np.ndarray:
 
 
 def _fields(numbers: np.ndarray, shifts: tuple[int, ...], mask: int) -> np.ndarray:
-    """Return (number >> shift) & mask for numbers [n, k] and each shift: [n, k * len(shifts)]."""
     return (numbers[:, :, None] >> np.array(shifts, numbers.dtype) & numbers.dtype.type(mask)).reshape(len(numbers), -1)
 
 

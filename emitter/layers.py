@@ -306,12 +306,12 @@ def experts(
 
 
 def _orders_of_experts(step: Step, names: tuple[str, ...], count: int, features: int) -> Value | None:
-    """Return the order of the columns of all experts' weights, [count, features], or None.
+    """Return the permutations of the columns of all experts' weights, [count, features], or None.
 
     Element [e, i] is the feature of x that column i of expert e's weights multiplies. names: the
-    projections that read x. The result is None if the columns are in the order of x. It is also
-    None if only some experts have an order, or if the projections of an expert have different
-    orders; `build` reports these as errors.
+    projections that read x. The result is None if no columns are permuted. It is also None if only
+    some experts have permuted columns, or if an expert's projections have different permutations;
+    `build` reports these cases as errors.
     """
     path, module = current_path(), step.module
     weights = [[f"{path}.{e}.{name}.weight" for name in names] for e in range(count)]

@@ -102,12 +102,11 @@ def _columns(codec: Codec, values: np.ndarray) -> np.ndarray:
 
 
 def _quotient(a, b: np.ndarray) -> np.ndarray:
-    """Return a / b, with 0 where b is 0."""
     return np.divide(a, b, out=np.zeros(b.shape, np.float32), where=b != 0)
 
 
 def _dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the sum of a * b, both [group, n], over each group, as [n]."""
+    """Return the sums over each group of a * b; a, b: [group, n], result: [n]."""
     return np.einsum("gn,gn->n", a, b)
 
 
@@ -227,7 +226,6 @@ def _with_minima(codec: Codec, encoder: Encoder, x: np.ndarray, weights: np.ndar
 
 
 def _halves(*numbers: np.ndarray) -> list[np.ndarray]:
-    """Return each array of n f16 numbers as little-endian bytes, u8 [n, 2]."""
     return [np.ascontiguousarray(n, "<f2")[:, None].view(np.uint8) for n in numbers]
 
 

@@ -133,7 +133,7 @@ class Matmul:
 
     @property
     def summed_groups(self) -> int:
-        """Return the number of elements of x in each sum of `x_sums`, or 0 without that operand."""
+        """Return the number of elements of x in each sum of `x_sums`; 0 if there is no such operand."""
         if self.numerics == "canonical" and not self.experts:
             return self.format.group if self.format.summed else 0
         return self.format.group if self.numerics == "bf16_split" and self.format.minimum else 0
@@ -182,7 +182,7 @@ class Matmul:
     def nbytes(self) -> int:
         """Return the bytes of memory traffic of a call: its operands and its result.
 
-        With experts, `weight` is counted as read for min(experts, number of pairs) experts.
+        With experts, the weights of min(experts, number of pairs) experts are counted.
         """
         types = self.operands() | self.results()
         weight = types.pop("weight").nbytes

@@ -62,7 +62,6 @@ class Context:
 
 
 def _length(rows: int) -> Value | None:
-    """Return the i32 number of rows that are not padding, of `rows` in all; None if `rows` is 1."""
     length = current_function().length
     # A constant if there is no padding, so that all functions with as many rows share kernels.
     return None if rows == 1 else ops.constant(rows, I32, ()) if length is None else length

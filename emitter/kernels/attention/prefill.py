@@ -314,10 +314,6 @@ class _Tile:
         return b.unrolled(count, shape.unroll, sums, step)
 
     def softmax(self, count: Index) -> None:
-        """Emit code that replaces the scores of `count` keys by softmax weights.
-
-        The code also updates the maximum and the sum of weights of each column.
-        """
         b, shape = self.b, self.shape
         old = [b.vload(self.maxima, shape.width, c) for c in self.lanes]
         with b.loop(0, count, carry=old) as j:

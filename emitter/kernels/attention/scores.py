@@ -48,7 +48,8 @@ class Scores:
 def by_position(rows: np.ndarray, end: int) -> np.ndarray:
     """Return the keys or values of positions 0 .. end - 1, in this order: [end, ...].
 
-    rows: one layer of a cache, by position; in a ring buffer of n positions, by position modulo n.
+    rows: one layer of a cache. Row p has position p. In a ring buffer of n rows, position p is in
+    row p modulo n.
     """
     return rows[np.arange(end) % len(rows)]
 

@@ -43,7 +43,6 @@ def _like(kernel: Kernel, workgroups: int, threads: int, write) -> Kernel:
 
 
 def _zero(b: GpuBody, share: Share, y: Ssa, column: Index) -> None:
-    """Emit code that sets one column of y to zero in the rows of padding."""
     with b.loop(share.end, share.high) as t:
         b.store(b.f32(0.0), y, t.index, column)
 

@@ -185,8 +185,8 @@ class Gemv:
     def _prefetches(self, row_blocks: list[Index], record: Index, offset: Index, nbytes: int) -> list[Callable[[], None]]:
         """Return functions that each emit a prefetch of one cache line of the packed weight.
 
-        The lines are bytes offset .. offset + nbytes - 1, in each row block, of the record that is
-        multiplied `tiles.ahead` records after `record`.
+        The lines belong to a later record, `tiles.ahead` records after `record`, in each of the row
+        blocks. They are bytes offset .. offset + nbytes - 1 of that record.
         """
         b, (first, last) = self.b, self.range
         then = b.add(b.sub(record, first) if first else record, self.tiles.ahead)  # may be in the next set of row blocks
@@ -339,5 +339,4 @@ class Gemv:
 
 
 def _share(items: list, i: int, parts: int) -> list:
-    """Return part `i` of a list that is divided into `parts` consecutive parts of equal size."""
     return items[len(items) * i // parts : len(items) * (i + 1) // parts]
