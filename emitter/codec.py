@@ -101,7 +101,7 @@ class Codec:
 
     @property
     def summed(self) -> bool:
-        """Return whether codes have an offset or minima, so that a matmul needs sums of x by group."""
+        """Return whether a matmul needs sums of x over groups, for an offset or minima."""
         return bool(self.offset or self.minimum)
 
     def split(self, blocks: np.ndarray) -> Parts:

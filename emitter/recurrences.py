@@ -83,7 +83,7 @@ def _recur(step: Step, kind: str, operands: Sequence[Value], layer: int, name: s
 
 
 def _index(step: Step, kind: str, name: str, layer: int, operands: Sequence[Value] = ()) -> int:
-    """Return the index of layer `layer` of the model in dimension 0 of the recurrent state `name`."""
+    """Return the index of a layer of the model in dimension 0 of the recurrent state `name`."""
     record = step.records[name]
     if record.kind != "recurrent" or layer not in record.layers:
         raise fail(kind, f"no recurrent state {name!r} for layer {layer}", (*operands, step.states[name]))

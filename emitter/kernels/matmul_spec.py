@@ -133,7 +133,7 @@ class Matmul:
 
     @property
     def summed_groups(self) -> int:
-        """Return the number of elements of x in each sum of `x_sums`; 0 if there is no such operand."""
+        """Return the number of elements in each sum of `x_sums`; 0 without such an operand."""
         if self.numerics == "canonical" and not self.experts:
             return self.format.group if self.format.summed else 0
         return self.format.group if self.numerics == "bf16_split" and self.format.minimum else 0

@@ -71,7 +71,10 @@ def softplus(x: Value) -> Value:
 
 
 def _along(vector: Value, like: Value, *dims: int) -> Value:
-    """Broadcast `vector` to the shape of `like`; dims: the dimensions of `like` that `vector` has."""
+    """Broadcast `vector` to the shape of `like`.
+
+    dims: the dimensions of `like` that `vector` has.
+    """
     return ops.broadcast_in_dim(vector, like.shape, dims)
 
 

@@ -314,7 +314,7 @@ class ConfigReader:
         return tuple(rest)
 
     def _has_effect(self, key: str) -> bool:
-        """Return whether HF's model may read `key`; True for every key of a family that HF lacks."""
+        """Return whether HF's model may read `key`; True for all keys if HF lacks the family."""
         if TRAINERS.fullmatch(key):
             return False
         if self.model_type not in HF_KEYS:

@@ -89,7 +89,7 @@ class DecodeTokens:
         return position, b.negate(b.less(row, b.to_index(b.load(given["length"]))))
 
     def runs(self, given: Mapping[str, np.ndarray]) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yield (index, first row of qkv, token positions i64 [n]) of each sequence that is not idle.
+        """Yield (index, first row of qkv, token positions i64 [n]) of each active sequence.
 
         given: the kernel's operands as NumPy arrays, by name.
         """

@@ -113,10 +113,10 @@ class Rows:
             self.b.prefetch(self.buffer, *at, *indices, near=near)
 
     def part(self, at: Sequence[Index], first: Index, size: int) -> Callable[[int], Ssa]:
-        """Return a function load(offset), which loads the f32 vector at element first + offset of a row.
+        """Return a function load(offset), which loads the f32 vector at element first + offset.
 
-        size: number of elements that the function may load, from element `first` on. It must divide
-        `first`, and `Cache.cuts` must be true for it.
+        size: number of elements that the function may load, from element `first` of the row on. It
+        must divide `first`, and `Cache.cuts` must be true for it.
         """
         b, group, scales, at = self.b, self.cache.group(self.head_dim), dict[int, Ssa](), self.indices(at)
         if not self.cache.grouped:

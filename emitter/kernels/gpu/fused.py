@@ -1,4 +1,4 @@
-"""Kernels that compute operands while they load them, and process results before they store them."""
+"""Kernels that compute operands as they load them, and process results before storing them."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ class Grouped(Gemm):
                     self._direct_tile(sides, full, size)
 
     def _direct_tile(self, sides: Sequence[tuple[Index, int, Index]], token: Index, rows: int) -> None:
-        """Emit code that multiplies `rows` pairs by the weights in `sides`, and stores to `self.sums`.
+        """Emit code that multiplies `rows` pairs by the weights in `sides`, to `self.sums`.
 
         token: index of the first pair in the current block of pairs. sides: the vectors of weight
         rows, each as (16-row block, index of the vector in the block, column of `self.sums` for the
