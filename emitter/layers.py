@@ -72,7 +72,7 @@ def linear(step: Step, x: Value, name: str, out_features: int, bias: bool = Fals
 
 
 def _reordered(step: Step, x: Value, weight: str) -> Value:
-    """Return x [T, in] with its features in the order of the columns of `weight`."""
+    """Permute the features of x [T, in] in the same way as the columns of `weight`."""
     if (order := step.module.orders.get(weight)) is None:
         return x
     step.module.reordered.add(weight)

@@ -106,7 +106,6 @@ def _quotient(a, b: np.ndarray) -> np.ndarray:
 
 
 def _dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the sums over each group of a * b; a, b: [group, n], result: [n]."""
     return np.einsum("gn,gn->n", a, b)
 
 
@@ -191,7 +190,6 @@ def _rounded(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _by_block(codec: Codec, codes: np.ndarray) -> np.ndarray:
-    """Return codes [group, n] f32 as [blocks, block] i8."""
     return np.ascontiguousarray(codes.astype(np.int8).T).reshape(-1, codec.block)
 
 
@@ -245,7 +243,6 @@ def _unsigned(codes: np.ndarray, offset: int) -> np.ndarray:
 
 
 def _six_bits(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
-    """Pack 6-bit scales and minima, u8 [n, 8] each, in bytes [n, 12], as q4_k and q5_k do."""
     (s, s_top), (m, m_top) = ((part[:, :4], part[:, 4:]) for part in (scales, minima))
     return np.concatenate([s | s_top >> 4 << 6, m | m_top >> 4 << 6, s_top & 15 | m_top << 4], axis=1)
 

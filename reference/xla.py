@@ -71,7 +71,6 @@ def _entry(text: str, function: str) -> tuple[str, list[tuple[tuple[int, ...], n
 
 
 def _given(array: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return `array` as `dtype`; bf16 bits in uint16 and i8 in uint8 are reinterpreted."""
     if (array.dtype, dtype) in _SAME_BITS:
         array = array.view(dtype)
     if array.shape != shape or array.dtype != dtype:

@@ -29,7 +29,8 @@ class Matmul:
     """The specification of y = x W^T, for x [tokens, in] and a packed weight W [out, in].
 
     codec: name of the codec of W.
-    rms_eps: epsilon of an RMS norm that the kernel applies to x (on CPUs for one token only), or None.
+    rms_eps: epsilon of an RMS norm that the kernel applies to x; None for no norm. CPU kernels
+        compute the norm for one token only.
     bias, residual: whether the kernel adds a bias or a residual to y.
     glu: activation of a GLU, y = act(gate) * up, or None. With a GLU, W has alternate blocks of 16
         rows of gate and of up, gate first (`weights.packing.pack`).

@@ -184,7 +184,6 @@ def _part_of_heads(x: Value, layout: HeadLayout, parts: int, part: int) -> Value
 
 
 def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> Value:
-    """Return qkv [T, row] with one part of the query heads, and with all keys and values."""
     if parts == 1:
         return qkv
     tokens = qkv.shape[0]

@@ -334,7 +334,6 @@ def _experts_of_pairs(
     expert = ops.reshape(chosen, (pairs,))
 
     def project(x: Value, stacked: Stored, out: int, bias: Stored | None) -> Value:
-        """Return x [pairs, in] times the rows of each pair's expert in `stacked`: [pairs, out]."""
         first = ops.multiply(expert, ops.constant(out, I32, expert.shape))
         rows = ops.add(ops.broadcast_in_dim(first, (pairs, out), (0,)), ops.iota((pairs, out), 1))
         rows = ops.reshape(rows, (pairs * out,))

@@ -157,7 +157,6 @@ def _ring_positions(end: Value, rows: int) -> Value:
 
 
 def _positions(start: Value, shape: tuple[int, ...]) -> Value:
-    """Return i32 [T, n], in which all elements of row t are start + t; shape: (T, n)."""
     return ops.add(ops.iota(shape, 0), ops.broadcast_in_dim(start, shape, ()))
 
 

@@ -34,7 +34,6 @@ class _Tokens:
     length: Value | None
 
     def real(self, x: Value) -> Value:
-        """Return x [T, ...] with zeros in rows of padding."""
         if self.length is None:
             return x
         rows = ops.compare("LT", ops.iota(x.shape, 0), ops.broadcast_in_dim(self.length, x.shape, ()))
@@ -159,7 +158,6 @@ def _decays(log: Value) -> _Decays:
 
 
 def _constant(mask: np.ndarray, shape: tuple[int, ...]) -> Value:
-    """Return a mask [C, n] as f32, repeated for each head if `shape` is [heads, C, n]."""
     value = ops.constant(mask.astype(np.float32), F32)
     return value if shape == mask.shape else ops.broadcast_in_dim(value, shape, (1, 2))
 

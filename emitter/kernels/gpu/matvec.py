@@ -129,10 +129,6 @@ def matvec(matmul: Matmul, summed: int = 0) -> Kernel:
         decoder, zeros = Units(b, layout, weight, inner), [b.f32(0.0)] * (count + tokens * normed)
 
         def dots(above: Index, x_rows: list[Index]) -> list[Ssa]:
-            """Return this thread's part of the dot products, and (with a norm) of the sums of x^2.
-
-            above: number of rows of the weight before those of the expert.
-            """
             weight_rows = [b.add(above, b.add(row, half * out)) for half in range(halves) for row in own]
             with b.loop(lane, units, lanes, carry=zeros) as loop:
                 xs, squares = [load_x(b, x, row, loop.index) for row in x_rows], []
@@ -218,10 +214,6 @@ def _sum(b: GpuBody, x: list[Ssa]) -> Ssa:
 
 
 def _squares(b: GpuBody, x: list[Ssa], total: Ssa, unit: Index, inner: int) -> Ssa:
-    """Return `total` plus the squares of the 8 elements of a unit of x.
-
-    Elements past the end of the row (`inner` elements) are not added.
-    """
     for j, element in enumerate(x):
         square = b.mulf(element, element)
         if inner % UNIT:

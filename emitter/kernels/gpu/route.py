@@ -124,7 +124,6 @@ def _drop_groups(b: GpuBody, thread: Ssa, rated: Ssa, experts: int, groups: tupl
 
 
 def _softmax(b: GpuBody, thread: Ssa, read, target: Ssa, count: int) -> None:
-    """Emit code that stores the softmax of read(0) .. read(count - 1) in the shared `target`."""
     with b.strided(thread, count, [b.f32(float("-inf"))]) as e:
         e.give(b.maxf(read(e.index), e.values[0]))
     found, at = b.sums(thread, e.results, b.threads, "maxf")

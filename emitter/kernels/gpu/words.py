@@ -226,7 +226,6 @@ class Units:
         return [x for word in words for x in (b.bf16s(word) if self.layout.codec == "bf16" else b.halves(word))]
 
     def _high(self, row: Index, unit: Index) -> Ssa:
-        """Return an i32 that has the high codes of a unit in its lowest bits."""
         b, bits = self.b, self.layout.high_bits
         per_word, low = 32 // bits, self.layout.parts(self.inner)[0]
         word = b.load(self.weight, row, b.add(b.div(unit, per_word), low))

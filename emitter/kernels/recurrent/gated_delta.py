@@ -163,7 +163,6 @@ class _Head:
         return b.broadcast(b.load(self.given[name], t, b.add(self.at[name], d)), self.sizes[2])
 
     def know(self, t: Index) -> None:
-        """Emit code that stores decay, beta and the scales of k and q of token `t` in `known`."""
         b, k_dim, head = self.b, self.sizes[0], self.share.unit
 
         def inverse_length(name: str, factor: float) -> Ssa:
