@@ -20,8 +20,8 @@ class Parts:
     codes: i8 [n, block].
     d: the scale of each block, [n]: f16, f32, or u16 with the bits of a bf16. For a codec with
         `exponents`, d is u8, and the scale is 2^(d - 128).
-    m: the factor of each block's minima, [n] f16, or None without minima. For a codec with `zeros`,
-        m is the block's zero point, [n] i8, and the formula has d * m in place of m.
+    m: the factor of each block's minima, [n] f16; None if there are no minima. For a codec with
+        `zeros`, m is the block's zero point, [n] i8, and the formula has d * m in place of m.
     scales, minima: the factors of each group, [n, groups] u8 or i8; None means 1. For a codec with
         `small_floats`, scales are u8: the bits of an f16, shifted right by 7.
     """

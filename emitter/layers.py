@@ -119,8 +119,9 @@ def values(step: Step, name: str, shape: tuple[int, ...]) -> Value:
 def rms_norm(step: Step, x: Value, name: str | None, eps: float, transform=None, groups: int = 1) -> Value:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467).
 
-    name: None if there is no weight. transform: a function applied to the weight at compile time.
-    groups: the number of equal parts of a row [features] that are normalised separately.
+    name: name of the weight; None for no weight. transform: a function applied to the weight at
+    compile time. groups: the number of equal parts of a row [features] that are normalised
+    separately.
     """
     if name is None:
         ones = step.table(f"ones.{x.shape[-1]}", x.shape[-1:], lambda: np.ones(x.shape[-1:], np.float32))

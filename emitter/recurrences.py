@@ -72,8 +72,8 @@ def _rate(step: Step, heads: int) -> Value:
 def _recur(step: Step, kind: str, operands: Sequence[Value], layer: int, name: str, like: Value) -> Value:
     """Append an operation that updates a layer's part of the recurrent state `name`.
 
-    Return its first result, which has the type of `like`. Its second result is the new state, which
-    replaces the old one in `step.states`.
+    Return the operation's first result, of the same type as `like`. The second result is the new
+    state, which replaces the old one in `step.states`.
     """
     state = step.states[name]
     numbers = (step.start,) + ((step.length,) if step.length is not None else ())

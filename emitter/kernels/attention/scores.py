@@ -60,7 +60,8 @@ def attend(
     """Compute attention in NumPy; return f64 [T, heads, head_dim].
 
     q: [T, heads, head_dim]. k, v: [context, kv_heads, head_dim]. positions: positions of the T
-    tokens; bidirectional attention ends at the last of them. sinks: [heads] or None.
+    tokens. In bidirectional attention, tokens attend to no position after the last of these. sinks:
+    [heads], or None for no sinks.
     """
     nothing = np.full(q.shape[1], -np.inf) if sinks is None else sinks.astype(np.float64)
     group = q.shape[1] // k.shape[1]

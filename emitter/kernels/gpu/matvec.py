@@ -80,9 +80,9 @@ def load_x(b: GpuBody, x: Ssa, row: Index, unit: Index) -> list[Ssa]:
 
 
 def finished(b: GpuBody, matmul: Matmul, dots: list[Ssa], given: dict[str, Ssa], token: Index, row: Index) -> Ssa:
-    """Return a result of a matmul from its dot product, with the activation, bias and residual.
+    """Return a result of a matmul from the dot product, with activation, bias and residual.
 
-    dots: the dot product, or with a GLU those of gate and up. given: memrefs of the operands by
+    dots: one dot product, or with a GLU two: of gate and of up. given: memrefs of the operands by
     name.
     """
     y = dots[0] if matmul.glu is None else b.mulf(ACTIVATIONS[matmul.glu](b, dots[0]), dots[1])

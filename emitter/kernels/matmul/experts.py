@@ -295,7 +295,7 @@ class Grouped(Gemm):
 
 
 class GroupedInt8(Grouped, GemmInt8):
-    """A writer of the body of a GEMM of int8 x over (token, expert) pairs, grouped by expert."""
+    """A writer of the body of `Grouped` kernels for int8 x."""
 
     def _direct_tile(self, sides: Sequence[tuple[Index, int, Index]], token: Index, rows: int) -> None:
         b, records, parts, (first_block, _, first_column) = self.b, self.panel.records, self.step.parts, sides[0]

@@ -105,7 +105,7 @@ def even_tokens(tokens: int, limit: int, unit: int) -> int:
 def even_share(total: int, limit: int) -> int:
     """Return the largest divisor of `total` that is at most `limit`.
 
-    If that divisor is less than half of `limit`, return `limit`.
+    The result is `limit` if this divisor is less than half of `limit`.
     """
     limit = min(limit, total)
     share = next(n for n in range(limit, 0, -1) if total % n == 0)

@@ -95,7 +95,7 @@ class Loop:
         self.given: list[Ssa] = []
 
     def give(self, *values: Ssa) -> None:
-        """Set the loop-carried values of the next iteration (`scf.yield`)."""
+        """Set the values that the next iteration of the loop gets (`scf.yield`)."""
         self.given = list(values)
 
 
