@@ -3,8 +3,8 @@
 Each lane of a vector has one of 16 rows of W, so there are no sums across lanes. A record packs one
 codec block of each of 16 rows. x is prepared once per workgroup (`prepared_x`), so that a code
 costs only a mask, a conversion and an fma. A set is one or more 16-row blocks of W; with a GLU, a
-set has blocks of gate and of up. The blocks of a set are consecutive, except with tables (see
-below).
+set has blocks of gate and of up. The blocks of a set are consecutive. With tables (see below), the
+blocks are far apart instead, because a core reads a few long streams faster than many short ones.
 
     each workgroup: a share of the sets
       prefetch the first records of the first set
