@@ -16,7 +16,7 @@ import numpy as np
 
 from castiron.emitter.codec import Codec, Parts
 from castiron.emitter.iq_blocks import SPLITTERS
-from castiron.emitter.scaled_codecs import E4M3, SCALED, nibbles, splitter
+from castiron.emitter.scaled_codecs import E4M3, SCALED, splitter, unpack_fields
 from castiron.emitter.types import BF16, DTYPES, to_f32
 
 _ROWS_AT_ONCE_BYTES = 1 << 22  # limit for temporary arrays, without the result
@@ -28,18 +28,7 @@ def rows_at_once(bytes_of_a_row: int) -> int:
 
 
 def _f16(columns: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(columns).view("<f2")[:, 0]
-
-
-def _bit_plane(columns: np.ndarray, run: int, bits: int) -> np.ndarray:
-    """Unpack bytes [n, b] to fields of `bits` bits, [n, b * 8 / bits].
-
-    For each `run` bytes, the lowest field of every byte comes first, then the next field of every
-    byte, and so on. With 4 bits and a run of 2, bytes 0x21, 0x43 become 1, 3, 2, 4.
-    """
-    shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(1, 1, -1, 1)
-    fields = columns.reshape(len(columns), -1, 1, run) >> shifts & (1 << bits) - 1
-    return fields.reshape(len(columns), -1)
+    return np.ascontiguousarray(columns.view("<f2")[:, 0])
 
 
 def _signed(codes: np.ndarray, offset: int) -> np.ndarray:
@@ -55,9 +44,10 @@ def _split_32(bits: int, offset: int) -> Callable[[np.ndarray], Parts]:
 
     def split(b: np.ndarray) -> Parts:
         start = 2 if offset else 4
-        codes = nibbles(b[:, -16:], 16)
+        codes = unpack_fields(b[:, -16:], 16, 4)
         if bits == 5:  # bit k of a little-endian word is the fifth bit of code k
-            codes |= np.unpackbits(b[:, start : start + 4], axis=1, bitorder="little") << 4
+            words = np.ascontiguousarray(b[:, start : start + 4])
+            codes |= np.unpackbits(words, bitorder="little").reshape(codes.shape) << 4
         return Parts(_signed(codes, offset), _f16(b[:, :2]), None if offset else _f16(b[:, 2:4]))
 
     return split
@@ -65,35 +55,36 @@ def _split_32(bits: int, offset: int) -> Callable[[np.ndarray], Parts]:
 
 def _six_bit_scales(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Unpack bytes [n, 12] to 6-bit scales [n, 8] and minima [n, 8] (ggml's get_scale_min_k4)."""
-    low, middle, high = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
-    scales = np.concatenate([low & 63, high & 15 | low >> 2 & 48], axis=1)
-    minima = np.concatenate([middle & 63, high >> 4 | middle >> 2 & 48], axis=1)
-    return scales, minima
+    low, middle, high = packed.view("<u4").T  # four numbers of eight bits
+    six, four, two = 0x3F3F3F3F, 0x0F0F0F0F, 0x30303030
+    scales = np.stack([low & six, high & four | low >> 2 & two], axis=1)
+    minima = np.stack([middle & six, high >> 4 & four | middle >> 2 & two], axis=1)
+    return scales.view(np.uint8), minima.view(np.uint8)
 
 
 def _split_q45_k(bits: int) -> Callable[[np.ndarray], Parts]:
     def split(b: np.ndarray) -> Parts:
-        codes = nibbles(b[:, -128:], 32)
+        codes = unpack_fields(b[:, -128:], 32, 4)
         if bits == 5:
-            codes |= _bit_plane(b[:, 16:48], 32, 1) << 4
+            codes |= unpack_fields(b[:, 16:48], 32, 1) << 4
         return Parts(_signed(codes, 0), _f16(b[:, :2]), _f16(b[:, 2:4]), *_six_bit_scales(b[:, 4:16]))
 
     return split
 
 
 def _split_q6_k(b: np.ndarray) -> Parts:
-    codes = nibbles(b[:, :128], 64) | _bit_plane(b[:, 128:192], 32, 2) << 4
+    codes = unpack_fields(b[:, :128], 64, 4) | unpack_fields(b[:, 128:192], 32, 2) << 4
     return Parts(_signed(codes, 32), _f16(b[:, 208:]), scales=np.ascontiguousarray(b[:, 192:208]).view(np.int8))
 
 
 def _split_q2_k(b: np.ndarray) -> Parts:
-    codes = _signed(_bit_plane(b[:, 16:80], 32, 2), 0)
+    codes = _signed(unpack_fields(b[:, 16:80], 32, 2), 0)
     return Parts(codes, _f16(b[:, 80:82]), _f16(b[:, 82:84]), b[:, :16] & 15, b[:, :16] >> 4)
 
 
 def _split_q3_k(b: np.ndarray) -> Parts:
-    codes = _bit_plane(b[:, 32:96], 32, 2) | _bit_plane(b[:, :32], 32, 1) << 2
-    scales = nibbles(b[:, 96:104], 8) | _bit_plane(b[:, 104:108], 4, 2) << 4
+    codes = unpack_fields(b[:, 32:96], 32, 2) | unpack_fields(b[:, :32], 32, 1) << 2
+    scales = unpack_fields(b[:, 96:104], 8, 4) | unpack_fields(b[:, 104:108], 4, 2) << 4
     return Parts(_signed(codes, 4), _f16(b[:, 108:]), scales=_signed(scales, 32))
 
 
@@ -102,18 +93,18 @@ def _in_table(table: tuple[int, ...], indices: np.ndarray) -> np.ndarray:
 
 
 def _split_iq4_nl(b: np.ndarray) -> Parts:
-    return Parts(_in_table(IQ4, nibbles(b[:, 2:], 16)), _f16(b[:, :2]))
+    return Parts(_in_table(IQ4, unpack_fields(b[:, 2:], 16, 4)), _f16(b[:, :2]))
 
 
 def _split_iq4_xs(b: np.ndarray) -> Parts:
     high = np.ascontiguousarray(b[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     low = np.stack([b[:, 4:8] & 15, b[:, 4:8] >> 4], axis=2).reshape(len(b), 8)
     scales = _signed(low | high.astype(np.uint8) << 4, 32)
-    return Parts(_in_table(IQ4, nibbles(b[:, 8:], 16)), _f16(b[:, :2]), scales=scales)
+    return Parts(_in_table(IQ4, unpack_fields(b[:, 8:], 16, 4)), _f16(b[:, :2]), scales=scales)
 
 
 def _split_mxfp4(b: np.ndarray) -> Parts:
-    return Parts(_in_table(E2M1, nibbles(b[:, 1:], 16)), np.ascontiguousarray(b[:, 0]))
+    return Parts(_in_table(E2M1, unpack_fields(b[:, 1:], 16, 4)), np.ascontiguousarray(b[:, 0]))
 
 
 @np.errstate(over="ignore", invalid="ignore")  # `finite.are_finite` finds such scales
@@ -125,7 +116,7 @@ def _split_nvfp4(b: np.ndarray) -> Parts:
     d = np.full(len(b), 128, np.float32)
     if b.shape[1] > 36:
         d *= np.ascontiguousarray(b[:, 36:]).view("<f4")[:, 0]
-    return Parts(_in_table(E2M1, nibbles(b[:, 4:36], 8)), d, scales=scales)
+    return Parts(_in_table(E2M1, unpack_fields(b[:, 4:36], 8, 4)), d, scales=scales)
 
 
 def with_scale(raw: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -143,7 +134,7 @@ def _split_q1_0(b: np.ndarray) -> Parts:
 
 
 def _split_q2_0(b: np.ndarray) -> Parts:
-    return Parts(_signed(_bit_plane(b[:, 2:], 1, 2), 1), _f16(b[:, :2]))
+    return Parts(_signed(unpack_fields(b[:, 2:], 1, 2), 1), _f16(b[:, :2]))
 
 
 def _ternary(columns: np.ndarray, digits: int) -> np.ndarray:
@@ -163,7 +154,7 @@ def _split_tq1_0(b: np.ndarray) -> Parts:
 
 
 def _split_tq2_0(b: np.ndarray) -> Parts:
-    return Parts(_signed(_bit_plane(b[:, :64], 32, 2), 1), _f16(b[:, 64:]))
+    return Parts(_signed(unpack_fields(b[:, :64], 32, 2), 1), _f16(b[:, 64:]))
 
 
 # Values of codes. 4 bits: ggml's kvalues_iq4nl, and 2 times OCP's E2M1. 1 bit: the signs.

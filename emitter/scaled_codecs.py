@@ -52,10 +52,16 @@ def _e4m3_values() -> np.ndarray:
 E4M3 = _e4m3_values()
 
 
-def nibbles(columns: np.ndarray, run: int) -> np.ndarray:
-    """Unpack bytes [n, b] to codes [n, 2b]: low nibbles of each `run` bytes, then high nibbles."""
-    runs = columns.reshape(len(columns), -1, 1, run)
-    return np.concatenate([runs & 15, runs >> 4], axis=2).reshape(len(columns), -1)
+def unpack_fields(columns: np.ndarray, run: int, bits: int) -> np.ndarray:
+    """Unpack bytes [n, b] to fields of `bits` bits, [n, b * 8 / bits].
+
+    For each `run` bytes, the lowest field of every byte comes first, then the next field of every
+    byte, and so on. With 4 bits and a run of 2, bytes 0x21, 0x43 become 1, 3, 2, 4.
+    """
+    columns = np.ascontiguousarray(columns)
+    # A run is copied as one item.
+    fields = [(columns >> shift & (1 << bits) - 1).view(f"V{run}") for shift in range(0, 8, bits)]
+    return np.stack(fields, axis=2).view(np.uint8).reshape(len(columns), -1)
 
 
 def splitter(bits: int, offset: int, scale: str, zeros: bool) -> Callable[[np.ndarray], Parts]:
@@ -71,7 +77,7 @@ def splitter(bits: int, offset: int, scale: str, zeros: bool) -> Callable[[np.nd
         m = np.ascontiguousarray(b[:, size]).view(np.int8) if zeros else None
         codes = np.ascontiguousarray(b[:, size + zeros :])
         if bits == 4:
-            codes = nibbles(codes, 16)
+            codes = unpack_fields(codes, 16, 4)
         return Parts(codes.view(np.int8) - np.int8(offset), d, m)
 
     return split

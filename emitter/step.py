@@ -23,7 +23,7 @@ class Weight:
 
     codec: the codec in which the bundle stores the weight (a key of `CODECS` in `emitter.codecs`).
     transform: a function applied to the f32 values before they are stored; then the codec is f32.
-    values: a function that computes a table that is not in the checkpoint.
+    values: a function that computes the tensor, if it is not in the checkpoint.
     parts: the checkpoint tensors (name, shape) whose rows are stacked; default: the tensor `name`.
     groups, rows: the stacked rows form `groups` equal groups. The weight has the rows from rows[0]
         to rows[1] - 1 of each group, such as those of q in a fused projection.
@@ -143,8 +143,8 @@ class Step:
         on.
     records: the `State` of each value in `states`, by name.
     context: the max number of positions. hidden: the hidden states that `layers.lm_head` got.
-    reordered: values whose features were reordered for a weight (see `ModelModule.orders`), by the
-        original value and the name of the tensor with the order.
+    reordered: values whose features were permuted for a weight (see `ModelModule.orders`). A key
+        is the original value and the name of the tensor that has the permutation.
     """
 
     module: ModelModule

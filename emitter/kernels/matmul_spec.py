@@ -32,7 +32,7 @@ class Matmul:
     rms_eps: epsilon of an RMS norm that the kernel applies to x (on CPUs for one token only), or None.
     bias, residual: whether the kernel adds a bias or a residual to y.
     glu: activation of a GLU, y = act(gate) * up, or None. With a GLU, W has alternate blocks of 16
-        rows of gate and of up, gate first (`weights.packing.interleave_rows`).
+        rows of gate and of up, gate first (`weights.packing.pack`).
     length: whether an operand `length` gives the number of rows of x that are not padding. The
         results of padding are zero.
     experts: number of experts, or 0. With experts, the weights of all experts are concatenated,

@@ -17,7 +17,7 @@ from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.norm import norm
 from castiron.emitter.kernels.round_x import round_x
 from castiron.emitter.kernels.split_x import split_x
-from castiron.emitter.kernels.weights.packing import LANES, interleave_rows, pack, packed_shape
+from castiron.emitter.kernels.weights.packing import LANES, pack, packed_shape
 from castiron.emitter.step import Weight, source
 from castiron.emitter.types import F32, I8, TensorType
 
@@ -145,9 +145,10 @@ def packed_param(weights: Sequence[Weight], interleaved: bool = False, experts: 
     blocks, *record = packed_shape(codec, rows, inner)
 
     def packed(*raws: np.ndarray) -> np.ndarray:
-        stack = interleave_rows if interleaved else lambda *parts: np.concatenate(parts)
-        each = zip(*(np.split(raw, experts) for raw in raws))
-        return np.concatenate([pack(codec, stack(*parts)) for parts in each])
+        result = np.empty((experts, blocks, *record), np.uint8)
+        for out, *parts in zip(result, *(np.split(raw, experts) for raw in raws)):
+            pack(codec, *(parts if interleaved or len(parts) == 1 else [np.concatenate(parts)]), out=out)
+        return result.reshape(-1, *record)
 
     type_ = TensorType((experts * blocks, *record), I8)
     return Param(joined_name([w.name for w in weights]), type_, source(weights, packed))

@@ -10,10 +10,9 @@ from weakref import WeakValueDictionary
 
 from castiron.pipelines.api.answer_format import AnswerFormat, CallableTools, callable_tools, requested_format
 from castiron.pipelines.api.api_errors import ApiError, invalid, unsupported
-from castiron.pipelines.api.async_engine import AsyncEngine
+from castiron.pipelines.api.async_engine import AsyncEngine, Job
 from castiron.pipelines.api.byte_limit import CLIENT, answer_limit, reserve_answer
 from castiron.pipelines.api.chat_records import FreeformTool
-from castiron.pipelines.api.generation_job import Job
 from castiron.pipelines.api.model_api import Limits, ModelApi, default_sampling, run_in_thread
 from castiron.pipelines.api.replies import ChatReply, ChoicesReply, CompletionReply, Echo, Reply
 from castiron.pipelines.api.request_body import log_ignored
@@ -290,7 +289,7 @@ class GenerationApi(ModelApi):
                     )  # fmt: skip
                     job.prompts.append(index)
                     job.requests.append(request)
-            self.engine.submit(job.requests, lambda request, event: job.events.put_nowait((request, event)))
+            self.engine.submit(job.requests, job.listen)
         except BaseException:
             job.share.release()
             raise

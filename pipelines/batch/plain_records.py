@@ -138,7 +138,7 @@ def ids_of(value: Any, vocab: int) -> list[int] | None:
 
 
 def messages_of(value: Any) -> list[dict[str, Any]]:
-    """Return a record's messages, with the parts of a content joined; PipelineError if invalid."""
+    """Return a record's messages, with content parts joined to one text; PipelineError if invalid."""
     if not is_messages(value):
         raise PipelineError("messages must be a non-empty list of objects with role and content")
     return [{**message, "content": _content(message, index)} for index, message in enumerate(value)]

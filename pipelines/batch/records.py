@@ -176,7 +176,7 @@ def _no_constant(name: str) -> NoReturn:
 class Outcome:
     """The result of a record.
 
-    added: the answer as output columns by name. prompt, generated, cached: numbers of prompt
+    added: the fields of the answer by name, which the output record gets. prompt, generated, cached: numbers of prompt
     tokens, of generated tokens, and of prompt tokens from the prefix cache.
     """
 

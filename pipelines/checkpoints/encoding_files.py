@@ -113,17 +113,6 @@ def _tokens(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31 else None
 
 
-def base_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors by name, with the prefix `model.` added to names that lack it.
-
-    The prefix is missing if a model was saved without its output head, for example as a Qwen3Model.
-    """
-    if "embed_tokens.weight" not in tensors:
-        return dict(tensors)
-    named = {name: name if name.startswith(("lm_head.", "model.")) else f"model.{name}" for name in tensors}
-    return {named[name]: replace(tensor, name=named[name]) for name, tensor in tensors.items()}
-
-
 @dataclass(frozen=True)
 class Head:
     """The layers that a model family's rerankers have after the transformer."""

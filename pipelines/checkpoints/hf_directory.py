@@ -15,10 +15,10 @@ from castiron.pipelines.checkpoints.checkpoint import (
     without,
     without_shared,
 )
-from castiron.pipelines.checkpoints.encoding_files import base_names, read_classifier, read_encoding
+from castiron.pipelines.checkpoints.encoding_files import read_classifier, read_encoding
 from castiron.pipelines.checkpoints.hf_files import PART_TYPES, json_object, read_safetensors, text_of, unsupported_type
 from castiron.pipelines.checkpoints.hf_quantised import quantised_weights
-from castiron.pipelines.checkpoints.hf_tensors import TEXT_PARTS, family_tensors, text_config, text_tensors
+from castiron.pipelines.checkpoints.hf_tensors import TEXT_PARTS, base_names, family_tensors, text_config, text_tensors
 from castiron.pipelines.checkpoints.quantised_parts import column_orders
 
 CONFIG = "config.json"

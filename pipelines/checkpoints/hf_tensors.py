@@ -75,6 +75,17 @@ def text_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> tuple[dict[s
     return found, dict(left_out)
 
 
+def base_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors by name, with the prefix `model.` added to names that lack it.
+
+    The prefix is missing if a model was saved without its output head, for example as a Qwen3Model.
+    """
+    if "embed_tokens.weight" not in tensors:
+        return dict(tensors)
+    named = {name: name if name.startswith(("lm_head.", "model.")) else f"model.{name}" for name in tensors}
+    return {named[name]: replace(tensor, name=named[name]) for name, tensor in tensors.items()}
+
+
 def in_words(left_out: Mapping[str, int]) -> str:
     """Return counts of dropped tensors as text: `12 tensors of model.visual, 1 tensor of mtp`."""
     return shorten_list([f"{count} tensor{'s' * (count != 1)} of {part}" for part, count in left_out.items()], max_length=500)

@@ -101,7 +101,7 @@ def tuned_tiles(options: Options, target: Target) -> TileFields:
 
 
 def tiles_for(matmul: Matmul, tuned: TileFields, isa: Isa, threads: int) -> Tiles | None:
-    """Return the tiles of a matmul in `tuned`; None if `tuned` lacks it, to use default tiles."""
+    """Return the tiles of a matmul in `tuned`, or None if they are not in it."""
     if matmul.name not in tuned:
         return None
     try:

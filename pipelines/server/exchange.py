@@ -15,8 +15,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from castiron.pipelines.api.api_errors import ApiError
+from castiron.pipelines.api.async_engine import Job
 from castiron.pipelines.api.byte_limit import ByteShare
-from castiron.pipelines.api.generation_job import Job
 from castiron.pipelines.api.model_api import run_in_thread
 from castiron.pipelines.api.request_body import parse_body
 

@@ -117,7 +117,7 @@ class _Probe:
     def _form(self, style: str, before: str, head: str, body: str, after: str, rest: str) -> ToolFormat:
         """Compare the texts of one call and of two calls; return the tool format.
 
-        style to after: the result of `_split` for one call. rest: the text of two calls after the
+        style, before, head, body, after: the result of `_split` for one call. rest: the text of two calls after the
         first function's name; "" if the template allows only one call.
         """
         fields: dict[str, Any] = {}

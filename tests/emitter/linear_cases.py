@@ -20,7 +20,7 @@ from castiron.emitter.kernels.mlir.isa import AVX2, ISAS, Isa
 from castiron.emitter.kernels.mlir.vector_math import rms_normed
 from castiron.emitter.kernels.round_x import rounded
 from castiron.emitter.kernels.split_x import nearest, split_x
-from castiron.emitter.kernels.weights.packing import interleave_rows, pack
+from castiron.emitter.kernels.weights.packing import pack
 from castiron.pipelines.evaluate.random_checkpoint import raw_rows
 from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, runnable
@@ -55,8 +55,7 @@ class Case:
         return [dequantise(self.matmul.codec, raw).astype(np.float64) for raw in self.weights()]
 
     def packed(self) -> np.ndarray:
-        weights = self.weights()
-        return pack(self.matmul.codec, interleave_rows(*weights) if len(weights) == 2 else weights[0]).view(np.int8)
+        return pack(self.matmul.codec, *self.weights()).view(np.int8)
 
     def arguments(self) -> dict[str, np.ndarray]:
         """Return all operands by name; `length` is half of the tokens."""

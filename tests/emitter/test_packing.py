@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from castiron.emitter.codecs import CODECS, dequantise
-from castiron.emitter.kernels.weights.packing import interleave_rows, pack, packed_shape, unpack
+from castiron.emitter.kernels.weights.packing import pack, packed_shape, unpack
 from tests.emitter.test_codecs import rows_of
 
 
@@ -38,7 +38,8 @@ def test_a_large_weight_packed_in_parts_equals_small_ones():
     np.testing.assert_array_equal(packed[-1:], pack("q4_1", raw[-16:]))
 
 
-def test_interleave_alternates_blocks_of_16():
-    gate, up = np.full((20, 18), 1, np.uint8), np.full((20, 18), 2, np.uint8)
-    rows = interleave_rows(gate, up)[:, 0].reshape(4, 16)
-    assert rows.tolist() == [[1] * 16, [2] * 16, [1] * 4 + [0] * 12, [2] * 4 + [0] * 12]
+def test_row_blocks_of_two_weights_alternate():
+    gate, up = rows_of("q4_1", 20, 2, 1), rows_of("q4_1", 20, 2, 2)
+    packed = pack("q4_1", gate, up)
+    np.testing.assert_array_equal(packed[::2], pack("q4_1", gate))
+    np.testing.assert_array_equal(packed[1::2], pack("q4_1", up))

@@ -2,7 +2,7 @@
 
 each workgroup: one token
   likely [experts] = softmax or sigmoid of the logits; rated = likely + correction            shared
-  with groups: rated = -inf outside the best groups, which have the largest sums of best experts
+  with groups: sum the `best` highest rated of each group; rated = -inf outside the best groups
   for expert: rank = number of experts that are rated higher, or as high with a lower index
     if rank < top_k: chosen[rank], weights[rank] = expert, likely[expert]                     shared
   weights = weights / sum(weights), if `normalised`                                           memory

@@ -30,6 +30,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, reduce
+from itertools import product
 
 import numpy as np
 
@@ -38,6 +39,7 @@ from castiron.emitter.codecs import codec_of, dequantise, in_features_of, row_by
 
 LANES = 16
 _AT_ONCE_BYTES = 1 << 20  # bytes of rows packed at a time, so that intermediate arrays fit a CPU's caches
+_REUSED_BYTES = 31 << 20  # just below glibc's DEFAULT_MMAP_THRESHOLD_MAX
 _MAX_THREADS = 4  # more threads gain nothing, because memory bandwidth is the limit
 
 BitField = tuple[int, int, int]  # (word, right shift, mask): the bits word >> shift & mask
@@ -128,9 +130,15 @@ def packed_shape(codec_name: str, out_features: int, in_features: int) -> tuple[
 
 
 def _words(codec: Codec, record: Layout, codes: np.ndarray) -> np.ndarray:
+    bits, kind, stored = codec.bits, np.dtype(f"<u{record.word_bits // 8}"), _stored(codec, codes)
+    if 8 % bits == 0:
+        # The fields fill the words: join two of them at a time to fields of twice as many bits.
+        while bits < 8:
+            pairs = stored.view("<u2")
+            stored, bits = (pairs | pairs >> np.uint16(8 - bits)).astype(np.uint8), 2 * bits
+        return stored.view(kind)
     # Pack one code of all groups at a time, so that each step has one stride in memory.
-    stored = np.ascontiguousarray(_stored(codec, codes).T)
-    kind = np.dtype(f"<u{record.word_bits // 8}")
+    stored = np.ascontiguousarray(stored.T)
     words = np.zeros((record.words, len(codes)), kind)
 
     for k, code in enumerate(stored):
@@ -174,14 +182,13 @@ def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.n
     def put(offset: int, part: np.ndarray) -> None:
         # part: an array of `Parts`, such as the scales, [16 * row_blocks * count, ...]
         by_lane = part.reshape(row_blocks, LANES, count, *part.shape[1:])
-        data = np.empty((row_blocks, count, *part.shape[1:], LANES), part.dtype)
+        end = offset + part[0].size * LANES * part.itemsize
+        data = packed[:, :, offset:end].view(part.dtype).reshape(row_blocks, count, *part.shape[1:], LANES)
         if part.itemsize == 4:
             data[...] = np.moveaxis(by_lane, 1, -1)
         else:
             for lane in range(LANES):
                 data[..., lane] = by_lane[:, lane]
-        data = data.view(np.uint8).reshape(row_blocks, count, -1)
-        packed[:, :, offset : offset + data.shape[2]] = data
 
     put(record.d, parts.d)
     for part in ("m", "scales", "minima"):
@@ -191,7 +198,7 @@ def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.n
         put(record.codes, parts.codes)
     else:
         words = _words(codec, record, parts.codes.reshape(-1, codec.group))
-        put(record.codes, words.reshape(len(parts.codes), -1))
+        put(record.codes, words.reshape(len(parts.codes), record.groups, record.words))
 
 
 def _filled(raw: np.ndarray, axis: int, multiple: int) -> np.ndarray:
@@ -201,20 +208,27 @@ def _filled(raw: np.ndarray, axis: int, multiple: int) -> np.ndarray:
     return np.ascontiguousarray(raw)
 
 
-def pack(codec_name: str, raw: np.ndarray) -> np.ndarray:
-    """Pack a weight, u8 [out, row_bytes] in the codec's format, into u8 of `packed_shape`."""
-    codec = codec_of(codec_name)
-    record = layout(codec)
-    packed = np.empty(packed_shape(codec_name, len(raw), in_features_of(codec, raw)), np.uint8)
-    step = max(1, _AT_ONCE_BYTES // (LANES * max(1, raw.shape[1])))
+def pack(codec_name: str, *raws: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    """Pack a weight, u8 [out, row_bytes] in the codec's format, into u8 of `packed_shape`.
 
-    def some(start: int) -> None:
-        rows = _filled(raw[start * LANES : (start + step) * LANES], 0, LANES)
-        _pack_row_blocks(codec, record, rows, packed[start : start + step])
+    With several weights of one shape, such as gate and up of a GLU, the result has a row block of
+    each of them in turn. out: the array to write and return; None for a new one.
+    """
+    codec = codec_of(codec_name)
+    record, of_each = layout(codec), len(raws)
+    blocks, *rest = packed_shape(codec_name, len(raws[0]), in_features_of(codec, raws[0]))
+    packed = np.empty((of_each * blocks, *rest), np.uint8) if out is None else out
+    step = max(1, _AT_ONCE_BYTES // (LANES * max(1, raws[0].shape[1])))
+    # After an array of this size was freed, glibc reuses freed memory instead of returning it to the system.
+    np.empty(_REUSED_BYTES, np.uint8)
+
+    def some(at: int, start: int) -> None:
+        rows = _filled(raws[at][start * LANES : (start + step) * LANES], 0, LANES)
+        _pack_row_blocks(codec, record, rows, packed[at::of_each][start : start + step])
 
     # Threads run in parallel, because NumPy releases the GIL.
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
-        for _ in pool.map(some, range(0, len(packed), step)):
+        for _ in pool.map(some, *zip(*product(range(of_each), range(0, blocks, step)))):
             pass
     return packed
 
@@ -255,13 +269,3 @@ def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: 
         None if record.minima is None else take(record.minima, "u1", groups),
     )
     return values(codec, parts).reshape(row_blocks * LANES, -1)[:out_features, :in_features]
-
-
-def interleave_rows(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """Return alternate blocks of 16 rows of gate and of up, u8 [rows, row_bytes].
-
-    gate, up: u8 [n, row_bytes], in the codec's format. The last block of each is padded with zeros.
-    """
-    fill = ((0, -len(gate) % LANES), (0, 0))
-    row_blocks = [np.pad(rows, fill).reshape(-1, 1, LANES, rows.shape[1]) for rows in (gate, up)]
-    return np.concatenate(row_blocks, axis=1).reshape(-1, gate.shape[1])

@@ -168,7 +168,7 @@ class Int8Panel(BasePanel):
                     b.vstore(arranged, self.codes, b.add(b.mul(g.index, group // 4), each), column)
 
     def quads(self, q: Index, column: Index, count: int) -> list[Ssa]:
-        """Load a vector of each of rows q .. q + count - 1 of `codes`, from `column` on."""
+        """Load one vector from each of the rows q .. q + count - 1 of `codes`; it begins at `column`."""
         return [self.b.vload(self.codes, self.lanes, self.b.add(q, i), column) for i in range(count)]
 
 
