@@ -222,7 +222,7 @@ def check_device(program: DeviceProgram) -> None:
 
 
 def find_difference(program: DeviceProgram, answer: KnownAnswer) -> str | None:
-    """Describe the difference of a device's results from the known answer; None if equal enough."""
+    """Describe how the device's results differ from the known answer; None if within tolerance."""
     for codec, expected in answer.matmuls.items():
         if found := _difference(program.transfer.run(f"matmul_{codec}"), expected, answer.tolerance):
             return f"a matmul with {codec} weights {found}"
