@@ -161,7 +161,6 @@ class PrefixStore:
         return found
 
     def _common(self, state: StateFile, prompt: np.ndarray) -> int:
-        """Return how many tokens in complete chunks a state and `prompt` have in common."""
         return self._complete(common_prefix(state.tokens, prompt))
 
     def _complete(self, tokens: int) -> int:
@@ -216,7 +215,6 @@ class PrefixStore:
             return 0
 
     def _evict(self) -> None:
-        """Remove the least recently used states beyond `max_bytes`, and abandoned files."""
         found = []
         for folder in self.directory.glob("*/"):
             remove_abandoned(folder)
