@@ -153,7 +153,7 @@ class Model:
     @overload
     def generate(self, prompts: Iterable[Prompt], **asking: Unpack[Asking]) -> list[Result]: ...
     def generate(self, prompts: Prompt | Iterable[Prompt], **asking: Unpack[Asking]) -> Result | list[Result]:
-        """Generate the answer to a prompt; for a list of prompts, a list of answers in the same order.
+        """Generate the answer to a prompt, or the answers to a list of prompts, in the same order.
 
         Several prompts run in one batch. If a single prompt cannot run, PipelineError is raised. If
         one of several prompts cannot run, its result has an `error`.

@@ -161,7 +161,10 @@ def _content(message: Mapping[str, Any], index: int) -> str:
 
 
 def column_of(fields: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return the only name in `names` that has a value in `fields`; otherwise, raise PipelineError."""
+    """Return the only name in `names` that has a value in `fields`; PipelineError if there is none.
+
+    More than one such name is also a PipelineError.
+    """
     found = [name for name in names if fields.get(name) is not None]
     if len(found) != 1:
         columns = " and ".join(found) if found else "no " + " and no ".join(names)

@@ -122,7 +122,7 @@ def _with_answers(batch: pa.Table, results: Sequence[Result]) -> pa.Table:
 
 
 class BatchActor:
-    """A Ray actor that answers records of a batch job; the first call of `answers` opens the bundle."""
+    """A Ray actor that answers records of a batch job. The first call opens the bundle."""
 
     def __init__(self, args: argparse.Namespace, path: Path, manifest: bytes, prepare: Prepare):
         self.args, self.path, self.manifest, self.prepare = args, path, manifest, prepare

@@ -96,8 +96,8 @@ class HitRates:
     """The acceptance rates of proposals: for each kind of proposal, the fraction that was right.
 
     The rates are weighted means, in which later proposals count more. `prior`: initial rate of each
-    kind, which weighs as much as `CASES` proposals. `decay`: factor below 1, by which each new
-    proposal multiplies the weights of all earlier ones.
+    kind, which counts as `CASES` proposals. `decay`: a factor below 1. Each new proposal multiplies
+    the weights of earlier proposals by this factor.
     """
 
     CASES = 4.0

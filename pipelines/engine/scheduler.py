@@ -226,7 +226,6 @@ class Scheduler:
         return slot
 
     def _decode(self, events: Events) -> None:
-        """Run a decode step, which reads one token of every request whose prompt has been read."""
         unread = {slot: self._unread(slot, r) if r.constraint else r.tokens[-1:] for slot, r in self.decoding.items()}
         if len(self.decoding) == 1 and not (self.prefilling or self.waiting):
             ((slot, request),) = self.decoding.items()
@@ -292,7 +291,6 @@ class Scheduler:
             self._leave(request, request.finish_reason)
 
     def _leave(self, request: Request, reason: str) -> None:
-        """End a request; its states stay in the prefix cache."""
         slot = self.requests.remove(request)
         if slot is not None:
             self.cache.touch(slot)

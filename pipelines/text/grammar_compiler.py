@@ -221,7 +221,8 @@ class ToolGrammar:
         Args:
             schemas: JSON schemas of the functions' parameters, by function name.
             parallel: whether several calls are allowed.
-            answer: a JSON schema; JSON of this schema is allowed instead of a call.
+            answer: a JSON schema. If given, JSON that matches the schema is allowed instead of a
+                call.
             free: whether other text is allowed around calls; if so, the format must have a start
                 mark.
 

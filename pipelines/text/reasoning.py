@@ -91,10 +91,10 @@ class ReasoningSplitter:
 
 
 def split_at_mark(text: str, marks: Collection[str], final: bool = False) -> tuple[str, str, str]:
-    """Return (text before the first mark, the mark, text after it).
+    """Return (text before the first mark, the mark, text after the mark).
 
-    Without a mark: (text that cannot be part of a mark, "", the rest, which may be).
-    `final`: no more text follows, so the rest is empty.
+    If there is no mark, return (text that cannot be part of a mark, "", rest that may be part of
+    one). `final`: whether no more text follows; then the rest is empty.
     """
     found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
     start, mark = min(found, key=lambda one: one[0], default=(len(text), ""))
