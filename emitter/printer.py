@@ -54,7 +54,7 @@ def _kernels(module: Module) -> dict[str, Any]:
             if op.kind == "kernel":
                 kernel = op.attrs["kernel"]
                 if found.setdefault(kernel.name, kernel).text != kernel.text:
-                    raise EmitError(f"two different kernels have the name {kernel.name!r}; give each a name of its own")
+                    raise EmitError(f"two different kernels are named {kernel.name!r}; rename one kernel")
     return found
 
 

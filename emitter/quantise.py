@@ -87,13 +87,13 @@ def encode(codec_name: str, values: np.ndarray, importance: np.ndarray | None = 
         return stored.view(np.uint8).reshape(rows, -1)
     length = row_bytes(codec_name, features)
     if not np.isfinite(values).all():
-        raise ValueError(f"{codec_name} cannot store infinity or NaN")
+        raise ValueError(f"{codec_name} cannot store infinity or NaN; use finite weights")
     x = _columns(codec, values)
     weights = None if importance is None else _columns(codec, np.broadcast_to(importance, values.shape))
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         parts = (_with_minima if codec.minimum else _without_minima)(codec, ENCODERS[codec_name], x, weights)
     if not all(np.isfinite(part).all() for part in (parts.d, parts.m) if part is not None):
-        raise ValueError(f"{codec_name} cannot store numbers as large as {np.abs(values).max():.3g}: the scale overflows")
+        raise ValueError(f"{codec_name} cannot store a weight of {np.abs(values).max():.3g}: the scale overflows; use bf16")
     return ENCODERS[codec_name].join(parts).reshape(rows, length)
 
 

@@ -124,7 +124,7 @@ class ModelModule(Module):
         for name, shape in weight.tensors or ((weight.name, weight.shape),):
             known = self.weights.setdefault(name, weight if name == weight.name else Weight(name, shape, weight.codec))
             if known.shape != shape:
-                raise EmitError(f"weight {name} has two shapes: {known.shape} and {shape}; read it with one shape")
+                raise EmitError(f"weight {name} is read with two shapes: {known.shape} and {shape}; use one shape")
         known = self.weights.get(weight.name, weight)
         return append("weight", (), (TensorType(weight.shape, F32),), {"weight": known})[0]
 

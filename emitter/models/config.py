@@ -308,8 +308,8 @@ class ConfigReader:
         if unknown := [shorten(key, 60) for key in rest if self._has_effect(key)]:
             more = f" and {len(unknown) - _MAX_KEYS_IN_ERROR} more" * (len(unknown) > _MAX_KEYS_IN_ERROR)
             raise EmitError(
-                f"the {self.model_type} config has {', '.join(unknown[:_MAX_KEYS_IN_ERROR])}{more}, which castiron does not "
-                "understand and which may change the results; ignore each with --ignore-key KEY and check with castiron verify"
+                f"unknown keys in the {self.model_type} config may change the results: "
+                f"{', '.join(unknown[:_MAX_KEYS_IN_ERROR])}{more}; ignore each with --ignore-key KEY, then run castiron verify"
             )
         return tuple(rest)
 

@@ -267,8 +267,8 @@ def _shape(layout: HeadLayout, isa: Isa, cache: Cache) -> Shape:
         if shape.stack_bytes <= STACK_BYTES:
             return shape
     raise ValueError(
-        f"attention_decode needs {shape.stack_bytes} bytes for {layout.group} heads of {layout.head_dim}; the limit is"
-        f" {STACK_BYTES}, use fewer query heads for each kv head or a smaller head_dim"
+        f"attention_decode needs {shape.stack_bytes} bytes of stack for {layout.group} query heads per kv head and head_dim "
+        f"{layout.head_dim}, but the limit is {STACK_BYTES}; reduce the query heads per kv head, or head_dim"
     )
 
 

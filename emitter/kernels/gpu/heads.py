@@ -31,7 +31,7 @@ class Rows:
             if column < width:
                 return f"rows{i}", column
             column -= width
-        raise ValueError(f"no operand has the {kind} heads; widths are {self.widths}")
+        raise ValueError(f"no operand contains the {kind} heads: operand widths are {self.widths}; add the operand")
 
 
 @dataclass(frozen=True)
