@@ -66,8 +66,8 @@ class Gemv:
     row_blocks: indices of the 16-row blocks to multiply.
     record: index of a record in each of these blocks.
     slot: index of the record in the prepared part of x; in `_group`, index of the codec group.
-    totals, results: one vector for each (i, v) in `self.sides`, for the rows of vector `v` of
-        row_blocks[i].
+    totals, results: a list of vectors. Vector n belongs to vector v of the rows of row_blocks[i],
+        where (i, v) is `self.sides[n]`.
     """
 
     def __init__(
