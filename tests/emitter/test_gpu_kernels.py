@@ -102,7 +102,7 @@ def test_kernels_run_side_by_side_if_neither_needs_the_other():
 
 
 @pytest.mark.parametrize("same_cache", [False, True])
-def test_a_kernel_that_overwrites_an_operand_of_another_does_not_run_beside_it(same_cache):
+def test_a_kernel_that_overwrites_an_operand_of_a_kernel_does_not_run_beside_it(same_cache):
     kernels = small_attention(DecodeTokens("chunk", 1)), small_attention(DecodeTokens())
     module, caches = Module("caches"), ("k_cache", "v_cache")
     types = {f"{name}{i}": t for i, kernel in enumerate(kernels) for name, t in kernel.tensors.items()}
