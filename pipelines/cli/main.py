@@ -72,11 +72,11 @@ COMPLETION = "--print-completion"
 
 
 class UsageError(Exception):
-    """An error in the command line."""
+    """Raised for an invalid command line."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises UsageError with a message of one line."""
+    """An argument parser that raises UsageError with a one-line message."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog.removeprefix('castiron ')}: {message}; see {self.prog} --help")
@@ -132,7 +132,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line; raise SystemExit after printing help, the version or a script."""
     if argv[:1] == ["help"]:
         if len(argv) == 1:
             _print_and_exit(short_help_text())
@@ -153,7 +152,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def command_parser(name: str, parser: Parser | None = None) -> Parser:
-    """Return the parser of a command. The command's options are added to `parser` if given."""
+    """Return the parser of a command; if `parser` is given, add the command's options to it."""
     module = importlib.import_module(f"castiron.pipelines.cli.{name}")
     parser = parser or Parser(prog=f"castiron {name}")
     parser.formatter_class, parser.description, parser.epilog = Formatter, module.__doc__, module.EXAMPLES
