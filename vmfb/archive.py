@@ -118,7 +118,7 @@ def open_archive(path: Path) -> dict[str, Part]:
     """Return the files of the packed bundle at `path`, by name; raise BundleError if invalid."""
 
     def invalid(why: object) -> BundleError:
-        return BundleError(f"not a packed bundle: {path} ({why}); make one with castiron compile and castiron pack")
+        return BundleError(f"not a packed bundle: {path} ({why}); make one with `castiron pack`")
 
     archive_file, found = Part.of(path), dict[str, Part]()
     try:

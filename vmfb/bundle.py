@@ -82,7 +82,7 @@ class Bundle:
         if device is not None and device.partition(":")[0] != needed:
             raise BundleError(
                 f"bundle is compiled for {needed} and cannot run on {device}: {self.path}; "
-                "compile it with another --target, or choose another --device"
+                "compile the bundle with another --target, or choose another --device"
             )
         return replace(self, device=device, progress=progress)
 
@@ -167,8 +167,8 @@ def _open_directory(path: Path) -> dict[str, Part]:
 def _open_files(path: Path) -> dict[str, Part]:
     if not os.path.isdir(path):
         problem = "not a directory" if os.path.lexists(path) else "no such file or directory"
-        raise BundleError(f"{path}: {problem}; make a bundle with castiron compile")
-    parts, problem = dict[str, Part](), "has no manifest.json"
+        raise BundleError(f"{path}: {problem}; run castiron compile to make a bundle")
+    parts, problem = dict[str, Part](), "no manifest.json"
     try:
         names = sorted(filter(is_bundle_file, os.listdir(path)))
     except OSError as error:
@@ -180,9 +180,9 @@ def _open_files(path: Path) -> dict[str, Part]:
             pass
         except OSError as error:
             if name == MANIFEST:
-                problem = f"has a manifest.json that cannot be read ({error.strerror})"
+                problem = f"cannot read manifest.json: {error.strerror}"
     if MANIFEST not in parts:
-        raise BundleError(f"not a bundle: {path} {problem}; make one with castiron compile")
+        raise BundleError(f"not a bundle: {path} ({problem}); run castiron compile to make a bundle")
     return parts
 
 
@@ -198,27 +198,27 @@ def _check_machine(path: Path, manifest: Manifest) -> None:
     wanted = manifest.versions.iree.split(".")[:2]
     if runtime.split(".")[:2] != wanted:
         raise BundleError(
-            f"bundle is compiled by IREE {manifest.versions.iree} and the runtime is {runtime}: {path}; "
-            f"pip install 'iree-base-runtime=={'.'.join(wanted)}.*' or compile it again"
+            f"bundle was compiled by IREE {manifest.versions.iree}, but the IREE runtime is {runtime}: {path}; "
+            f"run pip install 'iree-base-runtime=={'.'.join(wanted)}.*', or compile the bundle again"
         )
 
 
 def _check_cpu(path: Path, target: Target) -> None:
     if target.arch != host_arch():
         raise BundleError(
-            f"bundle is compiled for {target.arch} and this machine is {host_arch()}: {path}; "
-            "compile it again with --target for this machine"
+            f"bundle is compiled for {target.arch}, but this machine is {host_arch()}: {path}; "
+            "compile the bundle again with the --target of this machine"
         )
     if missing := missing_features(target):
         choices = "host here, or x86-64-v3" if target.arch == "x86_64" else "host here, or aarch64"
         raise BundleError(
-            f"bundle is compiled for {target.name} ({target.cpu}) and this CPU ({host_cpu()}) lacks "
-            f"{', '.join(missing)}: {path}; compile it again with --target {choices}"
+            f"bundle is compiled for {target.name} ({target.cpu}), but this CPU ({host_cpu()}) lacks "
+            f"{', '.join(missing)}: {path}; compile the bundle again with --target {choices}"
         )
     if TILES in target.features and not can_use_tiles():
         raise BundleError(
-            f"bundle is compiled for {target.name}, which uses AMX tiles, and this system does not permit them: {path}; "
-            "compile it again with --target x86-64-v4-bf16"
+            f"bundle is compiled for {target.name}, which uses AMX tiles, but this system does not permit AMX: {path}; "
+            "compile the bundle again with --target x86-64-v4-bf16"
         )
 
 
@@ -229,7 +229,7 @@ def _check_files(path: Path, manifest: Manifest, data: bytes, parts: Mapping[str
     for name, file in manifest.files.items():
         if name not in parts:
             problem = "unreadable" if os.path.lexists(path / name) else "missing"
-            raise BundleError(f"{problem} file: {path / name}; compile the bundle again")
+            raise BundleError(f"{problem} file: {path / name}; check its permissions, or compile the bundle again")
         if parts[name].size != file.size:
             raise BundleError(
                 f"{path / name} has {parts[name].size} bytes, but {file.size} in the manifest; compile the bundle again"
@@ -335,7 +335,7 @@ class BundleWriter:
         """
         files = self._files(hashes or {})
         if absent := [name for name, required in FILES.items() if required and name not in files]:
-            raise BundleError(f"incomplete bundle: {self.target} would have no {absent[0]}; write it before the commit")
+            raise BundleError(f"incomplete bundle: {self.target} lacks {absent[0]}; write that file before the commit")
         manifest = replace(manifest, files=files)
         try:
             check(manifest)
@@ -363,4 +363,4 @@ class BundleWriter:
             value = None
         # Files of another kind are never deleted, even beside a manifest.json.
         if not isinstance(value, dict) or "schema" not in value or not all(map(is_bundle_file, entries)):
-            raise BundleError(f"directory holds files that are not a bundle's: {self.target}; choose another path or empty it")
+            raise BundleError(f"directory contains other files than a bundle's: {self.target}; choose an empty directory")

@@ -44,7 +44,7 @@ class DeviceProgram(Program):
         needed = manifest.files[WEIGHTS].size + slots * sum(state.nbytes for state in manifest.states)
         if self.info.memory is not None and needed > self.info.memory:
             raise DeviceError(
-                f"too little memory on {self.info.id} ({self.info.name}): {self.info.memory / 1e9:.2f} GB, and the model needs "
+                f"too little memory on {self.info.id} ({self.info.name}): {self.info.memory / 1e9:.2f} GB, but the model needs "
                 f"{needed / 1e9:.2f} GB; {LESS_MEMORY}"
             )
         self._upload: Upload | None = None

@@ -66,7 +66,7 @@ def find_device(driver: str, chosen: str | None = None) -> DeviceInfo:
     number = (chosen or driver).partition(":")[2]
     found = {device.id: device for device in devices_of(driver)}
     if not found:
-        raise DeviceError(f"no {driver} device on this machine; castiron devices lists what there is")
+        raise DeviceError(f"no {driver} device on this machine; run castiron devices to list its devices")
     if (wanted := f"{driver}:{number or 0}") not in found:
         raise DeviceError(f"unknown device: {chosen}; choose one of {', '.join(found)}")
     return found[wanted]

@@ -275,11 +275,11 @@ def _check_facts(name: str, facts: Mapping[str, Any]) -> None:
     for kernel, work in [pair for kernels in found.get("work", {}).values() for pair in kernels.items()]:
         amounts = (work.calls, work.weights, *work.flops, *work.bytes)
         if len(work.flops) != 3 or len(work.bytes) != 3:
-            lengths = f"{len(work.flops)} flops and {len(work.bytes)} bytes"
-            raise RecordError(f"{name}.work of {short(kernel)} has {lengths}; it must have 3 of each")
+            lengths = f"{len(work.flops)} numbers in 'flops' and {len(work.bytes)} in 'bytes'"
+            raise RecordError(f"manifest field '{name}.work': {short(kernel)} has {lengths}; each list must have 3 numbers")
         if wrong := [amount for amount in amounts if not 0 <= amount < 2**63]:
             number = "a negative number" if wrong[0] < 0 else "a number above 2**63 - 1"
-            raise RecordError(f"{name}.work of {short(kernel)} has {number}; all must be from 0 to 2**63 - 1")
+            raise RecordError(f"manifest field '{name}.work': {short(kernel)} has {number}; use numbers from 0 to 2**63 - 1")
 
 
 def dump(manifest: Manifest) -> bytes:
@@ -299,8 +299,8 @@ def parse(data: bytes, path: str) -> Manifest:
     schema = value.get("schema") if isinstance(value, dict) else None
     if schema != SCHEMA or isinstance(schema, bool):
         raise BundleError(
-            f"bundle has schema {short(repr(schema))} and this castiron reads {SCHEMA}: {path}; "
-            "compile the bundle again, or use the castiron that made it"
+            f"bundle has manifest schema {short(repr(schema))}, but this castiron reads schema {SCHEMA}: {path}; "
+            "compile the bundle again, or use the castiron version that compiled the bundle"
         )
     try:
         manifest = from_json(Manifest, value)
@@ -315,75 +315,78 @@ def check(manifest: Manifest) -> None:
     minimum = {"vocab": 1, "context": 1, "hidden": int(bool(manifest.widths("embed") or manifest.encoder))}
     for name, smallest in minimum.items():
         if (value := getattr(manifest, name)) < smallest:
-            raise RecordError(f"{name} is {value}, which is not positive")
+            raise RecordError(f"manifest field {name!r} is {value}; it must be at least {smallest}")
     if manifest.max_context < manifest.context:
-        raise RecordError(f"max_context is {manifest.max_context}, below the context of {manifest.context}")
+        raise RecordError(
+            f"manifest field 'max_context' is {manifest.max_context}; it must be at least the context, {manifest.context}"
+        )
     # Ids are i32, and each has an embedding of at least one byte; a weights file has at least a page.
     limit = min(max(manifest.files[WEIGHTS].size, 4096) if WEIGHTS in manifest.files else 2**31, 2**31 - 1)
     if manifest.vocab > limit:
-        raise RecordError(f"vocab is {manifest.vocab}, but the weights have at most {limit} rows")
+        raise RecordError(f"manifest field 'vocab' is {manifest.vocab}, but the weights have at most {limit} rows")
     _check_states(manifest)
     _check_facts("source", manifest.source)
     _check_facts("compile", manifest.compile)
     _check_functions(manifest)
     for name, file in manifest.files.items():
         if name not in FILES and name not in map(module_name, manifest.functions):
-            raise RecordError(f"files has {short(name)}, which is not a file of this bundle")
+            raise RecordError(f"manifest field 'files' lists {short(name)}, which is not a file name of this bundle")
         if file.size < 0:
-            raise RecordError(f"files.{name}.size is {file.size}; it must be at least 0")
+            raise RecordError(f"manifest field 'files.{name}.size' is {file.size}; it must be at least 0")
         if not re.fullmatch("[0-9a-f]{64}", file.sha256):
-            raise RecordError(f"files.{name}.sha256 is {short(repr(file.sha256))}, not 64 lower-case hex digits")
+            raise RecordError(
+                f"manifest field 'files.{name}.sha256' is {short(repr(file.sha256))}, not 64 lowercase hex digits"
+            )
         if file.size > _MAX_BYTES.get(name, file.size):
-            raise RecordError(f"files.{name} has {file.size} bytes; the limit is {_MAX_BYTES[name]}")
+            raise RecordError(f"manifest field 'files.{name}.size' is {file.size}; the limit is {_MAX_BYTES[name]} bytes")
     if manifest.encoder:
         _check_encoder(manifest, manifest.encoder)
     tokens = (manifest.tokens.bos, *manifest.tokens.eos, *manifest.tokens.fim.values())
     if bad := [t for t in tokens if t is not None and not 0 <= t < manifest.vocab]:
-        raise RecordError(f"tokens has {bad[0]}, outside the vocabulary of {manifest.vocab}")
+        raise RecordError(f"manifest field 'tokens' has id {bad[0]}, but the vocabulary has {manifest.vocab} tokens")
 
 
 def _check_functions(manifest: Manifest) -> None:
     if unknown := [f.role for f in manifest.functions if f.role not in ROLES]:
-        raise RecordError(f"functions have the role {short(unknown[0])}, not one of {', '.join(ROLES)}")
+        raise RecordError(f"manifest field 'functions' has the unknown role {short(unknown[0])}; use one of {', '.join(ROLES)}")
     widths = {role: [f.width for f in manifest.functions if f.role == role] for role in ROLES}
     multi = [w for role in ("prefill", "verify", "embed", "encode") for w in widths[role]]
     if bad := [w for w in multi if not 2 <= w <= manifest.context]:
-        raise RecordError(f"a function takes {bad[0]} tokens; it must take from 2 to {manifest.context}, the context")
+        raise RecordError(f"manifest field 'functions' has width {bad[0]}; use 2 to {manifest.context} (the context)")
     kind, roles = ("an embedding", {"encode"}) if manifest.encoder else ("a generating", set(ROLES) - {"encode"})
     if alien := [role for role, found in widths.items() if found and role not in roles]:
-        raise RecordError(f"functions have the role {alien[0]}, which {kind} model does not have")
+        raise RecordError(f"manifest field 'functions' has the role {alien[0]}, which {kind} model does not have")
     if manifest.encoder and not widths["encode"]:
-        raise RecordError("functions lack the role encode, which an embedding model needs")
+        raise RecordError("manifest field 'functions' lacks the role encode, which an embedding model needs")
     if not manifest.encoder and widths["decode"] != [1]:
-        raise RecordError(f"functions have decode widths {widths['decode']}; a generating model must have one, of width 1")
+        found = widths["decode"]
+        raise RecordError(f"manifest field 'functions' has decode widths {found}; a generating model must have only width 1")
     if wrong := [role for role, found in widths.items() if len(set(found)) != len(found) or min(found, default=2) < 1]:
         found = widths[wrong[0]]
-        raise RecordError(f"functions have {wrong[0]} widths {found}; they must be distinct and at least 1")
+        raise RecordError(f"manifest field 'functions' has {wrong[0]} widths {found}; use distinct widths of at least 1")
     if manifest.functions != functions(widths):
-        raise RecordError(f"functions are not grouped by role in the order {', '.join(ROLES)}")
+        raise RecordError(f"manifest field 'functions' is not grouped by role in the order {', '.join(ROLES)}")
 
 
 def _check_encoder(manifest: Manifest, encoder: EncoderConfig) -> None:
     if encoder.default_prompt is not None and encoder.default_prompt not in encoder.prompts:
-        raise RecordError(f"encoder.default_prompt is {encoder.default_prompt!r}, which is not in encoder.prompts")
+        raise RecordError(f"manifest field 'encoder.default_prompt' is {encoder.default_prompt!r}, not one of the prompts")
     limit = max(manifest.widths("encode")) if encoder.single_call else manifest.context
     if not 1 <= encoder.max_tokens <= limit:
-        raise RecordError(
-            f"encoder.max_tokens is {encoder.max_tokens}; it must be from 1 to {limit}, which the functions allow"
-        )
+        raise RecordError(f"manifest field 'encoder.max_tokens' is {encoder.max_tokens}; the functions support 1 to {limit}")
 
 
 def _check_states(manifest: Manifest) -> None:
     names = [state.name for state in manifest.states]
     if len(set(names)) != len(names):
         duplicate = next(name for name in names if names.count(name) > 1)
-        raise RecordError(f"two states have the name {short(duplicate)}")
+        raise RecordError(f"manifest field 'states' has two states named {short(duplicate)}")
     widest = max([1, *(f.width for f in manifest.functions if f.role != "batch")])
     for state in manifest.states:
-        where = f"states.{state.name}"
+        where = f"manifest field 'states.{state.name}'"
         if problem := state.problem():
-            raise RecordError(f"{where}.{problem}")
+            raise RecordError(f"{where}: {problem}")
         if state.kind == "positional" and state.shape[1] != manifest.max_context:
-            raise RecordError(f"{where} has {state.shape[1]} positions; it must have {manifest.max_context}, the max_context")
+            raise RecordError(f"{where} has {state.shape[1]} positions; it must have {manifest.max_context} (max_context)")
         if state.kind == "window" and state.shape[1] < (needed := ring_rows(state.window, widest)):
             raise RecordError(f"{where} has {state.shape[1]} rows; its window and functions need {needed}")

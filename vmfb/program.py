@@ -180,7 +180,7 @@ def check_functions(path: Path, module: rt.VmModule, manifest: Manifest, functio
             wanted, found = list(map(str, tensors)), re.findall(rf"%{side}\d+: tensor<([^>]*)>", declaration)
             if found != wanted:
                 raise BundleError(
-                    f"{path}: {function.name} has {side}s ({short(', '.join(found))}), but the bundle's manifest has "
+                    f"{path}: {function.name} has {side}s ({short(', '.join(found))}), but the bundle's manifest lists "
                     f"({short(', '.join(wanted))}); {remedy}"
                 )
 
@@ -193,7 +193,7 @@ def _checked(path: Path, module: bytes) -> bytes:
     except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError) as error:
         raise BundleError(f"{path} is damaged ({error}); compile the bundle again") from None
     if damaged is not None:
-        raise BundleError(f"{path} is damaged (in {damaged!a}); compile the bundle again")
+        raise BundleError(f"{path} is damaged (zip member {damaged!a}); compile the bundle again")
     return module
 
 
@@ -217,7 +217,7 @@ def exclusive(method: Method) -> Method:
         lock = self.program.lock
         if not lock.acquire(False):
             raise SessionError(
-                "another thread is running this session or a fork of it; wait for that thread, or open a session for each"
+                "another thread is using this session or its fork; wait for that thread, or open one session per thread"
             )
         try:
             return method(self, *args, **options)
@@ -345,7 +345,7 @@ def release_at_exit(owner: Any, *attributes: str) -> None:
 
 def _refuse_fork(*_: Any) -> NoReturn:
     raise SessionError(
-        "this session was made before the process was forked, and its worker threads are the parent's; make one in the child, "
+        "cannot use this session after a fork: its worker threads are in the parent process; open a session in the child, "
         "or start the child with multiprocessing's spawn"
     )
 

@@ -63,7 +63,7 @@ def _check_module(module: Path, manifest: Manifest) -> None:
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise BundleError(
-            f"cannot read module: {module} ({reason}); compile it with the iree-compile of this IREE version"
+            f"cannot read module: {module} ({reason}); compile it with the iree-compile of the installed IREE runtime's version"
         ) from None
     remedy = "compile the MLIR file that castiron compile --keep wrote, or a change of it"
     check_functions(module, loaded, manifest, manifest.functions, remedy)

@@ -166,8 +166,8 @@ class Session:
         widths = [min(width for width in self._embed if width >= part.size) for part in parts]
         if self.position + sum(widths) > self.context:
             raise SessionError(
-                f"{ids.size} tokens from position {self.position}, padded to {sum(widths)} for the embed functions, would end "
-                f"past the context of {self.context}; give fewer tokens"
+                f"{ids.size} tokens from position {self.position} would end past the context of {self.context}, because "
+                f"embed functions pad them to {sum(widths)}; give fewer tokens"
             )
         return np.concatenate(
             [self._append(self._embed[w], part).floats(0)[: part.size] for w, part in zip(widths, parts, strict=True)]
@@ -191,15 +191,13 @@ class Session:
 
     def _verified(self) -> Row:
         if not isinstance(self._last, Row):
-            raise SessionError("the last call was not verify, so there are no verified logits; call verify first")
+            raise SessionError("no verified logits: the last call of this session was not verify; call verify first")
         return self._last
 
     def reachable(self, position: int) -> int:
         """Return the largest position, not above `position`, that `rewind` can return to."""
         if not 0 <= position <= self.position:
-            raise SessionError(
-                f"a session at position {self.position} cannot be rewound to {position}; use 0 to {self.position}"
-            )
+            raise SessionError(f"cannot rewind a session at position {self.position} to {position}; give 0 to {self.position}")
         if all(state.can_return(self.position, position) for state in self._states):
             return position
         return max((snapshot.position for snapshot in self._retained if snapshot.position <= position), default=0)
@@ -209,7 +207,7 @@ class Session:
         """Remove every token from `position` on; raise SessionError if it is not `reachable`."""
         found = self.reachable(position)
         if found != position:
-            raise SessionError(f"the state at position {position} is overwritten; the session can return to {found}")
+            raise SessionError(f"cannot rewind to position {position}: its state is overwritten; rewind to {found}")
         if position == self.position:
             return
         if all(state.can_return(self.position, position) for state in self._states):
@@ -236,9 +234,9 @@ class Session:
         """Return to a snapshot's position; raise SessionError if the snapshot is stale."""
         cannot = f"cannot restore the snapshot of position {snapshot.position}"
         if snapshot not in self._snapshots:
-            raise SessionError(f"{cannot}: another session took it; restore one of this session")
+            raise SessionError(f"{cannot}: it is from another session; restore a snapshot from this session")
         if snapshot.stale:
-            raise SessionError(f"{cannot}: the session has returned to an earlier position since; prefill the tokens again")
+            raise SessionError(f"{cannot}: the session was rewound to before that position; prefill the tokens again")
         for state, saved in zip(self._states, snapshot.saved, strict=True):
             state.restore(self.position, snapshot.position, saved)
         self._move_to(snapshot.position)
@@ -262,10 +260,10 @@ class Session:
         Raise SessionError if `other` runs another program or cannot be rewound to `position`.
         """
         if other.program is not self.program:
-            raise SessionError("cannot copy the states of a session of another program; use two sessions of one program")
+            raise SessionError("cannot copy states between sessions of different programs; open both sessions from one program")
         if (found := other.reachable(position)) != position:
             raise SessionError(
-                f"position {position} cannot be copied from a session at {other.position}; that session can return to {found}"
+                f"cannot copy position {position} of a session at {other.position}: its state is overwritten; copy {found}"
             )
         direct = all(state.can_return(other.position, position) for state in other._states)
         saved = (None,) * len(self._states) if direct else other._retained_at(position).saved
@@ -343,7 +341,7 @@ class Session:
         if not ids.size:
             raise SessionError("no tokens; give at least one")
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise SessionError(f"tokens are {ids.dtype}{list(ids.shape)}, not a list of integers")
+            raise SessionError(f"tokens have type {ids.dtype}{list(ids.shape)}; give a list of integers")
         if ids.min() < 0 or ids.max() >= self.vocab:
             outside = next(int(t) for t in ids if not 0 <= t < self.vocab)
             raise SessionError(

@@ -236,5 +236,5 @@ class Transfer:
             self._context.invoke(function, given, results)
         except RUNTIME_ERRORS as error:
             raise SessionError(
-                f"the GPU failed in {function.name} ({runtime_reason(error)}); see the log of its driver"
+                f"the GPU failed in {function.name} ({runtime_reason(error)}); see the log of the GPU driver"
             ) from None

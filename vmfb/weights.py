@@ -98,7 +98,7 @@ def read_irpa(data: memoryview) -> dict[str, memoryview]:
             return {name.decode(): data[start + at : start + at + size] for name, at, size in zip(names, offsets, sizes)}
     except (struct.error, OverflowError, MemoryError, UnicodeDecodeError):
         pass
-    raise WeightsError("its table of tensors is damaged")
+    raise WeightsError("the table of tensors is damaged")
 
 
 def _head(names: list[bytes], sizes: list[int]) -> tuple[bytes, list[int], int]:
