@@ -322,7 +322,6 @@ class ChatInput:
 
 
 def _prompt_session(history: Path | None) -> Any:
-    """Return a prompt_toolkit session with completion; None if prompt_toolkit is not installed."""
     try:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import Completer, DummyCompleter, PathCompleter, WordCompleter

@@ -201,8 +201,7 @@ def _print_and_exit(text: str) -> NoReturn:
 def _open_closed_streams() -> None:
     """Open the null device for each standard stream that is closed.
 
-    Otherwise the next file to be opened would get the stream's file descriptor, and messages would
-    be written to that file.
+    Otherwise messages would be written to the next file that is opened.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -214,7 +213,6 @@ def _open_closed_streams() -> None:
 
 
 def _print_failure(message: str, kind: str, as_json: bool) -> None:
-    """Print an error on stderr; with --json, also as an object with the type `kind` on stdout."""
     # Stdout may be closed, or its disk full.
     with contextlib.suppress(OSError):
         print(f"castiron: {sanitised(message)}", file=sys.stderr)

@@ -179,7 +179,6 @@ def chunks_of(tokens: Sequence[int], context: int, max_chunks: int | None = None
 
 
 def _scored(chunks: Sequence[Chunk], progress: Progress, *models: Rows) -> Iterator[tuple]:
-    """Yield (logits [vocab] of each model, ..., token id) for each scored token."""
     for done, chunk in enumerate(chunks):
         progress(done, len(chunks))
         yield from zip(*(model(chunk.tokens, chunk.first) for model in models), chunk.targets, strict=True)

@@ -135,7 +135,6 @@ class Bench:
         return lower(self._layers, isa=self.target.isa, threads=self.threads, tiles=tiled, numerics=self.options.numerics)
 
     def _kernels_of(self, module: Module) -> dict[str, tuple[Matmul, str, str]]:
-        """Return {matmul's name: (matmul, first function with it, name of its kernel there)}."""
         found: dict[str, tuple[Matmul, str, str]] = {}
         for function in self.functions:
             for op in module.functions[function.name].ops:
@@ -200,7 +199,6 @@ def neighbours(matmul: Matmul, isa: Isa, threads: int) -> Iterator[Tiles]:
 
 
 def _code(matmul: Matmul, isa: Isa, threads: int, tiles: Tiles) -> str | None:
-    """Return the MLIR of the matmul's kernel without its name; None for invalid `tiles`."""
     try:
         kernel = kernel_of(matmul, isa, threads, tiles)
     except ValueError:

@@ -167,10 +167,9 @@ def adapter_of(bundle: Bundle) -> Path | None:
 
 
 def _unchanged(bundle: Bundle, key: str, what: str, sha256: Callable[[Path], str | None]) -> Path | None:
-    """Return the path of a file that the bundle was compiled with; PipelineError if it changed.
+    """Return the path that the manifest's `source` has under `key`, or None if it has no such key.
 
-    key: the file's key in the manifest's `source`; if the key is absent, the result is None. what:
-    name of the file in error messages.
+    Raises PipelineError if the file has changed. what: name of the file in error messages.
     """
     if (recorded := bundle.manifest.source.get(key)) is None:
         return None
@@ -209,7 +208,6 @@ def load_reference(path: Path, weights: str, threads: int | None, adapter: Path 
 
 
 def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[str, np.ndarray]) -> None:
-    """Replace an HF model's matrices in place by the values that a bundle with `weights` has."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
