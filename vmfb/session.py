@@ -29,8 +29,8 @@ class Session:
     Attributes:
         position: the number of tokens in the states, which is the position of the next token.
         chunked_tokens: number of tokens, from position 0 on, that full prefill calls of width
-        `widest` appended. Two sessions in which such calls appended equal tokens have states with
-        the same bits.
+            `widest` appended. If such calls appended equal tokens to two sessions, the states of
+            the sessions have the same bits.
     """
 
     def __init__(
