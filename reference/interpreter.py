@@ -75,7 +75,7 @@ def _stored(array: np.ndarray, type_: TensorType, what: str) -> np.ndarray:
 
 
 def _forget(values: dict[Value, np.ndarray], left: dict[Value, int], op: Op) -> None:
-    """Drop the arrays that no operation after `op` uses; left: uses that each value still has.
+    """Drop the arrays that no operation after `op` uses; left: number of later uses of each value.
 
     This limits memory: all weights in f32 would not fit.
     """

@@ -111,7 +111,6 @@ class Projector:
         return ops.kernel_call(self.kernel_of(matmul), **self._x(p.x, matmul), **operands)["y"]
 
     def _x(self, x: Value, matmul: Matmul) -> dict[str, Value]:
-        """Return the operands of a matmul kernel that represent x, by name."""
         if matmul.numerics == "exact":
             return {"x": x}
         if matmul.numerics == "canonical":

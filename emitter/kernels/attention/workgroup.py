@@ -209,8 +209,8 @@ class Workgroup:
     def touch(self, base: Ssa, row: Index, at: Index, lines: range) -> None:
         """Emit a load of one word of each cache line in `lines`, to prefetch from a KV cache.
 
-        Lines are counted from byte `at` of the rows of this workgroup's kv heads, as if these rows
-        were contiguous. base: address of the KV cache. row: index of the first row in the layer.
+        Line 0 begins at byte `at`. Bytes are counted in the rows of this workgroup's kv heads only.
+        base: address of the KV cache. row: index of the first row in the layer.
         """
         b, row_bytes = self.b, self.row_bytes
         segment, size = self.shape.per * row_bytes, self.layout.kv_heads * row_bytes

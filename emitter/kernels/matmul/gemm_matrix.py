@@ -135,10 +135,6 @@ class GemmMatrix(Gemm):
         return [self.matrix.zero(i) for i in range(high * self.tiles.wide)]
 
     def _step(self, parts: list[Block], tile: Index, x_step: Index, step: Index, block: Index, high: int) -> list[Block]:
-        """Return `parts` plus the products of one step, which is 32 elements of in_features.
-
-        x_step, step: index of the step in x and in the panel.
-        """
         b, wide, matrix = self.b, self.tiles.wide, self.matrix
         (pieces, x_tiles, x_steps, *_), (_, steps, row_blocks, *_) = self.x_shape, self.panel.words.type.shape
         parts = list(parts)

@@ -122,8 +122,8 @@ class SmallBatch:
     def _add_chunks(self, first: Index, last: Index, end: Index) -> None:
         """Emit code that computes dot products with 16-row blocks first .. last - 1.
 
-        If x does not fit on the stack, the code prepares and multiplies one part of x after
-        another. end: number of tokens that are not padding.
+        The code prepares and multiplies one part of x at a time, if x does not fit on the stack.
+        end: number of tokens that are not padding.
         """
         b = self.b
         zero = b.splat(0.0, self.lanes)
