@@ -67,7 +67,8 @@ def run_job(
 
     Records in the output's journal are skipped, because earlier runs have answered them.
 
-    report: called with (counts so far, finished fraction of the input, None if it is unknown).
+    report: called with (counts so far, finished fraction of the input). The fraction is None if it
+    is unknown.
 
     Raises PipelineError if another process writes the output. If the input is damaged, the error is
     raised after the records before the damage are answered.

@@ -228,7 +228,7 @@ class Speculator:
         return min(width for width in self.widths if width > count)
 
     def _plan(self) -> tuple[str | None, int]:
-        """Return ("ngram" or "draft", number of proposals) for the next pass; (None, 0) for none."""
+        """Return ("ngram" or "draft", number of proposals) for the next pass, or (None, 0)."""
         free = self.session.context - self.session.position
         widest = max((width for width in self.widths if width <= free), default=1)
         left = self.request.limit - len(self.request.tokens)
