@@ -42,9 +42,10 @@ class Codec:
 
     splitter: the function that `split` calls, or None if the format is not quantised.
     bits: size of a stored code. A code of 8 bits is stored as it is, signed.
-    offset, table: a code of fewer bits is stored as the unsigned number code + `offset`, or as the
-        index of the code in `table` if there is a table.
-    minimum: the sign, +1 or -1, with which minima are added, or 0 without minima.
+    offset, table: how a code of fewer bits is stored as an unsigned number. If there is a table,
+        the number is the index of the code in `table`. If not, the number is the code plus
+        `offset`.
+    minimum: the sign, +1 or -1, with which minima are added; 0 if there are no minima.
     exponents: whether a block's scale is stored as an exponent, as in OCP's MX formats.
     small_floats: whether a group's scale is an E4M3 float, as in NVIDIA's NVFP4.
     zeros: whether a block has a zero point instead of a factor of its minima.

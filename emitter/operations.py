@@ -53,7 +53,7 @@ Table = Mapping[str, Operation]
 def build(
     table: Table, kind: str, operands: Sequence[Value], results: Sequence[TensorType], attrs: Mapping[str, Any] | None = None
 ) -> tuple[Value, ...]:
-    """Append an operation of kind `kind` and return its results; raise EmitError if it is invalid.
+    """Append an operation and return the results; raise EmitError if the operation is invalid.
 
     table: the checks of all kinds of operations. results: the types of the results.
     """

@@ -87,7 +87,7 @@ def _forget(values: dict[Value, np.ndarray], left: dict[Value, int], op: Op) -> 
 
 
 def _float(compute: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Make an operation from `compute`; f16 and bf16 are computed in f32 and rounded once."""
+    """Return an operation that computes f16 and bf16 in f32, and rounds the result once."""
 
     def rule(op: Op, *args: np.ndarray) -> np.ndarray:
         dtype = op.results[0].dtype

@@ -250,7 +250,6 @@ def _check_files(path: Path, manifest: Manifest, data: bytes, parts: Mapping[str
 
 
 def _marks(parts: Mapping[str, Part], manifest: Manifest) -> dict[str, list[int]]:
-    """Return the size, change times and inode of each file of the bundle, by file name."""
     stats = {name: parts[name].stat() for name in manifest.files}
     return {name: [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino] for name, stat in stats.items()}
 

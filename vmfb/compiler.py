@@ -140,10 +140,6 @@ def _known(store: Path, key: str) -> tuple[dict, bytes] | None:
 
 
 def _compile(text: str, flags: tuple[str, ...], store: Path, key: str, cancelled: threading.Event) -> tuple[dict, bytes]:
-    """Compile `text` and cache the result; return (metadata, bytes of the vmfb).
-
-    The metadata are the log, the seconds and the sha256 of the vmfb.
-    """
     compiler = compiler_path()
     with staging_folder(store / "work") as work:
         source, output_file = work / "module.mlir", work / "module.vmfb"

@@ -118,14 +118,12 @@ def _hwcaps() -> tuple[int, int]:
 
 
 def _x86(words: Iterable[str]) -> frozenset[str]:
-    """Translate names of /proc/cpuinfo or macOS to LLVM's names; drop those not in `X86`."""
     plain = lambda name: re.sub("[._-]", "", name.lower())
     known = {plain(name): name for name in X86} | {plain(other): name for other, name in X86_ALIASES.items()}
     return frozenset(known[plain(word)] for word in words if plain(word) in known)
 
 
 def _cpuinfo() -> str:
-    """Return the first processor's block of /proc/cpuinfo."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             return "".join(takewhile(str.strip, file))

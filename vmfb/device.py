@@ -70,10 +70,7 @@ def release_devices() -> None:
 
 
 def _forked() -> None:
-    """Forget the devices in a forked child without freeing them.
-
-    A forked child has no workers, and freeing a device would wait for its workers forever.
-    """
+    """Forget the devices in a forked child; freeing them would wait forever for absent workers."""
     global _lock
     _lock = threading.Lock()
     for inherited in _devices.values():
@@ -104,9 +101,8 @@ def _create(threads: int) -> rt.HalDevice:
 def _pinned_cpus(threads: int) -> list[int]:
     """Return the CPU to which each worker is pinned; an empty list pins no worker.
 
-    If there is a worker for every CPU, all are pinned, because Linux sometimes runs two workers on
-    one CPU. If there are fewer workers, none is pinned, because other processes may use the same
-    CPUs.
+    Workers are pinned only if there is one for every CPU, because Linux sometimes runs two on one
+    CPU.
     """
     cpus = _cpus()
     return cpus if threads == len(cpus) else []
@@ -118,7 +114,6 @@ def _cpus() -> list[int]:
 
 
 def _workers() -> set[int]:
-    """Return the thread ids of the workers of all devices (Linux)."""
     found = set()
     for task in Path("/proc/self/task").glob("*/comm"):
         # The thread may have ended.

@@ -119,7 +119,6 @@ def _describe(driver: str, number: int, name: str, text: str) -> DeviceInfo:
 
 
 def _cuda_facts(number: int) -> tuple[int | None, str]:
-    """Return (bytes of memory, CUDA version) of an NVIDIA GPU; IREE does not report them."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
         version, device, size = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()

@@ -115,7 +115,7 @@ class EncoderConfig:
         lower_case: whether texts are converted to lower case first.
         relevance: a reranker's function from an output to a score: sigmoid or identity.
         types: whether the model has token types. If so, the vocabulary's size is added to the ids
-        of the second text of a pair.
+            of the second text of a pair.
     """
 
     pooling: str

@@ -101,10 +101,7 @@ class Loaded:
         return device(threads)
 
     def _parameters(self, instance: rt.VmInstance, weights: Any) -> Callable[[], rt.VmModule]:
-        """Return a function that creates an IREE module with the weights.
-
-        Each VmContext needs a new one.
-        """
+        """Return a function that creates an IREE module with the weights for one VmContext."""
         parameters = rt.ParameterIndex()
         parameters.load_from_file_handle(rt.FileHandle.wrap_memory(weights), "irpa")
         return lambda: rt.create_io_parameters_module(instance, parameters.create_provider(scope=SCOPE))

@@ -29,8 +29,8 @@ class Session:
     Attributes:
         position: the number of tokens in the states, which is the position of the next token.
         chunked_tokens: number of tokens, from position 0 on, that full prefill calls of width
-        `widest` appended. Two sessions in which such calls appended equal tokens have states with
-        the same bits.
+            `widest` appended. If such calls appended equal tokens to two sessions, the states of
+            the sessions have the same bits.
     """
 
     def __init__(
@@ -105,10 +105,6 @@ class Session:
         return best
 
     def _append(self, prepared: tuple[Call, Buffer], ids: np.ndarray) -> Call:
-        """Append `ids` with a prepared call, and return the call.
-
-        prepared: the call, and its buffer for token ids, which is padded after `ids`.
-        """
         call, tokens = prepared
         tokens.array[: ids.size], tokens.array[ids.size :] = ids, 0
         self._position_word[0], self._length_word[0] = self.position, ids.size
@@ -314,7 +310,6 @@ class Session:
         return next(snapshot for snapshot in self._retained if snapshot.position == position)
 
     def _move_to(self, position: int) -> None:
-        """Set the position, never to a higher value; snapshots of later positions become stale."""
         self.position, self._last = position, None
         self.chunked_tokens = self._chunked_before(position, self.chunked_tokens)
         for snapshot in self._snapshots:

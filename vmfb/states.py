@@ -126,7 +126,6 @@ class Window(Positional):
         self.load(rows, position, self._first_seen(position) + self.array.shape[1])
 
     def _first_seen(self, position: int) -> int:
-        """Return the first position that the token at `position` attends to."""
         return max(0, position - self.window + 1)
 
 

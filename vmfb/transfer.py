@@ -212,7 +212,6 @@ class Transfer:
         return self.download(view, 0, nbytes, nbytes, 1)[0].view(np.float32)
 
     def _chunks(self, count: int, length: int) -> Iterator[tuple[int, int, HostMemory]]:
-        """Yield (first block, number of blocks, staging memory for them)."""
         if not count or not length:
             return
         if length > self._staging.array.size:

@@ -271,10 +271,10 @@ def experts(op: Op, x: Value, chosen: Value, weights: Value, *stacked: Stored) -
 
 
 def split_orders(op: Op, stacked: tuple[Stored, ...]) -> tuple[tuple[Stored, ...], list[Stored | None]]:
-    """Split the last operands of `experts`: return (weights and biases, permutations of columns).
+    """Split the operands `stacked` of `experts`: return (weights and biases, permutations).
 
-    `stacked` ends with the permutations. There are two, one for gate and up, and one for down, and
-    each is None if the columns are in the order of x.
+    The permutations of weight columns are the last operands. The result has two: one for gate and
+    up, and one for down. A permutation is None if the columns are in the order of x.
     """
     count = sum(op.attrs["ordered"])
     orders = iter(stacked[len(stacked) - count :])

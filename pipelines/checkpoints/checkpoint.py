@@ -228,7 +228,6 @@ def tokenizer_of(content: Mapping[str, Any], path: object) -> Any:
 
 
 def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None = None) -> bytes:
-    """Check the content of a tokenizer.json in a child process; return it as JSON text in UTF-8."""
     try:
         text = json.dumps(content, ensure_ascii=False)
         data = text.encode()

@@ -231,8 +231,7 @@ def key_head_parts(config: dict, parts: Mapping[str, str]) -> dict[str, np.ndarr
 def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Iterator[Tensor]:
     """Yield the matrix whose column i is column order[i] of `tensor`.
 
-    If a codec block has columns of two heads, it cannot be reordered. Then the matrix is yielded
-    unchanged, followed by a tensor with the column indices.
+    If a codec block spans two heads, yield `tensor` unchanged, then a tensor with column indices.
     """
     block = CODECS[tensor.codec].block
     if head_dim % block:

@@ -132,7 +132,6 @@ def _rope_keys(config: dict) -> dict[str, Value]:
 
 
 def _rope_tensors(config: dict) -> Iterator[Tensor]:
-    """Yield the tensors with factors of rotary frequencies, for llama3 and longrope scaling."""
     entry = config.get("rope_scaling") or {}
     factors: dict[str, np.ndarray] = {}
     if entry.get("rope_type") == "llama3":
@@ -209,8 +208,6 @@ def _exported(
 
 
 def _vector(tensor: Tensor, name: str, read: Read, order: np.ndarray | None) -> Tensor:
-    """Return an HF vector as the GGUF tensor `name`; GGUF stores A_log as -exp(A_log)."""
-
     def data() -> np.ndarray:
         values = read(tensor.name, "f32", None).view("<f4")
         values = values if order is None else values[np.argsort(order)]

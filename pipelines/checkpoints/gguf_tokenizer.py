@@ -98,10 +98,6 @@ _FALCON = (
 
 
 def _words(regex: str | None = None, digits: bool = False) -> tuple[dict, ...]:
-    """Return steps that split text into the matches of `regex`, by default GPT-2's regex.
-
-    digits: whether each digit becomes a separate word.
-    """
     before = [_DIGITS] if digits else []
     return (*before, *_splits(*[regex] if regex else []), _byte_level_step(use_regex=regex is None))
 
@@ -141,8 +137,6 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 
 class _Metadata(Metadata):
-    """The tokenizer metadata of a file; `tokens` has the text of each token."""
-
     def __init__(self, file: GgufFile):
         super().__init__(file, _PREFIX)
         self.tokens: list[str] = self.strings("tokens")

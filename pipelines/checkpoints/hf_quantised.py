@@ -177,9 +177,9 @@ def _bitsandbytes_4_bits(stored: Stored) -> tuple[Tensor, ...]:
     """Return an NF4 or FP4 weight as a tensor [out, in] of castiron's NF4 or FP4 codec.
 
     A block is `blocksize` consecutive elements in row-major order, and may continue in the next
-    row. Each block has a scale (absmax). With `nested_blocksize`, the scales are quantised: they
-    are u8 indices of the table nested_quant_map, and each group of `nested_blocksize` scales has a
-    factor (nested_absmax). Raises CheckpointError for tensors with wrong sizes or types.
+    row. Each block has a scale (absmax). With `nested_blocksize`, the scales are u8 indices of the
+    table nested_quant_map, and each group of `nested_blocksize` scales has a factor
+    (nested_absmax).
     """
     kind = next((kind for kind, name in _STATES.items() if name in stored.parts), "nf4")
     packed, state = stored["weight"], stored[_STATES[kind]]

@@ -214,11 +214,6 @@ def _parts(layout: Layout, match: re.Match, tensor: Tensor, scales: Tensor | Non
 
 
 def _part(name: str, tensor: Tensor, index: int | None, rows: Rows, transposed: bool) -> Tensor:
-    """Return the tensor `name` with selected rows of a stored matrix.
-
-    index: the expert's index in a stack, or None. transposed: whether the stored matrix is [in,
-    out].
-    """
     shape = tensor.shape if index is None else tensor.shape[1:]
     shape = shape[::-1] if transposed else shape
     taken = rows(shape[0])

@@ -142,7 +142,6 @@ def _fetch(name: HubName, progress: Progress) -> Path:
 
 
 def _repository_files(name: HubName) -> tuple[str, dict[str, HubFile]]:
-    """Return (commit of the revision, files of the repository by path)."""
     with _hub_errors(name):
         from huggingface_hub import HfApi
 
@@ -219,7 +218,6 @@ def _endpoint() -> str:
 
 @contextmanager
 def _hub_errors(name: HubName) -> Iterator[None]:
-    """Convert huggingface_hub's errors to CheckpointError, or Unreachable if the cache may help."""
     try:
         from huggingface_hub import errors
     except ModuleNotFoundError as error:

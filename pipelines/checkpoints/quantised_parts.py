@@ -98,7 +98,6 @@ class Stored:
         return None if (order == np.arange(inner)).all() else order
 
     def _group(self, scales: tuple[int, ...], shape: tuple[int, int]) -> tuple[int, int]:
-        """Return (rows, columns) that share a scale, from the shape of the scales."""
         out, inner = shape
         if prod(scales) == 1:
             return shape

@@ -123,7 +123,6 @@ def _module_facts(module: Module, options: Options, target: Target, tiles: TileF
 
 
 def _arithmetic(matmuls: Sequence[Matmul], target: Target) -> dict[str, int]:
-    """Count the matmuls that convert their f32 activations x, by the kind of conversion."""
     if not target.isa:
         return {}
     isa = ISAS[target.isa]

@@ -84,7 +84,6 @@ def make_probes(checkpoint: Checkpoint, options: Options) -> Probes:
 
 
 def _activations(count: int) -> np.ndarray:
-    """Return test activations, f32 [1, count]: multiples of 1/32 from -1 to 1."""
     return ((np.arange(count) * 37 % 64 - 32) / 32).astype(np.float32)[None]
 
 

@@ -101,11 +101,7 @@ def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None
 
 
 def _names(function: Graph) -> dict[Value, str]:
-    """Return names of a function's inputs, and of values that are used outside their layer.
-
-    An updated state gets the name of the input state. Other values get the module path of their
-    operation.
-    """
+    """Return names of a function's inputs, and of values that are used outside their layer."""
     readers: dict[Value, set[int | None]] = {value: {None} for value in function.outputs}
     for op in function.ops:
         for value in op.operands:

@@ -96,11 +96,6 @@ def _copied(checkpoint: Checkpoint, options: Options, importance: Importance) ->
 
 
 def _converted(file: GgufFile, tensor: Tensor, codec: str, names: list[str], importance: Importance) -> Tensor:
-    """Convert a tensor of a GGUF file to `codec`.
-
-    names: the HF names of the matrices in `tensor`; stacked experts have several.
-    """
-
     def read() -> np.ndarray:
         if codec == tensor.codec:
             return tensor.data

@@ -344,7 +344,10 @@ def test_reads_or_rejects_module_configs(qwen, tmp_path):
     with pytest.raises(castiron.EmitError, match=r"only compute embeddings.*modules\.json"):
         build_model(checkpoint, Options())
     manifest = json.loads(dump(open_bundle(bundle).manifest))
-    for field, value, why in (("max_tokens", 65, "the functions support 1 to 64"), ("default_prompt", "q", "not one of the prompts")):
+    for field, value, why in (
+        ("max_tokens", 65, "the functions support 1 to 64"),
+        ("default_prompt", "q", "not one of the prompts"),
+    ):
         with pytest.raises(BundleError, match=why):
             parse(json.dumps(manifest | {"encoder": manifest["encoder"] | {field: value}}).encode(), "x")
     with pytest.raises(BundleError, match="functions"):

@@ -279,7 +279,7 @@ class _Parts:
     [T, heads, splits, head_dim]: sums of w * value, where w is exp(score - reference);
     [T, heads, splits]: references;
     [T, heads, splits]: sums of w.
-    rows: (T, index of the token's row).
+    rows: T, and the index of the token's row.
     """
 
     def __init__(self, b: Body, scratch: Ssa, rows: tuple[int, Index], heads: int, splits: int, hd: int):

@@ -54,8 +54,8 @@ class Caches:
 class Rows:
     """A writer of code that accesses the rows of a KV cache.
 
-    A row is one key or value of a kv head. Methods take its (layer, position, kv head) as `at`.
-    buffer: memref of the cache. width: number of elements of a vector.
+    A row is one key or value of a kv head. The argument `at` of the methods is the (layer,
+    position, kv head) of a row. buffer: memref of the cache. width: number of elements of a vector.
     """
 
     b: Body

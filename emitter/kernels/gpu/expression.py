@@ -1,9 +1,9 @@
 """Tensors that a GPU kernel computes element by element where it reads or writes them.
 
-An expression is a graph of StableHLO operations over operands of the kernel. In place of a memref a
-kernel may get a `Computed` operand, whose loads compute the element, or a `Finished` result, whose
-stores compute one more element-wise expression. So activations, gates, multipliers, and slices need
-no dispatch and no memory.
+An expression is a graph of StableHLO operations on operands of a kernel. A kernel may get a
+`Computed` operand instead of a memref: a load computes the element. A kernel may get a `Finished`
+result instead of a memref: a store first applies an element-wise expression. So activations, gates,
+multipliers and slices need no dispatch and no memory.
 """
 
 from __future__ import annotations

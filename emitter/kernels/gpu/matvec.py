@@ -35,9 +35,9 @@ ROWS = 4
 def operands(matmul: Matmul, layout: Layout) -> dict[str, TensorType]:
     """Return the types of the operands of a GPU matmul by name, in order.
 
-    Only the weight differs from that of a CPU kernel. With a GLU, the weight has the rows of gate,
-    then those of up. With experts, it has all rows of expert 0, then all rows of expert 1, and so
-    on.
+    They are those of a CPU kernel, except the weight. With a GLU, the weight has the rows of gate,
+    then those of up. With experts, the weight has all rows of expert 0, then all rows of expert 1,
+    and so on.
     """
     rows = matmul.out_features * matmul.blocks_per_result * max(1, matmul.experts)
     return matmul.operands() | {"weight": TensorType((rows, layout.row_words(matmul.in_features)), I32)}

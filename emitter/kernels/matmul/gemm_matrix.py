@@ -154,9 +154,9 @@ class GemmMatrix(Gemm):
     ) -> None:
         """Emit code that adds `parts` to `self.sums`.
 
-        of: None for float weights. For quantised weights, `parts` has sums over one codec group,
-        and `of` is (index of the group in the panel, index of the group in a row of x). The code
-        then adds scale * parts + minimum * (sum of x over the group).
+        of: None for float weights. For quantised weights, `parts` has the sums of one codec group,
+        and `of` is (index of the group in the panel, index of the group in a row of x). Then the
+        code adds scale * parts + minimum * (sum of x over the group).
         """
         b, lanes, rows, wide = self.b, self.lanes, self.tiles.rows, self.tiles.wide
         for i, part in enumerate(parts):

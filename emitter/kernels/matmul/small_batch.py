@@ -77,8 +77,9 @@ class SmallBatchTiles(Tiles):
 class SmallBatch:
     """A writer of the body of a matmul kernel for a few tokens.
 
-    Methods take the weight rows of a tile as `sides`, a list of vectors of rows. A vector is given
-    as (16-row block, index of the vector in the block, column of `self.sums` for its first row).
+    The argument `sides` of the methods is a list of vectors, which have the weight rows of a tile.
+    A vector is given as (16-row block, index of the vector in the block, column of `self.sums` for
+    the vector's first row).
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: SmallBatchTiles, buffers: Buffers):
