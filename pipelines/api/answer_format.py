@@ -137,12 +137,7 @@ class CallableTools:
         return form
 
     def _schemas_of_optional_calls(self) -> dict[str, Any]:
-        """Return the JSON schemas that arguments of optional calls must match, by function name.
-
-        The result is empty if no function is strict, or if the model's tool format has no text that
-        starts a call. If the format writes arguments as JSON, a function that is not strict gets a
-        schema that allows any object.
-        """
+        """Return the JSON schemas that arguments of optional calls must match, by function name."""
         strict, form = {tool.function.name for tool in self.shown if tool.function.strict}, self.tools.form
         if not strict or not form.triggers:
             return {}

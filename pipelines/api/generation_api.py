@@ -138,12 +138,7 @@ class GenerationApi(ModelApi):
             raise unsupported(param, str(error)) from None
 
     async def _prompt_ids(self, prompt: str | list[int], body: CompletionRequest, fim: Fim | None) -> list[int]:
-        """Return the token ids of a request's prompt.
-
-        If `fim` is given, this is a fill-in-the-middle prompt, and `prompt` is its prefix.
-        Raises ApiError 400 if the prompt and the max tokens of the answer do not fit in the
-        context.
-        """
+        """Return the ids of a prompt; if `fim` is given, `prompt` is the prefix of a FIM prompt."""
         ids: Any = prompt
         if isinstance(prompt, str):
             suffix = body.suffix or ""
@@ -308,10 +303,7 @@ class GenerationApi(ModelApi):
         return [ids for text in texts if (ids := self.tokenizer.encode(text, add_special_tokens=False))]
 
     def _free_positions(self, prompt: list[int], limit: int | None, param: str) -> int:
-        """Return how many tokens can follow `prompt` in the context.
-
-        Raises ApiError 400 for the field `param` if this is less than `limit`, or less than 1.
-        """
+        """Return how many tokens can follow `prompt`; ApiError 400 if less than `limit` or 1."""
         if not prompt:
             raise invalid(param, "the prompt has no tokens; give at least one")
         free = free_positions(self.context, len(prompt))

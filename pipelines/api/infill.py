@@ -93,10 +93,7 @@ class InfillReply(ChoicesReply):
         }  # fmt: skip
 
     def _selected(self, answer: dict) -> dict:
-        """Return the fields of `answer` that the request's `response_fields` names.
-
-        A name a/b means field b of the object a. Without `response_fields`, returns all fields.
-        """
+        """Return the fields of `answer` in `response_fields`; a/b means field b of object a."""
         if self.body.response_fields is None:
             return answer
         found = {}

@@ -205,10 +205,7 @@ def chat_request(body: CountTokensRequest, variables: Collection[str]) -> ChatRe
 
 
 def _messages_of(turn: Turn) -> list[dict[str, Any]]:
-    """Convert a turn to chat messages.
-
-    Each tool result becomes a message. Consecutive blocks of other kinds become one message.
-    """
+    """Convert a turn to chat messages; each tool result becomes a message of its own."""
     found: list[dict[str, Any]] = []
     for block in turn.content:
         if isinstance(block, ToolResultBlock):

@@ -248,11 +248,7 @@ def _messages(messages: Iterable[OllamaMessage]) -> list[dict[str, Any]]:
 
 
 def _sampling_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the request's `options` to the fields of OpenAI's chat request.
-
-    Raises ApiError for unsupported values. As in Ollama, unknown options have no effect. Options
-    for loading a model, such as num_ctx, also have no effect, because the model is already loaded.
-    """
+    """Convert Ollama's `options` to fields of OpenAI's chat request; others have no effect."""
     for name, value in FIXED_OPTIONS.items():
         if options.get(name, value) not in (None, value):
             raise invalid(f"options.{name}", f"options.{name}: this server supports only the value {value}; leave it out")

@@ -19,10 +19,7 @@ FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
 
 
 def _finish_fields(end: Finished | None, call_reason: str | None = None) -> dict:
-    """Return the JSON fields that report how a choice ended.
-
-    call_reason: the finish_reason to report instead of "stop", because the choice has calls.
-    """
+    """Return the JSON fields that report how a choice ended."""
     reason = end and FINISH_REASONS[end.reason]
     found = {"finish_reason": call_reason if call_reason and reason == "stop" else reason}
     return found | {"stop_reason": "repetition"} if end and end.repeated else found
@@ -247,10 +244,6 @@ def _merged(parts: Iterable[CallPart]) -> list[CallPart]:
 
 
 def _call_chunk(part: CallPart, is_custom: bool) -> dict:
-    """Return the JSON object of a part of a tool call, for a streamed chunk.
-
-    `is_custom`: whether the call is to a custom tool; then `arguments` is the tool's input.
-    """
     kind, field = ("custom", "input") if is_custom else ("function", "arguments")
     if part.name is None:
         return {"index": part.index, kind: {field: part.arguments}}
@@ -318,10 +311,7 @@ class CompletionReply(ChoicesReply):
         return {"index": index, "text": text, "logprobs": logprobs, **_finish_fields(end)}
 
     def _top(self, token: TextToken) -> dict[str, float] | None:
-        """Return {text: log-probability} of the top tokens and of the token itself.
-
-        Of several tokens with the same text, only the most probable one is returned.
-        """
+        """Return {text: log-probability} of the most probable tokens and of `token` itself."""
         if token.logprob is None:
             return None
         found: dict[str, float] = {}

@@ -65,8 +65,10 @@ def run_job(
 ) -> Summary:  # fmt: skip
     """Answer the records of a job, write the output, and return counts.
 
-    Records in the output's journal are skipped, because earlier runs have answered them. report:
-    called with (counts so far, finished fraction of the input, None if it is unknown).
+    Records in the output's journal are skipped, because earlier runs have answered them.
+
+    report: called with (counts so far, finished fraction of the input). The fraction is None if it
+    is unknown.
 
     Raises PipelineError if another process writes the output. If the input is damaged, the error is
     raised after the records before the damage are answered.

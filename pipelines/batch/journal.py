@@ -93,7 +93,7 @@ class Journal:
             pass
 
     def _scan(self) -> Iterator[tuple[int, int, bytes, bool]]:
-        """Yield (offset, size in bytes, key of the record, whether it failed) of each valid line."""
+        """Yield (offset, size in bytes, record's key, whether it failed) of each valid line."""
         offset = 0
         with open(self.path, "rb") as file:
             while line := file.readline(MAX_LINE):

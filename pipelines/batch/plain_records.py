@@ -161,9 +161,9 @@ def _content(message: Mapping[str, Any], index: int) -> str:
 
 
 def column_of(fields: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return the only name in `names` that has a value in `fields`; PipelineError if there is none.
+    """Return the name in `names` that has a value in `fields`.
 
-    More than one such name is also a PipelineError.
+    Raises PipelineError unless exactly one name has a value.
     """
     found = [name for name in names if fields.get(name) is not None]
     if len(found) != 1:

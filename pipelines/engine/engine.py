@@ -31,7 +31,7 @@ class SingleSlot:
         self.slots = [session]
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, int]:
-        """Run a decode step; return {slot: most probable token}, with token -1 if the logits are NaN."""
+        """Run a decode step; return {slot: most probable token}, or token -1 if logits are NaN."""
         try:
             return {0: self.slots[0].step(tokens[0])}
         except NanLogitsError:

@@ -146,10 +146,7 @@ class Scheduler:
         return request.unread(self.batch.slots[slot].position)
 
     def _read(self, forced: dict[int, Request], events: Events) -> bool:
-        """Read the next chunk of a prompt or of forced tokens; return whether there was one.
-
-        forced: requests with unread forced tokens, by slot.
-        """
+        """Read the next chunk of a prompt or of forced tokens; return whether there was one."""
         if (chosen := self.requests.next(forced)) is None:
             return False
         slot, request = chosen

@@ -228,10 +228,7 @@ class Speculator:
         return min(width for width in self.widths if width > count)
 
     def _plan(self) -> tuple[str | None, int]:
-        """Return ("ngram" or "draft", number of proposals) for the next pass; (None, 0) for none.
-
-        It returns the option with the most expected tokens per second.
-        """
+        """Return ("ngram" or "draft", number of proposals) for the next pass, or (None, 0)."""
         free = self.session.context - self.session.position
         widest = max((width for width in self.widths if width <= free), default=1)
         left = self.request.limit - len(self.request.tokens)
@@ -296,11 +293,7 @@ class Speculator:
         return self.costs.of(self._width(count)) + count * self.draft.step_seconds
 
     def _rate(self, guesses: Sequence[Guess], count: int, more_seconds: float = 0.0) -> float:
-        """Return the expected tokens per second of a pass with `count` proposals of the draft.
-
-        `guesses`: the proposals that the draft has made so far. `more_seconds`: seconds to add to
-        the expected time of the pass.
-        """
+        """Return the expected tokens per second of a pass with `count` proposals of the draft."""
         assert self.draft
         padded = [*guesses[:count], *[None] * (count - len(guesses))]
         return expected_tokens(map(self.draft.acceptance, padded)) / (self._cost(count) + more_seconds)
@@ -330,10 +323,7 @@ class Speculator:
         return found
 
     def _allowed(self, width: int) -> int:
-        """Return how many proposals from the text the constraint allows.
-
-        At most `width` - 1 proposals are checked. If there is no constraint, the result is `width`.
-        """
+        """Return how many proposals from the text, at most `width`, the constraint allows."""
         if not self.request.constraint:
             return width
         constraint, count = self.request.constraint.copy(), 0

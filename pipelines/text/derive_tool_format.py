@@ -69,7 +69,6 @@ class _Probe:
         self.writes_calls = False
 
     def render(self, message: Mapping[str, Any] | None, **variables: Any) -> str | None:
-        """Return the text of a conversation that ends in `message`; None if rendering fails."""
         properties = {key: {"type": kind, "description": "d"} for key, kind in (("k_one", "string"), ("k_two", "integer"))}
         schema = {"type": "object", "properties": properties, "required": []}
         tools = [{"type": "function", "function": {"name": n, "description": "d", "parameters": schema}} for n in NAMES]
@@ -203,7 +202,6 @@ def _split(text: str) -> tuple[str, str, str, str, str] | None:
 
 
 def _after_arguments(text: str, fields: Mapping[str, Any]) -> str:
-    """Return the text after a call's arguments; `text` starts after the function's name."""
     for pattern in STYLES.values():
         if found := pattern.search(text):
             return _with_ids(text[found.end() :])

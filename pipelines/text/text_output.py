@@ -220,10 +220,7 @@ class TextOutput:
         return [delta] if delta.text or delta.reasoning or delta.calls or tokens else []
 
     def _separated(self, text: str, tokens: tuple[TextToken, ...], rest: bool) -> Delta:
-        """Return `text` as a delta with reasoning and calls separated from the answer.
-
-        rest: whether no more text follows.
-        """
+        """Return `text` as a delta with reasoning and calls separated from the answer."""
         reasoning, calls, thinking = "", (), False
         if self._reasoning:
             thinking = self._reasoning.reasoning

@@ -152,10 +152,7 @@ class Calls:
         return None
 
     def _step_bare(self, pieces: list[Piece]) -> bool:
-        """Parse pending JSON; if it is complete, move it to `pieces` as calls or text.
-
-        Returns whether it is complete.
-        """
+        """Parse pending JSON, and move it to `pieces`; return whether the JSON is complete."""
         text = self._pending.lstrip()
         if not (start := BARE_CALL.match(text)):
             return False
@@ -195,10 +192,7 @@ class Calls:
         self._may_start = True
 
     def _step_payload(self, pieces: list[Piece]) -> bool:
-        """Move pending text of calls to `_payload`, and parts of calls that are final to `pieces`.
-
-        Returns whether the end mark was found.
-        """
+        """Process pending text of calls; return whether the end mark was found."""
         certain, end, self._pending = split_at_mark(self._pending, [self.close] if self.close else [])
         self._payload += certain + end
         self._emit_arguments(pieces)

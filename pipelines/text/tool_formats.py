@@ -341,10 +341,9 @@ def _by_text(key_end: Mapping[str, str]) -> dict[str, str]:
 
 
 def _lenient(text: str) -> str:
-    """Return a regular expression that matches `text` even if its white space differs.
+    """Return a regular expression for `text` in which white space is optional or may differ.
 
-    White space may also be added or missing next to brackets, commas and colons. The placeholder
-    `ID` matches any identifier.
+    The placeholder `ID` matches any identifier.
     """
     pattern = ""
     for part in re.split(rf"(\s+|{ID}|[{{}}\[\],:])", text):
