@@ -116,11 +116,11 @@ class Module:
     def defining(self, function: Graph) -> Iterator[None]:
         """Add `function` to this module; the `with` block appends operations to the function."""
         if function.name in self.functions:
-            raise EmitError(f"module {self.name}: function {function.name!r} is defined twice; give one of them another name")
+            raise EmitError(f"module {self.name}: two functions are named {function.name!r}; rename one function")
         with building(self, function):
             yield
         if not function.outputs:
-            raise EmitError(f"function {function.name!r} returns nothing; call returns(...) before its end")
+            raise EmitError(f"function {function.name!r} has no outputs; call returns(...) before the function ends")
         self.functions[function.name] = function
 
     def part(self, *names: str) -> Module:
@@ -135,7 +135,7 @@ class Module:
         """Register a parameter; raise EmitError if its name is registered with another type."""
         known = self.params.setdefault(param.name, param)
         if known.type != param.type:
-            raise EmitError(f"parameter {param.name!r} has two types: {known.type} and {param.type}; rename one")
+            raise EmitError(f"parameter {param.name!r} is used with two types: {known.type} and {param.type}; rename one use")
 
 
 @dataclass(slots=True)

@@ -44,8 +44,8 @@ class Cache:
             return 1
         if head_dim % MIN_GROUP:
             raise EmitError(
-                f"cache type {self.name} does not support head_dim {head_dim}, which is not a multiple of {MIN_GROUP}; "
-                "use f16 or f32"
+                f"cache type {self.name} does not support head_dim {head_dim}, only multiples of {MIN_GROUP}; "
+                "use cache type f16 or f32"
             )
         return np.gcd(head_dim, GROUP).item()
 

@@ -81,7 +81,7 @@ class Pooling:
         text's earlier calls.
         """
         if self.mode == "cls" and chunks:
-            raise EmitError("pooling 'cls' needs a bidirectional model, and this one is causal; use 'mean' or 'last'")
+            raise EmitError("pooling 'cls' does not support causal models; use pooling 'mean' or 'last'")
         if self.mode == "cls":
             y = ops.slice_(x, (0, 0), (1, x.shape[1]))
         else:

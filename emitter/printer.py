@@ -54,12 +54,11 @@ def _kernels(module: Module) -> dict[str, Any]:
             if op.kind == "kernel":
                 kernel = op.attrs["kernel"]
                 if found.setdefault(kernel.name, kernel).text != kernel.text:
-                    raise EmitError(f"two different kernels have the name {kernel.name!r}; give each a name of its own")
+                    raise EmitError(f"two different kernels are named {kernel.name!r}; rename one kernel")
     return found
 
 
 def _function(module: Module, function: Graph, weights: str, table: Table = LOWERED) -> list[str]:
-    """Return the lines of a function's MLIR text; `table` has the printers of its operations."""
     # Inputs have their names, and the results of operation n are called %n, or %n#0, %n#1 and so on.
     names, count = {v: f"%{v.name}" for v in function.inputs}, 0
     taken = {value.name for value in function.inputs}

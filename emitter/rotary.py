@@ -152,7 +152,8 @@ def _longrope(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotar
     wavelengths = _wavelengths(theta, dim)
     if short.shape != wavelengths.shape or long.shape != wavelengths.shape:
         raise EmitError(
-            f"rope scaling 'longrope' has {short.size} short and {long.size} long factors; it needs {wavelengths.size} of each"
+            f"rope scaling 'longrope' has {short.size} numbers in 'short_factor' and {long.size} in 'long_factor'; each must "
+            f"have {wavelengths.size}"
         )
     factor, attention_factor = scaling.get("factor"), scaling.get("attention_factor")
     if attention_factor is None:

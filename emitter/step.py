@@ -23,7 +23,7 @@ class Weight:
 
     codec: the codec in which the bundle stores the weight (a key of `CODECS` in `emitter.codecs`).
     transform: a function applied to the f32 values before they are stored; then the codec is f32.
-    values: a function that computes a table that is not in the checkpoint.
+    values: a function that computes the tensor, if it is not in the checkpoint.
     parts: the checkpoint tensors (name, shape) whose rows are stacked; default: the tensor `name`.
     groups, rows: the stacked rows form `groups` equal groups. The weight has the rows from rows[0]
         to rows[1] - 1 of each group, such as those of q in a fused projection.
@@ -62,7 +62,6 @@ class Weight:
         return own.reshape(-1) if len(self.shape) == 1 else own
 
     def _apart(self, rows: np.ndarray) -> np.ndarray:
-        """Return rows [out, bytes] with interleaved pairs separated into halves (see `apart`)."""
         if self.apart is None:
             return rows
         heads, turning = self.apart
@@ -88,8 +87,8 @@ class ModelModule(Module):
     """A module of layer operations before lowering.
 
     codecs: maps the name of a checkpoint tensor to the codec in which the bundle stores it.
-    orders: maps the name of each weight with reordered columns to the name of the tensor with the
-        order.
+    orders: maps the name of each weight with permuted columns to the name of the tensor that has
+        the permutation.
     reordered: the weights in `orders` that a layer has read.
     weights: the tensors and tables that the module reads, by name.
     """
@@ -125,7 +124,7 @@ class ModelModule(Module):
         for name, shape in weight.tensors or ((weight.name, weight.shape),):
             known = self.weights.setdefault(name, weight if name == weight.name else Weight(name, shape, weight.codec))
             if known.shape != shape:
-                raise EmitError(f"weight {name} has two shapes: {known.shape} and {shape}; read it with one shape")
+                raise EmitError(f"weight {name} is read with two shapes: {known.shape} and {shape}; use one shape")
         known = self.weights.get(weight.name, weight)
         return append("weight", (), (TensorType(weight.shape, F32),), {"weight": known})[0]
 
@@ -143,8 +142,8 @@ class Step:
         on.
     records: the `State` of each value in `states`, by name.
     context: the max number of positions. hidden: the hidden states that `layers.lm_head` got.
-    reordered: values whose features were reordered for a weight (see `ModelModule.orders`), by the
-        original value and the name of the tensor with the order.
+    reordered: values whose features were permuted for a weight (see `ModelModule.orders`). A key
+        is the original value and the name of the tensor that has the permutation.
     """
 
     module: ModelModule

@@ -99,13 +99,13 @@ def test_a_bundle_needs_its_cpu_features(machine, llama, bundles, cpu):
             continue
         done = there.run("-m", "castiron", "run", bundles[target], *tokens)
         assert done.returncode == 1 and not done.stdout
-        cpus = f"({TARGETS[target].cpu}) and this CPU (aarch64) lacks {missing}; "
+        cpus = f"({TARGETS[target].cpu}), but this CPU (aarch64) lacks {missing}; "
         assert cpus in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_rejects_a_bundle_for_x86_64(machine, bundles):
     done = machine.run("-m", "castiron", "run", bundles["x86-64-v3"], "--tokens", "1")
-    assert done.returncode == 1 and "is compiled for x86_64 and this machine is aarch64" in done.stderr
+    assert done.returncode == 1 and "is compiled for x86_64, but this machine is aarch64" in done.stderr
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -175,7 +175,7 @@ def test_q8_0_rounds_by_half_a_step_of_its_group(head_dim, group):
 
 def test_rejects_heads_without_groups():
     with pytest.raises(
-        EmitError, match="^cache type q8_0 does not support head_dim 20, which is not a multiple of 8; use f16 or f32"
+        EmitError, match="^cache type q8_0 does not support head_dim 20, only multiples of 8; use cache type f16 or f32"
     ):
         CACHES["q8_0"].row(20)
     assert CACHES["f16"].row(20) == (20,)

@@ -69,7 +69,7 @@ def test_rewinding_needs_a_retained_position(compiled, expected):
         session.keep()
     session.prefill(TOKENS[20:])
     assert [session.reachable(p) for p in (60, 25, 20, 19, 0)] == [60, 20, 20, 11, 0]
-    with pytest.raises(SessionError, match="the state at position 25 is overwritten; the session can return to 20"):
+    with pytest.raises(SessionError, match="cannot rewind to position 25: its state is overwritten; rewind to 20"):
         session.rewind(25)
     session.rewind(20)
     session.prefill(TOKENS[20:40])
@@ -157,11 +157,11 @@ def test_a_snapshot_is_stale_after_an_earlier_rewind(compiled, expected):
     session.prefill(TOKENS[18:25])
     session.restore(late)
     session.restore(early)
-    with pytest.raises(SessionError, match="snapshot of position 18: the session has returned to an earlier position"):
+    with pytest.raises(SessionError, match="snapshot of position 18: the session was rewound to before"):
         session.restore(late)
     session.prefill(TOKENS[12:30])
     agrees(session, expected)
-    with pytest.raises(SessionError, match="snapshot of position 12: another session took it"):
+    with pytest.raises(SessionError, match="snapshot of position 12: it is from another session"):
         Session(session.program).restore(early)
 
 
@@ -189,7 +189,7 @@ def test_a_prefix_is_copied_from_reachable_positions(compiled, expected):
         second.copy_from(first, position)
         second.prefill(TOKENS[position : position + 12])
         agrees(second, expected)
-    with pytest.raises(SessionError, match="position 17 cannot be copied from a session at 55"):
+    with pytest.raises(SessionError, match="cannot copy position 17 of a session at 55"):
         second.copy_from(first, 17)
     first.step(TOKENS[55])
     agrees(first, expected)

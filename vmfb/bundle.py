@@ -40,9 +40,9 @@ class Bundle:
     """An open bundle.
 
     path: the bundle's directory, or its archive if `packed` is true. parts: the open files by name,
-    which stay readable if another bundle replaces this one; if None, `part` opens the files.
-    device: the GPU that runs the bundle, such as "vulkan:1"; None for the first GPU. progress:
-    called with (bytes uploaded, total) while weights are uploaded to a GPU.
+    which stay readable if another bundle replaces this one; if None, `part` opens a file. device:
+    the GPU that runs the bundle, such as "vulkan:1"; None for the first GPU. progress: called with
+    (bytes uploaded, total) while weights are uploaded to a GPU.
     """
 
     path: Path
@@ -82,7 +82,7 @@ class Bundle:
         if device is not None and device.partition(":")[0] != needed:
             raise BundleError(
                 f"bundle is compiled for {needed} and cannot run on {device}: {self.path}; "
-                "compile it with another --target, or choose another --device"
+                "compile the bundle with another --target, or choose another --device"
             )
         return replace(self, device=device, progress=progress)
 
@@ -105,12 +105,11 @@ class Bundle:
 def open_bundle(source: Path | str | Bundle, *, full_check: bool = False, run: bool = True) -> Bundle:
     """Open a bundle, which is a directory or an archive; raise BundleError if it is invalid.
 
-    The first opening hashes every file and stores each file's size, inode and change times in the
-    cache, as writing a bundle does. Later openings compare only these. If `source` is a Bundle, it
-    is returned unchanged.
+    The first opening hashes every file, and stores each file's size, inode and change times in the
+    cache. Later openings compare only these. If `source` is a Bundle, it is returned unchanged.
 
-    full_check: hash every file in any case. run: check also that this CPU and this version of the
-    runtime can run the bundle.
+    full_check: whether to hash every file again. run: whether to check that this CPU and this
+    version of the runtime can run the bundle.
     """
     if isinstance(source, Bundle):
         if not full_check:
@@ -168,8 +167,8 @@ def _open_directory(path: Path) -> dict[str, Part]:
 def _open_files(path: Path) -> dict[str, Part]:
     if not os.path.isdir(path):
         problem = "not a directory" if os.path.lexists(path) else "no such file or directory"
-        raise BundleError(f"{path}: {problem}; make a bundle with castiron compile")
-    parts, problem = dict[str, Part](), "has no manifest.json"
+        raise BundleError(f"{path}: {problem}; run castiron compile to make a bundle")
+    parts, problem = dict[str, Part](), "no manifest.json"
     try:
         names = sorted(filter(is_bundle_file, os.listdir(path)))
     except OSError as error:
@@ -181,9 +180,9 @@ def _open_files(path: Path) -> dict[str, Part]:
             pass
         except OSError as error:
             if name == MANIFEST:
-                problem = f"has a manifest.json that cannot be read ({error.strerror})"
+                problem = f"cannot read manifest.json: {error.strerror}"
     if MANIFEST not in parts:
-        raise BundleError(f"not a bundle: {path} {problem}; make one with castiron compile")
+        raise BundleError(f"not a bundle: {path} ({problem}); run castiron compile to make a bundle")
     return parts
 
 
@@ -199,27 +198,27 @@ def _check_machine(path: Path, manifest: Manifest) -> None:
     wanted = manifest.versions.iree.split(".")[:2]
     if runtime.split(".")[:2] != wanted:
         raise BundleError(
-            f"bundle is compiled by IREE {manifest.versions.iree} and the runtime is {runtime}: {path}; "
-            f"pip install 'iree-base-runtime=={'.'.join(wanted)}.*' or compile it again"
+            f"bundle was compiled by IREE {manifest.versions.iree}, but the IREE runtime is {runtime}: {path}; "
+            f"run pip install 'iree-base-runtime=={'.'.join(wanted)}.*', or compile the bundle again"
         )
 
 
 def _check_cpu(path: Path, target: Target) -> None:
     if target.arch != host_arch():
         raise BundleError(
-            f"bundle is compiled for {target.arch} and this machine is {host_arch()}: {path}; "
-            "compile it again with --target for this machine"
+            f"bundle is compiled for {target.arch}, but this machine is {host_arch()}: {path}; "
+            "compile the bundle again with the --target of this machine"
         )
     if missing := missing_features(target):
         choices = "host here, or x86-64-v3" if target.arch == "x86_64" else "host here, or aarch64"
         raise BundleError(
-            f"bundle is compiled for {target.name} ({target.cpu}) and this CPU ({host_cpu()}) lacks "
-            f"{', '.join(missing)}: {path}; compile it again with --target {choices}"
+            f"bundle is compiled for {target.name} ({target.cpu}), but this CPU ({host_cpu()}) lacks "
+            f"{', '.join(missing)}: {path}; compile the bundle again with --target {choices}"
         )
     if TILES in target.features and not can_use_tiles():
         raise BundleError(
-            f"bundle is compiled for {target.name}, which uses AMX tiles, and this system does not permit them: {path}; "
-            "compile it again with --target x86-64-v4-bf16"
+            f"bundle is compiled for {target.name}, which uses AMX tiles, but this system does not permit AMX: {path}; "
+            "compile the bundle again with --target x86-64-v4-bf16"
         )
 
 
@@ -230,7 +229,7 @@ def _check_files(path: Path, manifest: Manifest, data: bytes, parts: Mapping[str
     for name, file in manifest.files.items():
         if name not in parts:
             problem = "unreadable" if os.path.lexists(path / name) else "missing"
-            raise BundleError(f"{problem} file: {path / name}; compile the bundle again")
+            raise BundleError(f"{problem} file: {path / name}; check its permissions, or compile the bundle again")
         if parts[name].size != file.size:
             raise BundleError(
                 f"{path / name} has {parts[name].size} bytes, but {file.size} in the manifest; compile the bundle again"
@@ -251,13 +250,13 @@ def _check_files(path: Path, manifest: Manifest, data: bytes, parts: Mapping[str
 
 
 def _marks(parts: Mapping[str, Part], manifest: Manifest) -> dict[str, list[int]]:
-    """Return what changes when a file of the bundle is changed, by name of the file."""
+    """Return the size, change times and inode of each file of the bundle, by file name."""
     stats = {name: parts[name].stat() for name in manifest.files}
     return {name: [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino] for name, stat in stats.items()}
 
 
 def _stamp(path: Path, data: bytes) -> Path:
-    """Return where `_marks` of hashed files are stored; data: the bytes of the manifest."""
+    """Return the cache path for the `_marks` of a verified bundle; data: bytes of manifest.json."""
     return cache_root() / "verified" / f"{hashlib.sha256(data + os.fsencode(os.path.realpath(path))).hexdigest()}.json"
 
 
@@ -319,9 +318,9 @@ class BundleWriter:
             bundle.part(name).sha256(file.write)
 
     def staged(self, manifest: Manifest, hashes: Mapping[str, str] | None = None) -> Bundle:
-        """Return the bundle in the staging folder, to run it before `commit` renames it.
+        """Return the bundle in the staging folder, to run it before `commit`.
 
-        hashes: the known sha256s by file name; the other files are hashed.
+        hashes: the known sha256s by file name; other files are hashed.
         """
         return Bundle(self.directory, replace(manifest, files=self._files(hashes or {})))
 
@@ -336,7 +335,7 @@ class BundleWriter:
         """
         files = self._files(hashes or {})
         if absent := [name for name, required in FILES.items() if required and name not in files]:
-            raise BundleError(f"incomplete bundle: {self.target} would have no {absent[0]}; write it before the commit")
+            raise BundleError(f"incomplete bundle: {self.target} lacks {absent[0]}; write that file before the commit")
         manifest = replace(manifest, files=files)
         try:
             check(manifest)
@@ -353,7 +352,6 @@ class BundleWriter:
         return Bundle(self.target, manifest)
 
     def _check_replaceable(self) -> None:
-        """Raise BundleError unless the target is absent, empty or a bundle."""
         if not self.target.exists():
             return
         if not self.target.is_dir():
@@ -365,4 +363,4 @@ class BundleWriter:
             value = None
         # Files of another kind are never deleted, even beside a manifest.json.
         if not isinstance(value, dict) or "schema" not in value or not all(map(is_bundle_file, entries)):
-            raise BundleError(f"directory holds files that are not a bundle's: {self.target}; choose another path or empty it")
+            raise BundleError(f"directory contains other files than a bundle's: {self.target}; choose an empty directory")

@@ -41,14 +41,14 @@ _ARCHITECTURES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "
 
 
 def host_arch() -> str:
-    """Return `x86_64` or `aarch64`; on other machines the name that Python's `platform` gives."""
+    """Return the machine's architecture: `x86_64`, `aarch64`, or else Python's name for it."""
     machine = platform.machine().lower()
     return _ARCHITECTURES.get(machine, machine)
 
 
 @functools.cache
 def host_features() -> frozenset[str]:
-    """Return LLVM's names of this CPU's features that matter for castiron; empty if unknown."""
+    """Return the features of this CPU that castiron uses, by LLVM's names; empty if unknown."""
     if platform.system() == "Darwin":
         if host_arch() == "aarch64":
             return frozenset(name for key, name in ARM_SYSCTL.items() if _sysctl().get(key) == "1")
@@ -59,7 +59,7 @@ def host_features() -> frozenset[str]:
 
 @functools.cache
 def can_use_tiles() -> bool:
-    """Ask Linux for the permission to use AMX tiles; return whether this process may use them."""
+    """Ask Linux for permission to use AMX tiles; return whether this process may use them."""
     if platform.system() != "Linux" or host_arch() != "x86_64":
         return False
     arch_prctl, require_xcomp_perm, xtiledata = 158, 0x1023, 18
@@ -102,13 +102,12 @@ def cpuinfo_features(text: str) -> frozenset[str]:
 
 
 def hwcap_features(hwcap: int, hwcap2: int) -> frozenset[str]:
-    """Return the features of an ARM CPU from Linux's two words AT_HWCAP and AT_HWCAP2."""
+    """Return the features of an ARM CPU from Linux's bit masks AT_HWCAP and AT_HWCAP2."""
     words = ((ARM_HWCAP, hwcap), (ARM_HWCAP2, hwcap2))
     return frozenset(name for names, word in words for bit, name in names.items() if word >> bit & 1)
 
 
 def _hwcaps() -> tuple[int, int]:
-    """Return the words AT_HWCAP and AT_HWCAP2; zeros if the C library does not have them."""
     hwcap, hwcap2 = 16, 26
     try:
         getauxval = ctypes.CDLL(None).getauxval

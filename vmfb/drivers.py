@@ -28,16 +28,16 @@ _VERSIONS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/versi
 
 
 class DeviceError(Exception):
-    """An error for a device that does not exist, lacks memory, or computes wrong results."""
+    """Raised for a device that does not exist, lacks memory, or computes wrong results."""
 
 
 @dataclass(frozen=True)
 class DeviceInfo:
     """A GPU as its driver describes it.
 
-    id: the driver and the device's number, such as "vulkan:0". memory: bytes of device memory, None
-    if the driver does not report it. version: versions of the driver and its API. features: names
-    of the features that the driver reports, and of the GPU's architecture if known.
+    id: driver and device number, such as "vulkan:0". memory: bytes of device memory; None if the
+    driver does not report it. version: versions of the driver and its API. features: names of the
+    GPU's features and, if known, of its architecture.
     """
 
     id: str
@@ -66,7 +66,7 @@ def find_device(driver: str, chosen: str | None = None) -> DeviceInfo:
     number = (chosen or driver).partition(":")[2]
     found = {device.id: device for device in devices_of(driver)}
     if not found:
-        raise DeviceError(f"no {driver} device on this machine; castiron devices lists what there is")
+        raise DeviceError(f"no {driver} device on this machine; run castiron devices to list its devices")
     if (wanted := f"{driver}:{number or 0}") not in found:
         raise DeviceError(f"unknown device: {chosen}; choose one of {', '.join(found)}")
     return found[wanted]
@@ -97,7 +97,7 @@ def device_errors(failure: str, remedy: str) -> Iterator[None]:
 
 
 def allocating(nbytes: int, info: DeviceInfo) -> AbstractContextManager[None]:
-    """Return a context manager that turns a failed allocation on a GPU into a DeviceError."""
+    """Return a context manager that turns a failed allocation of `nbytes` into a DeviceError."""
     return device_errors(f"cannot allocate {nbytes / 1e9:.2f} GB on {info.id}", LESS_MEMORY)
 
 
@@ -119,10 +119,7 @@ def _describe(driver: str, number: int, name: str, text: str) -> DeviceInfo:
 
 
 def _cuda_facts(number: int) -> tuple[int | None, str]:
-    """Return (bytes of memory, CUDA version) of an NVIDIA GPU, from NVIDIA's driver.
-
-    IREE's driver does not report them.
-    """
+    """Return (bytes of memory, CUDA version) of an NVIDIA GPU; IREE does not report them."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
         version, device, size = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()

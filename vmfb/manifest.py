@@ -28,16 +28,16 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class BundleError(Exception):
-    """An error for a bundle that cannot be written, read or run here."""
+    """Raised for a bundle that cannot be written or read, or that cannot run on this machine."""
 
 
 def module_name(function: Function) -> str:
-    """Return the file name of the compiled module for all functions with this function's width."""
+    """Return the name of the .vmfb file with `function`: there is one file for each width."""
     return f"tokens_{function.width}.vmfb"
 
 
 def is_module(name: str) -> bool:
-    """Return whether the file called `name` in a bundle is a compiled module."""
+    """Return whether a bundle's file with this name is a compiled module."""
     return name == MODEL or _MODULE.fullmatch(name) is not None
 
 
@@ -48,7 +48,7 @@ def is_bundle_file(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The ids of special tokens: `bos` comes before a text, and each id in `eos` ends a generation.
+    """The ids of special tokens: `bos` starts a text, and each id in `eos` ends a generation.
 
     fim: fill-in-the-middle tokens that the checkpoint names, by llama.cpp's role: pre, suf, mid,
     pad, rep (repository) and sep (file).
@@ -61,9 +61,9 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Versions:
-    """The versions of castiron and of IREE's compiler with which the bundle was made.
+    """The versions of castiron and of IREE's compiler that made the bundle.
 
-    The version of the IREE runtime must match that of the compiler.
+    The IREE runtime must have the same version as the compiler.
     """
 
     castiron: str
@@ -72,14 +72,15 @@ class Versions:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The difference between the logits of a bundle and those of a reference.
+    """The difference between the logits of a bundle and the logits of a reference.
 
     It is measured only for numerics "fast", which rounds activations.
 
-    against: the reference. text: name of the text on which the logits were compared. tokens: number
-    of tokens that were compared. context: number of tokens in a chunk of the text. kld_...: mean,
-    standard error of the mean, 99th percentile and maximum of the Kullback-Leibler divergence.
-    same_top_p: fraction of positions with the same argmax. same_top_p_error: its standard error.
+    against: name of the reference. text: name of the text on which the logits were compared.
+    tokens: number of compared tokens. context: number of tokens in a chunk of the text. kld_...:
+    mean, standard error of the mean, 99th percentile and maximum of the Kullback-Leibler
+    divergence. same_top_p: fraction of positions with the same argmax. same_top_p_error: its
+    standard error.
     """
 
     against: str
@@ -108,13 +109,13 @@ class EncoderConfig:
         pooling: mean, last or cls.
         normalised: whether vectors have length 1.
         single_call: whether one call must take the complete text (bidirectional attention).
-        max_tokens: the limit at which texts, with prompt and special tokens, are cut.
+        max_tokens: longer texts are cut to this number of tokens, with prompt and special tokens.
         dense: output features of each linear layer after the pooling.
         prompts: texts to put before an input, by name.
         lower_case: whether texts are converted to lower case first.
         relevance: a reranker's function from an output to a score: sigmoid or identity.
-        types: whether the ids of the second text of a pair are increased by the vocabulary's size,
-            which gives them the second token type.
+        types: whether the model has token types. If so, the vocabulary's size is added to the ids
+        of the second text of a pair.
     """
 
     pooling: str
@@ -143,17 +144,16 @@ class Manifest:
 
     Attributes:
         config, generation, source, speed, accuracy: data for commands; running does not need them.
-        context: number of positions that a session uses, unless it is opened with another number.
+        context: number of positions of a session, unless the bundle is opened with another number.
         max_context: number of positions that the compiled functions support; a limit for `context`.
-        compile: how the bundle was compiled, and how many FLOP and bytes each kernel takes; batched
-            decoding plans by these.
+        compile: how the bundle was compiled, and the FLOP and bytes of each kernel.
         numerics: a key of `emitter.abi.NUMERICS`.
         codecs: number of tensors by codec.
-        functions: each has a role, such as prefill, and a width, its number of tokens or sequences.
+        functions: each has a role, such as prefill, and a width: a number of tokens or sequences.
         files: size and hash of each file by name; BundleWriter sets it.
-        hidden: length of the vectors that functions return, 0 if they return none.
+        hidden: length of the vectors that functions return; 0 if they return no vectors.
         known_answer: results that a GPU must reproduce before it runs the model; None for a CPU.
-        tool_format: how the model writes tool calls, the fields of `text.tool_formats.ToolFormat`.
+        tool_format: how the model writes tool calls: the fields of `text.tool_formats.ToolFormat`.
     """
 
     name: str
@@ -212,12 +212,12 @@ class Manifest:
 
 @dataclass(frozen=True)
 class KernelWork:
-    """The work of one kernel in one call of a function; the call runs the kernel `calls` times.
+    """The work of one kernel in a call of a function, which runs the kernel `calls` times.
 
-    flops, bytes: floating-point operations and memory traffic of one run, each as (value at
-    position 0, increase per position, maximum). weights: bytes of weights that one run reads.
-    paths: module paths of the layers that the kernel computes, such as `model.layers.*.mlp`.
-    tokens: number of tokens that a matmul multiplies by its weights; None for other kernels.
+    flops, bytes: FLOP and memory traffic of one run, each as (value at position 0, increase per
+    position, maximum). weights: bytes of weights that one run reads. paths: module paths of the
+    layers that the kernel computes, such as `model.layers.*.mlp`. tokens: number of tokens that a
+    matmul multiplies by its weights; None for other kernels.
     """
 
     calls: int
@@ -254,7 +254,7 @@ class Adapter(Input):
 
 @dataclass(frozen=True)
 class CustomModule:
-    """The module with which a user replaced the compiled one: its path, sha256 and IREE version."""
+    """A module that replaces the compiled one: its path, sha256 and IREE version."""
 
     module: str
     sha256: str
@@ -271,20 +271,19 @@ _FACTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def _check_facts(name: str, facts: Mapping[str, Any]) -> None:
-    """Check the types and sizes in `facts`, the manifest's object `source` or `compile`."""
     found = {key: from_json(kind, facts[key], f"{name}.{key}") for key, kind in _FACTS[name].items() if key in facts}
     for kernel, work in [pair for kernels in found.get("work", {}).values() for pair in kernels.items()]:
         amounts = (work.calls, work.weights, *work.flops, *work.bytes)
         if len(work.flops) != 3 or len(work.bytes) != 3:
-            lengths = f"{len(work.flops)} flops and {len(work.bytes)} bytes"
-            raise RecordError(f"{name}.work of {short(kernel)} has {lengths}; it must have 3 of each")
+            lengths = f"{len(work.flops)} numbers in 'flops' and {len(work.bytes)} in 'bytes'"
+            raise RecordError(f"manifest field '{name}.work': {short(kernel)} has {lengths}; each list must have 3 numbers")
         if wrong := [amount for amount in amounts if not 0 <= amount < 2**63]:
             number = "a negative number" if wrong[0] < 0 else "a number above 2**63 - 1"
-            raise RecordError(f"{name}.work of {short(kernel)} has {number}; all must be from 0 to 2**63 - 1")
+            raise RecordError(f"manifest field '{name}.work': {short(kernel)} has {number}; use numbers from 0 to 2**63 - 1")
 
 
 def dump(manifest: Manifest) -> bytes:
-    """Return the bytes of `manifest.json`, with keys in the order of the fields."""
+    """Return the bytes of `manifest.json`."""
     return (json.dumps(to_json(manifest), indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -300,8 +299,8 @@ def parse(data: bytes, path: str) -> Manifest:
     schema = value.get("schema") if isinstance(value, dict) else None
     if schema != SCHEMA or isinstance(schema, bool):
         raise BundleError(
-            f"bundle has schema {short(repr(schema))} and this castiron reads {SCHEMA}: {path}; "
-            "compile the bundle again, or use the castiron that made it"
+            f"bundle has manifest schema {short(repr(schema))}, but this castiron reads schema {SCHEMA}: {path}; "
+            "compile the bundle again, or use the castiron version that compiled the bundle"
         )
     try:
         manifest = from_json(Manifest, value)
@@ -312,79 +311,82 @@ def parse(data: bytes, path: str) -> Manifest:
 
 
 def check(manifest: Manifest) -> None:
-    """Raise RecordError unless the fields of the manifest agree with each other."""
+    """Raise RecordError if fields of the manifest contradict each other."""
     minimum = {"vocab": 1, "context": 1, "hidden": int(bool(manifest.widths("embed") or manifest.encoder))}
     for name, smallest in minimum.items():
         if (value := getattr(manifest, name)) < smallest:
-            raise RecordError(f"{name} is {value}, which is not positive")
+            raise RecordError(f"manifest field {name!r} is {value}; it must be at least {smallest}")
     if manifest.max_context < manifest.context:
-        raise RecordError(f"max_context is {manifest.max_context}, below the context of {manifest.context}")
+        raise RecordError(
+            f"manifest field 'max_context' is {manifest.max_context}; it must be at least the context, {manifest.context}"
+        )
     # Ids are i32, and each has an embedding of at least one byte; a weights file has at least a page.
     limit = min(max(manifest.files[WEIGHTS].size, 4096) if WEIGHTS in manifest.files else 2**31, 2**31 - 1)
     if manifest.vocab > limit:
-        raise RecordError(f"vocab is {manifest.vocab}, but the weights have at most {limit} rows")
+        raise RecordError(f"manifest field 'vocab' is {manifest.vocab}, but the weights have at most {limit} rows")
     _check_states(manifest)
     _check_facts("source", manifest.source)
     _check_facts("compile", manifest.compile)
     _check_functions(manifest)
     for name, file in manifest.files.items():
         if name not in FILES and name not in map(module_name, manifest.functions):
-            raise RecordError(f"files has {short(name)}, which is not a file of this bundle")
+            raise RecordError(f"manifest field 'files' lists {short(name)}, which is not a file name of this bundle")
         if file.size < 0:
-            raise RecordError(f"files.{name}.size is {file.size}; it must be at least 0")
+            raise RecordError(f"manifest field 'files.{name}.size' is {file.size}; it must be at least 0")
         if not re.fullmatch("[0-9a-f]{64}", file.sha256):
-            raise RecordError(f"files.{name}.sha256 is {short(repr(file.sha256))}, not 64 lower-case hex digits")
+            raise RecordError(
+                f"manifest field 'files.{name}.sha256' is {short(repr(file.sha256))}, not 64 lowercase hex digits"
+            )
         if file.size > _MAX_BYTES.get(name, file.size):
-            raise RecordError(f"files.{name} has {file.size} bytes; the limit is {_MAX_BYTES[name]}")
+            raise RecordError(f"manifest field 'files.{name}.size' is {file.size}; the limit is {_MAX_BYTES[name]} bytes")
     if manifest.encoder:
         _check_encoder(manifest, manifest.encoder)
     tokens = (manifest.tokens.bos, *manifest.tokens.eos, *manifest.tokens.fim.values())
     if bad := [t for t in tokens if t is not None and not 0 <= t < manifest.vocab]:
-        raise RecordError(f"tokens has {bad[0]}, outside the vocabulary of {manifest.vocab}")
+        raise RecordError(f"manifest field 'tokens' has id {bad[0]}, but the vocabulary has {manifest.vocab} tokens")
 
 
 def _check_functions(manifest: Manifest) -> None:
     if unknown := [f.role for f in manifest.functions if f.role not in ROLES]:
-        raise RecordError(f"functions have the role {short(unknown[0])}, not one of {', '.join(ROLES)}")
+        raise RecordError(f"manifest field 'functions' has the unknown role {short(unknown[0])}; use one of {', '.join(ROLES)}")
     widths = {role: [f.width for f in manifest.functions if f.role == role] for role in ROLES}
     multi = [w for role in ("prefill", "verify", "embed", "encode") for w in widths[role]]
     if bad := [w for w in multi if not 2 <= w <= manifest.context]:
-        raise RecordError(f"a function takes {bad[0]} tokens; it must take from 2 to {manifest.context}, the context")
+        raise RecordError(f"manifest field 'functions' has width {bad[0]}; use 2 to {manifest.context} (the context)")
     kind, roles = ("an embedding", {"encode"}) if manifest.encoder else ("a generating", set(ROLES) - {"encode"})
     if alien := [role for role, found in widths.items() if found and role not in roles]:
-        raise RecordError(f"functions have the role {alien[0]}, which {kind} model does not have")
+        raise RecordError(f"manifest field 'functions' has the role {alien[0]}, which {kind} model does not have")
     if manifest.encoder and not widths["encode"]:
-        raise RecordError("functions lack the role encode, which an embedding model needs")
+        raise RecordError("manifest field 'functions' lacks the role encode, which an embedding model needs")
     if not manifest.encoder and widths["decode"] != [1]:
-        raise RecordError(f"functions have decode widths {widths['decode']}; a generating model must have one, of width 1")
+        found = widths["decode"]
+        raise RecordError(f"manifest field 'functions' has decode widths {found}; a generating model must have only width 1")
     if wrong := [role for role, found in widths.items() if len(set(found)) != len(found) or min(found, default=2) < 1]:
         found = widths[wrong[0]]
-        raise RecordError(f"functions have {wrong[0]} widths {found}; they must be distinct and at least 1")
+        raise RecordError(f"manifest field 'functions' has {wrong[0]} widths {found}; use distinct widths of at least 1")
     if manifest.functions != functions(widths):
-        raise RecordError(f"functions are not grouped by role in the order {', '.join(ROLES)}")
+        raise RecordError(f"manifest field 'functions' is not grouped by role in the order {', '.join(ROLES)}")
 
 
 def _check_encoder(manifest: Manifest, encoder: EncoderConfig) -> None:
     if encoder.default_prompt is not None and encoder.default_prompt not in encoder.prompts:
-        raise RecordError(f"encoder.default_prompt is {encoder.default_prompt!r}, which is not in encoder.prompts")
+        raise RecordError(f"manifest field 'encoder.default_prompt' is {encoder.default_prompt!r}, not one of the prompts")
     limit = max(manifest.widths("encode")) if encoder.single_call else manifest.context
     if not 1 <= encoder.max_tokens <= limit:
-        raise RecordError(
-            f"encoder.max_tokens is {encoder.max_tokens}; it must be from 1 to {limit}, which the functions allow"
-        )
+        raise RecordError(f"manifest field 'encoder.max_tokens' is {encoder.max_tokens}; the functions support 1 to {limit}")
 
 
 def _check_states(manifest: Manifest) -> None:
     names = [state.name for state in manifest.states]
     if len(set(names)) != len(names):
         duplicate = next(name for name in names if names.count(name) > 1)
-        raise RecordError(f"two states have the name {short(duplicate)}")
+        raise RecordError(f"manifest field 'states' has two states named {short(duplicate)}")
     widest = max([1, *(f.width for f in manifest.functions if f.role != "batch")])
     for state in manifest.states:
-        where = f"states.{state.name}"
+        where = f"manifest field 'states.{state.name}'"
         if problem := state.problem():
-            raise RecordError(f"{where}.{problem}")
+            raise RecordError(f"{where}: {problem}")
         if state.kind == "positional" and state.shape[1] != manifest.max_context:
-            raise RecordError(f"{where} has {state.shape[1]} positions; it must have {manifest.max_context}, the max_context")
+            raise RecordError(f"{where} has {state.shape[1]} positions; it must have {manifest.max_context} (max_context)")
         if state.kind == "window" and state.shape[1] < (needed := ring_rows(state.window, widest)):
             raise RecordError(f"{where} has {state.shape[1]} rows; its window and functions need {needed}")

@@ -114,9 +114,13 @@ def fuse(function: Graph, norm_limit: int, norm_tokens: int = 1, gpu: bool = Fal
         elif op.kind == "activation":
             _activated_conv(graph, op)
         elif op.kind == "add":
-            _residual(graph, op)
+            # Experts come last, so that a matmul which is added to them can run beside them.
             if gpu:
-                _residual_of_other(graph, op)
+                _residual_of_other(graph, op, "experts")
+            if op not in graph.replaced:
+                _residual(graph, op)
+            if gpu:
+                _residual_of_other(graph, op, "rms_norm", "layer_norm")
         elif op.kind == "experts" and op.operands[0] in graph.norms:
             norm = graph.norms[op.operands[0]]
             operands, attrs = (*norm.operands, *op.operands[1:]), {**op.attrs, "eps": norm.attrs["eps"]}
@@ -309,9 +313,9 @@ def _residual(graph: _Uses, op: Op) -> None:
             return
 
 
-def _residual_of_other(graph: _Uses, op: Op) -> None:
+def _residual_of_other(graph: _Uses, op: Op, *kinds: str) -> None:
     for value, other in (op.operands[::-1], op.operands):
-        before = next(filter(None, (graph.only(value, kind) for kind in ("rms_norm", "layer_norm", "experts"))), None)
+        before = next(filter(None, (graph.only(value, kind) for kind in kinds)), None)
         ready = before and op not in graph.replaced and before not in graph.absorbed
         if before and ready and value.type.rank == 2 and value is not other:
             current = graph.replaced.pop(before, [before])[0]

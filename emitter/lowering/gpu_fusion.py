@@ -3,6 +3,7 @@
 - A kernel continues its result with element-wise operations (`Finished`).
 - A kernel computes an operand from a cheap expression where it loads it (`Computed`).
 - The other operands of a kernel that StableHLO computes become the results of one more kernel.
+- Two kernels of a layer that do not depend on each other become one dispatch.
 
 Operations that are in no expression stay StableHLO.
 """
@@ -15,13 +16,16 @@ from math import prod
 
 from castiron.emitter.ir import Graph, Op, Value
 from castiron.emitter.kernels.gpu.expression import ELEMENTWISE, Expression, is_supported
-from castiron.emitter.kernels.gpu.fused import fused, pointwise
+from castiron.emitter.kernels.gpu.fused import beside, fused, pointwise
+from castiron.emitter.kernels.gpu.gpu_body import SHARED_BYTES
 from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
 from castiron.emitter.types import F32
 
 MAX_LOADS = 16  # max loads of an expression that is computed again for each use
+MAX_LOADS_RARE = 1024  # max loads of an expression of which each element is used at most twice
 MAX_SUM = 16  # max terms of a sum in such an expression
 MAX_OPERANDS = 16  # max operands and results of a kernel
+NEAR = 16  # max number of operations between kernels that become one dispatch
 
 
 @dataclass
@@ -64,26 +68,25 @@ class _Function:
         visit(root)
         return Expression(root, producers, dict(names), hole)
 
-    def is_cheap(self, root: Value, hole: Value | None = None) -> bool:
+    def is_cheap(self, root: Value, hole: Value | None = None, limit: int = MAX_LOADS) -> bool:
         """Return whether `root` may be computed wherever it is used."""
         op = self.producer[root]
-        return sum(self._repeats(op) * self._loads(x, hole) for x in op.operands) <= MAX_LOADS
+        return sum(self._repeats(op, limit) * self._loads(x, hole, limit) for x in op.operands) <= limit
 
-    def _loads(self, value: Value, hole: Value | None) -> int:
+    def _loads(self, value: Value, hole: Value | None, limit: int) -> int:
         """Return the number of loads for an element of `value`."""
         op = self.producer.get(value)
         if value is hole:
             return 0
         if op is None or not is_supported(op) or value in self.stored:
             return 1
-        return sum(self._repeats(op) * self._loads(x, hole) for x in op.operands)
+        return sum(self._repeats(op, limit) * self._loads(x, hole, limit) for x in op.operands)
 
-    def _repeats(self, op: Op) -> int:
+    def _repeats(self, op: Op, limit: int) -> int:
         """Return how often an element of the result of `op` needs an element of an operand."""
-        if op.kind != "reduce":
-            return MAX_LOADS + 1 if op.kind == "dot_general" else 1
-        terms = prod(op.operands[0].shape[d] for d in op.attrs["dims"])
-        return terms if terms <= MAX_SUM else MAX_LOADS + 1
+        dims = {"reduce": op.attrs.get("dims"), "dot_general": op.attrs.get("contract", ((),))[0]}.get(op.kind, ())
+        terms = prod(op.operands[0].shape[d] for d in dims)
+        return terms if terms <= (MAX_SUM if limit == MAX_LOADS else limit) else limit + 1
 
 
 def fuse_kernels(graph: Graph) -> Graph:
@@ -99,7 +102,7 @@ def fuse_kernels(graph: Graph) -> Graph:
             ops += _rewritten(f, moved[op.results[0]], op.results[0])
         else:
             ops.append(op)
-    return replace(graph, ops=_live(ops, graph.outputs))
+    return replace(graph, ops=_side_by_side(_live(ops, graph.outputs)))
 
 
 def _live(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
@@ -166,7 +169,8 @@ def _rewritten(f: _Function, op: Op, root: Value | None) -> list[Op]:
     kernel: GpuKernel = op.attrs["kernel"]
     given = dict(zip(kernel.tensors, op.operands, strict=True))
     computed = [name for name, x in given.items() if _is_computed(f, kernel, name, x)]
-    inline = [name for name in computed if name not in kernel.reads_often and f.is_cheap(given[name])]
+    limits = {name: MAX_LOADS_RARE if name in kernel.reads_rarely else MAX_LOADS for name in computed}
+    inline = [name for name in computed if name not in kernel.reads_often and f.is_cheap(given[name], limit=limits[name])]
     made = _separate(f, op, [given[name] for name in computed if name not in inline])
     names = {x: name for name, x in given.items() if name not in inline}
     inputs = {name: f.expression(given[name], names) for name in inline}
@@ -202,3 +206,46 @@ def _separate(f: _Function, op: Op, values: Sequence[Value]) -> list[Op]:
     operands = tuple(f.stored.get(value, value) for value in names)
     f.stored |= dict(zip(values, results))
     return [Op("kernel", operands, results, {"kernel": kernel, "indices": {}}, op.path)]
+
+
+def _side_by_side(ops: Sequence[Op]) -> list[Op]:
+    """Return operations in which independent kernels that are near each other are one dispatch.
+
+    A kernel runs beside a later one if no operation between them uses its results, or overwrites
+    one of its operands.
+    """
+    found: list[Op] = []
+    for op in ops:
+        kernels = [o for o in found[-NEAR:] if isinstance(o.attrs.get("kernel"), GpuKernel)]
+        for earlier in reversed(kernels if isinstance(op.attrs.get("kernel"), GpuKernel) else ()):
+            between = [*found[found.index(earlier) + 1 :], op]
+            used = {value for o in between for value in o.operands}
+            changed = {value for o in between for value in _overwritten(o)}
+            conflicts = used & {*earlier.results, *_overwritten(earlier)} | changed & {*earlier.operands}
+            both = None if conflicts else _beside(earlier, op)
+            if both is not None:
+                found.remove(earlier)
+                op = both
+                break
+        found.append(op)
+    return found
+
+
+def _overwritten(op: Op) -> list[Value]:
+    """Return the operands that a kernel overwrites."""
+    kernel = op.attrs.get("kernel")
+    return [x for name, x in zip(kernel.tensors, op.operands) if name in kernel.in_place.values()] if kernel else []
+
+
+def _beside(first: Op, second: Op) -> Op | None:
+    """Return one kernel call for two, or None if they do not fit into one."""
+    a, b = first.attrs["kernel"], second.attrs["kernel"]
+    names = dict(zip(first.operands, a.tensors))
+    shared = {name: names[x] for name, x in zip(b.tensors, second.operands) if x in names}
+    kernel = beside(a, b, shared)
+    bindings = len(kernel.tensors) + len(kernel.results) - len(kernel.in_place)
+    if a.threads != b.threads or bindings > MAX_OPERANDS or kernel.shared_bytes > SHARED_BYTES:
+        return None
+    operands = *first.operands, *(x for name, x in zip(b.tensors, second.operands) if name not in shared)
+    indices = {f"{prefix}_{name}": i for prefix, op in zip("ab", (first, second)) for name, i in op.attrs["indices"].items()}
+    return Op("kernel", operands, (*first.results, *second.results), {"kernel": kernel, "indices": indices}, second.path)

@@ -96,12 +96,12 @@ def build(
     model, c = family(config), read_config(config)
     if not 1 <= context <= c.max_positions:
         is_cut = c.max_positions < config.get("max_position_embeddings", 0)
-        why = ", past which its rotary scaling would change the frequencies of every token" if is_cut else ""
+        why = ", because rotary scaling for a longer context would change the frequencies of every token" if is_cut else ""
         raise EmitError(f"context is {context}; this model supports 1 to {c.max_positions} positions{why}")
     module = ModelModule("model", codecs, orders)
     if c.bidirectional and pooling is None:
         raise EmitError(
-            "this model is bidirectional, so it only gives embeddings, but its checkpoint does not define their pooling; "
+            "a bidirectional model can only compute embeddings, but the checkpoint defines no pooling for embeddings; "
             "use a checkpoint directory with modules.json"
         )
     max_width = max([1, *widths, *verify, *embeds])
@@ -120,7 +120,7 @@ def build(
         _drop_unread_weights(module)
     if unread := sorted(orders.keys() - module.reordered):
         raise EmitError(
-            f"cannot apply the column order (desc_act) of {shorten_list(unread)}; use a checkpoint with desc_act false"
+            f"cannot apply the column order (desc_act) of weights {shorten_list(unread)}; use a checkpoint with desc_act false"
         )
     return module
 
@@ -164,7 +164,7 @@ def _check_signature(function: Graph, vocab: int) -> None:
     signature = function.entry.signature(function.states, vocab, features)
     for value, tensor in zip((*function.inputs, *function.outputs), (*signature.operands, *signature.results), strict=True):
         if str(value.type) != f"tensor<{tensor}>":
-            raise EmitError(f"{function.name}: {tensor.name} is {value.type}, not tensor<{tensor}>; correct `forward`")
+            raise EmitError(f"{function.name}: {tensor.name} has type {value.type}, not tensor<{tensor}>; correct `forward`")
 
 
 def _drop_unread_weights(module: ModelModule) -> None:

@@ -63,7 +63,7 @@ def latent_fields(c: ConfigReader, kv_heads: int | None, positions: int, q_lora_
     heads = c.take("num_attention_heads")
     if (found := c.take("num_key_value_heads", kv_heads or heads)) != heads:
         raise EmitError(
-            f"'num_key_value_heads' in the {c.model_type} config is {found}; it must equal 'num_attention_heads', {heads}"
+            f"'num_key_value_heads' in the {c.model_type} config is {found}; it must equal 'num_attention_heads' ({heads})"
         )
     rotated, not_rotated = c.take("qk_rope_head_dim", 64), c.take("qk_nope_head_dim", nope)
     c.require("head_dim", rotated)

@@ -110,7 +110,7 @@ def layer_kinds(c: ConfigReader) -> tuple[str, ...]:
     """
     pattern = c.take("hybrid_override_pattern", "", str)
     if unknown := ", ".join(sorted(set(pattern) - set(_LETTERS))):
-        raise EmitError(f"'hybrid_override_pattern' in the nemotron_h config has {unknown}; use M, *, - or E")
+        raise EmitError(f"'hybrid_override_pattern' in the nemotron_h config has unknown letters: {unknown}; use M, *, - or E")
     kinds = [_LETTERS[letter] for letter in pattern] or [MAMBA, MOE, FULL, MLP]
     kinds = c.take("layers_block_type", c.take("layer_types", kinds, list), list)
     return c.layer_types(len(kinds), tuple(_LETTERS.values()), kinds)

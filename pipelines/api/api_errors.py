@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from castiron.pipelines.api.async_engine import QueueFull, Stopping
 from castiron.pipelines.engine.scheduler import ModelFailed
 from castiron.pipelines.errors import PipelineError
 
@@ -96,6 +95,17 @@ def invalid(param: str | None, message: str) -> ApiError:
 def unsupported(param: str, reason: str) -> ApiError:
     """Return an ApiError 400 for the field `param`, which this server does not support."""
     return ApiError(400, f"{param}: {reason}", param, "unsupported_parameter")
+
+
+class QueueFull(PipelineError):
+    """Raised if the queue has no space for a request."""
+
+
+class Stopping(PipelineError):
+    """Raised for a request that arrives or runs while the server shuts down."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down")
 
 
 # Error -> (HTTP status, error code), for errors that the request did not cause.

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from castiron.pipelines.api.api_errors import ApiError, invalid
-from castiron.pipelines.api.async_engine import QUEUES, QueueFull, Stopping
+from castiron.pipelines.api.api_errors import ApiError, QueueFull, Stopping, invalid
+from castiron.pipelines.api.async_engine import QUEUES
 from castiron.pipelines.api.byte_limit import CLIENT
 from castiron.pipelines.api.model_api import Limits, ModelApi, run_in_thread
 from castiron.pipelines.api.schemas import EmbeddingsRequest, RerankRequest, ScoreRequest

@@ -10,10 +10,9 @@ from weakref import WeakValueDictionary
 
 from castiron.pipelines.api.answer_format import AnswerFormat, CallableTools, callable_tools, requested_format
 from castiron.pipelines.api.api_errors import ApiError, invalid, unsupported
-from castiron.pipelines.api.async_engine import AsyncEngine
+from castiron.pipelines.api.async_engine import AsyncEngine, Job
 from castiron.pipelines.api.byte_limit import CLIENT, answer_limit, reserve_answer
 from castiron.pipelines.api.chat_records import FreeformTool
-from castiron.pipelines.api.generation_job import Job
 from castiron.pipelines.api.model_api import Limits, ModelApi, default_sampling, run_in_thread
 from castiron.pipelines.api.replies import ChatReply, ChoicesReply, CompletionReply, Echo, Reply
 from castiron.pipelines.api.request_body import log_ignored
@@ -214,7 +213,6 @@ class GenerationApi(ModelApi):
 
     @cached_property
     def _efforts(self) -> list[str]:
-        """The values of reasoning_effort that the model's chat template accepts."""
         if self.tokenizer.tool_format.style == "harmony":
             # gpt-oss was trained with these efforts; its template accepts any text.
             return ["low", "medium", "high"]
@@ -237,7 +235,8 @@ class GenerationApi(ModelApi):
             top: top_logprobs of generated tokens, None without log-probabilities.
             max_tokens: max tokens of an answer, None for as many as fit in the context.
             prompt_logprobs: top_logprobs of prompt tokens, None without log-probabilities.
-            stop_tokens: end tokens besides the model's, unless the request has ignore_eos.
+            stop_tokens: end tokens in addition to the model's; not used if the request has
+                ignore_eos.
             options: other options of `text_request`; they override options that `body` sets.
         """
         if isinstance(reply, ChoicesReply):
@@ -290,7 +289,7 @@ class GenerationApi(ModelApi):
                     )  # fmt: skip
                     job.prompts.append(index)
                     job.requests.append(request)
-            self.engine.submit(job.requests, lambda request, event: job.events.put_nowait((request, event)))
+            self.engine.submit(job.requests, job.listen)
         except BaseException:
             job.share.release()
             raise
@@ -340,5 +339,4 @@ class GenerationApi(ModelApi):
 
 
 def _given_limit(body: CompletionFields) -> int | None:
-    """Return the max tokens that a request sets, None without a limit."""
     return None if body.limit is None or body.limit < 0 else body.limit

@@ -15,9 +15,9 @@ import numpy as np
 
 from castiron.pipelines.api import schemas
 from castiron.pipelines.api.api_errors import ApiError, api_error
+from castiron.pipelines.api.async_engine import Job
 from castiron.pipelines.api.embeddings import EmbeddingsApi
 from castiron.pipelines.api.generation_api import GenerationApi
-from castiron.pipelines.api.generation_job import Job
 from castiron.pipelines.api.messages import MessagesRequest, start_message
 from castiron.pipelines.api.model_api import Limits, ModelApi
 from castiron.pipelines.api.request_body import parse_body
@@ -99,8 +99,7 @@ class OpenAI:
             return Work(record, lambda: self._answered(record, job))
         # Release the server's limit on requests in flight: the job already limits them to the engine's slots.
         job.share.release()
-        listen = lambda request, event: job.events.put_nowait((request, event))
-        return Work(record, lambda: self._answered(record, job, job.requests), job.requests, listen)
+        return Work(record, lambda: self._answered(record, job, job.requests), job.requests, job.listen)
 
     def failed(self, record: Record, error: Exception) -> Outcome:
         if isinstance(error, ApiError):

@@ -15,10 +15,10 @@ from castiron.pipelines.checkpoints.checkpoint import (
     without,
     without_shared,
 )
-from castiron.pipelines.checkpoints.encoding_files import base_names, read_classifier, read_encoding
+from castiron.pipelines.checkpoints.encoding_files import read_classifier, read_encoding
 from castiron.pipelines.checkpoints.hf_files import PART_TYPES, json_object, read_safetensors, text_of, unsupported_type
 from castiron.pipelines.checkpoints.hf_quantised import quantised_weights
-from castiron.pipelines.checkpoints.hf_tensors import TEXT_PARTS, family_tensors, text_config, text_tensors
+from castiron.pipelines.checkpoints.hf_tensors import TEXT_PARTS, base_names, family_tensors, text_config, text_tensors
 from castiron.pipelines.checkpoints.quantised_parts import column_orders
 
 CONFIG = "config.json"
@@ -79,7 +79,7 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
 def shards_of(path: Path) -> dict[str, list[str] | None]:
     """Return the tensor names in each safetensors file, by file name.
 
-    The value is None for the file model.safetensors, which needs no index.
+    The value for model.safetensors, a model's only file, is None.
     """
     if (path / SINGLE).exists():
         return {SINGLE: None}
@@ -124,7 +124,7 @@ def tensors_of(path: Path, is_quantised: bool) -> dict[str, Tensor]:
 
 
 def chat_template(path: Path) -> str | None:
-    """Return the template in chat_template.jinja or else in tokenizer_config.json, or None."""
+    """Return the chat template from chat_template.jinja or tokenizer_config.json, or None."""
     if (template := text_of(path / "chat_template.jinja")) is not None:
         return template
     template = (json_object(path / "tokenizer_config.json") or {}).get("chat_template")
@@ -135,7 +135,7 @@ def chat_template(path: Path) -> str | None:
 
 
 def _token_ids(path: Path, key: str, *sources: dict) -> tuple[int, ...]:
-    """Return the ids under `key` in the first source that has it, in the order of HF's generate."""
+    """Return the ids under `key` in the first source that has the key."""
     value = next((source[key] for source in sources if source.get(key) is not None), [])
     tokens = value if isinstance(value, list) else [value]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in tokens):

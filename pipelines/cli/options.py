@@ -73,7 +73,7 @@ def target_name(text: str) -> str:
 def device_name(text: str) -> str:
     """Return `text` if it is "cpu" or a GPU driver, with or without a number, as "vulkan:1"."""
     if text.partition(":")[0] not in ("cpu", *GPUS):
-        raise argparse.ArgumentTypeError(f"unknown device: {text!r}; castiron devices lists those of this machine")
+        raise argparse.ArgumentTypeError(f"unknown device: {text!r}; run castiron devices to list the devices")
     return text
 
 

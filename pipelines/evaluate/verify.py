@@ -181,9 +181,9 @@ def _unchanged(bundle: Bundle, key: str, what: str, sha256: Callable[[Path], str
 
 
 def load_reference(path: Path, weights: str, threads: int | None, adapter: Path | None = None, calibrated: Path | None = None):
-    """Load a checkpoint with HF transformers, and round its weights to the bundle's weights.
+    """Load a checkpoint with HF transformers, and give its weights the values that the bundle has.
 
-    weights: the bundle's value of --weights. adapter: LoRA adapter to merge with peft. calibrated:
+    weights: the codec of --weights with which the bundle was compiled. adapter: LoRA adapter to merge with peft. calibrated:
     the bundle's calibration text.
     """
     # Set before transformers is imported, because its progress bar would overwrite castiron's.

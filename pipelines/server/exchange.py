@@ -15,8 +15,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from castiron.pipelines.api.api_errors import ApiError
+from castiron.pipelines.api.async_engine import Job
 from castiron.pipelines.api.byte_limit import ByteShare
-from castiron.pipelines.api.generation_job import Job
 from castiron.pipelines.api.model_api import run_in_thread
 from castiron.pipelines.api.request_body import parse_body
 
@@ -38,8 +38,8 @@ class Exchange:
     client: name of the client whose limits the request uses. body: memory reserved for the request
     body. is_receiving: whether more of the body will arrive. exits: context managers to exit after
     the response. job: the job that computes the answer; its `summary` is logged. load_seconds: how
-    long the request waited until its model was open. deadline: time at which `seconds` have passed,
-    by the event loop's clock.
+    long the request waited until its model was open. deadline: end of the time limit `seconds`, on
+    the event loop's clock.
     """
 
     client: str

@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from castiron.pipelines.api.api_errors import ApiError
-from castiron.pipelines.api.async_engine import AsyncEngine, Stopping
+from castiron.pipelines.api.api_errors import ApiError, Stopping
+from castiron.pipelines.api.async_engine import AsyncEngine
 from castiron.pipelines.api.embeddings import EmbeddingsEngine
 from castiron.pipelines.api.model_api import Limits, ModelApi, default_sampling, names_of, unknown_model
 from castiron.pipelines.engine.memory import needed, slots_of, total_bytes

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from castiron.pipelines.api.api_errors import ApiError, api_error
-from castiron.pipelines.api.async_engine import QueueFull, Stopping
+from castiron.pipelines.api.api_errors import ApiError, QueueFull, Stopping, api_error
 from castiron.pipelines.api.request_body import parse_body
 from castiron.pipelines.api.schemas import ChatRequest, CompletionRequest, TokenizeRequest
 from castiron.pipelines.engine.request import Finished, Request

@@ -33,8 +33,7 @@ MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_expert
 # The max number of dispatches of a layer in decoding, and the families with layers that take more.
 LIMIT = 8
 MORE = {
-    **dict.fromkeys(("falcon_h1", "qwen3_5_moe_text", "qwen3_next"), 9),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), 11), "gemma4_text": 12,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), 9), "gemma4_text": 12,
 }  # fmt: skip
 # Dispatches of a layer in decoding.
 MODELS = {"llama": (LLAMA, 5), "gemma2": (GEMMA, 7), "mixtral": (MIXTRAL, 7)}

@@ -68,4 +68,4 @@ def test_a_device_is_checked_before_a_model_is_compiled_for_it(quantised, monkey
     assert not cached_path(quantised, Options(target="cuda")).exists()
     with pytest.raises(SystemExit):
         cli.main([*run, "gpu"])
-    assert "unknown device: 'gpu'; castiron devices lists" in capsys.readouterr().err
+    assert "unknown device: 'gpu'; run castiron devices" in capsys.readouterr().err

@@ -158,7 +158,7 @@ def test_modules_of_other_types_and_files_that_are_none_are_rejected(made, check
     """A module for fewer positions has caches of other shapes."""
     other = compile_model(checkpoint, tmp_path / "other", Options(max_context=8, batch=(), speculate=(), threads=1)).bundle
     message = error(capsys, "compile", str(made / "out"), "--module", str(other / "model.vmfb"))
-    assert "has inputs (i32, i32, 2x8x" in message and "manifest has (i32, i32, 2x" in message
+    assert "has inputs (i32, i32, 2x8x" in message and "manifest lists (i32, i32, 2x" in message
     (tmp_path / "text.vmfb").write_text("module {}")
     assert "cannot read module" in error(capsys, "compile", str(made / "out"), "--module", str(tmp_path / "text.vmfb"))
     assert "no such file: /no/such" in error(capsys, "compile", str(made / "out"), "--module", "/no/such")

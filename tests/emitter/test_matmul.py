@@ -83,8 +83,8 @@ def test_default_tiles_fit_the_stack_and_the_registers(numerics, isa):
 @pytest.mark.parametrize("change", [{"unroll": 2.0}, {"unroll": True}, {"unroll": "2"}, {"speed": 9}])
 def test_rejects_tiles_that_are_not_integers_by_field_name(change):
     values = asdict(default_tiles(GEMM, AVX2, 2))
-    with pytest.raises(ValueError, match="tiles .* do not fit .*; give an integer for each of workgroups"):
+    with pytest.raises(ValueError, match="invalid tiles of matmul .*; give integers for workgroups"):
         read_tiles(GEMM, values | change)
     for matmul in GEMV, FEW:
-        with pytest.raises(ValueError, match=f"do not fit {matmul.name}; give an integer for each of workgroups"):
+        with pytest.raises(ValueError, match=f"invalid tiles of matmul {matmul.name}: .*; give integers for workgroups"):
             read_tiles(matmul, values)

@@ -117,7 +117,7 @@ MISFITS = [
 
 @pytest.mark.parametrize("tokens, out, tiles", MISFITS, ids=str)
 def test_rejects_tiles_that_do_not_fit(tokens, out, tiles):
-    with pytest.raises(ValueError, match=f"tiles .* do not fit q4_1_{tokens}x{out}x576"):
+    with pytest.raises(ValueError, match=f"tiles .* do not fit the sizes of matmul q4_1_{tokens}x{out}x576"):
         kernel_of(Matmul("q4_1", tokens, out, 576), AVX2, 2, tiles)
 
 

@@ -106,7 +106,7 @@ def text_with(*kernels: Kernel) -> str:
 
 
 def test_rejects_two_kernels_of_one_name():
-    with pytest.raises(EmitError, match="two different kernels have the name 'append_row'"):
+    with pytest.raises(EmitError, match="two different kernels are named 'append_row'"):
         text_with(replace(append_kernel(), workgroups=2))
 
 

@@ -109,7 +109,7 @@ def test_far_away_the_angle_is_rounded_as_hf_rounds_it():
         ({"type": "linear", "factor": 2.0, "beta_fast": 1}, "unknown key beta_fast"),
         (
             {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 8},
-            "1 short and 8 long factors; it needs 8 of each",
+            "1 numbers in 'short_factor' and 8 in 'long_factor'; each must have 8",
         ),
     ],
 )

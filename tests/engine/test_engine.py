@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from castiron.pipelines.api.async_engine import AsyncEngine, QueueFull, Stopping
+from castiron.pipelines.api.api_errors import QueueFull, Stopping
+from castiron.pipelines.api.async_engine import AsyncEngine
 from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.engine.request import Failed, Finished
 from castiron.pipelines.text.text_output import Delta

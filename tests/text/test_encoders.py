@@ -341,10 +341,13 @@ def test_reads_or_rejects_module_configs(qwen, tmp_path):
             open_checkpoint(with_(name, change))
     checkpoint = open_checkpoint(encoders.write("gemma3_text", tmp_path / "both", pooling="mean", **GEMMA))
     checkpoint.encoding = None
-    with pytest.raises(castiron.EmitError, match=r"cannot generate text.*modules\.json"):
+    with pytest.raises(castiron.EmitError, match=r"only compute embeddings.*modules\.json"):
         build_model(checkpoint, Options())
     manifest = json.loads(dump(open_bundle(bundle).manifest))
-    for field, value, why in (("max_tokens", 65, "it must be from 1 to 64"), ("default_prompt", "q", "not in encoder.prompts")):
+    for field, value, why in (
+        ("max_tokens", 65, "the functions support 1 to 64"),
+        ("default_prompt", "q", "not one of the prompts"),
+    ):
         with pytest.raises(BundleError, match=why):
             parse(json.dumps(manifest | {"encoder": manifest["encoder"] | {field: value}}).encode(), "x")
     with pytest.raises(BundleError, match="functions"):

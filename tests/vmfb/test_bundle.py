@@ -56,28 +56,28 @@ def test_a_written_manifest_is_read_back(toy_dir):
 @pytest.mark.parametrize(
     ("keys", "value", "message"),
     [
-        (["schema"], 2, "has schema 2 and this castiron reads 8"),
-        (["schema"], True, "has schema True"),
+        (["schema"], 2, "has manifest schema 2, but this castiron reads schema 8"),
+        (["schema"], True, "has manifest schema True"),
         (["name"], DELETED, "name is missing"),
         (["states", 0, "colour"], 1, "states[0].colour is an unknown field"),
-        (["files", "../evil"], {"size": 1, "sha256": "0" * 64}, "files has ../evil, which is not a file"),
-        (["files", "tokens_7.vmfb"], {"size": 1, "sha256": "0" * 64}, "files has tokens_7.vmfb, which is not a file"),
-        (["files", WEIGHTS, "sha256"], "xyz", "files.weights.irpa.sha256 is 'xyz', not 64 lower-case hex digits"),
+        (["files", "../evil"], {"size": 1, "sha256": "0" * 64}, "'files' lists ../evil, which is not a file name"),
+        (["files", "tokens_7.vmfb"], {"size": 1, "sha256": "0" * 64}, "'files' lists tokens_7.vmfb, which is not a file name"),
+        (["files", WEIGHTS, "sha256"], "xyz", "'files.weights.irpa.sha256' is 'xyz', not 64 lowercase hex digits"),
         (["files", WEIGHTS], DELETED, "manifest.json does not list weights.irpa;"),
         (["vocab"], True, "vocab is True, not an integer"),
-        (["vocab"], 0, "vocab is 0, which is not positive"),
-        (["max_context"], 25, "states.k has 24 positions; it must have 25, the max_context"),
-        (["context"], 25, "max_context is 24, below the context of 25"),
-        (["states", 0, "shape"], [24], "states.k.shape [24] is invalid for a positional state"),
-        (["states", 1, "storage"], "f8", "states.v.storage is 'f8', not one of f32, f16, q8_0"),
-        (["states", 1, "kind"], "odd", "states.v.kind is 'odd', not one of positional, window, recurrent"),
-        (["states", 0, "window"], 5, "states.k.window 5 is invalid for a positional state"),
-        (["states", 0, "kind"], "window", "states.k.window 0 is invalid for a window state"),
-        (["states", 1, "name"], "k", "two states have the name k"),
-        (["functions"], [], "functions have decode widths []; a generating model must have one"),
-        (["functions", 0, "role"], "evil", "functions have the role evil, not one of decode, prefill"),
+        (["vocab"], 0, "manifest field 'vocab' is 0; it must be at least 1"),
+        (["max_context"], 25, "'states.k' has 24 positions; it must have 25 (max_context)"),
+        (["context"], 25, "'max_context' is 24; it must be at least the context, 25"),
+        (["states", 0, "shape"], [24], "'states.k': shape [24] is invalid for a positional state"),
+        (["states", 1, "storage"], "f8", "'states.v': storage is 'f8', not one of f32, f16, q8_0"),
+        (["states", 1, "kind"], "odd", "'states.v': kind is 'odd', not one of positional, window, recurrent"),
+        (["states", 0, "window"], 5, "'states.k': window 5 is invalid for a positional state"),
+        (["states", 0, "kind"], "window", "'states.k': window 0 is invalid for a window state"),
+        (["states", 1, "name"], "k", "'states' has two states named k"),
+        (["functions"], [], "'functions' has decode widths []; a generating model must have only width 1"),
+        (["functions", 0, "role"], "evil", "'functions' has the unknown role evil; use one of decode, prefill"),
         (["target", "features"], None, "target.features is None, not a list"),
-        (["tokens", "eos"], [32], "tokens has 32, outside the vocabulary"),
+        (["tokens", "eos"], [32], "'tokens' has id 32, but the vocabulary has 32 tokens"),
     ],
 )
 def test_rejects_invalid_manifests(copy, keys, value, message):
@@ -89,11 +89,11 @@ def test_rejects_invalid_manifests(copy, keys, value, message):
 @pytest.mark.parametrize(
     ("widths", "message"),
     [
-        ({"prefill": (25,)}, "takes 25 tokens; it must take from 2 to 24, the context"),
-        ({"prefill": (1,)}, "takes 1 tokens; it must take from 2"),
-        ({"verify": (25,)}, "takes 25 tokens; it must take from 2"),
-        ({"prefill": (4, 4)}, "functions have prefill widths [4, 4]; they must be distinct"),
-        ({"batch": (0,)}, "functions have batch widths [0]; they must be distinct and at least 1"),
+        ({"prefill": (25,)}, "'functions' has width 25; use 2 to 24 (the context)"),
+        ({"prefill": (1,)}, "'functions' has width 1; use 2 to"),
+        ({"verify": (25,)}, "'functions' has width 25; use 2 to"),
+        ({"prefill": (4, 4)}, "'functions' has prefill widths [4, 4]; use distinct widths"),
+        ({"batch": (0,)}, "'functions' has batch widths [0]; use distinct widths of at least 1"),
     ],
 )
 def test_rejects_invalid_functions(copy, widths, message):
@@ -144,7 +144,7 @@ def test_rejects_a_changed_file(copy, name):
 
 def test_rejects_other_paths(tmp_path):
     assert "absent: no such file or directory" in rejection(tmp_path / "absent")
-    assert "has no manifest.json; make one" in rejection(tmp_path)
+    assert "(no manifest.json); run castiron compile" in rejection(tmp_path)
     (tmp_path / "circle").symlink_to("circle")
     assert "circle: not a directory" in rejection(tmp_path / "circle")
 
@@ -156,7 +156,7 @@ def test_a_bundle_for_other_cpus_can_only_be_inspected(copy):
     assert "Other CPU" in message and "lacks avx512zz" in message and "--target" in message
     assert open_bundle(copy, run=False).manifest.target.cpu == "Other CPU"
     change(copy, "target", "arch", value="sparc")
-    assert "is compiled for sparc and this machine is" in rejection(copy)
+    assert "is compiled for sparc, but this machine is" in rejection(copy)
 
 
 def test_rejects_amx_tiles_that_the_system_does_not_permit(copy, monkeypatch):
@@ -235,10 +235,10 @@ def test_a_failed_rename_restores_the_old_bundle(tmp_path, monkeypatch):
 
 
 def test_an_invalid_bundle_is_not_committed(tmp_path):
-    with pytest.raises(BundleError, match="would have no weights.irpa"), BundleWriter(tmp_path / "b") as writer:
+    with pytest.raises(BundleError, match="lacks weights.irpa; write that file"), BundleWriter(tmp_path / "b") as writer:
         writer.write(MODEL, b"m")
         writer.commit(toy.manifest())
-    with pytest.raises(BundleError, match="invalid manifest .*: vocab"):
+    with pytest.raises(BundleError, match="invalid manifest .*: manifest field 'vocab'"):
         write(tmp_path / "b", manifest=dataclasses.replace(toy.manifest(), vocab=-1))
     assert os.listdir(tmp_path) == []
 
@@ -257,7 +257,7 @@ def test_only_bundles_and_empty_directories_are_replaced(tmp_path):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-        with pytest.raises(BundleError, match="holds files that are not a bundle's"), BundleWriter(path.parent):
+        with pytest.raises(BundleError, match="contains other files than a bundle's"), BundleWriter(path.parent):
             pass
         assert path.read_text() == text
     assert (tmp_path / "b" / "thesis.txt").read_text() == "years of work" and sorted(os.listdir(tmp_path)) == [

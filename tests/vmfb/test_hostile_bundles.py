@@ -58,7 +58,7 @@ def test_module_and_weights_must_match_the_manifest(toy):
         file.seek(100)
         file.write(b"\xff" * 8)
     hostile_bundles.rehash(toy)
-    assert "weights.irpa (its table of tensors is damaged)" in rejection(toy)
+    assert "weights.irpa (the table of tensors is damaged)" in rejection(toy)
 
 
 def test_trust_decides_whether_stamps_are_used(toy, monkeypatch):
@@ -136,12 +136,12 @@ KERNEL = {"paths": [], "calls": 1, "flops": [1, 0, 1], "bytes": [1, 0, 1], "weig
         (
             "compile",
             {"work": {"decode_step": {"k": KERNEL | {"flops": [1]}}}},
-            "compile.work of k has 1 flops and 3 bytes; it must have 3 of each",
+            "'compile.work': k has 1 numbers in 'flops' and 3 in 'bytes'; each list must have 3 numbers",
         ),
         (
             "compile",
             {"work": {"decode_step": {"k": KERNEL | {"calls": 10**400}}}},
-            "compile.work of k has a number above 2**63 - 1",
+            "'compile.work': k has a number above 2**63 - 1",
         ),
     ],
 )
@@ -159,6 +159,6 @@ def test_rejects_small_files_over_the_limit(toy):
     manifest["files"]["tokenizer.json"]["size"] = 10**10
     (toy / "manifest.json").write_text(json.dumps(manifest))
     os.truncate(toy / "tokenizer.json", 10**10)
-    assert "files.tokenizer.json has 10000000000 bytes; the limit is" in rejection(toy)
+    assert "'files.tokenizer.json.size' is 10000000000; the limit is" in rejection(toy)
     os.truncate(toy / "manifest.json", 10**10)
     assert "has 10000000000 bytes, but the limit is" in rejection(toy)

@@ -78,7 +78,7 @@ def test_rewinding_leaves_no_logits_of_a_later_token(session):
     session.rewind(4)
     with pytest.raises(SessionError, match="no logits yet"):
         session.logits()
-    with pytest.raises(SessionError, match="position 4 cannot be rewound to 5"):
+    with pytest.raises(SessionError, match="cannot rewind a session at position 4 to 5"):
         session.rewind(5)
 
 
@@ -111,8 +111,8 @@ def test_logits_are_a_copy(session):
         ([], "no tokens"),
         ([1, 32], "token 32 is outside the vocabulary of 32"),
         ([-1], "token -1 is outside"),
-        ([1.5], "not a list of integers"),
-        ([[1], [2]], "not a list of integers"),
+        ([1.5], "give a list of integers"),
+        ([[1], [2]], "give a list of integers"),
         ([1] * 22, "22 tokens from position 3 would end past the context of 24"),
     ],
 )
@@ -206,7 +206,7 @@ def test_rejects_a_second_thread(session, call):
     }  # fmt: skip
 
     def progress(done: int, total: int) -> None:
-        with ThreadPoolExecutor() as pool, pytest.raises(SessionError, match="another thread is running this session"):
+        with ThreadPoolExecutor() as pool, pytest.raises(SessionError, match="another thread is using this session"):
             pool.submit(calls[call]).result()
         failures.append((done, total))
 
@@ -273,7 +273,7 @@ def test_a_forked_child_needs_a_new_session(toy_dir, threads):
     printed, parents, ended = done.stdout.splitlines()
     inherited, own = ast.literal_eval(printed)
     assert own == int(parents) == best and ended == "0"
-    assert inherited == best if threads == 1 else "before the process was forked" in inherited
+    assert inherited == best if threads == 1 else "cannot use this session after a fork" in inherited
 
 
 def test_nan_logits_are_an_error(tmp_path, monkeypatch, compile_cache):

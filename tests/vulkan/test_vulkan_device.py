@@ -72,7 +72,7 @@ def test_too_little_memory_is_reported_before_the_upload(gpu, monkeypatch):
     (info, *_) = devices_of("vulkan")
     monkeypatch.setattr(device_program, "find_device", lambda driver, chosen: replace(info, memory=100_000))
     monkeypatch.setattr(device_program, "Upload", None)
-    with pytest.raises(DeviceError, match=r"too little memory on vulkan:0 .*: 0\.00 GB, and the model needs"):
+    with pytest.raises(DeviceError, match=r"too little memory on vulkan:0 .*: 0\.00 GB, but the model needs"):
         Session(gpu)
 
 

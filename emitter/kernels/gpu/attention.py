@@ -96,6 +96,8 @@ def attention(caches: Caches, layout: HeadLayout, scores: Scores, tokens: Decode
         reference=lambda layer, **given: _reference(caches, layout, scores, tokens, layer, given),
         in_place={name: name for name in updated},
         threads=THREADS,
+        # A workgroup reads the query head that is its own.
+        reads_rarely=("rows0",) if rows.widths[0] == layout.keys and layout.qk_norm is None else (),
     )
 
 

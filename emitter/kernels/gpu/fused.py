@@ -1,7 +1,8 @@
-"""Kernels that compute operands where they load them, and continue a result where they store it."""
+"""Kernels that compute operands as they load them, and process results before storing them."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -22,10 +23,11 @@ THREADS = 64
 def fused(
     kernel: GpuKernel, inputs: Mapping[str, Expression], output: Expression | None, more: Mapping[str, Value]
 ) -> GpuKernel:
-    """Return a kernel with computed operands and a continued result.
+    """Return a copy of `kernel` that also computes expressions.
 
-    inputs: the expressions of computed operands, by name. output: the expression that continues the
-    only result, or None. more: the operands of the expressions that `kernel` does not have.
+    inputs: the expressions of operands that the copy computes while it loads them, by name. output:
+    an expression that the copy applies to its only result before it stores the result, or None.
+    more: operands of the expressions that `kernel` does not have.
     """
     stored = {name: t for name, t in kernel.operands.items() if name not in inputs}
     (result, *others), results = kernel.results, dict(kernel.results)
@@ -40,9 +42,9 @@ def fused(
         kernel.write(b, **arguments)
 
     def reference(**given: Any) -> Mapping[str, np.ndarray]:
-        own = {name: x for name, x in given.items() if name not in more}
-        own |= {name: np.asarray(_typed(e, e.array(given))) for name, e in inputs.items()}
-        found = dict(kernel.reference(**own))
+        own = given | {name: np.asarray(_typed(e, e.array(given))) for name, e in inputs.items()}
+        # In the order of `kernel.operands`, because attention joins its rows in this order.
+        found = dict(kernel.reference(**{name: own[name] for name in kernel.operands}))
         if output:
             found[result] = _typed(output, output.array(given, found[result]))
         return found
@@ -79,6 +81,49 @@ def pointwise(roots: Sequence[Expression], leaves: Mapping[str, Value]) -> GpuKe
     name = "_".join(("gpu_pointwise", *(e.key() for e in roots)))
     operands: dict[str, TensorType | str] = {name: value.type for name, value in leaves.items()}
     return GpuKernel(name, operands, results, -(-largest // THREADS), write, reference, threads=THREADS)
+
+
+def beside(first: GpuKernel, second: GpuKernel, shared: Mapping[str, str]) -> GpuKernel:
+    """Return a kernel whose first workgroups run `first`, and whose other workgroups run `second`.
+
+    shared: the operands that both kernels read. It maps the name in `second` to the name in
+    `first`. Other names get the prefix a_ (`first`) or b_ (`second`).
+    """
+
+    def of_first(name: str) -> str:
+        return f"a_{name}"
+
+    def of_second(name: str) -> str:
+        return of_first(shared[name]) if name in shared else f"b_{name}"
+
+    names = (first, of_first), (second, of_second)
+    operands, results, in_place = dict[str, TensorType | str](), dict[str, TensorType](), dict[str, str]()
+    for kernel, named in names:
+        operands |= {named(name): t for name, t in kernel.operands.items()}
+        results |= {named(name): t for name, t in kernel.results.items()}
+        in_place |= {named(name): named(operand) for name, operand in kernel.in_place.items()}
+
+    def write(b: GpuBody, **given: Ssa) -> None:
+        parts = b.when(b.less(b.workgroup(), first.workgroups)), b.after(first.workgroups)
+        for (kernel, named), part in zip(names, parts):
+            own = {*kernel.operands, *(name for name in kernel.results if name not in kernel.in_place)}
+            with part:
+                kernel.write(b, **{name: given[named(name)] for name in own})
+
+    def reference(**given: Any) -> Mapping[str, np.ndarray]:
+        found = dict[str, np.ndarray]()
+        for kernel, named in names:
+            own = kernel.reference(**{name: given[named(name)] for name in kernel.operands})
+            found |= {named(name): x for name, x in own.items()}
+        return found
+
+    return GpuKernel(
+        "_".join(("gpu_beside", hashlib.sha256(f"{first.name} {second.name} {shared}".encode()).hexdigest()[:16])),
+        operands, results, first.workgroups + second.workgroups, write, reference,
+        flops=lambda position: first.work(position)[0] + second.work(position)[0],
+        nbytes=lambda position: first.work(position)[1] + second.work(position)[1],
+        in_place=in_place, threads=first.threads,
+    )  # fmt: skip
 
 
 def _typed(e: Expression, array: np.ndarray) -> np.ndarray:

@@ -64,6 +64,9 @@ class GpuBody(Body):
         self.threads, self._layout = threads, layout
         self._grid = grid(workgroups)
         self._bindings: dict[Ssa, int] = {}
+        self._before = 0
+        self._allocated: list[Ssa] = []
+        self._reusable: list[Ssa] = []
 
     def bind(self, binding: int, type: Type) -> Ssa:
         """Return the memory of binding number `binding` as a memref."""
@@ -92,11 +95,23 @@ class GpuBody(Body):
             buffer.store(self, value, *indices)
 
     def workgroup(self) -> Ssa:
-        x = self.let("hal.interface.workgroup.id[0] : index", INDEX)
-        if self._grid[1] == 1:
-            return x
-        y = self.let("hal.interface.workgroup.id[1] : index", INDEX)
-        return self.at(self.add(self.mul(y, self._grid[0]), x))
+        unit = self.let("hal.interface.workgroup.id[0] : index", INDEX)
+        if self._grid[1] > 1:
+            y = self.let("hal.interface.workgroup.id[1] : index", INDEX)
+            unit = self.at(self.add(self.mul(y, self._grid[0]), unit))
+        return self.at(self.sub(unit, self._before)) if self._before else unit
+
+    @contextmanager
+    def after(self, workgroups: int) -> Iterator[None]:
+        """Emit the code of the `with` block for workgroups from number `workgroups` on.
+
+        In the block, these workgroups are counted from 0. The block uses the same shared memory as
+        the code before it, because no workgroup runs both.
+        """
+        with self.when(self.negate(self.less(self.workgroup(), workgroups))):
+            self._before, self._reusable = self._before + workgroups, list(self._allocated)
+            yield
+            self._before -= workgroups
 
     def at(self, i: Index) -> Ssa:
         """Return an index as an SSA value."""
@@ -109,14 +124,26 @@ class GpuBody(Body):
         self.do("gpu.barrier")
 
     def shared(self, size: int, element: str = "f32") -> Ssa:
-        """Return a new memref of `size` elements in shared memory."""
+        """Return a memref of at least `size` elements in shared memory."""
+        fits = [old for old in self._reusable if old.type.element == element and prod(old.type.shape) >= size]
+        if fits:
+            self._reusable.remove(fits[0])
+            return fits[0]
         buffer = Ssa(self.name(), SharedType(element, (size,), "memref"))
         self._head.append(f"{buffer} = memref.alloc() : {buffer.type}")
+        self._allocated.append(buffer)
         return buffer
+
+    @property
+    def shared_bytes(self) -> int:
+        return sum(4 * prod(buffer.type.shape) for buffer in self._allocated)
 
     @contextmanager
     def strided(self, thread: Ssa, count: Index, carry: Sequence[Ssa] = ()) -> Iterator[Loop]:
-        """Append a loop over 0 .. count - 1, with every `threads`th iteration in this thread."""
+        """Append a loop over 0 .. count - 1, whose iterations are divided among the threads.
+
+        Thread t runs iterations t, t + threads, t + 2 * threads, and so on.
+        """
         with self.loop(thread, count, self.threads, carry) as loop:
             yield loop
 

@@ -20,21 +20,33 @@ class GpuKernel(Kernel):
     not compile such an offset.
 
     single_store: whether the code stores each element of the only result once and never reads it.
-    reads_often: operands that many workgroups read; computing them there would cost more than a
-    separate kernel.
+    reads_often: operands that many workgroups read. To compute such an operand in this kernel would
+        cost more than a separate kernel.
+    reads_rarely: operands whose elements are each read at most twice in a dispatch. This kernel may
+        compute such an operand, even if an element is a dot product.
     """
 
     threads: int = 64
     single_store: bool = False
     reads_often: tuple[str, ...] = ()
+    reads_rarely: tuple[str, ...] = ()
 
     @property
     def index_type(self) -> str:
         return str(I32)
 
-    @cached_property
+    @property
     def text(self) -> str:
         """Return the MLIR of the executable, which exports the function `@{name}_fn`."""
+        return self._written[0]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Return the number of bytes of shared memory that a workgroup uses."""
+        return self._written[1]
+
+    @cached_property
+    def _written(self) -> tuple[str, int]:
         tensors = self.tensors | {name: t for name, t in self.results.items() if name not in self.in_place}
         written = {*self.results, *self.in_place.values()}
         access = ("" if name in written else ", ReadOnly" for name in tensors)
@@ -52,7 +64,7 @@ class GpuKernel(Kernel):
         with body.when(body.less(body.workgroup(), self.workgroups)) if x * y > self.workgroups else nullcontext():
             self.write(body, **arguments)
         pipeline = f"#iree_codegen.no_pipeline workgroup_size = [{self.threads}, 1, 1]"
-        return f"""hal.executable.source private @{self.name} {{
+        text = f"""hal.executable.source private @{self.name} {{
   hal.executable.export public @{self.name}_fn ordinal(0)
       layout({layout})
       count(%device: !hal.device) -> (index, index, index) {{
@@ -69,3 +81,4 @@ class GpuKernel(Kernel):
   }}
 }}
 """
+        return text, body.shared_bytes

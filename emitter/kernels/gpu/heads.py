@@ -31,7 +31,7 @@ class Rows:
             if column < width:
                 return f"rows{i}", column
             column -= width
-        raise ValueError(f"no operand has the {kind} heads; widths are {self.widths}")
+        raise ValueError(f"no operand contains the {kind} heads: operand widths are {self.widths}; add the operand")
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,6 @@ def prepare(
 def _element(
     b: GpuBody, layout: HeadLayout, rows: Rows, head: Head, d: Ssa, inverse: Ssa | None, given: Mapping[str, Ssa]
 ) -> Ssa:
-    """Return element `d` of a head after norm and rotation.
-
-    inverse: 1 / rms of the head, or None without a norm.
-    """
     name, first = rows.find(layout, head.kind)
     start = b.mul(head.index, layout.head_dim)
 

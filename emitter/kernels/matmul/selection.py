@@ -85,7 +85,7 @@ def read_tiles(matmul: Matmul, values: Mapping[str, int]) -> Tiles:
     _, kind, _ = _choice(matmul)
     names = [field.name for field in fields(kind)]
     if set(values) != set(names) or any(type(v) is not int for v in values.values()):
-        raise ValueError(f"tiles {dict(values)} do not fit {matmul.name}; give an integer for each of {', '.join(names)}")
+        raise ValueError(f"invalid tiles of matmul {matmul.name}: {dict(values)}; give integers for {', '.join(names)}")
     return kind(**values)
 
 
@@ -98,7 +98,7 @@ def kernel_of(matmul: Matmul, isa: Isa, threads: int = 2, tiles: Tiles | None = 
     prefix, _, writer = _choice(matmul)
     tiles = tiles or default_tiles(matmul, isa, threads)
     if any(type(value) is not int or value < 1 for value in astuple(tiles)) or not tiles.fit(matmul):
-        raise ValueError(f"tiles {tiles.name} do not fit {matmul.name}")
+        raise ValueError(f"tiles {tiles.name} do not fit the sizes of matmul {matmul.name}; use other tiles")
     by_tables = prefix == "gemv" and is_summed_by_tables(matmul.format, isa)
     return Kernel(
         f"{prefix}_{matmul.name}_{isa.name}_{tiles.name}",

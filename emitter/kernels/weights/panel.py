@@ -168,7 +168,7 @@ class Int8Panel(BasePanel):
                     b.vstore(arranged, self.codes, b.add(b.mul(g.index, group // 4), each), column)
 
     def quads(self, q: Index, column: Index, count: int) -> list[Ssa]:
-        """Load a vector of each of rows q .. q + count - 1 of `codes`, from `column` on."""
+        """Load one vector from each of the rows q .. q + count - 1 of `codes`; it begins at `column`."""
         return [self.b.vload(self.codes, self.lanes, self.b.add(q, i), column) for i in range(count)]
 
 
@@ -237,8 +237,8 @@ class Bf16SplitPanel(Bf16Panel):
 class Bf16CodePanel(BasePanel):
     """A panel of codes as bf16, which is exact, with a scale and a minimum for each codec group.
 
-    `scales` and `minima` are f32 [groups, columns]. Each codec group takes 32 rows of the panel. A
-    group of 16 elements leaves half of them zero.
+    `scales` and `minima` are f32 [groups, columns]. Each codec group takes 32 rows of the panel.
+    For a group of 16 elements, 16 of these rows are zero.
     """
 
     count = 1
