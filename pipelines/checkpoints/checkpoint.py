@@ -204,10 +204,9 @@ def validate(checkpoint: Checkpoint, vocab: int) -> None:
     check_finite(checkpoint)
 
 
-def check_tokenizer(checkpoint: Checkpoint, vocab: int) -> None:
-    """Raise CheckpointError if the tokenizer is invalid or has an id that is not below `vocab`."""
-    if checkpoint.tokenizer is not None:
-        _check_tokenizer(checkpoint.tokenizer, checkpoint.path, vocab)
+def check_tokenizer(checkpoint: Checkpoint, vocab: int) -> bytes | None:
+    """Return tokenizer.json, or None; CheckpointError if invalid or with ids not below `vocab`."""
+    return None if checkpoint.tokenizer is None else _check_tokenizer(checkpoint.tokenizer, checkpoint.path, vocab)
 
 
 def check_finite(checkpoint: Checkpoint) -> None:

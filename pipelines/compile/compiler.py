@@ -127,8 +127,6 @@ def compile_model(
 
     def pack(writer: BundleWriter) -> str:
         validate(checkpoint, vocab)
-        if checkpoint.tokenizer is not None:
-            writer.write(TOKENIZER, json.dumps(checkpoint.tokenizer, ensure_ascii=False))
         if checkpoint.chat_template:
             writer.write("chat_template.jinja", checkpoint.chat_template)
         if same:
@@ -139,11 +137,15 @@ def compile_model(
         more = probes.parameters if probes else {}
         return write_parameters(writer.path(WEIGHTS), checkpoint, module, importance, progress, more)
 
+    def write_tokenizer(writer: BundleWriter) -> None:
+        if (tokenizer := check_tokenizer(checkpoint, vocab)) is not None:
+            writer.write(TOKENIZER, tokenizer)
+
     with BundleWriter(out) as writer:
         texts = module_texts(module) | ({DEVICE: probes.text} if probes else {})
         # A child process checks the tokenizer, and hashing releases the GIL.
         works = (
-            lambda: check_tokenizer(checkpoint, vocab),
+            lambda: write_tokenizer(writer),
             lambda: pack(writer),
             lambda: checkpoint_sha256(checkpoint.path),
         )
