@@ -13,7 +13,7 @@ from tests.mutants.mutant import CATALOGUE, ROOT, Mutant
 from tests.mutants.running import Outcome, examine, failure_of
 
 SHARE = 2  # mutants that one run applies; `make mutants` applies all
-QUICK = ("tests/emitter/test_packing.py::test_interleave_alternates_blocks_of_16",)
+QUICK = ("tests/emitter/test_packing.py::test_row_blocks_of_two_weights_alternate",)
 EQUIVALENT = Mutant(
     "a quoted annotation",
     "emitter/kernels/weights/packing.py",
