@@ -358,7 +358,7 @@ def test_commands_of_ollama_and_llama_cpp_work(path, make):
     )
     assert shown[0].startswith("/retry") and shown[-3:] == [
         "castiron: a new conversation", f"{'system':15}none",
-        "castiron: /sytem is not a command; did you mean /system?; /help lists them",
+        "castiron: /sytem is not a command; did you mean /system?; type /help to list the commands",
     ]  # fmt: skip
 
 
