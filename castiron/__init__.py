@@ -1,4 +1,4 @@
-"""castiron's Python API (docs/python.md); names are loaded on demand.
+"""castiron's Python API (docs/python.md); names are imported when they are first used.
 
 The folders beside this file are the packages: `castiron.emitter`, `castiron.vmfb`,
 `castiron.pipelines` and `castiron.reference`.

@@ -79,7 +79,10 @@ class State:
         return prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
     def of(self, sequences: int) -> Tensor:
-        """Return the type of a buffer with this state of several sequences, along dimension 0."""
+        """Return the type of a buffer that has this state for `sequences` sequences.
+
+        The states are concatenated along dimension 0.
+        """
         return Tensor(self.name, (sequences * self.shape[0], *self.shape[1:]), self.dtype)
 
     def problem(self) -> str | None:
@@ -96,10 +99,10 @@ class State:
 
 
 def ring_rows(window: int, tokens: int) -> int:
-    """Return the min number of rows of a ring buffer for calls of up to `tokens` tokens.
+    """Return how many rows a ring buffer needs for calls of up to `tokens` tokens.
 
     window: how many positions a token attends to. With fewer rows, the last tokens of a call would
-    overwrite rows that its first tokens need.
+    overwrite rows that the first tokens of the call need.
     """
     return window + tokens
 

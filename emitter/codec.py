@@ -20,8 +20,8 @@ class Parts:
     codes: i8 [n, block].
     d: the scale of each block, [n]: f16, f32, or u16 with the bits of a bf16. For a codec with
         `exponents`, d is u8, and the scale is 2^(d - 128).
-    m: the factor of each block's minima, [n] f16, or None without minima. For a codec with `zeros`,
-        m is the block's zero point, [n] i8, and the formula has d * m in place of m.
+    m: the factor of each block's minima, [n] f16; None if there are no minima. For a codec with
+        `zeros`, m is the block's zero point, [n] i8, and the formula has d * m in place of m.
     scales, minima: the factors of each group, [n, groups] u8 or i8; None means 1. For a codec with
         `small_floats`, scales are u8: the bits of an f16, shifted right by 7.
     """
@@ -42,9 +42,10 @@ class Codec:
 
     splitter: the function that `split` calls, or None if the format is not quantised.
     bits: size of a stored code. A code of 8 bits is stored as it is, signed.
-    offset, table: a code of fewer bits is stored as the unsigned number code + `offset`, or as the
-        index of the code in `table` if there is a table.
-    minimum: the sign, +1 or -1, with which minima are added, or 0 without minima.
+    offset, table: how a code of fewer bits is stored as an unsigned number. If there is a table,
+        the number is the index of the code in `table`. If not, the number is the code plus
+        `offset`.
+    minimum: the sign, +1 or -1, with which minima are added; 0 if there are no minima.
     exponents: whether a block's scale is stored as an exponent, as in OCP's MX formats.
     small_floats: whether a group's scale is an E4M3 float, as in NVIDIA's NVFP4.
     zeros: whether a block has a zero point instead of a factor of its minima.
@@ -86,9 +87,9 @@ class Codec:
 
     @cached_property
     def int8_scale(self) -> int:
-        """Return the factor of a table of floats before it is rounded to int8; 1 without a table.
+        """Return the factor by which `table` is multiplied before it is rounded to int8.
 
-        Of the factors from 64 to 127, it is the one with the smallest square error.
+        It is the factor from 64 to 127 with the smallest square error, or 1 if there is no table.
         """
         if self.has_integers:
             return 1
@@ -96,12 +97,12 @@ class Codec:
 
     @property
     def in_int8(self) -> "Codec":
-        """Return this codec with a table of floats rounded to int8 / `int8_scale`."""
+        """Return a copy whose table of floats is rounded to multiples of 1 / `int8_scale`."""
         return replace(self, table=tuple(round(self.int8_scale * value) / self.int8_scale for value in self.table))
 
     @property
     def summed(self) -> bool:
-        """Return whether a matmul needs the sum of x over each group: for the offset or minima."""
+        """Return whether a matmul needs sums of x over groups, for an offset or minima."""
         return bool(self.offset or self.minimum)
 
     def split(self, blocks: np.ndarray) -> Parts:

@@ -140,8 +140,8 @@ def _split_q2_0(b: np.ndarray) -> Parts:
 def _ternary(columns: np.ndarray, digits: int) -> np.ndarray:
     """Unpack bytes [n, b] to numbers -1, 0 and 1, [n, b * digits].
 
-    The fraction byte / 256 has the base-3 digits 0.d1d2...; digit d stands for the number d - 1.
-    The result has the first digit of every byte, then the second digit of every byte, and so on.
+    The first `digits` digits of the fraction byte / 256 in base 3 are the numbers plus 1. The
+    result has the first number of every byte, then the second number of every byte, and so on.
     """
     powers = (3 ** np.arange(digits)).astype(np.uint8)
     found = (columns[:, None, :] * powers[:, None]).astype(np.uint16) * 3 >> 8

@@ -63,7 +63,6 @@ def _d(columns: np.ndarray, factor: float) -> np.ndarray:
 
 
 def _fields(numbers: np.ndarray, shifts: tuple[int, ...], mask: int) -> np.ndarray:
-    """Return (number >> shift) & mask for numbers [n, k] and each shift: [n, k * len(shifts)]."""
     return (numbers[:, :, None] >> np.array(shifts, numbers.dtype) & numbers.dtype.type(mask)).reshape(len(numbers), -1)
 
 
@@ -115,7 +114,8 @@ def _shifted(indices: np.ndarray, minus: np.ndarray) -> np.ndarray:
     """Return the codes of an IQ1 type, i8 [n, 256]: 8 times a value of the grid, plus or minus 1.
 
     indices: [n, 32], the index of a vector of the grid for every eight codes. minus: [n, k], a
-    number for every 256 / k codes: 0 adds 1 to the codes, any other number subtracts 1.
+    number for each 256 / k consecutive codes. 0 adds 1 to these codes; any other number subtracts
+    1.
     """
     return 8 * _entries("iq1_s", indices) + np.where(np.repeat(minus, 256 // minus.shape[1], axis=1), -1, 1).astype(np.int8)
 

@@ -72,7 +72,7 @@ def linear(step: Step, x: Value, name: str, out_features: int, bias: bool = Fals
 
 
 def _reordered(step: Step, x: Value, weight: str) -> Value:
-    """Return x [T, in] with its features in the order of the columns of `weight`."""
+    """Permute the features of x [T, in] in the same way as the columns of `weight`."""
     if (order := step.module.orders.get(weight)) is None:
         return x
     step.module.reordered.add(weight)
@@ -119,8 +119,9 @@ def values(step: Step, name: str, shape: tuple[int, ...]) -> Value:
 def rms_norm(step: Step, x: Value, name: str | None, eps: float, transform=None, groups: int = 1) -> Value:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467).
 
-    name: None if there is no weight. transform: a function applied to the weight at compile time.
-    groups: the number of equal parts of a row [features] that are normalised separately.
+    name: name of the weight; None for no weight. transform: a function applied to the weight at
+    compile time. groups: the number of equal parts of a row [features] that are normalised
+    separately.
     """
     if name is None:
         ones = step.table(f"ones.{x.shape[-1]}", x.shape[-1:], lambda: np.ones(x.shape[-1:], np.float32))
@@ -306,12 +307,12 @@ def experts(
 
 
 def _orders_of_experts(step: Step, names: tuple[str, ...], count: int, features: int) -> Value | None:
-    """Return the order of the columns of all experts' weights, [count, features], or None.
+    """Return the permutations of the columns of all experts' weights, [count, features], or None.
 
     Element [e, i] is the feature of x that column i of expert e's weights multiplies. names: the
-    projections that read x. The result is None if the columns are in the order of x. It is also
-    None if only some experts have an order, or if the projections of an expert have different
-    orders; `build` reports these as errors.
+    projections that read x. The result is None if no columns are permuted. It is also None if only
+    some experts have permuted columns, or if an expert's projections have different permutations;
+    `build` reports these cases as errors.
     """
     path, module = current_path(), step.module
     weights = [[f"{path}.{e}.{name}.weight" for name in names] for e in range(count)]

@@ -53,7 +53,7 @@ Table = Mapping[str, Operation]
 def build(
     table: Table, kind: str, operands: Sequence[Value], results: Sequence[TensorType], attrs: Mapping[str, Any] | None = None
 ) -> tuple[Value, ...]:
-    """Append an operation of kind `kind` and return its results; raise EmitError if it is invalid.
+    """Append an operation and return the results; raise EmitError if the operation is invalid.
 
     table: the checks of all kinds of operations. results: the types of the results.
     """
@@ -65,7 +65,7 @@ def build(
 
 
 def _moves(rule: Callable[[Op], str | None]) -> Callable[[Op], str | None]:
-    """Return `rule` preceded by the check that the element type does not change."""
+    """Return a check that operand and result have the same element type, and then `rule`."""
 
     def with_dtype(op: Op) -> str | None:
         return "the element type changes" if op.operands[0].dtype is not op.results[0].dtype else rule(op)

@@ -36,7 +36,7 @@ def constant(value, dtype: DType, shape: Sequence[int] | None = None) -> Value:
 
 
 def iota(shape: Sequence[int], dim: int, dtype: DType = I32) -> Value:
-    """Append a tensor in which every element is the index of this element along `dim`."""
+    """Append a tensor whose elements are their own indices along dimension `dim`."""
     return _one("iota", (), TensorType(tuple(shape), dtype), dim=dim)
 
 

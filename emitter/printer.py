@@ -59,7 +59,6 @@ def _kernels(module: Module) -> dict[str, Any]:
 
 
 def _function(module: Module, function: Graph, weights: str, table: Table = LOWERED) -> list[str]:
-    """Return the lines of a function's MLIR text; `table` has the printers of its operations."""
     # Inputs have their names, and the results of operation n are called %n, or %n#0, %n#1 and so on.
     names, count = {v: f"%{v.name}" for v in function.inputs}, 0
     taken = {value.name for value in function.inputs}

@@ -102,12 +102,10 @@ def _columns(codec: Codec, values: np.ndarray) -> np.ndarray:
 
 
 def _quotient(a, b: np.ndarray) -> np.ndarray:
-    """Return a / b, with 0 where b is 0."""
     return np.divide(a, b, out=np.zeros(b.shape, np.float32), where=b != 0)
 
 
 def _dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the sum of a * b, both [group, n], over each group, as [n]."""
     return np.einsum("gn,gn->n", a, b)
 
 
@@ -192,7 +190,6 @@ def _rounded(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _by_block(codec: Codec, codes: np.ndarray) -> np.ndarray:
-    """Return codes [group, n] f32 as [blocks, block] i8."""
     return np.ascontiguousarray(codes.astype(np.int8).T).reshape(-1, codec.block)
 
 
@@ -227,7 +224,6 @@ def _with_minima(codec: Codec, encoder: Encoder, x: np.ndarray, weights: np.ndar
 
 
 def _halves(*numbers: np.ndarray) -> list[np.ndarray]:
-    """Return each array of n f16 numbers as little-endian bytes, u8 [n, 2]."""
     return [np.ascontiguousarray(n, "<f2")[:, None].view(np.uint8) for n in numbers]
 
 
@@ -247,7 +243,6 @@ def _unsigned(codes: np.ndarray, offset: int) -> np.ndarray:
 
 
 def _six_bits(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
-    """Pack 6-bit scales and minima, u8 [n, 8] each, in bytes [n, 12], as q4_k and q5_k do."""
     (s, s_top), (m, m_top) = ((part[:, :4], part[:, 4:]) for part in (scales, minima))
     return np.concatenate([s | s_top >> 4 << 6, m | m_top >> 4 << 6, s_top & 15 | m_top << 4], axis=1)
 

@@ -66,15 +66,14 @@ def selective_scan(step: Step, layer: int, x: Value, dt: Value, b: Value, c: Val
 
 
 def _rate(step: Step, heads: int) -> Value:
-    """Return the decay rates -exp(A_log), f32 [heads], of the checkpoint tensor `A_log`."""
     return step.vector("A_log", (heads,), lambda log: -np.exp(log))
 
 
 def _recur(step: Step, kind: str, operands: Sequence[Value], layer: int, name: str, like: Value) -> Value:
     """Append an operation that updates a layer's part of the recurrent state `name`.
 
-    Return its first result, which has the type of `like`. Its second result is the new state, which
-    replaces the old one in `step.states`.
+    Return the operation's first result, of the same type as `like`. The second result is the new
+    state, which replaces the old one in `step.states`.
     """
     state = step.states[name]
     numbers = (step.start,) + ((step.length,) if step.length is not None else ())
@@ -84,7 +83,7 @@ def _recur(step: Step, kind: str, operands: Sequence[Value], layer: int, name: s
 
 
 def _index(step: Step, kind: str, name: str, layer: int, operands: Sequence[Value] = ()) -> int:
-    """Return where the model's layer `layer` is in dimension 0 of the recurrent state `name`."""
+    """Return the index of a layer of the model in dimension 0 of the recurrent state `name`."""
     record = step.records[name]
     if record.kind != "recurrent" or layer not in record.layers:
         raise fail(kind, f"no recurrent state {name!r} for layer {layer}", (*operands, step.states[name]))

@@ -62,7 +62,6 @@ class Weight:
         return own.reshape(-1) if len(self.shape) == 1 else own
 
     def _apart(self, rows: np.ndarray) -> np.ndarray:
-        """Return rows [out, bytes] with interleaved pairs separated into halves (see `apart`)."""
         if self.apart is None:
             return rows
         heads, turning = self.apart
@@ -88,8 +87,8 @@ class ModelModule(Module):
     """A module of layer operations before lowering.
 
     codecs: maps the name of a checkpoint tensor to the codec in which the bundle stores it.
-    orders: maps the name of each weight with reordered columns to the name of the tensor with the
-        order.
+    orders: maps the name of each weight with permuted columns to the name of the tensor that has
+        the permutation.
     reordered: the weights in `orders` that a layer has read.
     weights: the tensors and tables that the module reads, by name.
     """

@@ -30,7 +30,7 @@ _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from castir
 class LimitExceeded(Exception):
     """Raised if a function in a child process exceeds a limit, crashes, or raises an exception.
 
-    But its PipelineError is passed on.
+    If the function raises PipelineError, the caller gets that error instead.
     """
 
 
@@ -207,6 +207,5 @@ def _limit_memory(max_bytes: int) -> None:
 
 
 def _limit_time(seconds: float) -> None:
-    """Make the system kill this process after `seconds` of processor time; 0 removes the limit."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)

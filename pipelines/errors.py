@@ -101,7 +101,7 @@ def requirements(extra: str) -> list[str]:
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Return "; did you mean X?" with the known name X most like `name`; "" if none is similar."""
+    """Return "; did you mean X?", where X is the most similar known name; "" if none is similar."""
     from difflib import get_close_matches
 
     if RENAMED.get(name) in known:
@@ -112,7 +112,7 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 
 
 def check_names(given: Iterable[str], known: Collection[str]) -> None:
-    """Raise TypeError for a keyword argument that is not in `known`; the message suggests one."""
+    """Raise TypeError for a keyword argument that is not in `known`, and suggest a similar name."""
     for name in given:
         if name not in known:
             raise TypeError(f"unknown option: {name}{did_you_mean(name, known)}")

@@ -66,7 +66,7 @@ def require_free_space(path: Path | str, needed: int, what: str) -> None:
 
 @cache
 def sources_hash(*paths: str) -> str:
-    """Return a hash of the paths and contents of source files; a folder stands for its files."""
+    """Return a hash of the paths and contents of source files; a folder means all its files."""
     digest = hashlib.sha256()
     for path in (ROOT / path for path in paths):
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:

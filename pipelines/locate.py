@@ -30,8 +30,8 @@ _NAME = re.compile(
 class HubName(NamedTuple):
     """A model name on Hugging Face's hub: `[hf.co/]ORG/NAME[@REVISION][:WANTED]`.
 
-    revision: a branch, tag or commit. wanted: a GGUF file, by its path or, as in llama.cpp, by the
-    end of its name without .gguf, such as Q4_K_M.
+    revision: a branch, tag or commit. wanted: the path of a GGUF file or, as in llama.cpp, the end
+    of the file's name without .gguf, such as Q4_K_M.
     """
 
     repository: str
@@ -141,7 +141,7 @@ def model_name(path: Path) -> str:
 
 
 def parts_of(file: str) -> list[str]:
-    """Return the names of a split GGUF file's parts, given its first part; otherwise [file]."""
+    """Return the names of all parts of a split GGUF file, given the first; otherwise [file]."""
     found = GGUF_PART.search(file)
     if not found or int(found[1]) != 1:
         return [file]

@@ -153,7 +153,7 @@ class Model:
     @overload
     def generate(self, prompts: Iterable[Prompt], **asking: Unpack[Asking]) -> list[Result]: ...
     def generate(self, prompts: Prompt | Iterable[Prompt], **asking: Unpack[Asking]) -> Result | list[Result]:
-        """Generate the answer to a prompt, or a list of answers to several prompts in their order.
+        """Generate the answer to a prompt, or the answers to a list of prompts, in the same order.
 
         Several prompts run in one batch. If a single prompt cannot run, PipelineError is raised. If
         one of several prompts cannot run, its result has an `error`.
@@ -166,11 +166,14 @@ class Model:
         return result
 
     def generate_many(self, prompts: Iterable[Prompt], **asking: Unpack[Asking]) -> Iterator[Result]:
-        """Yield the result of each prompt when it ends. A prompt is read when a slot is free."""
+        """Yield the result of each prompt when its answer is complete.
+
+        The next prompt is taken from `prompts` when a slot is free.
+        """
         return generate_many(self._open_engine(), prompts, self._requests(asking))
 
     def chat(self, messages: str | Sequence[Message], **asking: Unpack[Asking]) -> Result:
-        """Generate the answer to a conversation. A text stands for one message of the user."""
+        """Generate the answer to a conversation. A string is sent as one user message."""
         return self.generate([{"role": "user", "content": messages}] if isinstance(messages, str) else messages, **asking)
 
     def stream(self, prompt: Prompt, **asking: Unpack[Asking]) -> Stream:
@@ -189,7 +192,7 @@ class Model:
     @overload
     def score(self, texts: Iterable[Prompt], *, top: int = 0) -> list[Scored]: ...
     def score(self, texts: Prompt | Iterable[Prompt], *, top: int = 0) -> Scored | list[Scored]:
-        """Return the log-probability of each token of a text, or of each of several texts.
+        """Return the log-probability of each token of a text; for several texts, a list of results.
 
         Args:
             texts: a text, token ids or messages, or several of these.
@@ -222,7 +225,7 @@ class Model:
         Args:
             texts: a text or token ids, or several of these.
             prompt_name, prompt: name or text of a prompt that is put before each text.
-            dimensions: how many numbers of each vector to return, from the first on.
+            dimensions: return only this many numbers from the start of each vector.
             pooling: "mean" of all tokens or "last" token; a generating model's default is "mean".
             normalise: whether to scale vectors to length 1; a generating model's default is True.
 
@@ -236,7 +239,7 @@ class Model:
         return rows[0] if one else rows
 
     def _pooled(self, texts, prompt_name, prompt, dimensions, pooling, normalise) -> np.ndarray:
-        """Return the embeddings of a model that generates text; arguments as in `embed`."""
+        """Return the embeddings of a model that generates text."""
         if prompt_name is not None:
             raise PipelineError(f"{self.name} has no prompts for embeddings; put a prefix before the texts yourself")
         pooling, normalise = pooling or "mean", normalise is not False
@@ -271,7 +274,7 @@ class Model:
         return self._embedder.rerank(query, documents)
 
     def _encoded(self, texts, prompt_name, prompt, dimensions, pooling, normalise) -> np.ndarray:
-        """Return the embeddings of an embedding model; arguments as in `embed`."""
+        """Return the embeddings of an embedding model."""
         embedder = self._embedder
         if embedder is None:
             raise PipelineError("this model is closed; load it again")
@@ -355,7 +358,8 @@ def load(
             default is the bundle's context, at most 8192 unless it was compiled with more.
         progress: called with (name of a stage, fraction done); by default prints a progress bar.
         prefix_cache: folder that stores the states (KV caches) of long prefixes.
-        draft: a smaller model with the same vocabulary, which proposes tokens; given like `model`.
+        draft: a smaller model with the same vocabulary, which proposes tokens. The argument has the
+            same forms as `model`.
         parse_special: whether special tokens in messages, such as <|im_end|>, become tokens instead
             of text.
         options: keyword arguments of `castiron.compile`.

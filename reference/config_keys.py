@@ -41,10 +41,6 @@ def source() -> str:
 
 
 def _defined(model_type: str) -> set[str]:
-    """Return the config keys that a model type's config class defines, or that HF's code reads.
-
-    HF's code is the configuration module and the modeling module of the model type.
-    """
     class_ = CONFIG_MAPPING[model_type]
     name = class_.__module__
     modules = [importlib.import_module(name), importlib.import_module(name.replace(".configuration_", ".modeling_"))]

@@ -75,7 +75,7 @@ def _stored(array: np.ndarray, type_: TensorType, what: str) -> np.ndarray:
 
 
 def _forget(values: dict[Value, np.ndarray], left: dict[Value, int], op: Op) -> None:
-    """Drop the arrays that no operation after `op` uses; left: uses that each value still has.
+    """Drop the arrays that no operation after `op` uses; left: number of later uses of each value.
 
     This limits memory: all weights in f32 would not fit.
     """
@@ -87,7 +87,7 @@ def _forget(values: dict[Value, np.ndarray], left: dict[Value, int], op: Op) -> 
 
 
 def _float(compute: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Make an operation from `compute`; f16 and bf16 are computed in f32 and rounded once."""
+    """Return an operation that computes f16 and bf16 in f32, and rounds the result once."""
 
     def rule(op: Op, *args: np.ndarray) -> np.ndarray:
         dtype = op.results[0].dtype

@@ -40,7 +40,6 @@ class LlamaCpp:
         return time.perf_counter() - start
 
     def first(self, tokens: Sequence[int]) -> int:
-        """Return the greedy token after `tokens`."""
         self.prefill(tokens)
         return self.llama.sample(temp=0.0)
 
@@ -77,7 +76,6 @@ class HuggingFace:
         return time.perf_counter() - start
 
     def first(self, tokens: Sequence[int]) -> int:
-        """Return the greedy token after `tokens`."""
         self.cache = None
         return int(self._forward(tokens)[0, -1].argmax())
 

@@ -45,7 +45,10 @@ def compile_stablehlo(text: str, function: str) -> Callable[[Sequence[np.ndarray
 
 
 def _entry(text: str, function: str) -> tuple[str, list[tuple[tuple[int, ...], np.dtype]]]:
-    """Return (the module's text with only `function`, as `main`, its arguments' (shape, dtype))."""
+    """Return the module's text with `function` as its only function, renamed to `main`.
+
+    Also return the (shape, dtype) of each argument.
+    """
     from jax.extend.mlir import ir
     from jax.interpreters.mlir import make_ir_context
 
@@ -68,7 +71,6 @@ def _entry(text: str, function: str) -> tuple[str, list[tuple[tuple[int, ...], n
 
 
 def _given(array: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return `array` as `dtype`; bf16 bits in uint16 and i8 in uint8 are reinterpreted."""
     if (array.dtype, dtype) in _SAME_BITS:
         array = array.view(dtype)
     if array.shape != shape or array.dtype != dtype:

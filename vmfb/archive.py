@@ -38,10 +38,10 @@ _MAX_DIRECTORY = 1_000_000
 
 @dataclass(frozen=True)
 class Part:
-    """A range of `size` bytes of an open file, from byte `offset` on.
+    """A range of an open file: `size` bytes from byte `offset` on.
 
-    The part stays readable if another file replaces the file at `path`. lock: must be locked while
-    `file` is read, because the parts of an archive share `file` and its position.
+    The part stays readable if another file replaces the file at `path`. Lock `lock` while you read
+    `file`: the parts of an archive share `file` and its position.
     """
 
     path: Path
@@ -115,7 +115,7 @@ class _Reader(io.BufferedReader):
 
 
 def open_archive(path: Path) -> dict[str, Part]:
-    """Return the files in the packed bundle at `path` by name; raise BundleError if invalid."""
+    """Return the files of the packed bundle at `path`, by name; raise BundleError if invalid."""
 
     def invalid(why: object) -> BundleError:
         return BundleError(f"not a packed bundle: {path} ({why}); make one with `castiron pack`")
@@ -152,7 +152,7 @@ def open_archive(path: Path) -> dict[str, Part]:
 def write_archive(
     parts: Mapping[str, Part], hashes: Mapping[str, str], out: Path, progress: Callable[[int, int], None] | None = None
 ) -> None:
-    """Write files into a new archive at `out`; the same files give the same bytes.
+    """Write files into a new archive at `out`. The same files give the same bytes.
 
     parts: the files by name. hashes: expected sha256 in hex by file name. progress: called with
     (bytes written, total bytes). Raise BundleError, and leave no file, if a sha256 differs or `out`

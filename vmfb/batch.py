@@ -20,17 +20,17 @@ Span = tuple[int, int]
 
 
 class Cover:
-    """A planner of decode calls: it finds the cheapest calls for one token in each given slot.
+    """Finds the cheapest decode calls that append one token to each of the given slots.
 
-    A slot holds one sequence. A call of width w decodes a token in each of w adjacent slots; the
-    index of the first of these slots is a multiple of w. If several plans have the lowest cost, the
-    one with the fewest calls is used, then the one with the smallest total width.
+    A slot holds one sequence. A call of width w decodes a token in each of w adjacent slots; its
+    first slot is a multiple of w. If several plans have the lowest cost, the plan with the fewest
+    calls is used, then the plan with the smallest total width.
     """
 
     def __init__(self, size: int, costs: Mapping[int, float]):
         """Prepare to plan calls for `size` slots.
 
-        costs: the time of one call by width, in any unit. Width 1 must be included.
+        costs: the time of one call for each width, in any unit; width 1 must be included.
         """
         self.spans = {(first, w): costs[w] for w in costs for first in range(0, size - w + 1, w)}
         self.widths = sorted(costs)
@@ -54,9 +54,9 @@ class Cover:
 def costs_of(manifest: Manifest) -> dict[int, float]:
     """Return the estimated time of a decode call for each width (number of sequences).
 
-    The unit is the time of one floating-point operation. A kernel's time is its compute time or its
-    memory read time, whichever is longer, in a decode step at position 0. All times are 0 if the
-    manifest does not list the kernels' work.
+    The unit is the time of one floating-point operation. The time of a kernel at position 0 is its
+    compute time or its memory read time, whichever is longer. All times are 0 if the manifest does
+    not list the work of the kernels.
     """
     functions = [manifest.function("decode"), *(manifest.function("batch", width) for width in manifest.widths("batch"))]
     work = manifest.compile.get("work", {})
@@ -69,12 +69,12 @@ def costs_of(manifest: Manifest) -> dict[int, float]:
 class Batch:
     """Sessions that decode together.
 
-    Each session has a slot, a part of the batch's buffers. The number of slots is the largest B of
-    the functions `decode_batch_B`, which decode a token in B adjacent slots. For each state of the
-    model there is one buffer, in which the slots follow each other along dimension 0.
+    Each session has a slot, which is a part of the batch's buffers. The number of slots is the
+    largest B of the functions `decode_batch_B`; such a function decodes a token in B adjacent
+    slots. Each state of the model has one buffer, with the slots along dimension 0.
 
-    `decode_batch_B` skips slots with a negative position, but a skipped slot takes as long as a
-    used one. So several narrow calls may be faster than a wide one if the used slots are far apart.
+    A call skips slots with a negative position, but a skipped slot takes as long as a used slot. So
+    several narrow calls may be faster than a wide call if the used slots are far apart.
     """
 
     def __init__(self, bundle: Bundle | Path | str, threads: int | None = None):
@@ -122,7 +122,6 @@ class Batch:
 
     @exclusive
     def _step_together(self, span: Span, tokens: Mapping[int, int]) -> dict[int, int]:
-        """Run one batch call for the slots in `span` that have a token; return argmaxes by slot."""
         (call, words, positions), (first, width) = self._calls[span], span
         taken = [slot for slot in range(first, first + width) if slot in tokens]
         self._save_logits(call, taken)
@@ -138,10 +137,9 @@ class Batch:
         return {slot: found[slot - first] for slot in taken}
 
     def _save_logits(self, call: Call, stepped: Collection[int]) -> None:
-        """Copy the logits that slots still need out of the results of `call`.
+        """Copy logits from the results of `call`, which its next run overwrites.
 
-        The next run of `call` overwrites its results. stepped: slots that get a new token, whose
-        old logits are not needed.
+        stepped: slots that get a new token; their old logits are not copied.
         """
         for slot, session in enumerate(self.slots):
             if slot not in stepped and isinstance(session._last, Row) and session._last.call is call:

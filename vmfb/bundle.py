@@ -40,9 +40,9 @@ class Bundle:
     """An open bundle.
 
     path: the bundle's directory, or its archive if `packed` is true. parts: the open files by name,
-    which stay readable if another bundle replaces this one; if None, `part` opens the files.
-    device: the GPU that runs the bundle, such as "vulkan:1"; None for the first GPU. progress:
-    called with (bytes uploaded, total) while weights are uploaded to a GPU.
+    which stay readable if another bundle replaces this one; if None, `part` opens a file. device:
+    the GPU that runs the bundle, such as "vulkan:1"; None for the first GPU. progress: called with
+    (bytes uploaded, total) while weights are uploaded to a GPU.
     """
 
     path: Path
@@ -105,12 +105,11 @@ class Bundle:
 def open_bundle(source: Path | str | Bundle, *, full_check: bool = False, run: bool = True) -> Bundle:
     """Open a bundle, which is a directory or an archive; raise BundleError if it is invalid.
 
-    The first opening hashes every file and stores each file's size, inode and change times in the
-    cache, as writing a bundle does. Later openings compare only these. If `source` is a Bundle, it
-    is returned unchanged.
+    The first opening hashes every file, and stores each file's size, inode and change times in the
+    cache. Later openings compare only these. If `source` is a Bundle, it is returned unchanged.
 
-    full_check: hash every file in any case. run: check also that this CPU and this version of the
-    runtime can run the bundle.
+    full_check: whether to hash every file again. run: whether to check that this CPU and this
+    version of the runtime can run the bundle.
     """
     if isinstance(source, Bundle):
         if not full_check:
@@ -251,13 +250,12 @@ def _check_files(path: Path, manifest: Manifest, data: bytes, parts: Mapping[str
 
 
 def _marks(parts: Mapping[str, Part], manifest: Manifest) -> dict[str, list[int]]:
-    """Return what changes when a file of the bundle is changed, by name of the file."""
     stats = {name: parts[name].stat() for name in manifest.files}
     return {name: [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino] for name, stat in stats.items()}
 
 
 def _stamp(path: Path, data: bytes) -> Path:
-    """Return where `_marks` of hashed files are stored; data: the bytes of the manifest."""
+    """Return the cache path for the `_marks` of a verified bundle; data: bytes of manifest.json."""
     return cache_root() / "verified" / f"{hashlib.sha256(data + os.fsencode(os.path.realpath(path))).hexdigest()}.json"
 
 
@@ -319,9 +317,9 @@ class BundleWriter:
             bundle.part(name).sha256(file.write)
 
     def staged(self, manifest: Manifest, hashes: Mapping[str, str] | None = None) -> Bundle:
-        """Return the bundle in the staging folder, to run it before `commit` renames it.
+        """Return the bundle in the staging folder, to run it before `commit`.
 
-        hashes: the known sha256s by file name; the other files are hashed.
+        hashes: the known sha256s by file name; other files are hashed.
         """
         return Bundle(self.directory, replace(manifest, files=self._files(hashes or {})))
 
@@ -353,7 +351,6 @@ class BundleWriter:
         return Bundle(self.target, manifest)
 
     def _check_replaceable(self) -> None:
-        """Raise BundleError unless the target is absent, empty or a bundle."""
         if not self.target.exists():
             return
         if not self.target.is_dir():

@@ -41,7 +41,7 @@ _FILES = {"tuned": "tuned.json"}
 
 @dataclass(frozen=True)
 class Usage:
-    """The cached files of one kind: their number, their total bytes and their last use.
+    """The cached files of one kind: their number, total size and last use.
 
     kind: a key of `KINDS`. newest: the time of the last use, in Unix time.
     """
@@ -88,7 +88,7 @@ def cache_folder(kind: str) -> Path:
 
 
 def keep(path: Path, data: bytes) -> bool:
-    """Write the file `path` in the cache, or print why not; return whether it was written."""
+    """Write the file `path` in the cache; return whether that succeeded, else print the reason."""
     try:
         write_file(path, data)
         return True
@@ -139,8 +139,8 @@ def _usage_of(kind: str, stats: Sequence[os.stat_result]) -> Usage:
 def clear(kinds: Sequence[str] = tuple(KINDS), older_than_days: float = 0.0) -> tuple[Usage, ...]:
     """Remove cached files that were not used for `older_than_days` days; return what was removed.
 
-    Temporary files of killed processes are removed too. Files that a process is writing, and
-    entries of the cache that are not in `KINDS`, are not removed.
+    Temporary files of killed processes are removed too. Files that a process is writing are not
+    removed, and neither is anything that is not in `KINDS`.
     """
     now, removed = time.time(), []
     for kind in kinds:

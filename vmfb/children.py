@@ -16,10 +16,11 @@ _GUARD = ("/bin/sh", "-c", "read end; kill -9 0")
 def own_group() -> Iterator[int | None]:
     """Yield the id of a process group that is killed when the block or this process ends.
 
-    Start children in it with `Popen(process_group=...)`. The id is None on systems without /bin/sh.
+    Start children in the group with `Popen(process_group=...)`. The id is None on systems without
+    /bin/sh.
 
     A guard process kills the group when its pipe to this process is closed. PR_SET_PDEATHSIG would
-    have to run Python code in the forked child, which is not safe while other threads run.
+    run Python code in the forked child, which is not safe while other threads run.
     """
     try:
         guard = subprocess.Popen(

@@ -14,8 +14,8 @@ def chunks(total: int, start: int, context: int, widths: Sequence[int], padding:
     Full calls of the maximum width come first, then the cheapest calls for the remaining tokens.
     Only the last call may have padding. No call ends past `context`, padding included.
 
-    widths: the numbers of tokens that the prefill functions take; a decode step of width 1 always
-    exists. padding: the cost of a padding token, relative to a real token: 0 if the kernels skip
+    widths: numbers of tokens for which there is a prefill function. A decode step (width 1) always
+    exists. padding: the cost of a padding token, relative to a real token: 0 if kernels skip
     padding, 1 if they compute it.
     """
     widths = sorted({1, *widths})

@@ -35,15 +35,15 @@ POLL_SECONDS = 0.02
 
 
 class CompileError(Exception):
-    """An error for a failed compilation; the message has the folder with the complete log."""
+    """Raised if a compilation fails; the message names the folder with the complete log."""
 
 
 @dataclass(frozen=True)
 class CompileResult:
     """The result of `compile_modules`.
 
-    seconds: the total time of iree-compile. For a cached module, it includes the time of the
-    earlier run that compiled it. cached: whether all modules came from the cache.
+    seconds: the total time of iree-compile. A module from the cache counts with the time of its
+    compilation. cached: whether all modules came from the cache.
     """
 
     seconds: float
@@ -85,12 +85,12 @@ def compile_modules(
 ) -> CompileResult:  # fmt: skip
     """Compile MLIR `texts` into files in `folder`, and write `compile.log` there.
 
-    As many processes run at a time as the machine has cores, because iree-compile itself hardly
-    runs in parallel. Compiled files are cached by text, flags, compiler and target. A damaged file
-    in the cache is compiled again. Raise CompileError with the first errors and the path of the
-    log, or if `cancelled` is set.
+    One process per CPU core runs at a time, because iree-compile itself hardly runs in parallel.
+    Compiled files are cached by text, flags, compiler and target. A damaged file in the cache is
+    compiled again. Raise CompileError with the first errors and the path of the log, or if
+    `cancelled` is set.
 
-    texts: MLIR text by the name of the file to write. cache_dir: by default the folder `compile` in
+    texts: MLIR text by the name of the output file. cache_dir: by default the folder `compile` in
     castiron's cache. cancelled: another thread sets it to stop the compilation.
     """
     cancelled = cancelled or threading.Event()
@@ -130,7 +130,7 @@ def compile_flags(target: Target, extra_flags: Sequence[str] = ()) -> tuple[str,
 
 
 def _known(store: Path, key: str) -> tuple[dict, bytes] | None:
-    """Return (metadata, vmfb) of a cached result, as `_compile` does; None if it is unusable."""
+    """Return (metadata, bytes of the vmfb) from the cache; None if they are absent or damaged."""
     with contextlib.suppress(OSError, ValueError):
         record, data = json.loads((store / f"{key}.json").read_bytes()), (store / f"{key}.vmfb").read_bytes()
         usable = isinstance(record, dict) and isinstance(record.get("log"), str) and "seconds" in record
@@ -140,10 +140,6 @@ def _known(store: Path, key: str) -> tuple[dict, bytes] | None:
 
 
 def _compile(text: str, flags: tuple[str, ...], store: Path, key: str, cancelled: threading.Event) -> tuple[dict, bytes]:
-    """Compile `text` and cache the result; return (metadata, bytes of the vmfb).
-
-    The metadata are the log, the seconds and the sha256 of the vmfb.
-    """
     compiler = compiler_path()
     with staging_folder(store / "work") as work:
         source, output_file = work / "module.mlir", work / "module.vmfb"
@@ -194,14 +190,12 @@ def _run(command: list[str], directory: Path, cancelled: threading.Event) -> tup
 
 
 def _disk_full(status: int, output: str) -> int | None:
-    """Return the errno if a full disk or a limit on file sizes stopped the compiler, else None."""
     if status == -signal.SIGXFSZ:
         return errno.EFBIG
     return errno.ENOSPC if status and os.strerror(errno.ENOSPC) in output else None
 
 
 def _failure(status: int, output: str, log: str, source: Path, folder: Path) -> CompileError:
-    """Move the MLIR file `source` to `folder`, write `log` there, and return the error to raise."""
     folder.mkdir(parents=True, exist_ok=True)
     os.replace(source, folder / "module.mlir")
     write_file(folder / "compile.log", log.encode())
@@ -220,10 +214,7 @@ def _failure(status: int, output: str, log: str, source: Path, folder: Path) -> 
 
 
 def _prune(store: Path) -> None:
-    """Remove the least recently used results beyond `MAX_CACHE_BYTES` in total, and old failures.
-
-    A failure is a folder with the log and the MLIR text of a failed compilation.
-    """
+    """Remove all but the newest results (`MAX_CACHE_BYTES`) and failures (`MAX_FAILURES`)."""
     with contextlib.suppress(OSError):
         total = 0
         for path in _newest_first(store.glob("*.vmfb")):

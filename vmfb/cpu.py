@@ -41,14 +41,14 @@ _ARCHITECTURES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "
 
 
 def host_arch() -> str:
-    """Return `x86_64` or `aarch64`; on other machines the name that Python's `platform` gives."""
+    """Return the machine's architecture: `x86_64`, `aarch64`, or else Python's name for it."""
     machine = platform.machine().lower()
     return _ARCHITECTURES.get(machine, machine)
 
 
 @functools.cache
 def host_features() -> frozenset[str]:
-    """Return LLVM's names of this CPU's features that matter for castiron; empty if unknown."""
+    """Return the features of this CPU that castiron uses, by LLVM's names; empty if unknown."""
     if platform.system() == "Darwin":
         if host_arch() == "aarch64":
             return frozenset(name for key, name in ARM_SYSCTL.items() if _sysctl().get(key) == "1")
@@ -59,7 +59,7 @@ def host_features() -> frozenset[str]:
 
 @functools.cache
 def can_use_tiles() -> bool:
-    """Ask Linux for the permission to use AMX tiles; return whether this process may use them."""
+    """Ask Linux for permission to use AMX tiles; return whether this process may use them."""
     if platform.system() != "Linux" or host_arch() != "x86_64":
         return False
     arch_prctl, require_xcomp_perm, xtiledata = 158, 0x1023, 18
@@ -102,13 +102,12 @@ def cpuinfo_features(text: str) -> frozenset[str]:
 
 
 def hwcap_features(hwcap: int, hwcap2: int) -> frozenset[str]:
-    """Return the features of an ARM CPU from Linux's two words AT_HWCAP and AT_HWCAP2."""
+    """Return the features of an ARM CPU from Linux's bit masks AT_HWCAP and AT_HWCAP2."""
     words = ((ARM_HWCAP, hwcap), (ARM_HWCAP2, hwcap2))
     return frozenset(name for names, word in words for bit, name in names.items() if word >> bit & 1)
 
 
 def _hwcaps() -> tuple[int, int]:
-    """Return the words AT_HWCAP and AT_HWCAP2; zeros if the C library does not have them."""
     hwcap, hwcap2 = 16, 26
     try:
         getauxval = ctypes.CDLL(None).getauxval
@@ -119,14 +118,12 @@ def _hwcaps() -> tuple[int, int]:
 
 
 def _x86(words: Iterable[str]) -> frozenset[str]:
-    """Translate names of /proc/cpuinfo or macOS to LLVM's names; drop those not in `X86`."""
     plain = lambda name: re.sub("[._-]", "", name.lower())
     known = {plain(name): name for name in X86} | {plain(other): name for other, name in X86_ALIASES.items()}
     return frozenset(known[plain(word)] for word in words if plain(word) in known)
 
 
 def _cpuinfo() -> str:
-    """Return the first processor's block of /proc/cpuinfo."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             return "".join(takewhile(str.strip, file))

@@ -1,4 +1,4 @@
-"""IREE devices that run on the CPU cores of this machine; workers are a device's threads."""
+"""IREE devices for the CPU cores of this machine. The threads of a device are called workers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ def lower_priority() -> None:
 
 
 def _change_policy(old: str, new: str) -> bool:
-    """Change the calling thread's scheduling policy if it is `old`; return whether it changed."""
     if not hasattr(os, old) or os.sched_getscheduler(0) != getattr(os, old):
         return False
     with contextlib.suppress(OSError):
@@ -52,7 +51,7 @@ def device(threads: int) -> rt.HalDevice:
 
 
 def shared_device(key: int | str, create: Callable[[], rt.HalDevice]) -> rt.HalDevice:
-    """Return this process's device `key`; the first call creates it."""
+    """Return the device that this process stores under `key`; the first call creates the device."""
     with _lock:
         if key not in _devices:
             changed = _change_policy("SCHED_BATCH", "SCHED_OTHER")
@@ -65,16 +64,13 @@ def shared_device(key: int | str, create: Callable[[], rt.HalDevice]) -> rt.HalD
 
 
 def release_devices() -> None:
-    """Drop all devices of this process; none of the devices may be in use."""
+    """Drop all devices of this process; call it only if no device is in use."""
     with _lock:
         _devices.clear()
 
 
 def _forked() -> None:
-    """Forget the devices in a forked child without freeing them.
-
-    Freeing them would wait forever for workers, which a forked child does not have.
-    """
+    """Forget the devices in a forked child; freeing them would wait forever for absent workers."""
     global _lock
     _lock = threading.Lock()
     for inherited in _devices.values():
@@ -105,9 +101,8 @@ def _create(threads: int) -> rt.HalDevice:
 def _pinned_cpus(threads: int) -> list[int]:
     """Return the CPU to which each worker is pinned; an empty list pins no worker.
 
-    If there is a worker for every CPU, all are pinned, because Linux sometimes runs two workers on
-    one CPU for the time of several tokens. If there are fewer workers, none is pinned, because
-    other processes may use the same CPUs.
+    Workers are pinned only if there is one for every CPU, because Linux sometimes runs two on one
+    CPU.
     """
     cpus = _cpus()
     return cpus if threads == len(cpus) else []
@@ -119,7 +114,6 @@ def _cpus() -> list[int]:
 
 
 def _workers() -> set[int]:
-    """Return the thread ids of the workers of all devices (Linux)."""
     found = set()
     for task in Path("/proc/self/task").glob("*/comm"):
         # The thread may have ended.
@@ -130,9 +124,9 @@ def _workers() -> set[int]:
 
 
 def _started_workers(before: set[int], threads: int) -> list[int]:
-    """Return the thread ids of new workers: of `threads`, or of those found in `START_SECONDS`.
+    """Wait for `threads` new workers, at most `START_SECONDS`; return the thread ids found.
 
-    before: the thread ids of older workers. A worker can be found once it has set its name.
+    before: the thread ids of older workers.
     """
     until = time.monotonic() + START_SECONDS
     while len(new := sorted(_workers() - before)) < threads and time.monotonic() < until and _cpus():
@@ -141,7 +135,7 @@ def _started_workers(before: set[int], threads: int) -> list[int]:
 
 
 def task_flags(threads: int) -> tuple[str, ...]:
-    """Return the flags with which IREE's command-line tools use a device like `device(threads)`."""
+    """Return the flags that make IREE's command-line tools create the same device as `device`."""
     return _flags(threads, _pinned_cpus(threads))
 
 

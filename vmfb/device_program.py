@@ -91,10 +91,10 @@ class HostBuffer(Buffer):
 
 
 class DeviceBuffer(Buffer):
-    """Device memory for a state; `array` is a `DeviceArray`."""
+    """A state in device memory; `array` is a `DeviceArray`."""
 
     def __init__(self, program: DeviceProgram, shape: tuple[int, ...], dtype: str, array: DeviceArray | None = None):
-        """Allocate zeros, or use the memory of `array`, which is a part of another buffer."""
+        """Allocate zeros, or use `array`, which is a part of another buffer."""
         numpy_dtype, element = ELEMENTS[dtype]
         self._owner, self._dtype, nbytes = program, dtype, prod(shape) * numpy_dtype.itemsize
         if array is None:
@@ -109,7 +109,7 @@ class DeviceBuffer(Buffer):
 
 
 class DeviceMemory:
-    """Memory of a GPU; several arrays may use parts of it. view: the same memory in the runtime."""
+    """Memory of a GPU, which several arrays may share; `view` is its HalBufferView."""
 
     def __init__(self, program: DeviceProgram, nbytes: int):
         with allocating(nbytes, program.info):
@@ -120,7 +120,7 @@ class DeviceMemory:
 
 
 class DeviceArray:
-    """An array in device memory, with those operations of NumPy arrays that states use.
+    """An array in device memory, with the operations of NumPy arrays that states need.
 
     An index is a slice of dimension 0, or slices of dimensions 0 and 1. The slice of dimension 1
     must start at 0. The result shares the memory. `copy` and `numpy.asarray` download the data.
@@ -169,7 +169,7 @@ class DeviceArray:
 
 
 class DeviceCall(Call):
-    """A function on a GPU with bound operands; reading a result downloads it from the GPU."""
+    """A function on a GPU with its operands; reading a result downloads it."""
 
     def __init__(self, program: DeviceProgram, entry: Function, operands: Sequence[Buffer]):
         super().__init__(program, entry, operands)
@@ -199,10 +199,10 @@ class DeviceCall(Call):
 
 
 def check_device(program: DeviceProgram) -> None:
-    """Raise DeviceError if the program's device does not give the bundle's known answer.
+    """Raise DeviceError if the program's device does not compute the bundle's known answer.
 
-    The cache stores which devices and driver versions have passed this check. For these, later
-    calls return at once.
+    The cache stores the devices and driver versions that pass. For these, later calls return at
+    once.
     """
     info, manifest = program.info, program.manifest
     answer = manifest.known_answer
@@ -222,7 +222,7 @@ def check_device(program: DeviceProgram) -> None:
 
 
 def find_difference(program: DeviceProgram, answer: KnownAnswer) -> str | None:
-    """Return how the results of a device differ from the known answer; None if they do not."""
+    """Describe how the device's results differ from the known answer; None if within tolerance."""
     for codec, expected in answer.matmuls.items():
         if found := _difference(program.transfer.run(f"matmul_{codec}"), expected, answer.tolerance):
             return f"a matmul with {codec} weights {found}"

@@ -21,17 +21,14 @@ _REMEDIES = {
 
 
 def reason(error: OSError) -> str:
-    """Return the system's error message, followed by a remedy if there is one."""
+    """Return the system's error message, followed by a remedy if one is known."""
     message = error.strerror or str(error) or type(error).__name__
     return f"{message}; {_REMEDIES[error.errno]}" if error.errno in _REMEDIES else message
 
 
 @contextlib.contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Add the file name `path` to an OSError of the `with` body that has no file name.
-
-    For example, the error for a full disk has no file name.
-    """
+    """Add the file name `path` to an OSError of the `with` body that has no file name."""
     try:
         yield
     except OSError as error:

@@ -28,16 +28,16 @@ _VERSIONS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/versi
 
 
 class DeviceError(Exception):
-    """An error for a device that does not exist, lacks memory, or computes wrong results."""
+    """Raised for a device that does not exist, lacks memory, or computes wrong results."""
 
 
 @dataclass(frozen=True)
 class DeviceInfo:
     """A GPU as its driver describes it.
 
-    id: the driver and the device's number, such as "vulkan:0". memory: bytes of device memory, None
-    if the driver does not report it. version: versions of the driver and its API. features: names
-    of the features that the driver reports, and of the GPU's architecture if known.
+    id: driver and device number, such as "vulkan:0". memory: bytes of device memory; None if the
+    driver does not report it. version: versions of the driver and its API. features: names of the
+    GPU's features and, if known, of its architecture.
     """
 
     id: str
@@ -97,7 +97,7 @@ def device_errors(failure: str, remedy: str) -> Iterator[None]:
 
 
 def allocating(nbytes: int, info: DeviceInfo) -> AbstractContextManager[None]:
-    """Return a context manager that turns a failed allocation on a GPU into a DeviceError."""
+    """Return a context manager that turns a failed allocation of `nbytes` into a DeviceError."""
     return device_errors(f"cannot allocate {nbytes / 1e9:.2f} GB on {info.id}", LESS_MEMORY)
 
 
@@ -119,10 +119,6 @@ def _describe(driver: str, number: int, name: str, text: str) -> DeviceInfo:
 
 
 def _cuda_facts(number: int) -> tuple[int | None, str]:
-    """Return (bytes of memory, CUDA version) of an NVIDIA GPU, from NVIDIA's driver.
-
-    IREE's driver does not report them.
-    """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
         version, device, size = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()

@@ -25,8 +25,8 @@ class Decode:
 class KnownAnswer:
     """The results that a device must compute.
 
-    matmuls: the results of the functions `matmul_CODEC` of device.vmfb, by codec. tolerance: the
-    max allowed difference, as a fraction of the largest expected value.
+    matmuls: results of the functions `matmul_CODEC` of device.vmfb, by codec. tolerance: the
+    largest allowed difference, as a fraction of the largest expected value.
     """
 
     matmuls: dict[str, tuple[float, ...]] = field(default_factory=dict)

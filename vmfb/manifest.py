@@ -28,16 +28,16 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class BundleError(Exception):
-    """An error for a bundle that cannot be written, read or run here."""
+    """Raised for a bundle that cannot be written or read, or that cannot run on this machine."""
 
 
 def module_name(function: Function) -> str:
-    """Return the file name of the compiled module for all functions with this function's width."""
+    """Return the name of the .vmfb file with `function`: there is one file for each width."""
     return f"tokens_{function.width}.vmfb"
 
 
 def is_module(name: str) -> bool:
-    """Return whether the file called `name` in a bundle is a compiled module."""
+    """Return whether a bundle's file with this name is a compiled module."""
     return name == MODEL or _MODULE.fullmatch(name) is not None
 
 
@@ -48,7 +48,7 @@ def is_bundle_file(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The ids of special tokens: `bos` comes before a text, and each id in `eos` ends a generation.
+    """The ids of special tokens: `bos` starts a text, and each id in `eos` ends a generation.
 
     fim: fill-in-the-middle tokens that the checkpoint names, by llama.cpp's role: pre, suf, mid,
     pad, rep (repository) and sep (file).
@@ -61,9 +61,9 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Versions:
-    """The versions of castiron and of IREE's compiler with which the bundle was made.
+    """The versions of castiron and of IREE's compiler that made the bundle.
 
-    The version of the IREE runtime must match that of the compiler.
+    The IREE runtime must have the same version as the compiler.
     """
 
     castiron: str
@@ -72,14 +72,15 @@ class Versions:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The difference between the logits of a bundle and those of a reference.
+    """The difference between the logits of a bundle and the logits of a reference.
 
     It is measured only for numerics "fast", which rounds activations.
 
-    against: the reference. text: name of the text on which the logits were compared. tokens: number
-    of tokens that were compared. context: number of tokens in a chunk of the text. kld_...: mean,
-    standard error of the mean, 99th percentile and maximum of the Kullback-Leibler divergence.
-    same_top_p: fraction of positions with the same argmax. same_top_p_error: its standard error.
+    against: name of the reference. text: name of the text on which the logits were compared.
+    tokens: number of compared tokens. context: number of tokens in a chunk of the text. kld_...:
+    mean, standard error of the mean, 99th percentile and maximum of the Kullback-Leibler
+    divergence. same_top_p: fraction of positions with the same argmax. same_top_p_error: its
+    standard error.
     """
 
     against: str
@@ -108,13 +109,13 @@ class EncoderConfig:
         pooling: mean, last or cls.
         normalised: whether vectors have length 1.
         single_call: whether one call must take the complete text (bidirectional attention).
-        max_tokens: the limit at which texts, with prompt and special tokens, are cut.
+        max_tokens: longer texts are cut to this number of tokens, with prompt and special tokens.
         dense: output features of each linear layer after the pooling.
         prompts: texts to put before an input, by name.
         lower_case: whether texts are converted to lower case first.
         relevance: a reranker's function from an output to a score: sigmoid or identity.
-        types: whether the ids of the second text of a pair are increased by the vocabulary's size,
-            which gives them the second token type.
+        types: whether the model has token types. If so, the vocabulary's size is added to the ids
+            of the second text of a pair.
     """
 
     pooling: str
@@ -143,17 +144,16 @@ class Manifest:
 
     Attributes:
         config, generation, source, speed, accuracy: data for commands; running does not need them.
-        context: number of positions that a session uses, unless it is opened with another number.
+        context: number of positions of a session, unless the bundle is opened with another number.
         max_context: number of positions that the compiled functions support; a limit for `context`.
-        compile: how the bundle was compiled, and how many FLOP and bytes each kernel takes; batched
-            decoding plans by these.
+        compile: how the bundle was compiled, and the FLOP and bytes of each kernel.
         numerics: a key of `emitter.abi.NUMERICS`.
         codecs: number of tensors by codec.
-        functions: each has a role, such as prefill, and a width, its number of tokens or sequences.
+        functions: each has a role, such as prefill, and a width: a number of tokens or sequences.
         files: size and hash of each file by name; BundleWriter sets it.
-        hidden: length of the vectors that functions return, 0 if they return none.
+        hidden: length of the vectors that functions return; 0 if they return no vectors.
         known_answer: results that a GPU must reproduce before it runs the model; None for a CPU.
-        tool_format: how the model writes tool calls, the fields of `text.tool_formats.ToolFormat`.
+        tool_format: how the model writes tool calls: the fields of `text.tool_formats.ToolFormat`.
     """
 
     name: str
@@ -212,12 +212,12 @@ class Manifest:
 
 @dataclass(frozen=True)
 class KernelWork:
-    """The work of one kernel in one call of a function; the call runs the kernel `calls` times.
+    """The work of one kernel in a call of a function, which runs the kernel `calls` times.
 
-    flops, bytes: floating-point operations and memory traffic of one run, each as (value at
-    position 0, increase per position, maximum). weights: bytes of weights that one run reads.
-    paths: module paths of the layers that the kernel computes, such as `model.layers.*.mlp`.
-    tokens: number of tokens that a matmul multiplies by its weights; None for other kernels.
+    flops, bytes: FLOP and memory traffic of one run, each as (value at position 0, increase per
+    position, maximum). weights: bytes of weights that one run reads. paths: module paths of the
+    layers that the kernel computes, such as `model.layers.*.mlp`. tokens: number of tokens that a
+    matmul multiplies by its weights; None for other kernels.
     """
 
     calls: int
@@ -254,7 +254,7 @@ class Adapter(Input):
 
 @dataclass(frozen=True)
 class CustomModule:
-    """The module with which a user replaced the compiled one: its path, sha256 and IREE version."""
+    """A module that replaces the compiled one: its path, sha256 and IREE version."""
 
     module: str
     sha256: str
@@ -271,7 +271,6 @@ _FACTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def _check_facts(name: str, facts: Mapping[str, Any]) -> None:
-    """Check the types and sizes in `facts`, the manifest's object `source` or `compile`."""
     found = {key: from_json(kind, facts[key], f"{name}.{key}") for key, kind in _FACTS[name].items() if key in facts}
     for kernel, work in [pair for kernels in found.get("work", {}).values() for pair in kernels.items()]:
         amounts = (work.calls, work.weights, *work.flops, *work.bytes)
@@ -284,7 +283,7 @@ def _check_facts(name: str, facts: Mapping[str, Any]) -> None:
 
 
 def dump(manifest: Manifest) -> bytes:
-    """Return the bytes of `manifest.json`, with keys in the order of the fields."""
+    """Return the bytes of `manifest.json`."""
     return (json.dumps(to_json(manifest), indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -312,7 +311,7 @@ def parse(data: bytes, path: str) -> Manifest:
 
 
 def check(manifest: Manifest) -> None:
-    """Raise RecordError unless the fields of the manifest agree with each other."""
+    """Raise RecordError if fields of the manifest contradict each other."""
     minimum = {"vocab": 1, "context": 1, "hidden": int(bool(manifest.widths("embed") or manifest.encoder))}
     for name, smallest in minimum.items():
         if (value := getattr(manifest, name)) < smallest:

@@ -53,7 +53,7 @@ class Profile:
 def profile(bundle: Bundle, function: Function, *, position: int = 0, threads: int | None = None, repeats: int = 20) -> Profile:
     """Measure the time of a function and of its dispatches at `position`, over `repeats` calls.
 
-    Every sequence of a batch is at `position`. The states are zeros, which does not change times.
+    Every sequence of a batch is at `position`. All states are zeros, which does not change times.
     """
     files = bundle.file(bundle.manifest.module_of(function)), bundle.file(WEIGHTS)
     options = *files, bundle.manifest, function, position, threads or physical_cores(), repeats
@@ -116,7 +116,6 @@ def _command(
 
 
 def _tool(name: str, *arguments: str) -> str:
-    """Run a tool of the IREE runtime and return its output; raise BundleError if it fails."""
     import iree._runtime_libs
 
     path = Path(iree._runtime_libs.__path__[0]) / name

@@ -53,18 +53,18 @@ RUNTIME_ERRORS = (RuntimeError, ValueError, IndexError, KeyError, NotImplemented
 
 
 class SessionError(Exception):
-    """An error for a call that a session rejects before any work, or that fails in the runtime."""
+    """Raised for an invalid call, which a session rejects before any work, or a runtime error."""
 
 
 class NanLogitsError(SessionError):
-    """An error for logits that are NaN."""
+    """Raised if logits are NaN."""
 
     def __init__(self) -> None:
         super().__init__("the model's logits are NaN; its weights are damaged, or compile it with --cache f32")
 
 
 class Loaded:
-    """Modules and the weights that they share, loaded on a device with `threads` threads."""
+    """Compiled modules and their shared weights, loaded on a device with `threads` threads."""
 
     vocab = 0
 
@@ -98,14 +98,10 @@ class Loaded:
         _programs.add(self)
 
     def _open(self, instance: rt.VmInstance, threads: int) -> rt.HalDevice:
-        """Return the IREE device that runs the modules."""
         return device(threads)
 
     def _parameters(self, instance: rt.VmInstance, weights: Any) -> Callable[[], rt.VmModule]:
-        """Return a function that creates an IREE module with the weights.
-
-        Each VmContext needs a new one.
-        """
+        """Return a function that creates an IREE module with the weights for one VmContext."""
         parameters = rt.ParameterIndex()
         parameters.load_from_file_handle(rt.FileHandle.wrap_memory(weights), "irpa")
         return lambda: rt.create_io_parameters_module(instance, parameters.create_provider(scope=SCOPE))
@@ -118,15 +114,15 @@ class Loaded:
         raise KeyError(name)
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Buffer:
-        """Allocate zeros in a buffer that Python writes; pages use memory once they are written."""
+        """Allocate a buffer of zeros that Python can write; unwritten pages use no memory."""
         return Buffer(self, tuple(shape), dtype)
 
     def state(self, shape: Sequence[int], dtype: str) -> Buffer:
-        """Allocate zeros for a state, in the memory of the device."""
+        """Allocate a buffer of zeros for a state, in device memory."""
         return self.zeros(shape, dtype)
 
     def call(self, entry: Function, operands: Sequence[Buffer]) -> Call:
-        """Return a `Call` of a function of the manifest with these operands."""
+        """Return a `Call` of the manifest's function `entry` with these operands."""
         return Call(self, entry, operands)
 
 
@@ -137,9 +133,10 @@ class Program(Loaded):
     """
 
     def __init__(self, source: Bundle | Path | str, threads: int | None = None):
-        """Load a CPU bundle, or the bundle at a path; default threads: one per physical core.
+        """Load a CPU bundle, or the bundle at a path.
 
-        Raise BundleError if the runtime rejects the bundle, SessionError for less than one thread.
+        threads: the default is the number of physical cores. Raise BundleError if the runtime
+        rejects the bundle, SessionError if `threads` is less than 1.
         """
         if threads is not None and threads < 1:
             raise SessionError(f"threads is {threads}; it must be at least 1")
@@ -228,9 +225,9 @@ def exclusive(method: Method) -> Method:
 
 
 class Buffer:
-    """Memory that Python and the runtime share, of elements i8, i32, f32, f16 or bf16.
+    """Memory that Python and the runtime share, with elements i8, i32, f32, f16 or bf16.
 
-    array: the memory in Python, a NumPy array. view: the same memory in the runtime.
+    array: the memory as a NumPy array. view: the memory as a HalBufferView of the runtime.
     """
 
     array: Any
@@ -249,7 +246,7 @@ class Buffer:
         _buffers.add(self)
 
     def part(self, start: int, stop: int) -> Buffer:
-        """Return a buffer of the rows `start` to `stop` - 1 of dimension 0, in the same memory."""
+        """Return rows `start` to `stop` - 1 (of dimension 0) as a buffer in the same memory."""
         row = self._flat.size // self.array.shape[0]
         shape = (stop - start, *self.array.shape[1:])
         return Buffer(self._program, shape, self._dtype, self._flat[start * row : stop * row])
@@ -297,15 +294,12 @@ class Call:
             ) from None
 
     def _result(self, index: int, dtype: np.dtype, shape: tuple[int, ...] | None = None) -> np.ndarray:
-        """Return result number `index` of the call, without a copy.
-
-        shape: pass it if it is known, because that is faster.
-        """
+        """Return result number `index` without a copy; pass `shape` if known, for speed."""
         view = self._results.get_as_object(index, rt.HalBufferView)
         return view.map().asarray(tuple(view.shape) if shape is None else shape, dtype)
 
     def argmax(self) -> int:
-        """Return the argmax (result 0) of one row of logits; raise NanLogitsError for NaN."""
+        """Return result 0, the argmax of one row of logits; raise NanLogitsError for NaN."""
         best = int(self._result(0, _I32, ()))
         # Checking one logit is enough: if one is NaN, nearly always all are.
         if isnan(self._result(1, _F32, (self._vocab,))[best]):
@@ -313,21 +307,21 @@ class Call:
         return best
 
     def argmaxes(self, count: int) -> list[int]:
-        """Return the argmax (result 0) of each of `count` rows of logits, -1 if they are NaN."""
+        """Return result 0, the argmax of each of `count` rows of logits; -1 for NaN."""
         best = self._result(0, _I32, (count,))
         unfit = np.isnan(self._result(1, _F32, (count, self._vocab))[range(count), best])
         return np.where(unfit, -1, best).tolist()
 
     def logits(self, row: int | None = None) -> np.ndarray:
-        """Return a copy of the logits (result 1), f32 `[vocab]`.
+        """Return a copy of result 1, the logits, f32 `[vocab]`.
 
-        row: index of the row to return, for a function that returns several rows of logits.
+        row: index of the row, if the function returns several rows of logits.
         """
         found = self._result(1, _F32, (self._vocab,)) if row is None else self._result(1, _F32)[row]
         return found.copy()
 
     def floats(self, index: int) -> np.ndarray:
-        """Return a copy of the f32 result `index`, with the shape in the function's signature."""
+        """Return a copy of result number `index`, f32, in the shape of the function's signature."""
         return self._result(index, _F32).copy()
 
 
@@ -341,8 +335,7 @@ _others: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictio
 def release_at_exit(owner: Any, *attributes: str) -> None:
     """Set `attributes` of `owner` to None, in this order, when the process exits.
 
-    This frees objects of the runtime. Attributes that refer to results of calls must come before
-    the attribute that refers to their device.
+    This frees objects of the runtime. Name results of calls before their device.
     """
     _others[owner] = attributes
 
@@ -367,7 +360,7 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def _release() -> None:
-    """Free the runtime's objects, results before their devices; the opposite order crashes."""
+    """Free the runtime's objects, results before devices; the opposite order crashes."""
     for call in _calls:
         call._results = None
     for other, attributes in _others.items():

@@ -17,7 +17,7 @@ _JSON_NAMES = {
 
 
 class RecordError(Exception):
-    """An error for JSON that does not match a dataclass; it names the field and the value."""
+    """Raised for JSON that does not match a dataclass; the message has the field and value."""
 
 
 def to_json(value: Any) -> Json:
@@ -76,7 +76,6 @@ def _dataclass(kind: Any, value: Json, path: str) -> Any:
 
 
 def _expect(kind: type, value: Json, path: str) -> Any:
-    """Return `value`; raise RecordError unless it has the type `kind` (a bool is not an int)."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise RecordError(f"{path or 'the value'} is {short(repr(value))}, not {_JSON_NAMES[kind]}")
     return value

@@ -22,11 +22,10 @@ def replace_module(bundle: Bundle, module: Path, out: Path) -> Bundle:
     """Write a copy of `bundle` in which the compiled module `module` replaces all other modules.
 
     out: directory of the copy, which may be the directory of `bundle`. The bundle's other files are
-    linked or copied. The manifest's `compile.custom_module` records the new module's path, sha256
-    and runtime; measurements of the old module are dropped. Raise BundleError if this runtime
-    cannot read the new module, or if a function of the manifest is missing there or has other
-    types. If this machine can run the bundle, also raise BundleError if the module reads a
-    parameter that the weights file lacks.
+    linked or copied. The manifest records the new module in `compile.custom_module`; measurements
+    of the old modules are dropped. Raise BundleError if this runtime cannot read the new module, if
+    a function is missing or has other types, or if the weights file lacks a parameter of the
+    module. The last is checked only if this machine can run the bundle.
     """
     _check_module(module, bundle.manifest)
     old = bundle.manifest

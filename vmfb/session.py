@@ -23,14 +23,14 @@ class Session:
     """The states of one sequence; forks of a session share its program.
 
     Sessions of a program run one at a time: a call raises SessionError while another thread runs a
-    session of the same program. A call in a forked child process raises SessionError too if the
-    program has several threads. States use memory only as far as they are filled.
+    session of the same program. If the program has several threads, a call in a forked child
+    process raises SessionError too. States use memory only as far as they are filled.
 
     Attributes:
         position: the number of tokens in the states, which is the position of the next token.
         chunked_tokens: number of tokens, from position 0 on, that full prefill calls of width
-            `widest` appended. Sessions that append equal tokens in such calls have the same
-            bits in their states.
+            `widest` appended. If such calls appended equal tokens to two sessions, the states of
+            the sessions have the same bits.
     """
 
     def __init__(
@@ -105,11 +105,6 @@ class Session:
         return best
 
     def _append(self, prepared: tuple[Call, Buffer], ids: np.ndarray) -> Call:
-        """Append `ids` with one call and return the call.
-
-        prepared: the call, and the buffer for its token ids. The buffer must have space for `ids`;
-        the rest of the buffer is padding.
-        """
         call, tokens = prepared
         tokens.array[: ids.size], tokens.array[ids.size :] = ids, 0
         self._position_word[0], self._length_word[0] = self.position, ids.size
@@ -122,8 +117,8 @@ class Session:
     def verify(self, tokens: Sequence[int]) -> list[int]:
         """Append `tokens` in one call; return the argmax after each token, or -1 for NaN logits.
 
-        Raise SessionError, before any work, if the tokens are invalid or do not fit in the context,
-        or if no verify function takes so many tokens.
+        Raise SessionError, before any work, if the tokens are invalid, do not fit in the context,
+        or are more than the widest verify function takes.
         """
         if len(tokens) not in self._verify:
             if not self._verify:
@@ -138,9 +133,9 @@ class Session:
     def verify_fewer(self, tokens: Sequence[int], width: int) -> bool:
         """Append `tokens`, padded to `width`, with one verify call; then remove the padding.
 
-        width: number of tokens that a verify function takes, larger than the number of `tokens`.
-        Return False, without any work, if the padding would end past the context, or if the states
-        could not remove it.
+        width: the width of a verify function, larger than the number of `tokens`. Return False,
+        without any work, if the padding would end past the context, or if the states could not
+        remove it.
         """
         ids, call_end = self._checked(tokens), self.position + width
         end = self.position + int(ids.size)
@@ -156,8 +151,8 @@ class Session:
     def embed(self, tokens: Sequence[int]) -> np.ndarray:
         """Append `tokens`; return hidden states after the last norm, f32 `[tokens, hidden]`.
 
-        Raise SessionError, before any work, if the tokens are invalid, or if they or the padding
-        would end past the context.
+        Raise SessionError, before any work, if the tokens are invalid, or if the tokens with
+        padding would end past the context.
         """
         if not self._embed:
             raise SessionError("this bundle has no embed function for hidden states; compile it with --embed 128")
@@ -178,15 +173,14 @@ class Session:
     def verified_logits(self, token: int | None = None) -> np.ndarray:
         """Return the logits of the last `verify`, f32 `[tokens, vocab]`.
 
-        token: index of a token; if given, only the logits of this token are returned, f32
-        `[vocab]`.
+        token: index of a token, to return only its logits, f32 `[vocab]`.
         """
         return np.stack(list(self.verified_rows())) if token is None else self._verified().call.logits(token)
 
     def verified_rows(self) -> Iterator[np.ndarray]:
         """Iterate over the logits f32 `[vocab]` of each token of the last `verify`.
 
-        Finish the iteration before the session's next call, which may overwrite these logits.
+        Finish the iteration before the session's next call, which may overwrite the logits.
         """
         last = self._verified()
         return (last.call.logits(row) for row in range(last.row + 1))
@@ -197,7 +191,7 @@ class Session:
         return self._last
 
     def reachable(self, position: int) -> int:
-        """Return the largest position up to `position` that `rewind` can return to."""
+        """Return the largest position, not above `position`, that `rewind` can return to."""
         if not 0 <= position <= self.position:
             raise SessionError(f"cannot rewind a session at position {self.position} to {position}; give 0 to {self.position}")
         if all(state.can_return(self.position, position) for state in self._states):
@@ -221,10 +215,10 @@ class Session:
 
     @exclusive
     def snapshot(self, ahead: int | None = None) -> Snapshot:
-        """Return a copy of what `restore` needs to return to this position.
+        """Return a snapshot of the current position, which `restore` can return to later.
 
-        ahead: how many more tokens may come before `restore`; default: as many as fit in the
-        context.
+        ahead: how many tokens may be appended before `restore`; by default, any number that fits in
+        the context.
         """
         ahead = self.context - self.position if ahead is None else ahead
         taken = Snapshot(self.position, tuple(state.save(self.position, ahead) for state in self._states))
@@ -257,7 +251,7 @@ class Session:
 
     @exclusive
     def copy_from(self, other: Session, position: int) -> None:
-        """Set this session's states to those that the session `other` had at `position`.
+        """Set this session's states to the states of the session `other` at `position`.
 
         Raise SessionError if `other` runs another program or cannot be rewound to `position`.
         """
@@ -280,9 +274,9 @@ class Session:
         return [state.rows(position) for state in self._states]
 
     def begins(self, tokens: int, position: int) -> bool:
-        """Return whether `rows(tokens)` has all the data that another session needs at `position`.
+        """Return whether another session can start at `position` with the data of `rows(tokens)`.
 
-        tokens: this session's position when `rows` is called, at least `position`.
+        tokens: this session's position when `rows` is called; at least `position`.
         """
         return all(state.begins(tokens, position) for state in self._states)
 
@@ -290,7 +284,7 @@ class Session:
     def settled(self) -> bool:
         """Return whether the states have no rows of removed tokens.
 
-        After a rewind, a ring buffer has such rows until new tokens overwrite them.
+        After a rewind, a ring buffer has such rows until new tokens overwrite the rows.
         """
         return all(state.settled(self.position) for state in self._states)
 
@@ -298,9 +292,9 @@ class Session:
     def take(self, rows: Sequence[np.ndarray], position: int, chunked_tokens: int = 0) -> None:
         """Set the states to `rows`, and the position to `position`.
 
-        rows: the result of `rows(p)` in a session of this bundle, where p is `position`, or a later
-        position for which `begins(p, position)` is true. chunked_tokens: the attribute
-        `chunked_tokens` of that session.
+        rows: the result of `rows(p)` in a session of this bundle. p is `position`, or a later
+        position for which `begins(p, position)` is true. chunked_tokens: the attribute of that
+        session.
         """
         self._move_to(0)
         for state, array in zip(self._states, rows, strict=True):
@@ -316,7 +310,6 @@ class Session:
         return next(snapshot for snapshot in self._retained if snapshot.position == position)
 
     def _move_to(self, position: int) -> None:
-        """Set the position, which must not increase; snapshots of later positions become stale."""
         self.position, self._last = position, None
         self.chunked_tokens = self._chunked_before(position, self.chunked_tokens)
         for snapshot in self._snapshots:
@@ -339,7 +332,6 @@ class Session:
         return other
 
     def _checked(self, tokens: Sequence[int]) -> np.ndarray:
-        """Return `tokens` as an array; raise SessionError if they are invalid or do not fit."""
         ids = np.asarray(tokens)
         if not ids.size:
             raise SessionError("no tokens; give at least one")
@@ -369,10 +361,11 @@ class Row:
 
 
 def move_to(session: Session, position: int, fed: Sequence[int] = (), source: Session | None = None) -> None:
-    """Set `session` to `position`: move it back, or copy the states (KV cache) of `source`.
+    """Move `session` back to `position`, or copy the states of `source` at `position`.
 
-    `fed`: the tokens before `position`. Recurrent states can return to some positions only. From
-    the nearest earlier one, the session reads the last tokens of `fed` again.
+    fed: the tokens before `position`. Recurrent states can return only to some positions. If
+    `position` is not one of these, the session returns to the nearest earlier one and reads the
+    last tokens of `fed` again.
     """
     source = source or session
     found = source.reachable(position)
@@ -385,7 +378,10 @@ def move_to(session: Session, position: int, fed: Sequence[int] = (), source: Se
 
 
 def move_after(session: Session, before: Snapshot, tokens: Sequence[int]) -> None:
-    """Move `session` back to the position after `tokens`, which it read after `before`."""
+    """Move `session` back to the position just after `tokens`.
+
+    before: a snapshot of the position before `tokens`.
+    """
     position = before.position + len(tokens)
     if session.reachable(position) == position:
         session.rewind(position)

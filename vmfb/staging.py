@@ -58,9 +58,8 @@ def replace_folder(new: Path, path: Path) -> None:
     """Rename the folder `new`, which `staging_folder` yielded, to `path`.
 
     A previous folder at `path` is first moved beside `new`, and is removed when the block of
-    `staging_folder` ends. Between the two renames nothing is at `path`, so readers lock
-    `path.parent`, and `remove_abandoned` undoes the first rename if the process was killed before
-    the second.
+    `staging_folder` ends. Between the two renames, `path` does not exist, so readers lock
+    `path.parent`. If the process is killed between the two, `remove_abandoned` undoes the first.
     """
     previous = new.parent / _PREVIOUS / path.name
     previous.parent.mkdir()
@@ -119,8 +118,8 @@ def _remove_abandoned(folder: Path) -> None:
 def _lock(path: Path, wait: bool = False) -> Iterator[bool | None]:
     """Lock the file or folder `path` during the `with` body; yield whether that succeeded.
 
-    Yields False if another process has the lock and `wait` is False, None if the system cannot lock
-    `path`, and True if `path` does not exist.
+    Yields True also if `path` does not exist, False if another process has the lock and `wait` is
+    false, and None if the system cannot lock `path`.
     """
     try:
         file = os.open(path, os.O_RDONLY)

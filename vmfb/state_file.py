@@ -30,7 +30,7 @@ _HASHED = len(FORMAT) + _DIGEST + 1
 
 
 class StateError(Exception):
-    """An error for a state file that cannot be used."""
+    """Raised for a state file that cannot be used."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class StateFile:
 
 
 def identity(manifest: Manifest) -> str:
-    """Return the key of a bundle in state files: 32 hex digits, a hash of modules and weights."""
+    """Return the name of a bundle in state files: 32 hex digits, a hash of modules and weights."""
     hashes = [manifest.files[name].sha256 for name in (*manifest.modules, WEIGHTS)]
     return hashlib.sha256("".join(hashes).encode()).hexdigest()[:32]
 

@@ -41,16 +41,16 @@ class Positional:
         """Remove the tokens from `position` to `now` - 1; requires `can_return(now, position)`."""
 
     def load(self, rows: np.ndarray, position: int, furthest: int) -> None:
-        """Set the state to `rows`, which are those of another sequence at `position`.
+        """Set the state to `rows`, the rows of another sequence at `position`.
 
         furthest: the new value of `self.furthest`, from the state of that sequence.
         """
         self.array[:, :position] = rows[:, :position]
 
     def save(self, now: int, ahead: int) -> Saved | None:
-        """Return a copy of the data that `restore` needs, or None if `restore` needs no data.
+        """Return a copy of the data that `restore` needs, or None if it needs no data.
 
-        `restore` will return to the present position `now` after `ahead` more tokens.
+        now: the current position. ahead: number of tokens that may be appended before `restore`.
         """
         return None if self.can_return(now + ahead, now) else (self.rows(now).copy(), self.furthest)
 
@@ -80,14 +80,14 @@ class Positional:
     def settled(self, position: int) -> bool:
         """Return whether a sequence at `position` has no rows of removed tokens in this state.
 
-        After a rewind, a ring buffer has such rows until new tokens overwrite them.
+        After a rewind, a ring buffer has such rows until new tokens overwrite the rows.
         """
         return True
 
     def begins(self, written: int, position: int) -> bool:
-        """Return whether `rows(written)` has all rows that another sequence needs at `position`.
+        """Return whether another sequence can start at `position` with the data of `rows(written)`.
 
-        written: this sequence's position when `rows` is called, at least `position`.
+        written: this sequence's position when `rows` is called; at least `position`.
         """
         return True
 
@@ -126,7 +126,6 @@ class Window(Positional):
         self.load(rows, position, self._first_seen(position) + self.array.shape[1])
 
     def _first_seen(self, position: int) -> int:
-        """Return the first position that the token at `position` attends to."""
         return max(0, position - self.window + 1)
 
 
@@ -158,7 +157,7 @@ class Snapshot:
     """A position of a sequence, and the data that its states need to return to that position.
 
     saved: the result of `Positional.save` for each state. stale: whether the sequence was rewound
-    past `position`, so that its tokens may differ.
+    to before `position`, so that its tokens may differ.
     """
 
     position: int

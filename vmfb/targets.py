@@ -25,7 +25,7 @@ _ARM = ("crc", "dotprod", "fullfp16", "lse", "neon", "rdm")
 
 
 class TargetError(Exception):
-    """An error for a target that castiron cannot compile for."""
+    """Raised for a target that castiron cannot compile for."""
 
 
 # Storage of 8 and 16 bits, and arithmetic on it. IREE's default target lacks them, and then reads f16 wrongly without an error.
@@ -40,10 +40,10 @@ _SPIRV_FEATURES = (
 class Target:
     """A CPU, a level of CPU features, or a GPU, for which castiron compiles with `flags`.
 
-    isa: the instruction set of the kernels for the target, such as "avx2"; empty if castiron has no
-    such kernels. cpu: LLVM's name; for `host`, the name that the CPU reports; for a GPU, its
-    architecture. features: LLVM's names of the features that the compiled code needs; for Vulkan,
-    SPIR-V's. driver: the driver of the IREE runtime that runs the code on a GPU; empty for a CPU.
+    isa: the instruction set of castiron's kernels, such as "avx2"; empty if castiron has no kernels
+    for the target. cpu: LLVM's name of the CPU; for `host`, the name that the CPU reports; for a
+    GPU, its architecture. features: LLVM's names of the features that the compiled code needs; for
+    Vulkan, SPIR-V's names. driver: the IREE runtime's driver for a GPU; empty for a CPU.
     """
 
     name: str
@@ -85,7 +85,6 @@ def _x86(level: str, features: Collection[str], *more: str, name: str = "") -> T
 
 
 def _arm(*more: str, name: str = "aarch64") -> Target:
-    """Return the target for Armv8.2-A with dot products and the additional features `more`."""
     # The triple names Linux on every system, because IREE links ELF files everywhere.
     flags = ["--iree-llvmcpu-target-triple=aarch64-unknown-linux-gnu", "--iree-llvmcpu-target-cpu=generic"]
     on = ("v8.2a", "neon", "fullfp16", "dotprod", *more)
@@ -94,7 +93,6 @@ def _arm(*more: str, name: str = "aarch64") -> Target:
 
 
 def _usable_features() -> frozenset[str]:
-    """Return this CPU's features, without AMX tiles if the system does not permit them."""
     features = host_features()
     return features if TILES not in features or can_use_tiles() else frozenset(f for f in features if not f.startswith("amx-"))
 
@@ -165,10 +163,10 @@ def _gpu(name: str) -> Target:
 
 
 def missing_features(target: Target) -> tuple[str, ...]:
-    """Return what `target` needs and this machine lacks: LLVM's names of features.
+    """Return LLVM's names of the features that `target` needs and this CPU lacks.
 
-    If the machine has another architecture, return the name of the target's architecture instead.
-    For a GPU, always return the name of its driver: this function does not check drivers.
+    If this machine has another architecture, return the name of the target's architecture. For a
+    GPU, return the name of its driver: this function does not look for GPUs.
     """
     if target.driver or target.arch != host_arch():
         return (target.driver or target.arch,)

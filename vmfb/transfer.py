@@ -123,7 +123,7 @@ STAGING_BYTES = 2**24
 class HostMemory:
     """Memory of the host that the GPU can access.
 
-    array: the bytes in Python. view: the same memory in the runtime.
+    array: the bytes as a NumPy array. view: the memory as a HalBufferView of the runtime.
     """
 
     def __init__(self, device: rt.HalDevice, nbytes: int):
@@ -173,9 +173,8 @@ class Transfer:
     ) -> None:  # fmt: skip
         """Copy `count` blocks of `length` bytes.
 
-        The first block starts at `source_at` and is copied to `target_at`. From the start of one
-        block to the start of the next are `source_by` bytes in the source and `target_by` bytes in
-        the target.
+        The first block is copied from `source_at` to `target_at`. Block starts are `source_by`
+        bytes apart in the source and `target_by` bytes apart in the target.
         """
         if source_by == target_by == length:
             length, count = length * count, 1
@@ -213,7 +212,6 @@ class Transfer:
         return self.download(view, 0, nbytes, nbytes, 1)[0].view(np.float32)
 
     def _chunks(self, count: int, length: int) -> Iterator[tuple[int, int, HostMemory]]:
-        """Yield (first block, number of blocks, staging memory for them)."""
         if not count or not length:
             return
         if length > self._staging.array.size:

@@ -20,7 +20,7 @@ _KEY, _SPAN = struct.Struct("<II"), struct.Struct("<QQQ")
 
 
 class Upload:
-    """The parameters of compiled modules in device memory.
+    """Uploads the parameters of compiled modules to device memory.
 
     It replaces the parameter module of the runtime, which would upload the weights once per
     compiled module and cannot report progress.

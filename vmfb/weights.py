@@ -1,8 +1,8 @@
-"""Parameter archives (.irpa) of IREE, written with two tensors in memory at a time.
+"""Parameter archives (.irpa) of IREE, written with at most two tensors in memory.
 
 The format is IREE's runtime/src/iree/schemas/parameter_archive.h, version 0.0: a header, a table of
-entries, their names, then the tensors on 64-byte boundaries, so that a mapped file is used in
-place.
+entries, their names, then the tensors. Tensors start at multiples of 64 bytes, so that a mapped
+file can be used without copies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DATA_ENTRY = 2
 
 
 class WeightsError(Exception):
-    """An error for tensors that cannot be written, or for an invalid archive."""
+    """Raised for tensors that cannot be written, or for an invalid archive."""
 
 
 def write_irpa(
@@ -40,11 +40,11 @@ def write_irpa(
 ) -> str:
     """Write `entries` (name, data, (shape, dtype)) in order; return the file's sha256 in hex.
 
-    data: an array, or a function that returns the array; the function is called while the previous
-    array is written. The array must have the given shape and item size. Its dtype may be another
-    one, such as uint16 for bf16, because the file stores no dtypes. progress: called with (bytes
-    made, total bytes) after every tensor. Raise WeightsError, and leave no file, for a duplicate
-    name or an array of another shape.
+    data: an array, or a function that returns the array. The function is called while the previous
+    array is written. The array must have the given shape and item size; its dtype may differ, such
+    as uint16 for bf16, because the file stores no dtypes. progress: called with (bytes made, total
+    bytes) after every tensor. Raise WeightsError, and leave no file, for a duplicate name or an
+    array of another shape.
     """
     plan = [(name, data, tuple(shape), np.dtype(dtype)) for name, data, (shape, dtype) in entries]
     sizes = [prod(shape) * dtype.itemsize for _, _, shape, dtype in plan]

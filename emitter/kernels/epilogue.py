@@ -56,8 +56,8 @@ def combine(b: Body, glu: str | None, dots: list[list[Ssa]]) -> list[Ssa]:
 def with_operands(b: Body, y: Ssa, buffers: Mapping[str, Ssa], row: Index, column: Index) -> Ssa:
     """Return y plus the bias and the residual of a matmul, if `buffers` has them.
 
-    y: one result, or a vector of results, from index (row, column) of the matmul's result on.
-    buffers: memrefs by name, such as "bias" f32 [out] and "residual" f32 [tokens, out].
+    y: one result, or a vector of results, which begins at index (row, column) of the matmul's
+    result. buffers: memrefs by name, such as "bias" f32 [out] and "residual" f32 [tokens, out].
     """
     for name, at in (("bias", (column,)), ("residual", (row, column))):
         if name in buffers:

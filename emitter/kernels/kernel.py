@@ -27,7 +27,7 @@ class Kernel:
     reference: computes the results by name from the operands by name, in NumPy.
     flops, nbytes: FLOPs and bytes of memory traffic of a call. A number, or a function of the
         position of the call's first token in the sequence.
-    in_place: for each result that overwrites an operand, by name, the name of this operand.
+    in_place: maps the name of a result to the name of the operand that this result overwrites.
     matmul: the `Matmul` that the kernel computes, if `castiron tune` can vary its tiles, or None.
     fenced: whether compilers must not fuse a multiplication and an addition into an fma.
     """

@@ -29,7 +29,8 @@ class Matmul:
     """The specification of y = x W^T, for x [tokens, in] and a packed weight W [out, in].
 
     codec: name of the codec of W.
-    rms_eps: epsilon of an RMS norm that the kernel applies to x (on CPUs for one token only), or None.
+    rms_eps: epsilon of an RMS norm that the kernel applies to x; None for no norm. CPU kernels
+        compute the norm for one token only.
     bias, residual: whether the kernel adds a bias or a residual to y.
     glu: activation of a GLU, y = act(gate) * up, or None. With a GLU, W has alternate blocks of 16
         rows of gate and of up, gate first (`weights.packing.pack`).
@@ -133,7 +134,7 @@ class Matmul:
 
     @property
     def summed_groups(self) -> int:
-        """Return the number of elements of x in each sum of `x_sums`, or 0 without that operand."""
+        """Return the number of elements in each sum of `x_sums`; 0 without such an operand."""
         if self.numerics == "canonical" and not self.experts:
             return self.format.group if self.format.summed else 0
         return self.format.group if self.numerics == "bf16_split" and self.format.minimum else 0
@@ -182,7 +183,7 @@ class Matmul:
     def nbytes(self) -> int:
         """Return the bytes of memory traffic of a call: its operands and its result.
 
-        With experts, `weight` is counted as read for min(experts, number of pairs) experts.
+        With experts, the weights of min(experts, number of pairs) experts are counted.
         """
         types = self.operands() | self.results()
         weight = types.pop("weight").nbytes

@@ -12,7 +12,10 @@ from castiron.emitter.ir import Graph, Op, Value, users
 
 
 def with_factors_after(function: Graph) -> Graph:
-    """Return a copy of a function with the factors of linear layers without a bias moved."""
+    """Return a copy of a function in which linear layers without a bias compute c (W x).
+
+    The original layers compute W (c x), where c is a constant number.
+    """
     producer = {value: op for op in function.ops for value in op.results}
     uses, readers = users(function), dict[Value, list[Op]]()
     for op in function.ops:
@@ -20,7 +23,7 @@ def with_factors_after(function: Graph) -> Graph:
             readers.setdefault(value, []).append(op)
 
     def factor_of(linear: Op) -> Op | None:
-        """Return the constant by which the input of `linear` is multiplied, or None."""
+        """Return the operation of the constant that multiplies the input of `linear`, or None."""
         scaled = producer.get(linear.operands[0])
         if scaled is None or scaled.kind != "multiply":
             return None

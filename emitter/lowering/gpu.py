@@ -108,7 +108,6 @@ def experts(op: Op, x: Value, *operands: Any) -> Value:
 
 
 def _parts(through: Callable[[list[Weight]], Projection], weights: list[Weight]) -> list[Value]:
-    """Return the projection by each weight; weights of one codec share a kernel call."""
     if len({weight.codec for weight in weights}) > 1:
         return [projected(through([weight])) for weight in weights]
     y = projected(through(weights))

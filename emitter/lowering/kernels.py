@@ -62,7 +62,6 @@ class Context:
 
 
 def _length(rows: int) -> Value | None:
-    """Return the i32 number of rows that are not padding, of `rows` in all; None if `rows` is 1."""
     length = current_function().length
     # A constant if there is no padding, so that all functions with as many rows share kernels.
     return None if rows == 1 else ops.constant(rows, I32, ()) if length is None else length
@@ -185,7 +184,6 @@ def _part_of_heads(x: Value, layout: HeadLayout, parts: int, part: int) -> Value
 
 
 def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> Value:
-    """Return qkv [T, row] with one part of the query heads, and with all keys and values."""
     if parts == 1:
         return qkv
     tokens = qkv.shape[0]
@@ -194,7 +192,7 @@ def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> V
 
 
 def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple[Tokens, dict[str, Value]]:
-    """Return a recurrent kernel's argument `tokens`, and the values of `tokens.operands` by name.
+    """Return a recurrent kernel's argument `tokens`, and the operands that it needs, by name.
 
     count: number of tokens of the call. numbers: the last operands of `op`, which are (positions,)
     in a batch, (start, length) in a prefill, and (start,) in other functions.
@@ -206,10 +204,10 @@ def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple
 
 
 def _columns(x: Value) -> tuple[Value, Columns]:
-    """Return the value [T, width] of which x is a slice, and the columns of x in this value.
+    """Return (v, columns): a value v [T, width], and the columns of v that are x.
 
-    x: [T, ...]. If x is not a slice of another value, return x itself as [T, width], and all
-    columns.
+    x: [T, ...]. If x is a slice of the columns of a value, this value is v. Otherwise v is x itself
+    as [T, width], with all columns.
     """
     tokens, first, made = x.shape[0], 0, current_function().ops
     rows = x

@@ -51,7 +51,6 @@ class Stored:
         sample = split(np.zeros(codec.block_bytes, np.uint8))
 
         def part(name: str, width: int) -> Value:
-            """Return array `name` of `Parts` as f32 [rows, width], stored in its own type."""
             dtype = {"<f2": F16, "<f4": F32}.get(sample[name].dtype.str, I8)
             take = lambda raw: split(raw)[name].view(np.int8) if dtype == I8 else split(raw)[name]
             type_ = TensorType((weight.shape[0], width), dtype)
@@ -108,12 +107,11 @@ def linear(op: Op, x: Value, weight: Value | Stored, bias: Value | Stored | None
 
 
 def _along_last(vector: Value, like: Value) -> Value:
-    """Return `vector`, whose dimensions are the last ones of `like`, in the shape of `like`."""
+    """Broadcast `vector` to the shape of `like`; the last dimensions of both are equal."""
     return ops.broadcast_in_dim(vector, like.shape, range(like.type.rank - vector.type.rank, like.type.rank))
 
 
 def _mean(x: Value) -> Value:
-    """Return the mean over the last dimension, broadcast to the shape of x."""
     total = ops.reduce("add", x, (x.type.rank - 1,))
     mean = ops.divide(total, ops.constant(float(x.shape[-1]), F32, total.shape))
     return ops.broadcast_in_dim(mean, x.shape, range(x.type.rank - 1))
@@ -273,10 +271,10 @@ def experts(op: Op, x: Value, chosen: Value, weights: Value, *stacked: Stored) -
 
 
 def split_orders(op: Op, stacked: tuple[Stored, ...]) -> tuple[tuple[Stored, ...], list[Stored | None]]:
-    """Split the last operands of `experts`: return (weights and biases, permutations of columns).
+    """Split the operands `stacked` of `experts`: return (weights and biases, permutations).
 
-    `stacked` ends with the permutations. There are two, one for gate and up, and one for down, and
-    each is None if the columns are in the order of x.
+    The permutations of weight columns are the last operands. The result has two: one for gate and
+    up, and one for down. A permutation is None if the columns are in the order of x.
     """
     count = sum(op.attrs["ordered"])
     orders = iter(stacked[len(stacked) - count :])
@@ -284,10 +282,10 @@ def split_orders(op: Op, stacked: tuple[Stored, ...]) -> tuple[tuple[Stored, ...
 
 
 def ordered(x: Value, order: Stored | None, expert: Value) -> Value:
-    """Return x [pairs, in] with each row in the order of the columns of its expert's weight.
+    """Permute each row of x [pairs, in] in the same way as the columns of its expert's weight.
 
-    order: [experts, in], the feature of x for each column, or None if the columns are in the order
-    of x. expert: i32 [pairs].
+    order: [experts, in], the feature of x for each column; None for no permutation. expert: i32
+    [pairs].
     """
     if order is None:
         return x
@@ -299,7 +297,6 @@ def ordered(x: Value, order: Stored | None, expert: Value) -> Value:
 
 
 def _experts_of_token(x: Value, chosen: Value, weights: Value, function: str | ClampedSwiGLU, parts: list[_Stacked]) -> Value:
-    """Return the result of `experts` for one token, with a slice of the weights for each expert."""
     zero = ops.constant(0, I32, ())
     total: Value | None = None
     for slot in range(chosen.shape[1]):
@@ -337,7 +334,6 @@ def _experts_of_pairs(
     expert = ops.reshape(chosen, (pairs,))
 
     def project(x: Value, stacked: Stored, out: int, bias: Stored | None) -> Value:
-        """Return x [pairs, in] times the rows of each pair's expert in `stacked`: [pairs, out]."""
         first = ops.multiply(expert, ops.constant(out, I32, expert.shape))
         rows = ops.add(ops.broadcast_in_dim(first, (pairs, out), (0,)), ops.iota((pairs, out), 1))
         rows = ops.reshape(rows, (pairs * out,))

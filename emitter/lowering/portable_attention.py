@@ -48,13 +48,11 @@ def attention(
 
 
 def _of_layer(cache: Value, layer: int) -> Value:
-    """Return the keys or values of one layer of a cache, [positions, kv_heads, *row]."""
     rows = ops.slice_(cache, (layer, *[0] * (cache.type.rank - 1)), (layer + 1, *cache.shape[1:]))
     return ops.reshape(rows, cache.shape[1:])
 
 
 def _with_layer(cache: Value, layer: int, rows: Value, first: Value) -> Value:
-    """Return the cache with `rows` [n, kv_heads, *row] stored in a layer, from row `first` on."""
     at = (ops.constant(layer, I32, ()), first, *[ops.constant(0, I32, ())] * (cache.type.rank - 2))
     return ops.dynamic_update_slice(cache, ops.reshape(rows, (1, *rows.shape)), at)
 
@@ -146,9 +144,10 @@ def _over_ring(
 
 
 def _ring_positions(end: Value, rows: int) -> Value:
-    """Return the position of the key in each row of a ring buffer, i32 [rows]; negative for none.
+    """Return the position of the key in each row of a ring buffer, i32 [rows].
 
-    All positions below `end` have been stored in order.
+    The position is negative if the row is empty. All positions below `end` have been stored in
+    order.
     """
     row = ops.iota((rows,), 0)
     # Add `rows` first, so that the dividend is not negative: division rounds towards zero.
@@ -158,7 +157,6 @@ def _ring_positions(end: Value, rows: int) -> Value:
 
 
 def _positions(start: Value, shape: tuple[int, ...]) -> Value:
-    """Return i32 [T, n] = `shape`, in which all elements of row t are start + t."""
     return ops.add(ops.iota(shape, 0), ops.broadcast_in_dim(start, shape, ()))
 
 

@@ -34,7 +34,6 @@ class _Tokens:
     length: Value | None
 
     def real(self, x: Value) -> Value:
-        """Return x [T, ...] with zeros in rows of padding."""
         if self.length is None:
             return x
         rows = ops.compare("LT", ops.iota(x.shape, 0), ops.broadcast_in_dim(self.length, x.shape, ()))
@@ -71,7 +70,10 @@ def softplus(x: Value) -> Value:
 
 
 def _along(vector: Value, like: Value, *dims: int) -> Value:
-    """Return `vector`, which has the dimensions `dims` of `like`, broadcast to its shape."""
+    """Broadcast `vector` to the shape of `like`.
+
+    dims: the dimensions of `like` that `vector` has.
+    """
     return ops.broadcast_in_dim(vector, like.shape, dims)
 
 
@@ -106,12 +108,14 @@ def _per_head(x: Value, heads: int) -> Value:
 
 
 def _swapped(x: Value) -> Value:
-    """Return x [T, heads, ...] as [heads, T, ...], or the reverse."""
     return ops.transpose(x, (1, 0, *range(2, x.type.rank)))
 
 
 def _dot(a: Value, b: Value, i: int, j: int) -> Value:
-    """Return a times b for each head, summed over dimensions i of a and j of b [heads, ., .]."""
+    """Multiply `a` and `b`, both [heads, ., .], for each head.
+
+    Products are summed over dimension i of `a` and dimension j of `b`.
+    """
     return ops.dot_general(a, b, ((i,), (j,)), ((0,), (0,)))
 
 
@@ -154,13 +158,12 @@ def _decays(log: Value) -> _Decays:
 
 
 def _constant(mask: np.ndarray, shape: tuple[int, ...]) -> Value:
-    """Return a mask [C, n] as f32, repeated for each head if `shape` is [heads, C, n]."""
     value = ops.constant(mask.astype(np.float32), F32)
     return value if shape == mask.shape else ops.broadcast_in_dim(value, shape, (1, 2))
 
 
 def _times(x: Value, y: Value) -> Value:
-    """Return x [a, b, c] times y, whose dimensions of size 1 are repeated to the shape of x."""
+    """Return x [a, b, c] times y; dimensions of y that have size 1 are broadcast."""
     return ops.multiply(x, ops.broadcast_in_dim(y, x.shape, (0, 1, 2)))
 
 
@@ -217,7 +220,6 @@ def gated_delta(tokens: _Tokens, q: Value, k: Value, v: Value, a: Value, b: Valu
 
 
 def _unit(x: Value) -> Value:
-    """Return the vectors x [T, heads, n] scaled to unit length over n."""
     total = ops.reduce("add", ops.multiply(x, x), (2,))
     length = ops.rsqrt(ops.add(total, ops.constant(1e-6, F32, total.shape)))
     return ops.multiply(x, ops.broadcast_in_dim(length, x.shape, (0, 1)))

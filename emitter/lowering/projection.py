@@ -37,7 +37,7 @@ class Projection:
     glu: activation of a GLU.
     length: number of rows of x that are not padding.
     chosen, experts: with experts, each weight has the rows of all experts, [experts * n, in]. Row i
-        of the result is row i // (len(chosen) / T) of x times the rows of expert chosen[i].
+        of the result is row i // k of x times the rows of expert chosen[i], for k = len(chosen) / T.
     """
 
     x: Value
@@ -111,7 +111,6 @@ class Projector:
         return ops.kernel_call(self.kernel_of(matmul), **self._x(p.x, matmul), **operands)["y"]
 
     def _x(self, x: Value, matmul: Matmul) -> dict[str, Value]:
-        """Return the operands of a matmul kernel that represent x, by name."""
         if matmul.numerics == "exact":
             return {"x": x}
         if matmul.numerics == "canonical":

@@ -67,7 +67,6 @@ C = TypeVar("C")
 
 
 def _json_names(kinds: tuple[type, ...]) -> str:
-    """Return the names of types of JSON values; a number may be an integer."""
     names = (_JSON_NAMES.get(kind, "an integer") for kind in kinds if kind is not int or float not in kinds)
     return " or ".join(dict.fromkeys(names))
 
@@ -173,7 +172,10 @@ class ConfigReader:
         return [window if type_ == SLIDING else None for type_ in types]
 
     def layer_types(self, layers: int, known: Sequence[str], default: Sequence[str]) -> tuple[str, ...]:
-        """Return the config's `layer_types`, or `default`; each of `layers` must be in `known`."""
+        """Return the type of each layer: the config's `layer_types`, or `default` without this key.
+
+        layers: the number of layers. known: the allowed types.
+        """
         types = [_OLD_TYPES.get(type_, type_) for type_ in self.take("layer_types", default, (list, tuple))]
         if len(types) != layers or any(type_ not in known for type_ in types):
             wanted = f"{' or '.join(map(repr, known))} for each of {layers} layers"
@@ -181,10 +183,10 @@ class ConfigReader:
         return tuple(types)
 
     def expert_groups(self, experts: int, per_token: int, groups: int = 1, best: int = 1) -> tuple[int, int]:
-        """Return the config's number of expert groups, and how many of them a token may use.
+        """Return (number of expert groups, number of groups that a token may use) of the config.
 
-        experts, per_token: the numbers of all experts and of those that a token uses. groups, best:
-        HF's defaults.
+        experts: the number of experts. per_token: the number of experts of a token. groups, best:
+        HF's defaults of the results.
         """
         groups, best = self.take("n_group", groups), self.take("topk_group", best)
         if groups > 1:
@@ -312,7 +314,7 @@ class ConfigReader:
         return tuple(rest)
 
     def _has_effect(self, key: str) -> bool:
-        """Return whether HF's model may read `key`; True for every key if HF lacks the family."""
+        """Return whether HF's model may read `key`; True for all keys if HF lacks the family."""
         if TRAINERS.fullmatch(key):
             return False
         if self.model_type not in HF_KEYS:

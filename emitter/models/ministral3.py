@@ -39,7 +39,7 @@ class Config(DecoderConfig):
         return np.float32(1) + np.float32(self.beta) * growth
 
     def tables(self, step: Step) -> Sequence[Any]:
-        """Return, for each layer, the rotary tables (cos, sin) of queries and those of keys."""
+        """Return the rotary tables of each layer: (cos, sin) of queries, and (cos, sin) of keys."""
         of_keys = rotary_tables(step, self.rotary)
         # If all factors are 1, one pair of tables for both lets a single kernel compute q, k and v.
         grows = step.context > self.original

@@ -110,7 +110,7 @@ class CallableTools:
     """The functions that an answer may call.
 
     shown: functions that the prompt describes. tools: parser of the calls in the answer. forced:
-    the functions of which the answer must call one, as {name: JSON schema of the arguments}; empty
+    the answer must call one of these functions; a dict {name: JSON schema of the arguments}, empty
     if calls are optional.
     """
 
@@ -137,11 +137,11 @@ class CallableTools:
         return form
 
     def _schemas_of_optional_calls(self) -> dict[str, Any]:
-        """Return the JSON schema of each function's arguments, by name, if calls are optional.
+        """Return the JSON schemas that arguments of optional calls must match, by function name.
 
-        The result is empty if no function is strict, or if the model's tool format has no text
-        that starts a call. If the format writes arguments as JSON, a function that is not strict
-        gets a schema that allows any object.
+        The result is empty if no function is strict, or if the model's tool format has no text that
+        starts a call. If the format writes arguments as JSON, a function that is not strict gets a
+        schema that allows any object.
         """
         strict, form = {tool.function.name for tool in self.shown if tool.function.strict}, self.tools.form
         if not strict or not form.triggers:
@@ -151,7 +151,7 @@ class CallableTools:
 
 
 def callable_tools(body: ChatRequest, form: ToolFormat) -> CallableTools | None:
-    """Return the functions that the answer may call, None if it may call none.
+    """Return the functions that the answer may call, or None if calls are not allowed.
 
     `form`: format in which the model writes calls. Raises ApiError 400 for an invalid tool_choice.
     """

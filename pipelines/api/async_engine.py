@@ -82,7 +82,7 @@ class AsyncEngine:
             self._wake.notify()
 
     def cancel(self, requests: list[Request]) -> None:
-        """Cancel the unfinished ones of `requests`; their listeners are not called again."""
+        """Cancel those `requests` that have not ended; their listeners are not called again."""
         with self._wake:
             for request in requests:
                 self._listeners.pop(request, None)
@@ -141,8 +141,8 @@ class AsyncEngine:
 class Job:
     """An API request in progress, with an engine request for each choice of its answer.
 
-    share: memory reserved for log-probabilities and grammars. prompts: the index of the prompt of
-    each engine request. events: engine events that have not been read. ended: engine requests that
+    share: memory reserved for log-probabilities and grammars. prompts: for each engine request, the
+    index of its prompt. events: engine events that have not been read. ended: engine requests that
     have finished.
     """
 

@@ -75,7 +75,8 @@ def reserve_answer(
         tokens: max tokens of the answer.
         top: number of top_logprobs of each token of the answer, None without log-probabilities.
         prompt: number of tokens in the prompt.
-        prompt_top: the same number for each token of the prompt.
+        prompt_top: number of prompt_logprobs of each token of the prompt, None without
+            log-probabilities.
         grammar: grammar of the answer, None without one.
 
     Raises:

@@ -36,7 +36,7 @@ class RefusalPart(Body):
 
 
 def parts_of(value: Any) -> Any:
-    """Return a text as a list of one text part, and other values unchanged."""
+    """Convert a text to a list with one text part; return other values unchanged."""
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
@@ -46,7 +46,7 @@ Content = Annotated[Parts, BeforeValidator(parts_of, json_schema_input_type=str 
 
 
 def text_of(content: Iterable[TextPart | RefusalPart] | None) -> str:
-    """Return the texts of all parts, joined."""
+    """Return one string with the texts of all parts."""
     return "".join(part.text for part in content or ())
 
 
@@ -166,7 +166,7 @@ class FreeformTool(Body):
 
 
 def _input(arguments: str) -> Any:
-    """Return the value of the key `input` in JSON text that may be incomplete; None without it."""
+    """Return the value of the key `input` in JSON text that may be incomplete; None if missing."""
     try:
         return from_json(arguments, allow_partial="trailing-strings")["input"]
     except (ValueError, LookupError, TypeError):

@@ -213,7 +213,6 @@ class GenerationApi(ModelApi):
 
     @cached_property
     def _efforts(self) -> list[str]:
-        """The values of reasoning_effort that the model's chat template accepts."""
         if self.tokenizer.tool_format.style == "harmony":
             # gpt-oss was trained with these efforts; its template accepts any text.
             return ["low", "medium", "high"]
@@ -236,7 +235,8 @@ class GenerationApi(ModelApi):
             top: top_logprobs of generated tokens, None without log-probabilities.
             max_tokens: max tokens of an answer, None for as many as fit in the context.
             prompt_logprobs: top_logprobs of prompt tokens, None without log-probabilities.
-            stop_tokens: end tokens besides the model's, unless the request has ignore_eos.
+            stop_tokens: end tokens in addition to the model's; not used if the request has
+                ignore_eos.
             options: other options of `text_request`; they override options that `body` sets.
         """
         if isinstance(reply, ChoicesReply):
@@ -339,5 +339,4 @@ class GenerationApi(ModelApi):
 
 
 def _given_limit(body: CompletionFields) -> int | None:
-    """Return the max tokens that a request sets, None without a limit."""
     return None if body.limit is None or body.limit < 0 else body.limit

@@ -19,14 +19,16 @@ FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
 
 
 def _finish_fields(end: Finished | None, call_reason: str | None = None) -> dict:
-    """Return the fields of a choice's end; call_reason: its finish_reason if it has calls."""
+    """Return the JSON fields that report how a choice ended.
+
+    call_reason: the finish_reason to report instead of "stop", because the choice has calls.
+    """
     reason = end and FINISH_REASONS[end.reason]
     found = {"finish_reason": call_reason if call_reason and reason == "stop" else reason}
     return found | {"stop_reason": "repetition"} if end and end.repeated else found
 
 
 def _call_id() -> str:
-    """Return a call id of 9 letters and digits, which every chat template accepts."""
     return uuid.uuid4().hex[:9]
 
 
@@ -129,7 +131,7 @@ class ChoicesReply(Reply):
         return {**self.head, "object": self.kind, "choices": choices, "usage": usage}
 
     def chunk(self, *choices: dict, usage: dict | None = None) -> dict:
-        """Return one event of a stream. choices: the new part of each choice in the event."""
+        """Return one event of a stream; `choices`: the new part of each choice."""
         return {**self.head, "object": self.chunk_kind, "choices": choices, "usage": usage}
 
     def extend(self, index: int, delta: Delta, end: Finished | None) -> list[dict]:
@@ -181,7 +183,6 @@ class ChatReply(ChoicesReply):
         return super().complete(choices, usage) | self.prompt_fields(0) | self.prompt_token_ids(0)
 
     def _reasoning(self, delta: Delta) -> dict[str, str]:
-        """Return a message's reasoning field, with the name that vLLM and DeepSeek use."""
         return {"reasoning_content": delta.reasoning} if delta.reasoning and self.shows_reasoning else {}
 
     def begin(self, index: int, usage: dict) -> list[dict]:
@@ -238,7 +239,6 @@ class ChatReply(ChoicesReply):
 
 
 def _merged(parts: Iterable[CallPart]) -> list[CallPart]:
-    """Join the parts of each tool call to one part."""
     found: dict[int, CallPart] = {}
     for part in parts:
         before = found.get(part.index)

@@ -212,9 +212,9 @@ def parse_record(record: type[Model], value: Any, ignored: set[str] | None = Non
 
 @contextmanager
 def fields_renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Replace the field name in an ApiError that is raised in the `with` block.
+    """Rename the field in an ApiError that is raised in the `with` block.
 
-    `names`: maps fields of OpenAI's chat request to those of the API that the client uses.
+    names: {field of OpenAI's chat request: field of the API that the client uses}.
     """
     try:
         yield

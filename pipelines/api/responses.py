@@ -280,7 +280,7 @@ class ResponsesReply(BlocksReply):
         return {**head, "type": "function_call", "call_id": block.call_id, **self._names(block), "arguments": block.text}
 
     def _names(self, block: Block) -> dict[str, str]:
-        """Return the fields `name` and, for a function in a namespace, `namespace` of a call."""
+        """Return the field `name` of a call and, for a function in a namespace, `namespace`."""
         return self.names.get(block.name, {"name": block.name})
 
 

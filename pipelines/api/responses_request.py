@@ -179,10 +179,10 @@ class InputTokensRequest(Body):
     conversation: Annotated[Any, Unsupported()] = None
 
     def items(self, stored: Callable[[str], StoredItem | None]) -> list[StoredItem]:
-        """Return the items of the input, with each reference replaced by the item it names.
+        """Return the items of the input, with each reference replaced by the referenced item.
 
-        `stored`: function of an item's id that returns the item, or None if it is not stored.
-        Raises ApiError 400 for an unknown id.
+        stored: called with an item's id, returns the item, or None if it is not stored. Raises
+        ApiError 400 for an unknown id.
         """
         found: list[StoredItem] = []
         for index, item in enumerate(self.input or ()):

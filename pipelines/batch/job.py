@@ -65,8 +65,8 @@ def run_job(
 ) -> Summary:  # fmt: skip
     """Answer the records of a job, write the output, and return counts.
 
-    Records in the output's journal are skipped, because earlier runs have answered them.
-    report: called with (counts so far, finished fraction or None).
+    Records in the output's journal are skipped, because earlier runs have answered them. report:
+    called with (counts so far, finished fraction of the input, None if it is unknown).
 
     Raises PipelineError if another process writes the output. If the input is damaged, the error is
     raised after the records before the damage are answered.
@@ -158,9 +158,9 @@ def run(engine: Engine | None, works: Iterator[Work | None]) -> Iterator[Answere
 def in_windows(works: Iterable[Work | None], max_requests: int = MAX_REQUESTS) -> Iterator[Work | None]:
     """Group `works` in windows, and yield the items of each window sorted by prompt.
 
-    A window is full at `max_requests` requests or MAX_TOKENS prompt tokens. A window that is not
-    full ends WAIT seconds after its first item if no item is available. Until then, this yields
-    None.
+    A window ends at `max_requests` requests or MAX_TOKENS prompt tokens. It also ends if no item is
+    available and WAIT seconds have passed since its first item. Before that, None is yielded if no
+    item is available.
     """
     window, size, tokens, began = list[Work](), 0, 0, 0.0
     for work in works:

@@ -41,8 +41,8 @@ MAX_LINE = 1 << 28
 class Entry:
     """A finished record.
 
-    own: the input columns by name; for Parquet, a one-row Arrow stream in base64. added: the
-    columns of the answer by name.
+    own: the input columns, {name: value}; for Parquet, a one-row Arrow stream in base64. added: the
+    columns of the answer, {name: value}.
     """
 
     own: Mapping[str, Any] | str
@@ -71,10 +71,6 @@ class Journal:
         os.truncate(self.file.fileno(), self.end)
 
     def _write_title(self) -> int:
-        """Write the title line, or the missing part of it; return the file offset after this line.
-
-        Raises PipelineError if the file begins with other text.
-        """
         with open(self.path, "rb") as file:
             begin = file.read(len(TITLE))
         if not TITLE.startswith(begin):
@@ -97,7 +93,7 @@ class Journal:
             pass
 
     def _scan(self) -> Iterator[tuple[int, int, bytes, bool]]:
-        """Yield (offset, size in bytes, record's key, whether the record failed) of valid lines."""
+        """Yield (offset, size in bytes, key of the record, whether it failed) of each valid line."""
         offset = 0
         with open(self.path, "rb") as file:
             while line := file.readline(MAX_LINE):

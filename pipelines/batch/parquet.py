@@ -129,7 +129,7 @@ def _groups_of(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
 
 
 def _table(group: Sequence[Entry], json_columns: Collection[str]) -> pa.Table:
-    """Return finished records as a table with a row each; the `json_columns` have JSON text."""
+    """Return a table with one row for each finished record; `json_columns` contain JSON text."""
     records = [entry.added for entry in group]
     columns: dict[str, pa.Array | pa.ChunkedArray] = {}
     if not any(isinstance(entry.own, str) for entry in group):

@@ -138,7 +138,10 @@ def ids_of(value: Any, vocab: int) -> list[int] | None:
 
 
 def messages_of(value: Any) -> list[dict[str, Any]]:
-    """Return a record's messages, with content parts joined to one text; PipelineError if invalid."""
+    """Return a record's messages; PipelineError if they are invalid.
+
+    If the content of a message is a list of parts, the texts of the parts are joined.
+    """
     if not is_messages(value):
         raise PipelineError("messages must be a non-empty list of objects with role and content")
     return [{**message, "content": _content(message, index)} for index, message in enumerate(value)]
@@ -158,7 +161,10 @@ def _content(message: Mapping[str, Any], index: int) -> str:
 
 
 def column_of(fields: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return the only name in `names` with a value in `fields`; otherwise raise PipelineError."""
+    """Return the only name in `names` that has a value in `fields`; PipelineError if there is none.
+
+    More than one such name is also a PipelineError.
+    """
     found = [name for name in names if fields.get(name) is not None]
     if len(found) != 1:
         columns = " and ".join(found) if found else "no " + " and no ".join(names)

@@ -58,7 +58,7 @@ class Record:
 def has_openai_columns(names: Collection[str]) -> bool:
     """Return whether a record with the columns `names` is in OpenAI's format.
 
-    It is if it has custom_id, url and body. Two of these are enough if there is no column for a
+    Such a record has the columns custom_id, url and body, or two of these and no column for a
     prompt or a text.
     """
     found = len(OPENAI.intersection(names))
@@ -176,8 +176,8 @@ def _no_constant(name: str) -> NoReturn:
 class Outcome:
     """The result of a record.
 
-    added: the fields of the answer by name, which the output record gets. prompt, generated, cached: numbers of prompt
-    tokens, of generated tokens, and of prompt tokens from the prefix cache.
+    added: the answer, {name of an output column: value}. prompt, generated, cached: numbers of
+    prompt tokens, of generated tokens, and of prompt tokens from the prefix cache.
     """
 
     added: Mapping[str, Any]

@@ -55,7 +55,7 @@ class Adapter:
 
 
 def adapter_sha256(path: Path) -> str:
-    """Return one SHA-256 (hex) of an adapter's config file and weight file."""
+    """Return one SHA-256 (hex) of both files of an adapter: config and weights."""
     hashes = [bytes.fromhex(Part.of(path / name).sha256()) for name in (CONFIG, WEIGHTS)]
     return hashlib.sha256(b"".join(hashes)).hexdigest()
 
@@ -89,7 +89,7 @@ def open_adapter(path: Path) -> Adapter:
 
 
 def merge(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
-    """Return the checkpoint with the adapter merged; each read of a merged weight computes it."""
+    """Return the checkpoint with merged weights; each merged weight is computed when it is read."""
     tensors = dict(checkpoint.tensors)
     # Ignore saved tensors that equal the base: peft saves embeddings even if they were not trained.
     replaced = {

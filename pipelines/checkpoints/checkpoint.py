@@ -1,4 +1,4 @@
-"""The class `Checkpoint`: a model from a file of any format; and checks of its content.
+"""The class `Checkpoint`, a model from files of any format, and checks of its content.
 
 The codec of a tensor is its element type or quantisation, such as bf16 or q4_k.
 """
@@ -56,7 +56,7 @@ _child = ChildProcess(seconds=10, max_bytes=2 << 30)
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A tensor of a file. In a `Checkpoint` its name is HF's, and in a `GgufFile` it is GGUF's."""
+    """A tensor of a file. Its name is HF's in a `Checkpoint`, and GGUF's in a `GgufFile`."""
 
     name: str
     shape: tuple[int, ...]  # (out, in) for a linear layer
@@ -81,7 +81,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Encoding:
-    """The pooling, the layers after it and the prompts of an embedding model or reranker."""
+    """The pooling, prompts and last layers of an embedding model or reranker."""
 
     pooling: Pooling
     prompts: Mapping[str, str] = field(default_factory=dict)  # text to put before an input, by the prompt's name
@@ -131,14 +131,14 @@ def without(keys: Mapping, ignored: Sequence[str], where: Path) -> dict:
 
 
 def is_ignorable(name: str) -> bool:
-    """Return whether a tensor is a buffer that castiron computes from the config."""
+    """Return whether the tensor `name` is a buffer that castiron computes from the config."""
     return _IGNORABLE.fullmatch(name) is not None
 
 
 def reject_impossible_sizes(path: Path, config: Mapping, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError if a config states larger sizes than the tensors have.
+    """Raise CheckpointError if sizes in the config are larger than the sizes of the tensors.
 
-    Such a config could make building the model exhaust the memory.
+    With such a config, building the model could exhaust the memory.
     """
     numbers = [[part for part in name.split(".") if part.isdecimal()] for name in shapes]
     # Experts are tensors such as model.layers.3.mlp.experts.7.up_proj.weight, or one tensor [experts, out, in].
@@ -194,7 +194,7 @@ def missing_and_left_over(required: Mapping[str, tuple[int, ...]], checkpoint: C
 
 
 def validate(checkpoint: Checkpoint, vocab: int) -> None:
-    """Raise CheckpointError if token ids are not below `vocab` or weights are not finite."""
+    """Raise CheckpointError for a token id that is not below `vocab`, or a non-finite weight."""
     tokens = [("bos_token_id", checkpoint.bos_token_id), *(("eos_token_id", eos) for eos in checkpoint.eos_token_ids)]
     tokens += [(f"fim_{role}_token_id", token) for role, token in checkpoint.fim_token_ids.items()]
     for key, token in tokens:
@@ -205,7 +205,7 @@ def validate(checkpoint: Checkpoint, vocab: int) -> None:
 
 
 def check_tokenizer(checkpoint: Checkpoint, vocab: int) -> None:
-    """Raise CheckpointError if the tokenizer is invalid or gives ids that are not below `vocab`."""
+    """Raise CheckpointError if the tokenizer is invalid or has an id that is not below `vocab`."""
     if checkpoint.tokenizer is not None:
         _check_tokenizer(checkpoint.tokenizer, checkpoint.path, vocab)
 
@@ -218,7 +218,7 @@ def check_finite(checkpoint: Checkpoint) -> None:
 
 
 def tokenizer_of(content: Mapping[str, Any], path: object) -> Any:
-    """Return the tokenizer of a parsed tokenizer.json, without truncation or padding."""
+    """Return a tokenizer, without truncation or padding, from the content of a tokenizer.json."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_buffer(_check_tokenizer(content, path))
@@ -228,7 +228,6 @@ def tokenizer_of(content: Mapping[str, Any], path: object) -> Any:
 
 
 def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None = None) -> bytes:
-    """Check a tokenizer.json, given as parsed JSON, in a child process; return it as bytes."""
     try:
         text = json.dumps(content, ensure_ascii=False)
         data = text.encode()
@@ -247,7 +246,7 @@ def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None
 
 
 def largest_id(content: str) -> int:
-    """Return the largest token id that the tokenizer gives for SAMPLE; -1 if it fails on SAMPLE.
+    """Return the largest token id of the text SAMPLE; -1 if the tokenizer cannot encode SAMPLE.
 
     content: text of a tokenizer.json; PipelineError if it is invalid.
     """

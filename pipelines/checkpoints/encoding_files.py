@@ -1,4 +1,4 @@
-"""Read the layers after the transformer of an embedding model or reranker from an HF directory."""
+"""Read the pooling and last layers of an embedding model or reranker from an HF directory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _EMBEDDING = "sentence_embedding"
 
 
 def read_encoding(path: Path) -> Encoding | None:
-    """Return the layers and prompts in sentence-transformers' files; None without modules.json."""
+    """Return the pooling, last layers and prompts from the files of sentence-transformers.
+
+    The result is None if the directory has no modules.json.
+    """
     found = json_value(path / MODULES)
     if found is None:
         return None
@@ -57,7 +60,6 @@ def read_encoding(path: Path) -> Encoding | None:
 
 
 def _module(path: Path, entry: Any) -> tuple[str, str]:
-    """Return (class name without its Python package, folder) of an element of modules.json."""
     if isinstance(entry, dict) and isinstance(entry.get("type"), str) and isinstance(entry.get("path"), str):
         folder = entry["path"]
         if folder == Path(folder).name != ".." and len(folder) < 100 and folder.isprintable():
@@ -104,12 +106,12 @@ def _config(folder: Path) -> dict:
 
 
 def tokenizer_limit(path: Path) -> int | None:
-    """Return the max tokens of a text according to tokenizer_config.json; None if not stated."""
+    """Return the max tokens of a text from tokenizer_config.json; None if it has no such limit."""
     return _tokens((json_object(path / "tokenizer_config.json") or {}).get("model_max_length"))
 
 
 def _tokens(value: Any) -> int | None:
-    """Return `value` if it is a number of tokens, else None: some files have 1e30 for no limit."""
+    """Return `value` if it is a valid number of tokens, else None; some files have 1e30."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31 else None
 
 
@@ -141,7 +143,7 @@ HEADS = {
 
 
 def read_classifier(path: Path, config: dict, stored: Mapping[str, Tensor]) -> Encoding | None:
-    """Return the encoding of a reranker (an HF sequence classifier); None for other models."""
+    """Return the last layers of a reranker (an HF sequence classifier); None for other models."""
     kinds = config.get("architectures")
     kind = kinds[0] if isinstance(kinds, list) and kinds else None
     if not isinstance(kind, str) or not kind.endswith("ForSequenceClassification"):

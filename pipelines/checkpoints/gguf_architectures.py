@@ -1,6 +1,6 @@
 """The table of GGUF architectures, for reading and writing GGUF files.
 
-Sources: llama.cpp's convert_hf_to_gguf.py for metadata keys and for how tensors are rearranged,
+Sources: llama.cpp's convert_hf_to_gguf.py for metadata keys and rearranged tensors,
 gguf.tensor_mapping for GGUF's names, llama.cpp's src/models for constants, HF's config classes for
 HF's names. To add an architecture, add a row. If a row is not enough, add a function to gguf_rules.
 """

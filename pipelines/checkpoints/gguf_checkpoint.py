@@ -1,6 +1,7 @@
 """Open a GGUF file as a Checkpoint, with HF's tensor names and HF's order of rows.
 
-llama.cpp's converter rearranges some tensors. Reading such a tensor here restores HF's order.
+llama.cpp's converter reorders the rows of some tensors. Reading such a tensor here restores HF's
+order.
 """
 
 import re
@@ -61,10 +62,10 @@ def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
 
 
 def scaled(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a file's tensors with the separate scales of NVFP4 weights multiplied in.
+    """Return the tensors of a file; NVFP4 weights are multiplied by their separate scales.
 
-    The scale of `x.weight` is the tensor `x.scale`, with one number or one for each expert.
-    Tensors `x.input_scale` are dropped, because castiron does not quantise activations to FP4.
+    The scale of `x.weight` is the tensor `x.scale`: one number, or one number per expert. Tensors
+    `x.input_scale` are dropped, because castiron does not quantise activations to FP4.
     """
     found = dict(tensors)
     for name, tensor in tensors.items():
@@ -102,7 +103,6 @@ def hf_tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Ten
 
 
 def _named(file: GgufFile, row: Architecture, config: dict, tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the HF tensors in one GGUF tensor, for example one for each expert."""
     block, named = _BLOCK.fullmatch(tensor.name), _NAMED.fullmatch(tensor.name)
     prefix = row.block.format(int(block[1])) if block else ""
     if block and block[2] in row.vectors:
@@ -166,7 +166,7 @@ def _minus_one(tensor: Tensor) -> Tensor:
 
 
 def _vector(tensor: Tensor, order: np.ndarray | None) -> Tensor:
-    """Return a tensor as an f32 vector in HF's order: element i is `tensor[order[i]]`.
+    """Return a tensor as an f32 vector; element i is `tensor[order[i]]` if `order` is given.
 
     A_log is computed from the stored -exp(A_log).
     """
@@ -181,7 +181,6 @@ def _vector(tensor: Tensor, order: np.ndarray | None) -> Tensor:
 
 
 def _filter(tensor: Tensor, order: np.ndarray | None) -> Tensor:
-    """Reshape convolution filters [features, n] to [features, 1, n]; `order` as in `_vector`."""
     features, positions = tensor.shape
     read = lambda: tensor.data[slice(None) if order is None else order].reshape(features, 1, -1)
     return replace(tensor, shape=(features, 1, positions), read=read)
@@ -202,9 +201,10 @@ def _joined(file: GgufFile, parts: list[Tensor], name: str) -> Tensor:
 def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
     """Return, for each row or column of an HF tensor, its index in the GGUF tensor.
 
-    llama.cpp's converter reorders the value heads of linear attention; the result is None for a
-    tensor that it does not reorder.
-    leaf: GGUF name without the block: `attn_qkv` for `blk.0.attn_qkv`.
+    llama.cpp's converter reorders the value heads of linear attention. For a tensor that it does
+    not reorder, the result is None.
+
+    leaf: GGUF name without the block, such as `attn_qkv` for `blk.0.attn_qkv`.
     """
     kind = row.tiled.get(leaf.partition(".")[0])
     keys, values = config.get("linear_num_key_heads", 1), config.get("linear_num_value_heads", 1)
@@ -217,9 +217,9 @@ def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
 
 
 def key_head_parts(config: dict, parts: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """Return which rows of a GGUF tensor of linear attention belong to which HF tensor.
+    """Return {HF name: row indices in the GGUF tensor} for a GGUF tensor that holds several.
 
-    parts: a value of `Architecture.grouped`, {HF name: letters}. Returns {HF name: row indices}.
+    This is for linear attention. parts: a value of `Architecture.grouped`.
     """
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     sizes = {"h": values // keys, "k": config["linear_key_head_dim"], "v": values // keys * config["linear_value_head_dim"]}
@@ -231,8 +231,7 @@ def key_head_parts(config: dict, parts: Mapping[str, str]) -> dict[str, np.ndarr
 def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Iterator[Tensor]:
     """Yield the matrix whose column i is column order[i] of `tensor`.
 
-    A codec block that has columns of two heads cannot be reordered. Then yields `tensor` unchanged,
-    and a tensor with the order as numbers.
+    If a codec block spans two heads, yield `tensor` unchanged, then a tensor with column indices.
     """
     block = CODECS[tensor.codec].block
     if head_dim % block:
@@ -252,8 +251,9 @@ def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Iter
 def _stacked(tensor: Tensor, found: str | tuple[str, ...], prefix: str, suffix: str) -> Iterator[Tensor]:
     """Yield the HF tensors that are stacked in one GGUF tensor, for example one for each expert.
 
-    An HF name is prefix + found + suffix, with `{}` in `found` for the index in the stack. With
-    several names in `found`, each stacked matrix is split by rows into equal parts, one per name.
+    An HF name is prefix + found + "." + suffix; `{}` in `found` is the index in the stack. If
+    `found` has several names, the rows of each stacked matrix are divided equally between the
+    names.
     """
     names = (found,) if isinstance(found, str) else found
     shape = tensor.shape[1:]

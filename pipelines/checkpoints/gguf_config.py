@@ -51,7 +51,7 @@ def architecture_of(file: GgufFile) -> Architecture:
 
 
 def encoding_of(file: GgufFile) -> Encoding | None:
-    """Return the pooling of an embedding model, and the layers after it; None for other models."""
+    """Return the pooling and last layers of an embedding model; None for other models."""
     metadata = Metadata(file)
     kind = metadata.integer("pooling_type", 0)
     if not kind:
@@ -99,7 +99,7 @@ def hf_config(file: GgufFile) -> dict:
 
 
 def sampling_config(file: GgufFile) -> dict[str, float]:
-    """Return the sampling defaults in a GGUF file, with the keys of generation_config.json."""
+    """Return a GGUF file's default sampling options, with the keys of generation_config.json."""
     metadata = Metadata(file, _SAMPLING)
     found = {own: value for key, own in _SAMPLING_KEYS.items() if (value := metadata.real(key)) is not None}
     # Return the shortest decimal, 0.7, and not the f32's 0.699999988.
@@ -107,7 +107,7 @@ def sampling_config(file: GgufFile) -> dict[str, float]:
 
 
 def sampling_metadata(generation: Mapping) -> dict[str, int | float]:
-    """Return the GGUF metadata for the sampling defaults in a generation_config.json."""
+    """Return the GGUF metadata for the sampling options in a generation_config.json."""
     greedy = generation.get("do_sample") is False
     keys = [_PENALTY] if greedy else _SAMPLING_KEYS
     stated = {key: generation.get(_SAMPLING_KEYS[key]) for key in keys}
@@ -118,7 +118,6 @@ def sampling_metadata(generation: Mapping) -> dict[str, int | float]:
 
 
 def _check_sizes(config: dict, metadata: Metadata, row: Architecture) -> None:
-    """Check sizes and numbers of heads; set num_key_value_heads if the file lacks it."""
     sizes = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "context_length")
     for key in (*sizes, *(key for key in row.ints if key.startswith(("ssm.", "shortconv.")))):
         if key not in row.by_layer:

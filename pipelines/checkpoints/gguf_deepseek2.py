@@ -49,7 +49,7 @@ V2 = replace(V3, model_type="deepseek_v2", constants={**V3.constants, "mlp_bias"
 
 
 def chooses_by_sigmoid(file: GgufFile) -> bool:
-    """Return whether the router of a deepseek2 file uses a sigmoid, not a softmax."""
+    """Return whether a deepseek2 model chooses experts by a sigmoid instead of a softmax."""
     metadata, embedding = Metadata(file), file.tensors.get("token_embd.weight")
     is_glm = embedding is not None and (metadata.integer("block_count"), embedding.shape[0]) == _GLM_SIZES
     gating = metadata.integer("expert_gating_func", 0) or (2 if is_glm else 1)
@@ -61,8 +61,8 @@ def chooses_by_sigmoid(file: GgufFile) -> bool:
 def latent_attention(config: dict, metadata: Metadata) -> None:
     """Set the config's head sizes for the latent attention (MLA) of DeepSeek V2 and V3.
 
-    In older files, attention.key_length and attention.value_length are the sizes of HF's heads. In
-    newer files, these sizes are in attention.key_length_mla and attention.value_length_mla.
+    Older files store HF's head sizes in attention.key_length and attention.value_length. Newer
+    files store these sizes in attention.key_length_mla and attention.value_length_mla.
     """
     rotated, latent = metadata.required("rope.dimension_count"), metadata.required("attention.kv_lora_rank")
     key, value = (metadata.integer(f"attention.{side}_length") for side in ("key", "value"))
@@ -81,7 +81,7 @@ def latent_attention(config: dict, metadata: Metadata) -> None:
 
 
 def latent_experts(config: dict, metadata: Metadata) -> None:
-    """Set the config's options for scaling and grouping the experts of DeepSeek V2 and V3."""
+    """Set the config's options for the scale and the groups of experts in DeepSeek V2 and V3."""
     metadata.get("expert_gating_func")  # chooses_by_sigmoid reads it
     config["norm_topk_prob"] = metadata.flag("expert_weights_norm", False)
     if config["model_type"] == "deepseek_v2":
@@ -89,7 +89,7 @@ def latent_experts(config: dict, metadata: Metadata) -> None:
 
 
 def latent_yarn(config: dict, metadata: Metadata) -> None:
-    """Set the factors by which YaRN scales q and k in DeepSeek V2 and V3, in `rope_scaling`."""
+    """Set the YaRN factors for q and k of DeepSeek V2 and V3 in the config's `rope_scaling`."""
     tenth = metadata.real("rope.scaling.yarn_log_multiplier")
     if tenth is not None and config.get("rope_scaling", {}).get("rope_type") == "yarn":
         # The converter multiplies by 0.1. Round off what f32 adds.
@@ -99,7 +99,7 @@ def latent_yarn(config: dict, metadata: Metadata) -> None:
 def joined_key_values(file: GgufFile, keys: Tensor, values: Tensor, name: str) -> Tensor:
     """Return `kv_b_proj` of latent attention, [heads * (k + v), latent], from its two halves.
 
-    keys: [heads, latent, k]; values: [heads, v, latent], where k and v are the sizes of a key and a
+    keys: [heads, latent, k]; values: [heads, v, latent]. k and v are the sizes of a key and a
     value. Quantised keys and values are converted to f32, because a quantised block of the keys
     spans several rows of the result.
     """

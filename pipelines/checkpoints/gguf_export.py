@@ -1,7 +1,7 @@
 """Convert an HF checkpoint to GGUF: metadata, tensors and tokenizer.
 
-The new metadata and tokenizer are read back before they are written. If they differ from those of
-the checkpoint, GGUF cannot represent the model, and CheckpointError is raised.
+The new metadata and tokenizer are read back before they are written. If they differ from the
+checkpoint's, GGUF cannot represent the model, and CheckpointError is raised.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def architecture_for(checkpoint: Checkpoint) -> tuple[str, Architecture]:
 
 
 def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
-    """Return the GGUF metadata of the model's config; config: result of `flat_config`."""
+    """Return the GGUF metadata for a model's config; config: result of `flat_config`."""
     name, row = architecture_for(checkpoint)
     size, read = head_dim(config), read_config(checkpoint.config)
     keys: dict[str, Value] = {}
@@ -88,9 +88,9 @@ def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
 
 
 def flat_config(config: dict) -> dict:
-    """Return a config as transformers 4 writes it, with rope parameters at the top level.
+    """Return a config in the form of transformers 4, with rope parameters at the top level.
 
-    A size under a model family's own name, such as n_embd, is added under HF's usual name.
+    A size under a model family's own key, such as n_embd, is added under HF's usual key.
     """
     entry = config.get("rope_parameters") or {}
     local = entry.get("sliding_attention", {})
@@ -132,7 +132,6 @@ def _rope_keys(config: dict) -> dict[str, Value]:
 
 
 def _rope_tensors(config: dict) -> Iterator[Tensor]:
-    """Yield the tensors with divisors of rotary frequencies: for llama3 and longrope scaling."""
     entry = config.get("rope_scaling") or {}
     factors: dict[str, np.ndarray] = {}
     if entry.get("rope_type") == "llama3":
@@ -209,8 +208,6 @@ def _exported(
 
 
 def _vector(tensor: Tensor, name: str, read: Read, order: np.ndarray | None) -> Tensor:
-    """Return an HF vector as the GGUF tensor `name`; GGUF stores A_log as -exp(A_log)."""
-
     def data() -> np.ndarray:
         values = read(tensor.name, "f32", None).view("<f4")
         values = values if order is None else values[np.argsort(order)]
@@ -228,9 +225,9 @@ def _stack(name: str, codec: str, parts: dict[int, Tensor], read: Read) -> Tenso
 
 
 def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tensors: list[Tensor]) -> None:
-    """Raise CheckpointError if reading the new GGUF file would give another config.
+    """Raise CheckpointError if the new GGUF file has another config than the HF checkpoint.
 
-    checkpoint: the HF checkpoint. metadata, tensors: the content of the GGUF file made from it.
+    metadata, tensors: the content of the GGUF file.
     """
     file = GgufFile(checkpoint.path, as_read(metadata), {tensor.name: tensor for tensor in tensors})
     ours, theirs = (read_config(config) for config in (checkpoint.config, hf_config(file)))
@@ -240,7 +237,6 @@ def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tenso
 
 
 def _differing(one: Any, other: Any) -> Iterator[str]:
-    """Yield the names of the fields whose values differ. A missing field has the value None."""
     for name in {field.name for record in (one, other) for field in fields(record)}:
         if not _same(getattr(one, name, None), getattr(other, name, None)):
             yield name
@@ -301,9 +297,9 @@ def _byte_level(checkpoint: Checkpoint, found: dict, steps: list[dict], vocab: i
 
 
 def _sentencepiece(found: dict, steps: list[dict], vocab: int) -> dict[str, Value]:
-    """Return SentencePiece metadata with scores, which llama.cpp reads in place of merges.
+    """Return SentencePiece metadata with scores, which llama.cpp reads instead of merges.
 
-    A token has the score -i if merge number i is the first that produces it.
+    The score of a token is -i if merge number i is the first to produce it.
     """
     tokens, kinds = _tokens(found, vocab)
     ranks: dict[str, int] = {}
@@ -325,7 +321,6 @@ def _sentencepiece(found: dict, steps: list[dict], vocab: int) -> dict[str, Valu
 
 
 def _steps(step: dict | None, parts: str) -> Iterator[dict]:
-    """Yield the steps of a normalizer or pre-tokenizer. A Sequence has its steps under `parts`."""
     if step and step["type"] == "Sequence":
         for part in step[parts]:
             yield from _steps(part, parts)
@@ -334,7 +329,7 @@ def _steps(step: dict | None, parts: str) -> Iterator[dict]:
 
 
 def _tokens(found: dict, vocab: int) -> tuple[list[str], list[int]]:
-    """Return (texts, llama.cpp's types) of all tokens by id; text of a missing id 7: [PAD7]."""
+    """Return (texts, llama.cpp's token types) by id; the text of a missing id is like [PAD7]."""
     by_id = {number: (token, _NORMAL) for token, number in found["model"]["vocab"].items()}
     for token in found["added_tokens"]:
         by_id[token["id"]] = token["content"], _CONTROL if token["special"] else _USER_DEFINED

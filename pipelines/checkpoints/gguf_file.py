@@ -60,9 +60,9 @@ class GgufFile:
 
 
 class _Cursor:
-    """A sequential reader of a memory-mapped file, which never reads past its end.
+    """A sequential reader of a memory-mapped file, which never reads past the end of the file.
 
-    The parameter `what` of the methods names the value that is read, for error messages.
+    The parameter `what` of the methods is the name of the value in error messages.
     """
 
     def __init__(self, path: Path, view: memoryview):
@@ -82,7 +82,6 @@ class _Cursor:
         return form.unpack_from(self.view, self.take(form.size, what))[0]
 
     def string(self, what: str) -> str:
-        """Read a string: its length as u64, then its UTF-8 bytes."""
         size = self.number(_U64, what)
         start = self.take(size, what)
         self.string_bytes += size + _STRING_OVERHEAD
@@ -94,7 +93,6 @@ class _Cursor:
             raise self.invalid(f"{what} is not UTF-8") from None
 
     def count(self, smallest: int, what: str, limit: int = 2**64) -> int:
-        """Read a number of items of at least `smallest` bytes, and check that they fit."""
         count = self.number(_U64, what)
         if count * smallest > len(self.view) - self.at:
             raise self.invalid(f"it states {count} {what}, more than its {len(self.view)} bytes can hold")
@@ -113,7 +111,6 @@ class _Cursor:
         return self.numbers(kind, what)
 
     def numbers(self, kind: int, what: str, count: int | None = None) -> np.ndarray:
-        """Read `count` numbers of GGUF's type `kind`; if it is None, read their count first."""
         if kind not in _NUMBERS:
             raise self.invalid(f"{what} has the unsupported value type {kind}")
         dtype = np.dtype(_NUMBERS[kind])
@@ -172,7 +169,6 @@ def _read_part(path: Path) -> GgufFile:
 
 
 def _metadata(cursor: _Cursor, count: int) -> tuple[dict, int, dict[str, memoryview]]:
-    """Return (metadata, alignment of tensor data in bytes, {key: bytes of its entry})."""
     metadata, alignment, entries = {}, ALIGNMENT, {}
     for _ in range(count):
         start = cursor.at
@@ -192,7 +188,6 @@ def _metadata(cursor: _Cursor, count: int) -> tuple[dict, int, dict[str, memoryv
 
 
 def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tensor]:
-    """Return the tensors by name, after checking that their data are aligned and in the file."""
     found: dict[str, tuple[Tensor, int]] = {}  # with the offset in the data section
     for _ in range(count):
         name = cursor.string("a tensor's name")
@@ -238,7 +233,7 @@ def _tensor(cursor: _Cursor, name: str) -> tuple[Tensor, int]:
 
 
 def write_gguf(out: BinaryIO, entries: Sequence[Buffer], tensors: Sequence[Tensor], progress: Callable[[float], None]) -> None:
-    """Write a GGUF file; entries: encoded metadata, such as results of `metadata_entry`."""
+    """Write a GGUF file; entries: encoded metadata, such as the results of `metadata_entry`."""
     out.write(header(entries, tensors))
     written, total = 0, sum(padded(tensor.nbytes) for tensor in tensors)
     for tensor in tensors:
@@ -252,7 +247,7 @@ def write_gguf(out: BinaryIO, entries: Sequence[Buffer], tensors: Sequence[Tenso
 
 
 def header(entries: Sequence[Buffer], tensors: Sequence[Tensor]) -> bytes:
-    """Return the bytes of a GGUF file before the data of the tensors."""
+    """Return the bytes of a GGUF file that come before the tensor data."""
     rows, offset = [], 0
     for tensor in tensors:
         dims = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *reversed(tensor.shape))
@@ -263,12 +258,12 @@ def header(entries: Sequence[Buffer], tensors: Sequence[Tensor]) -> bytes:
 
 
 def padded(nbytes: int) -> int:
-    """Return the size in the file of a tensor of `nbytes` bytes, including padding."""
+    """Return the size of a tensor of `nbytes` bytes in a GGUF file, including padding."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def metadata_entry(key: str, value: Value) -> bytes:
-    """Encode a metadata entry. Integers become u32, or i32 in arrays; other numbers become f32."""
+    """Encode a metadata entry: integers as u32, or i32 in arrays; other numbers as f32."""
     match value:
         case bool():
             typed = struct.pack("<I?", _BOOL, value)
@@ -285,7 +280,7 @@ def metadata_entry(key: str, value: Value) -> bytes:
 
 
 def as_read(metadata: Mapping[str, Value]) -> dict:
-    """Return metadata as `read_gguf` would return it: lists of numbers become NumPy arrays."""
+    """Return metadata in the form of `read_gguf`: lists of numbers become NumPy arrays."""
     numbers = lambda value: isinstance(value, list) and not isinstance(value[0], str)
     return {key: np.array(value) if numbers(value) else value for key, value in metadata.items()}
 

@@ -1,4 +1,4 @@
-"""Typed access to the metadata of GGUF files, and tables from GGUF's names to HF's."""
+"""Read the metadata of GGUF files with checks of types; tables from GGUF's names to HF's."""
 
 import math
 import numbers
@@ -21,7 +21,7 @@ _SILENT_KEYS |= {f"dense_{n}_feat_{end}" for n in (2, 3) for end in ("in", "out"
 class Metadata:
     """The metadata of a file under a prefix, by default the architecture's, such as `llama.`.
 
-    Methods take keys without the prefix.
+    Keys are passed without the prefix.
     """
 
     def __init__(self, file: GgufFile, prefix: str | None = None):
@@ -88,7 +88,7 @@ class Metadata:
         return value
 
     def by_layer(self, key: str) -> list[int]:
-        """Return one number for each layer; a single number in the file applies to all layers."""
+        """Return one number per layer; a single number in the file counts for all layers."""
         blocks, stated = self.required("block_count"), self.get(key)
         found = [stated] * blocks if isinstance(stated, int) else np.asarray(stated).tolist()
         if not isinstance(found, list) or len(found) != blocks or not all(isinstance(n, int) and n >= 0 for n in found):
@@ -100,7 +100,7 @@ class Metadata:
         return f"blk.{layer}.{leaf}" in self.file.tensors
 
     def unread(self) -> list[str]:
-        """Return the keys under the prefix that castiron did not read; they may change the logits."""
+        """Return the keys under the prefix that castiron has not read; they may be relevant."""
         own = (key for key in self.file.metadata if key.startswith(self.prefix))
         return sorted(key for key in own if key.removeprefix(self.prefix) not in self._read | _SILENT_KEYS)
 
@@ -135,22 +135,21 @@ GEMMA_TENSORS = {**COMMON_TENSORS, **POST_NORMS, "ffn_norm": "pre_feedforward_la
 
 
 def experts(parent: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Names:
-    """Return HF's names of the matrices of experts, by the GGUF name of the stacked tensor.
+    """Return {GGUF name of a stacked tensor: HF's name of an expert's matrix}.
 
-    An HF name has `{}` in place of the expert's index.
-    parent: HF's name of the experts' module.
+    An HF name has `{}` for the expert's index. parent: HF's name of the experts' module.
     """
     leaves = {"ffn_gate_exps": gate, "ffn_up_exps": up, "ffn_down_exps": down}
     return {leaf: f"{parent}.experts.{{}}.{own}" for leaf, own in leaves.items()}
 
 
 def mamba(parent: str) -> Names:
-    """Return HF's names of a Mamba layer's matrices, by GGUF name; parent: the layer's HF name."""
+    """Return {GGUF name: HF name} of the matrices of a Mamba layer; parent: the layer's HF name."""
     return {"ssm_in": f"{parent}.in_proj", "ssm_conv1d": f"{parent}.conv1d", "ssm_out": f"{parent}.out_proj"}
 
 
 def mamba_vectors(parent: str) -> Names:
-    """Return HF's names of a Mamba layer's vectors, by GGUF name; parent: the layer's HF name."""
+    """Return {GGUF name: HF name} of the vectors of a Mamba layer; parent: the layer's HF name."""
     leaves = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias", "ssm_norm.weight": "norm.weight"}
     return {leaf: f"{parent}.{own}" for leaf, own in leaves.items()}
 

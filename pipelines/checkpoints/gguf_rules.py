@@ -1,7 +1,7 @@
 """Rules: functions that set HF config values which the table in gguf_architectures cannot express.
 
-A rule takes the config, which it modifies, and the metadata of the GGUF file. Sources: llama.cpp's
-converter and src/models; HF's config classes and modeling_rope_utils.
+A rule modifies the config, and reads the metadata of the GGUF file. Sources: llama.cpp's converter
+and src/models; HF's config classes and modeling_rope_utils.
 """
 
 import math
@@ -56,7 +56,7 @@ def rope_factors(config: dict, metadata: Metadata) -> None:
     """Set the config's `rope_scaling` from the tensor rope_freqs.weight, if the file has it.
 
     The tensor has a divisor for each frequency. If Llama 3's formula gives the same divisors, the
-    scaling's type is llama3. Otherwise it is longrope with the tensor's divisors.
+    type of the scaling is llama3. Otherwise the type is longrope, with the tensor's divisors.
     """
     factors = _factors(metadata, "rope_freqs.weight")
     if factors is None or np.all(factors == 1):
@@ -169,7 +169,7 @@ def olmo3_ropes(config: dict, metadata: Metadata) -> None:
 def mistral3_ropes(config: dict, metadata: Metadata) -> None:
     """Set the config's `rope_parameters` of Ministral 3, which scales queries by position.
 
-    If the file has no scale of queries, the model is a Mistral, and `model_type` is set to that.
+    If the file has no such scale, the model is a Mistral, and `model_type` is set to mistral.
     """
     beta, multiplier = metadata.real("attention.temperature_scale"), metadata.real("rope.scaling.yarn_log_multiplier")
     if beta is None:
@@ -187,9 +187,9 @@ def _periodic_layers(layers: int, period: int, other: str = "sliding_attention")
 def layer_types(config: dict, metadata: Metadata) -> None:
     """Set the config's `layer_types` from the metadata attention.sliding_window_pattern.
 
-    Its value is an array with a flag for each layer (true for a sliding window), or a number n if
-    every n-th layer has full attention. A model without a sliding window has full attention in all
-    layers.
+    The metadata are an array with a flag for each layer (true for a sliding window), or a number n
+    if every n-th layer has full attention. If the model has no sliding window, all layers have full
+    attention.
     """
     layers, period = config["num_hidden_layers"], config.pop(PERIOD, _PERIOD)
     pattern = metadata.get("attention.sliding_window_pattern", period)
@@ -221,7 +221,7 @@ def smollm3_layers(config: dict, metadata: Metadata) -> None:
 
 
 def _kv_heads(config: dict, metadata: Metadata) -> list[int]:
-    """Return the KV heads of each layer, 0 without attention; set num_key_value_heads."""
+    """Return each layer's number of KV heads (0: no attention); set num_key_value_heads."""
     kv_heads, heads = metadata.by_layer("attention.head_count_kv"), config["num_attention_heads"]
     counts = {count for count in kv_heads if count}
     if len(counts) > 1 or any(heads % count for count in counts):
@@ -290,7 +290,7 @@ def nemotron_layers(config: dict, metadata: Metadata) -> None:
 def delta_layers(config: dict, metadata: Metadata) -> None:
     """Set the config's layer types and number of layers for Qwen 3.5.
 
-    Layers for multi-token prediction do not count.
+    Layers for multi-token prediction are not counted.
     """
     further = metadata.integer("nextn_predict_layers", 0) or 0
     if further >= config["num_hidden_layers"]:
@@ -305,10 +305,10 @@ def delta_layers(config: dict, metadata: Metadata) -> None:
 
 
 def gemma4_layers(config: dict, metadata: Metadata) -> None:
-    """Set the config values in which Gemma 4's layers differ.
+    """Set the config values that differ between Gemma 4's layers.
 
-    These are the layer types, the numbers and sizes of heads, the widths of MLPs, and how many
-    layers use the K and V of an earlier layer.
+    These are the layer types, the numbers and sizes of heads, the widths of MLPs, and the number of
+    layers that use the K and V of an earlier layer.
     """
     heads, kv_heads = config["num_attention_heads"], metadata.by_layer("attention.head_count_kv")
     config["layer_types"] = kinds = _gemma4_kinds(config["num_hidden_layers"], metadata)
@@ -354,7 +354,6 @@ def _gemma4_widths(config: dict, metadata: Metadata) -> None:
 
 
 def _gemma4_head(metadata: Metadata, ending: str) -> int:
-    """Return the head size; ending: "_swa" for layers with a sliding window, "" for the others."""
     length = metadata.required(f"attention.key_length{ending}")
     if metadata.integer(f"attention.value_length{ending}", length) != length:
         raise metadata.invalid(f"attention.value_length{ending}", f"{length}, as attention.key_length{ending}")

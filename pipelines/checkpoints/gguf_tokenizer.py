@@ -1,8 +1,8 @@
 """Convert the tokenizer of a GGUF file to a tokenizer.json like the one of the HF model.
 
 Supported are byte-level BPE ("gpt2"), SentencePiece BPE ("llama"), and Gemma 4's SentencePiece BPE
-with merges ("gemma4"). transformers' own conversion is not used, because it ignores three
-properties: digit splitting (smollm, starcoder, refact), NFC (qwen2) and ignore_merges (llama-bpe).
+with merges ("gemma4"). The conversion in transformers is not used, because it ignores digit
+splitting (smollm, starcoder, refact), NFC (qwen2) and ignore_merges (llama-bpe).
 """
 
 from collections.abc import Iterable, Iterator
@@ -98,10 +98,6 @@ _FALCON = (
 
 
 def _words(regex: str | None = None, digits: bool = False) -> tuple[dict, ...]:
-    """Return steps that split text into the matches of `regex`, by default GPT-2's.
-
-    digits: whether each digit becomes a separate word.
-    """
     before = [_DIGITS] if digits else []
     return (*before, *_splits(*[regex] if regex else []), _byte_level_step(use_regex=regex is None))
 
@@ -141,8 +137,6 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 
 class _Metadata(Metadata):
-    """The tokenizer metadata of a file; `tokens` are the texts of all tokens."""
-
     def __init__(self, file: GgufFile):
         super().__init__(file, _PREFIX)
         self.tokens: list[str] = self.strings("tokens")
@@ -155,7 +149,6 @@ class _Metadata(Metadata):
         return value
 
     def numbers(self, key: str) -> np.ndarray | None:
-        """Return the array under `key`, with one number per token."""
         value = self.get(key)
         if value is None:
             return None
@@ -166,7 +159,6 @@ class _Metadata(Metadata):
         return value
 
     def token(self, key: str) -> str | None:
-        """Return the text of the token whose id is under `key`."""
         number = self.integer(key)
         if number is None:
             return None
@@ -176,7 +168,7 @@ class _Metadata(Metadata):
 
 
 def eos_token_ids(file: GgufFile) -> tuple[int, ...]:
-    """Return the ids of the tokens that end generation. Gemma 4 has more than its file states."""
+    """Return the ids of the tokens that end generation; for Gemma 4, more than the file has."""
     metadata = Metadata(file, _PREFIX)
     found = [metadata.get(key) for key in ("eos_token_id", "eot_token_id")]
     if metadata.string("model") == "gemma4":
@@ -186,7 +178,7 @@ def eos_token_ids(file: GgufFile) -> tuple[int, ...]:
 
 
 def fim_token_ids(file: GgufFile) -> dict[str, int]:
-    """Return the ids of the file's fill-in-the-middle tokens, by role (a key of `_FIM`)."""
+    """Return the ids of the fill-in-the-middle tokens by role (a key of `_FIM`)."""
     metadata = Metadata(file, _PREFIX)
     found = {role: [metadata.integer(f"{key}_token_id") for key in (f"fim_{role}", old)] for role, old in _FIM.items()}
     return {role: number for role, numbers in found.items() for number in reversed(numbers) if number is not None}
@@ -267,10 +259,10 @@ def _sentencepiece(metadata: _Metadata, gemma4: bool) -> dict:
 
 
 def _merges_of_vocabulary(metadata: _Metadata, tokens: list[str], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Return the BPE merges (left, right) of a vocabulary without merges, the most urgent first.
+    """Return the BPE merges (left, right), highest priority first, if the file stores no merges.
 
-    The token that a merge produces decides: for Gemma, a lower id comes first; otherwise a higher
-    score. tokens: text of each token. vocabulary: token ids by text.
+    The priority depends on the token that a merge produces. For Gemma, a lower id has priority; for
+    other models, a higher score. tokens: text of each token. vocabulary: token ids by text.
     """
     if sum(len(token) ** 2 for token in tokens) > _MAX_SQUARES:
         raise metadata.error(f"the {len(tokens):,} tokens are too long for a SentencePiece vocabulary; fetch the file again")
@@ -290,7 +282,6 @@ def _merges_of_vocabulary(metadata: _Metadata, tokens: list[str], vocabulary: di
 
 
 def _added_tokens(metadata: _Metadata) -> Iterator[dict]:
-    """Yield the added tokens of tokenizer.json, which are matched in text before BPE."""
     roles = ("bos", "eos", "unknown", "padding", "eot")
     named = {number for role in roles if isinstance(number := metadata.get(f"{role}_token_id"), int)}
     types = metadata.numbers("token_type")
@@ -310,7 +301,7 @@ def _tokenizer(metadata: _Metadata, *, adds_bos: bool | None, **parts: Any) -> d
 def _post_processor(metadata: _Metadata, adds_bos: bool | None) -> dict | None:
     """Return the post-processor that adds BOS or EOS.
 
-    adds_bos: whether to add BOS if the file does not state it; None to never add BOS.
+    adds_bos: whether to add BOS if the file does not state it; if None, BOS is never added.
     """
     adds_bos = adds_bos is not None and metadata.flag("add_bos_token", adds_bos)
     sides = (adds_bos, "bos_token_id"), (metadata.flag("add_eos_token", False), "eos_token_id")

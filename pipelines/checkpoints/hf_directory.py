@@ -79,7 +79,7 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
 def shards_of(path: Path) -> dict[str, list[str] | None]:
     """Return the tensor names in each safetensors file, by file name.
 
-    The value is None for the file model.safetensors, which needs no index.
+    The value for model.safetensors, a model's only file, is None.
     """
     if (path / SINGLE).exists():
         return {SINGLE: None}
@@ -124,7 +124,7 @@ def tensors_of(path: Path, is_quantised: bool) -> dict[str, Tensor]:
 
 
 def chat_template(path: Path) -> str | None:
-    """Return the template in chat_template.jinja or else in tokenizer_config.json, or None."""
+    """Return the chat template from chat_template.jinja or tokenizer_config.json, or None."""
     if (template := text_of(path / "chat_template.jinja")) is not None:
         return template
     template = (json_object(path / "tokenizer_config.json") or {}).get("chat_template")
@@ -135,7 +135,6 @@ def chat_template(path: Path) -> str | None:
 
 
 def _token_ids(path: Path, key: str, *sources: dict) -> tuple[int, ...]:
-    """Return the ids under `key` in the first source that has it, in the order of HF's generate."""
     value = next((source[key] for source in sources if source.get(key) is not None), [])
     tokens = value if isinstance(value, list) else [value]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in tokens):

@@ -76,7 +76,8 @@ def read_safetensors(path: Path, allow_parts: bool = False) -> dict[str, Tensor]
     """Return the tensors of a safetensors file by name, as views of the mapped file.
 
     Buffers that castiron computes itself (`is_ignorable`) are left out.
-    allow_parts: whether the file may have scalars and tensors of the types PART_TYPES, as quantised
+
+    allow_parts: whether the file may have scalars and the types PART_TYPES, as quantised
     checkpoints do.
     """
     from safetensors import SafetensorError, safe_open

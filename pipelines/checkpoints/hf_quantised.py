@@ -2,12 +2,12 @@
 
 Tensors such as `q_proj.qweight`, `q_proj.scales` and `q_proj.qzeros` become one tensor
 `q_proj.weight` in a codec of `emitter.scaled_codecs`, with the same codes, scales and zero points.
-The shapes of the stored tensors determine the bits of a code and the group size. A layer with a
+The bits of a code and the group size follow from the shapes of the tensors. A layer that has a
 plain `weight` instead of such tensors is not quantised.
 
 Sources of the layouts: compressed-tensors (compressors/pack_quantized), GPTQModel
-(nn_modules/qlinear/torch.py), AutoAWQ (utils/packing_utils.py), and HF's
-integrations/finegrained_fp8.py; bitsandbytes (functional.py).
+(nn_modules/qlinear/torch.py), AutoAWQ (utils/packing_utils.py), bitsandbytes (functional.py), and
+HF's integrations/finegrained_fp8.py.
 """
 
 import json
@@ -66,10 +66,10 @@ def describe(config: Mapping) -> str:
 
 
 def _unpacked(tensor: Tensor, bits: int, by_rows: bool = False) -> np.ndarray:
-    """Unpack an i32 [n, m], which packs numbers along rows, to u8 [n, m * 32 / bits].
+    """Unpack the numbers in each i32 of a tensor [n, m], lowest bits first, to u8.
 
-    The first number is in the lowest bits. by_rows: the i32 packs numbers along columns, and the
-    result is transposed: u8 [m, n * 32 / bits].
+    The result is [n, m * 32 / bits]. If `by_rows`, the i32 pack numbers of a column, and the result
+    is transposed: [m, n * 32 / bits].
     """
     words = tensor.data.reshape(*tensor.shape, 4)
     packed = np.ascontiguousarray(words.swapaxes(0, 1) if by_rows else words)
@@ -78,7 +78,7 @@ def _unpacked(tensor: Tensor, bits: int, by_rows: bool = False) -> np.ndarray:
 
 
 def _codes(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """Convert unsigned u8 numbers to castiron's codes: for 8 bits, two's complement of n - 128."""
+    """Convert unsigned numbers n to castiron's codes; for 8 bits, these are n - 128 as int8."""
     return numbers ^ np.uint8(128) if bits == 8 else numbers
 
 
@@ -122,9 +122,9 @@ def _packed_by_columns(stored: Stored) -> tuple[Tensor, ...]:
 
 
 def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
-    """Return a weight of compressed-tensors' pack-quantized.
+    """Return a weight in compressed-tensors' format pack-quantized.
 
-    weight_packed packs numbers along rows, weight_zero_point along columns.
+    An i32 of weight_packed has numbers of a row, an i32 of weight_zero_point numbers of a column.
     """
     if "weight_global_scale" in stored.parts:
         return _nvfp4(stored)
@@ -153,7 +153,6 @@ def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
 
 
 def _nvfp4(stored: Stored) -> tuple[Tensor, ...]:
-    """Return a weight of nvfp4-pack-quantized as GGUF's NVFP4 blocks."""
     packed, scales, divisor = stored["weight_packed"], stored["weight_scale"], stored["weight_global_scale"]
     out, inner = packed.shape[0], 2 * packed.shape[-1]
     types = packed.codec, scales.codec, divisor.codec
@@ -177,11 +176,10 @@ def _nvfp4(stored: Stored) -> tuple[Tensor, ...]:
 def _bitsandbytes_4_bits(stored: Stored) -> tuple[Tensor, ...]:
     """Return an NF4 or FP4 weight as a tensor [out, in] of castiron's NF4 or FP4 codec.
 
-    A block is `blocksize` consecutive elements of the weight in row-major order, and may continue
-    in the next row. Each block has a scale (absmax). With `nested_blocksize`, the scales are
-    quantised too: they are u8 indices of the table nested_quant_map, and each group of
-    `nested_blocksize` scales has a factor (nested_absmax). Raises CheckpointError for tensors with
-    wrong sizes or types.
+    A block is `blocksize` consecutive elements in row-major order, and may continue in the next
+    row. Each block has a scale (absmax). With `nested_blocksize`, the scales are u8 indices of the
+    table nested_quant_map, and each group of `nested_blocksize` scales has a factor
+    (nested_absmax).
     """
     kind = next((kind for kind, name in _STATES.items() if name in stored.parts), "nf4")
     packed, state = stored["weight"], stored[_STATES[kind]]
@@ -228,8 +226,7 @@ def _bitsandbytes_4_bits(stored: Stored) -> tuple[Tensor, ...]:
 def _bitsandbytes_int8(stored: Stored) -> tuple[Tensor, ...]:
     """Return an int8 weight of bitsandbytes as a tensor [out, in] of a codec "int8_*".
 
-    The tensor SCB has the largest magnitude of each row. The code of this magnitude is 127, so the
-    scale of a row is SCB / 127.
+    The tensor SCB has the largest magnitude in each row, so the scale of a row is SCB / 127.
     """
     weight, largest = stored["weight"], stored.scales("SCB")
     read = lambda: (largest.data.view("<f4") / _LARGEST_INT8).view(np.uint8)
@@ -273,10 +270,11 @@ _LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Stored], tuple[Tensor, ...]
 
 
 def quantised_weights(path: Path, config: Mapping, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Return (tensors with one tensor per quantised weight, {name ending: number left out}).
+    """Return the tensors by name, with one tensor for each quantised weight, and what was left out.
 
-    A weight with reordered columns also has a tensor `*.column_order`. Scales of activations and of
-    the KV cache, with endings such as "input_scale", are left out.
+    Scales of activations and of the KV cache are left out; the second result has their numbers by
+    name ending, such as "input_scale". A weight with reordered columns also has a tensor
+    `*.column_order`.
 
     config: the quantization_config. Raises CheckpointError for an unsupported method, and for a
     weight whose tensors have wrong shapes or types.

@@ -1,8 +1,8 @@
 """Rename and rearrange the tensors of HF directories for castiron's model code.
 
 The code of a model family (`emitter.models`) reads matrices as [out, in], and one tensor for each
-expert. Some checkpoints store them differently; HF's `conversion_mapping` and modules show how. Of
-models with vision or audio, only the text part is read.
+expert. Some checkpoints store them differently; HF's `conversion_mapping` and modules show how. If
+a model has vision or audio, only its text part is read.
 """
 
 import re
@@ -46,8 +46,8 @@ _OTHERS = (
 def text_config(config: dict, names: Collection[str]) -> dict:
     """Return the config of a multimodal model's text part; for a text model, return `config`.
 
-    tie_word_embeddings is true if either config says so. If neither has this key, it is true if
-    `names` has no lm_head.weight.
+    tie_word_embeddings is true if it is true in either config. If neither config has it, it is true
+    if `names` has no lm_head.weight.
     """
     inner, complete = config.get("text_config"), config["model_type"]
     if complete not in TEXT_PARTS or not isinstance(inner, dict):
@@ -60,7 +60,7 @@ def text_config(config: dict, names: Collection[str]) -> dict:
 
 
 def text_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Return (tensors of the text part by name, {name prefix: number of dropped tensors})."""
+    """Return the tensors of the text part by name, and {name prefix: number of dropped tensors}."""
     if model_type not in (*TEXT_PARTS, *_TEXT_ONLY):
         return dict(tensors), {}
     found: dict[str, Tensor] = {}
@@ -76,7 +76,7 @@ def text_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> tuple[dict[s
 
 
 def base_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors by name, with the prefix `model.` added to names that lack it.
+    """Return the tensors by name; the prefix `model.` is added to names that lack it.
 
     The prefix is missing if a model was saved without its output head, for example as a Qwen3Model.
     """
@@ -105,11 +105,11 @@ _ODD: Rows = lambda rows: slice(1, rows, 2)
 
 @dataclass(frozen=True)
 class Layout:
-    """A rule that splits each stored tensor whose name matches `pattern` into new tensors.
+    """A rule that splits the rows of each stored tensor whose name matches `pattern`.
 
-    parts: {template of a new name: function from the stored number of rows to a slice of rows}. A
-    template may refer to groups of `pattern`. `{}` in it stands for the expert's index in a stack.
-    Without parts, the stored tensor is dropped.
+    parts: {name of a new tensor: function from the number of stored rows to a slice of the rows}. A
+    name may refer to groups of `pattern`; `{}` in it is the expert's index in a stack. If there are
+    no parts, the stored tensor is dropped.
     """
 
     pattern: str
@@ -118,7 +118,7 @@ class Layout:
     scales: str | None = None  # for MXFP4 blocks, template of the name of the tensor with their exponents
 
     def matches(self, tensor: Tensor, scales: Tensor | None) -> bool:
-        """Return whether a stored tensor and its scales have shapes that this layout can split."""
+        """Return whether this layout can split a stored tensor and its scales, by their shapes."""
         stacked = any("{}" in name for name in self.parts)
         if self.scales and (scales is None or len(tensor.shape) != 4 or scales.shape != tensor.shape[:-1]):
             return False
@@ -188,7 +188,7 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
 
 
 def family_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with the names and shapes that the code of this model type reads."""
+    """Return the tensors with the names and shapes that castiron's code of the model type reads."""
     found: dict[str, Tensor] = {}
     replaced: set[str] = set()
     for tensor in tensors.values():
@@ -214,11 +214,6 @@ def _parts(layout: Layout, match: re.Match, tensor: Tensor, scales: Tensor | Non
 
 
 def _part(name: str, tensor: Tensor, index: int | None, rows: Rows, transposed: bool) -> Tensor:
-    """Return the rows of a stored matrix that `rows` selects as a tensor.
-
-    index: of the expert in a stack of experts, else None.
-    transposed: whether the stored matrix is [in, out].
-    """
     shape = tensor.shape if index is None else tensor.shape[1:]
     shape = shape[::-1] if transposed else shape
     taken = rows(shape[0])
@@ -234,7 +229,7 @@ def _part(name: str, tensor: Tensor, index: int | None, rows: Rows, transposed: 
 
 
 def _blocks(name: str, blocks: Tensor, scales: Tensor, index: int, rows: Rows) -> Tensor:
-    """Return an expert's MXFP4 matrix as GGUF blocks, with the rows that `rows` selects.
+    """Return selected rows of an expert's MXFP4 matrix as GGUF blocks.
 
     blocks: u8 [experts, rows, groups, 16]; byte i has codes 2 i and 2 i + 1.
     scales: exponents, u8 [experts, rows, groups].

@@ -1,7 +1,7 @@
 """Download the files of a model from Hugging Face Hub.
 
-They are stored in huggingface_hub's cache (`models--org--name` with refs, snapshots and blobs).
-`progress`: called with (name of a stage, fraction done).
+The files are stored in huggingface_hub's cache (`models--org--name`). `progress`: called with (name
+of a stage, fraction done).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Progress = Callable[[str, float], None]
 
 
 class Unreachable(CheckpointError):
-    """Raised if the hub does not answer or cannot be used; `fetch` then uses cached files."""
+    """Raised if the hub does not answer or cannot be used; `fetch` then looks for cached files."""
 
 
 class HubFile(NamedTuple):
@@ -49,7 +49,7 @@ class HubFile(NamedTuple):
 
 
 def fetch(name: HubName, progress: Progress | None = None) -> Path:
-    """Return the path of a model's snapshot or GGUF file; download the files that are missing."""
+    """Return the path of a model's snapshot or GGUF file, after downloading missing files."""
     try:
         return _fetch(name, progress or (lambda stage, done: None))
     except Unreachable as error:
@@ -78,9 +78,9 @@ def cached(name: HubName) -> Path | None:
 
 
 def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | None:
-    """Return the path of the GGUF file that `name` selects, or None for safetensors files.
+    """Return the path of the GGUF file that `name` selects; None if the model is in safetensors.
 
-    sizes: bytes of each file, by path. repository: its name in error messages. Raises
+    sizes: bytes of each file, by path. repository: name of the repository in error messages. Raises
     CheckpointError if `name` selects no file or several files.
     """
     files = {file: size for file, size in sizes.items() if file.endswith(".gguf") and not _NOT_A_MODEL.search(file)}
@@ -110,7 +110,7 @@ def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | No
 
 
 def _matches(file: str, wanted: str) -> bool:
-    """Return whether `wanted` is the path or name of `file`, or the end of its name, as Q4_K_M."""
+    """Return whether `wanted` is the path or name of `file`, or the end of its name like Q4_K_M."""
     if wanted.endswith(".gguf"):
         return wanted in (file, PurePosixPath(file).name)
     stem = PurePosixPath(GGUF_PART.sub(".gguf", file)).stem.lower()
@@ -142,7 +142,6 @@ def _fetch(name: HubName, progress: Progress) -> Path:
 
 
 def _repository_files(name: HubName) -> tuple[str, dict[str, HubFile]]:
-    """Return (commit of the revision, files of the repository by path)."""
     with _hub_errors(name):
         from huggingface_hub import HfApi
 
@@ -191,7 +190,7 @@ def _download(name: HubName, snapshot: Path, files: Mapping[str, HubFile], progr
 
 
 class _Bar:
-    """A tqdm bar that draws nothing, and reports its progress to `report`."""
+    """A tqdm bar that draws nothing, and passes its progress to `report`."""
 
     def __init__(self, file: str, size: int, report: Callable[[int], None]):
         self._file, self._size, self._report, self._done = file, size, report, 0
@@ -219,7 +218,6 @@ def _endpoint() -> str:
 
 @contextmanager
 def _hub_errors(name: HubName) -> Iterator[None]:
-    """Convert huggingface_hub's errors to CheckpointError: Unreachable if cached files may help."""
     try:
         from huggingface_hub import errors
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The stored tensors of one quantised weight (`Stored`), and the orders of columns of weights."""
+"""The tensors of one quantised weight (`Stored`), and column permutations of weights."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ ORDER = "column_order"
 
 @dataclass(frozen=True)
 class Stored:
-    """The tensors of one quantised weight, by the ends of their names, such as "qweight"."""
+    """The tensors of one quantised weight. Keys of `parts` are name endings, such as "qweight"."""
 
     path: Path
     name: str  # name of the weight, as model.layers.0.mlp.up_proj.weight
@@ -35,7 +35,7 @@ class Stored:
         return tensor
 
     def scales(self, part: str) -> Tensor:
-        """Return the scales in the tensor `part` as two dimensions; a vector becomes [n, 1]."""
+        """Return the scales in the tensor `part` with two dimensions; a vector becomes [n, 1]."""
         tensor = self[part]
         if tensor.codec not in SCALE_TYPES or len(tensor.shape) > 2:
             known = f"supported are 1 or 2 dimensions of {', '.join(SCALE_TYPES)}"
@@ -52,10 +52,10 @@ class Stored:
         turned: bool = False,
         order: np.ndarray | None = None,
     ) -> tuple[Tensor, ...]:
-        """Return the weight [out, in] and, if `order` is given, `order` as a tensor f32 [in].
+        """Return the weight [out, in] and, if `order` is given, a tensor f32 [in] with `order`.
 
         kind: the type of the codes, as in `scaled_codec`.
-        scales: one for each group or block; turned: they are [groups, out], not [out, groups].
+        scales: one for each group or block, [out, groups], or [groups, out] if `turned`.
         codes: returns the stored codes, u8 [out, in].
         zeros: returns zero points, i8 in the shape of the scales.
         order: column i of the weight is column order[i] of the codes.
@@ -84,10 +84,10 @@ class Stored:
         return weight, Tensor(name, (shape[1],), "f32", scales.source, lambda: order.astype("<f4").view(np.uint8))
 
     def order(self, part: str, inner: int, groups: int) -> np.ndarray | None:
-        """Return an order of columns that makes quantisation groups contiguous.
+        """Return a column permutation that makes quantisation groups contiguous.
 
-        The result is None if the groups are contiguous already, or if no tensor `part` has the
-        group of each column. inner: number of columns.
+        The tensor `part` has the group of each column. The result is None if there is no such
+        tensor, or if the groups are contiguous already. inner: number of columns.
         """
         if (tensor := self.parts.get(part)) is None:
             return None
@@ -98,7 +98,6 @@ class Stored:
         return None if (order == np.arange(inner)).all() else order
 
     def _group(self, scales: tuple[int, ...], shape: tuple[int, int]) -> tuple[int, int]:
-        """Return how many rows and columns share a scale; scales: shape of the scales."""
         out, inner = shape
         if prod(scales) == 1:
             return shape
@@ -111,7 +110,7 @@ class Stored:
 
 
 def block_of(config: Mapping) -> tuple[int, int]:
-    """Return (rows, columns) of a weight's blocks, each of which has one FP8 scale."""
+    """Return the size (rows, columns) of a block, which has one FP8 scale."""
     sizes = config.get("weight_block_size") or weights_of(config).get("block_structure") or _BLOCK
     is_valid = isinstance(sizes, list | tuple) and len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
     return tuple(sizes) if is_valid else _BLOCK
@@ -126,9 +125,9 @@ def weights_of(config: Mapping) -> Mapping:
 
 
 def column_orders(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Keep one copy of equal column orders; return (tensors, {weight: its tensor with the order}).
+    """Return the tensors without duplicates of column permutations, and {weight: permutation name}.
 
-    A tensor `*.column_order` has the order of the columns of the weight `*.weight`.
+    The permutation of the weight `*.weight` is stored as the tensor `*.column_order`.
     """
     found, orders, names = dict(tensors), dict[str, str](), dict[bytes, str]()
     for name, tensor in tensors.items():

@@ -109,7 +109,7 @@ def main(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def engine(args: argparse.Namespace, bundle: "Bundle") -> "Iterator[tuple[Callable[[Record], str], Answer]]":
-    """Yield two functions for `run_job`: one returns a record's key, the other answers records.
+    """Yield two functions for `run_job`: one returns the key of a record, one answers records.
 
     With --ray, the Ray cluster answers the records.
     """
@@ -130,8 +130,8 @@ def engine(args: argparse.Namespace, bundle: "Bundle") -> "Iterator[tuple[Callab
 def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "tuple[Conversion, Engine | None]":
     """Return the converter of records to engine requests, and the engine that runs the requests.
 
-    The engine is None for an embedding model, or if `runs` is false.
-    args: the command's options; `args.json_schema` is the parsed schema, not a file name.
+    The engine is None for an embedding model, or if `runs` is false. args: the command's options;
+    `args.json_schema` is the parsed schema.
     """
     from castiron.pipelines.batch.records import Conversion, identity
     from castiron.pipelines.engine.engine import Engine
@@ -152,7 +152,7 @@ def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "t
 
 
 def text_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, Callable[[], Format]]":
-    """Return the converter of plain prompts, and a function that returns that of OpenAI's requests.
+    """Return the converter of plain prompts, and a function that makes the converter of requests.
 
     The function is called when the first request in OpenAI's format is read. It also prints which
     of the given options have no effect on such requests.
@@ -184,7 +184,7 @@ def text_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, C
 
 
 def embedding_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, Callable[[], Format]]":
-    """Return the converter of texts, and a function that returns that of OpenAI's requests."""
+    """Return the converter of texts, and a function that makes the converter of requests."""
     from castiron.pipelines.batch.openai_batch import OpenAI
     from castiron.pipelines.batch.plain_records import Embeddings
     from castiron.pipelines.text.embedder import Embedder
@@ -198,7 +198,7 @@ def embedding_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Form
 
 
 def names(args: argparse.Namespace, bundle: "Bundle") -> list[str]:
-    """Return the model names that may be in the field `model` of a request in OpenAI's format."""
+    """Return the allowed values of the field `model` in requests in OpenAI's format."""
     from castiron.pipelines.api.model_api import names_of
 
     return [args.name] if args.name else names_of(bundle, args.bundle)
@@ -207,8 +207,7 @@ def names(args: argparse.Namespace, bundle: "Bundle") -> list[str]:
 def progress_reporter(progress: Progress) -> "Callable[[Summary, float | None], None]":
     """Return a callback that reports a job: a bar at a terminal, else one line a minute.
 
-    The callback takes the counts of the job, and the finished fraction of the input or None if it
-    is unknown.
+    The callback takes the counts of the job and the fraction done, None if it is unknown.
     """
     last = time.monotonic()
 

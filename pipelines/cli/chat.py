@@ -95,7 +95,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 class Console:
-    """The loop of a chat, which reads messages from stdin and prints answers to stdout."""
+    """The loop of a chat: reads messages from stdin and prints answers to stdout."""
 
     def __init__(self, chat: "Chat", quiet: bool = False, history: Path | None = None):
         self.chat, self.quiet = chat, quiet
@@ -135,7 +135,7 @@ class Console:
                 failed = failed or not self.input.terminal
 
     def turn(self, message: str, may_command: bool = True) -> None:
-        """Answer a message, or run it if it is a command; without `may_command`, always answer."""
+        """Answer a message, or run it as a command if it is one and `may_command` is true."""
         command, _, rest = message.strip().partition(" ")
         if not command:
             return
@@ -184,9 +184,8 @@ class Console:
     def answer(self, ask: Callable[[Callable[[int, int], None]], Iterator[str]]) -> None:
         """Print an answer while the model generates it.
 
-        ask: starts the answer and returns an iterator over its text. The argument of `ask` is a
-        callback for progress, which `ask` calls with (prompt tokens read so far, all prompt
-        tokens).
+        ask: starts the answer and returns an iterator over its text. `ask` gets a callback, which
+        it calls with (prompt tokens read so far, all prompt tokens).
         """
         from castiron.pipelines.cli.run import AnswerOutput
 
@@ -236,7 +235,7 @@ class Console:
 
 
 def settings(chat: "Chat", name: str = "") -> dict[str, str]:
-    """Return {name: value as text} of all settings, or of the setting `name`.
+    """Return all settings, or only the setting `name`, as {name: value as text}.
 
     Raises PipelineError for an unknown name.
     """
@@ -282,7 +281,7 @@ def _number(name: str, value: str, kind: type) -> float:
 class ChatInput:
     """A reader of messages from stdin, which may be a terminal.
 
-    history: file to which messages typed at a terminal are added; None for no history.
+    history: file that stores the messages typed at a terminal; None for no history.
     """
 
     def __init__(self, history: Path | None = None):
@@ -303,7 +302,6 @@ class ChatInput:
         return message, "\n" not in message
 
     def _block(self, line: str | None) -> str:
-        """Return the text of `line` and further lines from stdin, up to closing triple quotes."""
         lines: list[str] = []
         while line is not None and not line.rstrip().endswith(BLOCK):
             lines.append(line)
@@ -324,7 +322,6 @@ class ChatInput:
 
 
 def _prompt_session(history: Path | None) -> Any:
-    """Return a prompt_toolkit session with completion and history; None if not installed."""
     try:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import Completer, DummyCompleter, PathCompleter, WordCompleter
@@ -339,8 +336,6 @@ def _prompt_session(history: Path | None) -> Any:
         return None
 
     class LineCompleter(Completer):
-        """A completer of commands, settings (after /set), and files (after /save and /load)."""
-
         commands = WordCompleter([f"{name} " if needed else name for name, (needed, _) in COMMANDS.items()], sentence=True)
         arguments = {
             "FILE": PathCompleter(expanduser=True),

@@ -67,10 +67,9 @@ def tokens_of(args: argparse.Namespace, checkpoint) -> list[int]:
 
 
 def report(found: dict) -> list[str]:
-    """Return the lines to print: the modules up to the first that differs, at most four.
+    """Return the lines to print: up to four modules, of which the last is the first that differs.
 
-    If no module differs, these are the last four modules.
-    found: the result of `compare`.
+    If no module differs, these are the last four modules. found: the result of `compare`.
     """
     modules, first = found["modules"], found["first"]
     width = max(len(each["module"]) for each in modules)

@@ -117,19 +117,19 @@ def report(facts: dict) -> list[str]:
 
 
 def plus_minus(value: dict[str, float]) -> str:
-    """Return the text "mean ± error" for a `value` {"mean": ..., "error": ...}."""
+    """Return "mean ± error" as text for a `value` {"mean": ..., "error": ...}."""
     return f"{value['mean']:10.6f} ± {value['error']:10.6f}"
 
 
 def percent(value: dict[str, float]) -> str:
-    """Return the text "mean ± error %" for a `value` {"mean": ..., "error": ...} of fractions."""
+    """Return "mean ± error %" as text for a `value` {"mean": ..., "error": ...} of fractions."""
     return f"{100 * value['mean']:6.3f} ± {100 * value['error']:5.3f} %"
 
 
 def arithmetic(numerics: str, cache: str) -> str:
-    """Return a bundle's numerics and KV cache type as text, such as "fast, cache of f16".
+    """Return numerics and KV cache type as text, such as "fast, cache of f16".
 
-    For a cache of f32, the text is only the numerics.
+    A cache of f32 is not mentioned.
     """
     return numerics + f", cache of {cache}" * (cache != "f32")
 
@@ -169,7 +169,7 @@ def llama_cpp_rows(checkpoint: Path, context: int, threads: int) -> Rows:
 
 
 def base_of(bundle: Bundle, named: str, context: int, threads: int, checkpoint: str | None = None) -> tuple[str, Rows]:
-    """Return the name of the base model, and a function that runs it on a text and yields logits.
+    """Return the name of the base model, and a function that yields its logits for a text.
 
     named: the value of --against: hf, llama.cpp or the path of a bundle. context: number of tokens
     that the base model must be able to read. checkpoint: the value of --checkpoint, for hf and

@@ -57,8 +57,7 @@ def main(args: argparse.Namespace) -> int:
 def explain(bundle: Bundle, function_name: str, position: int, threads: int | None) -> dict[str, Any]:
     """Time each kernel in a call of a model function, and measure the limits of the machine.
 
-    Returns the object that --json prints.
-    position: number of tokens in the KV cache.
+    Returns the object that --json prints. position: number of tokens in the KV cache.
     """
     functions = {function.name: function for function in bundle.manifest.functions}
     if function_name not in functions:
@@ -98,8 +97,8 @@ def described(measured: Profile, rows: list[dict], limits: Mapping[str, float]) 
 def kernel_row(dispatch: Dispatch, work: Mapping[str, Mapping], position: int, limits: Mapping[str, float]) -> dict[str, Any]:
     """Return the object for one kernel in the list `dispatches` that --json prints.
 
-    Its time, bytes and FLOP are sums over all calls of the kernel.
-    work: FLOP, bytes and module paths of the function's kernels by kernel name, from the manifest.
+    Time, bytes and FLOP are sums over all calls of the kernel. work: the manifest's FLOP, bytes and
+    module paths of each kernel, by kernel name.
     """
     kernel = work.get(dispatch.name.removesuffix("_fn"), {})
     nbytes, flops = (amount(kernel, unit, position) * kernel["calls"] if kernel else None for unit in ("bytes", "flops"))

@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def bundle(path: str) -> tuple[dict, list[str]]:
-    """Return a bundle's manifest as JSON values, and the lines to print about the bundle."""
+    """Return a bundle's manifest as JSON values, and the lines to print."""
     from castiron.pipelines.checkpoints.hf_tensors import in_words
     from castiron.pipelines.engine.memory import mapped_weights, needed, slots_of, warn_of_shortage
     from castiron.pipelines.text.tool_formats import HERMES, ToolFormat
@@ -109,7 +109,7 @@ def encoder(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
-    """Return the object that --json prints for a checkpoint, and the lines to print about it.
+    """Return the object that --json prints for a checkpoint, and the lines to print.
 
     tensors: whether to add a line for every tensor.
     """

@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def bundles_at(path: Path) -> Iterator[Path]:
-    """Yield `path` if it is a bundle, otherwise the bundles in the folder `path`, unchecked."""
+    """Yield `path` if it is a bundle, else the bundles in the folder `path`, without checks."""
     is_directory = lambda entry: (entry / "manifest.json").is_file() and not entry.name.startswith(".")
     is_bundle = lambda entry: is_directory(entry) or entry.suffix == ".castiron" and is_archive(entry)
     if is_bundle(path):
@@ -73,7 +73,7 @@ def last_use(path: Path) -> str:
 
 
 def bundle(path: Path) -> dict:
-    """Return the object that --json prints for a bundle; an invalid bundle has an `error`."""
+    """Return the object that --json prints for a bundle, with an `error` if it is invalid."""
     from castiron.vmfb.bundle import read_manifest
     from castiron.vmfb.manifest import BundleError
 
@@ -113,7 +113,7 @@ def table(result: dict) -> list[str]:
 
 
 def bundle_line(row: dict, width: int) -> str:
-    """Return the line to print for a bundle's object `row`; width: characters for the path."""
+    """Return the line to print for a bundle; row: its object; width: characters for the path."""
     used = f", used {row['last_used'][:16].replace('T', ' ')}" if "last_used" in row else ""
     if "error" in row:
         return f"  {row['path']:<{width}}  {row['error']}{used}"

@@ -72,11 +72,11 @@ COMPLETION = "--print-completion"
 
 
 class UsageError(Exception):
-    """An error in the command line."""
+    """Raised for an invalid command line."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises UsageError with a message of one line."""
+    """An argument parser that raises UsageError with a one-line message."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog.removeprefix('castiron ')}: {message}; see {self.prog} --help")
@@ -132,7 +132,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line; raise SystemExit after printing help, the version or a script."""
     if argv[:1] == ["help"]:
         if len(argv) == 1:
             _print_and_exit(short_help_text())
@@ -153,7 +152,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def command_parser(name: str, parser: Parser | None = None) -> Parser:
-    """Return the parser of a command. The command's options are added to `parser` if given."""
+    """Return the parser of a command; if `parser` is given, add the command's options to it."""
     module = importlib.import_module(f"castiron.pipelines.cli.{name}")
     parser = parser or Parser(prog=f"castiron {name}")
     parser.formatter_class, parser.description, parser.epilog = Formatter, module.__doc__, module.EXAMPLES
@@ -202,8 +201,7 @@ def _print_and_exit(text: str) -> NoReturn:
 def _open_closed_streams() -> None:
     """Open the null device for each standard stream that is closed.
 
-    Otherwise the next file to be opened would get the stream's file descriptor, and messages would
-    be written to that file.
+    Otherwise messages would be written to the next file that is opened.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -215,7 +213,6 @@ def _open_closed_streams() -> None:
 
 
 def _print_failure(message: str, kind: str, as_json: bool) -> None:
-    """Print an error on stderr; with --json, also as an object with the type `kind` on stdout."""
     # Stdout may be closed, or its disk full.
     with contextlib.suppress(OSError):
         print(f"castiron: {sanitised(message)}", file=sys.stderr)

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False, draft: bool = False) -> "Bundle":
     """Return the opened bundle `model`; if `model` is a checkpoint, compile it first.
 
-    args: its options set the context, the device, and when hashes are checked (--trust).
-    one_sequence: whether to compile only the functions for one prompt at a time. draft: whether to
-    compile a checkpoint as a draft model, which is fast but less exact.
+    args: options for the context, the device, and the check of hashes (--trust). one_sequence:
+    whether to compile only the functions for one prompt at a time. draft: whether to compile a
+    checkpoint as a draft model, which is fast but less exact.
     """
     from castiron.pipelines.compile.open_model import is_bundle, open_or_compile
 

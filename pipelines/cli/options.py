@@ -34,7 +34,7 @@ DRAWING = ("top_k", "top_p", "min_p", "seed")
 
 
 def token_ids(text: str) -> list[int]:
-    """Return the token ids of a text such as "1,2,3"."""
+    """Parse token ids such as "1,2,3"."""
     try:
         ids = [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
@@ -45,7 +45,7 @@ def token_ids(text: str) -> list[int]:
 
 
 def template_arg(text: str) -> tuple[str, Any]:
-    """Return (name, value) for the text "name=value". The value is parsed as JSON if possible."""
+    """Parse "name=value"; the value is parsed as JSON if possible."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"invalid variable: {text!r}; give NAME=VALUE, such as enable_thinking=false")
@@ -56,7 +56,7 @@ def template_arg(text: str) -> tuple[str, Any]:
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """Return the numbers in a text such as "4,8"; () for the text "none"."""
+    """Parse numbers such as "4,8"; the text "none" gives ()."""
     try:
         return () if text == "none" else tuple(int(part) for part in text.split(",") if part)
     except ValueError:
@@ -71,7 +71,7 @@ def target_name(text: str) -> str:
 
 
 def device_name(text: str) -> str:
-    """Return `text` if it is "cpu" or a GPU driver, with or without a number, as "vulkan:1"."""
+    """Return `text` if it is "cpu" or a GPU driver, which may have a number, as in "vulkan:1"."""
     if text.partition(":")[0] not in ("cpu", *GPUS):
         raise argparse.ArgumentTypeError(f"unknown device: {text!r}; run castiron devices to list the devices")
     return text
@@ -128,7 +128,7 @@ SHARED: dict[str, dict[str, Any]] = {
 
 
 def add_options(parser: argparse._ActionsContainer, *options: str, **changes: Any) -> None:
-    """Add options of the table `SHARED`; `changes` override the table's add_argument arguments."""
+    """Add options of the table `SHARED`; `changes` override arguments of add_argument."""
     for flags in options:
         parser.add_argument(*flags.split(), **SHARED[flags] | changes)
 
@@ -140,7 +140,7 @@ def add_checkpoint(parser: argparse.ArgumentParser, **changes: str) -> None:
 
 
 def model_first(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """Return `argv` with the value of -m or --model moved to the start, as a positional argument.
+    """Move the value of -m or --model to the start of `argv`, as a positional argument.
 
     So a command that takes the model as its first argument also accepts -m MODEL, like llama.cpp.
     """
@@ -162,13 +162,13 @@ def model_first(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[st
 
 
 def note_ignored(args: argparse.Namespace) -> None:
-    """Print that -ngl has no effect, if a value other than 0 is given."""
+    """Print that -ngl has no effect, if its value is not 0."""
     if getattr(args, "n_gpu_layers", "0") != "0":
         print_message(f"no effect: -ngl {args.n_gpu_layers}; to use a GPU, run castiron compile --target vulkan")
 
 
 def check_models_exist(args: argparse.Namespace) -> None:
-    """Check the arguments that name models. A catalogue name is replaced by its correct spelling.
+    """Check the arguments that name models, and correct the case of catalogue names.
 
     Raises CheckpointError for an argument that is neither an existing path nor a known name.
     """
@@ -183,8 +183,7 @@ def check_models_exist(args: argparse.Namespace) -> None:
 def existing_model(model: str) -> str:
     """Return `model` if it is an existing path or a name on the hub or in the catalogue.
 
-    A catalogue name is returned with its correct upper and lower case. For anything else,
-    CheckpointError is raised.
+    The case of a catalogue name is corrected. Raises CheckpointError for anything else.
     """
     if Path(model).exists() or HubName.read(model):
         return model
@@ -198,7 +197,7 @@ def existing_model(model: str) -> str:
 def check_threads(args: argparse.Namespace) -> None:
     """Raise PipelineError if --threads exceeds the number of this machine's CPUs.
 
-    A command that runs its threads on another machine is not checked.
+    Commands that use threads of another machine are not checked.
     """
     threads, cpus = getattr(args, "threads", None), os.cpu_count() or 1
     elsewhere = getattr(args, "target", "host") != "host" or getattr(args, "ray", None) not in (None, "local")
@@ -234,7 +233,7 @@ def compile_options(args: argparse.Namespace) -> "Options":
 
 
 def default_bundle(model: str) -> Path:
-    """Return the path build/NAME, where a model's bundle is written by default."""
+    """Return build/NAME, the default path for the bundle of a model."""
     hub = None if Path(model).exists() else HubName.read(model)
     return Path("build") / (hub.short if hub else model_name(Path(model)))
 
@@ -271,8 +270,8 @@ def answer_limit(max_tokens: int | None) -> int | None:
 def add_sampling_options(parser: argparse.ArgumentParser, *, model_default: bool = False, speculates: bool = True) -> None:
     """Add the options for sampling, stopping and speculative decoding.
 
-    model_default: whether defaults are taken from the model's generation_config, and repetition
-    loops are stopped by default. speculates: whether to add --speculate and --draft.
+    model_default: whether defaults come from the model's generation_config, and repetition loops
+    are stopped by default. speculates: whether to add --speculate and --draft.
     """
     own = "the model's, else " if model_default else ""
     group = parser.add_argument_group("sampling", None if model_default else "Greedy unless --temperature is given.")
@@ -298,8 +297,8 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, model_default: bool
 def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None = None) -> "Sampling":
     """Return the `Sampling` that the options set.
 
-    generation: the model's generation_config with the defaults; None for greedy decoding by
-    default.
+    generation: the model's generation_config, for defaults; if it is None, the default is greedy
+    decoding.
 
     Raises PipelineError for a value out of range, or an empty stop string. An option that has no
     effect in greedy decoding is also an error, but with --temperature 0 it only causes a message.
@@ -324,8 +323,8 @@ def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None =
 def prefix_store(args: argparse.Namespace, manifest: "Manifest", is_automatic: bool = False) -> "PrefixStore | None":
     """Return the store for states of prefixes in the folder --prefix-cache.
 
-    Without this option, return None or, if `is_automatic` is true, a store in castiron's cache
-    folder, for long prefixes only.
+    If the option is not given, return None or, if `is_automatic`, a store for long prefixes in
+    castiron's cache folder.
     """
     if not 0 < args.prefix_cache_size < float("inf"):
         raise PipelineError(f"--prefix-cache-size is {args.prefix_cache_size:g}; give a number of gigabytes above 0")
@@ -344,7 +343,7 @@ def prefix_store(args: argparse.Namespace, manifest: "Manifest", is_automatic: b
 
 
 def read_schema(path: str | None) -> Any:
-    """Return the JSON schema in a file; None without a path."""
+    """Return the JSON schema in a file; None if `path` is None."""
     if path is None:
         return None
     try:

@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
 def paths_of(name: str) -> list[Path]:
     """Return the paths that `castiron rm` removes for a name or path.
 
-    These are bundles and, for a catalogue name, the downloaded checkpoint.
+    These are bundles and, if the name is in the catalogue, the downloaded checkpoint.
     """
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, canonical_name
     from castiron.pipelines.compile.open_model import cached_path
@@ -77,7 +77,7 @@ def paths_of(name: str) -> list[Path]:
 def process_using(path: Path) -> int | None:
     """Return the id of another process that uses a file of the bundle at `path`, or None.
 
-    Searches the open and memory-mapped files of all processes in /proc, which only Linux has.
+    The function searches the open and mapped files in /proc, which only Linux has.
     """
     location = os.path.realpath(path)
     for process in Path("/proc").glob("[0-9]*"):
@@ -92,7 +92,7 @@ def process_using(path: Path) -> int | None:
 
 
 def remove(path: Path) -> int:
-    """Remove a bundle or a downloaded file, and return the number of bytes that it had."""
+    """Remove a bundle or a downloaded file, and return the number of bytes removed."""
     if path.is_file() or path.is_symlink():
         files = [path]
     elif path.parent == cache_path("bundles"):

@@ -123,7 +123,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def check_prompt(args: argparse.Namespace) -> None:
-    """Check the options of the prompt, and set args.prompt to PROMPT, or to "-" to read stdin.
+    """Check the options of the prompt, and set args.prompt to PROMPT, or to "-" for stdin.
 
     Raises PipelineError for options that exclude each other, and if there is no prompt.
     """
@@ -143,10 +143,10 @@ def check_prompt(args: argparse.Namespace) -> None:
 
 
 def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], Tokenizer | None, tuple[int, ...]]:
-    """Return (token ids of the prompt, tokenizer, further end tokens).
+    """Return (token ids of the prompt, tokenizer, additional end tokens).
 
-    The further end tokens are for a prompt with --suffix: generation stops at each of these ids.
-    With --tokens, the tokenizer is None if the bundle has none or no option needs it.
+    The additional end tokens are those of a prompt with --suffix. With --tokens, the tokenizer is
+    None if the bundle has none or no option needs it.
     """
     if args.tokens:
         encode_prompt(args.tokens, None, bundle.manifest.vocab)
@@ -161,7 +161,7 @@ def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], Tokenizer 
 
 
 def read_grammar(args: argparse.Namespace, text: Tokenizer | None) -> Grammar | None:
-    """Return the grammar of --json-schema, --regex or --grammar; None without these options."""
+    """Return the grammar of --json-schema, --regex or --grammar; None if none is given."""
     if args.json_schema is args.regex is args.grammar is None:
         return None
     if text is None:
@@ -176,7 +176,7 @@ def read_grammar(args: argparse.Namespace, text: Tokenizer | None) -> Grammar | 
 
 
 def prompt_text(args: argparse.Namespace) -> str:
-    """Return the prompt of --file, of stdin, or of the command line followed by stdin."""
+    """Return the prompt: of --file, of stdin, or of the command line followed by stdin."""
     if args.file:
         prompt, source = decoded(Path(args.file).read_bytes()), args.file
     elif args.prompt == "-":
@@ -199,7 +199,7 @@ def decoded(data: bytes) -> str:
 
 
 def read_stdin() -> bytes:
-    """Return all bytes of stdin. If no input comes within STDIN_SECONDS, print a message."""
+    """Return all bytes of stdin; print a message if no input comes within STDIN_SECONDS."""
     try:
         if not select.select([STDIN], [], [], STDIN_SECONDS)[0]:
             print_message("waiting for stdin; end it with Ctrl-D, or run the command with < /dev/null")
@@ -218,8 +218,7 @@ def rate(tokens: int, seconds: float) -> float | None:
 def report(stream: Stream, text: str | None, reasoning: str | None, load_seconds: float) -> dict:
     """Return the object that --json prints.
 
-    text, reasoning: the answer and its reasoning, or None. load_seconds: time to load
-    the model.
+    text, reasoning: the answer and its reasoning, or None. load_seconds: time to load the model.
     """
     request = stream.request
     return {
@@ -239,7 +238,7 @@ def report(stream: Stream, text: str | None, reasoning: str | None, load_seconds
 
 
 def speed(stream: Stream, thinking: bool) -> str:
-    """Return the line that is printed after an answer: its speed, and why it ended.
+    """Return the line to print after an answer: its speed, and why it ended.
 
     thinking: whether generation ended inside the reasoning.
     """

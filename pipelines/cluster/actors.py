@@ -112,7 +112,6 @@ def _prompt(values: Sequence[Any]) -> Any:
 
 
 def _with_answers(batch: pa.Table, results: Sequence[Result]) -> pa.Table:
-    """Return `batch` with the columns `ANSWER` added; results: a result for each row."""
     import pyarrow as pa
 
     rows = [(r.text, None, None, str(r.error)) if r.error else (r.text, r.finish_reason, len(r.tokens), None) for r in results]
@@ -123,7 +122,7 @@ def _with_answers(batch: pa.Table, results: Sequence[Result]) -> pa.Table:
 
 
 class BatchActor:
-    """A Ray actor that answers records of a batch job. The first `answers` opens the bundle."""
+    """A Ray actor that answers records of a batch job. The first call opens the bundle."""
 
     def __init__(self, args: argparse.Namespace, path: Path, manifest: bytes, prepare: Prepare):
         self.args, self.path, self.manifest, self.prepare = args, path, manifest, prepare

@@ -196,7 +196,6 @@ async def _send_lost(started: Message, path: str, send: Send) -> None:
 
 
 async def _read_body(receive: Receive, limit: int) -> bytes:
-    """Return the request body. If it exceeds `limit` bytes, the rest is not read."""
     data, more = bytearray(), True
     while more and len(data) <= limit:
         message = await receive()

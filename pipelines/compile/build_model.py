@@ -26,7 +26,7 @@ ENCODE_WIDTHS, SINGLE_CALL_WIDTHS = (32, 128), (32, 128, 512, 2048)
 
 
 def open_source(model: str | Path, options: Options, progress: Progress | None = None) -> Checkpoint:
-    """Open a checkpoint without the keys `options.ignore_keys`, and merge `options.adapter`."""
+    """Open a checkpoint, ignoring keys in `options.ignore_keys`, and merge `options.adapter`."""
     checkpoint = open_checkpoint(model, progress, options.ignore_keys)
     return merge(checkpoint, open_adapter(Path(options.adapter))) if options.adapter else checkpoint
 
@@ -42,7 +42,7 @@ class EncoderSizes:
 
 
 def encoder_sizes(checkpoint: Checkpoint, options: Options) -> EncoderSizes | None:
-    """Return the sizes of an encoder's functions; None for a model that generates text."""
+    """Return the sizes of an encoder's functions; None if the model generates text."""
     if checkpoint.encoding is None:
         return None
     config, context = read_config(checkpoint.config), context_of(checkpoint.config, options)

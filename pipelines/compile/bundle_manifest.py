@@ -1,4 +1,4 @@
-"""Build a new bundle's manifest: model, source, and the FLOP and bytes of each kernel."""
+"""Build the manifest of a new bundle: model, source, and the FLOP and bytes of each kernel."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def manifest_of(
 ) -> Manifest:
     """Return a manifest without `files` and `accuracy`.
 
-    sha256: that of `checkpoint`. compile_info: entries of the manifest's `compile`.
+    sha256: the hash of `checkpoint`. compile_info: entries of the manifest's `compile`.
     """
     first, config, sizes = next(iter(module.functions.values())), checkpoint.config, encoder_sizes(checkpoint, options)
     context = sizes.context if sizes else context_of(config, options)
@@ -123,7 +123,6 @@ def _module_facts(module: Module, options: Options, target: Target, tiles: TileF
 
 
 def _arithmetic(matmuls: Sequence[Matmul], target: Target) -> dict[str, int]:
-    """Count matmuls by how they convert their f32 activations x; others are not counted."""
     if not target.isa:
         return {}
     isa = ISAS[target.isa]
@@ -137,7 +136,7 @@ def _arithmetic(matmuls: Sequence[Matmul], target: Target) -> dict[str, int]:
 
 
 def work_of(function: Graph, context: int) -> dict[str, dict]:
-    """Return the work of each kernel of a function by name: the fields of `manifest.KernelWork`.
+    """Return the fields of `manifest.KernelWork` for each kernel of a function, by kernel name.
 
     FLOP and bytes of a call are [value at position 0, increase per position, value at the last
     position of `context`]. In module paths, `*` stands for the layer's number.

@@ -1,9 +1,9 @@
 """Measure the importance of each column of a weight on a text (llama.cpp's importance matrix).
 
-The error of a column counts in proportion to the inputs that the column is multiplied by. So the
+The quantisation error of a column matters in proportion to the inputs of the column. So the
 unquantised model reads the text, and each matmul gets an extra result: for each column, the sum of
-its squared inputs over all tokens. For the down projection of an expert, only tokens that are
-routed to this expert count. `progress`: called with (name of a stage, fraction done).
+its squared inputs over all tokens. For an expert, only the tokens that are routed to it count.
+`progress`: called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def calibrate(checkpoint: Checkpoint, options: Options, progress: Progress) -> I
     """Return the importance of each weight's columns, measured on the text `options.calibrate`.
 
     The importance of a column is the mean square of its input, divided by the average over all
-    columns. The result is cached on disk, and empty without a text.
+    columns. The result is cached on disk. It is empty if the options have no text.
     """
     text = options.calibrate
     if not text:
@@ -82,7 +82,10 @@ def calibrate(checkpoint: Checkpoint, options: Options, progress: Progress) -> I
 
 
 def chunks_of(checkpoint: Checkpoint, text: str | Path) -> list[list[int]]:
-    """Split a text's tokens into up to MAX_CHUNKS sequences of CHUNK tokens, or one shorter one."""
+    """Split a text's tokens into up to MAX_CHUNKS sequences of CHUNK tokens.
+
+    A text shorter than CHUNK tokens gives one shorter sequence.
+    """
     if checkpoint.tokenizer is None:
         raise PipelineError(f"{checkpoint.path} has no tokenizer to calibrate with; leave --calibrate out")
     try:
@@ -127,7 +130,7 @@ def measure(checkpoint: Checkpoint, chunks: Sequence[list[int]], progress: Progr
 def watched(model: ModelModule, function: Graph) -> list[tuple[str, ...]]:
     """Add results to `function`: the sum of x² over tokens, f32 [in], for each input x of matmuls.
 
-    Returns, for each new result, the names of the weights that multiply this x.
+    Returns, for each new result, the names of the weights that are multiplied by x.
     """
     weights = {op.results[0]: op.attrs["weight"] for op in function.ops if op.kind == "weight"}
     # Gate and up projections of experts read the operation's x. The input of the down projection
@@ -180,7 +183,6 @@ def watched_experts(module: Module, function: Graph, known: Set[str]) -> list[tu
 
 
 def _run(loaded: Loaded, function: Graph, names: Sequence, chunks: Sequence[list[int]], progress: Progress) -> list[np.ndarray]:
-    """Run `function` on `chunks`; return the sums of its last len(names) results over all calls."""
     results = len(function.outputs)
     assert function.entry is not None, "a model's function has a role"
     sums = [np.zeros(value.shape, np.float64) for value in function.outputs[results - len(names) :]]

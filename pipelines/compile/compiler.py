@@ -75,10 +75,10 @@ def compile_model(
 
     Args:
         progress: called with (name of a stage, fraction done).
-        tiles: tiles by matmul name, in place of those that `castiron tune` stored.
+        tiles: tiles by matmul name, instead of the results of `castiron tune`.
         keep: folder for the MLIR and a script that compiles it.
         evaluate: measures the accuracy of a bundle with fast numerics, if this machine can run it.
-        packed: another bundle; if its weights file is what this bundle needs, the file is linked.
+        packed: another bundle; its weights file is linked if this bundle needs the same weights.
         announce: called before the compilation starts, unless nothing is compiled.
     """
     report = progress or (lambda stage, done: None)
@@ -126,7 +126,6 @@ def compile_model(
             report(name, done)
 
     def pack(writer: BundleWriter) -> str:
-        """Validate the checkpoint and write all files but modules; return the weights' SHA-256."""
         validate(checkpoint, vocab)
         if checkpoint.tokenizer is not None:
             writer.write(TOKENIZER, json.dumps(checkpoint.tokenizer, ensure_ascii=False))
@@ -180,7 +179,7 @@ def compile_model(
 
 @contextmanager
 def _beside(works: Sequence[Callable[[], Any]], cancelled: threading.Event) -> Iterator[list[Future]]:
-    """Run `works` in threads during the `with` body, and yield their futures.
+    """Run `works` in threads during the `with` body; yield their futures.
 
     If one of `works` or the body fails, `cancelled` is set.
     """
@@ -200,7 +199,7 @@ def _beside(works: Sequence[Callable[[], Any]], cancelled: threading.Event) -> I
 
 
 def module_texts(module: Module) -> dict[str, str]:
-    """Return the MLIR text of each module of a bundle by file name; the first is `model.vmfb`."""
+    """Return the MLIR text of each module of a bundle by file name, `model.vmfb` first."""
     by_file: dict[str, list[str]] = {}
     for function in module.functions.values():
         assert function.entry is not None, "a model's function has a role"
@@ -217,14 +216,13 @@ def existing(out: Path) -> Bundle | None:
 
 
 def _weights_key(path: Path, options: Options, target: Target, module: Module) -> str:
-    """Return a hash of all that the packed weights depend on; path: the checkpoint."""
     types = sorted((param.name, str(param.type)) for param in module.params.values())
     of_weights = replace(options, context=None, prefill=(), batch=(), speculate=(), embed=(), iree_flags=())
     return hashlib.sha256(json.dumps([_key(path, of_weights, target), types]).encode()).hexdigest()
 
 
 def _key(path: Path, options: Options, target: Target) -> str:
-    """Return a hash of all that a bundle depends on except tiles; path: the checkpoint."""
+    """Return a hash of everything that a bundle depends on except tiles; path: the checkpoint."""
     path = path.resolve()
     # The layers after an encoder's pooling are in separate folders.
     own = [*path.iterdir(), *(path.glob("*/*") if (path / MODULES).exists() else ())] if path.is_dir() else []

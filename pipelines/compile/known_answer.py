@@ -42,7 +42,7 @@ SCOPE = "known_answer"
 
 @dataclass(frozen=True)
 class Probes:
-    """The matmuls of a known answer, which the module device.vmfb computes.
+    """Small matmuls with known results, which the module device.vmfb computes.
 
     text: the MLIR of device.vmfb. parameters: the operands, by their name in the bundle's weights.
     expected: the result of each matmul, by codec of its weight.
@@ -84,15 +84,13 @@ def make_probes(checkpoint: Checkpoint, options: Options) -> Probes:
 
 
 def _activations(count: int) -> np.ndarray:
-    """Return test activations, f32 [1, count]: multiples of 1/32 from -1 to 1."""
     return ((np.arange(count) * 37 % 64 - 32) / 32).astype(np.float32)[None]
 
 
 def decode_on_cpu(checkpoint: Checkpoint, options: Options, importance: Importance) -> Decode | None:
     """Compile the model for this machine's CPU, run decode steps, and return some of their logits.
 
-    This packs the weights again, so it returns None for more than `MAX_BYTES` of weights, and for
-    an embedding model.
+    The result is None for an embedding model, and for more than `MAX_BYTES` of weights.
     """
     target = TARGETS["host"]
     own = replace(

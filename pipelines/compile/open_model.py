@@ -41,10 +41,10 @@ def open_or_compile(
 ) -> Bundle:
     """Return an open bundle for `model`: a bundle, or a checkpoint that is compiled if necessary.
 
-    options: compiler options, by default `Options(target=target)` or, with `draft`,
-    `Options.for_draft(target)`; PipelineError if `model` is a bundle. announce: whether to print a
-    line before compiling. one_sequence: whether to compile only the functions for one prompt at a
-    time; has no effect if the bundle with all functions is cached.
+    options: compiler options; PipelineError if `model` is a bundle. The default is
+    `Options(target=target)` or, with `draft`, `Options.for_draft(target)`. announce: whether to
+    print a line before compiling. one_sequence: whether to compile only the functions for one
+    prompt at a time; has no effect if the bundle with all functions is cached.
     """
     path = model.path if isinstance(model, Bundle) else Path(model).expanduser()
     if is_bundle(model):
@@ -86,8 +86,7 @@ def compile_to(
 ) -> Path:
     """Compile a model into the directory `out`, and return the path of the bundle.
 
-    First waits until other threads have finished compiling.
-    message: line to print before compiling.
+    Threads compile one after the other. message: line to print before compiling.
     """
     from castiron.pipelines.compile.compiler import compile_model
 
@@ -98,7 +97,7 @@ def compile_to(
 
 
 def options_of(**options: Any) -> Options:
-    """Return `Options` from keyword arguments; an int or None is accepted as a tuple of sizes."""
+    """Return `Options` from keyword arguments; for a tuple of sizes, an int or None is allowed."""
     from castiron.pipelines.compile.options import Options
 
     for name in {"prefill", "batch", "speculate", "embed"} & options.keys():
@@ -108,7 +107,7 @@ def options_of(**options: Any) -> Options:
 
 
 def is_bundle(model: str | Path | Bundle) -> bool:
-    """Return whether `model` is a bundle or the path of one. The bundle may be damaged."""
+    """Return whether `model` is a bundle or the path of a bundle, even if it is damaged."""
     if isinstance(model, Bundle):
         return True
     path = Path(model).expanduser()
@@ -123,7 +122,7 @@ def require_generation(bundle: Bundle) -> Bundle:
 
 
 def require_cpu(bundle: Bundle, command: str) -> Bundle:
-    """Return the bundle; PipelineError if it is compiled for a GPU. command: for the message."""
+    """Return the bundle; PipelineError, with the name of `command`, if it is compiled for a GPU."""
     if bundle.manifest.target.driver:
         raise PipelineError(
             f"castiron {command} measures CPU kernels, but this bundle is compiled for a GPU: {bundle.path}; "

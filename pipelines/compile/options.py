@@ -76,7 +76,7 @@ class Options:
 
     @classmethod
     def for_draft(cls, target: str = "host") -> Options:
-        """Return options for a fast draft model. The main model corrects its errors."""
+        """Return options for a fast draft model, whose tokens the main model verifies."""
         # Kernels for GPUs do not round activations.
         numerics = "exact" if is_gpu(target) else "draft"
         return cls(
@@ -85,14 +85,14 @@ class Options:
 
     @property
     def threads_or_cores(self) -> int:
-        """`threads`; by default this machine's physical cores, or 2 for another target."""
+        """Return `threads`, or else this machine's physical cores (2 for another target)."""
         return self.threads or (physical_cores() if self.target == "host" else DEFAULT_THREADS)
 
 
 def context_of(config: dict, options: Options) -> int:
     """Return the default context: the max tokens of a sequence.
 
-    If `options.context` is None, this is the model's limit, at most 8192.
+    If `options.context` is None, the default is the model's limit, but not above 8192.
     """
     if options.context is not None:
         return options.context
@@ -102,8 +102,8 @@ def context_of(config: dict, options: Options) -> int:
 def max_context_of(config: dict, options: Options) -> int:
     """Return the largest context with which the bundle can be opened.
 
-    By default this is the model's limit, at most 131,072. For the portable lowering or a GPU, it is
-    the default context.
+    By default, this is the model's limit, but not above 131,072. For the portable lowering or a
+    GPU, this is the default context.
     """
     if options.max_context is not None:
         return options.max_context

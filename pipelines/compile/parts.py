@@ -43,7 +43,8 @@ def extract_function(module: Module, name: str) -> Module:
 def extract_layer(module: Module, layer: int) -> Module:
     """Return a module whose functions have only the operations of one layer.
 
-    Values from outside the layer become arguments; values used after it become results.
+    Values from outside the layer become arguments. Values that are used after the layer become
+    results.
     """
     layers = {layer_of(op) for function in module.functions.values() for op in function.ops} - {None}
     if layer not in layers:
@@ -62,7 +63,7 @@ def layer_of(op: Op) -> int | None:
 
 
 def kernel_module(kernel: Kernel, storage: bool = False) -> Module:
-    """Return a module with a function `call` that runs the kernel once, with all index operands 0.
+    """Return a module with a function `call` that runs the kernel once; index operands are 0.
 
     storage: whether `call` takes buffers for results, so that it allocates no memory for them.
     """
@@ -78,7 +79,6 @@ def kernel_module(kernel: Kernel, storage: bool = False) -> Module:
 
 
 def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None:
-    """Add one layer's operations, and the parameters that they read, as a function to `into`."""
     block = [op for op in function.ops if layer_of(op) == layer]
     read = {v for op in block for v in op.operands}
     # Operations without operands are copied if the layer reads them: rotary tables, for example, are in the first layer.
@@ -101,10 +101,7 @@ def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None
 
 
 def _names(function: Graph) -> dict[Value, str]:
-    """Return names of a function's inputs, and of values that are used outside their layer.
-
-    An updated state has the name of the input state; other values, their operation's module path.
-    """
+    """Return names of a function's inputs, and of values that are used outside their layer."""
     readers: dict[Value, set[int | None]] = {value: {None} for value in function.outputs}
     for op in function.ops:
         for value in op.operands:
@@ -126,7 +123,7 @@ def _names(function: Graph) -> dict[Value, str]:
 
 
 def _updated(op: Op, result: int) -> Value | None:
-    """Return the operand that `op` updates in place for its result number `result`, or None."""
+    """Return the operand that result number `result` of `op` updates in place, or None."""
     if op.kind == "kernel":
         kernel = op.attrs["kernel"]
         operand = kernel.in_place.get(list(kernel.results)[result])
@@ -136,7 +133,7 @@ def _updated(op: Op, result: int) -> Value | None:
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """The options of `castiron emit --kernel`, which select a kernel."""
+    """The options that select a kernel for `castiron emit --kernel`."""
 
     sizes: tuple[int, ...]  # the numbers of --shape
     tokens: int  # rows of x; for attention_decode, sequences; for experts, (token, expert) pairs
@@ -150,7 +147,7 @@ class KernelRequest:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of kernel for the option --kernel of `castiron emit`."""
+    """A kind of kernel for `castiron emit --kernel`."""
 
     shape: str  # names of the sizes in --shape, for the help
     example: str  # a value of --shape
@@ -209,10 +206,10 @@ def _recurrent(name: str, asked: KernelRequest) -> Kernel:
 
 
 def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, KernelRequest], Kernel]:
-    """Return a function that builds a one-layer model and takes a kernel, given by name, from it.
+    """Return a function that builds a model with one layer, and returns one of its kernels.
 
     function: the model function with the kernel, such as "prefill"; decode_step for one token.
-    keys: keys of the config that get the sizes of --shape.
+    keys: config keys for the sizes of --shape.
     """
 
     def make(name: str, asked: KernelRequest) -> Kernel:
@@ -261,8 +258,8 @@ KINDS: dict[str, Kind] = {
 def named_kernel(name: str, shape: str, *, tokens: int | None = None, **options: Any) -> Kernel:
     """Return a kernel of the kind `name`, a key of KINDS, with default tiles.
 
-    shape: sizes joined by "x", such as "1536x576". tokens: None for the kind's default. options:
-    other fields of `KernelRequest`.
+    shape: sizes joined by "x", such as "1536x576". tokens: None for the default of the kind.
+    options: other fields of `KernelRequest`.
     """
     kind = KINDS.get(name)
     if kind is None:

@@ -39,7 +39,7 @@ _OWN = ("general.file_type", "general.quantization_version")
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `quantise`: the new file, and how it was made."""
+    """The new file that `quantise` wrote, with its codecs and the time."""
 
     file: Path
     bytes: int
@@ -82,7 +82,6 @@ def quantise(model: str | Path, out: Path, options: Options, progress: Progress)
 
 
 def _copied(checkpoint: Checkpoint, options: Options, importance: Importance) -> tuple[list[Buffer], list[Tensor]]:
-    """Return (encoded metadata, converted tensors) for a checkpoint that is a GGUF file."""
     file, codecs = read_gguf(checkpoint.path), codecs_of(checkpoint, options.weights, options.requantise)
     # A GGUF tensor may be a stack of several HF tensors, such as the experts of a layer, in one codec.
     names: dict[str, list[str]] = {}
@@ -97,11 +96,6 @@ def _copied(checkpoint: Checkpoint, options: Options, importance: Importance) ->
 
 
 def _converted(file: GgufFile, tensor: Tensor, codec: str, names: list[str], importance: Importance) -> Tensor:
-    """Return a tensor of a GGUF file, converted to `codec`.
-
-    names: the HF names of the matrices in `tensor`, several for stacked experts.
-    """
-
     def read() -> np.ndarray:
         if codec == tensor.codec:
             return tensor.data
@@ -117,7 +111,6 @@ def _converted(file: GgufFile, tensor: Tensor, codec: str, names: list[str], imp
 
 
 def _exported(checkpoint: Checkpoint, options: Options, importance: Importance) -> tuple[list[Buffer], list[Tensor]]:
-    """Return (encoded GGUF metadata, converted tensors) for a checkpoint of any format."""
     config, codecs = gguf_export.flat_config(checkpoint.config), codecs_of(checkpoint, options.weights, options.requantise)
 
     def read(name: str, codec: str, columns: np.ndarray | None) -> np.ndarray:

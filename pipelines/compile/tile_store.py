@@ -28,7 +28,7 @@ SCHEMA = 2
 
 @dataclass(frozen=True)
 class Key:
-    """The conditions of a measurement. Tiles are used only under the same conditions."""
+    """The conditions of a measurement. Tiles are used only if all conditions are the same."""
 
     cpu: str  # model of the CPU
     isa: str
@@ -64,7 +64,7 @@ def key_of(target: Target, threads: int) -> Key:
 
 
 def read_findings() -> tuple[Finding, ...]:
-    """Return all stored findings; PipelineError if the file is invalid, () if it cannot be read."""
+    """Return all stored findings, () if the file cannot be read; PipelineError if it is invalid."""
     path = store_path()
     try:
         value = json.loads(path.read_bytes())
@@ -93,7 +93,7 @@ def findings_of(key: Key) -> dict[str, Finding]:
 
 
 def tuned_tiles(options: Options, target: Target) -> TileFields:
-    """Return the stored tiles by matmul name, or {} if these options do not use tuned tiles."""
+    """Return the stored tiles by matmul name; {} if these options do not use tuned tiles."""
     if not options.tuned or options.target != "host" or options.lowering != "kernels":
         return {}
     found = findings_of(key_of(target, options.threads_or_cores))
@@ -101,7 +101,7 @@ def tuned_tiles(options: Options, target: Target) -> TileFields:
 
 
 def tiles_for(matmul: Matmul, tuned: TileFields, isa: Isa, threads: int) -> Tiles | None:
-    """Return the tiles of a matmul in `tuned`, or None if they are not in it."""
+    """Return the tiles of a matmul in `tuned`, or None if there are none."""
     if matmul.name not in tuned:
         return None
     try:

@@ -4,8 +4,8 @@ A codec is an element type or a quantisation, such as bf16 or q4_k. A mix, such 
 different codecs to different weights, as in llama.cpp (src/llama-quant.cpp). So a bundle is as
 large and as accurate as a GGUF file of the same type.
 
-An `Importance` has, by name of a weight, factors f32 [in]: how much quantisation errors count in
-each column (see `calibration`). If a name is absent, all columns of the weight count equally.
+An `Importance` has factors f32 [in] for a weight, by name: how much quantisation errors count in
+each column (see `calibration`). For a weight without factors, all columns count equally.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def codecs_of(checkpoint: Checkpoint, weights: str, requantise: bool = False) ->
 
     weights: the value of --weights. Vectors keep the checkpoint's codec. If `weights` is a
     quantisation, some matrices keep it too: routers, other small matrices, experts trained in
-    MXFP4, and matrices whose row length is not a multiple of a block.
+    MXFP4, and matrices whose rows cannot be divided into blocks.
 
-    requantise: whether quantised matrices are quantised again, if this makes them smaller. If it is
-    false, CheckpointError is raised for a quantisation of matrices that are already quantised.
+    requantise: whether to quantise quantised matrices again, if this makes them smaller. If false,
+    CheckpointError is raised if matrices would have to be quantised again.
     """
     matrices = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1]
     codecs = {tensor.name: tensor.codec for tensor in checkpoint.tensors.values()}
@@ -84,9 +84,9 @@ def codecs_of(checkpoint: Checkpoint, weights: str, requantise: bool = False) ->
 
 
 def _fitting(tensor: Tensor, codec: str) -> str:
-    """Return `codec` or, if its blocks do not divide a row, a codec with smaller blocks.
+    """Return `codec`, or a codec with smaller blocks if its blocks do not divide a row.
 
-    If these do not divide a row either, return the codec that the tensor has.
+    If the smaller blocks do not divide a row either, return the tensor's codec.
     """
     features = tensor.shape[-1]
     if features % codec_of(codec).block:
@@ -95,7 +95,6 @@ def _fitting(tensor: Tensor, codec: str) -> str:
 
 
 def _mixed(checkpoint: Checkpoint, matrices: list[Tensor], mix: str) -> dict[str, str]:
-    """Return the codec of each matrix by name; mix: a key of MIXES."""
     base, config = MIXES[mix], checkpoint.config
     eight_experts = (config.get("num_local_experts") or config.get("num_experts")) == 8
     tied = config.get("tie_word_embeddings") or _HEAD not in checkpoint.tensors
@@ -106,7 +105,7 @@ def _mixed(checkpoint: Checkpoint, matrices: list[Tensor], mix: str) -> dict[str
     }
 
     def more_bits(name: str, pattern: re.Pattern) -> bool:
-        """Return whether a tensor is in a layer that gets more bits; pattern: the tensor's kind.
+        """Return whether the tensor's layer gets more bits.
 
         These are the first eighth of the layers, the last eighth, and every third layer between.
         """

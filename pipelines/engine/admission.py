@@ -103,7 +103,7 @@ class Admission:
         return slot if ready and ready[0][2].priority < priority else None
 
     def _for_free_slots(self, free: int) -> list[Candidate]:
-        """Return the waiting requests among which the next one for a free slot is chosen."""
+        """Return the waiting requests that may get a free slot next."""
         slots_of = Counter(r.client for r in self.running.values())
         share = ceil(self.slots / len({*slots_of, *(r.client for r in self.waiting)}))
         seen: Counter[str] = Counter()
@@ -118,10 +118,10 @@ class Admission:
         return found[min(found)] if found else []
 
     def _left_to_read(self, request: Request) -> int:
-        """Return how many prompt tokens a waiting request has to read, or 0 if it should wait.
+        """Return how many prompt tokens a waiting request has to read; 0 if it should wait.
 
-        It should wait while another request reads the same prefix, or while the prefix is read from
-        disk.
+        A request should wait while another request reads the same prefix, or while the prefix is
+        read from disk.
         """
         if request.paused:
             return max(1, len(request.prompt) - request.paused.position)

@@ -96,8 +96,8 @@ class HitRates:
     """The acceptance rates of proposals: for each kind of proposal, the fraction that was right.
 
     The rates are weighted means, in which later proposals count more. `prior`: initial rate of each
-    kind, which weighs as much as `CASES` proposals. `decay`: factor below 1, by which each new
-    proposal multiplies the weights of all earlier ones.
+    kind, which counts as `CASES` proposals. `decay`: a factor below 1. Each new proposal multiplies
+    the weights of earlier proposals by this factor.
     """
 
     CASES = 4.0
@@ -231,11 +231,12 @@ class Draft:
                 self._rates.learn(kind, right)
 
     def plan(self, text: list[int], seconds: float) -> tuple[int, float] | None:
-        """Return (index in `text` from which the draft model should read, seconds that this takes).
+        """Decide how much of `text` the draft model reads, within a limit of `seconds`.
 
-        Tokens that the draft model has already read take no time. Returns None if reading takes
-        more than `seconds`. Of a long text, only the last `WINDOW` tokens are read, unless reading
-        more takes at most a quarter of `seconds`.
+        Returns (index of the first token to read, seconds that reading takes), or None if reading
+        takes longer than the limit. Tokens that the draft model has already read take no time. Of a
+        long text, only the last `WINDOW` tokens are read, unless reading more takes at most a
+        quarter of the limit.
         """
         affordable, length = int(min(seconds / self._read_seconds, 1e9)), len(text)
         cached = length - self._start
@@ -276,7 +277,7 @@ class Draft:
         return guesses
 
     def _follow(self, text: list[int], start: int) -> int:
-        """Read `text` from index `start` on; return the token with the largest logit after it.
+        """Read `text` from index `start` on; return the most probable next token.
 
         Tokens that the session has already read are skipped.
         """
@@ -305,9 +306,9 @@ class Draft:
         return argmax
 
     def _agree(self, text: list[int]) -> int:
-        """Return how many tokens of `text` from `self._start` on the session has already read.
+        """Return how many tokens of `text`, from index `self._start` on, have been read.
 
-        The last token of `text` does not count, because its logits are needed again.
+        The last token of `text` does not count: it is read again, because its logits are needed.
         """
         if text is not self._text:
             self._text, self._agreed = text, 0
@@ -326,7 +327,6 @@ class Draft:
         return Guess(token, float(weight[token] / weight.sum()))
 
     def _logits(self) -> np.ndarray:
-        """Return the logits, f32 [vocab], cut or padded to the target model's vocabulary size."""
         logits = self.session.logits()[: self.vocab]
         if len(logits) < self.vocab:
             logits = np.concatenate([logits, np.full(self.vocab - len(logits), -np.inf, np.float32)])

@@ -31,7 +31,7 @@ class SingleSlot:
         self.slots = [session]
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, int]:
-        """Run a decode step; return the most probable token by slot, -1 for logits that are NaN."""
+        """Run a decode step; return {slot: most probable token}, with token -1 if the logits are NaN."""
         try:
             return {0: self.slots[0].step(tokens[0])}
         except NanLogitsError:
@@ -196,7 +196,7 @@ class Engine:
                 path.unlink(missing_ok=True)
 
     def load_state(self, path: Path) -> None:
-        """Load the tokens and states in a file of `save_state` into the prefix cache.
+        """Load a file that `save_state` wrote into the prefix cache.
 
         Raises StateError if the file belongs to another bundle.
         """

@@ -59,7 +59,7 @@ def slots_of(manifest: Manifest) -> int:
 
 
 def mapped_weights(*manifests: Manifest) -> int:
-    """Return the bytes of weights in main memory; a GPU bundle has its weights on the GPU."""
+    """Return the bytes of weights in main memory; weights of GPU bundles do not count."""
     return sum(manifest.files[WEIGHTS].size for manifest in manifests if not manifest.target.driver)
 
 

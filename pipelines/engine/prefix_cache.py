@@ -16,9 +16,9 @@ from castiron.vmfb.session import Session, move_to
 class Paused:
     """A copy of the states (KV cache) of a preempted request.
 
-    `rows`: an array for each state. `position`: number of tokens in the states.
-    `chunked_tokens`: number of tokens, from the first on, that full calls of the widest prefill
-    function read. `prefilling`: whether a part of the prompt has not been read yet.
+    `rows`: an array for each state. `position`: number of tokens in the states. `chunked_tokens`:
+    number of tokens at the start of the text that were read in full calls of the widest prefill
+    function. `prefilling`: whether a part of the prompt has not been read yet.
     """
 
     rows: list[np.ndarray]
@@ -100,10 +100,7 @@ class PrefixCache:
         return [self.cached_in(prompt, slot, top) for slot in range(len(self.sessions))]
 
     def _on_disk(self, prompt: np.ndarray, top: int | None) -> int:
-        """Return how many tokens of `prompt` the store has on disk.
-
-        With `top` the result is 0, because the store has no log-probabilities.
-        """
+        """Return how many tokens of `prompt` the store has; it has none with log-probabilities."""
         return self.store.lookup(self.sessions[0], prompt) if self.store and top is None else 0
 
     def take(self, prompt: np.ndarray, free: Collection[int], top: int | None = None) -> tuple[int, int]:

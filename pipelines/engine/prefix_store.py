@@ -46,10 +46,10 @@ class PrefixStore:
     computes logits with the same bits.
 
     A state is stored only if it has at least `MIN_CHUNKS` chunks and `min_tokens` tokens, and if no
-    stored state contains more than half of its chunks. The state of a recurrent model cannot be cut
-    to its first tokens, so another state is written where two prompts diverge. If the states in
-    `directory` exceed `max_bytes`, the least recently used ones are removed. A state that cannot be
-    read or written is reported on stderr.
+    stored state already contains more than half of these chunks. The state of a recurrent model
+    cannot be cut to its first tokens, so another state is written where two prompts diverge. If the
+    states in `directory` exceed `max_bytes`, the least recently used ones are removed. A state that
+    cannot be read or written is reported on stderr.
     """
 
     def __init__(self, directory: Path | str, manifest: Manifest, max_bytes: int = MAX_BYTES, min_tokens: int = 0):
@@ -161,7 +161,6 @@ class PrefixStore:
         return found
 
     def _common(self, state: StateFile, prompt: np.ndarray) -> int:
-        """Return how many tokens in complete chunks a state and `prompt` have in common."""
         return self._complete(common_prefix(state.tokens, prompt))
 
     def _complete(self, tokens: int) -> int:
@@ -190,7 +189,6 @@ class PrefixStore:
                 self._reject(path, error)
 
     def _reject(self, path: Path, error: StateError | OSError) -> None:
-        """Report a file that cannot be used, and ignore it until it is written again."""
         self._known.pop(path.name, None)
         # Another process may have removed the file for space.
         if not isinstance(error, FileNotFoundError):
@@ -216,7 +214,6 @@ class PrefixStore:
             return 0
 
     def _evict(self) -> None:
-        """Remove the least recently used states beyond `max_bytes`, and abandoned files."""
         found = []
         for folder in self.directory.glob("*/"):
             remove_abandoned(folder)
@@ -235,7 +232,8 @@ class PrefixStore:
 def common_prefix(cached: np.ndarray, prompt: np.ndarray) -> int:
     """Return the length of the common prefix of two token sequences, i32 [n] each.
 
-    It excludes the last token of `prompt`, which the model must read to compute the next logits.
+    The last token of `prompt` does not count, because the model must read it to compute the next
+    logits.
     """
     length = max(0, min(len(cached), len(prompt) - 1))
     differs = cached[:length] != prompt[:length]

@@ -38,7 +38,8 @@ class Sampling:
     """The sampling options of a generation; a value outside its range raises PipelineError.
 
     temperature: 0 means greedy decoding.
-    top_k, top_p, min_p, repeat_penalty: as in llama.cpp; 0, 1, 0 and 1, in this order, mean off.
+    top_k, top_p, min_p, repeat_penalty: as in llama.cpp. The values top_k=0, top_p=1, min_p=0 and
+        repeat_penalty=1 have no effect.
     seed: generations with equal seeds have equal tokens; without a seed each generation differs.
     frequency_penalty, presence_penalty, logit_bias: as in OpenAI's API; logit_bias maps token
         ids to numbers that are added to the logits.
@@ -178,7 +179,7 @@ class Sampler:
     def pick(
         self, logits: np.ndarray, history: Sequence[int], counts: Mapping[int, int] = {}, check: bool = False
     ) -> tuple[int, bool]:
-        """Return (the next token, whether it is certain: rounding of the logits cannot change it).
+        """Return (the next token, whether it is certain). Rounding cannot change a certain token.
 
         The options are applied in this order: OpenAI's penalties and biases, then, as in llama.cpp,
         repeat penalty, top-k, top-p, min-p and temperature. Of tokens with equal logits, the lowest
@@ -212,10 +213,10 @@ class Sampler:
 
 
 def _draw(weight: np.ndarray, number: float) -> tuple[int, bool]:
-    """Return (an index drawn in proportion to `weight`, whether rounding cannot change it).
+    """Draw an index with probabilities in proportion to `weight`; `number`: random, in [0, 1).
 
-    Rounding cannot change it if `number`, a random number in [0, 1), is at least NEAR_DRAWN away
-    from the numbers that select other indices.
+    Returns (the index, whether rounding of the weights cannot change it). Rounding cannot change
+    the index if `number` is at least NEAR_DRAWN away from the numbers that select other indices.
     """
     # Running sums over a complete vocabulary are slow, so a block is drawn first, then an index in
     # the block.
@@ -246,7 +247,7 @@ def lead(logits: np.ndarray) -> float:
 def _drawn(sums: np.ndarray, goal: float) -> int:
     """Return the first index at which the running sums `sums` exceed `goal`.
 
-    If rounding lets none exceed it, return the last index with a positive weight.
+    If no sum does because of rounding, return the last index with a positive weight.
     """
     return int(min(sums.searchsorted(goal, side="right"), sums.searchsorted(sums[-1])))
 
@@ -344,7 +345,8 @@ def score_width(widths: Sequence[int], max_width: int) -> int:
     """Return how many tokens a call should read if the logits after every token are needed.
 
     widths: numbers of tokens that verify functions take. The result is the largest width up to
-    `max_width`, or else the smallest width. Without widths, it is 1 (a decode step).
+    `max_width`, or else the smallest width. If there are no widths, the result is 1 (a decode
+    step).
     """
     return max((width for width in widths if width <= max_width), default=min(widths, default=1))
 

@@ -209,7 +209,6 @@ class Scheduler:
         self.observer.preempted(request)
 
     def _start(self, request: Request) -> int:
-        """Give a waiting request a slot, and prepare the slot's states; return the slot."""
         free = self.requests.free
         if paused := request.paused:
             slot = self.cache.resume(paused, [*request.prompt, *request.tokens], free)
@@ -227,10 +226,6 @@ class Scheduler:
         return slot
 
     def _decode(self, events: Events) -> None:
-        """Run a decode step, which reads one token of every request whose prompt has been read.
-
-        The next token is chosen for requests that then have no unread tokens.
-        """
         unread = {slot: self._unread(slot, r) if r.constraint else r.tokens[-1:] for slot, r in self.decoding.items()}
         if len(self.decoding) == 1 and not (self.prefilling or self.waiting):
             ((slot, request),) = self.decoding.items()
@@ -296,7 +291,6 @@ class Scheduler:
             self._leave(request, request.finish_reason)
 
     def _leave(self, request: Request, reason: str) -> None:
-        """End a request; its states stay in the prefix cache."""
         slot = self.requests.remove(request)
         if slot is not None:
             self.cache.touch(slot)
@@ -305,7 +299,7 @@ class Scheduler:
             self.observer.ended(request, reason)
 
     def _fail(self, requests: list[Request], error: BaseException, events: Events, clear: bool = True) -> None:
-        """End requests with an error; clear: whether to remove their states from the cache."""
+        """End requests with an error; `clear`: whether to remove their states from the cache."""
         # A constraint that no token satisfies is not a failure of the model.
         failure = error if isinstance(error, ConstraintError) else ModelFailed(error)
         for request in requests:

@@ -38,16 +38,16 @@ PASSES = 8
 
 
 def match_kind(length: int) -> int:
-    """Return the index in `FOLLOWED` of the initial hit rate after a match of `length` tokens."""
+    """Return the index in `FOLLOWED` for a match of `length` tokens."""
     return min(length, MAX_MATCH).bit_length() - 2
 
 
 @dataclass
 class SourceStats:
-    """The counts of proposals from n-grams (the text so far), or of those from the draft model.
+    """The counts of proposals from one source: n-grams of the text so far, or the draft model.
 
-    `proposed`: number of proposed tokens. `accepted`: number of these that were right. `lost`:
-    seconds lost compared with decoding the same tokens one by one; negative if time was saved.
+    `proposed`: number of proposed tokens. `accepted`: number of right proposals. `lost`: seconds
+    lost compared with decoding the same tokens one by one; negative if time was saved.
     """
 
     proposed: int = 0
@@ -225,7 +225,6 @@ class Speculator:
         return Pass(tokens, argmaxes, source, before)
 
     def _width(self, count: int) -> int:
-        """Return the smallest width of a verify function that has space for `count` proposals."""
         return min(width for width in self.widths if width > count)
 
     def _plan(self) -> tuple[str | None, int]:
@@ -293,15 +292,14 @@ class Speculator:
         return advance + MAX_LOSS * (self.spent + self.prompt_seconds) + SPENT_GAINS * gains - lost
 
     def _cost(self, count: int) -> float:
-        """Return the expected seconds of a pass with `count` proposals, draft model included."""
         assert self.draft
         return self.costs.of(self._width(count)) + count * self.draft.step_seconds
 
     def _rate(self, guesses: Sequence[Guess], count: int, more_seconds: float = 0.0) -> float:
         """Return the expected tokens per second of a pass with `count` proposals of the draft.
 
-        `guesses`: the proposals that the draft has made so far. `more_seconds`: seconds that are
-        added to the expected time of the pass.
+        `guesses`: the proposals that the draft has made so far. `more_seconds`: seconds to add to
+        the expected time of the pass.
         """
         assert self.draft
         padded = [*guesses[:count], *[None] * (count - len(guesses))]
@@ -332,7 +330,10 @@ class Speculator:
         return found
 
     def _allowed(self, width: int) -> int:
-        """Return how many of the next `width` - 1 proposals from the text the constraint allows."""
+        """Return how many proposals from the text the constraint allows.
+
+        At most `width` - 1 proposals are checked. If there is no constraint, the result is `width`.
+        """
         if not self.request.constraint:
             return width
         constraint, count = self.request.constraint.copy(), 0

@@ -1,8 +1,8 @@
 """Measure a bundle and other engines ("peers"): speed, time to first token and memory.
 
-For castiron, the result also has the fractions of the machine's read bandwidth and peak FLOP/s that
-it reaches, from the FLOP and bytes of each kernel in the bundle's manifest. `progress`: called with
-(name of a stage, fraction done).
+For castiron, the result also has fractions of the machine's read bandwidth and peak FLOP/s. They
+come from the FLOP and bytes of each kernel in the bundle's manifest. `progress`: called with (name
+of a stage, fraction done).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def bench(
 
 
 def add_peers(engines: dict[str, Engine], against: Sequence[str], source: Path) -> dict[str, str]:
-    """Add the engines that can run the model `source`; return {engine: reason} of the others."""
+    """Add the engines that can run the model `source`; return {other engine: why it cannot run}."""
     from castiron.reference.peers import PEERS
 
     missing = {}
@@ -92,7 +92,7 @@ def summarise(engine: Engine) -> dict[str, Any]:
 
 
 def ratios(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> dict[str, float]:
-    """Return castiron's results relative to another engine's; above 1 means castiron is better."""
+    """Return castiron's results relative to another engine's; above 1: castiron is better."""
     return {
         "decode": round(ours["decode_tok_s"] / peer["decode_tok_s"], 3),
         "prefill": round(ours["prefill_tok_s"] / peer["prefill_tok_s"], 3),
@@ -130,17 +130,17 @@ def table(result: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a bundle's kernels: bytes read by decode steps, and FLOP of a prefill."""
+    """The work of a bundle's kernels: bytes that decode steps read, and FLOP of a prefill."""
 
     manifest: Manifest
 
     def shares(self, settings: Settings, measured: Mapping[str, Any], limits: Mapping[str, float]) -> dict[str, float | None]:
-        """Return which fraction of the machine's limits castiron reaches, by name.
+        """Return the fractions of the machine's limits that castiron reaches, by name.
 
         decode_roofline: bytes of weights and KV cache read per second, divided by the read
-        bandwidth. prefill_peak_share: FLOP per second, divided by the f32 peak. It may exceed 1
-        with int8 activations. Both are None for the lowering `portable`, whose manifests have no
-        FLOP and bytes.
+        bandwidth. prefill_peak_share: FLOP per second, divided by the f32 peak; int8 activations
+        may exceed 1. Both are None for the lowering `portable`, whose manifests have no FLOP and
+        bytes.
         """
         if not self._kernels() or not all("weights" in kernel for kernel in self._kernels()):
             return {"decode_roofline": None, "prefill_peak_share": None}
@@ -154,8 +154,8 @@ class Workload:
     def decode_bytes(self, depth: int, tokens: int) -> float:
         """Return the bytes of weights and KV cache that a decode step reads on average.
 
-        depth: position of the first step. tokens: number of steps. One row of the embedding counts,
-        and only the experts to which a token is routed.
+        depth: position of the first step. tokens: number of steps. Of the embedding, only one row
+        counts; of the experts, only those to which a token is routed.
         """
         weights = sum(kernel["calls"] * kernel["weights"] for kernel in self._kernels())
         # Only kernels that read the KV cache have bytes that grow with the position; at position 0 they read one entry.
@@ -170,8 +170,7 @@ class Workload:
     def prefill_flops(self, tokens: int) -> float:
         """Return the FLOP to prefill `tokens` tokens from position 0 and compute the last logits.
 
-        A chunk's padding does not count: a chunk with a quarter padding has three quarters of its
-        FLOP.
+        The padding of a chunk does not count.
         """
         names = {function.width: function.name for function in self.manifest.functions if function.role == "prefill"}
         names[1] = "decode_step"

@@ -1,4 +1,4 @@
-"""Measure several engines on one machine. Each has its own process, and they run in turns.
+"""Measure several engines on one machine, each in its own process and in turns.
 
 `progress`: called with (name of a stage, fraction done).
 """
@@ -37,9 +37,9 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured: a prefill of `prompt` tokens, and `gen` decode steps from position `depth`.
+    """What to measure: a prefill of `prompt` tokens, and `gen` decode steps from position `depth`.
 
-    rounds: how often each is measured.
+    rounds: how often to measure each.
     """
 
     threads: int
@@ -66,7 +66,7 @@ class EngineError(PipelineError):
 class Engine:
     """An engine with the path of its model and its measurements.
 
-    decode, prefill: tokens/s of each round. first: milliseconds to the first token of each round.
+    decode, prefill: tokens/s in each round. first: milliseconds to the first token in each round.
     rss_mb: peak memory in MB.
     """
 
@@ -79,7 +79,7 @@ class Engine:
 
 
 class Worker:
-    """A process that runs one engine. It receives requests and returns results over a pipe."""
+    """A process that runs one engine, and receives requests and returns results over a pipe."""
 
     def __init__(self, engine: str, model: str, settings: Settings):
         """Start the process; EngineError if it cannot load the model at the path `model`."""
@@ -116,7 +116,7 @@ class Worker:
 
 
 def serve_engine(pipe: Connection, name: str, model: str, threads: int, context: int) -> None:
-    """Load an engine and run requests from `pipe`: the main function of a `Worker`'s process.
+    """Load an engine and run requests from `pipe`; this is the main function of a worker process.
 
     A request is (name of a method, arguments). The answer is (result, error message or None).
     """
@@ -157,9 +157,10 @@ def measure(
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Measure engines in turns, and append the measurements to the lists in `engines`.
 
-    An engine that fails is removed from `engines`; if castiron fails, EngineError is raised.
+    An engine that fails is removed from `engines`. If castiron fails, EngineError is raised.
 
-    Returns ({limit of the machine: its value in each round}, {engine that failed: error message}).
+    Returns the limits of the machine, with a value for each round, and {failed engine: error
+    message}.
     """
     workers: dict[str, Worker] = {}
     limits: dict[str, list[float]] = {"read_gb_s": [], "peak_gflop_s": []}
@@ -211,10 +212,7 @@ def measure(
 
 
 class Castiron:
-    """castiron as an engine of the benchmark.
-
-    The engines in `reference.peers` have the same methods.
-    """
+    """castiron as an engine of the benchmark, with the methods of engines in `reference.peers`."""
 
     def __init__(self, model: str, threads: int, context: int):
         from castiron.vmfb.bundle import open_bundle

@@ -1,4 +1,4 @@
-"""Time one kernel on operands like a model's, and compare the time with the machine's limits.
+"""Time one kernel with operands like those in a model, and compare it with the machine's limits.
 
 `progress`: called with (name of a stage, fraction done).
 """
@@ -36,9 +36,9 @@ Progress = Callable[[str, float], None]
 
 
 def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, position: int) -> dict[str, np.ndarray]:
-    """Return random operands of a kernel by name. Ids of experts and tokens are 0, 1, 2, ...
+    """Return random operands of a kernel by name; ids of experts and tokens are 0, 1, 2, ...
 
-    sizes: the numbers of --shape. position: KV cache position of the first token.
+    sizes: the numbers in --shape. position: KV cache position of the first token.
     """
     rng = np.random.default_rng(0)
     full = {"length": tokens, "start": position, "position": position, "counters": 0}
@@ -70,7 +70,7 @@ def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, posi
 
 @dataclass(frozen=True)
 class KernelRun:
-    """A kernel to time, with the settings that --json prints, and the KV cache position to use."""
+    """A kernel to time at a KV cache position; settings: what --json prints about the kernel."""
 
     kernel: Kernel
     settings: Mapping[str, Any]
@@ -80,10 +80,10 @@ class KernelRun:
 def kernel_run(
     kind: str, shape: str, tokens: int | None, codec: str, numerics: str, threads: int, context: int, cache: str = "f32"
 ) -> KernelRun:
-    """Return a kernel for this machine, given by the options of `castiron bench --kernel`.
+    """Return a kernel for this machine, selected by the options of `castiron bench --kernel`.
 
-    kind: a key of KINDS. shape: for example "1536x576". tokens: None for the kind's default. The
-    result's position is the last one at which this many tokens fit in the context.
+    kind: a key of KINDS. shape: for example "1536x576". tokens: None for the default of the kind.
+    The result's position is the last one at which this many tokens fit in the context.
     """
     from castiron.vmfb.targets import resolve
 

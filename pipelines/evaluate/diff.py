@@ -27,8 +27,8 @@ def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, low
         The object that `castiron diff --json` prints. modules: for each module, in execution order,
         the max absolute difference, divided by the root mean square of HF's values. first: the
         first module whose difference exceeds `tolerance`, or None. operations: (kind, module path)
-        of each layer operation that may cause this difference: those after the last module before
-        `first`, up to the end of `first`.
+        of the operations that may cause this difference; they are between the last equal module and
+        the end of `first`.
     """
     if checkpoint.encoding:
         raise CheckpointError(f"{checkpoint.path} is an embedding model; castiron diff compares models that generate text")
@@ -60,7 +60,7 @@ def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, low
 def _activations(checkpoint: Checkpoint, module, function: str, tokens: Sequence[int]) -> dict:
     """Run `function` of `module` on the prompt `tokens` in the NumPy interpreter.
 
-    Returns {module path: (execution index, result) of the module's last f32 operation}.
+    Returns {module path: (execution index, result)} of the last f32 operation in each module.
     """
     body = module.functions[function]
     states = [np.zeros(state.shape, DTYPES[state.dtype].numpy) for state in body.states]
@@ -87,8 +87,8 @@ def _activations(checkpoint: Checkpoint, module, function: str, tokens: Sequence
 def _distance(ours: np.ndarray, theirs: np.ndarray) -> float | None:
     """Return the max absolute difference, divided by the root mean square of `theirs`.
 
-    Both arrays are [tokens, ...]. If `ours` has a single token, it is compared with the last of
-    `theirs`. The result is None if the sizes do not match.
+    If `ours` has only one token, it is compared with the last token in `theirs`. If the sizes
+    differ, the result is None.
     """
     rows = theirs.reshape(len(theirs), -1) if theirs.ndim > 1 else theirs[None]
     mine = ours.reshape(len(ours), -1)
@@ -102,8 +102,6 @@ def _distance(ours: np.ndarray, theirs: np.ndarray) -> float | None:
 
 
 def _between(function: Graph, equal: Sequence[str], different: str) -> list[tuple[str, str]]:
-    """Return (kind, module path) of the operations after the modules `equal`, up to `different`."""
-
     def last(name: str) -> int:
         return max(i for i, op in enumerate(function.ops) if op.path == name or op.path.startswith(name + "."))
 

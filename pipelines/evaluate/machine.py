@@ -57,12 +57,12 @@ _PEAK_OF = {
 
 
 def chains_of(isa: Isa) -> int:
-    """Return a number of accumulators that hides a multiply-add's latency and fits in registers."""
+    """Return how many accumulators hide the latency of a multiply-add and fit in registers."""
     return 24 if isa.lanes == 4 else 12
 
 
 def probes_of(isa: Isa) -> dict[str, Kernel]:
-    """Return the probe kernels for an instruction set, by the name of the limit they measure."""
+    """Return {limit that the kernel measures: probe kernel} for an instruction set."""
     found = {"read_gb_s": _read(isa), "peak_gflop_s": _fma(isa), "peak_bytes_gop_s": _dot(isa)}
     if isa.pairs:
         found["peak_pairs_gflop_s"] = _pairs(isa)
@@ -167,8 +167,8 @@ def _probe(
 ) -> Kernel:
     """Return a probe kernel with operand x and result y; a workgroup computes one row of y.
 
-    flops, nbytes: FLOP of one call, and bytes that it reads. write: emits the kernel's body, as
-    write(body, x, y).
+    flops, nbytes: the FLOP of a call, and the bytes that it reads. write: emits the kernel's body,
+    as write(body, x, y).
     """
     y = {"y": TensorType(result, F32)}
     return Kernel(f"probe_{name}", {"x": x}, y, result[0], write, dict, flops=flops, nbytes=nbytes)
@@ -177,13 +177,13 @@ def _probe(
 class TimedKernel:
     """A kernel that is compiled for this machine, with its operands.
 
-    results: arrays by result name, except results that are updated in place. copies: sets of equal
-    operands by name. Each call uses the next set, so that large operands are not in the CPU's
+    results: result arrays by name, except results that are updated in place. copies: copies of the
+    operands, by name. Each call uses the next copy, so that large operands are not in the CPU's
     cache.
     """
 
     def __init__(self, kernel: Kernel, values: Mapping[str, np.ndarray], threads: int):
-        """Compile and load the kernel. values: its operands, by name."""
+        """Compile and load the kernel; values: operands by name."""
         import iree.runtime as rt
 
         from castiron.vmfb.compiler import compile_mlir
@@ -235,7 +235,7 @@ class TimedKernel:
 
 
 class Machine:
-    """This machine's probe kernels, compiled for `threads` threads."""
+    """The probe kernels of this machine, compiled for `threads` threads."""
 
     def __init__(self, threads: int):
         from castiron.vmfb.targets import resolve
@@ -252,10 +252,10 @@ class Machine:
             self.probes[limit] = TimedKernel(kernel, {"x": values}, threads)
 
     def measure(self, limit: str, seconds: float = LOAD_SECONDS) -> float:
-        """Measure a limit of the machine for `seconds`; return 0 if the CPU cannot run its probe.
+        """Measure a limit of the machine for `seconds`; return 0 if the CPU cannot run the probe.
 
-        limit: `read_gb_s` in GB/s, or a key of PEAKS in 10^9 operations/s; a multiply-add counts as
-        two.
+        limit: `read_gb_s` in GB/s, or a key of PEAKS in 10^9 operations/s; a multiply-add is two
+        operations.
         """
         if (probe := self.probes.get(limit)) is None:
             return 0.0
@@ -263,7 +263,7 @@ class Machine:
 
 
 def peak_of(kernel: str) -> str:
-    """Return the key of PEAKS for the arithmetic of a kernel, from its name.
+    """Return the key of PEAKS for the arithmetic of a kernel, given the kernel's name.
 
     Exact matmuls on matrix units split x into at least three bf16 parts, so they reach at most a
     third of the bf16 peak.
@@ -272,9 +272,9 @@ def peak_of(kernel: str) -> str:
 
 
 def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: Mapping[str, float]) -> tuple[str, float | None]:
-    """Return ("memory", "compute" or "cache", fraction of this limit that the kernel reaches).
+    """Return a kernel's limit ("memory", "compute" or "cache"), and the fraction it reaches.
 
-    The limit is "cache", with the fraction None, if the kernel reads faster than memory can.
+    If the kernel reads faster than memory can, the result is ("cache", None).
     """
     reading, computing = nbytes / limits["read_gb_s"] / 1e9, flops / limits[peak_of(kernel)] / 1e9
     bound = "compute" if computing >= reading else "memory" if reading <= seconds else "cache"
@@ -282,7 +282,7 @@ def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: M
 
 
 def of_limit(row: Mapping[str, Any]) -> str:
-    """Return what fraction of its limit a kernel reaches, as "75%", "in cache" or "?" (unknown)."""
+    """Return the fraction of the limit that a kernel reaches: "75%", "in cache" or "?"."""
     if row["bound"] == "cache":
         return "in cache"
     return "?" if row["limit_share"] is None else f"{row['limit_share']:.0%}"
@@ -298,7 +298,7 @@ def amount(kernel: Mapping, unit: str, position: int) -> int:
 
 
 def describe(limits: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return CPU name, cores, memory in GB, operating system, and medians of measured limits."""
+    """Return CPU name, cores, memory in GB, operating system, and the medians of `limits`."""
     import platform
 
     from castiron.vmfb.cpu import host_cpu, physical_cores

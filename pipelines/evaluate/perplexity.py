@@ -1,8 +1,8 @@
 """Measure the perplexity of a text, and the KL divergence of a model from a base model.
 
-Chunks, statistics and formulas are those of llama.cpp's `tools/perplexity/perplexity.cpp`
-(`log_softmax`, `kl_divergence`), with two differences: softmax and divergence are computed in f64,
-and the base model's probabilities are not rounded to 16 bits.
+Chunks, statistics and formulas are llama.cpp's (`tools/perplexity/perplexity.cpp`), with two
+differences: softmax and divergence are computed in f64, and the base model's probabilities are not
+rounded to 16 bits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Rows = Callable[[Sequence[int], int], Iterator[np.ndarray]]
 class Compared:
     """Statistics of a model and a base model, one number per scored token; arrays are [tokens].
 
-    nll, nll_base: negative log-likelihood of the token by the model and by the base model. kld: KL
+    nll, nll_base: negative log-likelihood of the token in the model and in the base model. kld: KL
     divergence KL(base || model). same_top: whether both have the same most probable token.
     """
 
@@ -60,7 +60,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def compare_row(logits: np.ndarray, base: np.ndarray, token: int) -> tuple[float, float, float, bool]:
-    """Return the fields of `Compared` for one token, from both models' logits [vocab] for it."""
+    """Return the fields of `Compared` for one token, from the logits [vocab] of both models."""
     q, p = log_softmax(logits), log_softmax(base)
     return -float(q[token]), -float(p[token]), float(np.exp(p) @ (p - q)), bool(q.argmax() == p.argmax())
 
@@ -81,8 +81,8 @@ def perplexity(nll: np.ndarray) -> dict[str, float]:
 def statistics(found: Compared) -> dict:
     """Return the statistics that `llama-perplexity --kl-divergence` prints, by name.
 
-    Probabilities are from 0 to 1. As in llama.cpp, the error of the perplexity ratio comes from the
-    difference of each token's two log-likelihoods, so it includes the covariance.
+    Probabilities are from 0 to 1. As in llama.cpp, the error of the perplexity ratio includes the
+    covariance of the two models.
     """
     log_ratio = mean_and_error(found.nll - found.nll_base)
     ratio = float(np.exp(log_ratio["mean"]))
@@ -103,7 +103,7 @@ def statistics(found: Compared) -> dict:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of the text. targets: for each of `tokens[first:]`, the next token of the text."""
+    """A part of the text; targets: the next token of the text for each of `tokens[first:]`."""
 
     tokens: list[int]
     targets: list[int]
@@ -113,7 +113,7 @@ class Chunk:
 def bundle_rows(session: Session, steps: bool = False) -> Rows:
     """Return a function that yields a bundle's logits, f32 [vocab], after each token of a text.
 
-    steps: whether decode_step computes them, not the verify functions.
+    steps: whether to compute the logits with decode_step instead of verify functions.
     """
 
     def rows(tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
@@ -179,7 +179,6 @@ def chunks_of(tokens: Sequence[int], context: int, max_chunks: int | None = None
 
 
 def _scored(chunks: Sequence[Chunk], progress: Progress, *models: Rows) -> Iterator[tuple]:
-    """Yield (logits [vocab] of each model, ..., token id) for each scored token."""
     for done, chunk in enumerate(chunks):
         progress(done, len(chunks))
         yield from zip(*(model(chunk.tokens, chunk.first) for model in models), chunk.targets, strict=True)
@@ -198,7 +197,7 @@ def compare(model: Rows, base: Rows, chunks: Sequence[Chunk], progress: Progress
 
 
 def own_accuracy(bundle: Bundle, progress: Progress = lambda done, total: None) -> Accuracy | None:
-    """Measure how far the logits of functions for several tokens are from those of decode steps.
+    """Compare the logits of functions for several tokens with the logits of decode steps.
 
     Returns None if the bundle's text is too short.
     """

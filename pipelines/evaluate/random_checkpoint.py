@@ -87,7 +87,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def random_checkpoint(name: str, codec: str, progress: Progress) -> Path:
-    """Return the path in the cache of a random GGUF file, which is written at its first use.
+    """Return the cache path of a GGUF file with random weights; write the file if it is absent.
 
     name: a key of SHAPES. codec: codec of every matrix; q4_k is a mix of codecs, llama.cpp's
     Q4_K_M.
@@ -123,8 +123,6 @@ def gguf_parts(checkpoint: Checkpoint, weights: str) -> tuple[bytes, list[Tensor
 
 
 def _tensor(name: str, shape: tuple[int, ...], codec: str) -> Tensor:
-    """Return a tensor of copies of a random tile, or a vector of ones."""
-
     def read() -> np.ndarray:
         if len(shape) == 1:
             return np.ascontiguousarray(from_f32(np.ones(shape, np.float32), DTYPES[codec])).view(np.uint8)
@@ -134,7 +132,6 @@ def _tensor(name: str, shape: tuple[int, ...], codec: str) -> Tensor:
 
 
 def _write(file: str, header: bytes, tensors: Sequence[Tensor], progress: Progress) -> Path:
-    """Write a header and tensors to the cache file `file` if it is absent; return its path."""
     path = cache_path(KIND) / file
     size = len(header) + sum(gguf_file.padded(tensor.nbytes) for tensor in tensors)
     if path.is_file() and path.stat().st_size == size and path.open("rb").read(len(header)) == header:
@@ -195,7 +192,7 @@ def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndar
 
 @cache
 def random_tile(codec_name: str) -> np.ndarray:
-    """Return about TILE_BYTES of random blocks in a codec, u8. Copies of this tile fill a tensor.
+    """Return about TILE_BYTES of random blocks in a codec, u8; a tensor consists of copies.
 
     The number of blocks is odd. Otherwise many rows would have the same content.
     """
@@ -205,5 +202,5 @@ def random_tile(codec_name: str) -> np.ndarray:
 
 
 def tiled_rows(codec_name: str, rows: int, in_features: int) -> np.ndarray:
-    """Return weights in a codec, u8 [rows, row_bytes], filled with copies of `random_tile`."""
+    """Return weights in a codec, u8 [rows, row_bytes], that consist of copies of `random_tile`."""
     return np.resize(random_tile(codec_name), (rows, row_bytes(codec_name, in_features)))

@@ -3,8 +3,8 @@
 Matmuls are timed inside the model's own functions, with its weights. Each round compiles one
 module, in which every matmul has one candidate for its tiles. IREE's profiler then times this
 module and the module with default tiles in turns. After all rounds, the fastest candidate of each
-matmul is timed again. It is used if it is faster again, and if a bundle with all such candidates
-generates the same tokens.
+matmul is timed again. The candidate is used if it is faster again, and if a bundle with all such
+candidates generates the same tokens.
 `progress`: called with (name of a stage, fraction done).
 """
 
@@ -51,7 +51,7 @@ Progress = Callable[[str, float], None]
 class MatmulSearch:
     """The search for the best tiles of one matmul.
 
-    function: the model function in which the matmul is timed. tiles: the fastest tiles; None for
+    function: the model function in which the matmul is timed. tiles: the fastest tiles, None for
     the default tiles. gain: speed-up of `tiles` over the default tiles.
     """
 
@@ -95,7 +95,7 @@ class Bench:
         return open_bundle(self.directory / name)
 
     def matmuls(self) -> dict[str, MatmulSearch]:
-        """Return a new search for each matmul by name, in the first function with the matmul."""
+        """Return {matmul's name: new search}; it uses the first function with the matmul."""
         return {name: MatmulSearch(matmul, function) for name, (matmul, function, _) in self.kernels.items()}
 
     def gains(self, tiles: TilesByMatmul, repeats: int) -> dict[str, tuple[float, float]]:
@@ -135,7 +135,6 @@ class Bench:
         return lower(self._layers, isa=self.target.isa, threads=self.threads, tiles=tiled, numerics=self.options.numerics)
 
     def _kernels_of(self, module: Module) -> dict[str, tuple[Matmul, str, str]]:
-        """Return {matmul's name: (matmul, first function with it, kernel name there)}."""
         found: dict[str, tuple[Matmul, str, str]] = {}
         for function in self.functions:
             for op in module.functions[function.name].ops:
@@ -148,7 +147,7 @@ class Bench:
 def search(bench: Bench, searches: dict[str, MatmulSearch], progress: Progress) -> int:
     """Find the best tiles of each matmul, and store them in `searches`.
 
-    Each round times a module in which every matmul has one candidate for its tiles. In the end, the
+    Each round times a module in which every matmul has one candidate for its tiles. At the end, the
     fastest candidates are timed again. Returns the number of rounds whose module did not compile.
     """
     refused = 0
@@ -188,7 +187,7 @@ _STEPS: dict[str, Steps] = {"together": _NEXT, "chains": _NEXT, "rows": _NEXT}
 
 
 def neighbours(matmul: Matmul, isa: Isa, threads: int) -> Iterator[Tiles]:
-    """Yield tiles that differ from the default tiles in one field, and give a different kernel."""
+    """Yield tiles that differ from the default tiles in one field and give a different kernel."""
     default = default_tiles(matmul, isa, threads)
     seen = {None, _code(matmul, isa, threads, default)}
     for tile in fields(default):
@@ -200,7 +199,6 @@ def neighbours(matmul: Matmul, isa: Isa, threads: int) -> Iterator[Tiles]:
 
 
 def _code(matmul: Matmul, isa: Isa, threads: int, tiles: Tiles) -> str | None:
-    """Return the MLIR of the matmul's kernel without its name; None for invalid `tiles`."""
     try:
         kernel = kernel_of(matmul, isa, threads, tiles)
     except ValueError:
@@ -209,7 +207,7 @@ def _code(matmul: Matmul, isa: Isa, threads: int, tiles: Tiles) -> str | None:
 
 
 def prompts_of(bundle: Bundle) -> list[list[int]]:
-    """Return up to PROMPTS prompts of `castiron verify`, as token ids, that fit in the context."""
+    """Return up to PROMPTS prompts of `castiron verify` that fit in the context, as token ids."""
     context = bundle.manifest.context
     limit = context - TOKENS - max(bundle.manifest.widths("verify"), default=0)
     if found := [tokens for _, tokens in encoded_prompts(bundle) if len(tokens) <= limit][:PROMPTS]:

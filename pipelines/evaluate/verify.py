@@ -38,7 +38,7 @@ RANDOM_LENGTHS = (1, 2, 3, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 63, 6
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt for castiron and HF transformers: either token ids in `tokens`, or a text.
+    """A prompt for castiron and HF transformers: a text, or token ids in `tokens`.
 
     raw: whether the text is encoded without the chat template.
     """
@@ -86,7 +86,7 @@ def _prompt(line: str, where: str) -> Prompt:
 
 
 def random_prompts(vocab: int) -> list[Prompt]:
-    """Return prompts of random token ids, always the same, for bundles without a tokenizer."""
+    """Return prompts of random token ids for bundles without a tokenizer; the ids never change."""
     random = np.random.default_rng(0)
     return [
         Prompt(f"{length} random tokens", tokens=tuple(int(token) for token in random.integers(vocab, size=length)))
@@ -104,7 +104,7 @@ def encoded_prompts(
 
 
 def encode(prompt: Prompt, text, vocab: int) -> list[int]:
-    """Return the token ids of a prompt; text: the bundle's tokenizer, or None if it has none."""
+    """Return the token ids of a prompt; text: the bundle's tokenizer, or None."""
     if prompt.tokens:
         if (largest := max(prompt.tokens)) >= vocab:
             raise PipelineError(
@@ -121,9 +121,9 @@ def encode(prompt: Prompt, text, vocab: int) -> list[int]:
 def checkpoint_of(bundle: Bundle, given: str | None = None, *, any_format: bool = False) -> Path:
     """Return the path of the bundle's checkpoint: `given`, or else the path in the manifest.
 
-    If the latter does not exist, the checkpoint is downloaded again. Raises PipelineError if the
-    SHA-256 is not that of the manifest. With `any_format`, `given` may be the same model in the
-    other format (GGUF file or HF directory), whose SHA-256 is not checked.
+    If the manifest's path does not exist, the checkpoint is downloaded again. Raises PipelineError
+    if the SHA-256 differs from the manifest's. any_format: whether `given` may be the same model in
+    the other format (GGUF file or HF directory), whose SHA-256 is not checked.
     """
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, canonical_name, fetch
     from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256, find_checkpoint
@@ -160,17 +160,16 @@ def text_of(bundle: Bundle) -> Path | None:
 
 
 def adapter_of(bundle: Bundle) -> Path | None:
-    """Return the path of the LoRA adapter that the bundle was compiled with, or None."""
+    """Return the path of the LoRA adapter that is merged into the bundle, or None."""
     from castiron.pipelines.checkpoints.adapter import adapter_sha256
 
     return _unchanged(bundle, "adapter", "adapter", lambda path: adapter_sha256(path) if path.is_dir() else None)
 
 
 def _unchanged(bundle: Bundle, key: str, what: str, sha256: Callable[[Path], str | None]) -> Path | None:
-    """Return the path of a file that the bundle was compiled with; PipelineError if it changed.
+    """Return the path that the manifest's `source` has under `key`, or None if it has no such key.
 
-    key: the file's key in the manifest's `source`; without it, the result is None. what: what error
-    messages call the file.
+    Raises PipelineError if the file has changed. what: name of the file in error messages.
     """
     if (recorded := bundle.manifest.source.get(key)) is None:
         return None
@@ -181,10 +180,10 @@ def _unchanged(bundle: Bundle, key: str, what: str, sha256: Callable[[Path], str
 
 
 def load_reference(path: Path, weights: str, threads: int | None, adapter: Path | None = None, calibrated: Path | None = None):
-    """Load a checkpoint with HF transformers, and give its weights the values that the bundle has.
+    """Load a checkpoint with HF transformers, with the same weights as the bundle.
 
-    weights: the codec of --weights with which the bundle was compiled. adapter: LoRA adapter to merge with peft. calibrated:
-    the bundle's calibration text.
+    weights: the bundle's --weights; HF's weights are rounded accordingly. adapter: LoRA adapter to
+    merge with peft. calibrated: the bundle's calibration text.
     """
     # Set before transformers is imported, because its progress bar would overwrite castiron's.
     os.environ.setdefault("TQDM_DISABLE", "1")
@@ -209,7 +208,6 @@ def load_reference(path: Path, weights: str, threads: int | None, adapter: Path 
 
 
 def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[str, np.ndarray]) -> None:
-    """Round an HF model's matrices in place to the values that a bundle with `weights` stores."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
@@ -242,9 +240,8 @@ def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[s
 def expect(model, prompt: list[int], ours: list[int]):
     """Return HF's greedy tokens after a prompt, valid up to the first difference from `ours`.
 
-    HF reads the prompt and castiron's tokens `ours` in one pass, which gives its choice at each
-    position. If the two largest logits at a position are closer than `CERTAIN`, HF generates token
-    by token instead.
+    HF reads the prompt and castiron's tokens `ours` in one pass. If the two largest logits at a
+    position differ by less than `CERTAIN`, HF generates token by token instead.
     """
     import torch
 
@@ -262,7 +259,7 @@ def expect(model, prompt: list[int], ours: list[int]):
 
 
 def greedy(session, prompt: Sequence[int], n: int) -> list[int]:
-    """Return `n` greedy tokens after a prompt, also beyond an end token."""
+    """Return `n` greedy tokens after a prompt; generation does not stop at an end token."""
     session.rewind(0)
     tokens = [session.prefill(prompt)]
     while len(tokens) < n:
@@ -297,7 +294,8 @@ _OTHER_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.js
 def dequantised(path: Path) -> Iterator[Path]:
     """Yield an HF directory of the model that transformers can read without other libraries.
 
-    This is `path`, or a temporary copy in f32 if its quantisation, such as GPTQ, needs a library.
+    This is `path`. If its quantisation, such as GPTQ, needs a library, it is a temporary copy in
+    f32.
     """
     full_config = json_object(path / CONFIG) if path.is_dir() else None
     config = quantization_config(full_config or {})

@@ -38,8 +38,8 @@ class Exchange:
     client: name of the client whose limits the request uses. body: memory reserved for the request
     body. is_receiving: whether more of the body will arrive. exits: context managers to exit after
     the response. job: the job that computes the answer; its `summary` is logged. load_seconds: how
-    long the request waited until its model was open. deadline: time at which `seconds` have passed,
-    by the event loop's clock.
+    long the request waited until its model was open. deadline: end of the time limit `seconds`, on
+    the event loop's clock.
     """
 
     client: str

@@ -162,7 +162,7 @@ class ModelMetrics(Observer):
 
 
 class _MergedPages(Collector):
-    """A Prometheus collector that merges metrics pages; each sample gets a label for its page."""
+    """A Prometheus collector that merges metrics pages; a label of each sample names its page."""
 
     def __init__(self, label: str, pages: Mapping[str, str]):
         self.label, self.pages = label, pages

@@ -92,7 +92,7 @@ Health = _answer("Health", status=Literal["ok", "stopping"])
 
 
 def errors(path: str, statuses: Iterable[int] = (), *, key: bool = True) -> dict[int | str, dict[str, Any]]:
-    """Return FastAPI's `responses` for a route's errors; key: whether it needs an API key."""
+    """Return FastAPI's `responses` for the errors of a route; key: whether it needs an API key."""
     model = AnthropicError if is_anthropic(path) else OllamaError if is_ollama(path) else OpenAIError
     found: dict[int | str, dict[str, Any]] = {}
     for status in sorted({*ANY, *statuses} - (set() if key else {401})):

@@ -64,7 +64,7 @@ def add_routes(app: FastAPI, metrics: Metrics) -> None:
 
 
 def _route(add: Callable, path: str, answer: Any = None, *errors: int, key: bool = True, **options: Any) -> Callable:
-    """Return the decorator that `add`, such as `app.get`, makes for a route and its OpenAPI text."""
+    """Return the decorator for a route with its OpenAPI description; `add`: such as `app.get`."""
     responses = openapi.errors(path, errors, key=key) | options.pop("responses", {})
     return add(path, response_model=answer, responses=responses, dependencies=openapi.KEYS if key else None, **options)
 

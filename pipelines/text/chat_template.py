@@ -94,10 +94,10 @@ def describe_tools(
 ) -> list[dict[str, Any]]:
     """Return `messages` with a description of `tools` in the system message.
 
-    form: format in which the model writes calls. For the default format `HERMES`, calls in
-    `messages` and their results also become text. has_system: whether the template accepts a
-    system message; if not, its text comes first in the first user message. Raises PipelineError
-    if the calls of a message are not in OpenAI's format.
+    form: format in which the model writes calls. For the default format `HERMES`, the calls in
+    `messages` and the results of calls also become text. has_system: whether the template accepts a
+    system message; if not, its text comes first in the first user message. Raises PipelineError if
+    the calls of a message are not in OpenAI's format.
     """
     shown = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     texts, found = [DESCRIPTION.format(tools=shown, call=form.write([CALL]))], []
@@ -181,7 +181,7 @@ def _compiled(template: str) -> Any:
 def _environment() -> Any:
     """Return transformers' Jinja environment for chat templates (`_compile_jinja_template`).
 
-    Unlike there, {% generation %} blocks do not record which tokens are the assistant's.
+    The only difference: {% generation %} blocks do not record the assistant's tokens.
     """
     import jinja2
     from jinja2.ext import Extension, loopcontrols

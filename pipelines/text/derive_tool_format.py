@@ -42,8 +42,9 @@ def tool_format_of(template: str | None, special_tokens: Mapping[str, str] = {})
     """Return the format in which a chat template writes tool calls; None if it is unknown.
 
     The template renders test calls, and the format is derived from their text. If that fails, the
-    format is looked up in KNOWN by a text that the template contains. In both cases, parsing the
-    rendered calls must give the test calls again; a template that renders no calls is not checked.
+    format is taken from KNOWN, where each format has a text by which its templates are recognised.
+    In both cases, parsing the rendered calls must give the test calls again; a template that
+    renders no calls is not checked.
     """
     if not template:
         return None
@@ -80,7 +81,7 @@ class _Probe:
             return None
 
     def calls(self, arguments: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return the text of one call for each of `arguments`, without the marks of the turn.
+        """Render one call for each of `arguments`; return the calls without the marks of the turn.
 
         The result is None if the template renders no calls.
         """
@@ -117,8 +118,8 @@ class _Probe:
     def _form(self, style: str, before: str, head: str, body: str, after: str, rest: str) -> ToolFormat:
         """Compare the texts of one call and of two calls; return the tool format.
 
-        style, before, head, body, after: the result of `_split` for one call. rest: the text of two calls after the
-        first function's name; "" if the template allows only one call.
+        style, before, head, body, after: the result of `_split` for one call. rest: the text of two
+        calls after the first function's name; "" if the template allows only one call.
         """
         fields: dict[str, Any] = {}
         if style == "tags":
@@ -142,8 +143,8 @@ class _Probe:
         """Return (head, after, fields of `ToolFormat`) of a call in style "tags".
 
         head: text between the function's name and the first key. body: text from the first key to
-        the last value. after: text after the last value. The tags around keys and values are in the
-        returned fields, and no longer in `head` and `after`.
+        the last value. after: text after the last value. The tags around keys and values are moved
+        from `head` and `after` to the returned fields.
         """
         first, _, rest = (head + body + after).partition("k_one")
         key_end, _, rest = rest.partition("v_one")
@@ -184,9 +185,10 @@ class _Probe:
 
 
 def _split(text: str) -> tuple[str, str, str, str, str] | None:
-    """Return (style, text before the name, between name and arguments, arguments, text after them).
+    """Split the text of a call; return None if its style is unknown.
 
-    The result is None for an unknown style.
+    Returns (style, text before the name, text between name and arguments, arguments, text after the
+    arguments).
     """
     before, _, rest = text.partition(NAMES[0])
     before = _with_ids(before)
@@ -214,7 +216,7 @@ def _with_ids(text: str) -> str:
 
 
 def _without_turn(text: str, ends: Sequence[str], tail: str, marks: Marks) -> str:
-    """Remove the reasoning before the calls, and the end of the assistant's turn, from its text.
+    """Return an assistant's text without the reasoning before calls and the end of the turn.
 
     ends: texts that end a turn. tail: the text after an answer without calls; removed if none of
     `ends` is found. marks: (start mark, end mark) pairs of reasoning.

@@ -57,7 +57,7 @@ class Embedder:
         return "" if name is None else self.facts.prompts[name]
 
     def tokens(self, text: Given, prompt: str = "") -> Tokens:
-        """Return the tokens of `prompt` + `text`; PipelineError for none or too many.
+        """Return the tokens of `prompt` + `text`; PipelineError if there are none or too many.
 
         If `text` is a list of token ids, it is used as it is, without the prompt.
         """
@@ -91,7 +91,6 @@ class Embedder:
         return [self.tokens(query, before[0]), *(self.tokens(document, before[1]) for document in documents)]
 
     def _pair(self, query: str, document: str) -> Tokens:
-        """Return the tokens of a query with a document. The longer of the two may be truncated."""
         # The vocabulary size is added to the ids of the second text, if the model has token types.
         found, types = self._encode(query.strip(), document.strip())
         shift = self.bundle.manifest.vocab if self.facts.types else 0

@@ -49,7 +49,10 @@ def encode_prompt(
 
 
 def encode_question(text: str, tokenizer: Tokenizer, system: str | None, raw: bool) -> list[int]:
-    """Return the token ids of a user's text: in the chat template, unless `raw` or without one."""
+    """Return the token ids of a user's text.
+
+    The text is put into the chat template, unless `raw` is true or there is no template.
+    """
     if raw or tokenizer.chat_template is None:
         if system:
             raise PipelineError("--system needs a chat template; remove --raw, or use a model with a template")

@@ -100,7 +100,6 @@ class GrammarConstraint:
         self._look_ahead()
 
     def _accept_reasoning(self, token: int) -> None:
-        """Append a token of the reasoning, which its end mark ends."""
         tokens = self._grammars.tokens
         self._reasoning += tokens[token] if token < len(tokens) else b""
         for end in self._ends:

@@ -57,7 +57,10 @@ class Compiler:
     """A converter of grammars to llguidance's format, for one vocabulary."""
 
     def __init__(self, tokens: Sequence[bytes], special: Sequence[int], eos: Sequence[int], marks: Mapping[str, int]):
-        """Index a vocabulary. tokens: bytes of each. special, eos: ids. marks: ids by text."""
+        """Index a vocabulary.
+
+        tokens: the bytes of each token. special, eos: token ids. marks: token ids by text.
+        """
         self.marks = marks
         self.index = make_index(tokens, special, eos, lambda text: self.index.greedy_tokenize(text))
         # All bytes in the vocabulary, because some vocabularies lack the bytes of rare characters.
@@ -218,7 +221,8 @@ class ToolGrammar:
         Args:
             schemas: JSON schemas of the functions' parameters, by function name.
             parallel: whether several calls are allowed.
-            answer: a JSON schema; JSON of this schema is allowed instead of a call.
+            answer: a JSON schema. If given, JSON that matches the schema is allowed instead of a
+                call.
             free: whether other text is allowed around calls; if so, the format must have a start
                 mark.
 
@@ -242,10 +246,10 @@ class ToolGrammar:
         return "\n".join(["%llguidance {}", f"start: {text}", *self.rules, "ID: /[0-9A-Za-z]{1,9}/", ""])
 
     def _call(self, name: str, schema: Any) -> str:
-        """Return the Lark expression for a call of the function `name`, from the name on.
+        """Return the Lark expression for a call of the function `name`.
 
-        The text before the name is the same for all functions. The expression includes this text in
-        Harmony, and if the answer may be JSON instead of a call (`self.mixed`).
+        The expression starts at the name. In Harmony, or if the answer may be JSON instead of a
+        call (`self.mixed`), the expression also includes the text before the name.
         """
         form = self.form
         if form.style == "harmony":
@@ -258,17 +262,14 @@ class ToolGrammar:
         return f"{self.mark(name + form.head)} {write(name, schema)} {self.mark(form.end)}"
 
     def _lexemes(self, text: str) -> str:
-        """Return Lark strings for the JSON tokens in `text`: strings, brackets, and separators.
-
-        Separators get the white space of `self.options`, as ", ".
-        """
+        """Return Lark strings for the JSON tokens in `text`: strings, brackets, and separators."""
         spaced = {",": self.options["item_separator"], ":": self.options["key_separator"]}
         return " ".join(quoted(spaced.get(part, part)) for part in re.findall(r'"[^"]*"|[{}\[\],:]', text))
 
     def mark(self, text: str) -> str:
         """Return the Lark expression for a text of the tool format, such as a start mark.
 
-        Each special token in it stays one token, and `ID` matches any identifier.
+        A special token in `text` is matched as one token, and `ID` matches any identifier.
         """
         write = lambda part: "ID" if part == ID else f"<[{self.special[part]}]>" if part in self.special else quoted(part)
         return " ".join(map(write, self._parts(text)))
@@ -287,7 +288,6 @@ class ToolGrammar:
         return f"{pattern} {self.mark(end.removeprefix(before))}"
 
     def _rule(self, body: str, attributes: str = "") -> str:
-        """Add a rule to the grammar; return its name."""
         name = f"rule_{len(self.rules)}"
         self.rules.append(f"{name}{attributes}: {body}")
         return name
@@ -350,8 +350,8 @@ class ToolGrammar:
     def _members(self, name: str, schema: Any, write: Callable[[str, Any], str], between: str) -> str:
         """Return the name of a rule for an object's properties, in the order of the schema.
 
-        write: returns the Lark expression for (key, schema of the value). between: text between
-        properties. Optional properties may be left out.
+        write: called with (key, schema of the value), returns a Lark expression. between: text
+        between properties. Optional properties may be left out.
         """
         if schema.keys() - UNENFORCED - {"type", "properties", "required", "additionalProperties"}:
             raise self._refusal(name)

@@ -91,10 +91,10 @@ class ReasoningSplitter:
 
 
 def split_at_mark(text: str, marks: Collection[str], final: bool = False) -> tuple[str, str, str]:
-    """Return (text before the first mark, the mark, text after it).
+    """Return (text before the first mark, the mark, text after the mark).
 
-    Without a mark: (text that cannot be part of a mark, "", the rest, which may be).
-    `final`: no more text follows, so the rest is empty.
+    If there is no mark, return (text that cannot be part of a mark, "", rest that may be part of
+    one). `final`: whether no more text follows; then the rest is empty.
     """
     found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
     start, mark = min(found, key=lambda one: one[0], default=(len(text), ""))
@@ -106,9 +106,9 @@ def split_at_mark(text: str, marks: Collection[str], final: bool = False) -> tup
 
 
 def _prefix_start(text: str, mark: str) -> int:
-    """Return where the longest suffix of `text` that is a prefix of `mark` starts.
+    """Return the start index of the longest suffix of `text` that is a prefix of `mark`.
 
-    Without such a suffix, the result is len(text).
+    If there is no such suffix, return len(text).
     """
     starts = range(max(0, len(text) - len(mark) + 1), len(text))
     return next((start for start in starts if mark.startswith(text[start:])), len(text))

@@ -184,7 +184,6 @@ class Spellings:
 
 
 def _is_mark(word: str, min_length: int = 2) -> bool:
-    """Return whether `word` is neither alphanumeric nor white space, nor too short."""
     return len(word) >= min_length and not word.isspace() and not word.isalnum()
 
 

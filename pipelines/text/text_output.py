@@ -206,7 +206,7 @@ class TextOutput:
         self._pending.append(TextToken(token.id, token.logprob, token.top, self._decoded))
 
     def _release(self, text: str, rest: bool = False) -> list[Event]:
-        """Append text; return the events of text that is now final. rest: no text follows."""
+        """Append text; return the events of final text. rest: whether no more text follows."""
         self._decoded += len(text)
         final = self._stops.add(text, rest)
         self._reported += len(final)
@@ -220,7 +220,10 @@ class TextOutput:
         return [delta] if delta.text or delta.reasoning or delta.calls or tokens else []
 
     def _separated(self, text: str, tokens: tuple[TextToken, ...], rest: bool) -> Delta:
-        """Return `text` as a delta with separate reasoning and calls; rest: no text follows."""
+        """Return `text` as a delta with reasoning and calls separated from the answer.
+
+        rest: whether no more text follows.
+        """
         reasoning, calls, thinking = "", (), False
         if self._reasoning:
             thinking = self._reasoning.reasoning
@@ -237,7 +240,6 @@ class TextOutput:
 
 
 def _separate(pieces: Iterable[str]) -> tuple[str, str]:
-    """Return (answer, reasoning), each joined from its pieces."""
     pieces = list(pieces)
     answer = "".join(piece for piece in pieces if not isinstance(piece, Reasoning))
     return answer, "".join(piece for piece in pieces if isinstance(piece, Reasoning))

@@ -75,8 +75,8 @@ class Tokenizer:
         tool_format: format in which the template writes tool calls; by default `HERMES`, and then
             tools and calls are described to the model in the text of messages.
         parse_special: whether special tokens in messages become tokens instead of text.
-        fim: ids of fill-in-the-middle tokens by llama.cpp's role, such as "pre". The tokens of
-            other roles are found by their text.
+        fim: ids of fill-in-the-middle tokens; keys are llama.cpp's names of roles, such as "pre". A
+            token whose role is missing is found by its text.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class Tokenizer:
         return encode_text(self.backend, check_utf8(text), add_special_tokens=add_special_tokens).ids
 
     def offsets(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return for each token of `prompt` the index of its first character in the text.
+        """Return the index in the text of each token's first character.
 
-        The text of token ids is their decoded text.
+        If `prompt` is a list of token ids, the text is the decoded prompt.
         """
         found, end = [], 0
         if not isinstance(prompt, str):
@@ -147,7 +147,7 @@ class Tokenizer:
         return self._encode_rendered(text, mark)
 
     def _render_broken(self, messages: Sequence[Mapping], variables: Mapping) -> tuple[str, str]:
-        """Return (rendered conversation, mark in spellings of special tokens, or "")."""
+        """Return (rendered conversation, break character), as `SpecialTokens.broken` defines it."""
         given, mark = {"messages": list(messages), **self.template_args, **variables}, ""
         if self.chat_template is not None and not self.parse_special:
             given, mark = self.special_tokens.broken(given)

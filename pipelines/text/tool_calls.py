@@ -51,9 +51,9 @@ class Tools:
     def grammar(self, schemas: Mapping[str, Any], *, answer: Any = None, free: bool = False) -> dict[str, Any]:
         """Return the definition of a grammar for tool calls, for `Grammars.compile(tools=...)`.
 
-        schemas: JSON schemas of the functions' parameters, by function name. answer: a JSON schema,
-        or None; JSON of this schema is allowed instead of a call. free: whether other text is
-        allowed around calls.
+        schemas: JSON schemas of the functions' parameters, by function name. answer: a JSON schema.
+        If given, JSON that matches the schema is allowed instead of a call. free: whether other
+        text is allowed around calls.
         """
         form, parallel = asdict(self.form), not self.single
         return {"form": form, "schemas": dict(schemas), "parallel": parallel, "answer": answer, "free": free}
@@ -207,7 +207,6 @@ class Calls:
         return bool(end)
 
     def _emit_arguments(self, pieces: list[Piece]) -> None:
-        """Add the JSON arguments that have arrived in `_payload` to `pieces`."""
         while self.form.style == "json" and (self.count == 0 or not self.tools.single or self._value):
             if self._value is None:
                 if not (found := self.calls.head.search(self._payload, self._done)):

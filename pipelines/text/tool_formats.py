@@ -1,4 +1,4 @@
-"""The formats in which models write tool calls: as data, also for grammars, and the parser."""
+"""The formats in which models write tool calls, and the parser of calls."""
 
 from __future__ import annotations
 
@@ -103,10 +103,10 @@ class ToolFormat:
 
 
 def _trigger(text: str) -> str:
-    """Return the start of `text` by which a call is recognised.
+    """Return the start of `text`, which announces a call.
 
-    These are its first marks, such as "<tool_call>". Without marks, it is the part before the
-    first JSON object or placeholder `ID`.
+    The start is the first marks of `text`, such as "<tool_call>". If there are no marks, the start
+    is the text before the first JSON object or placeholder `ID`.
     """
     marks = _MARKS.match(text)
     return marks[0] if marks else re.split(rf"{ID}|(?<!\w)\[?\{{|\{{", text)[0].rstrip()
@@ -224,7 +224,6 @@ class CallReader:
         return found if all(key in found for key in required) else None
 
     def _inside(self, payload: str) -> str:
-        """Remove the start mark and the end mark from the text of calls."""
         for trigger in self.form.triggers:
             payload = payload.removeprefix(trigger)
         return payload.removesuffix(self.form.close)
@@ -263,7 +262,6 @@ class CallReader:
         yield head[1], _object(json.loads("".join(parts)))
 
     def _tags(self, payload: str) -> Iterator[ReadCall]:
-        """Parse calls in style "tags"; the marks or the schema give the types of values."""
         form, heads = self.form, [*self.head.finditer(payload)]
         if not heads:
             yield from read_bare(self._inside(payload))
@@ -334,7 +332,10 @@ def _object(value: Any) -> dict:
 
 
 def _by_text(key_end: Mapping[str, str]) -> dict[str, str]:
-    """Return `ToolFormat.key_end` with one type for each text: "string", or else the first."""
+    """Return `ToolFormat.key_end` with each text only once.
+
+    If several types have the same text, the type "string" stays, or else the first type.
+    """
     found = dict.fromkeys(key_end[kind] for kind in sorted(key_end, key=lambda kind: kind != "string"))
     return {next(kind for kind, each in key_end.items() if each == text): text for text in found}
 

@@ -215,7 +215,11 @@ def test_ignores_fields_of_hfs_base_config():
         ),
         ("lfm3", {"sliding_window": None}, "has layers with a sliding window, but no 'sliding_window'"),
         ("nemotron_h", {"tie_word_embeddings": True}, "config is True; only False is supported"),
-        ("nemotron_h", {"hybrid_override_pattern": "MX"}, "'hybrid_override_pattern' in the nemotron_h config has unknown letters: X; use M"),
+        (
+            "nemotron_h",
+            {"hybrid_override_pattern": "MX"},
+            "'hybrid_override_pattern' in the nemotron_h config has unknown letters: X; use M",
+        ),
         ("glm4_moe_lite", {"num_key_value_heads": 2}, "must equal 'num_attention_heads'"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "must have 'dense' or 'sparse' for each of 3 layers"),
     ],

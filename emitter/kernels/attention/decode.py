@@ -75,9 +75,10 @@ class DecodeTokens:
         return {"position": TensorType((self.count,) if self.kind == "batch" else (), I32)}
 
     def position(self, b: Body, given: Mapping[str, Ssa], row: Index) -> tuple[Ssa, Ssa | None]:
-        """Return (position of the token in row `row`, i1: whether the row is idle; None: never).
+        """Return the position of the token in row `row`, and whether the row is idle (an i1).
 
-        given: memrefs of the kernel's operands, by name.
+        The second value is None if no row can be idle. given: memrefs of the kernel's operands, by
+        name.
         """
         if self.kind == "one":
             return b.to_index(b.load(given["position"])), None
@@ -88,9 +89,9 @@ class DecodeTokens:
         return position, b.negate(b.less(row, b.to_index(b.load(given["length"]))))
 
     def runs(self, given: Mapping[str, np.ndarray]) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yield (index of a sequence, its first row of qkv, positions of its n tokens, i64 [n]).
+        """Yield (index, first row of qkv, token positions i64 [n]) of each active sequence.
 
-        Idle sequences are left out. given: the kernel's operands as NumPy arrays, by name.
+        given: the kernel's operands as NumPy arrays, by name.
         """
         if self.kind == "one":
             yield 0, 0, np.reshape(given["position"], 1)
@@ -106,10 +107,11 @@ class DecodeTokens:
         return (0, unit) if self.kind == "one" else (b.div(unit, units), b.rem(unit, units))
 
     def layer(self, b: Body, layer: Index, row: Index, layers: int) -> Index:
-        """Return the index in dimension 0 of the caches for layer `layer` of the token in a row.
+        """Return the index of a layer in dimension 0 of the caches.
 
-        The caches of a batch have all layers of the first sequence, then all layers of the second,
-        and so on: `layers` in total.
+        In a batch, this dimension has all layers of the first sequence, then all layers of the
+        second, and so on. layer: index of the layer in one sequence. row: row of the token. layers:
+        size of the dimension.
         """
         return b.add(b.mul(row, layers // self.count), layer) if self.kind == "batch" else layer
 
@@ -245,9 +247,10 @@ def attention_decode(
 
 
 def head_parts(layout: HeadLayout, isa: Isa, cache: Cache) -> int:
-    """Return the number of kernel calls among which to divide the query heads of each kv head.
+    """Return how many kernel calls compute the query heads of a kv head.
 
-    It is the smallest number for which the queries and partial results of a call fit on the stack.
+    Each call computes an equal part of the heads. The result is the smallest number of calls for
+    which the queries and partial results of a call fit on the stack.
     """
     if layout.qk_norm_row:  # a norm over complete rows needs all heads
         return 1
@@ -276,7 +279,7 @@ class _Parts:
     [T, heads, splits, head_dim]: sums of w * value, where w is exp(score - reference);
     [T, heads, splits]: references;
     [T, heads, splits]: sums of w.
-    rows: (T, index of the token's row).
+    rows: T, and the index of the token's row.
     """
 
     def __init__(self, b: Body, scratch: Ssa, rows: tuple[int, Index], heads: int, splits: int, hd: int):
@@ -288,7 +291,6 @@ class _Parts:
         self.weights = b.stack(splits)
 
     def put(self, work: Workgroup, slot: Index) -> None:
-        """Emit code that stores the softmax state of a workgroup as partial result `slot`."""
         b = self.b
         low = b.mul(work.first, work.group)
         with b.loop(low, b.mul(work.end, work.group)) as head:

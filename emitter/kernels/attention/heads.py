@@ -25,9 +25,10 @@ from castiron.emitter.types import F32, TensorType
 class HeadLayout:
     """The heads in a row of the fused qkv projection, and how q and k are normalised and rotated.
 
-    rotary_dim: number of leading elements of a head that get rotary embedding, or None without it.
-        Element i is rotated together with element i + rotary_dim / 2 (`rotate_half` in HF).
-    qk_norm: epsilon of the RMS norm of q and k, or None without a norm.
+    rotary_dim: number of leading elements of a head that get rotary embedding; None for no rotary
+        embedding. Element i is rotated together with element i + rotary_dim / 2 (`rotate_half` in
+        HF).
+    qk_norm: epsilon of the RMS norm of q and k; None for no norm.
     qk_norm_row: True for one norm over all heads of q and one over all heads of k, False for a
         separate norm of each head.
     """
@@ -66,8 +67,10 @@ class HeadLayout:
     def operands(self, context: int) -> dict[str, TensorType]:
         """Return the types of the kernel's operands for norm and rotation of q and k, by name.
 
-        cos, sin: f32 [context, rotary_dim / 2], with rotary embedding. q_norm, k_norm: weights of
-        the norms, f32 [heads * head_dim], [kv_heads * head_dim] or [head_dim], with a norm.
+        cos, sin: f32 [context, rotary_dim / 2], if there is rotary embedding.
+        q_norm, k_norm: weights of the norms, if there are norms. A norm over a head has the shape
+            f32 [head_dim], a norm over a complete row f32 [heads * head_dim] or [kv_heads *
+            head_dim].
         """
         types: dict[str, TensorType] = {}
         if self.rotary_dim is not None:
@@ -80,7 +83,7 @@ class HeadLayout:
 
 @dataclass(frozen=True)
 class Span:
-    """The elements of a memref from element `offset` of a row on.
+    """A part of a row of the memref `buffer`, which begins at element `offset` of the row.
 
     lead: the indices of the row, in all dimensions of `buffer` but the last.
     """

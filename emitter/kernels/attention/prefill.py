@@ -232,7 +232,6 @@ class _Tile:
             b.vstore(b.splat(0.0 if sinks is None else 1.0, shape.width), self.sums, column)
 
     def target(self, c: Index) -> tuple[Ssa, Ssa]:
-        """Return (row, element): where column `c` begins in the memrefs q and out."""
         b = self.b
         return b.to_index(b.load(self.tokens, c)), b.to_index(b.load(self.offsets, c))
 
@@ -314,10 +313,6 @@ class _Tile:
         return b.unrolled(count, shape.unroll, sums, step)
 
     def softmax(self, count: Index) -> None:
-        """Emit code that replaces the scores of `count` keys by softmax weights.
-
-        The code also updates the maximum and the sum of weights of each column.
-        """
         b, shape = self.b, self.shape
         old = [b.vload(self.maxima, shape.width, c) for c in self.lanes]
         with b.loop(0, count, carry=old) as j:
@@ -343,9 +338,8 @@ class _Tile:
     def add_values(self, column: Index, d: Index, first: Index, count: Index, out: Ssa) -> None:
         """Emit code for out = rescale * out + weights @ values, for one register tile of `out`.
 
-        The method `softmax` has computed `rescale` and the weights. The values are those of `count`
-        positions from `first` on. The register tile begins at `column` and at element `d` of
-        head_dim.
+        weights: the softmax weights of the tile. values: those of `count` positions from `first`
+        on. The register tile begins at `column` and at element `d` of head_dim.
         """
         b, shape = self.b, self.shape
         width = shape.out_width
@@ -371,10 +365,6 @@ class _Tile:
                 b.vstore(total, out, token, b.add(offset, e))
 
     def finish(self, out: Ssa, real: Index) -> None:
-        """Emit code that divides the result of each column by its sum of weights.
-
-        The results of tokens from `real` on, which are padding, become zero.
-        """
         b, shape = self.b, self.shape
         width = shape.out_width
         with b.loop(0, shape.columns) as c:

@@ -54,8 +54,8 @@ class Caches:
 class Rows:
     """A writer of code that accesses the rows of a KV cache.
 
-    A row is one key or value of a kv head. Methods take its (layer, position, kv head) as `at`.
-    buffer: memref of the cache. width: number of elements of a vector.
+    A row is one key or value of a kv head. The argument `at` of the methods is the (layer,
+    position, kv head) of a row. buffer: memref of the cache. width: number of elements of a vector.
     """
 
     b: Body
@@ -81,8 +81,8 @@ class Rows:
         """Emit code that stores a key or value in the cache.
 
         read(d): returns the f32 vector to store, whose first element is element d of the row.
-        on_store(d, x): called after that vector is stored, with the f32 vector x that a load from
-        the cache would return, which is rounded.
+        on_store(d, x): called after each store, with the stored vector x as a load from the cache
+        would return it, which is rounded f32.
         """
         b, group, at = self.b, self.cache.group(self.head_dim), self.indices(at)
         if not self.cache.grouped:
@@ -113,10 +113,10 @@ class Rows:
             self.b.prefetch(self.buffer, *at, *indices, near=near)
 
     def part(self, at: Sequence[Index], first: Index, size: int) -> Callable[[int], Ssa]:
-        """Return a function load(offset) that loads the f32 vector at element first + offset.
+        """Return a function load(offset), which loads the f32 vector at element first + offset.
 
-        The function may load `size` elements of the row, from element `first` on, and loads a scale
-        only once. `size` must divide `first`, and `Cache.cuts` must be true for it.
+        size: number of elements that the function may load, from element `first` of the row on. It
+        must divide `first`, and `Cache.cuts` must be true for it.
         """
         b, group, scales, at = self.b, self.cache.group(self.head_dim), dict[int, Ssa](), self.indices(at)
         if not self.cache.grouped:

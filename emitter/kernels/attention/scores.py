@@ -48,7 +48,8 @@ class Scores:
 def by_position(rows: np.ndarray, end: int) -> np.ndarray:
     """Return the keys or values of positions 0 .. end - 1, in this order: [end, ...].
 
-    rows: one layer of a cache, by position; in a ring buffer of n positions, by position modulo n.
+    rows: one layer of a cache. Row p has position p. In a ring buffer of n rows, position p is in
+    row p modulo n.
     """
     return rows[np.arange(end) % len(rows)]
 
@@ -59,7 +60,8 @@ def attend(
     """Compute attention in NumPy; return f64 [T, heads, head_dim].
 
     q: [T, heads, head_dim]. k, v: [context, kv_heads, head_dim]. positions: positions of the T
-    tokens; bidirectional attention ends at the last of them. sinks: [heads] or None.
+    tokens. In bidirectional attention, tokens attend to no position after the last of these. sinks:
+    [heads], or None for no sinks.
     """
     nothing = np.full(q.shape[1], -np.inf) if sinks is None else sinks.astype(np.float64)
     group = q.shape[1] // k.shape[1]

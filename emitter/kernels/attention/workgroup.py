@@ -1,9 +1,9 @@
 """Emit a workgroup of `attention_decode`: attention of one token to a range of cached positions.
 
 This is the online softmax of flash attention (Dao et al. 2022) over tiles of positions, with one
-change. The weight of a score is exp(score - reference). The reference of a head is not always the
-maximum score: it rises only when a score exceeds it by more than SLACK. So almost no tile has to
-rescale the sums. The result is the same, because the factor exp(-reference) cancels.
+change. The weight of a score is exp(score - reference). The reference of a head becomes the maximum
+score only when a score exceeds the reference by more than SLACK. So almost no tile has to rescale
+the sums. The result is the same, because the factor exp(-reference) cancels.
 
     for tile of `tile` positions:
       for `rows` positions at a time: for kv head: for `heads` of its query heads at a time:
@@ -209,8 +209,8 @@ class Workgroup:
     def touch(self, base: Ssa, row: Index, at: Index, lines: range) -> None:
         """Emit a load of one word of each cache line in `lines`, to prefetch from a KV cache.
 
-        Lines are counted from byte `at` of the rows of this workgroup's kv heads, as if these rows
-        were contiguous. base: address of the KV cache. row: index of the first row in the layer.
+        Line 0 begins at byte `at`. Bytes are counted in the rows of this workgroup's kv heads only.
+        base: address of the KV cache. row: index of the first row in the layer.
         """
         b, row_bytes = self.b, self.row_bytes
         segment, size = self.shape.per * row_bytes, self.layout.kv_heads * row_bytes

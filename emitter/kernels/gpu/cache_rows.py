@@ -113,10 +113,6 @@ class CacheRows:
                 self._store(b.as_type(b.load(new, d.index), I32), b.add(row, d.index), only)
 
     def _append_group(self, word: Index, new: Ssa, first: Index, size: int, only: Ssa | None) -> None:
-        """Emit code that stores `size` elements of `new` from `first` on as a group of q8_0.
-
-        word: index of the group's first word.
-        """
         b, peak = self.b, self.b.f32(0.0)
         xs = [b.load(new, b.add(first, j)) for j in range(size)]
         for x in xs:
@@ -134,10 +130,6 @@ class CacheRows:
             self._store(codes, b.add(word, 1 + i // 4), only)
 
     def _code_word(self, d: Index) -> tuple[Index, Index]:
-        """Return (index of the word with the code of element d, index of the word with its scale).
-
-        Both are indices in a row of q8_0.
-        """
         b, group = self.b, self.caches.format.group(self.head_dim)
         first = b.mul(b.div(d, group), self.group_words)
         return b.add(first, b.add(b.div(b.rem(d, group), 4), 1)), first

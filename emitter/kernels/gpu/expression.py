@@ -1,9 +1,9 @@
 """Tensors that a GPU kernel computes element by element where it reads or writes them.
 
-An expression is a graph of StableHLO operations over operands of the kernel. In place of a memref a
-kernel may get a `Computed` operand, whose loads compute the element, or a `Finished` result, whose
-stores compute one more element-wise expression. So activations, gates, multipliers, and slices need
-no dispatch and no memory.
+An expression is a graph of StableHLO operations on operands of a kernel. A kernel may get a
+`Computed` operand instead of a memref: a load computes the element. A kernel may get a `Finished`
+result instead of a memref: a store first applies an element-wise expression. So activations, gates,
+multipliers and slices need no dispatch and no memory.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def is_supported(op: Op) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Expression:
-    """A tensor as a graph of operations over operands of a kernel.
+    """A tensor that a kernel computes from its operands, as a graph of operations.
 
     root: the tensor. producers: the operation that computes each value that is not an operand.
-    names: the name of each operand. hole: the result of the kernel that the expression continues,
-    or None.
+    names: the name of each operand. hole: None, or a value that stands for the kernel's own result,
+    if the expression starts from that result.
     """
 
     root: Value
@@ -75,7 +75,7 @@ class Expression:
     hole: Value | None = None
 
     def key(self) -> str:
-        """Return a digest that equal expressions share."""
+        """Return a digest; equal expressions have equal digests."""
         found = hashlib.sha256(self._text(self.root).encode())
         return found.hexdigest()[:10]
 
@@ -89,7 +89,7 @@ class Expression:
         return f"{op.kind}{sorted(attrs.items())}:{value.type}({', '.join(map(self._text, op.operands))})"
 
     def array(self, given: Mapping[str, np.ndarray], hole: np.ndarray | None = None) -> np.ndarray:
-        """Return the tensor for operands given by name, computed in f64."""
+        """Compute the tensor in NumPy, in f64; given: the operands by name."""
         return _array(self, self.root, given, hole)
 
 
@@ -238,7 +238,10 @@ class _Elements:
         return loop.results[0]
 
     def _split(self, linear: Index, dims: Sequence[int], extents: Sequence[int]) -> dict[int, Index]:
-        """Return the index along each of `dims` of element `linear` of a tensor of `extents`."""
+        """Return the index in each of `dims` of element number `linear` of a tensor.
+
+        extents: the shape of the tensor.
+        """
         found: dict[int, Index] = {}
         for i in reversed(range(len(dims))):
             found[dims[i]] = self.b.rem(linear, extents[i]) if i else linear
@@ -258,7 +261,6 @@ class _Elements:
 
 
 def _array(e: Expression, value: Value, given: Mapping[str, np.ndarray], hole: np.ndarray | None) -> np.ndarray:
-    """Return `value` in f64, or in i32 if it is of that type."""
     if value is e.hole and hole is not None:
         return np.asarray(hole, np.float64)
     if value in e.names:

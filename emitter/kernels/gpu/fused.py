@@ -1,4 +1,4 @@
-"""Kernels that compute operands where they load them, and continue a result where they store it."""
+"""Kernels that compute operands as they load them, and process results before storing them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ THREADS = 64
 def fused(
     kernel: GpuKernel, inputs: Mapping[str, Expression], output: Expression | None, more: Mapping[str, Value]
 ) -> GpuKernel:
-    """Return a kernel with computed operands and a continued result.
+    """Return a copy of `kernel` that also computes expressions.
 
-    inputs: the expressions of computed operands, by name. output: the expression that continues the
-    only result, or None. more: the operands of the expressions that `kernel` does not have.
+    inputs: the expressions of operands that the copy computes while it loads them, by name. output:
+    an expression that the copy applies to its only result before it stores the result, or None.
+    more: operands of the expressions that `kernel` does not have.
     """
     stored = {name: t for name, t in kernel.operands.items() if name not in inputs}
     (result, *others), results = kernel.results, dict(kernel.results)
@@ -85,8 +86,8 @@ def pointwise(roots: Sequence[Expression], leaves: Mapping[str, Value]) -> GpuKe
 def beside(first: GpuKernel, second: GpuKernel, shared: Mapping[str, str]) -> GpuKernel:
     """Return a kernel whose first workgroups run `first`, and whose other workgroups run `second`.
 
-    shared: the operands of `second` that are operands of `first` too, with their names there. Other
-    names get the prefix a_ (`first`) or b_ (`second`).
+    shared: the operands that both kernels read. It maps the name in `second` to the name in
+    `first`. Other names get the prefix a_ (`first`) or b_ (`second`).
     """
 
     def of_first(name: str) -> str:

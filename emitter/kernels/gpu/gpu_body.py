@@ -103,9 +103,10 @@ class GpuBody(Body):
 
     @contextmanager
     def after(self, workgroups: int) -> Iterator[None]:
-        """Append code for the workgroups from number `workgroups` on, which are counted from 0.
+        """Emit the code of the `with` block for workgroups from number `workgroups` on.
 
-        It uses the shared memory of the code before it, which other workgroups run.
+        In the block, these workgroups are counted from 0. The block uses the same shared memory as
+        the code before it, because no workgroup runs both.
         """
         with self.when(self.negate(self.less(self.workgroup(), workgroups))):
             self._before, self._reusable = self._before + workgroups, list(self._allocated)
@@ -139,7 +140,10 @@ class GpuBody(Body):
 
     @contextmanager
     def strided(self, thread: Ssa, count: Index, carry: Sequence[Ssa] = ()) -> Iterator[Loop]:
-        """Append a loop over 0 .. count - 1, with every `threads`th iteration in this thread."""
+        """Append a loop over 0 .. count - 1, whose iterations are divided among the threads.
+
+        Thread t runs iterations t, t + threads, t + 2 * threads, and so on.
+        """
         with self.loop(thread, count, self.threads, carry) as loop:
             yield loop
 

@@ -20,10 +20,10 @@ class GpuKernel(Kernel):
     not compile such an offset.
 
     single_store: whether the code stores each element of the only result once and never reads it.
-    reads_often: operands that many workgroups read; computing them there would cost more than a
-    separate kernel.
-    reads_rarely: operands of which each element is read at most twice in the complete dispatch, so
-    that it may be computed there even if it is a dot product.
+    reads_often: operands that many workgroups read. To compute such an operand in this kernel would
+        cost more than a separate kernel.
+    reads_rarely: operands whose elements are each read at most twice in a dispatch. This kernel may
+        compute such an operand, even if an element is a dot product.
     """
 
     threads: int = 64

@@ -80,10 +80,6 @@ def prepare(
 def _element(
     b: GpuBody, layout: HeadLayout, rows: Rows, head: Head, d: Ssa, inverse: Ssa | None, given: Mapping[str, Ssa]
 ) -> Ssa:
-    """Return element `d` of a head after norm and rotation.
-
-    inverse: 1 / rms of the head, or None without a norm.
-    """
     name, first = rows.find(layout, head.kind)
     start = b.mul(head.index, layout.head_dim)
 

@@ -35,9 +35,9 @@ ROWS = 4
 def operands(matmul: Matmul, layout: Layout) -> dict[str, TensorType]:
     """Return the types of the operands of a GPU matmul by name, in order.
 
-    Only the weight differs from that of a CPU kernel. With a GLU, the weight has the rows of gate,
-    then those of up. With experts, it has all rows of expert 0, then all rows of expert 1, and so
-    on.
+    They are those of a CPU kernel, except the weight. With a GLU, the weight has the rows of gate,
+    then those of up. With experts, the weight has all rows of expert 0, then all rows of expert 1,
+    and so on.
     """
     rows = matmul.out_features * matmul.blocks_per_result * max(1, matmul.experts)
     return matmul.operands() | {"weight": TensorType((rows, layout.row_words(matmul.in_features)), I32)}
@@ -80,9 +80,9 @@ def load_x(b: GpuBody, x: Ssa, row: Index, unit: Index) -> list[Ssa]:
 
 
 def finished(b: GpuBody, matmul: Matmul, dots: list[Ssa], given: dict[str, Ssa], token: Index, row: Index) -> Ssa:
-    """Return a result of a matmul from its dot product, with the activation, bias and residual.
+    """Return a result of a matmul from the dot product, with activation, bias and residual.
 
-    dots: the dot product, or with a GLU those of gate and up. given: memrefs of the operands by
+    dots: one dot product, or with a GLU two: of gate and of up. given: memrefs of the operands by
     name.
     """
     y = dots[0] if matmul.glu is None else b.mulf(ACTIVATIONS[matmul.glu](b, dots[0]), dots[1])
@@ -129,10 +129,6 @@ def matvec(matmul: Matmul, summed: int = 0) -> Kernel:
         decoder, zeros = Units(b, layout, weight, inner), [b.f32(0.0)] * (count + tokens * normed)
 
         def dots(above: Index, x_rows: list[Index]) -> list[Ssa]:
-            """Return this thread's part of the dot products, and (with a norm) of the sums of x^2.
-
-            above: number of rows of the weight before those of the expert.
-            """
             weight_rows = [b.add(above, b.add(row, half * out)) for half in range(halves) for row in own]
             with b.loop(lane, units, lanes, carry=zeros) as loop:
                 xs, squares = [load_x(b, x, row, loop.index) for row in x_rows], []
@@ -218,10 +214,6 @@ def _sum(b: GpuBody, x: list[Ssa]) -> Ssa:
 
 
 def _squares(b: GpuBody, x: list[Ssa], total: Ssa, unit: Index, inner: int) -> Ssa:
-    """Return `total` plus the squares of the 8 elements of a unit of x.
-
-    Elements past the end of the row (`inner` elements) are not added.
-    """
     for j, element in enumerate(x):
         square = b.mulf(element, element)
         if inner % UNIT:

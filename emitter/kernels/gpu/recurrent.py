@@ -43,7 +43,6 @@ def _like(kernel: Kernel, workgroups: int, threads: int, write) -> Kernel:
 
 
 def _zero(b: GpuBody, share: Share, y: Ssa, column: Index) -> None:
-    """Emit code that sets one column of y to zero in the rows of padding."""
     with b.loop(share.end, share.high) as t:
         b.store(b.f32(0.0), y, t.index, column)
 
@@ -150,11 +149,6 @@ def gated_delta(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, Colu
 
 
 def _gated_norm(b, thread, out, t, head, v_dim, eps, square, weight, read) -> None:
-    """Emit code that normalises a head of `out` [T, heads * v_dim] and multiplies it by silu(z).
-
-    square: sum of the squares of those elements of the head that this thread has stored. read:
-    called with "z" to load an element of the operand z.
-    """
     sums, at = b.sums(thread, [square], b.threads)
     mean = b.divf(b.load(sums, at), b.f32(v_dim))
     inverse = b.divf(b.f32(1.0), b.math("sqrt", b.addf(mean, b.f32(eps))))

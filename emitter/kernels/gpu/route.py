@@ -29,9 +29,9 @@ def route(
     """Return the kernel that chooses `top_k` experts of each of T tokens.
 
     Operands: logits f32 [T, experts], correction f32 [experts] if `correction`. Results: chosen i32
-    [T, top_k], best first, and weights f32 [T, top_k]. scores: "softmax" or "sigmoid". groups,
-    best: experts are chosen from groups[1] of groups[0] groups, those with the largest sums of
-    their `best` largest scores.
+    [T, top_k], best first, and weights f32 [T, top_k]. scores: "softmax" or "sigmoid". groups: (n,
+    m), where experts are divided into n groups, and only experts of the m best groups are chosen.
+    best: a group is rated by the sum of its `best` largest scores.
     """
     operands = {"logits": TensorType((T, experts), F32)}
     if correction:
@@ -101,7 +101,6 @@ def _rank(b: GpuBody, scores: Ssa, count: int, i: Index) -> Ssa:
 
 
 def _drop_groups(b: GpuBody, thread: Ssa, rated: Ssa, experts: int, groups: tuple[int, int], best: int) -> None:
-    """Emit code that sets the scores of experts outside the best groups to -inf."""
     count, each = groups[0], experts // groups[0]
     sums = b.shared(count)
     with b.strided(thread, count) as group:
@@ -125,7 +124,6 @@ def _drop_groups(b: GpuBody, thread: Ssa, rated: Ssa, experts: int, groups: tupl
 
 
 def _softmax(b: GpuBody, thread: Ssa, read, target: Ssa, count: int) -> None:
-    """Emit code that stores the softmax of read(0) .. read(count - 1) in the shared `target`."""
     with b.strided(thread, count, [b.f32(float("-inf"))]) as e:
         e.give(b.maxf(read(e.index), e.values[0]))
     found, at = b.sums(thread, e.results, b.threads, "maxf")

@@ -43,10 +43,9 @@ NATIVE = {
 
 
 def widened(codec_name: str) -> str | None:
-    """Return how this layout stores the codes and scales of a codec; None for codecs in `NATIVE`.
+    """Return a text for users on how GPU kernels store a codec; None for codecs in `NATIVE`.
 
-    The result is text for users. Weights that are stored in this way take more memory than in the
-    codec's format. Their values are the same.
+    The weights have the same values as in the codec's format, but take more memory.
     """
     if codec_name in NATIVE:
         return None
@@ -136,7 +135,6 @@ class Layout:
         out[:, low + high : low + high + scales] = self._packed_scales(codec, parts, rows)
 
     def _packed_scales(self, codec: Codec, parts: Parts, rows: int) -> np.ndarray:
-        """Return the words with the scales and minima of `rows` rows, u32 [rows, words]."""
         half = lambda x: np.ascontiguousarray(x).view(np.uint16).astype(np.uint32).reshape(rows, -1)
         if self.scales == "half":
             return _joined(half(parts.d), 16)
@@ -228,7 +226,6 @@ class Units:
         return [x for word in words for x in (b.bf16s(word) if self.layout.codec == "bf16" else b.halves(word))]
 
     def _high(self, row: Index, unit: Index) -> Ssa:
-        """Return an i32 that has the high codes of a unit in its lowest bits."""
         b, bits = self.b, self.layout.high_bits
         per_word, low = 32 // bits, self.layout.parts(self.inner)[0]
         word = b.load(self.weight, row, b.add(b.div(unit, per_word), low))
@@ -280,7 +277,6 @@ class Units:
 
 
 def _fours(b: GpuBody, weight: Ssa) -> Ssa:
-    """Return a weight's words as a memref of vectors of four words."""
     rows, words = weight.type.shape
     return b.view(weight, (rows, words // 4), "vector<4xi32>")
 

@@ -231,7 +231,6 @@ class Grouped(Gemm):
         self.finish.store(first_block, self.tiles.row_blocks, 0, count, count)
 
     def _direct(self, block: Index, count: Index) -> None:
-        """Emit code that computes the dot products with weights decoded in registers."""
         b, few, lanes, vectors = self.b, self.tiles.few, self.lanes, LANES * self.tiles.wide // self.lanes
         per_block, full = LANES // lanes, b.mul(b.div(count, few), few)
         sizes = sorted({max(1, few // 2), few})
@@ -246,7 +245,7 @@ class Grouped(Gemm):
                     self._direct_tile(sides, full, size)
 
     def _direct_tile(self, sides: Sequence[tuple[Index, int, Index]], token: Index, rows: int) -> None:
-        """Emit code that stores the dot products of `rows` pairs and of `sides` in `self.sums`.
+        """Emit code that multiplies `rows` pairs by the weights in `sides`, to `self.sums`.
 
         token: index of the first pair in the current block of pairs. sides: the vectors of weight
         rows, each as (16-row block, index of the vector in the block, column of `self.sums` for the
@@ -296,7 +295,7 @@ class Grouped(Gemm):
 
 
 class GroupedInt8(Grouped, GemmInt8):
-    """A writer of the body of a GEMM of int8 x over (token, expert) pairs, grouped by expert."""
+    """A writer of the body of `Grouped` kernels for int8 x."""
 
     def _direct_tile(self, sides: Sequence[tuple[Index, int, Index]], token: Index, rows: int) -> None:
         b, records, parts, (first_block, _, first_column) = self.b, self.panel.records, self.step.parts, sides[0]

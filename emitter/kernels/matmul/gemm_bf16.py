@@ -66,7 +66,6 @@ class _Weights(BasePanel):
         self.block, self.first = first_block, self.b.div(k, 2)
 
     def pair(self, n: Index, step: Index, pair: int, v: int) -> Ssa:
-        """Load pair `pair` of a step along k, i32 [lanes], for vector `v` of 16-row block `n`."""
         b = self.b
         return self.records.rows((b.add(self.block, n), b.add(self.first, b.add(b.mul(step, PAIRS), pair)), 0), v, "i32", 32)
 

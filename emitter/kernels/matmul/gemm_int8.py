@@ -269,10 +269,6 @@ class SmallBatchInt8:
             self.finish.store(first, self.set, 0, end, T)
 
     def _tile(self, block: Index, v: Index, column: Index, token: Index, rows: int) -> None:
-        """Emit code that stores dot products in self.sums[token : token + rows] from `column` on.
-
-        The weight rows are vector `v` of 16-row block `block`.
-        """
         b, groups, parts = self.b, self.records.layout.groups, self.step.parts
         with b.loop(0, self.count * groups // parts, carry=[b.splat(0.0, self.isa.lanes)] * rows) as loop:
             first = b.mul(loop.index, parts)

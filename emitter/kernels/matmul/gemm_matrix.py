@@ -135,10 +135,6 @@ class GemmMatrix(Gemm):
         return [self.matrix.zero(i) for i in range(high * self.tiles.wide)]
 
     def _step(self, parts: list[Block], tile: Index, x_step: Index, step: Index, block: Index, high: int) -> list[Block]:
-        """Return `parts` plus the products of one step, which is 32 elements of in_features.
-
-        x_step, step: index of the step in x and in the panel.
-        """
         b, wide, matrix = self.b, self.tiles.wide, self.matrix
         (pieces, x_tiles, x_steps, *_), (_, steps, row_blocks, *_) = self.x_shape, self.panel.words.type.shape
         parts = list(parts)
@@ -158,9 +154,9 @@ class GemmMatrix(Gemm):
     ) -> None:
         """Emit code that adds `parts` to `self.sums`.
 
-        of: None for float weights. For quantised weights, `parts` has sums over one codec group,
-        and `of` is (index of the group in the panel, index of the group in a row of x). The code
-        then adds scale * parts + minimum * (sum of x over the group).
+        of: None for float weights. For quantised weights, `parts` has the sums of one codec group,
+        and `of` is (index of the group in the panel, index of the group in a row of x). Then the
+        code adds scale * parts + minimum * (sum of x over the group).
         """
         b, lanes, rows, wide = self.b, self.lanes, self.tiles.rows, self.tiles.wide
         for i, part in enumerate(parts):

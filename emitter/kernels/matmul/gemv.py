@@ -2,9 +2,9 @@
 
 Each lane of a vector has one of 16 rows of W, so there are no sums across lanes. A record packs one
 codec block of each of 16 rows. x is prepared once per workgroup (`prepared_x`), so that a code
-costs only a mask, a conversion and an fma. A set is one or more consecutive 16-row blocks of W;
-with a GLU, a set has blocks of gate and of up. With tables, the blocks of a set are far apart in
-the share, because a core reads a few long streams faster than many short ones.
+costs only a mask, a conversion and an fma. A set is one or more 16-row blocks of W; with a GLU, a
+set has blocks of gate and of up. The blocks of a set are consecutive. With tables (see below), the
+blocks are far apart instead, because a core reads a few long streams faster than many short ones.
 
     each workgroup: a share of the sets
       prefetch the first records of the first set
@@ -66,8 +66,8 @@ class Gemv:
     row_blocks: indices of the 16-row blocks to multiply.
     record: index of a record in each of these blocks.
     slot: index of the record in the prepared part of x; in `_group`, index of the codec group.
-    totals, results: one vector for each (i, v) in `self.sides`, for the rows of vector `v` of
-        row_blocks[i].
+    totals, results: a list of vectors. Vector n belongs to vector v of the rows of row_blocks[i],
+        where (i, v) is `self.sides[n]`.
     """
 
     def __init__(
@@ -185,8 +185,8 @@ class Gemv:
     def _prefetches(self, row_blocks: list[Index], record: Index, offset: Index, nbytes: int) -> list[Callable[[], None]]:
         """Return functions that each emit a prefetch of one cache line of the packed weight.
 
-        The lines are bytes offset .. offset + nbytes - 1, in each row block, of the record that is
-        multiplied `tiles.ahead` records after `record`.
+        The lines belong to a later record, `tiles.ahead` records after `record`, in each of the row
+        blocks. They are bytes offset .. offset + nbytes - 1 of that record.
         """
         b, (first, last) = self.b, self.range
         then = b.add(b.sub(record, first) if first else record, self.tiles.ahead)  # may be in the next set of row blocks
@@ -339,5 +339,4 @@ class Gemv:
 
 
 def _share(items: list, i: int, parts: int) -> list:
-    """Return part `i` of a list that is divided into `parts` consecutive parts of equal size."""
     return items[len(items) * i // parts : len(items) * (i + 1) // parts]

@@ -73,12 +73,12 @@ def group_sums(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel
 class PreparedX:
     """A stack buffer with T rows of x, normalised and scaled for the codes of a packed weight.
 
-    Kernels mask codes without shifting their bits down, which multiplies a code by a power of two.
-    So x is multiplied by the inverse of this power (`code_factors`). The buffer also has the
-    `group_sum` of each codec group. Methods count elements and groups from the first element that
-    the last `fill` prepared. token: index of a row in the buffer.
+    Kernels mask codes without shifting the bits of a code down, which multiplies the code by a
+    power of two. So x is multiplied by the inverse of this power (`code_factors`). The buffer also
+    has the `group_sum` of each codec group. The methods count elements and groups from the first
+    element that the last call of `fill` prepared. token: index of a row in the buffer.
 
-    capacity: max number of elements of a row that are prepared at once.
+    capacity: max number of elements of a row that one call of `fill` prepares.
     row: index in x of the first of the T rows.
     kept: number of elements of a row that the buffer stores; default: `capacity`.
     """

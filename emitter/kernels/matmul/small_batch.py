@@ -77,8 +77,9 @@ class SmallBatchTiles(Tiles):
 class SmallBatch:
     """A writer of the body of a matmul kernel for a few tokens.
 
-    Methods take the weight rows of a tile as `sides`, a list of vectors of rows. A vector is given
-    as (16-row block, index of the vector in the block, column of `self.sums` for its first row).
+    The argument `sides` of the methods is a list of vectors, which have the weight rows of a tile.
+    A vector is given as (16-row block, index of the vector in the block, column of `self.sums` for
+    the vector's first row).
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: SmallBatchTiles, buffers: Buffers):
@@ -122,8 +123,8 @@ class SmallBatch:
     def _add_chunks(self, first: Index, last: Index, end: Index) -> None:
         """Emit code that computes dot products with 16-row blocks first .. last - 1.
 
-        If x does not fit on the stack, the code prepares and multiplies one part of x after
-        another. end: number of tokens that are not padding.
+        The code prepares and multiplies one part of x at a time, if x does not fit on the stack.
+        end: number of tokens that are not padding.
         """
         b = self.b
         zero = b.splat(0.0, self.lanes)

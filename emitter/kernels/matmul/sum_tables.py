@@ -102,9 +102,9 @@ class SumTables(PreparedX):
                 b.vstore(total, self.tables, self._row(group, word, n), 0)
 
     def _factors(self, j: int, bit: int) -> Ssa:
-        """Return the factors with which the x of a code is added: table[n] += factors[n] * x.
+        """Return the factors of one bit of a code, f32 [lanes]: table[n] += factors[n] * x.
 
-        j: index of a bit in its slice. bit: index of the same bit in the code.
+        j: index of the bit in its slice. bit: index of the bit in the code.
         """
         base, weights = self._bit_values
         listed = [(base if bit == 0 else 0.0) + (weights[bit] if n >> j & 1 else 0.0) for n in range(self.lanes)]

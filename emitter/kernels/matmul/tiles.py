@@ -68,7 +68,7 @@ class PanelTiles(Tiles):
         """Return (number that must divide `tokens`, number that must divide `depth`)."""
 
     def stack_bytes(self, matmul: Matmul) -> int:
-        """Return the bytes of stack for f32 sums, to which subclasses add those for the panel."""
+        """Return the stack size of the f32 sums in bytes; subclasses add the size of the panel."""
         return 4 * LANES * self.row_blocks * self.tokens
 
     def fit(self, matmul: Matmul) -> bool:
@@ -84,7 +84,10 @@ class PanelTiles(Tiles):
 
 
 def panel_columns(matmul: Matmul, can_pair: bool) -> tuple[int, int]:
-    """Return the default of (`wide`, `row_blocks`) in `PanelTiles`; can_pair: may `wide` be 2."""
+    """Return the defaults of (`wide`, `row_blocks`) in `PanelTiles`.
+
+    can_pair: whether `wide` may be 2.
+    """
     shared = matmul.blocks_per_result
     wide = 2 if can_pair and (shared == 2 or matmul.weight_shape[0] % 2 == 0) else 1
     return wide, max(wide, shared)
@@ -102,7 +105,7 @@ def even_tokens(tokens: int, limit: int, unit: int) -> int:
 def even_share(total: int, limit: int) -> int:
     """Return the largest divisor of `total` that is at most `limit`.
 
-    If that divisor is less than half of `limit`, return `limit`.
+    The result is `limit` if this divisor is less than half of `limit`.
     """
     limit = min(limit, total)
     share = next(n for n in range(limit, 0, -1) if total % n == 0)
@@ -115,9 +118,9 @@ def panel_workgroups(matmul: Matmul, row_blocks: int, tokens: int, threads: int)
 
 
 def each_block(b: Body, out_features: int, block: Index, store: Callable[[int], None]) -> None:
-    """Emit code that stores the 16 results of a row block of the weight, or fewer of the last one.
+    """Emit code that stores the results of a row block: 16, or fewer in the weight's last block.
 
-    store(n): emits stores of the first n of the 16 results, or of all if n is 0.
+    store(n): emits the stores of the first n results; store(0) emits those of all 16.
     """
     last, ragged = divmod(out_features, LANES)
     if not ragged:

@@ -95,7 +95,7 @@ class Loop:
         self.given: list[Ssa] = []
 
     def give(self, *values: Ssa) -> None:
-        """Set the loop-carried values of the next iteration (`scf.yield`)."""
+        """Set the values that the next iteration of the loop gets (`scf.yield`)."""
         self.given = list(values)
 
 
@@ -221,7 +221,7 @@ class Body:
     def real(self, length: Ssa | None, low: Index, high: Index) -> Index:
         """Return the end of the rows that are not padding: `length` clamped to low .. high.
 
-        length: memref of an i32, or None without padding; then the result is `high`.
+        length: memref of an i32. If it is None, there is no padding, and the result is `high`.
         """
         return high if length is None else self.max(self.min(self.to_index(self.load(length)), high), low)
 
@@ -308,7 +308,7 @@ class Body:
         self.do(f"vector.store {value}, {self._at(buffer, indices)} : {buffer.type}, {value.type}")
 
     def atomic_add(self, value: Ssa, buffer: Ssa, *indices: Index) -> Ssa:
-        """Return the previous value of an i32 in memory, after adding `value` to it atomically."""
+        """Add `value` to an i32 in memory atomically; return the previous value."""
         types = f"({value.type}, {buffer.type}) -> {value.type}"
         return self.let(f"memref.atomic_rmw addi {value}, {self._at(buffer, indices)} : {types}", value.type)
 

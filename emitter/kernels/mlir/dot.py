@@ -97,7 +97,10 @@ class Dot:
         return Accumulators((self.b.broadcast(word, self.lanes),))
 
     def add(self, sums: Accumulators, code: tuple[Ssa, ...], x: tuple[Ssa, ...]) -> Accumulators:
-        """Return `sums` plus the products of codes and x; code, x: results of these methods."""
+        """Return `sums` plus the products of codes and x.
+
+        code, x: results of the methods `code` and `x`.
+        """
         (words,) = sums.words
         if self.dot == "plain" or self._wide:
             for pair in zip(code, x, strict=True):
@@ -130,7 +133,6 @@ class Dot:
         return self._call(_MADD_WORDS[self.lanes], "i32", 1, code, x) if self._wide else self.b.binary("muli", code, x)
 
     def _byte(self, quad: Ssa, j: int, shift: str) -> Ssa:
-        """Return byte j of each lane as i32; shift: "shrsi" for signed bytes, else "shrui"."""
         high = self.b.binary("shli", quad, self.b.isplat(24 - 8 * j, self.lanes)) if j < 3 else quad
         return self.b.binary(shift, high, self.b.isplat(24, self.lanes))
 

@@ -91,7 +91,6 @@ def _plain(isa: Isa) -> bool:
 
 
 def _signed(n: int) -> int:
-    """Return the i8 that has the same bits as the u8 `n`."""
     return (n + 128) % 256 - 128
 
 

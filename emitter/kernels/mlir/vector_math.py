@@ -65,8 +65,8 @@ def _power(b: Body, shifted: Ssa) -> Ssa:
 def lane_sums(b: Body, vectors: Sequence[Ssa]) -> Ssa:
     """Return a vector whose lane i is the sum of the lanes of vectors[i].
 
-    The number of vectors is a power of two, and at most the number of lanes. However many there
-    are, the lanes of a vector are added in the same order: half by half.
+    The number of vectors is a power of two, and at most the number of lanes. The order of additions
+    does not depend on the number of vectors.
     """
     vectors = list(vectors)
     width = vectors[0].width

@@ -42,8 +42,8 @@ def gated_delta(
 
     shape: (k_heads, heads, k_dim, v_dim).
     columns: for each of the operands q, k, v, alpha, beta and z, the columns that the kernel reads.
-    norm_eps: epsilon of an RMS norm of each head, whose result is multiplied by silu(z), or None
-        without a norm.
+    norm_eps: epsilon of an RMS norm of each head of the result; None for no norm. The norm's result
+        is multiplied by silu(z).
     Operands: q, k, v, alpha, beta and (with a norm) z, f32 [T, width]; rate, bias f32 [heads]; norm
         f32 [v_dim]; the operands in `tokens.operands`; state f32 [layers, heads, k_dim, v_dim];
         layer, an index. alpha and beta are a and b of `recurrences.gated_delta`.
@@ -120,10 +120,10 @@ def _unit(x: np.ndarray) -> np.ndarray:
 
 
 def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tuple[int, bool]:
-    """Return (vectors in a row of a block of columns of the state, whether the block is copied).
+    """Return the width of a block of state columns, in vectors, and whether the block is copied.
 
-    With several tokens, a block is updated in a copy on the stack, if the copy fits. vectors:
-    number of vectors in v_dim. width: number of elements of a vector.
+    With several tokens, the kernel updates a copy of the block on the stack, if the copy fits.
+    vectors: number of vectors in v_dim. width: number of elements of a vector.
     """
     limit = isa.registers // 4
     if tokens.in_turn > 1:
@@ -152,19 +152,17 @@ class _Head:
 
     @property
     def first(self) -> Index:
-        """Return the head's first column in the result."""
         return self.b.mul(self.share.unit, self.sizes[1])
 
     def _read(self, name: str, t: Index, d: Index, width: int) -> Ssa:
         return self.b.vload(self.given[name], width, t, self.b.add(self.at[name], d))
 
     def _times(self, name: str, t: Index, d: Index) -> Ssa:
-        """Return a vector with element `d` of the head, from operand `name`, in every lane."""
+        """Return element `d` of the head in operand `name`, repeated in every lane of a vector."""
         b = self.b
         return b.broadcast(b.load(self.given[name], t, b.add(self.at[name], d)), self.sizes[2])
 
     def know(self, t: Index) -> None:
-        """Emit code that stores decay, beta and the scales of k and q of token `t` in `known`."""
         b, k_dim, head = self.b, self.sizes[0], self.share.unit
 
         def inverse_length(name: str, factor: float) -> Ssa:
@@ -238,7 +236,6 @@ class _Head:
             b.vstore(b.mulf(total, scale), self.given["out"], t, b.add(self.first, b.add(column, d)))
 
     def gated_norm(self, t: Index, eps: float) -> None:
-        """Emit code that replaces the head's result for token `t` by its RMS norm times silu(z)."""
         b, (_, v_dim, width, _) = self.b, self.sizes
         out, first = self.given["out"], self.first
         read = lambda d, width: b.vload(out, width, t, b.add(first, d))

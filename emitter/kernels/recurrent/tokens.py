@@ -87,9 +87,10 @@ class Tokens:
         return f"{self.layers}_{'b' * self.batch}{self.count}" + "_length" * self.length
 
     def share(self, b: Body, units: int, layer: Ssa, given: Mapping[str, Ssa]) -> Share:
-        """Return the part of this workgroup; units: number of workgroups for each sequence.
+        """Return the part of the kernel that this workgroup computes.
 
-        layer: layer of the model. given: memrefs of the kernel's operands, by name.
+        units: number of workgroups for each sequence. layer: layer of the model. given: memrefs of
+        the kernel's operands, by name.
         """
         unit: Index = b.workgroup()
         if not self.batch:

@@ -88,7 +88,7 @@ class Layout:
 
     @property
     def in_fields(self) -> int:
-        """Return the number of codes of a group that are in one field each (not `TOP_CODES`)."""
+        """Return how many codes of a group are in one bit field each; `TOP_CODES` are not."""
         return self.words * self.fields
 
     def bit_fields(self, codec: Codec, k: int) -> tuple[BitField, ...]:
@@ -160,7 +160,6 @@ def _stored(codec: Codec, codes: np.ndarray) -> np.ndarray:
 
 
 def _codes(codec: Codec, record: Layout, words: np.ndarray) -> np.ndarray:
-    """Return the codes i8 [..., group] of u32 words [..., words]."""
     bits = lambda field: words[..., field[0]] >> np.uint32(field[1]) & np.uint32(field[2])
     stored = np.stack([reduce(np.bitwise_or, map(bits, record.bit_fields(codec, k))) for k in range(codec.group)], axis=-1)
     if codec.table and codec.has_integers:

@@ -93,7 +93,7 @@ class Records:
         self.b.prefetch(self.weight, self.b.add(block, self.base), record, offset, near=near)
 
     def prefetch_later(self, blocks: Iterable[Index], step: int, record: Index, first: Index, nbytes: int) -> None:
-        """Emit prefetches of part of a record in the 16-row blocks `step` after each of `blocks`.
+        """Emit prefetches of a part of record `record` in block i + step, for each i of `blocks`.
 
         The part is bytes first .. first + nbytes - 1 of the record.
         """
@@ -136,7 +136,7 @@ class Records:
         return self.b.convert("sitofp", wide, "f32")
 
     def group_scale(self, block: Index, record: Index, group: Index, v: Index) -> Ssa | None:
-        """Return `scale` of a group (see `codec.Parts`) as f32 [lanes], or None without scales."""
+        """Return `scale` of a group (see `codec.Parts`), f32 [lanes]; None if it has none."""
         if self.codec.small_floats:
             b, at = self.b, (block, record, self.b.add(self.b.mul(group, LANES), self.layout.scales or 0))
             bits = b.convert("extui", self.rows(at, v, "i8", 8), "i16")
@@ -145,13 +145,14 @@ class Records:
         return self._factor(self.layout.scales, self.codec.minimum == 0, block, record, group, v)
 
     def group_minimum(self, block: Index, record: Index, group: Index, v: Index) -> Ssa | None:
-        """Return `minimum` of a group (see `codec.Parts`) as f32 [lanes], or None without it."""
+        """Return `minimum` of a group (see `codec.Parts`), f32 [lanes]; None if it has none."""
         return self._factor(self.layout.minima, False, block, record, group, v)
 
     def scale_and_minimum(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
-        """Return (d * scale, m * minimum) of a group as f32 [lanes]; None for missing minima.
+        """Return (d * scale, m * minimum) of a group as f32 [lanes].
 
-        The group's dot product with x is d * scale * sum(x * code) + m * minimum * sum(x).
+        The second value is None if there are no minima. The dot product of the group and x is d *
+        scale * sum(x * code) + m * minimum * sum(x).
         """
         scale = self._times(self.d(block, record, v), self.group_scale(block, record, group, v))
         minimum = self.m(block, record, v)
@@ -161,7 +162,10 @@ class Records:
         return x if factor is None else self.b.mulf(x, factor)
 
     def scale_and_base(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
-        """Return (scale, base) of a group: weight = scale * stored code + base; None is 0."""
+        """Return (scale, base) of a group, where a weight is scale * stored code + base.
+
+        A base of None is 0.
+        """
         b, codec = self.b, self.codec
         scale, base = self.d(block, record, v), self.m(block, record, v)
         scale = self._times(scale, self.group_scale(block, record, group, v))
